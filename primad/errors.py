@@ -1,0 +1,62 @@
+"""Every error that primad raises for the world's sake, in one tree.
+
+    PrimadError
+    ├── ModelError        the model file: missing, cut, not a GGUF, an architecture that cannot be cut
+    ├── ConfigError       a flag, an environment variable or a line of the configuration file
+    ├── PlanError         no plan: too few devices, windows that do not fit the model, a memory that is short
+    ├── ClusterError      a device: not found, busy, another version, lost while loading
+    ├── ProtocolError     bytes from a peer that are not a message of ours
+    ├── EngineError       llama.cpp refused or failed
+    ├── RingError         the ring broke while serving: a device, a deadline, a process
+    └── RequestError      an HTTP request that cannot be served as asked (carries status, code, parameter)
+
+The text of each is one line that names the thing, says what is wrong with it and what to do. Foreign exceptions are
+translated once, at the border, with ``raise ... from exc``. ``assert`` is for our own mistakes.
+"""
+
+from __future__ import annotations
+
+
+class PrimadError(Exception):
+    """The root. The CLI prints its text as one line and ends with exit code 2."""
+
+
+class ModelError(PrimadError):
+    """A model file that cannot be used."""
+
+
+class ConfigError(PrimadError):
+    """A flag, environment variable or configuration value that cannot be used."""
+
+
+class PlanError(PrimadError):
+    """No plan fits what was asked."""
+
+
+class ClusterError(PrimadError):
+    """A device is missing, busy, of another version, or was lost while loading."""
+
+
+class ProtocolError(PrimadError):
+    """Bytes from a peer that are not a valid message; the message is refused, the process lives on."""
+
+
+class EngineError(PrimadError):
+    """llama.cpp refused a window or failed in it."""
+
+
+class RingError(PrimadError):
+    """The ring broke: a device went away, a deadline passed or a ring process ended."""
+
+
+class RequestError(PrimadError):
+    """An HTTP request that cannot be served as asked.
+
+    ``status`` is the HTTP status, ``code`` and ``param`` go into the OpenAI-shaped error object.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param

@@ -1,0 +1,251 @@
+"""Everything that crosses a process border on the ring's behalf, as tagged msgspec structs.
+
+Three conversations use this file:
+
+* **Along the route** (ZeroMQ PUSH/PULL, one hop a message): a ``Step`` header frame and one payload frame with the rows'
+  hidden states. KV operations ride in the same ordered stream, so every window applies the same log.
+* **Between a daemon and its ring process** (a private socket pair): ``RingCommand`` down, ``RingEvent`` up.
+* **Between the API and the head's scheduler**: ``Generate`` and ``Cancel`` down, ``Sampled`` and ``Finished`` up; they are
+  ring commands and ring events themselves.
+
+A header is checked against the ring's ``Limits`` before its payload is touched: nothing on the wire is trusted.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from primad.errors import ProtocolError
+
+PROTOCOL: Final = 1
+"""The version of every message in this file. It grows when an older peer could misread a newer one."""
+
+HIDDEN_DTYPE: Final = "f32"
+"""Hidden states travel as little-endian float32, so that a ring is bit-identical to one device."""
+
+MAX_HEADER_BYTES: Final = 1 << 20
+"""No header of a step of at most ``Limits.rows`` rows comes near it."""
+
+
+# ---- along the route ------------------------------------------------------------------------------------------------
+
+
+class KvRemove(msgspec.Struct, frozen=True, tag="remove", array_like=True):
+    """Forget positions ``start <= p < end`` of ``sequence``; ``end = -1`` means to the end."""
+
+    sequence: int
+    start: int
+    end: int
+
+
+class KvCopy(msgspec.Struct, frozen=True, tag="copy", array_like=True):
+    """Let ``target`` share the cells of ``source`` at positions ``start <= p < end``; ``end = -1`` means to the end."""
+
+    source: int
+    target: int
+    start: int
+    end: int
+
+
+class KvKeep(msgspec.Struct, frozen=True, tag="keep", array_like=True):
+    """Forget every sequence but ``sequence``."""
+
+    sequence: int
+
+
+KvOp = KvRemove | KvCopy | KvKeep
+
+
+class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
+    """One step's visit to one window: apply ``ops`` in order, then compute the rows.
+
+    ``window`` is the route index of the window that must compute it. ``shape`` is ``(rows, width)`` of the payload frame;
+    row ``i`` has ``positions[i]``, belongs to ``sequences[i]`` and wants logits when ``outputs[i]``. A step without rows
+    carries KV operations alone and has an empty payload.
+    """
+
+    protocol: int
+    ring: int
+    epoch: int
+    step: int
+    window: int
+    dtype: str
+    shape: tuple[int, int]
+    positions: list[int]
+    sequences: list[list[int]]
+    outputs: list[bool]
+    ops: list[KvOp]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.shape[0]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size that the payload frame must have."""
+        return self.shape[0] * self.shape[1] * 4
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a ring process accepts: fixed when the ring opens, so a header can be judged by itself."""
+
+    ring: int
+    epoch: int
+    windows: frozenset[int]
+    width: int
+    rows: int
+    context: int
+    sequences: int
+
+
+class StaleEpochError(ProtocolError):
+    """A message of another ring or an older epoch: dropped by number, no one's fault."""
+
+
+_step_decoder = msgspec.msgpack.Decoder(Step)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Any message of this file as msgpack bytes."""
+    return _encoder.encode(message)
+
+
+def decode_step(header: bytes | memoryview, payload_bytes: int, limits: Limits) -> Step:
+    """The header frame as a ``Step`` that is safe to compute, judged against ``limits``.
+
+    Raises ``StaleEpochError`` for another ring or epoch and ``ProtocolError`` for anything that is not a valid step,
+    naming the field.
+    """
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"step header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed")
+    try:
+        step = _step_decoder.decode(header)
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+        raise ProtocolError(f"not a step header: {exc}") from exc
+    if step.protocol != PROTOCOL:
+        raise ProtocolError(f"step of protocol {step.protocol}; this device speaks {PROTOCOL}")
+    if (step.ring, step.epoch) != (limits.ring, limits.epoch):
+        raise StaleEpochError(f"step of ring {step.ring:x} epoch {step.epoch}; serving {limits.ring:x} {limits.epoch}")
+    _check_shape(step, payload_bytes, limits)
+    _check_rows(step, limits)
+    for op in step.ops:
+        _check_op(op, limits)
+    return step
+
+
+def _check_shape(step: Step, payload_bytes: int, limits: Limits) -> None:
+    rows, width = step.shape
+    if step.step < 0:
+        raise ProtocolError(f"step number {step.step} is negative")
+    if step.window not in limits.windows:
+        raise ProtocolError(f"step {step.step} is for window {step.window}, which this device does not hold")
+    if step.dtype != HIDDEN_DTYPE:
+        raise ProtocolError(f"step {step.step} has dtype {step.dtype!r}; expected {HIDDEN_DTYPE!r}")
+    if not 0 <= rows <= limits.rows or width != limits.width:
+        raise ProtocolError(
+            f"step {step.step} has shape ({rows}, {width}); expected at most {limits.rows} rows of {limits.width}"
+        )
+    if payload_bytes != step.payload_bytes:
+        raise ProtocolError(f"step {step.step} has a payload of {payload_bytes} bytes; {step.payload_bytes} expected")
+
+
+def _check_rows(step: Step, limits: Limits) -> None:
+    counts = {len(step.positions), len(step.sequences), len(step.outputs)}
+    if counts != {step.rows}:
+        raise ProtocolError(f"step {step.step} has {step.rows} rows but lists of {sorted(counts)} entries")
+    if any(not 0 <= position < limits.context for position in step.positions):
+        raise ProtocolError(f"step {step.step} has a position outside the context of {limits.context}")
+    for sequences in step.sequences:
+        if not 0 < len(sequences) <= limits.sequences or len(set(sequences)) != len(sequences):
+            raise ProtocolError(f"step {step.step} has a row with {len(sequences)} sequences or with one twice")
+        if any(not 0 <= sequence < limits.sequences for sequence in sequences):
+            raise ProtocolError(f"step {step.step} has a sequence outside 0..{limits.sequences - 1}")
+
+
+def _check_op(op: KvOp, limits: Limits) -> None:
+    match op:
+        case KvRemove(sequence, start, end):
+            sequences, span = (sequence,), (start, end)
+        case KvCopy(source, target, start, end):
+            sequences, span = (source, target), (start, end)
+        case KvKeep(sequence):
+            sequences, span = (sequence,), (0, -1)
+    if any(not 0 <= sequence < limits.sequences for sequence in sequences):
+        raise ProtocolError(f"KV operation {op} names a sequence outside 0..{limits.sequences - 1}")
+    if not 0 <= span[0] <= limits.context or not -1 <= span[1] <= limits.context:
+        raise ProtocolError(f"KV operation {op} names a position outside the context of {limits.context}")
+
+
+# ---- between the API and the head's scheduler -----------------------------------------------------------------------
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is drawn. The neutral value of each field switches its sampler off.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0 keeps every token; ``top_p`` 1 and ``min_p`` 0 keep everything;
+    ``repeat_penalty`` 1 and the two other penalties 0 change nothing; penalties look at the last ``penalty_tokens``
+    tokens of prompt and answer.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repeat_penalty: float
+    penalty_tokens: int
+    logit_bias: tuple[tuple[int, float], ...]
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+    """Continue ``prompt`` (token ids, at least one) by at most ``max_tokens`` tokens.
+
+    ``logprobs`` is None, or how many of the most likely tokens each ``Sampled`` lists (0 to 20).
+    """
+
+    request: int
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling
+    logprobs: int | None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Stop generating for ``request`` and free its sequence; nothing more will be sent for it."""
+
+    request: int
+
+
+class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
+    """One new token. ``logprob`` and ``top`` (token, logprob; best first) are there when they were asked for.
+
+    Log-probabilities are those of the model itself: before bias, penalties, temperature and truncation.
+    """
+
+    request: int
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """The last message for ``request``.
+
+    ``reason`` is ``stop`` (the model ended its answer; its end-of-generation token is not sent as ``Sampled``), ``length``
+    (``max_tokens`` or the context reached) or ``error`` with a one-line ``error``. ``prompt_s`` is the time from the first
+    prefill step to the first token, ``decode_s`` the time from there to the last.
+    """
+
+    request: int
+    reason: str
+    error: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_s: float
+    decode_s: float
