@@ -17,6 +17,8 @@ from typing import Final
 
 import msgspec
 
+from primad.engine.protocol import EngineOptions, WindowFiles
+from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError
 
 PROTOCOL: Final = 1
@@ -183,26 +185,6 @@ def _check_op(op: KvOp, limits: Limits) -> None:
 # ---- between the API and the head's scheduler -----------------------------------------------------------------------
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is drawn. The neutral value of each field switches its sampler off.
-
-    ``temperature`` 0 is greedy; ``top_k`` 0 keeps every token; ``top_p`` 1 and ``min_p`` 0 keep everything;
-    ``repeat_penalty`` 1 and the two other penalties 0 change nothing; penalties look at the last ``penalty_tokens``
-    tokens of prompt and answer.
-    """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    presence_penalty: float
-    frequency_penalty: float
-    repeat_penalty: float
-    penalty_tokens: int
-    logit_bias: tuple[tuple[int, float], ...]
-
-
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Continue ``prompt`` (token ids, at least one) by at most ``max_tokens`` tokens.
 
@@ -249,3 +231,87 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     completion_tokens: int
     prompt_s: float
     decode_s: float
+
+
+class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
+    """This ring process cannot go on; ``error`` is one line. It is the process's last event."""
+
+    error: str
+
+
+# ---- between a daemon and its ring process --------------------------------------------------------------------------
+
+
+class OpenWindow(msgspec.Struct, frozen=True, kw_only=True):
+    """One window to load: its route index and files; ``files`` is None for the window that is the whole model."""
+
+    window: int
+    files: WindowFiles | None
+
+
+class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
+    """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
+
+    ``route`` is the number of windows in the route. ``model`` is the path of the model file on the head and None on a
+    worker; ``width`` is that of the hidden state. ``depth`` bounds the steps that the head keeps in flight.
+    """
+
+    ring: int
+    epoch: int
+    windows: list[OpenWindow]
+    route: int
+    width: int
+    model: str | None
+    host: str
+    depth: int
+    step_timeout_s: float
+    options: EngineOptions
+
+
+class Connect(msgspec.Struct, frozen=True, tag="connect"):
+    """Send to the ring process at ``address`` (a ZeroMQ endpoint) from now on; the head then runs a warm-up lap."""
+
+    address: str
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """Ask for a ``Status``."""
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """``windows`` of all windows are loaded."""
+
+    windows: int
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """Every window is loaded; the next device's steps are received at ``endpoint`` (empty without a ring)."""
+
+    endpoint: str
+
+
+class Serving(msgspec.Struct, frozen=True, tag="serving"):
+    """The head's warm-up lap came back: the ring computes."""
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """What this ring process did and holds.
+
+    ``hop_s`` are the software times of its latest hops in seconds: received to compute started plus compute ended to
+    sent. ``rss_bytes`` is its resident memory, shared file pages included; ``private_bytes`` leaves those out.
+    """
+
+    steps: int
+    rows: int
+    compute_s: float
+    hop_s: list[float]
+    rss_bytes: int
+    private_bytes: int
+    refused: int
+
+
+RingCommand = Open | Connect | Generate | Cancel | Report
+RingEvent = Loading | Opened | Serving | Sampled | Finished | Status | RingBroken
+
+command_decoder = msgspec.msgpack.Decoder(RingCommand)
+event_decoder = msgspec.msgpack.Decoder(RingEvent)

@@ -1,0 +1,79 @@
+"""What the HTTP API needs from the daemon, as protocols: the consumer owns the interface, the daemon fulfils it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from primad.ring.messages import Finished, Sampled, Sampling
+
+
+class Vocabulary(Protocol):
+    """The served model's tokens and what its file says about chat. Every method is quick and has no side effect."""
+
+    @property
+    def size(self) -> int:
+        """Number of tokens; token ids are ``0 <= id < size``."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source in the model file (``tokenizer.chat_template``), or None."""
+
+    @property
+    def bos(self) -> str:
+        """Text of the beginning-of-sequence token, "" when the model has none."""
+
+    @property
+    def eos(self) -> str:
+        """Text of the end-of-sequence token, "" when the model has none."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of ``text``, with llama.cpp's meaning of the two flags."""
+
+    def piece(self, token: int) -> bytes:
+        """The raw bytes that ``token`` adds to the text; b"" for a special token."""
+
+    def name(self, token: int) -> str:
+        """A printable name of any token, special ones too (for log-probabilities)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The model behind the API. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus answer."""
+
+    id: str
+    created: int
+    context_tokens: int
+    vocabulary: Vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Whether requests can be served now, and one line that says what is going on."""
+
+    serving: bool
+    detail: str
+
+
+class Backend(Protocol):
+    """The daemon as the API sees it."""
+
+    def health(self) -> Health:
+        """The state of this moment."""
+
+    def model(self) -> ServedModel | None:
+        """The served model, or None until it is known."""
+
+    def generate(
+        self, prompt: list[int], *, max_tokens: int, sampling: Sampling, logprobs: int | None
+    ) -> AsyncGenerator[Sampled | Finished, None]:
+        """Any number of ``Sampled``, then exactly one ``Finished``.
+
+        ``prompt`` has 1 to ``context_tokens - 1`` tokens and ``max_tokens`` is at least 1; prompt and answer together
+        fit the context. ``logprobs`` is as in ``ring.messages.Generate``. The backend chooses the request's number.
+        ``aclose()``, also while it waits, cancels the request in the ring and frees its sequence.
+
+        Raises ``RingError`` when the ring breaks and ``RequestError`` when it cannot take the request (a full queue:
+        status 429). A ``Finished`` whose reason is ``error`` means the same as ``RingError``.
+        """

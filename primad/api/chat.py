@@ -1,0 +1,134 @@
+"""The model's own chat template: from messages to the text that the model was trained to continue. Pure.
+
+The template is Jinja source out of the model file, and so not to be trusted: it runs in Jinja's immutable sandbox, in the
+environment of Hugging Face transformers (``utils/chat_template_utils.py``): trimmed blocks, loop controls, ``tojson``,
+``raise_exception``, ``strftime_now`` and the ``generation`` tag. A model without a template gets ChatML, which most
+models without one understand best.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from primad.api.backend import Vocabulary
+from primad.errors import ModelError, RequestError
+
+CHATML: Final = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The template of a model whose file has none."""
+
+_RUNTIME_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What Jinja lets through when a template trips over the messages."""
+
+
+class _Generation(Extension):
+    """``{% generation %}``, which only marks the assistant's part for training: its body is the output."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def tokenize_chat(vocabulary: Vocabulary, messages: Sequence[Mapping[str, str]], *, now: datetime) -> list[int]:
+    """The prompt for ``messages`` as token ids, ready for the assistant's next turn.
+
+    Special tokens in the text are parsed as such. The tokenizer adds its own only when the template did not already
+    write the beginning-of-sequence token, which is therefore never doubled (llama.cpp's convention).
+
+    Raises ``RequestError`` when the template refuses the messages and ``ModelError`` when it is no template.
+    """
+    text = render(vocabulary, messages, now=now)
+    begun = vocabulary.bos != "" and text.startswith(vocabulary.bos)
+    return vocabulary.tokenize(text, add_special=not begun, parse_special=True)
+
+
+def render(vocabulary: Vocabulary, messages: Sequence[Mapping[str, str]], *, now: datetime) -> str:
+    """The prompt for ``messages`` as text, by the model's template.
+
+    Each message has ``role`` and ``content`` and may have ``name`` and ``tool_call_id``; a developer's message is a
+    system message to templates. ``now`` is what ``strftime_now`` formats.
+
+    Raises ``RequestError`` when the template refuses the messages and ``ModelError`` when it is no template.
+    """
+    template = _compile(vocabulary.chat_template or CHATML)
+    try:
+        return template.render(
+            messages=[_for_template(message) for message in messages],
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+            bos_token=vocabulary.bos,
+            eos_token=vocabulary.eos,
+            strftime_now=_strftime(now),
+        )
+    except _RUNTIME_ERRORS as exc:
+        reason = str(exc).strip() or type(exc).__name__
+        raise RequestError(f"the model's chat template refuses the messages: {reason}", param="messages") from exc
+
+
+def check_template(vocabulary: Vocabulary) -> None:
+    """Raise ``ModelError`` when the model's template does not compile, so that it can be said before the first chat."""
+    _compile(vocabulary.chat_template or CHATML)
+
+
+@lru_cache(maxsize=4)
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    try:
+        return environment.from_string(source)
+    except (jinja2.TemplateError, RecursionError, SyntaxError) as exc:
+        raise ModelError(
+            f"the model file's chat template (tokenizer.chat_template) does not compile: {exc}; "
+            "use /v1/completions, or a model file with a working template"
+        ) from exc
+
+
+def _for_template(message: Mapping[str, str]) -> dict[str, str]:
+    role = "system" if message["role"] == "developer" else message["role"]
+    return {**message, "role": role}
+
+
+def _strftime(now: datetime) -> Callable[[str], str]:
+    return now.strftime
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,138 @@
+"""The client's connection: its body within limits, its leaving noticed at once, and server-sent events to it.
+
+uvicorn says that a client left only to who is waiting in ``receive``, so everything that takes time runs beside a task
+that waits there. Leaving cancels the work; the generators it holds are closed on the way out, and with them the sequence
+in the ring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from primad.api.errors import error_body
+from primad.errors import PrimadError, RequestError
+
+MAX_BODY_BYTES: Final = 8 << 20
+"""Several times the text of the longest context in use."""
+
+BODY_TIMEOUT_S: Final = 60.0
+"""A client that takes longer to send its body is refused."""
+
+SEND_TIMEOUT_S: Final = 60.0
+"""A client that does not take one event in this time has left: it would hold its sequence for ever."""
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+async def read_json(request: Request) -> bytes:
+    """The body of a request that says it is JSON.
+
+    To insist on the media type is also what keeps web pages out: a browser asks first (CORS preflight) before it sends
+    JSON to another origin, and this server never says yes.
+
+    Raises ``RequestError`` (400, 408, 413) and ``ClientDisconnect``.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise RequestError(f"the content type is {media_type[:80]!r}; send the header Content-Type: application/json")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > MAX_BODY_BYTES):
+        raise _too_large()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
+    except TimeoutError as exc:
+        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s", status=408) from exc
+    return bytes(body)
+
+
+def _too_large() -> RequestError:
+    return RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="request_too_large")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client leaves. The body must have been read.
+
+    Raises ``ClientDisconnect`` when it left, and whatever ``work`` raises.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            leaving = group.create_task(_wait_left(receive))
+            result = await work
+            leaving.cancel()
+    except BaseExceptionGroup as failures:
+        # Both tasks may have failed; the first one is the reason for the other.
+        raise failures.exceptions[0] from None
+    return result
+
+
+async def _wait_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientDisconnect
+
+
+class EventStream(Response):
+    """Server-sent events, one ``data:`` line for each message of a generator, then ``[DONE]``.
+
+    A ``PrimadError`` before the first message propagates, so that it becomes an ordinary answer with its status. A later
+    one is sent as a last event with an error object, without ``[DONE]``. The generator is closed in any case.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, messages: AsyncGenerator[msgspec.Struct, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._messages = messages
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._send_all(receive, send)
+        except ClientDisconnect:
+            log.info("the client left before the end of its stream")
+
+    async def _send_all(self, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send_messages(send))
+        except PrimadError as exc:
+            if not self._begun:
+                raise
+            log.warning("a stream ends with an error: %s", exc)
+            last = msgspec.json.encode(error_body(exc))
+        else:
+            last = b"[DONE]"
+        await _send_event(send, last)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_messages(self, send: Send) -> None:
+        async with aclosing(self._messages) as messages:
+            async for message in messages:
+                if not self._begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    self._begun = True
+                await _send_event(send, msgspec.json.encode(message))
+
+
+async def _send_event(send: Send, data: bytes) -> None:
+    """Raises ``ClientDisconnect`` when the client does not take it."""
+    try:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+    except OSError as exc:  # TimeoutError is one, and so is what newer ASGI servers raise
+        raise ClientDisconnect from exc

@@ -1,0 +1,62 @@
+"""One choice of a job, from the backend's tokens to text. No HTTP here; both kinds of request and of answer use it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from primad.api.backend import Backend, Vocabulary
+from primad.api.job import Choice, Job
+from primad.api.shapes import FinishReason
+from primad.api.text import Placed, Released, Transcript
+from primad.errors import RingError
+from primad.ring.messages import Finished, Sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What one event of the backend adds to a choice: text that is certain, the tokens that begin in it, and how many
+    tokens were sampled. ``finish`` is there in the last one only."""
+
+    text: str
+    tokens: tuple[Placed[Sampled], ...]
+    sampled: int
+    finish: FinishReason | None
+
+
+async def write(backend: Backend, vocabulary: Vocabulary, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
+    """The text of ``choice`` as it becomes certain; the last one has ``finish``.
+
+    The backend's generator is closed, and so the sequence freed, before the last one is handed out, and whenever this
+    generator is closed or cancelled.
+
+    Raises ``RingError`` when the ring breaks and ``RequestError`` when the backend cannot take the request.
+    """
+    transcript: Transcript[Sampled] = Transcript(job.stops)
+    last: Written | None = None
+    events = backend.generate(
+        choice.prompt, max_tokens=choice.max_tokens, sampling=choice.sampling, logprobs=job.logprobs
+    )
+    async with aclosing(events):
+        async for event in events:
+            match event:
+                case Sampled():
+                    released = transcript.feed(vocabulary.piece(event.token), event)
+                    if transcript.stopped:
+                        last = _written(released, sampled=1, finish="stop")
+                        break
+                    yield _written(released, sampled=1, finish=None)
+                case Finished(reason="error"):
+                    raise RingError(event.error or "the ring ended the answer")
+                case Finished():
+                    released = transcript.finish()
+                    finish: FinishReason = "length" if event.reason == "length" and not transcript.stopped else "stop"
+                    last = _written(released, sampled=0, finish=finish)
+                    break
+    assert last is not None, "the backend ended without Finished"
+    yield last
+
+
+def _written(released: Released[Sampled], *, sampled: int, finish: FinishReason | None) -> Written:
+    return Written(text=released.text, tokens=released.entries, sampled=sampled, finish=finish)

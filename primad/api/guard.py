@@ -1,0 +1,55 @@
+"""Who may talk to the server through a browser: no web page from elsewhere.
+
+A server on 127.0.0.1 can be reached by any page the user has open. Two habits keep them out: the API never sends CORS
+headers and insists on JSON (``connection.read_json``), so another origin can neither read an answer nor start work; and
+this guard refuses host names that are not ours, so a page cannot become our own origin by pointing its name at 127.0.0.1
+(DNS rebinding). An IP address in ``Host`` is always fine: no attacker's name is involved.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from primad.api.errors import error_response
+from primad.errors import RequestError
+
+
+class HostGuard:
+    """Refuses (403) requests whose ``Host`` is neither an IP address, ``localhost`` nor one of ``hosts``."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if host is None or is_allowed(host, self._hosts):
+            await self._app(scope, receive, send)
+            return
+        refusal = RequestError(
+            f"the host name {host[:200]!r} is not one of this server's; use its IP address or configure the name",
+            status=403,
+            code="host_not_allowed",
+        )
+        await error_response(refusal)(scope, receive, send)
+
+
+def is_allowed(host: str, hosts: Collection[str]) -> bool:
+    """Whether the ``Host`` header ``host`` (with or without a port) may be served; ``hosts`` are in lower case."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        name = name[1:].partition("]")[0]
+    elif name.count(":") == 1:
+        name = name.partition(":")[0]
+    name = name.removesuffix(".")
+    if name == "localhost" or name.endswith(".localhost") or name in hosts:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

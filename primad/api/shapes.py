@@ -1,0 +1,182 @@
+"""What the API answers, field by field as OpenAI's API reference has it (platform.openai.com/docs/api-reference).
+
+A field of type ``UnsetType`` is left out of the JSON while it is ``UNSET``, which is not the same as ``null``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+FinishReason = Literal["stop", "length"]
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a whole request; an end-of-generation token is not counted."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+# ---- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One alternative; ``bytes`` are the token's raw bytes, which need not be whole characters."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of the answer and the most likely tokens at its place, best first."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities in chat form."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities in completion form: parallel lists; ``text_offset`` counts characters of ``text``."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+# ---- /v1/chat/completions -------------------------------------------------------------------------------------------
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of one choice."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the ``n`` answers."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion"):
+    """The answer to a chat request that does not stream. ``created`` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chunk adds to the message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk's part of the choice ``index``."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion.chunk"):
+    """One event of a streamed chat answer. ``created`` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+# ---- /v1/completions ------------------------------------------------------------------------------------------------
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer, or what a streamed chunk adds to it (then ``finish_reason`` is null until the last)."""
+
+    text: str
+    index: int
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="text_completion"):
+    """The answer to a completion request, or one event of it. ``created`` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+# ---- the rest -------------------------------------------------------------------------------------------------------
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
+    """A model that can be asked. ``created`` is in Unix seconds."""
+
+    id: str
+    created: int
+    owned_by: str
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
+    """``GET /v1/models``."""
+
+    data: list[Model]
+
+
+class HealthBody(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /health``."""
+
+    status: Literal["ok", "loading"]
+    detail: str
+    model: str | None
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong, in one line; ``param`` names the request's field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+def components(ref_template: str) -> dict[str, Any]:
+    """JSON schemas of everything that a route answers with, by name, for the OpenAPI document."""
+    answers = [ChatCompletion, ChatChunk, Completion, Model, ModelList, HealthBody, ErrorBody]
+    _, schemas = msgspec.json.schema_components(answers, ref_template=ref_template)
+    return schemas

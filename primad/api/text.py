@@ -1,0 +1,118 @@
+"""From tokens to text, piece by piece, so that what was sent never has to be taken back. Pure.
+
+A token is a run of bytes: a character may be split over several tokens, and so may a stop string. ``Transcript`` takes
+tokens and gives text as early as it is certain:
+
+* Bytes are decoded as UTF-8 incrementally; a character whose bytes are still coming waits. What can never become a
+  character is U+FFFD, exactly as decoding the whole answer at once would have it.
+* The longest end of the text that could begin a stop string is held back. The stop string that is *completed* first
+  ends the text (of several completed by the same character, the longest), so that the result does not depend on how
+  the text was cut into tokens and no token is sampled in vain. The stop string itself is not part of the text.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed(Generic[T]):
+    """A token's ``entry`` and the character of the whole text at which the token begins."""
+
+    entry: T
+    start_chars: int
+
+
+@dataclass(frozen=True, slots=True)
+class Released(Generic[T]):
+    """Text that is certain now, and the entries of the tokens whose first character is in the text so far."""
+
+    text: str
+    entries: tuple[Placed[T], ...]
+
+
+class Transcript(Generic[T]):
+    """The text of one answer as it grows. ``feed`` it each token in order, then ``finish`` it; stop once ``stopped``.
+
+    ``T`` is whatever the caller wants back beside a token's text, in order: for log-probabilities. A token that only
+    partly belongs to the text, because a stop string begins inside it, keeps its entry; one that begins in the stop
+    string or after it does not.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """``stops`` are the stop strings, none of them empty."""
+        assert all(stops), "a stop string is not empty"
+        self._stops = tuple(stops)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self._released_chars = 0
+        self._waiting: deque[Placed[T]] = deque()
+        self.stopped = False
+        """Whether a stop string ended the text. Nothing may be fed any more."""
+
+    def feed(self, piece: bytes, entry: T) -> Released[T]:
+        """Add one token's bytes (b"" for a special token)."""
+        assert not self.stopped, "the text has ended"
+        pending = self._decoder.getstate()[0]
+        start_chars = self._released_chars + len(self._held) + (0 if _continues(pending, piece) else 1)
+        self._waiting.append(Placed(entry, start_chars))
+        return self._advance(self._decoder.decode(piece), held_back=True)
+
+    def finish(self) -> Released[T]:
+        """Everything that was held back: the model's answer ended."""
+        assert not self.stopped, "the text has ended"
+        last = self._advance(self._decoder.decode(b"", final=True), held_back=False)
+        rest = tuple(self._waiting)
+        self._waiting.clear()
+        return Released(last.text, last.entries + rest)
+
+    def _advance(self, decoded: str, *, held_back: bool) -> Released[T]:
+        text = self._held + decoded
+        cut = self._first_stop(text)
+        if cut is not None:
+            self.stopped = True
+            text, self._held = text[:cut], ""
+        else:
+            keep = self._possible_stop(text) if held_back else len(text)
+            text, self._held = text[:keep], text[keep:]
+        self._released_chars += len(text)
+        entries = []
+        while self._waiting and self._waiting[0].start_chars < self._released_chars:
+            entries.append(self._waiting.popleft())
+        if self.stopped:
+            self._waiting.clear()
+        return Released(text, tuple(entries))
+
+    def _first_stop(self, text: str) -> int | None:
+        """Where the stop string begins that is completed first, or None."""
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+    def _possible_stop(self, text: str) -> int:
+        """Where the longest end of ``text`` begins that could begin a stop string; its length when there is none."""
+        earliest = len(text)
+        for stop in self._stops:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while 0 <= at < earliest:
+                if stop.startswith(text[at:]):
+                    earliest = at
+                else:
+                    at = text.find(stop[0], at + 1)
+        return earliest
+
+
+def _continues(pending: bytes, piece: bytes) -> bool:
+    """Whether ``piece`` begins inside the character that ``pending`` begins; if not, ``pending`` becomes U+FFFD."""
+    if not pending:
+        return True
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(pending + piece[:1])
+    except UnicodeDecodeError:
+        return False
+    return True

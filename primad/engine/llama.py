@@ -1,0 +1,480 @@
+"""llama.cpp behind the engine protocol: the only import of llama_cpp.
+
+A window is a model of its own to llama.cpp, loaded from a metadata split and its layer files, fed with hidden states
+(``llama_batch.embd``). What is ours, and why:
+
+* **Taking the hidden state out.** llama.cpp has no call for it. An evaluation callback is asked about each node of the
+  graph; at ``l_out-{last}`` the graph is computed up to there, the tensor copied and the graph stopped, so the stand-in
+  norm and output matrix of a middle window never run. Being asked about some 30 nodes a layer costs 0.7 us each in
+  Python, 8 % of a small model's token. So the callback is a dict's own ``__getitem__``: a node that was seen before is
+  answered in C without running a line of Python, and only an unknown one, or the wanted one, reaches ``__missing__``.
+* **The first hidden state** is looked up here, row by row, with ggml's own dequantisation: bit for bit what llama.cpp
+  computes from tokens, and without the logits buffer of the whole vocabulary that a first window would allocate.
+* **The last window's matrix** is stored under the name of the token embedding (llama.cpp's tied-output fall-back), so
+  that the embedding itself need not be held twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import llama_cpp as llama
+import numpy as np
+from numpy.typing import NDArray
+
+from primad.engine.protocol import EngineOptions, Hidden, LogitsWindow, Rows, Sampling, WindowFiles
+from primad.errors import EngineError
+from primad.gguf.header import TensorInfo
+
+logger = logging.getLogger(__name__)
+
+MAX_OUTPUT_ROWS: Final = 64
+"""Rows of one step that may want logits: bounds the logits buffer (vocabulary * 4 bytes each)."""
+
+KV_CELL_PADDING: Final = 256
+"""llama.cpp rounds the KV cache up to whole groups of cells."""
+
+_recent_log: deque[str] = deque(maxlen=8)
+
+
+@llama.llama_log_callback  # type: ignore[untyped-decorator]
+def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
+    line = text.decode("utf-8", errors="replace").strip()
+    if line and level in (3, 4):
+        _recent_log.append(line)
+    if line:
+        logger.debug("llama.cpp: %s", line)
+
+
+def _ggml() -> ctypes.CDLL:
+    """libggml-base, which holds the tensor calls that llama_cpp does not bind."""
+    folder = Path(llama.__file__).parent / "lib"
+    names = ("libggml-base.so", "libggml-base.dylib", "ggml-base.dll", "libggml-base.dll")
+    path = next((folder / name for name in names if (folder / name).exists()), None)
+    if path is None:
+        raise EngineError(f"llama-cpp-python at {folder} has no ggml-base library; install a stock llama-cpp-python")
+    library = ctypes.CDLL(str(path))
+    library.ggml_get_name.restype = ctypes.c_char_p
+    library.ggml_get_name.argtypes = [ctypes.c_void_p]
+    library.ggml_nbytes.restype = ctypes.c_size_t
+    library.ggml_nbytes.argtypes = [ctypes.c_void_p]
+    library.ggml_backend_tensor_get.restype = None
+    library.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    library.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
+    library.ggml_get_type_traits.argtypes = [ctypes.c_int]
+    return library
+
+
+class _TypeTraits(ctypes.Structure):
+    """The leading fields of ``struct ggml_type_traits`` (ggml.h)."""
+
+    _fields_ = (
+        ("type_name", ctypes.c_char_p),
+        ("block", ctypes.c_int64),
+        ("block_interleave", ctypes.c_int64),
+        ("type_bytes", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.c_void_p),
+    )
+
+
+_TO_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+_EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
+"""The callback's true prototype has two more parameters; in the C calling convention a callee may ignore them."""
+
+llama.llama_log_set(_log, ctypes.c_void_p(0))
+llama.llama_backend_init()
+_ggml_base = _ggml()
+
+
+def build() -> str:
+    """What identifies this build of llama.cpp: package version and compiled-in features."""
+    return f"llama-cpp-python {llama.__version__}; {llama.llama_print_system_info().decode().strip()}"
+
+
+def _why(fallback: str) -> str:
+    said = _recent_log[-1] if _recent_log else fallback
+    _recent_log.clear()
+    return said
+
+
+class _Tap(dict[int, bool]):
+    """The evaluation callback of one window: finds ``wanted``, copies it and stops the graph there.
+
+    Keys are addresses of graph nodes that are not wanted. llama.cpp builds its graph anew when its shape changes, so an
+    address may come to mean another node; ``forward`` then sees that nothing was taken, calls ``clear`` and repeats.
+    """
+
+    def __init__(self, wanted: bytes, width: int) -> None:
+        super().__init__()
+        self._wanted = wanted
+        self._width = width
+        self._asked = False
+        self._hidden: Hidden | None = None
+
+    def take(self) -> Hidden | None:
+        """What the last computation left, once; None when the graph never came by the wanted tensor."""
+        hidden, self._hidden = self._hidden, None
+        return hidden
+
+    def __missing__(self, node: int) -> bool:
+        if _ggml_base.ggml_get_name(node) != self._wanted:
+            self[node] = False
+            return False
+        if not self._asked:
+            self._asked = True
+            return True
+        self._asked = False
+        size = _ggml_base.ggml_nbytes(node)
+        self._hidden = np.empty((size // (4 * self._width), self._width), np.float32)
+        _ggml_base.ggml_backend_tensor_get(node, self._hidden.ctypes.data, 0, size)
+        return False
+
+
+class _Batch:
+    """One ``llama_batch`` over numpy arrays, filled anew for each forward."""
+
+    def __init__(self, rows: int, sequences: int) -> None:
+        self._tokens = np.zeros(rows, np.int32)
+        self._positions = np.zeros(rows, np.int32)
+        self._counts = np.zeros(rows, np.int32)
+        self._sequences = np.zeros((rows, sequences), np.int32)
+        self._logits = np.zeros(rows, np.int8)
+        starts = self._sequences.ctypes.data + np.arange(rows, dtype=np.uint64) * np.uint64(4 * sequences)
+        self._starts = starts.astype(np.uint64)
+        self._batch: Any = llama.llama_batch()
+        self._batch.pos = self._pointer(self._positions, ctypes.c_int32)
+        self._batch.n_seq_id = self._pointer(self._counts, ctypes.c_int32)
+        self._batch.seq_id = ctypes.cast(self._starts.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)))
+        self._batch.logits = self._pointer(self._logits, ctypes.c_int8)
+
+    @staticmethod
+    def _pointer(array: NDArray[Any], kind: Any) -> Any:
+        return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
+
+    def fill(self, rows: Rows, *, every_row_out: bool) -> Any:
+        """The batch holding ``rows``; valid until the next ``fill``. ``rows.content`` must stay alive meanwhile."""
+        count = len(rows)
+        self._positions[:count] = rows.positions
+        self._logits[:count] = True if every_row_out else rows.outputs
+        for i, sequences in enumerate(rows.sequences):
+            self._counts[i] = len(sequences)
+            self._sequences[i, : len(sequences)] = sequences
+        batch = self._batch
+        batch.n_tokens = count
+        if rows.content.dtype == np.int32:
+            self._tokens[:count] = rows.content
+            batch.token, batch.embd = self._pointer(self._tokens, ctypes.c_int32), None
+        else:
+            assert rows.content.dtype == np.float32
+            assert rows.content.flags.c_contiguous
+            batch.token, batch.embd = None, self._pointer(rows.content, ctypes.c_float)
+        return batch
+
+
+class _Model:
+    """A loaded llama.cpp model with one context: the part that every kind of window shares."""
+
+    def __init__(self, paths: Sequence[str], options: EngineOptions, *, tap: _Tap | None, outputs: int) -> None:
+        self._options = options
+        self._batch = _Batch(options.rows, options.sequences)
+        self._tap = tap
+        params = llama.llama_model_default_params()
+        params.n_gpu_layers = options.gpu_layers
+        params.use_extra_bufts = options.extra_buffers
+        names = (ctypes.c_char_p * len(paths))(*(path.encode() for path in paths))
+        self._model = (
+            llama.llama_model_load_from_splits(names, len(paths), params)
+            if len(paths) > 1
+            else llama.llama_model_load_from_file(paths[0].encode(), params)
+        )
+        if not self._model:
+            raise EngineError(f"llama.cpp cannot load {paths[0]}: {_why('it does not say why')}")
+        self._context = llama.llama_init_from_model(self._model, self._context_params(outputs))
+        if not self._context:
+            llama.llama_model_free(self._model)
+            raise EngineError(f"llama.cpp cannot open a context of {options.context} tokens: {_why('out of memory?')}")
+        self._memory = llama.llama_get_memory(self._context)
+
+    def _context_params(self, outputs: int) -> Any:
+        options = self._options
+        params = llama.llama_context_default_params()
+        params.n_ctx = -(-options.context // KV_CELL_PADDING) * KV_CELL_PADDING
+        params.n_batch = params.n_ubatch = options.rows
+        params.n_seq_max = options.sequences
+        params.n_outputs_max = min(outputs, options.rows)
+        params.n_outputs_max_per_seq = params.n_outputs_max
+        params.n_threads = options.threads
+        params.n_threads_batch = options.batch_threads
+        params.kv_unified = True
+        params.no_perf = True
+        if self._tap is not None:
+            # A bound method of a dict subclass: see the module's docstring. Kept alive beside the context.
+            self._callback = _EVAL_CALLBACK(self._tap.__getitem__)
+            params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
+        return params
+
+    def kv_remove(self, sequence: int, start: int, end: int) -> None:
+        if not llama.llama_memory_seq_rm(self._memory, sequence, start, end):
+            raise EngineError(f"llama.cpp cannot forget positions {start} to {end} of sequence {sequence}")
+
+    def kv_copy(self, source: int, target: int, start: int, end: int) -> None:
+        llama.llama_memory_seq_cp(self._memory, source, target, start, end)
+
+    def kv_keep(self, sequence: int) -> None:
+        llama.llama_memory_seq_keep(self._memory, sequence)
+
+    def release(self) -> None:
+        llama.llama_free(self._context)
+        llama.llama_model_free(self._model)
+        del self._context, self._model, self._memory
+
+    def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
+        code = llama.llama_decode(self._context, self._batch.fill(rows, every_row_out=every_row_out))
+        if code == 1:
+            raise EngineError(f"the context of {self._options.context} tokens is full")
+        if code != 0:
+            raise EngineError(f"llama.cpp failed to compute a step (code {code}): {_why('it does not say why')}")
+
+
+class _HiddenWindow(_Model):
+    """Layers from hidden state to hidden state."""
+
+    def __init__(self, files: WindowFiles, options: EngineOptions, *, width: int) -> None:
+        self._out = _Tap(f"l_out-{files.layer_count - 1}".encode(), width)
+        super().__init__((files.metadata, *files.layers), options, tap=self._out, outputs=options.rows)
+
+    def forward(self, rows: Rows) -> Hidden:
+        self._decode(rows, every_row_out=True)
+        hidden = self._out.take()
+        if hidden is None:
+            self._repeat(rows)
+            hidden = self._out.take()
+        if hidden is None or len(hidden) != len(rows):
+            raise EngineError(
+                "llama.cpp computed a window without its last layer's output; its build is unknown to primad"
+            )
+        return hidden
+
+    def _repeat(self, rows: Rows) -> None:
+        """Compute ``rows`` once more with a callback that knows no node yet: the graph was built anew."""
+        logger.debug("graph rebuilt: repeating a step of %d rows", len(rows))
+        self._out.clear()
+        for position, sequences in zip(rows.positions, rows.sequences, strict=True):
+            for sequence in sequences:
+                self.kv_remove(sequence, position, position + 1)
+        self._decode(rows, every_row_out=True)
+
+
+class TokenEmbedding:
+    """Looks up the first hidden states in the model file itself."""
+
+    def __init__(self, tensor: TensorInfo, scale: float) -> None:
+        self.width = tensor.shape[0]
+        self._scale = np.float32(scale)
+        row_bytes = tensor.bytes // tensor.shape[1]
+        self._table = np.memmap(
+            tensor.path, np.uint8, mode="r", offset=tensor.offset, shape=(tensor.shape[1], row_bytes)
+        )
+        to_float = _ggml_base.ggml_get_type_traits(int(tensor.type)).contents.to_float
+        self._to_float = _TO_FLOAT(to_float) if to_float else None
+        if self._to_float is None and tensor.type != gguf.GGMLQuantizationType.F32:
+            raise EngineError(f"{tensor.path}: llama.cpp cannot read a token embedding of type {tensor.type.name}")
+
+    def rows(self, tokens: NDArray[np.int32]) -> Hidden:
+        """Hidden states (rows, width) of ``tokens``, as llama.cpp computes them from token input."""
+        packed = self._table[tokens]
+        hidden = np.empty((len(tokens), self.width), np.float32)
+        if self._to_float is None:
+            hidden[:] = packed.view(np.float32)
+        else:
+            for i in range(len(tokens)):
+                self._to_float(packed[i].ctypes.data, hidden[i].ctypes.data, self.width)
+        if self._scale != 1:
+            hidden *= self._scale
+        return hidden
+
+
+class FirstWindow(_HiddenWindow):
+    """The route's first window: token ids in, hidden states out."""
+
+    def __init__(self, files: WindowFiles, options: EngineOptions, embedding: TokenEmbedding) -> None:
+        super().__init__(files, options, width=embedding.width)
+        self._embedding = embedding
+
+    def forward(self, rows: Rows) -> Hidden:
+        return super().forward(
+            Rows(
+                content=self._embedding.rows(rows.content),  # type: ignore[arg-type]
+                positions=rows.positions,
+                sequences=rows.sequences,
+                outputs=rows.outputs,
+            )
+        )
+
+
+class MiddleWindow(_HiddenWindow):
+    """Any window but the first and the tail: hidden states in, hidden states out."""
+
+
+class _LogitsWindow(_Model):
+    """A window that ends in logits."""
+
+    def __init__(self, paths: Sequence[str], options: EngineOptions, ends: frozenset[int], *, vocabulary: int) -> None:
+        super().__init__(paths, options, tap=None, outputs=MAX_OUTPUT_ROWS)
+        self._ends = ends
+        self._vocabulary = vocabulary
+
+    def forward(self, rows: Rows) -> None:
+        self._decode(rows, every_row_out=False)
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        pointer = llama.llama_get_logits_ith(self._context, row)
+        if not pointer:
+            raise EngineError(f"row {row} of the last step has no logits")
+        return np.ctypeslib.as_array(pointer, shape=(self._vocabulary,))
+
+    def sampler(self, sampling: Sampling, prompt: Sequence[int]) -> GreedySampler | ChainSampler:
+        if sampling.is_greedy and not sampling.changes_logits:
+            return GreedySampler(self)
+        return ChainSampler(self._context, sampling, prompt, vocabulary=self._vocabulary)
+
+    def is_end(self, token: int) -> bool:
+        return token in self._ends
+
+
+class TailWindow(_LogitsWindow):
+    """The route's last window: hidden states in, logits out."""
+
+    def __init__(self, files: WindowFiles, options: EngineOptions, ends: frozenset[int], *, vocabulary: int) -> None:
+        super().__init__((files.metadata, *files.layers), options, ends, vocabulary=vocabulary)
+
+
+class WholeModel(_LogitsWindow):
+    """The single window of a single-device plan: the user's file as it is, token ids in, logits out."""
+
+    def __init__(self, path: Path, options: EngineOptions, ends: frozenset[int], *, vocabulary: int) -> None:
+        super().__init__((str(path),), options, ends, vocabulary=vocabulary)
+
+
+class GreedySampler:
+    """The most likely token; the first of equals, as llama.cpp's greedy sampler takes it."""
+
+    def __init__(self, window: LogitsWindow) -> None:
+        self._window = window
+
+    def sample(self, row: int) -> int:
+        return int(self._window.logits(row).argmax())
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+
+class ChainSampler:
+    """llama.cpp's sampler chain: bias, penalties, top-k, top-p, min-p, temperature, draw."""
+
+    def __init__(self, context: Any, sampling: Sampling, prompt: Sequence[int], *, vocabulary: int) -> None:
+        self._context = context
+        self._chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+        for sampler in self._samplers(sampling, vocabulary):
+            if not sampler:
+                raise EngineError("llama.cpp refused a sampler; check the sampling parameters")
+            llama.llama_sampler_chain_add(self._chain, sampler)
+        if sampling.changes_logits:
+            for token in prompt[-max(0, sampling.penalty_tokens) :] if sampling.penalty_tokens > 0 else prompt:
+                llama.llama_sampler_accept(self._chain, token)
+
+    @staticmethod
+    def _samplers(sampling: Sampling, vocabulary: int) -> Iterable[Any]:
+        if sampling.logit_bias:
+            biases = (llama.llama_logit_bias * len(sampling.logit_bias))(*(llama.llama_logit_bias(*bias) for bias in sampling.logit_bias))
+            yield llama.llama_sampler_init_logit_bias(vocabulary, len(biases), biases)
+        if sampling.changes_logits:
+            yield llama.llama_sampler_init_penalties(
+                vocabulary,
+                sampling.penalty_tokens,
+                sampling.repeat_penalty,
+                sampling.frequency_penalty,
+                sampling.presence_penalty,
+            )
+        if sampling.is_greedy:
+            yield llama.llama_sampler_init_greedy()
+            return
+        if sampling.top_k > 0:
+            yield llama.llama_sampler_init_top_k(sampling.top_k)
+        if sampling.top_p < 1:
+            yield llama.llama_sampler_init_top_p(sampling.top_p, 1)
+        if sampling.min_p > 0:
+            yield llama.llama_sampler_init_min_p(sampling.min_p, 1)
+        yield llama.llama_sampler_init_temp(sampling.temperature)
+        yield llama.llama_sampler_init_dist(sampling.seed)
+
+    def sample(self, row: int) -> int:
+        return int(llama.llama_sampler_sample(self._chain, self._context, row))
+
+    def release(self) -> None:
+        llama.llama_sampler_free(self._chain)
+
+
+class Vocabulary:
+    """The tokenizer of a model file, loaded without its weights."""
+
+    def __init__(self, path: Path) -> None:
+        params = llama.llama_model_default_params()
+        params.vocab_only = True
+        self._model = llama.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise EngineError(f"llama.cpp cannot read the vocabulary of {path}: {_why('it does not say why')}")
+        self._vocab = llama.llama_model_get_vocab(self._model)
+        self.size = int(llama.llama_vocab_n_tokens(self._vocab))
+        self.bos = self._special(llama.llama_vocab_bos(self._vocab))
+        self.eos = self._special(llama.llama_vocab_eos(self._vocab))
+
+    def _special(self, token: int) -> str:
+        return self.name(token) if 0 <= token < self.size else ""
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a generation."""
+        return frozenset(token for token in range(self.size) if llama.llama_vocab_is_eog(self._vocab, token))
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of ``text``; ``add_special`` adds what the model wants at the ends, ``parse_special`` reads markers."""
+        data = text.encode("utf-8", errors="replace")
+        room = len(data) + 16
+        for _ in range(2):
+            tokens = (llama.llama_token * room)()
+            count = llama.llama_tokenize(self._vocab, data, len(data), tokens, room, add_special, parse_special)
+            if count >= 0:
+                return list(tokens[:count])
+            room = -count
+        raise EngineError(f"llama.cpp cannot tokenise a text of {len(data)} bytes")
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that ``token`` adds to a text; none for control tokens."""
+        return self._piece(token, special=False)
+
+    def name(self, token: int) -> str:
+        """A printable name of any token, control tokens included."""
+        return self._piece(token, special=True).decode("utf-8", errors="replace")
+
+    def _piece(self, token: int, *, special: bool) -> bytes:
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            count = llama.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
+            if count >= 0:
+                return buffer.raw[:count]
+            room = -count
+
+    def release(self) -> None:
+        """Give back its memory; it must not be used again."""
+        llama.llama_model_free(self._model)
+        del self._model, self._vocab

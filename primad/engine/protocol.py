@@ -1,0 +1,147 @@
+"""What a window can do: the one interface between the ring's core and llama.cpp.
+
+A window is a contiguous run of layers with its own KV cache. It takes rows (tokens or hidden states) and gives hidden
+states; the tail window, and the window that is the whole model, keep logits instead, from which a ``Sampler`` draws.
+Everything is synchronous and belongs to one thread. ``engine/llama.py`` is the implementation; ``tests/fakes/engine.py``
+is a strict one that remembers every layer and position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Hidden = NDArray[np.float32]
+"""Hidden states, shape (rows, width), C-contiguous little-endian float32."""
+
+Tokens = NDArray[np.int32]
+"""Token ids, shape (rows,)."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is drawn. The neutral value of each field switches its sampler off.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0 keeps every token; ``top_p`` 1 and ``min_p`` 0 keep everything;
+    ``repeat_penalty`` 1 and the two other penalties 0 change nothing; penalties look at the last ``penalty_tokens``
+    tokens of prompt and answer. ``seed`` is 0 to 2**32 - 2.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repeat_penalty: float
+    penalty_tokens: int
+    logit_bias: tuple[tuple[int, float], ...]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token of the (biased, penalised) model is always taken."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether bias or penalties change the order of the tokens."""
+        penalised = self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return bool(self.logit_bias) or (penalised and self.penalty_tokens != 0)
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How windows are opened on this device.
+
+    ``context`` cells of KV cache shared by ``sequences`` sequences; at most ``rows`` rows a step; ``threads`` for decode
+    and ``batch_threads`` for prefill; ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of the weights.
+    """
+
+    context: int
+    sequences: int
+    rows: int
+    threads: int
+    batch_threads: int
+    extra_buffers: bool
+    gpu_layers: int
+
+
+class WindowFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of one window in split order, and what it holds."""
+
+    metadata: str
+    layers: tuple[str, ...]
+    layer_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of one step as one window sees them.
+
+    ``content`` is (rows,) int32 token ids for the route's first window, (rows, width) float32 hidden states for all
+    others. Row ``i`` stands at ``positions[i]``, belongs to ``sequences[i]`` and wants logits when ``outputs[i]``.
+    """
+
+    content: Tokens | Hidden
+    positions: Sequence[int]
+    sequences: Sequence[Sequence[int]]
+    outputs: Sequence[bool]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+class Window(Protocol):
+    """A contiguous run of layers with its KV cache. Every method raises ``EngineError`` when llama.cpp fails."""
+
+    def kv_remove(self, sequence: int, start: int, end: int) -> None:
+        """Forget positions ``start <= p < end`` of ``sequence``; ``end = -1`` means to the end."""
+
+    def kv_copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Let ``target`` share the cells of ``source`` at positions ``start <= p < end``."""
+
+    def kv_keep(self, sequence: int) -> None:
+        """Forget every sequence but ``sequence``."""
+
+    def release(self) -> None:
+        """Give back all memory; the window must not be used again."""
+
+
+class HiddenWindow(Window, Protocol):
+    """A window whose output is the next window's input."""
+
+    def forward(self, rows: Rows) -> Hidden:
+        """Compute ``rows``, remember their keys and values, and return their hidden states (rows, width)."""
+
+
+class Sampler(Protocol):
+    """Draws tokens for one generation; remembers what it drew."""
+
+    def sample(self, row: int) -> int:
+        """The next token from the logits of row ``row`` of the last ``LogitsWindow.forward``."""
+
+    def release(self) -> None:
+        """Give back its memory."""
+
+
+class LogitsWindow(Window, Protocol):
+    """The tail window or the whole model: ends in logits, which stay with it until the next ``forward``."""
+
+    def forward(self, rows: Rows) -> None:
+        """Compute ``rows`` and keep the logits of those that want output."""
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Logits (vocabulary,) of row ``row`` of the last forward; a view that the next forward overwrites."""
+
+    def sampler(self, sampling: Sampling, prompt: Sequence[int]) -> Sampler:
+        """A sampler whose penalties already know ``prompt``."""
+
+    def is_end(self, token: int) -> bool:
+        """Whether ``token`` ends a generation."""
+
+
+RouteWindow = HiddenWindow | LogitsWindow

@@ -1,0 +1,409 @@
+"""Which architectures can be cut into windows exactly, and the metadata that a window of one needs.
+
+A window is loaded by llama.cpp's own graph for the architecture, as a model of fewer layers that is fed hidden states. That
+is exact only where nothing in the graph depends on the layer's number, on the number of layers or on token ids, beyond
+what the window's metadata can say again. So this table is closed: each entry was read in llama.cpp's ``src/models/*.cpp``
+(the copy in llama-cpp-python 0.3.36) and its windows were compared with the whole model bit by bit
+(``tests/shell/test_cut_exact.py``); everything else is refused by name. What the entries say:
+
+- **Embedding.** The head turns tokens into hidden states itself. Gemma 3 scales token rows by sqrt(width) but not hidden
+  states; Granite and MiniCPM scale both, so their ``embedding_scale`` is written as 0 (do not scale) in every window.
+- **Sliding windows.** The pattern is written out and cut. llama.cpp asserts that a sliding-window model has a layer that
+  slides: where the graph of the model without the key is the same one, a window without such a layer drops the key
+  (``OPTIONAL``); where the graph always slides, its layers slide over more positions than a context has (``ALWAYS``).
+  Cohere 2 rotates sliding layers only, so there they also rotate 0 dimensions.
+- **Defaults and shapes that llama.cpp derives from the number of layers** (``LLM_TYPE_*``, MiniCPM's residual scale,
+  DeepSeek 2 "lite", Gemma 3 27B's attention scale, Command R+'s norms) are written out, or refused where no key exists.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+import numpy as np
+from gguf import GGUFValueType
+
+from primad.errors import ModelError
+from primad.gguf.header import Header, Value, array_value, scalar_value
+
+MAX_LAYERS: Final = 512
+"""llama.cpp's LLAMA_MAX_LAYERS."""
+
+_ENDLESS_WINDOW: Final = 1 << 22
+"""Positions no context reaches, and times 256 sequences (LLAMA_MAX_SEQ) still within llama.cpp's uint32."""
+
+_SHARED: Final = frozenset(("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"))
+_LAYER_TENSOR: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.")
+_KEPT_GENERAL: Final = frozenset(
+    ("general.architecture", "general.name", "general.file_type", "general.quantization_version")
+)
+
+
+class Embedding(Enum):
+    """How llama.cpp turns rows of ``token_embd.weight`` into the first layer's input."""
+
+    PLAIN = "as they are"
+    SQRT_WIDTH = "times sqrt(embedding_length)"
+    KEY = "times the key embedding_scale"
+
+
+class Sliding(Enum):
+    """Whether the architecture's graph knows sliding-window attention."""
+
+    NEVER = "the key, if there, is ignored"
+    OPTIONAL = "slides if the key is there; the same graph otherwise"
+    ALWAYS = "always slides: at least one layer has to"
+
+
+class TensorRole(Enum):
+    """Who needs a tensor."""
+
+    LAYER = "the window that holds its layer"
+    EMBEDDING = "the head, for its embedding rows"
+    OUTPUT_NORM = "the tail window; in the others a placeholder that is never computed"
+    OUTPUT = "the tail window"
+    SHARED = "every window"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What the cutter has to know about one ``general.architecture``."""
+
+    name: str
+    tied_output_fallback: bool = True
+    """Without ``output.weight`` llama.cpp takes ``token_embd.weight`` as the output matrix."""
+    embedding: Embedding = Embedding.PLAIN
+    default_embedding_scale: float = 0.0
+    """Value llama.cpp takes where the key ``embedding_scale`` is missing; 0 means that nothing is scaled."""
+    sliding: Sliding = Sliding.NEVER
+    sliding_period: int = 0
+    """llama.cpp's default pattern: in each ``sliding_period`` layers the last one does not slide."""
+    cut_multiple: int = 1
+    """The first layer of every window has to be a multiple of this."""
+
+
+SUPPORTED: Final[dict[str, Architecture]] = {
+    entry.name: entry
+    for entry in (
+        Architecture(name="llama"),
+        Architecture(name="mistral3"),
+        Architecture(name="qwen2"),
+        Architecture(name="qwen2moe", tied_output_fallback=False),
+        Architecture(name="qwen3"),
+        Architecture(name="qwen3moe"),
+        Architecture(name="gemma3", embedding=Embedding.SQRT_WIDTH, sliding=Sliding.OPTIONAL, sliding_period=6),
+        Architecture(name="phi3"),
+        Architecture(name="olmo2", tied_output_fallback=False, sliding=Sliding.OPTIONAL, sliding_period=4),
+        Architecture(name="olmoe", tied_output_fallback=False),
+        Architecture(name="granite", embedding=Embedding.KEY),
+        Architecture(name="granitemoe", embedding=Embedding.KEY),
+        Architecture(name="minicpm", embedding=Embedding.KEY, default_embedding_scale=12.0),
+        Architecture(name="smollm3", cut_multiple=4),
+        Architecture(name="starcoder2"),
+        Architecture(name="stablelm", tied_output_fallback=False),
+        Architecture(name="internlm2", tied_output_fallback=False),
+        Architecture(name="arcee"),
+        Architecture(name="seed_oss"),
+        Architecture(name="exaone"),
+        Architecture(name="exaone4"),
+        Architecture(name="command-r"),
+        Architecture(name="cohere2", sliding=Sliding.ALWAYS, sliding_period=4),
+        Architecture(name="gpt-oss", tied_output_fallback=False, sliding=Sliding.ALWAYS, sliding_period=2),
+        Architecture(name="deepseek"),
+        Architecture(name="deepseek2"),
+        Architecture(name="dots1", tied_output_fallback=False),
+        Architecture(name="hunyuan-moe"),
+        Architecture(name="minimax-m2", tied_output_fallback=False),
+    )
+}
+
+_SCALES_HIDDEN: Final = "llama.cpp scales hidden states by sqrt(width) again at the start of each window"
+_ABORTS: Final = "llama.cpp aborts when its text model is fed hidden states"
+_MROPE: Final = "its rotary positions have several sections"
+_RECURRENT: Final = "it keeps recurrent state"
+_PER_LAYER_INPUT: Final = "its layers take inputs beside the hidden state"
+_STEP: Final = "which layers rotate, attend in chunks or hold experts is computed from the layer's number"
+_POSITIONS: Final = "position embeddings are added at the input"
+_ENCODER: Final = "it is not a causal text decoder"
+_REFUSED: Final[dict[str, str]] = {
+    **dict.fromkeys(("gemma", "gemma2"), _SCALES_HIDDEN),
+    **dict.fromkeys(("glm4", "glm4moe"), _ABORTS),
+    **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe", "hunyuan-vl", "paddleocr"), _MROPE),
+    **dict.fromkeys(("mamba", "mamba2", "jamba", "rwkv6", "rwkv7", "arwkv7", "rwkv6qwen2"), _RECURRENT),
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe", "falcon-h1", "granitehybrid", "nemotron_h"), _RECURRENT),
+    **dict.fromkeys(("lfm2", "lfm2moe", "plamo2", "kimi-linear", "nemotron_h_moe"), _RECURRENT),
+    **dict.fromkeys(("gemma3n", "gemma4"), _PER_LAYER_INPUT),
+    **dict.fromkeys(("llama4", "smallthinker", "afmoe", "ernie4_5-moe"), _STEP),
+    **dict.fromkeys(("gpt2", "starcoder", "bloom", "mpt"), _POSITIONS),
+    **dict.fromkeys(("bert", "nomic-bert", "modern-bert", "gemma-embedding", "t5", "t5encoder"), _ENCODER),
+    "baichuan": "its 7B and 13B differ in position encoding and are told apart by the number of layers",
+}
+
+_PER_LAYER: Final = (
+    "feed_forward_length",
+    "expert_feed_forward_length",
+    "expert_used_count",
+    "attention.head_count",
+    "attention.head_count_kv",
+)
+"""Keys that may be an array over the layers. The graphs above read layer 0 for all, so only equal values are exact."""
+
+_FOREIGN: Final = (
+    ("attention.key_length_swa", "sliding layers with heads of another size"),
+    ("attention.value_length_swa", "sliding layers with heads of another size"),
+    ("rope.dimension_count_swa", "sliding layers that rotate another number of dimensions"),
+    ("rope.dimension_sections", "rotary positions of several sections"),
+    ("nextn_predict_layers", "layers for multi-token prediction"),
+    ("deepstack_mapping", "layers that take image features"),
+    ("pooling_type", "pooled output: this is an embedding model"),
+    ("classifier.output_labels", "a classifier's output"),
+)
+
+
+def cuttable(header: Header) -> Architecture:
+    """The table's entry for the model, after checking that this very model can be cut exactly.
+
+    Raises ``ModelError`` naming the architecture, the key or the tensor that stands in the way, and what to do.
+    """
+    name = header.text("general.architecture")
+    architecture = SUPPORTED.get(name)
+    if architecture is None:
+        raise _refusal(header, f"architecture '{name}'", _REFUSED.get(name, "it is not known to be exact"))
+    layers = layer_count(header)
+    for key, meaning in _FOREIGN:
+        if _is_set(header, f"{name}.{key}"):
+            raise _refusal(header, f"key '{name}.{key}'", f"it means {meaning}")
+    if header.values.get(f"{name}.attention.causal", scalar_value(GGUFValueType.BOOL, True)).raw == b"\0":
+        raise _refusal(header, f"key '{name}.attention.causal'", "attention that is not causal needs the whole prompt")
+    if "general.tensor_extra.name" in header.values:
+        raise _refusal(header, "key 'general.tensor_extra.name'", "it sets the precision of tensors by layer number")
+    _check_arrays(header, name, layers)
+    _check_count(header, architecture, layers)
+    sliding_layers(header)
+    present = set()
+    for tensor in header.tensors:
+        role = tensor_role(header, tensor)
+        if role is TensorRole.LAYER:
+            present.add(layer_of(tensor))
+    missing = sorted(set(range(layers)) - present)
+    if missing:
+        raise ModelError(f"{header.path}: layer {missing[0]} has no tensors; the file is not a complete model")
+    needed = ["token_embd.weight", "output_norm.weight"] + ["output.weight"] * (not architecture.tied_output_fallback)
+    for tensor in needed:
+        if tensor not in header.tensors:
+            raise ModelError(f"{header.path}: tensor '{tensor}' is missing; the file is not a complete model")
+    return architecture
+
+
+def layer_count(header: Header) -> int:
+    """Number of layers. Raises ``ModelError`` when the key is missing or not a number llama.cpp accepts."""
+    key = f"{header.text('general.architecture')}.block_count"
+    layers = header.count(key, most=MAX_LAYERS)
+    if layers == 0:
+        raise ModelError(f"{header.path}: metadata key '{key}' is 0; the file is not a complete model")
+    return layers
+
+
+def layer_of(tensor: str) -> int | None:
+    """The layer a tensor name belongs to (``blk.N.``), or None."""
+    match = _LAYER_TENSOR.match(tensor)
+    return int(match[1]) if match else None
+
+
+def is_shared_tensor(tensor: str) -> bool:
+    """Whether ``tensor`` is one of the small ones outside the layers that every window needs."""
+    return tensor in _SHARED
+
+
+def tensor_role(header: Header, tensor: str) -> TensorRole:
+    """Who needs ``tensor``. Raises ``ModelError`` by name for one outside the layers that is not known."""
+    layer = layer_of(tensor)
+    if layer is not None:
+        if layer >= layer_count(header):
+            raise _refusal(header, f"tensor '{tensor}'", f"the model has {layer_count(header)} layers")
+        return TensorRole.LAYER
+    match tensor:
+        case "token_embd.weight":
+            return TensorRole.EMBEDDING
+        case "output_norm.weight" | "output_norm.bias":
+            return TensorRole.OUTPUT_NORM
+        case "output.weight" | "output.bias":
+            return TensorRole.OUTPUT
+        case _ if is_shared_tensor(tensor):
+            return TensorRole.SHARED
+        case _:
+            raise _refusal(header, f"tensor '{tensor}'", "it is outside the layers and its use is not known")
+
+
+def embedding_scale(header: Header) -> float:
+    """What the head multiplies embedding rows with, in float32; the value itself is exact in float32.
+
+    1.0 means: do not multiply. The model must be ``cuttable``.
+    """
+    name = header.text("general.architecture")
+    architecture = SUPPORTED[name]
+    if architecture.embedding is Embedding.SQRT_WIDTH:
+        return float(np.sqrt(np.float32(header.count(f"{name}.embedding_length"))))
+    if architecture.embedding is Embedding.KEY:
+        return float(np.float32(header.number(f"{name}.embedding_scale", architecture.default_embedding_scale))) or 1.0
+    return 1.0
+
+
+def sliding_layers(header: Header) -> tuple[bool, ...]:
+    """For each layer whether it attends to a sliding window only, as llama.cpp's ``load_swa_pattern`` decides it.
+
+    Raises ``ModelError`` for a pattern that does not fit the model.
+    """
+    name = header.text("general.architecture")
+    architecture, layers = SUPPORTED[name], layer_count(header)
+    size_key, pattern_key = f"{name}.attention.sliding_window", f"{name}.attention.sliding_window_pattern"
+    if architecture.sliding is Sliding.ALWAYS and header.count(size_key) == 0:
+        raise ModelError(f"{header.path}: metadata key '{size_key}' is 0; the file is not a complete model")
+    if architecture.sliding is Sliding.NEVER or header.count(size_key, 0) == 0:
+        return (False,) * layers
+    pattern = header.values.get(pattern_key)
+    if pattern is not None and pattern.is_array:
+        if len(pattern) != layers or pattern.item_type in (GGUFValueType.STRING, GGUFValueType.FLOAT32):
+            raise _refusal(header, f"key '{pattern_key}'", f"one flag for each of {layers} layers is expected")
+        slides = tuple(bool(flag) for flag in pattern.items())
+    else:
+        period = header.count(pattern_key, architecture.sliding_period)
+        slides = tuple(period == 0 or layer % period < period - 1 for layer in range(layers))
+    if not any(slides):
+        raise _refusal(header, f"key '{pattern_key}'", "no layer slides although the model has a sliding window")
+    return slides
+
+
+def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> dict[str, Value]:
+    """The metadata of the window that holds the layers ``first`` to ``last - 1``, without ``split.*``.
+
+    ``vocabulary`` is the number of rows of the window's ``token_embd.weight`` (1 for the placeholder). The model must be
+    ``cuttable``. Raises ``ModelError`` for the few cuts that are not exact, naming the layers.
+    """
+    name = header.text("general.architecture")
+    architecture, layers = SUPPORTED[name], layer_count(header)
+    assert 0 <= first < last <= layers
+    if first % architecture.cut_multiple:
+        raise ModelError(
+            f"{header.path}: a window of '{name}' has to begin at a multiple of {architecture.cut_multiple} layers, "
+            f"not at layer {first}; choose other windows"
+        )
+    _check_count(header, architecture, last - first)
+    prefix = f"{name}."
+    values: dict[str, Value] = {}
+    for key, value in header.values.items():
+        if key in _KEPT_GENERAL:
+            values[key] = value
+        elif key.startswith(prefix) and not key.startswith(f"{prefix}attention.sliding_window"):
+            per_layer = value.is_array and key[len(prefix) :] in _PER_LAYER
+            values[key] = array_value(value.item_type, value.items()[first:last]) if per_layer else value
+    values[f"{prefix}block_count"] = _uint32(last - first)
+    values[f"{prefix}vocab_size"] = _uint32(vocabulary)
+    values["tokenizer.ggml.model"] = scalar_value(GGUFValueType.STRING, "none")
+    if f"{prefix}leading_dense_block_count" in values:
+        dense = header.count(f"{prefix}leading_dense_block_count")
+        values[f"{prefix}leading_dense_block_count"] = _uint32(min(max(dense - first, 0), last - first))
+    if architecture.embedding is Embedding.KEY:
+        values[f"{prefix}embedding_scale"] = _float32(0.0)
+    if architecture.sliding is not Sliding.NEVER:
+        values.update(_sliding_values(header, architecture, first, last))
+    values.update(_derived_values(header, name, layers))
+    return values
+
+
+def _sliding_values(header: Header, architecture: Architecture, first: int, last: int) -> dict[str, Value]:
+    prefix = f"{architecture.name}."
+    slides = sliding_layers(header)[first:last]
+    if any(slides):
+        return {
+            f"{prefix}attention.sliding_window": header.values[f"{prefix}attention.sliding_window"],
+            f"{prefix}attention.sliding_window_pattern": array_value(GGUFValueType.BOOL, list(slides)),
+        }
+    if architecture.sliding is Sliding.OPTIONAL:
+        return {}
+    values = {
+        f"{prefix}attention.sliding_window": _uint32(_ENDLESS_WINDOW),
+        f"{prefix}attention.sliding_window_pattern": array_value(GGUFValueType.BOOL, [True] * (last - first)),
+        f"{prefix}rope.freq_base_swa": _float32(header.number(f"{prefix}rope.freq_base", 10_000.0)),
+    }
+    if architecture.name == "cohere2":
+        values[f"{prefix}rope.dimension_count"] = _uint32(0)
+    return values
+
+
+def _derived_values(header: Header, name: str, layers: int) -> dict[str, Value]:
+    """Values llama.cpp would derive from the number of layers or the vocabulary, written out for the whole model."""
+    values: dict[str, Value] = {}
+    if name == "minicpm" and "minicpm.residual_scale" not in header.values:
+        values["minicpm.residual_scale"] = _float32(float(np.float32(1.4) / np.sqrt(np.float32(layers))))
+    if name == "deepseek2":
+        if _deepseek2_lite(header, layers):
+            values["deepseek2.attention.q_lora_rank"] = _uint32(0)
+        if header.count("deepseek2.expert_gating_func", 0) == 0:
+            sigmoid = layers in (47, 48) and _vocabulary(header) == 154_880
+            values["deepseek2.expert_gating_func"] = _uint32(2 if sigmoid else 1)
+    return values
+
+
+def _check_count(header: Header, architecture: Architecture, count: int) -> None:
+    """Refuse a whole model, or a window, of ``count`` layers for which llama.cpp takes another graph."""
+    name, layers = architecture.name, layer_count(header)
+    if name == "gemma3" and 62 in (count, layers):
+        width, heads = header.count("gemma3.embedding_length"), header.count("gemma3.attention.head_count")
+        head = header.count("gemma3.attention.key_length", width // max(heads, 1))
+        if width // max(heads, 1) != head:
+            raise _refusal(header, "gemma3 with 62 layers", "llama.cpp takes its attention scale from that number")
+    if name == "exaone4" and 64 in (count, layers):
+        raise _refusal(header, "exaone4 with 64 layers", "llama.cpp makes layers slide at that number only")
+    if name == "command-r" and layers >= 64:
+        raise _refusal(header, "command-r with 64 layers", "llama.cpp expects norms from that number on only")
+    if name == "deepseek2" and not _deepseek2_lite(header, layers) and count in (26, 27):
+        raise ModelError(
+            f"{header.path}: llama.cpp takes {count} layers of 'deepseek2' for the lite model; choose other windows"
+        )
+
+
+def _deepseek2_lite(header: Header, layers: int) -> bool:
+    return layers in (26, 27) or (layers == 48 and _vocabulary(header) == 128_256)
+
+
+def _vocabulary(header: Header) -> int:
+    tokens = header.values.get("tokenizer.ggml.tokens")
+    return header.count("deepseek2.vocab_size", len(tokens) if tokens is not None and tokens.is_array else 0)
+
+
+def _check_arrays(header: Header, name: str, layers: int) -> None:
+    for key, value in header.values.items():
+        if not key.startswith(f"{name}.") or not value.is_array:
+            continue
+        short = key.removeprefix(f"{name}.")
+        if short in _PER_LAYER:
+            if len(value) != layers or len(set(value.items())) != 1:
+                raise _refusal(header, f"key '{key}'", f"the same value for each of {layers} layers is expected")
+        elif short != "attention.sliding_window_pattern" and len(value) == layers:
+            raise _refusal(header, f"key '{key}'", "it has one value a layer and its use is not known")
+
+
+def _is_set(header: Header, key: str) -> bool:
+    value = header.values.get(key)
+    if value is None:
+        return False
+    return any(value.items()) if value.is_array else bool(value.scalar())
+
+
+def _refusal(header: Header, subject: str, reason: str) -> ModelError:
+    return ModelError(
+        f"{header.path}: {subject} cannot be cut into windows exactly: {reason}; "
+        "serve it on one device alone, or take another model"
+    )
+
+
+def _uint32(number: int) -> Value:
+    return scalar_value(GGUFValueType.UINT32, number)
+
+
+def _float32(number: float) -> Value:
+    return scalar_value(GGUFValueType.FLOAT32, number)

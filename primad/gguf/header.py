@@ -1,0 +1,342 @@
+"""Read the header of a GGUF without trusting a byte of it.
+
+Every length, count, type and offset is checked against the file before memory is taken or a tensor is believed, because
+llama.cpp and the ``gguf`` package's own reader assume a well-formed file. Values are kept as the raw bytes of the file and
+decoded on demand: cutting a window copies most of them verbatim, and a vocabulary of 256 k tokens is never decoded in vain.
+
+Types, block sizes and value types come from the ``gguf`` package. Format: GGUF specification, versions 2 and 3.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from primad.errors import ModelError
+
+MAGIC: Final = b"GGUF"
+DEFAULT_ALIGNMENT: Final = 32
+MAX_KEY_BYTES: Final = 65_535
+MAX_NAME_BYTES: Final = 63
+MAX_DIMENSIONS: Final = 4
+_SMALLEST_VALUE_BYTES: Final = 8 + 4 + 1
+_SMALLEST_TENSOR_BYTES: Final = 8 + 4 + 8 + 4 + 8
+
+_SCALARS: Final[dict[GGUFValueType, str]] = {
+    GGUFValueType.UINT8: "<B",
+    GGUFValueType.INT8: "<b",
+    GGUFValueType.UINT16: "<H",
+    GGUFValueType.INT16: "<h",
+    GGUFValueType.UINT32: "<I",
+    GGUFValueType.INT32: "<i",
+    GGUFValueType.FLOAT32: "<f",
+    GGUFValueType.BOOL: "<?",
+    GGUFValueType.UINT64: "<Q",
+    GGUFValueType.INT64: "<q",
+    GGUFValueType.FLOAT64: "<d",
+}
+
+Scalar = int | float | bool | str
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One metadata value: its type and the raw little-endian bytes as they stand in the file."""
+
+    type: GGUFValueType
+    raw: bytes
+
+    @property
+    def is_array(self) -> bool:
+        """Whether this is an array."""
+        return self.type == GGUFValueType.ARRAY
+
+    @property
+    def item_type(self) -> GGUFValueType:
+        """Type of the items of an array, or of the value itself."""
+        return GGUFValueType(struct.unpack_from("<I", self.raw)[0]) if self.is_array else self.type
+
+    def __len__(self) -> int:
+        """Number of items of an array; 1 for a scalar."""
+        return int(struct.unpack_from("<Q", self.raw, 4)[0]) if self.is_array else 1
+
+    def scalar(self) -> Scalar:
+        """The decoded scalar. Arrays are a mistake of the caller."""
+        assert not self.is_array
+        if self.type == GGUFValueType.STRING:
+            return self.raw[8:].decode("utf-8", errors="replace")
+        return struct.unpack(_SCALARS[self.type], self.raw)[0]  # type: ignore[no-any-return]
+
+    def items(self) -> list[Scalar]:
+        """The decoded items of an array."""
+        assert self.is_array
+        if self.item_type == GGUFValueType.STRING:
+            texts: list[Scalar] = []
+            at = 12
+            for _ in range(len(self)):
+                size = int.from_bytes(self.raw[at : at + 8], "little")
+                texts.append(self.raw[at + 8 : at + 8 + size].decode("utf-8", errors="replace"))
+                at += 8 + size
+            return texts
+        dtype = np.dtype(_SCALARS[self.item_type])
+        return np.frombuffer(self.raw, dtype, offset=12).tolist()  # type: ignore[no-any-return]
+
+
+def scalar_value(kind: GGUFValueType, content: Scalar) -> Value:
+    """A scalar ``Value`` of ``kind``."""
+    if isinstance(content, str):
+        text = content.encode()
+        return Value(GGUFValueType.STRING, struct.pack("<Q", len(text)) + text)
+    return Value(kind, struct.pack(_SCALARS[kind], content))
+
+
+def array_value(kind: GGUFValueType, contents: list[Scalar]) -> Value:
+    """An array ``Value`` of numbers or booleans of ``kind``."""
+    body = b"".join(struct.pack(_SCALARS[kind], item) for item in contents)
+    return Value(GGUFValueType.ARRAY, struct.pack("<IQ", kind, len(contents)) + body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a file: ``shape`` in ggml order (row length first), ``offset`` in bytes from the start of the file."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The header of one GGUF file, checked against the file's size."""
+
+    path: Path
+    version: int
+    alignment: int
+    values: Mapping[str, Value]
+    tensors: Mapping[str, TensorInfo]
+    data_offset: int
+    file_bytes: int
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """The string at ``key``. Raises ``ModelError`` when it is missing (and no default is given) or not a string."""
+        value = self.values.get(key)
+        if value is None:
+            if default is not None:
+                return default
+            raise ModelError(f"{self.path}: metadata key '{key}' is missing; the file is not a complete model")
+        if value.type != GGUFValueType.STRING:
+            raise ModelError(f"{self.path}: metadata key '{key}' is {value.type.name}, not a string")
+        return str(value.scalar())
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The number at ``key``. Raises ``ModelError`` when it is missing (and no default is given) or not a number."""
+        value = self.values.get(key)
+        if value is None:
+            if default is not None:
+                return default
+            raise ModelError(f"{self.path}: metadata key '{key}' is missing; the file is not a complete model")
+        if value.type not in _SCALARS:
+            raise ModelError(f"{self.path}: metadata key '{key}' is {value.type.name}, not a number")
+        number = value.scalar()
+        assert not isinstance(number, str)
+        if not math.isfinite(number):
+            raise ModelError(f"{self.path}: metadata key '{key}' is {number}, not a finite number")
+        return number
+
+    def count(self, key: str, default: int | None = None, *, most: int = 1 << 31) -> int:
+        """The non-negative integer at ``key``, at most ``most``. Raises ``ModelError`` otherwise."""
+        number = self.number(key, default)
+        if number != int(number) or not 0 <= number <= most:
+            raise ModelError(f"{self.path}: metadata key '{key}' is {number}; expected a whole number up to {most}")
+        return int(number)
+
+
+class _Cursor:
+    """Reads forward through a file of known size; a length that does not fit is one ``ModelError``."""
+
+    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
+        self.file, self.path, self.size, self.at = file, path, size, 0
+
+    def take(self, count: int, what: str) -> bytes:
+        if count > self.size - self.at:
+            raise ModelError(
+                f"{self.path}: cut short or damaged: {what} needs {count} bytes at offset {self.at}, "
+                f"the file has {self.size} in all; fetch the file again"
+            )
+        data = self.file.read(count)
+        if len(data) != count:
+            raise ModelError(f"{self.path}: became shorter while it was read; fetch the file again")
+        self.at += count
+        return data
+
+    def uint32(self, what: str) -> int:
+        return int.from_bytes(self.take(4, what), "little")
+
+    def uint64(self, what: str) -> int:
+        return int.from_bytes(self.take(8, what), "little")
+
+    def text(self, what: str, most: int) -> str:
+        size = self.uint64(what)
+        if size > most:
+            raise ModelError(f"{self.path}: {what} of {size} bytes at offset {self.at}; at most {most} are allowed")
+        try:
+            return self.take(size, what).decode()
+        except UnicodeDecodeError as exc:
+            raise ModelError(f"{self.path}: {what} at offset {self.at - size} is not UTF-8 text") from exc
+
+
+def read_header(path: Path) -> Header:
+    """The header of the GGUF file at ``path``.
+
+    Raises ``ModelError`` with the file, what is wrong and what to do, for everything that is not a complete,
+    little-endian GGUF of version 2 or 3 whose tensors all lie inside the file.
+    """
+    try:
+        if path.is_dir():
+            raise ModelError(f"{path}: is a directory; give the .gguf file itself")
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size == 0:
+                raise ModelError(f"{path}: is empty; fetch the file again")
+            return _read(_Cursor(file, path, size))
+    except FileNotFoundError as exc:
+        raise ModelError(f"{path}: no such file; check the path") from exc
+    except OSError as exc:
+        raise ModelError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+
+
+def _read(cursor: _Cursor) -> Header:
+    path = cursor.path
+    if cursor.size < 4 or (magic := cursor.take(4, "the magic number")) != MAGIC:
+        shown = magic if cursor.size >= 4 else cursor.take(cursor.size, "the magic number")
+        raise ModelError(f"{path}: is not a GGUF file (it begins with {shown!r}); give a model in GGUF format")
+    version = cursor.uint32("the version")
+    if version & 0xFFFF == 0 and version:
+        raise ModelError(f"{path}: is a big-endian GGUF; convert it to little-endian (gguf-convert-endian)")
+    if version not in (2, 3):
+        raise ModelError(f"{path}: is GGUF version {version}; versions 2 and 3 are supported; convert the model again")
+    tensor_count = cursor.uint64("the tensor count")
+    value_count = cursor.uint64("the metadata count")
+    for count, smallest, what in (
+        (tensor_count, _SMALLEST_TENSOR_BYTES, "tensors"),
+        (value_count, _SMALLEST_VALUE_BYTES, "metadata keys"),
+    ):
+        if count > cursor.size // smallest:
+            raise ModelError(f"{path}: damaged header: {count} {what} in a file of {cursor.size} bytes; fetch it again")
+    values: dict[str, Value] = {}
+    for _ in range(value_count):
+        key = cursor.text("a metadata key", MAX_KEY_BYTES)
+        if key in values:
+            raise ModelError(f"{path}: damaged header: metadata key '{key}' occurs twice; fetch the file again")
+        values[key] = _read_value(cursor, key)
+    alignment = _alignment(path, values)
+    infos = [_read_tensor(cursor) for _ in range(tensor_count)]
+    data_offset = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, TensorInfo] = {}
+    for name, kind, shape, offset in infos:
+        if name in tensors:
+            raise ModelError(f"{path}: damaged header: tensor '{name}' occurs twice; fetch the file again")
+        tensors[name] = _place(path, name, kind, shape, data_offset, offset, alignment, cursor.size)
+    return Header(
+        path=path,
+        version=version,
+        alignment=alignment,
+        values=values,
+        tensors=tensors,
+        data_offset=data_offset,
+        file_bytes=cursor.size,
+    )
+
+
+def _read_value(cursor: _Cursor, key: str) -> Value:
+    what = f"metadata key '{key}'"
+    kind = _value_type(cursor, what)
+    if kind in _SCALARS:
+        return Value(kind, cursor.take(struct.calcsize(_SCALARS[kind]), what))
+    if kind == GGUFValueType.STRING:
+        size = cursor.uint64(what)
+        return Value(kind, size.to_bytes(8, "little") + cursor.take(size, what))
+    item = _value_type(cursor, what)
+    count = cursor.uint64(what)
+    head = struct.pack("<IQ", item, count)
+    if item in _SCALARS:
+        return Value(kind, head + cursor.take(count * struct.calcsize(_SCALARS[item]), what))
+    if item != GGUFValueType.STRING:
+        raise ModelError(f"{cursor.path}: {what} is an array of arrays, which no model uses; the file is damaged")
+    if count > (cursor.size - cursor.at) // 8:
+        raise ModelError(f"{cursor.path}: damaged header: {what} has {count} strings; fetch the file again")
+    parts = [head]
+    for _ in range(count):
+        size = cursor.uint64(what)
+        parts.append(size.to_bytes(8, "little"))
+        parts.append(cursor.take(size, what))
+    return Value(kind, b"".join(parts))
+
+
+def _value_type(cursor: _Cursor, what: str) -> GGUFValueType:
+    number = cursor.uint32(what)
+    try:
+        return GGUFValueType(number)
+    except ValueError as exc:
+        raise ModelError(f"{cursor.path}: damaged header: {what} has the unknown type {number}") from exc
+
+
+def _alignment(path: Path, values: Mapping[str, Value]) -> int:
+    value = values.get("general.alignment")
+    if value is None:
+        return DEFAULT_ALIGNMENT
+    alignment = value.scalar() if value.type == GGUFValueType.UINT32 else None
+    if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        raise ModelError(f"{path}: damaged header: general.alignment is {alignment}; a power of two is expected")
+    return alignment
+
+
+def _read_tensor(cursor: _Cursor) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
+    name = cursor.text("a tensor name", MAX_NAME_BYTES)
+    dimensions = cursor.uint32(f"tensor '{name}'")
+    if not 1 <= dimensions <= MAX_DIMENSIONS:
+        raise ModelError(f"{cursor.path}: damaged header: tensor '{name}' has {dimensions} dimensions")
+    shape = tuple(cursor.uint64(f"tensor '{name}'") for _ in range(dimensions))
+    number = cursor.uint32(f"tensor '{name}'")
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError as exc:
+        raise ModelError(
+            f"{cursor.path}: tensor '{name}' has the unknown type {number}; quantise the model to a current type"
+        ) from exc
+    return name, kind, shape, cursor.uint64(f"tensor '{name}'")
+
+
+def _place(
+    path: Path,
+    name: str,
+    kind: GGMLQuantizationType,
+    shape: tuple[int, ...],
+    data_offset: int,
+    offset: int,
+    alignment: int,
+    file_bytes: int,
+) -> TensorInfo:
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    elements = math.prod(shape)
+    if elements == 0 or elements > 1 << 48 or shape[0] % block:
+        raise ModelError(f"{path}: damaged header: tensor '{name}' has shape {shape}, impossible for {kind.name}")
+    size = elements // block * block_bytes
+    if offset % alignment:
+        raise ModelError(f"{path}: damaged header: tensor '{name}' at offset {offset}, not a multiple of {alignment}")
+    if data_offset + offset + size > file_bytes:
+        raise ModelError(
+            f"{path}: cut short or damaged: tensor '{name}' ends at byte {data_offset + offset + size}, "
+            f"the file has {file_bytes}; fetch the file again"
+        )
+    return TensorInfo(name=name, type=kind, shape=shape, offset=data_offset + offset, bytes=size, path=path)

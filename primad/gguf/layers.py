@@ -1,0 +1,217 @@
+"""Layer files: one GGUF split a layer, known by the content of its weights.
+
+A layer file is a fixed-size header (``HEADER_BYTES``, filled up with a padding key) and the layer's tensors behind it.
+Only the header says which ``blk.N`` of which window the tensors are, so moving a layer to another window rewrites 16 KiB
+and copies nothing. The weights behind the header never change: their BLAKE2b digest is the layer's name in every cache
+and on every wire.
+
+The head cuts layers straight out of the model file (``LayerCut.read``); nobody else needs that file. The output matrix
+travels the same way, as one more layer file that only the tail window loads.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from primad.errors import ModelError, ProtocolError
+from primad.gguf.header import MAGIC, Header, TensorInfo, Value, scalar_value
+
+HEADER_BYTES: Final = 16_384
+ALIGNMENT: Final = 32
+DIGEST_BYTES: Final = 32
+READ_BYTES: Final = 4 << 20
+MAX_LAYER_BYTES: Final = 1 << 40
+MAX_LAYER_TENSORS: Final = 100
+_VERSION: Final = 3
+_PADDING_KEY: Final = "primad.padding"
+_LAYER: Final = "*"
+_TYPES: Final = frozenset(int(kind) for kind in GGMLQuantizationType)
+
+
+class LayerTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a layer file.
+
+    ``name`` has ``*`` where the layer's number stands (``blk.*.attn_q.weight``); ``offset`` counts bytes from the start of
+    the weights; ``shape`` is in ggml order.
+    """
+
+    name: str
+    type: int
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+
+class LayerRef(msgspec.Struct, frozen=True, array_like=True):
+    """What identifies a layer file: digest (hex) and size of its weights, and what lies where in them."""
+
+    digest: str
+    size_bytes: int
+    tensors: tuple[LayerTensor, ...]
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file on disk."""
+        return HEADER_BYTES + self.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCut:
+    """A layer as it lies in the model file: its tensors in order, each with its place in the layer file."""
+
+    sources: tuple[TensorInfo, ...]
+    tensors: tuple[LayerTensor, ...]
+    size_bytes: int
+
+    def chunks(self) -> Iterator[bytes]:
+        """The weights from start to end in pieces of at most ``READ_BYTES``."""
+        for offset in range(0, self.size_bytes, READ_BYTES):
+            yield self.read(offset, min(READ_BYTES, self.size_bytes - offset))
+
+    def read(self, offset: int, size: int) -> bytes:
+        """``size`` bytes of the weights from ``offset``, padding between tensors included.
+
+        Raises ``ModelError`` when the model file became shorter or cannot be read.
+        """
+        assert 0 <= offset <= offset + size <= self.size_bytes
+        out = bytearray(size)
+        with ExitStack() as stack:
+            for source, tensor in zip(self.sources, self.tensors, strict=True):
+                start, end = max(offset, tensor.offset), min(offset + size, tensor.offset + tensor.size_bytes)
+                if start >= end:
+                    continue
+                try:
+                    file = stack.enter_context(source.path.open("rb", buffering=0))
+                    file.seek(source.offset + start - tensor.offset)
+                    got = file.readinto(memoryview(out)[start - offset : end - offset])
+                except OSError as exc:
+                    raise ModelError(f"{source.path}: cannot be read: {exc.strerror or exc}") from exc
+                if got != end - start:
+                    raise ModelError(f"{source.path}: became shorter while it was read; fetch the file again")
+        return bytes(out)
+
+    def ref(self) -> LayerRef:
+        """Hash the weights (reads them all, about 1 GB/s)."""
+        digest = blake2b(digest_size=DIGEST_BYTES)
+        for chunk in self.chunks():
+            digest.update(chunk)
+        return LayerRef(digest.hexdigest(), self.size_bytes, self.tensors)
+
+
+def cut(tensors: Mapping[str, TensorInfo]) -> LayerCut:
+    """Lay out ``tensors`` (name in the layer file -> where it lies in the model) as one layer file."""
+    sources, placed, offset = [], [], 0
+    for name, source in tensors.items():
+        placed.append(LayerTensor(name, int(source.type), source.shape, offset, source.bytes))
+        sources.append(source)
+        offset += -(-source.bytes // ALIGNMENT) * ALIGNMENT
+    return LayerCut(tuple(sources), tuple(placed), offset)
+
+
+def cut_layer(header: Header, layer: int) -> LayerCut:
+    """Layer ``layer`` of the model. Raises ``ModelError`` when the model holds no such layer."""
+    prefix = f"blk.{layer}."
+    tensors = {
+        f"blk.{_LAYER}.{name.removeprefix(prefix)}": tensor
+        for name, tensor in header.tensors.items()
+        if name.startswith(prefix)
+    }
+    if not tensors:
+        raise ModelError(f"{header.path}: has no tensors of layer {layer}; the file is not a complete model")
+    return cut(tensors)
+
+
+def check_ref(ref: LayerRef) -> None:
+    """Judge a ``LayerRef`` that came from a peer. Raises ``ProtocolError`` naming what is wrong."""
+    if len(ref.digest) != 2 * DIGEST_BYTES or set(ref.digest) - set("0123456789abcdef"):
+        raise ProtocolError(f"layer digest {ref.digest[:80]!r} is not {DIGEST_BYTES} bytes of lower-case hex")
+    if not 0 < ref.size_bytes <= MAX_LAYER_BYTES or not 0 < len(ref.tensors) <= MAX_LAYER_TENSORS:
+        raise ProtocolError(f"layer {ref.digest[:12]} has {ref.size_bytes} bytes and {len(ref.tensors)} tensors")
+    at = 0
+    for tensor in ref.tensors:
+        if not 0 < len(tensor.name.encode()) <= 60 or not 1 <= len(tensor.shape) <= 4 or min(tensor.shape) < 1:
+            raise ProtocolError(f"layer {ref.digest[:12]} has a tensor of impossible name or shape")
+        if _tensor_bytes(tensor) != tensor.size_bytes or tensor.offset != at:
+            raise ProtocolError(
+                f"layer {ref.digest[:12]}: tensor {tensor.name!r} has an impossible type, size or offset"
+            )
+        at += -(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT
+    if at != ref.size_bytes:
+        raise ProtocolError(f"layer {ref.digest[:12]} has {ref.size_bytes} bytes; its tensors take {at}")
+
+
+def _tensor_bytes(tensor: LayerTensor) -> int:
+    if tensor.type not in _TYPES or max(tensor.shape) > 1 << 40:
+        return -1
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
+    elements = 1
+    for extent in tensor.shape:
+        elements *= extent
+    return -1 if tensor.shape[0] % block else elements // block * block_bytes
+
+
+def layer_header(tensors: Sequence[LayerTensor], *, number: int, split: int) -> bytes:
+    """The ``HEADER_BYTES`` of a layer file that is layer ``number`` of its window and split ``split`` of its model."""
+    values = {"split.no": scalar_value(GGUFValueType.UINT16, split)}
+    infos = b"".join(_tensor_info(t.name.replace(_LAYER, str(number)), t.shape, t.type, t.offset) for t in tensors)
+    fixed = len(_head(len(tensors), len(values) + 1)) + len(_pairs(values)) + len(infos)
+    room = HEADER_BYTES - fixed - len(_pairs({_PADDING_KEY: scalar_value(GGUFValueType.STRING, "")}))
+    assert room >= 0, f"a layer with {len(tensors)} tensors does not fit a header of {HEADER_BYTES} bytes"
+    values[_PADDING_KEY] = scalar_value(GGUFValueType.STRING, "." * room)
+    return _head(len(tensors), len(values)) + _pairs(values) + infos
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallTensor:
+    """A tensor that stands in the metadata split itself: a few kB that every window of the model needs."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def metadata_split(values: Mapping[str, Value], small: Sequence[SmallTensor], *, splits: int, tensors: int) -> bytes:
+    """The first split of a window: its metadata and small tensors. ``tensors`` counts those of all ``splits``."""
+    pairs = dict(values)
+    for key, kind, content in (
+        ("split.no", GGUFValueType.UINT16, 0),
+        ("split.count", GGUFValueType.UINT16, splits),
+        ("split.tensors.count", GGUFValueType.INT32, tensors),
+        ("general.alignment", GGUFValueType.UINT32, ALIGNMENT),
+    ):
+        pairs[key] = scalar_value(kind, content)
+    infos, body = b"", b""
+    for tensor in small:
+        infos += _tensor_info(tensor.name, tensor.shape, int(tensor.type), len(body))
+        body += _padded(tensor.data)
+    return _padded(_head(len(small), len(pairs)) + _pairs(pairs) + infos) + body
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % ALIGNMENT)
+
+
+def _head(tensors: int, values: int) -> bytes:
+    return MAGIC + struct.pack("<IQQ", _VERSION, tensors, values)
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _pairs(values: Mapping[str, Value]) -> bytes:
+    return b"".join(_text(key) + struct.pack("<I", value.type) + value.raw for key, value in values.items())
+
+
+def _tensor_info(name: str, shape: Sequence[int], kind: int, offset: int) -> bytes:
+    return _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)

@@ -1,0 +1,70 @@
+"""Open a model: one GGUF file, or all parts of a split one, as a single header.
+
+A split model (``name-00001-of-00003.gguf``) keeps its metadata in the first part and its tensors in all of them; every
+``TensorInfo`` names the file it lies in, so nothing after this module needs to know about parts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from primad.errors import ModelError
+from primad.gguf.header import Header, TensorInfo, read_header
+
+SPLIT_COUNT: Final = "split.count"
+SPLIT_NUMBER: Final = "split.no"
+_PART_NAME: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def open_model(path: Path) -> Header:
+    """The header of the model at ``path`` with the tensors of all its parts.
+
+    ``path`` is the file, or the first part of a split model. Raises ``ModelError`` for every kind of bad file, and names
+    a part that is missing or belongs to another model.
+    """
+    header = read_header(path)
+    count = header.count(SPLIT_COUNT, 0, most=99_999)
+    if count > 1:
+        header = _merge(header, count)
+    if not header.tensors:
+        raise ModelError(f"{path}: holds no tensors; give a complete model file")
+    header.text("general.architecture")
+    return header
+
+
+def parts(path: Path, count: int) -> list[Path]:
+    """The paths of the ``count`` parts of the split model whose first part is ``path``.
+
+    Raises ``ModelError`` when the name does not say which part it is, or when it is not the first.
+    """
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None or int(match["count"]) != count:
+        raise ModelError(
+            f"{path}: is part of a split model of {count} parts but its name does not end in "
+            f"-00001-of-{count:05}.gguf; restore the original names"
+        )
+    if int(match["number"]) != 1:
+        first = path.with_name(f"{match['stem']}-00001-of-{count:05}.gguf")
+        raise ModelError(f"{path}: is part {int(match['number'])} of a split model; give the first part, {first}")
+    return [path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+
+
+def _merge(first: Header, count: int) -> Header:
+    tensors: dict[str, TensorInfo] = dict(first.tensors)
+    for number, path in enumerate(parts(first.path, count)[1:], start=1):
+        if not path.exists():
+            raise ModelError(f"{path}: part {number + 1} of {count} of this split model is missing; fetch it as well")
+        part = read_header(path)
+        if part.count(SPLIT_NUMBER, 0) != number or part.count(SPLIT_COUNT, 0) != count:
+            raise ModelError(f"{path}: is not part {number + 1} of {count} of {first.path.name}; fetch the parts again")
+        for name, tensor in part.tensors.items():
+            if name in tensors:
+                raise ModelError(f"{path}: repeats tensor '{name}' of an earlier part; fetch the parts again")
+            tensors[name] = tensor
+    expected = first.count("split.tensors.count", len(tensors))
+    if len(tensors) != expected:
+        raise ModelError(f"{first.path}: the parts hold {len(tensors)} tensors, {expected} expected; fetch them again")
+    return replace(first, tensors=tensors)

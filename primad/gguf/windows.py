@@ -1,0 +1,137 @@
+"""Cut a model into windows: for each, the metadata split and the layers it is loaded from.
+
+Every window takes hidden states, so none needs the token embedding; llama.cpp still asks for one, and gets a single row.
+The tail's output matrix stands under the embedding's name (see ``engine/llama.py``), or beside a copy of it where the
+architecture does not fall back on tied weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import msgspec
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from primad.errors import ModelError
+from primad.gguf.architectures import TensorRole, cuttable, layer_count, tensor_role, window_values
+from primad.gguf.header import Header, TensorInfo
+from primad.gguf.layers import LayerCut, LayerRef, SmallTensor, cut, cut_layer, metadata_split
+
+TOKEN_EMBEDDING: Final = "token_embd.weight"
+OUTPUT: Final = "output.weight"
+MAX_SMALL_BYTES: Final = 1 << 20
+
+
+class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a device must know to load window ``window`` of the route: layers ``first <= layer < last``.
+
+    ``metadata`` is the metadata split's content; ``layers`` are its layer files in split order, the output matrix of the
+    tail behind its layers.
+    """
+
+    window: int
+    first: int
+    last: int
+    metadata: bytes
+    layers: tuple[LayerRef, ...]
+
+
+@dataclass(frozen=True)
+class ModelCutter:
+    """Cuts one model; keeps what was hashed, so no layer is read twice."""
+
+    header: Header
+
+    def __post_init__(self) -> None:
+        cuttable(self.header)
+
+    @cached_property
+    def _refs(self) -> dict[int, LayerRef]:
+        return {}
+
+    @cached_property
+    def _cuts(self) -> dict[str, LayerCut]:
+        return {}
+
+    def ref(self, layer: int) -> LayerRef:
+        """The layer file of ``layer``, hashed on first use. ``layer`` equal to the layer count is the output matrix."""
+        if layer not in self._refs:
+            layer_cut = self.cut(layer)
+            ref = layer_cut.ref()
+            self._refs[layer] = ref
+            self._cuts[ref.digest] = layer_cut
+        return self._refs[layer]
+
+    def cut(self, layer: int) -> LayerCut:
+        """Where the weights of ``layer`` (or of the output matrix) lie in the model file; hashes nothing."""
+        return cut(self._output()) if layer == layer_count(self.header) else cut_layer(self.header, layer)
+
+    def source(self, digest: str) -> LayerCut | None:
+        """The layer of this content, if it has been hashed."""
+        return self._cuts.get(digest)
+
+    def layers_of(self, first: int, last: int) -> range:
+        """What window ``first..last`` needs: its layers, and the output matrix behind them when it is the tail."""
+        return range(first, last + 1 if last == layer_count(self.header) else last)
+
+    def spec(self, window: int, first: int, last: int) -> WindowSpec:
+        """The spec of window number ``window``; hashes what was not hashed before."""
+        tail = last == layer_count(self.header)
+        layers = tuple(self.ref(layer) for layer in self.layers_of(first, last))
+        small = self._small(tail=tail)
+        metadata = metadata_split(
+            window_values(self.header, first, last, vocabulary=vocabulary_size(self.header) if tail else 1),
+            small,
+            splits=1 + len(layers),
+            tensors=len(small) + sum(len(layer.tensors) for layer in layers),
+        )
+        return WindowSpec(window=window, first=first, last=last, metadata=metadata, layers=layers)
+
+    def _role(self, tensor: str) -> TensorRole:
+        return tensor_role(self.header, tensor)
+
+    def _output(self) -> dict[str, TensorInfo]:
+        tensors = self.header.tensors
+        embedding = token_embedding(self.header)
+        output = {name: tensor for name, tensor in tensors.items() if self._role(name) is TensorRole.OUTPUT}
+        matrix = output.pop(OUTPUT, None)
+        if matrix is None:
+            return {TOKEN_EMBEDDING: embedding, **output}
+        if cuttable(self.header).tied_output_fallback:
+            return {TOKEN_EMBEDDING: matrix, **output}
+        return {TOKEN_EMBEDDING: embedding, OUTPUT: matrix, **output}
+
+    def _small(self, *, tail: bool) -> list[SmallTensor]:
+        small = []
+        for name, tensor in self.header.tensors.items():
+            if self._role(name) in (TensorRole.OUTPUT_NORM, TensorRole.SHARED):
+                small.append(SmallTensor(name=name, type=tensor.type, shape=tensor.shape, data=_content(tensor)))
+        if not tail:
+            width = token_embedding(self.header).shape[0]
+            row = np.zeros(width, np.float32).tobytes()
+            small.append(SmallTensor(name=TOKEN_EMBEDDING, type=GGMLQuantizationType.F32, shape=(width, 1), data=row))
+        return small
+
+
+def token_embedding(header: Header) -> TensorInfo:
+    """The token embedding, shape (width, vocabulary). Raises ``ModelError`` when it is missing."""
+    tensor = header.tensors.get(TOKEN_EMBEDDING)
+    if tensor is None or len(tensor.shape) != 2:
+        raise ModelError(f"{header.path}: has no token embedding; give a complete language model")
+    return tensor
+
+
+def vocabulary_size(header: Header) -> int:
+    """Number of tokens."""
+    return token_embedding(header).shape[1]
+
+
+def _content(tensor: TensorInfo) -> bytes:
+    if tensor.bytes > MAX_SMALL_BYTES:
+        raise ModelError(
+            f"{tensor.path}: tensor '{tensor.name}' of {tensor.bytes} bytes is too large to go with every window"
+        )
+    return cut({tensor.name: tensor}).read(0, tensor.bytes)

@@ -1,0 +1,71 @@
+"""The private socket pair between a daemon and its ring process: length-prefixed msgpack frames.
+
+A socket pair needs no port and no file, nobody else can connect to it, and each side sees the other's end at once, however
+it came: a ring process never outlives its daemon.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Final
+
+import msgspec
+
+from primad.errors import ProtocolError
+from primad.ring.messages import RingCommand, RingEvent, command_decoder, encode
+
+LENGTH: Final = struct.Struct("<I")
+MAX_FRAME_BYTES: Final = 64 << 20
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """``message`` as one frame."""
+    body = encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def frame_bytes(length: bytes) -> int:
+    """The size that a frame's length prefix announces. Raises ``ProtocolError`` when it is absurd."""
+    size: int = LENGTH.unpack(length)[0]
+    if size > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {size} bytes from the other process; at most {MAX_FRAME_BYTES} are allowed")
+    return size
+
+
+class RingChannel:
+    """The ring process's end: blocking sends, receives that never wait."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._buffer = bytearray()
+        self.is_open = True
+
+    def tell(self, event: RingEvent) -> None:
+        """Send an event; when the daemon is gone, only ``is_open`` changes."""
+        try:
+            self.connection.sendall(frame(event))
+        except OSError:
+            self.is_open = False
+
+    def commands(self) -> list[RingCommand]:
+        """What has arrived; call it when the connection is readable. ``is_open`` turns False at the daemon's end."""
+        try:
+            data = self.connection.recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            self.is_open = False
+            return []
+        self._buffer += data
+        commands = []
+        while len(self._buffer) >= LENGTH.size:
+            end = LENGTH.size + frame_bytes(bytes(self._buffer[: LENGTH.size]))
+            if len(self._buffer) < end:
+                break
+            try:
+                commands.append(command_decoder.decode(self._buffer[LENGTH.size : end]))
+            except msgspec.DecodeError as exc:
+                raise ProtocolError(f"not a command of the daemon: {exc}") from exc
+            del self._buffer[:end]
+        return commands

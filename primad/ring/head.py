@@ -1,0 +1,214 @@
+"""The head's part of the ring: sends the step log out, computes the head's windows, draws tokens at the tail.
+
+Steps come back to the head once a round. What has come furthest is computed first, so a token never waits for a later
+chunk of the same prompt; every window still sees the steps in the order of the log, because each hop keeps it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primad.engine.protocol import Hidden, HiddenWindow, LogitsWindow, Sampler, Sampling, Tokens
+from primad.errors import RingError
+from primad.ring.messages import (
+    HIDDEN_DTYPE,
+    PROTOCOL,
+    Cancel,
+    Finished,
+    Generate,
+    Limits,
+    Sampled,
+    Serving,
+    Step,
+)
+from primad.ring.scheduler import SEQUENCE, Draw, Planned, Scheduler
+from primad.ring.worker import apply, rows_of, visit
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Give ``step`` and its hidden states to the next device."""
+
+    step: Step
+    hidden: Hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Give ``events`` to the daemon."""
+
+    events: list[Sampled | Finished | Serving]
+
+
+Outcome = Send | Tell
+
+_GREEDY = Sampling(
+    temperature=0,
+    top_k=0,
+    top_p=1,
+    min_p=0,
+    seed=0,
+    presence_penalty=0,
+    frequency_penalty=0,
+    repeat_penalty=1,
+    penalty_tokens=0,
+    logit_bias=(),
+)
+
+
+class Head:
+    """The head's windows, its scheduler and the steps on their way.
+
+    ``windows`` maps route indices to the head's windows but the last, ``tail`` is the last one (the whole model when
+    ``route`` is 1). ``limits`` names the ring. A step that is not back ``step_timeout_s`` after its last sign of life
+    breaks the ring. ``clock`` gives seconds on any scale.
+    """
+
+    def __init__(
+        self,
+        *,
+        windows: Mapping[int, HiddenWindow],
+        tail: LogitsWindow,
+        route: int,
+        limits: Limits,
+        scheduler: Scheduler,
+        step_timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        assert route >= 1
+        assert (0 in windows) == (route > 1)
+        self._windows = windows
+        self._tail = tail
+        self._last = route - 1
+        self._limits = limits
+        self._scheduler = scheduler
+        self._step_timeout_s = step_timeout_s
+        self._arrived: deque[tuple[Step, Hidden]] = deque()
+        self._deadlines: dict[int, float] = {}
+        self._sampler: tuple[int, Sampler] | None = None
+        self._clock = clock
+
+    def warm_up(self) -> None:
+        """Send one row around before anything else; ``Serving`` is told when it is back and forgotten everywhere."""
+        generate = Generate(request=-1, prompt=[0], max_tokens=1, sampling=_GREEDY, logprobs=None)
+        self._scheduler.submit(generate)
+
+    def submit(self, generate: Generate) -> None:
+        """Queue a generation."""
+        self._scheduler.submit(generate)
+
+    def cancel(self, cancel: Cancel) -> None:
+        """Stop a generation."""
+        self._scheduler.cancel(cancel)
+
+    def receive(self, step: Step, hidden: Hidden) -> None:
+        """Take a judged step from the ring; it is computed by a later ``turn``."""
+        if step.step not in self._deadlines:
+            raise RingError(f"step {step.step} came back to the head although it is not under way")
+        self._deadlines[step.step] = self._clock() + self._step_timeout_s
+        self._arrived.append((step, hidden))
+
+    def wait_s(self) -> float:
+        """Seconds until something is due without a message: 0 when there is work, infinity when all is quiet.
+
+        Raises ``RingError`` when a step is overdue.
+        """
+        if self._arrived:
+            return 0.0
+        if not self._deadlines:
+            return math.inf
+        step, deadline = min(self._deadlines.items(), key=lambda item: item[1])
+        now = self._clock()
+        if deadline <= now:
+            raise RingError(f"step {step} did not come back within {self._step_timeout_s:g} s; a device hangs")
+        return deadline - now
+
+    def turn(self) -> Outcome | None:
+        """Compute one window's worth of work, what came furthest first; None when there is none.
+
+        Raises ``EngineError`` when a window fails.
+        """
+        if self._arrived:
+            furthest = max(step.window for step, _ in self._arrived)
+            index = next(i for i, (step, _) in enumerate(self._arrived) if step.window == furthest)
+            step, hidden = self._arrived[index]
+            del self._arrived[index]
+            return self._compute(step, hidden)
+        now = self._clock()
+        planned = self._scheduler.next_step(now)
+        if planned is None:
+            return None
+        self._deadlines[planned.step] = now + self._step_timeout_s
+        return self._compute(self._step(planned), np.array(planned.tokens, np.int32))
+
+    def _step(self, planned: Planned) -> Step:
+        rows = len(planned.tokens)
+        return Step(
+            protocol=PROTOCOL,
+            ring=self._limits.ring,
+            epoch=self._limits.epoch,
+            step=planned.step,
+            window=0,
+            dtype=HIDDEN_DTYPE,
+            shape=(rows, self._limits.width),
+            positions=planned.positions,
+            sequences=[[SEQUENCE]] * rows,
+            outputs=[False] * (rows - 1) + [planned.wants_output],
+            ops=planned.ops,
+        )
+
+    def _compute(self, step: Step, content: Tokens | Hidden) -> Outcome:
+        while step.window in self._windows:
+            step, content = visit(self._windows[step.window], step, content)
+        if step.window < self._last:
+            return Send(step, content)  # type: ignore[arg-type]
+        for op in step.ops:
+            apply(self._tail, op)
+        self._tail.forward(rows_of(step, content))
+        del self._deadlines[step.step]
+        generate = self._scheduler.wants_draw(step.step)
+        draw = self._draw(generate, step.rows - 1) if generate is not None and step.outputs[-1] else None
+        return Tell(self._announce(self._scheduler.commit(step.step, draw, self._clock())))
+
+    def _announce(self, events: list[Sampled | Finished]) -> list[Sampled | Finished | Serving]:
+        """The warm-up's own events become one ``Serving``."""
+        told: list[Sampled | Finished | Serving] = [event for event in events if event.request >= 0]
+        if any(isinstance(event, Finished) and event.request < 0 for event in events):
+            told.append(Serving())
+        return told
+
+    def _draw(self, generate: Generate, row: int) -> Draw:
+        if self._sampler is None or self._sampler[0] != generate.request:
+            if self._sampler is not None:
+                self._sampler[1].release()
+            self._sampler = (generate.request, self._tail.sampler(generate.sampling, generate.prompt))
+        logprob, top = None, ()
+        if generate.logprobs is not None:
+            logprobs = log_softmax(self._tail.logits(row))
+            top = most_likely(logprobs, generate.logprobs)
+        token = self._sampler[1].sample(row)
+        if generate.logprobs is not None:
+            logprob = float(logprobs[token])
+        return Draw(token=token, ends=self._tail.is_end(token), logprob=logprob, top=top)
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Log-probabilities (vocabulary,) of ``logits``."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    return shifted - math.log(float(np.exp(shifted).sum()))  # type: ignore[no-any-return]
+
+
+def most_likely(logprobs: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:
+    """The ``count`` most likely tokens with their log-probabilities, best first, ties by token."""
+    count = min(count, len(logprobs))
+    if count == 0:
+        return ()
+    best = np.argpartition(-logprobs, count - 1)[:count]
+    ordered = sorted(best.tolist(), key=lambda token: (-logprobs[token], token))
+    return tuple((int(token), float(logprobs[token])) for token in ordered)

@@ -1,0 +1,128 @@
+"""The daemon's side of a ring process: start it, talk to it, notice its end, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from primad.errors import ProtocolError, RingError
+from primad.ring.channel import LENGTH, frame, frame_bytes
+from primad.ring.messages import RingBroken, RingCommand, RingEvent, event_decoder
+
+GRACE_S: Final = 1.0
+SPIN_COUNT: Final = 5000
+"""libgomp's threads spin this often at a barrier before they sleep. Its own default of some hundred milliseconds starves
+the other programs of the machine, ring processes among them; sleeping at once ruins decode. Between 2,000 and 20,000 one
+process keeps its full speed and several can share the cores."""
+
+
+def environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a ring process: ``base`` and the wait policy of the compute threads, where none is set."""
+    chosen = {"GOMP_SPINCOUNT": str(SPIN_COUNT), "GGML_NO_BACKTRACE": "1"}
+    if "OMP_WAIT_POLICY" in base:
+        del chosen["GOMP_SPINCOUNT"]
+    return chosen | dict(base)
+
+
+class RingProcess:
+    """One ring process. ``start`` it, ``send`` it commands, read ``events`` to the end, ``close`` it."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        log: Path,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._log = log
+
+    @classmethod
+    async def start(cls, log: Path, environ: Mapping[str, str] | None = None) -> RingProcess:
+        """Start a ring process whose standard error goes to the file ``log``."""
+        ours, theirs = socket.socketpair()
+        with theirs, log.open("wb") as errors:
+            options: dict[str, object] = {"stderr": errors, "stdout": errors}
+            argument = str(theirs.fileno())
+            if sys.platform == "win32":
+                argument = str(len(theirs.share(os.getpid())))
+                options["stdin"] = subprocess.PIPE
+            else:
+                options |= {"stdin": subprocess.DEVNULL, "pass_fds": (theirs.fileno(),)}
+            process: subprocess.Popen[bytes] = subprocess.Popen(
+                [sys.executable, "-m", "primad.ring.process", argument],
+                env=environment(os.environ if environ is None else environ),
+                **options,  # type: ignore[call-overload]
+            )
+            if sys.platform == "win32":
+                assert process.stdin is not None
+                process.stdin.write(theirs.share(process.pid))
+                process.stdin.close()
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(process, reader, writer, log)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    async def send(self, command: RingCommand) -> None:
+        """Give it a command; when it is gone, ``events`` says so."""
+        with contextlib.suppress(OSError):
+            self._writer.write(frame(command))
+            await self._writer.drain()
+
+    async def events(self) -> AsyncIterator[RingEvent]:
+        """Its events as they come. Raises ``RingError`` when it breaks or ends, with the reason; it never ends quietly."""
+        while True:
+            try:
+                body = await self._reader.readexactly(frame_bytes(await self._reader.readexactly(LENGTH.size)))
+                event: RingEvent = event_decoder.decode(body)
+            except (asyncio.IncompleteReadError, OSError) as exc:
+                raise RingError(await self._obituary()) from exc
+            except msgspec.DecodeError as exc:
+                raise ProtocolError(f"not an event of the ring process: {exc}") from exc
+            if isinstance(event, RingBroken):
+                raise RingError(event.error)
+            yield event
+
+    async def _obituary(self) -> str:
+        try:
+            code = await asyncio.wait_for(asyncio.to_thread(self._process.wait, GRACE_S), 2 * GRACE_S)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            return "the ring process closed its connection"
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        last = _last_line(self._log)
+        return f"the ring process {how}" + (f": {last}" if last else "")
+
+    async def close(self) -> None:
+        """End it: it leaves by itself when its connection closes, and is killed ``GRACE_S`` later if it does not."""
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+        try:
+            await asyncio.to_thread(self._process.wait, GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_bytes()[-4096:].decode("utf-8", errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].strip() if lines else ""

@@ -1,0 +1,172 @@
+"""A strict fake of what the daemon gives to the HTTP API, with a toy vocabulary in which every byte is a token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass, field
+
+from primad.api.backend import Health, ServedModel
+from primad.ring.messages import Finished, Sampled, Sampling
+
+BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
+SPECIAL = {"<s>": BOS, "</s>": EOS, "<|im_start|>": IM_START, "<|im_end|>": IM_END}
+SIZE = 260
+
+
+@dataclass(frozen=True)
+class ByteVocabulary:
+    """Tokens 0 to 255 are bytes; four special tokens follow."""
+
+    chat_template: str | None = None
+    bos: str = "<s>"
+    eos: str = "</s>"
+    adds_bos: bool = True
+
+    @property
+    def size(self) -> int:
+        return SIZE
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        tokens = [BOS] if add_special and self.adds_bos else []
+        while text:
+            name = next((name for name in SPECIAL if parse_special and text.startswith(name)), None)
+            if name is not None:
+                tokens.append(SPECIAL[name])
+                text = text[len(name) :]
+            else:
+                tokens += text[0].encode()
+                text = text[1:]
+        return tokens
+
+    def piece(self, token: int) -> bytes:
+        assert 0 <= token < SIZE, f"token {token} is outside the vocabulary"
+        return bytes([token]) if token < 256 else b""
+
+    def name(self, token: int) -> str:
+        assert 0 <= token < SIZE, f"token {token} is outside the vocabulary"
+        names = {token: name for name, token in SPECIAL.items()}
+        return names.get(token, f"<0x{token:02X}>")
+
+
+@dataclass
+class Call:
+    """One call of ``generate``: what was asked and how it ended."""
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling
+    logprobs: int | None
+    sampled: int = 0
+    finished: bool = False
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+Item = int | asyncio.Event | Exception
+"""A step of a scripted answer: a token to sample, an event to wait for, or an exception to raise."""
+
+
+class FakeBackend:
+    """Answers each call with ``script(call)``; after its last item the model ends its answer."""
+
+    def __init__(
+        self,
+        script: Callable[[Call], Iterable[Item]],
+        *,
+        vocabulary: ByteVocabulary | None = None,
+        context_tokens: int = 4096,
+    ) -> None:
+        self.served: ServedModel | None = ServedModel(
+            id="toy", created=1_700_000_000, context_tokens=context_tokens, vocabulary=vocabulary or ByteVocabulary()
+        )
+        self.state = Health(serving=True, detail="serving toy on 1 device")
+        self.ending: tuple[str, str | None] = ("stop", None)
+        self.calls: list[Call] = []
+        self._script = script
+
+    def health(self) -> Health:
+        return self.state
+
+    def model(self) -> ServedModel | None:
+        return self.served
+
+    async def generate(
+        self, prompt: list[int], *, max_tokens: int, sampling: Sampling, logprobs: int | None
+    ) -> AsyncGenerator[Sampled | Finished, None]:
+        assert self.state.serving, "asked while not serving"
+        assert self.served is not None, "asked without a model"
+        assert prompt, "the prompt is empty"
+        assert all(type(token) is int and 0 <= token < SIZE for token in prompt), "the prompt leaves the vocabulary"
+        assert 1 <= max_tokens <= self.served.context_tokens - len(prompt), "the answer does not fit the context"
+        assert logprobs is None or 0 <= logprobs <= 20
+        check_sampling(sampling)
+        assert all(call.closed.is_set() for call in self.calls), "one request at a time: the last was not closed"
+        call = Call(list(prompt), max_tokens, sampling, logprobs)
+        self.calls.append(call)
+        try:
+            async for event in self._answer(call):
+                yield event
+        finally:
+            call.closed.set()
+
+    async def _answer(self, call: Call) -> AsyncGenerator[Sampled | Finished, None]:
+        reason, error = self.ending
+        for item in self._script(call):
+            match item:
+                case int():
+                    if call.sampled == call.max_tokens:
+                        reason = "length"
+                        break
+                    call.sampled += 1
+                    yield sampled(item, call.logprobs)
+                    await asyncio.sleep(0)
+                case asyncio.Event():
+                    await item.wait()
+                case exception:
+                    raise exception
+        call.finished = True
+        yield Finished(
+            request=1,
+            reason=reason,
+            error=error,
+            prompt_tokens=len(call.prompt),
+            completion_tokens=call.sampled,
+            prompt_s=0.1,
+            decode_s=0.2,
+        )
+
+
+def sampled(token: int, logprobs: int | None = None) -> Sampled:
+    """A sampled token of probability 1/2; the alternatives are the tokens after it, each half as likely."""
+    if logprobs is None:
+        return Sampled(request=1, token=token, logprob=None, top=())
+    top = tuple(((token + rank) % SIZE, -0.5 * (rank + 1)) for rank in range(logprobs))
+    return Sampled(request=1, token=token, logprob=-0.5, top=top)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """What llama.cpp's samplers take without a second thought."""
+    assert 0 <= sampling.temperature <= 2
+    assert 0 <= sampling.top_k < 2**31
+    assert 0 <= sampling.top_p <= 1
+    assert 0 <= sampling.min_p <= 1
+    assert 0 <= sampling.seed < 2**32 - 1
+    assert -2 <= sampling.presence_penalty <= 2
+    assert -2 <= sampling.frequency_penalty <= 2
+    assert 0 < sampling.repeat_penalty <= 10
+    assert 0 <= sampling.penalty_tokens < 2**31
+    assert all(0 <= token < SIZE and -100 <= bias <= 100 for token, bias in sampling.logit_bias)
+
+
+def says(*texts: str | bytes | Item) -> Callable[[Call], list[Item]]:
+    """A script that always answers the same: texts byte by byte, other items as they are."""
+    items: list[Item] = []
+    for text in texts:
+        match text:
+            case str():
+                items += text.encode()
+            case bytes():
+                items += text
+            case item:
+                items.append(item)
+    return lambda call: items
