@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from primad.api.errors import error_body
 from primad.errors import PrimadError, RequestError
@@ -118,21 +118,26 @@ class EventStream(Response):
         else:
             last = b"[DONE]"
         await _send_event(send, last)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await _deliver(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_messages(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with aclosing(self._messages) as messages:
             async for message in messages:
                 if not self._begun:
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     self._begun = True
+                    await _deliver(send, start)
                 await _send_event(send, msgspec.json.encode(message))
 
 
 async def _send_event(send: Send, data: bytes) -> None:
+    await _deliver(send, {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+
+async def _deliver(send: Send, message: Message) -> None:
     """Raises ``ClientDisconnect`` when the client does not take it."""
     try:
         async with asyncio.timeout(SEND_TIMEOUT_S):
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+            await send(message)
     except OSError as exc:  # TimeoutError is one, and so is what newer ASGI servers raise
         raise ClientDisconnect from exc

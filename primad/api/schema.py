@@ -15,7 +15,6 @@ from pydantic import (
     AliasChoices,
     BaseModel,
     ConfigDict,
-    FailFast,
     Field,
     ValidationError,
     ValidationInfo,
@@ -62,7 +61,7 @@ def _only(*allowed: object, why: str) -> AfterValidator:
 _NoTools = Annotated[Any, _only(None, [], why="this server does not call tools")]
 _NoAudio = Annotated[Any, _only(None, why="this server answers with text only")]
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-_TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1), FailFast()]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TokenCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
@@ -173,7 +172,7 @@ class SamplingRequest(_Strict):
 class ChatRequest(SamplingRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: _TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -211,8 +210,8 @@ class CompletionRequest(SamplingRequest):
     prompt: Annotated[
         str
         | _TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES), FailFast()]
-        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_CHOICES), FailFast()],
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
         _expecting(f"a string, a list of token ids, or a list of 1 to {MAX_CHOICES} of either"),
     ]
     echo: bool | None = None
@@ -262,7 +261,8 @@ def parse(model: type[R], body: bytes) -> R:
         return model.model_validate_json(body)
     except ValidationError as exc:
         error = exc.errors(include_url=False, include_input=False)[0]
-    param = _path(error["loc"])
+    loc = error["loc"]
+    param = _path(loc[:1] if loc[:1] == ("logit_bias",) else loc)  # its keys are the client's, of any length
     if error["type"] == "json_invalid":
         raise RequestError(f"the body is not valid JSON: {error['ctx']['error']}")
     if error["type"] == "missing" and param:

@@ -152,7 +152,7 @@ class _Batch:
         self._batch: Any = llama.llama_batch()
         self._batch.pos = self._pointer(self._positions, ctypes.c_int32)
         self._batch.n_seq_id = self._pointer(self._counts, ctypes.c_int32)
-        self._batch.seq_id = ctypes.cast(self._starts.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)))
+        self._batch.seq_id = self._pointer(self._starts, ctypes.POINTER(ctypes.c_int32))
         self._batch.logits = self._pointer(self._logits, ctypes.c_int8)
 
     @staticmethod
@@ -182,13 +182,22 @@ class _Batch:
 class _Model:
     """A loaded llama.cpp model with one context: the part that every kind of window shares."""
 
-    def __init__(self, paths: Sequence[str], options: EngineOptions, *, tap: _Tap | None, outputs: int) -> None:
+    def __init__(
+        self,
+        paths: Sequence[str],
+        options: EngineOptions,
+        *,
+        extra_buffers: bool,
+        gpu_layers: int,
+        tap: _Tap | None,
+        outputs: int,
+    ) -> None:
         self._options = options
         self._batch = _Batch(options.rows, options.sequences)
         self._tap = tap
         params = llama.llama_model_default_params()
-        params.n_gpu_layers = options.gpu_layers
-        params.use_extra_bufts = options.extra_buffers
+        params.n_gpu_layers = gpu_layers
+        params.use_extra_bufts = extra_buffers
         names = (ctypes.c_char_p * len(paths))(*(path.encode() for path in paths))
         self._model = (
             llama.llama_model_load_from_splits(names, len(paths), params)
@@ -247,9 +256,16 @@ class _Model:
 class _HiddenWindow(_Model):
     """Layers from hidden state to hidden state."""
 
-    def __init__(self, files: WindowFiles, options: EngineOptions, *, width: int) -> None:
+    def __init__(self, files: WindowFiles, options: EngineOptions, *, width: int, extra_buffers: bool) -> None:
         self._out = _Tap(f"l_out-{files.layer_count - 1}".encode(), width)
-        super().__init__((files.metadata, *files.layers), options, tap=self._out, outputs=options.rows)
+        super().__init__(
+            (files.metadata, *files.layers),
+            options,
+            extra_buffers=extra_buffers,
+            gpu_layers=files.gpu_layers,
+            tap=self._out,
+            outputs=options.rows,
+        )
 
     def forward(self, rows: Rows) -> Hidden:
         self._decode(rows, every_row_out=True)
@@ -305,8 +321,10 @@ class TokenEmbedding:
 class FirstWindow(_HiddenWindow):
     """The route's first window: token ids in, hidden states out."""
 
-    def __init__(self, files: WindowFiles, options: EngineOptions, embedding: TokenEmbedding) -> None:
-        super().__init__(files, options, width=embedding.width)
+    def __init__(
+        self, files: WindowFiles, options: EngineOptions, embedding: TokenEmbedding, *, extra_buffers: bool
+    ) -> None:
+        super().__init__(files, options, width=embedding.width, extra_buffers=extra_buffers)
         self._embedding = embedding
 
     def forward(self, rows: Rows) -> Hidden:
@@ -327,8 +345,19 @@ class MiddleWindow(_HiddenWindow):
 class _LogitsWindow(_Model):
     """A window that ends in logits."""
 
-    def __init__(self, paths: Sequence[str], options: EngineOptions, ends: frozenset[int], *, vocabulary: int) -> None:
-        super().__init__(paths, options, tap=None, outputs=MAX_OUTPUT_ROWS)
+    def __init__(
+        self,
+        paths: Sequence[str],
+        options: EngineOptions,
+        ends: frozenset[int],
+        *,
+        vocabulary: int,
+        extra_buffers: bool,
+        gpu_layers: int,
+    ) -> None:
+        super().__init__(
+            paths, options, extra_buffers=extra_buffers, gpu_layers=gpu_layers, tap=None, outputs=MAX_OUTPUT_ROWS
+        )
         self._ends = ends
         self._vocabulary = vocabulary
 
@@ -353,15 +382,32 @@ class _LogitsWindow(_Model):
 class TailWindow(_LogitsWindow):
     """The route's last window: hidden states in, logits out."""
 
-    def __init__(self, files: WindowFiles, options: EngineOptions, ends: frozenset[int], *, vocabulary: int) -> None:
-        super().__init__((files.metadata, *files.layers), options, ends, vocabulary=vocabulary)
+    def __init__(
+        self,
+        files: WindowFiles,
+        options: EngineOptions,
+        ends: frozenset[int],
+        *,
+        vocabulary: int,
+        extra_buffers: bool,
+    ) -> None:
+        super().__init__(
+            (files.metadata, *files.layers),
+            options,
+            ends,
+            vocabulary=vocabulary,
+            extra_buffers=extra_buffers,
+            gpu_layers=files.gpu_layers,
+        )
 
 
 class WholeModel(_LogitsWindow):
     """The single window of a single-device plan: the user's file as it is, token ids in, logits out."""
 
-    def __init__(self, path: Path, options: EngineOptions, ends: frozenset[int], *, vocabulary: int) -> None:
-        super().__init__((str(path),), options, ends, vocabulary=vocabulary)
+    def __init__(
+        self, path: Path, options: EngineOptions, ends: frozenset[int], *, vocabulary: int, extra_buffers: bool
+    ) -> None:
+        super().__init__((str(path),), options, ends, vocabulary=vocabulary, extra_buffers=extra_buffers, gpu_layers=0)
 
 
 class GreedySampler:
@@ -394,7 +440,9 @@ class ChainSampler:
     @staticmethod
     def _samplers(sampling: Sampling, vocabulary: int) -> Iterable[Any]:
         if sampling.logit_bias:
-            biases = (llama.llama_logit_bias * len(sampling.logit_bias))(*(llama.llama_logit_bias(*bias) for bias in sampling.logit_bias))
+            biases = (llama.llama_logit_bias * len(sampling.logit_bias))(
+                *(llama.llama_logit_bias(*bias) for bias in sampling.logit_bias)
+            )
             yield llama.llama_sampler_init_logit_bias(vocabulary, len(biases), biases)
         if sampling.changes_logits:
             yield llama.llama_sampler_init_penalties(

@@ -58,7 +58,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How windows are opened on this device.
 
     ``context`` cells of KV cache shared by ``sequences`` sequences; at most ``rows`` rows a step; ``threads`` for decode
-    and ``batch_threads`` for prefill; ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of the weights.
+    and ``batch_threads`` for prefill.
     """
 
     context: int
@@ -66,16 +66,15 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     threads: int
     batch_threads: int
-    extra_buffers: bool
-    gpu_layers: int
 
 
 class WindowFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of one window in split order, and what it holds."""
+    """The files of one window in split order, and what it holds; the last ``gpu_layers`` layers go to the GPU."""
 
     metadata: str
     layers: tuple[str, ...]
     layer_count: int
+    gpu_layers: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -188,7 +188,8 @@ class Head:
             if self._sampler is not None:
                 self._sampler[1].release()
             self._sampler = (generate.request, self._tail.sampler(generate.sampling, generate.prompt))
-        logprob, top = None, ()
+        logprob: float | None = None
+        top: tuple[tuple[int, float], ...] = ()
         if generate.logprobs is not None:
             logprobs = log_softmax(self._tail.logits(row))
             top = most_likely(logprobs, generate.logprobs)
@@ -201,7 +202,7 @@ class Head:
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     """Log-probabilities (vocabulary,) of ``logits``."""
     shifted = logits.astype(np.float64) - float(logits.max())
-    return shifted - math.log(float(np.exp(shifted).sum()))  # type: ignore[no-any-return]
+    return shifted - math.log(float(np.exp(shifted).sum()))
 
 
 def most_likely(logprobs: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:

@@ -74,7 +74,7 @@ class Links:
             raise RingError(f"step {step.step} arrived before this device knew its next device")
         try:
             self._push.send(encode(step), zmq.SNDMORE)
-            self._push.send(hidden, copy=False)
+            self._push.send(hidden.data, copy=False)
         except zmq.Again as exc:
             raise RingError(f"the next device took no step for {SEND_TIMEOUT_S:g} s; it is gone or hangs") from exc
 

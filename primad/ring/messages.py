@@ -171,11 +171,11 @@ def _check_rows(step: Step, limits: Limits) -> None:
 def _check_op(op: KvOp, limits: Limits) -> None:
     match op:
         case KvRemove(sequence, start, end):
-            sequences, span = (sequence,), (start, end)
+            sequences, span = [sequence], (start, end)
         case KvCopy(source, target, start, end):
-            sequences, span = (source, target), (start, end)
+            sequences, span = [source, target], (start, end)
         case KvKeep(sequence):
-            sequences, span = (sequence,), (0, -1)
+            sequences, span = [sequence], (0, -1)
     if any(not 0 <= sequence < limits.sequences for sequence in sequences):
         raise ProtocolError(f"KV operation {op} names a sequence outside 0..{limits.sequences - 1}")
     if not 0 <= span[0] <= limits.context or not -1 <= span[1] <= limits.context:
@@ -243,10 +243,14 @@ class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
 
 
 class OpenWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """One window to load: its route index and files; ``files`` is None for the window that is the whole model."""
+    """One window to load: its route index and files; ``files`` is None for the window that is the whole model.
+
+    ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of its weights.
+    """
 
     window: int
     files: WindowFiles | None
+    extra_buffers: bool
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):

@@ -177,7 +177,9 @@ def _open_worker(opening: Open, channel: RingChannel) -> Worker:
     windows: dict[int, HiddenWindow] = {}
     for window in opening.windows:
         assert window.files is not None
-        windows[window.window] = MiddleWindow(window.files, opening.options, width=opening.width)
+        windows[window.window] = MiddleWindow(
+            window.files, opening.options, width=opening.width, extra_buffers=window.extra_buffers
+        )
         channel.tell(Loading(len(windows)))
     return Worker(windows)
 
@@ -192,14 +194,18 @@ def _open_head(opening: Open, channel: RingChannel) -> Head:
     tail: LogitsWindow | None = None
     for window in opening.windows:
         if window.files is None:
-            tail = WholeModel(Path(opening.model), opening.options, ends, vocabulary=size)
+            tail = WholeModel(
+                Path(opening.model), opening.options, ends, vocabulary=size, extra_buffers=window.extra_buffers
+            )
         elif window.window == 0:
             embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
-            windows[0] = FirstWindow(window.files, opening.options, embedding)
+            windows[0] = FirstWindow(window.files, opening.options, embedding, extra_buffers=window.extra_buffers)
         elif window.window == opening.route - 1:
-            tail = TailWindow(window.files, opening.options, ends, vocabulary=token_embedding(header).shape[1])
+            tail = TailWindow(window.files, opening.options, ends, vocabulary=size, extra_buffers=window.extra_buffers)
         else:
-            windows[window.window] = MiddleWindow(window.files, opening.options, width=opening.width)
+            windows[window.window] = MiddleWindow(
+                window.files, opening.options, width=opening.width, extra_buffers=window.extra_buffers
+            )
         channel.tell(Loading(len(windows) + (tail is not None)))
     assert tail is not None
     return Head(

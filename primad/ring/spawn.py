@@ -26,8 +26,12 @@ the other programs of the machine, ring processes among them; sleeping at once r
 process keeps its full speed and several can share the cores."""
 
 
-def environment(base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a ring process: ``base`` and the wait policy of the compute threads, where none is set."""
+def environment(base: Mapping[str, str], shared_host: int) -> dict[str, str]:
+    """The environment of a ring process: ``base`` and the wait policy of the compute threads, where none is set.
+
+    ``shared_host`` is the number of ring processes of this ring on this machine.
+    """
+    del shared_host
     chosen = {"GOMP_SPINCOUNT": str(SPIN_COUNT), "GGML_NO_BACKTRACE": "1"}
     if "OMP_WAIT_POLICY" in base:
         del chosen["GOMP_SPINCOUNT"]
@@ -50,7 +54,7 @@ class RingProcess:
         self._log = log
 
     @classmethod
-    async def start(cls, log: Path, environ: Mapping[str, str] | None = None) -> RingProcess:
+    async def start(cls, log: Path, *, shared_host: int = 1) -> RingProcess:
         """Start a ring process whose standard error goes to the file ``log``."""
         ours, theirs = socket.socketpair()
         with theirs, log.open("wb") as errors:
@@ -61,9 +65,9 @@ class RingProcess:
                 options["stdin"] = subprocess.PIPE
             else:
                 options |= {"stdin": subprocess.DEVNULL, "pass_fds": (theirs.fileno(),)}
-            process: subprocess.Popen[bytes] = subprocess.Popen(
+            process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: ASYNC220  (starting does not wait)
                 [sys.executable, "-m", "primad.ring.process", argument],
-                env=environment(os.environ if environ is None else environ),
+                env=environment(os.environ, shared_host),
                 **options,  # type: ignore[call-overload]
             )
             if sys.platform == "win32":

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from primad.engine.protocol import Hidden, HiddenWindow, Rows, RouteWindow, Tokens
+from primad.engine.protocol import Hidden, HiddenWindow, RouteWindow, Rows, Tokens
 from primad.ring.messages import KvCopy, KvKeep, KvOp, KvRemove, Step
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from primad.api.backend import Health, ServedModel
@@ -58,7 +59,6 @@ class Call:
     sampling: Sampling
     logprobs: int | None
     sampled: int = 0
-    finished: bool = False
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -104,8 +104,9 @@ class FakeBackend:
         call = Call(list(prompt), max_tokens, sampling, logprobs)
         self.calls.append(call)
         try:
-            async for event in self._answer(call):
-                yield event
+            async with aclosing(self._answer(call)) as events:
+                async for event in events:
+                    yield event
         finally:
             call.closed.set()
 
@@ -119,12 +120,10 @@ class FakeBackend:
                         break
                     call.sampled += 1
                     yield sampled(item, call.logprobs)
-                    await asyncio.sleep(0)
                 case asyncio.Event():
                     await item.wait()
                 case exception:
                     raise exception
-        call.finished = True
         yield Finished(
             request=1,
             reason=reason,

@@ -1,0 +1,317 @@
+"""``primad serve``: find devices, plan, ship layers, open the ring, serve HTTP; do it again when the ring breaks.
+
+Before it serves for the first time, whatever goes wrong ends the program with one clear line. After that the endpoint
+stays up: requests of a ring that broke end with an error, and a new ring is formed from the devices that are left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Final
+
+import zmq.asyncio
+
+from halda import DeviceProfile, Infeasible, LinkProfile, ModelProfile, Plan, arrange, solve
+from primad import __version__
+from primad.api.backend import ServedModel
+from primad.cluster.discovery import Discovery, Peer
+from primad.cluster.transfer import LayerServer
+from primad.config import Config
+from primad.daemon.backend import RingBackend
+from primad.daemon.head_ring import HeadRing, RingOptions, RingParts, open_ring
+from primad.daemon.reporter import Reporter
+from primad.daemon.shard import Place
+from primad.daemon.vocabulary import ModelVocabulary
+from primad.daemon.worker_link import Worker, greet
+from primad.errors import ClusterError, ConfigError, PlanError, RingError
+from primad.gguf.architectures import cuttable
+from primad.gguf.header import Header
+from primad.gguf.layers import LayerCut
+from primad.gguf.windows import ModelCutter
+
+logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 2.0
+"""How long the head looks for devices when nobody said how many to wait for."""
+RETRY_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What ``primad serve`` was asked for.
+
+    ``wait`` is the number of workers to wait for (None: take who is there), at most ``wait_timeout_s``. ``windows`` and
+    ``rounds`` set the plan by hand. ``extra_buffers`` is auto, on or off.
+    """
+
+    wait: int | None
+    wait_timeout_s: float
+    windows: tuple[int, ...] | None
+    rounds: int | None
+    extra_buffers: str
+    context_tokens: int
+    rows: int
+    step_timeout_s: float
+    http_port: int
+    alone: bool
+
+
+class HeadDaemon:
+    """The head. ``profile`` gives this device's profile as of now."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        options: ServeOptions,
+        place: Place,
+        header: Header,
+        model: ModelProfile,
+        profile: DeviceProfile,
+        backend: RingBackend,
+        reporter: Reporter,
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._place = place
+        self._header = header
+        self._model = model
+        self._profile = profile
+        self._backend = backend
+        self._reporter = reporter
+        self._context = zmq.asyncio.Context()
+        self._session = random.getrandbits(62)
+        self._epoch = 0
+        self._cutter: ModelCutter | None = None
+        self._peers: dict[str, Peer] = {}
+        self._seen = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises ``PrimadError`` when it cannot serve in the first place."""
+        async with AsyncExitStack() as stack:
+            stack.callback(self._context.term)
+            if not self._options.alone:
+                await self._discover(stack)
+            layers = LayerServer(self._context, self._config.host, self._find_layer)
+            async with asyncio.TaskGroup() as group:
+                server = group.create_task(layers.run())
+                try:
+                    await self._serve(layers.port)
+                finally:
+                    server.cancel()
+
+    async def _discover(self, stack: AsyncExitStack) -> None:
+        try:
+            discovery = Discovery(self._config.host)
+        except ClusterError as exc:
+            if not self._config.devices:
+                self._reporter.say(str(exc))
+            return
+        stack.push_async_callback(discovery.close)
+        await discovery.browse(self._on_peers)
+        await discovery.announce(
+            self._config.name,
+            cluster=self._config.cluster,
+            role="head",
+            version=__version__,
+            port=self._options.http_port,
+        )
+
+    def _on_peers(self, peers: dict[str, Peer]) -> None:
+        self._peers = {
+            peer.device: peer
+            for peer in peers.values()
+            if peer.cluster == self._config.cluster and peer.role == "worker"
+        }
+        self._seen.set()
+
+    def _find_layer(self, digest: str) -> LayerCut | None:
+        return self._cutter.source(digest) if self._cutter is not None else None
+
+    async def _serve(self, layer_port: int) -> None:
+        has_served = False
+        while True:
+            try:
+                workers = await self._gather(first=not has_served)
+                try:
+                    plan = self._plan([worker.profile for worker in workers])
+                    self._epoch += 1
+                    async with open_ring(self._parts(plan, workers, layer_port)) as ring:
+                        await self._announce(ring)
+                        has_served = True
+                        await asyncio.get_running_loop().create_future()  # until the ring breaks or we are cancelled
+                finally:
+                    for worker in workers:
+                        worker.end.close()
+            except (ClusterError, RingError) as exc:
+                self._backend.detach(str(exc))
+                self._reporter.settle()
+                if not has_served:
+                    raise
+                self._reporter.say(f"the ring broke: {exc}; forming it again")
+                await asyncio.sleep(RETRY_S)
+            except PlanError as exc:
+                self._backend.detach(str(exc))
+                if not has_served:
+                    raise
+                self._reporter.say(f"no plan for the devices that are left: {exc}")
+                await asyncio.sleep(RETRY_S)
+
+    async def _gather(self, *, first: bool) -> list[Worker]:
+        """Say hello to the devices: those named, and those in sight. Raises ``ClusterError`` when too few answer."""
+        if self._options.alone:
+            return []
+        wanted = self._options.wait if first else None
+        named = len(self._config.devices)
+        workers: dict[str, Worker] = {}
+        refusals: dict[str, str] = {}
+        loop = asyncio.get_running_loop()
+        patience_s = self._options.wait_timeout_s if wanted is not None else (0.0 if named else LOOK_S)
+        deadline = loop.time() + patience_s
+        try:
+            for address in self._config.devices:
+                host, port = address.rsplit(":", 1)
+                try:
+                    self._add(workers, await self._greet(host.strip("[]"), int(port)))
+                except ClusterError as exc:
+                    raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
+            while True:
+                await self._greet_peers(workers, refusals)
+                if wanted is not None and len(workers) >= wanted:
+                    break
+                remaining = deadline - loop.time()
+                if remaining <= 0:
+                    break
+                found = f"{len(workers)} of {wanted}" if wanted is not None else str(len(workers))
+                self._backend.describe(f"looking for devices: {found} found")
+                self._seen.clear()
+                with suppress(TimeoutError):
+                    # Looks again twice a second: a device that was busy may be free now.
+                    await asyncio.wait_for(self._seen.wait(), min(remaining, 0.5))
+            if wanted is not None and len(workers) < wanted:
+                why = "; ".join(f"{name}: {reason}" for name, reason in sorted(refusals.items()))
+                raise ClusterError(
+                    f"--wait {wanted}: found {len(workers)} of {wanted} devices in {patience_s:g} s"
+                    + (f" ({why})" if why else "")
+                    + "; start 'primad join' on the others or name them with --device"
+                )
+        except BaseException:
+            for worker in workers.values():
+                worker.end.close()
+            raise
+        for name, reason in refusals.items():
+            self._reporter.say(f"{name} is left out: {reason}")
+        return [workers[name] for name in sorted(workers)]
+
+    async def _greet_peers(self, workers: dict[str, Worker], refusals: dict[str, str]) -> None:
+        for name, peer in list(self._peers.items()):
+            if name in workers:
+                continue
+            for address in peer.addresses:
+                try:
+                    self._add(workers, await self._greet(address, peer.port))
+                    refusals.pop(name, None)
+                    break
+                except ClusterError as exc:
+                    refusals[name] = str(exc)
+
+    async def _greet(self, host: str, port: int) -> Worker:
+        return await greet(self._context, host, port, self._config.name, self._session)
+
+    def _add(self, workers: dict[str, Worker], worker: Worker) -> None:
+        if worker.name in workers:
+            worker.end.close()  # the same device, named and seen
+        elif worker.name == self._profile.device:
+            worker.end.close()
+            raise ClusterError(f"it has the head's name, {worker.name}; give one of them another --name")
+        else:
+            workers[worker.name] = worker
+
+    def _plan(self, workers: Sequence[DeviceProfile]) -> Plan:
+        devices = [self._profile, *workers]
+        try:
+            if self._options.windows is not None:
+                return self._by_hand(devices, self._options.windows)
+            if workers:
+                cuttable(self._header)
+            links: list[LinkProfile] = []
+            return solve(devices, links, self._model, context_tokens=self._options.context_tokens)
+        except Infeasible as exc:
+            raise PlanError(str(exc)) from exc
+
+    def _by_hand(self, devices: Sequence[DeviceProfile], windows: tuple[int, ...]) -> Plan:
+        if len(windows) > len(devices):
+            raise PlanError(
+                f"--windows {','.join(map(str, windows))} is for {len(windows)} devices; found {len(devices)}, "
+                "this one among them; start 'primad join' on more or give fewer windows"
+            )
+        names = [device.device for device in devices[: len(windows)]]
+        if len(windows) > 1:
+            cuttable(self._header)
+        try:
+            return arrange(names, windows, rounds=self._options.rounds or 1, model=self._model)
+        except Infeasible as exc:
+            raise PlanError(f"--windows {','.join(map(str, windows))}: {exc}") from exc
+
+    def _parts(self, plan: Plan, workers: Sequence[Worker], layer_port: int) -> RingParts:
+        if self._cutter is None and len(plan.route) > 1:
+            self._cutter = ModelCutter(self._header)
+        self._backend.describe("loading")
+        return RingParts(
+            plan=plan,
+            workers={worker.name: worker for worker in workers if worker.name in plan.devices},
+            config=self._config,
+            place=self._place,
+            header=self._header,
+            cutter=self._cutter,
+            profile=self._profile,
+            options=RingOptions(
+                epoch=self._epoch,
+                session=self._session,
+                context_tokens=self._options.context_tokens,
+                rows=self._options.rows,
+                extra_buffers=self._options.extra_buffers,
+                step_timeout_s=self._options.step_timeout_s,
+                layer_port=layer_port,
+            ),
+            backend=self._backend,
+            reporter=self._reporter,
+        )
+
+    async def _announce(self, ring: HeadRing) -> None:
+        path = self._header.path
+        vocabulary = await asyncio.to_thread(ModelVocabulary, self._header)
+        served = ServedModel(
+            id=path.stem,
+            created=self._backend.created,
+            context_tokens=self._options.context_tokens,
+            vocabulary=vocabulary,
+        )
+        self._reporter.settle()
+        self._backend.attach(served, ring.send, ring.status, f"serving with {len(ring.plan.devices)} devices")
+        for line in ring.describe():
+            self._reporter.say(line)
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """The listening socket of the HTTP server. Raises ``ConfigError`` when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    if sys.platform != "win32":  # there it would share a taken port
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as exc:
+        listener.close()
+        raise ConfigError(
+            f"--port {port}: cannot listen on {host}: {exc.strerror or exc}; choose another --port"
+        ) from exc
+    return listener

@@ -1,0 +1,18 @@
+"""How a daemon shows long work to its owner; the CLI has the implementation."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Reporter(Protocol):
+    """Shows lines and progress."""
+
+    def say(self, line: str) -> None:
+        """One line for the owner."""
+
+    def progress(self, device: str, phase: str, done: int, total: int) -> None:
+        """``device`` has done ``done`` of ``total`` in ``phase`` (hash, fetch: bytes; probe, load, profile: steps)."""
+
+    def settle(self) -> None:
+        """Nothing is under way any more."""

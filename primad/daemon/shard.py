@@ -1,0 +1,94 @@
+"""Turn window specs into loaded windows: prepare the layer files, decide on extra buffers, start the ring process.
+
+The same for head and worker; only the head has the model file as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from primad.engine.probe import Trial, Verdict, probe
+from primad.engine.protocol import EngineOptions, WindowFiles
+from primad.errors import ClusterError
+from primad.gguf.cache import LayerCache
+from primad.gguf.windows import WindowSpec
+from primad.profiler.memory import memory
+from primad.ring.messages import OpenWindow
+
+EXTRA_MEMORY_SHARE = 0.4
+"""Extra buffers copy a window's weights: only where the copies take at most this share of the free memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this daemon keeps layer files, files of this run and what probes found; which llama.cpp it has."""
+
+    cache: LayerCache
+    run: Path
+    verdicts: Path
+    build: str
+
+
+def place_windows(
+    place: Place, specs: Sequence[WindowSpec], gpu_layers: Sequence[int], epoch: int
+) -> list[WindowFiles]:
+    """Write metadata splits and layer headers for ``specs``; every layer must be in the cache.
+
+    Raises ``ClusterError`` when the disk refuses.
+    """
+    seen: Counter[str] = Counter()
+    placed = []
+    for spec, on_gpu in zip(specs, gpu_layers, strict=True):
+        paths = []
+        for number, ref in enumerate(spec.layers):
+            paths.append(str(place.cache.place(ref, number=number, split=number + 1, copy=seen[ref.digest])))
+            seen[ref.digest] += 1
+        metadata = place.run / f"window-{epoch}-{spec.window}.gguf"
+        try:
+            metadata.write_bytes(spec.metadata)
+        except OSError as exc:
+            raise ClusterError(f"{metadata}: cannot be written: {exc.strerror or exc}; make room there") from exc
+        placed.append(
+            WindowFiles(
+                metadata=str(metadata), layers=tuple(paths), layer_count=spec.last - spec.first, gpu_layers=on_gpu
+            )
+        )
+    return placed
+
+
+def remove_metadata(place: Place, epoch: int) -> None:
+    """Remove the metadata splits of ``epoch``."""
+    for path in place.run.glob(f"window-{epoch}-*.gguf"):
+        path.unlink(missing_ok=True)
+
+
+async def try_extra_buffers(
+    place: Place, spec: WindowSpec, options: EngineOptions, *, width: int, vocabulary: int = 0
+) -> Verdict:
+    """Probe the one-layer window ``spec``, whose layer files are in the cache. Raises ``EngineError``."""
+    (files,) = place_windows(place, [spec], [0], epoch=-1)
+    trial = Trial(files=files, options=options, width=width, vocabulary=vocabulary, extra_buffers=False)
+    tensors = tuple(tensor for layer in spec.layers for tensor in layer.tensors)
+    try:
+        return await asyncio.to_thread(probe, trial, tensors, place.build, place.verdicts)
+    finally:
+        remove_metadata(place, -1)
+
+
+def fits_twice(size_bytes: int) -> bool:
+    """Whether copies of ``size_bytes`` of weights leave this device enough memory."""
+    return size_bytes <= EXTRA_MEMORY_SHARE * memory().available_bytes
+
+
+def open_windows(
+    specs: Sequence[WindowSpec], files: Sequence[WindowFiles], extra_buffers: Sequence[bool]
+) -> list[OpenWindow]:
+    """The windows as the ring process is told to load them."""
+    return [
+        OpenWindow(window=spec.window, files=placed, extra_buffers=extra)
+        for spec, placed, extra in zip(specs, files, extra_buffers, strict=True)
+    ]

@@ -1,0 +1,137 @@
+"""The head's conversation with one worker: greet it, have it load, link it, hear that it lives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq.asyncio
+
+from halda import DeviceProfile
+from primad import __version__
+from primad.cluster.control import HeadEnd
+from primad.cluster.messages import (
+    PING_INTERVAL_S,
+    PROTOCOL,
+    Broken,
+    Hello,
+    Link,
+    Linked,
+    Load,
+    Loaded,
+    Ping,
+    Pong,
+    Progress,
+    Refused,
+    Release,
+    Welcome,
+    WorkerStatus,
+)
+from primad.errors import ClusterError
+
+HELLO_TIMEOUT_S = 5.0
+
+OnProgress = Callable[[str, Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker that said welcome."""
+
+    end: HeadEnd
+    profile: DeviceProfile
+    build: str
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return self.profile.device
+
+
+async def greet(context: zmq.asyncio.Context, host: str, port: int, head: str, session: int) -> Worker:
+    """Say hello to the device at ``host:port``.
+
+    Raises ``ClusterError`` when it does not answer, is busy or has another version.
+    """
+    end = HeadEnd(context, host, port)
+    try:
+        await end.send(Hello(protocol=PROTOCOL, version=__version__, device=head, session=session))
+        while True:
+            match await end.receive(HELLO_TIMEOUT_S):
+                case Welcome(profile=profile, build=build):
+                    return Worker(end, profile, build)
+                case Refused(reason=reason):
+                    raise ClusterError(reason)
+                case _:
+                    continue  # what it still had to say to this head's last session
+    except BaseException:
+        end.close()
+        raise
+
+
+class WorkerRing:
+    """One worker's part in one epoch, as the head sees it. ``attend`` runs beside everything else."""
+
+    def __init__(self, worker: Worker, load: Load, on_progress: OnProgress) -> None:
+        self.worker = worker
+        self._load = load
+        self._on_progress = on_progress
+        self.port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.linked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.status: WorkerStatus | None = None
+        self._status_news = asyncio.Event()
+
+    async def attend(self) -> None:
+        """Have the worker load, then listen to it until cancelled.
+
+        Raises ``ClusterError`` when it goes silent or its part breaks.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._ping())
+            await self.worker.end.send(self._load)
+            while True:
+                await self._hear()
+
+    async def link(self, address: str) -> None:
+        """Tell the worker where its steps go."""
+        await self.worker.end.send(Link(epoch=self._load.epoch, address=address))
+
+    async def wait_status(self) -> WorkerStatus | None:
+        """What the worker's ring process did so far, asked for now."""
+        self._status_news.clear()
+        await self.worker.end.send(Ping(status=True))
+        await self._status_news.wait()
+        return self.status
+
+    async def release(self) -> None:
+        """Let the worker give its windows back."""
+        await self.worker.end.send(Release(epoch=self._load.epoch))
+
+    async def _ping(self) -> None:
+        while True:
+            await self.worker.end.send(Ping(status=False))
+            await asyncio.sleep(PING_INTERVAL_S)
+
+    async def _hear(self) -> None:
+        name, epoch = self.worker.name, self._load.epoch
+        try:
+            message = await self.worker.end.receive()
+        except ClusterError as exc:
+            raise ClusterError(f"{name} went away: {exc}") from exc
+        match message:
+            case Progress(epoch=at) if at == epoch:
+                self._on_progress(name, message)
+            case Loaded(epoch=at, port=port) if at == epoch and not self.port.done():
+                self.port.set_result(port)
+            case Linked(epoch=at) if at == epoch and not self.linked.done():
+                self.linked.set_result(None)
+            case Broken(epoch=at, error=error) if at == epoch:
+                raise ClusterError(f"{name}: {error}")
+            case WorkerStatus(epoch=at) if at == epoch:
+                self.status = message
+                self._status_news.set()
+            case Refused(reason=reason):
+                raise ClusterError(f"{name} left: {reason}")
+            case Pong() | Welcome() | Progress() | Loaded() | Linked() | Broken() | WorkerStatus():
+                pass  # a sign of life, or about an older epoch

@@ -1,0 +1,186 @@
+"""Are llama.cpp's extra buffers (AMX, repacked weights) safe and faster here? A child process tries them.
+
+On some builds they crash (LLAMA issue 20824: GCC before 12.4 on a CPU with AMX), on some machines they make decode faster
+and prefill slower, for some types they change nothing. So a window of one real layer is timed with and without them, each
+in a process of its own; a crash or a hang is an answer too. What counts is the time of a typical exchange,
+``PROMPT_ROWS`` rows of prompt and ``ANSWER_TOKENS`` tokens of answer. The answer is kept in the home folder, since it
+depends only on the machine, the build, the threads and the types and shapes of the layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+import filelock
+import msgspec
+import numpy as np
+
+from primad.engine.protocol import EngineOptions, Rows, WindowFiles
+from primad.errors import EngineError
+from primad.gguf.layers import LayerTensor
+
+logger = logging.getLogger(__name__)
+
+PROMPT_ROWS: Final = 512
+ANSWER_TOKENS: Final = 128
+WORTH: Final = 0.97
+"""Extra buffers double the memory that a window holds: below 3 % they are not worth it."""
+TIMEOUT_S: Final = 120.0
+LOCK_TIMEOUT_S: Final = 60.0
+_DECODE_RUNS: Final = 40
+_PREFILL_RUNS: Final = 3
+_PREFILL_ROWS: Final = 128
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child is to time: one window, from hidden states of ``width``; ``vocabulary`` is 0 unless it is the tail."""
+
+    files: WindowFiles
+    options: EngineOptions
+    width: int
+    vocabulary: int
+    extra_buffers: bool
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Medians in seconds: a decode step of one row, and prefill per row."""
+
+    decode_s: float
+    prefill_row_s: float
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of a typical exchange."""
+        return PROMPT_ROWS * self.prefill_row_s + ANSWER_TOKENS * self.decode_s
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a typical exchange without and with extra buffers; None where they are not safe."""
+
+    plain_s: float
+    extra_s: float | None
+
+
+def is_worth_it(layer: Verdict, layers: int, tail: Verdict | None = None) -> bool:
+    """Whether extra buffers pay for a window of ``layers`` layers; ``tail`` is a one-layer tail among them."""
+    if layer.extra_s is None or (tail is not None and tail.extra_s is None):
+        return False
+    hidden = layers - (tail is not None)
+    plain = hidden * layer.plain_s + (tail.plain_s if tail is not None else 0)
+    extra = hidden * layer.extra_s + (tail.extra_s or 0 if tail is not None else 0)
+    return extra < WORTH * plain
+
+
+def probe(trial: Trial, tensors: tuple[LayerTensor, ...], build: str, memory: Path) -> Verdict:
+    """The verdict for the window of ``trial``, from ``memory`` (a JSON file) or measured now (a few seconds).
+
+    Raises ``EngineError`` when the window does not even run without extra buffers.
+    """
+    key = _key(trial, tensors, build)
+    known = _read(memory)
+    if key in known:
+        return known[key]
+    with _alone():
+        plain = _measure(msgspec.structs.replace(trial, extra_buffers=False))
+        if isinstance(plain, str):
+            raise EngineError(f"llama.cpp cannot compute a window of this model: {plain}")
+        extra = _measure(msgspec.structs.replace(trial, extra_buffers=True))
+    if isinstance(extra, str):
+        logger.warning("extra buffers are not safe on this device and stay off: %s", extra)
+    verdict = Verdict(plain_s=plain.exchange_s, extra_s=None if isinstance(extra, str) else extra.exchange_s)
+    memory.write_bytes(msgspec.json.format(msgspec.json.encode(_read(memory) | {key: verdict}), indent=2))
+    return verdict
+
+
+def _key(trial: Trial, tensors: tuple[LayerTensor, ...], build: str) -> str:
+    shapes = sorted({(tensor.name, tensor.type, tensor.shape) for tensor in tensors})
+    facts = (build, trial.options.threads, trial.options.batch_threads, trial.vocabulary > 0, shapes)
+    return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def _read(memory: Path) -> dict[str, Verdict]:
+    try:
+        return msgspec.json.decode(memory.read_bytes(), type=dict[str, Verdict])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _alone() -> filelock.BaseFileLock:
+    """Daemons on one machine measure one after another: timings taken at once would disturb each other."""
+    return filelock.FileLock(Path(tempfile.gettempdir()) / f"primad-measure-{_user()}.lock", timeout=LOCK_TIMEOUT_S)
+
+
+def _user() -> str:
+    return str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+
+
+def _measure(trial: Trial) -> Timing | str:
+    """Time one window in a child; the timing, or in one line how the child ended."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "primad.engine.probe"],
+            input=msgspec.json.encode(trial),
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            env=os.environ | {"GGML_NO_BACKTRACE": "1"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"a trial did not end within {TIMEOUT_S:g} s"
+    if child.returncode == 0:
+        return msgspec.json.decode(child.stdout, type=Timing)
+    said = child.stderr.decode("utf-8", errors="replace").strip().splitlines()
+    return f"a trial ended with code {child.returncode}" + (f": {said[-1]}" if said else "")
+
+
+def _run(trial: Trial) -> Timing:
+    from primad.engine.llama import MiddleWindow, TailWindow  # only the child loads llama.cpp
+
+    window: MiddleWindow | TailWindow
+    if trial.vocabulary:
+        window = TailWindow(
+            trial.files,
+            trial.options,
+            frozenset(),
+            vocabulary=trial.vocabulary,
+            extra_buffers=trial.extra_buffers,
+        )
+    else:
+        window = MiddleWindow(trial.files, trial.options, width=trial.width, extra_buffers=trial.extra_buffers)
+    rows = min(_PREFILL_ROWS, trial.options.rows)
+    hidden = np.random.default_rng(0).standard_normal((rows, trial.width), np.float32)
+
+    def step(count: int, position: int) -> float:
+        content = hidden[:count]
+        outputs = [False] * (count - 1) + [True]
+        start = time.perf_counter()
+        window.forward(
+            Rows(
+                content=content,
+                positions=list(range(position, position + count)),
+                sequences=[[0]] * count,
+                outputs=outputs,
+            )
+        )
+        return time.perf_counter() - start
+
+    prefill, decode = [], []
+    for _ in range(_PREFILL_RUNS):
+        window.kv_remove(0, 0, -1)
+        prefill.append(step(rows, 0))
+    for i in range(_DECODE_RUNS):
+        decode.append(step(1, rows + i))
+    return Timing(decode_s=statistics.median(decode), prefill_row_s=statistics.median(prefill) / rows)
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(_run(msgspec.json.decode(sys.stdin.buffer.read(), type=Trial))))

@@ -1,0 +1,80 @@
+"""What the solver answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class Infeasible(Exception):  # noqa: N818  (the solver's word for it)
+    """No plan exists; the text says which limit is short and by how much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The layers ``first <= layer < last`` that ``device`` computes when a step reaches it once.
+
+    The last ``gpu_layers`` of them on its GPU (paper: n of w).
+    """
+
+    device: str
+    first: int
+    last: int
+    gpu_layers: int
+
+    @property
+    def layers(self) -> range:
+        """The layers of the window."""
+        return range(self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A device that gets nothing, and why."""
+
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Which device computes which layers.
+
+    ``route`` holds the windows in the order a step visits them, without gaps; the first and the last are the head's. A
+    route of one window is the whole model on one device. ``rounds`` is the number of laps a token makes (paper: k).
+    """
+
+    rounds: int
+    route: tuple[Window, ...]
+    left_out: tuple[LeftOut, ...]
+
+    def __post_init__(self) -> None:
+        assert self.rounds >= 1
+        assert self.route
+        assert self.route[0].device == self.route[-1].device
+        assert self.route[0].first == 0
+        for before, after in zip(self.route, self.route[1:], strict=False):
+            assert before.last == after.first
+        assert all(window.first < window.last for window in self.route)
+
+    @property
+    def head(self) -> str:
+        """The device that holds the first and the last window."""
+        return self.route[0].device
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices in the order a step first reaches them; the head comes first."""
+        return tuple(dict.fromkeys(window.device for window in self.route))
+
+    def windows_of(self, device: str) -> tuple[tuple[int, Window], ...]:
+        """The windows of ``device`` with their route indices."""
+        return tuple((i, window) for i, window in enumerate(self.route) if window.device == device)
+
+    def layers_of(self, device: str) -> int:
+        """How many layers ``device`` computes."""
+        return sum(len(window.layers) for _, window in self.windows_of(device))
+
+    def after(self, device: str) -> str:
+        """The device that receives what ``device`` sends: the next one in the ring."""
+        order = self.devices
+        return order[(order.index(device) + 1) % len(order)]

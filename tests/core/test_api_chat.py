@@ -1,0 +1,104 @@
+"""The model's chat template, in Hugging Face's environment, inside a sandbox."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+
+from primad.api.chat import check_template, render, tokenize_chat
+from primad.errors import ModelError, RequestError
+from tests.fakes.backend import BOS, IM_END, IM_START, ByteVocabulary
+
+NOW = datetime(2025, 2, 3, 4, 5, 6)
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def rendered(template: str, messages=HELLO) -> str:
+    return render(ByteVocabulary(chat_template=template), messages, now=NOW)
+
+
+def test_a_model_without_a_template_gets_chatml():
+    assert (
+        render(ByteVocabulary(), [{"role": "system", "content": "Be brief."}, *HELLO], now=NOW)
+        == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_special_tokens_of_the_template_are_parsed():
+    tokens = tokenize_chat(ByteVocabulary(), HELLO, now=NOW)
+    assert tokens == [BOS, IM_START, *b"user\nHi", IM_END, *b"\n", IM_START, *b"assistant\n"]
+
+
+@pytest.mark.parametrize("template", ["{{ bos_token }}Hi", "Hi"])
+def test_bos_is_never_doubled(template):
+    tokens = tokenize_chat(ByteVocabulary(chat_template=template), HELLO, now=NOW)
+    assert tokens == [BOS, *b"Hi"]
+
+
+def test_a_model_without_bos_gets_none():
+    vocabulary = ByteVocabulary(chat_template="{{ bos_token }}Hi", bos="", adds_bos=False)
+    assert tokenize_chat(vocabulary, HELLO, now=NOW) == [*b"Hi"]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ bos_token }}{{ eos_token }}", "<s></s>"),
+        ("{% if add_generation_prompt %}go{% endif %}", "go"),
+        ("{{ strftime_now('%d %b %Y') }}", "03 Feb 2025"),
+        ("{{ {'ä': [1, none]} | tojson }}", '{"ä": [1, null]}'),
+        ("{{ messages | tojson(indent=1) }}", '[\n {\n  "role": "user",\n  "content": "Hi"\n }\n]'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("a\n  {% if true %}\n  b\n  {% endif %}\nc", "a\n  b\nc"),
+        ("{% if tools is none and documents is none %}none{% endif %}", "none"),
+        ("x{% generation %}{{ messages[0].content }}{% endgeneration %}y", "xHiy"),
+        ("{{ undefined_thing }}|{{ messages[0]['content'] | trim }}", "|Hi"),
+    ],
+)
+def test_the_environment_is_hugging_faces(template, text):
+    assert rendered(template) == text
+
+
+def test_a_developers_message_is_a_system_message():
+    assert rendered("{{ messages[0].role }}", [{"role": "developer", "content": "x"}]) == "system"
+
+
+def test_a_message_is_never_taken_for_a_template():
+    message = "{{ 7 * 7 }}{% raw %}"
+    assert rendered("{{ messages[0].content }}", [{"role": "user", "content": message}]) == message
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ missing.attribute }}",
+        "{{ messages[7].role }}",
+        "{% for i in range(10000000) %}{% endfor %}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ strftime_now.__self__.year }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% include 'other' %}",
+    ],
+)
+def test_a_template_that_fails_refuses_the_request(template):
+    with pytest.raises(RequestError, match="chat template refuses the messages") as caught:
+        rendered(template)
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_the_templates_own_words_reach_the_client():
+    with pytest.raises(RequestError, match="roles must alternate"):
+        rendered("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{", "{% nonsense %}", "{{ x | nofilter }}", "(" * 3 + "{{ ((( }}"])
+def test_a_broken_template_is_the_model_files_fault(template):
+    with pytest.raises(ModelError, match=r"tokenizer\.chat_template"):
+        rendered(template)
+    with pytest.raises(ModelError, match="does not compile"):
+        check_template(ByteVocabulary(chat_template=template))

@@ -1,0 +1,101 @@
+"""Ways to talk to the API in tests: in memory, as a bare ASGI client that can leave, and over a real loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from primad.api.app import create_app
+from primad.api.backend import Backend
+
+PATIENCE_S = 20
+
+
+def in_memory(backend: Backend) -> httpx.AsyncClient:
+    """A client of the app without a socket."""
+    transport = httpx.ASGITransport(create_app(backend), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080")
+
+
+def call(backend: Backend, method: str, path: str, **request: Any) -> httpx.Response:
+    """One request and its answer."""
+
+    async def once() -> httpx.Response:
+        async with asyncio.timeout(PATIENCE_S), in_memory(backend) as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(once())
+
+
+def post(backend: Backend, path: str, **body: Any) -> httpx.Response:
+    """One JSON request and its answer."""
+    return call(backend, "POST", path, json=body)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of each server-sent event; ``[DONE]`` as that string."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *lines, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert all(line.startswith("data: ") for line in lines)
+    return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+class BareClient:
+    """An ASGI client that has sent its request, keeps what it gets, and leaves when told to."""
+
+    def __init__(self, path: str, **body: Any) -> None:
+        self.got: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.left = asyncio.Event()
+        self.blocked = asyncio.Event()
+        """Set it, and the client takes nothing any more."""
+        self._requests = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+
+    async def receive(self) -> dict[str, Any]:
+        if self._requests:
+            return self._requests.pop()
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if self.blocked.is_set():
+            await asyncio.Event().wait()
+        self.got.put_nowait(message)
+
+
+@asynccontextmanager
+async def served(backend: Backend) -> AsyncIterator[str]:
+    """The app under uvicorn on a free loopback port, in this loop; gives its URL."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    config = uvicorn.Config(create_app(backend), log_config=None, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        group.create_task(server.serve(sockets=[listener]))
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = True

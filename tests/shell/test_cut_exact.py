@@ -1,0 +1,195 @@
+"""Every architecture of the table: windows of a synthetic model give the whole model's logits, bit for bit."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFValueType
+
+from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
+from primad.engine.protocol import EngineOptions, Rows, WindowFiles
+from primad.gguf.architectures import SUPPORTED, cuttable, embedding_scale, layer_count
+from primad.gguf.header import array_value, read_header, scalar_value
+from primad.gguf.layers import layer_header
+from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+
+_spec = importlib.util.spec_from_file_location("synth", Path(__file__).parents[2] / "tools" / "synth.py")
+synth = importlib.util.module_from_spec(_spec)
+sys.modules["synth"] = synth
+_spec.loader.exec_module(synth)
+
+OPTIONS = EngineOptions(context=256, sequences=4, rows=64, threads=1, batch_threads=1)
+PROMPT = [1, *range(40, 129)]
+"""90 tokens: two chunks of a prefill, and past the end of every synthetic model's sliding window of 24."""
+DECODED = 10
+
+pytestmark = pytest.mark.slow
+
+
+class Route:
+    """The windows of one model between ``cuts``, opened from metadata splits and layer files like a device does."""
+
+    def __init__(self, header, cuts, folder):
+        cutter, layers = ModelCutter(header), layer_count(header)
+        assert cuts[0] == 0
+        assert cuts[-1] == layers
+        embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
+        self.windows = []
+        for number, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            spec = cutter.spec(number, first, last)
+            metadata = folder / f"{number}.gguf"
+            metadata.write_bytes(spec.metadata)
+            paths = []
+            for split, ref in enumerate(spec.layers, start=1):
+                path = folder / f"{number}-{split}.gguf"
+                path.write_bytes(
+                    layer_header(ref.tensors, number=split - 1, split=split)
+                    + b"".join(cutter.source(ref.digest).chunks())
+                )
+                paths.append(str(path))
+            files = WindowFiles(metadata=str(metadata), layers=tuple(paths), layer_count=last - first, gpu_layers=0)
+            if last == layers:
+                window = TailWindow(
+                    files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False
+                )
+            elif first == 0:
+                window = FirstWindow(files, OPTIONS, embedding, extra_buffers=False)
+            else:
+                window = MiddleWindow(files, OPTIONS, width=embedding.width, extra_buffers=False)
+            self.windows.append(window)
+
+    def logits(self, tokens, position):
+        state = np.array(tokens, np.int32)
+        for window in self.windows[:-1]:
+            state = window.forward(rows(state, position))
+        self.windows[-1].forward(rows(state, position))
+        return self.windows[-1].logits(len(tokens) - 1).copy()
+
+    def release(self):
+        for window in self.windows:
+            window.release()
+
+
+def rows(content, position):
+    count = len(content)
+    return Rows(
+        content=content,
+        positions=range(position, position + count),
+        sequences=[[0]] * count,
+        outputs=[False] * (count - 1) + [True],
+    )
+
+
+def whole_logits(header):
+    """The prompt, ``DECODED`` greedy tokens, and the whole model's logits after each chunk."""
+    model = WholeModel(header.path, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False)
+    chunks, position, expected = [PROMPT[:64], PROMPT[64:]], 0, []
+    for step in range(2 + DECODED):
+        tokens = chunks[step]
+        model.forward(rows(np.array(tokens, np.int32), position))
+        expected.append(model.logits(len(tokens) - 1).copy())
+        assert np.isfinite(expected[-1]).all()
+        position += len(tokens)
+        if step > 0:
+            chunks.append([int(expected[-1].argmax())])
+    model.release()
+    return chunks[: 2 + DECODED], expected
+
+
+def check(path, cuts, tmp_path):
+    header = read_header(path)
+    chunks, expected = whole_logits(header)
+    for number, cut in enumerate(cuts):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        route = Route(header, cut, folder)
+        position = 0
+        for tokens, logits in zip(chunks, expected, strict=True):
+            difference = np.abs(route.logits(tokens, position) - logits).max()
+            assert difference == 0, f"cut {cut}, position {position}: logits differ by {difference}"
+            position += len(tokens)
+        route.release()
+
+
+EVERY_CUT = ([0, 1, 2, 3, 4, 5, 6], [0, 3, 6], [0, 2, 5, 6])
+
+
+@pytest.mark.parametrize("architecture", [*sorted(set(SUPPORTED) - {"smollm3"}), "llama-moe"])
+def test_windows_give_the_whole_models_logits(architecture, tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=architecture)
+    check(path, EVERY_CUT, tmp_path)
+
+
+def test_smollm3_is_exact_at_every_fourth_layer(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="smollm3", layers=9)
+    check(path, ([0, 4, 9], [0, 4, 8, 9]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "quantisation", ["f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q6_k"]
+)
+def test_embedding_rows_of_every_type_are_llama_cpps_own(quantisation, tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(
+        path, architecture="gemma3", quantisation=quantisation, width=256, layers=2, sliding_window=64, rope_base=1e6
+    )
+    check(path, ([0, 1, 2],), tmp_path)
+
+
+def test_gpt_oss_with_its_own_type(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="gpt-oss", quantisation="mxfp4")
+    check(path, EVERY_CUT, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "granite"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_and_untied_output(architecture, tied, tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=architecture, tied=tied, layers=2)
+    check(path, ([0, 1, 2],), tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "olmo2", "cohere2", "gpt-oss"])
+@pytest.mark.parametrize(
+    "slides", [[1, 0, 0, 1, 1, 0], [0, 0, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1]], ids=["mixed", "late", "all"]
+)
+def test_explicit_sliding_patterns(architecture, slides, tmp_path):
+    path = tmp_path / "model.gguf"
+    key = f"{architecture}.attention.sliding_window_pattern"
+    pattern = array_value(GGUFValueType.BOOL, [bool(flag) for flag in slides])
+    synth.write_model(path, architecture=architecture, values={key: pattern})
+    check(path, EVERY_CUT, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "olmo2"])
+def test_a_sliding_architecture_without_a_window(architecture, tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=architecture, sliding_window=0)
+    check(path, ([0, 2, 5, 6],), tmp_path)
+
+
+def test_deepseek2_lite_is_told_apart_by_its_number_of_layers(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="deepseek2-lite", layers=27)
+    check(path, ([0, 1, 3, 14, 26, 27], [0, 13, 27]), tmp_path)
+
+
+def test_minicpm_with_and_without_its_scales(tmp_path):
+    path = tmp_path / "model.gguf"
+    scales = {"minicpm.residual_scale": 0.3, "minicpm.embedding_scale": 7.0}
+    values = {key: scalar_value(GGUFValueType.FLOAT32, scale) for key, scale in scales.items()}
+    synth.write_model(path, architecture="minicpm", values=values)
+    assert embedding_scale(read_header(path)) == 7.0
+    check(path, EVERY_CUT, tmp_path)
+
+
+def test_every_supported_architecture_can_be_synthesised(tmp_path):
+    for architecture in SUPPORTED:
+        path = tmp_path / f"{architecture}.gguf"
+        synth.write_model(path, architecture=architecture, layers=8)
+        assert cuttable(read_header(path)).name == architecture

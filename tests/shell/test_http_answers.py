@@ -1,0 +1,221 @@
+"""What the API answers, in memory: the shapes, the counts, the stream."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fakes.backend import BOS, EOS, ByteVocabulary, FakeBackend, says
+from tests.fakes.http import call, events, post
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hi"}]
+PLAIN = ByteVocabulary(chat_template="{{ messages[-1].content }}")
+
+
+def test_a_chat():
+    backend = FakeBackend(says("Hello 😀"), vocabulary=PLAIN)
+    body = post(backend, CHAT, model="toy", messages=HELLO).json()
+    assert body.pop("id").startswith("chatcmpl-")
+    assert body.pop("created") > 1_700_000_000
+    assert body == {
+        "object": "chat.completion",
+        "model": "toy",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello 😀", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13},
+    }
+    assert backend.calls[0].prompt == [BOS, *b"Hi"]
+
+
+def test_a_chat_that_streams():
+    got = events(post(FakeBackend(says("Né")), CHAT, messages=HELLO, stream=True))
+    assert got.pop() == "[DONE]"
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in got}) == 1
+    assert all(chunk["object"] == "chat.completion.chunk" and "usage" not in chunk for chunk in got)
+    assert [chunk["choices"] for chunk in got] == [
+        [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}],
+        [{"index": 0, "delta": {"content": "N"}, "logprobs": None, "finish_reason": None}],
+        [{"index": 0, "delta": {"content": "é"}, "logprobs": None, "finish_reason": None}],
+        [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}],
+    ]
+
+
+def test_a_stream_with_its_counts():
+    options = {"include_usage": True}
+    got = events(
+        post(FakeBackend(says("ab"), vocabulary=PLAIN), CHAT, messages=HELLO, stream=True, stream_options=options)
+    )
+    *chunks, counts, done = got
+    assert done == "[DONE]"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert counts["choices"] == []
+    assert counts["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+def test_a_completion():
+    body = post(FakeBackend(says("abc")), COMPLETIONS, prompt="Hi").json()
+    assert body.pop("id").startswith("cmpl-")
+    assert body.pop("created") > 1_700_000_000
+    assert body == {
+        "object": "text_completion",
+        "model": "toy",
+        "choices": [{"text": "abc", "index": 0, "logprobs": None, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
+    }
+
+
+def test_a_completion_that_streams():
+    got = events(post(FakeBackend(says("ab")), COMPLETIONS, prompt="Hi", echo=True, stream=True))
+    assert got.pop() == "[DONE]"
+    assert [(choice["text"], choice["finish_reason"]) for chunk in got for choice in chunk["choices"]] == [
+        ("Hi", None),
+        ("a", None),
+        ("b", None),
+        ("", "stop"),
+    ]
+
+
+def test_an_answer_of_no_tokens():
+    assert post(FakeBackend(says()), COMPLETIONS, prompt="Hi").json()["choices"][0]["text"] == ""
+    got = events(post(FakeBackend(says()), CHAT, messages=HELLO, stream=True))
+    assert [chunk["choices"][0]["delta"] for chunk in got[:-1]] == [{"role": "assistant", "content": ""}, {}]
+
+
+def test_prompts_and_choices_run_one_after_another():
+    backend = FakeBackend(lambda call: [call.prompt[-1], *str(call.sampling.seed).encode()])
+    body = post(backend, COMPLETIONS, prompt=["a", "b"], n=2, seed=5, echo=True).json()
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
+        (0, "aa5"),
+        (1, "aa6"),
+        (2, "bb5"),
+        (3, "bb6"),
+    ]
+    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
+
+
+def test_choices_that_stream_each_have_a_role_and_an_end():
+    backend = FakeBackend(says("a"))
+    options = {"include_usage": True}
+    got = events(post(backend, CHAT, messages=HELLO, n=2, stream=True, stream_options=options))
+    choices = [choice for chunk in got[:-1] for choice in chunk["choices"]]
+    for index in (0, 1):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert [choice["delta"] for choice in mine] == [{"role": "assistant", "content": ""}, {"content": "a"}, {}]
+    assert got[-2]["usage"]["completion_tokens"] == 2
+
+
+def test_max_tokens_ends_an_answer_with_length():
+    body = post(FakeBackend(says("abcdef")), CHAT, messages=HELLO, max_tokens=3).json()
+    assert (body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"]) == ("abc", "length")
+    assert body["usage"]["completion_tokens"] == 3
+
+
+def test_completions_stop_after_16_tokens_by_default():
+    assert post(FakeBackend(says("x" * 99)), COMPLETIONS, prompt="Hi").json()["choices"][0]["text"] == "x" * 16
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_frees_the_sequence_at_once_and_is_never_sent(stream):
+    backend = FakeBackend(says("one\nEND", AssertionError("one token too many")))
+    response = post(backend, COMPLETIONS, prompt="Hi", stop=["\nEND", "never"], stream=stream)
+    choices = [c for chunk in events(response)[:-1] for c in chunk["choices"]] if stream else response.json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == "one"
+    assert choices[-1]["finish_reason"] == "stop"
+    assert backend.calls[0].closed.is_set()
+    assert backend.calls[0].sampled == 7
+
+
+def test_what_looked_like_a_stop_string_is_sent_in_the_end():
+    body = post(FakeBackend(says("one\nEN")), COMPLETIONS, prompt="Hi", stop="\nEND").json()
+    assert body["choices"][0]["text"] == "one\nEN"
+
+
+def test_a_stop_string_counts_the_tokens_that_were_sampled():
+    body = post(FakeBackend(says("abEND", "x")), COMPLETIONS, prompt="Hi", stop="END").json()
+    assert body["usage"]["completion_tokens"] == 5
+
+
+def test_logprobs_of_a_chat():
+    backend = FakeBackend(says("a", EOS, "€"))
+    body = post(backend, CHAT, messages=HELLO, logprobs=True, top_logprobs=2).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["a", "</s>", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
+    assert content[0] == {
+        "token": "a",
+        "logprob": -0.5,
+        "bytes": [97],
+        "top_logprobs": [
+            {"token": "a", "logprob": -0.5, "bytes": [97]},
+            {"token": "b", "logprob": -1.0, "bytes": [98]},
+        ],
+    }
+    assert backend.calls[0].logprobs == 2
+
+
+def test_logprobs_of_a_stream_are_those_of_its_text():
+    got = events(post(FakeBackend(says("a€bEND")), CHAT, messages=HELLO, logprobs=True, stop="END", stream=True))
+    parts = [chunk["choices"][0] for chunk in got[:-1]]
+    pieces = [(part["delta"]["content"], part["logprobs"]["content"]) for part in parts if part["logprobs"]]
+    assert [(text, len(content)) for text, content in pieces] == [("a", 1), ("€", 3), ("b", 1)]
+    for text, content in pieces:
+        assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text
+        assert all(entry["top_logprobs"] == [] for entry in content)
+
+
+def test_logprobs_of_a_completion():
+    body = post(FakeBackend(says("aéEND")), COMPLETIONS, prompt="Hi", logprobs=1, stop="END").json()
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["a", "bytes:\\xc3", "bytes:\\xa9"],
+        "token_logprobs": [-0.5, -0.5, -0.5],
+        "top_logprobs": [{"a": -0.5}, {"bytes:\\xc3": -0.5}, {"bytes:\\xa9": -0.5}],
+        "text_offset": [0, 1, 1],
+    }
+
+
+def test_the_models_template_makes_the_prompt():
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>"
+    backend = FakeBackend(says("x"), vocabulary=ByteVocabulary(chat_template=template))
+    post(backend, CHAT, messages=[{"role": "developer", "content": "S"}, *HELLO])
+    assert backend.calls[0].prompt == [BOS, *b"[system]S[user]Hi>"]
+
+
+def test_without_a_seed_every_request_has_another():
+    backend = FakeBackend(says("x"))
+    for _ in range(3):
+        post(backend, CHAT, messages=HELLO)
+    assert len({call.sampling.seed for call in backend.calls}) > 1
+
+
+def test_models():
+    model = {"object": "model", "id": "toy", "created": 1_700_000_000, "owned_by": "primad"}
+    backend = FakeBackend(says())
+    assert call(backend, "GET", "/v1/models").json() == {"object": "list", "data": [model]}
+    assert call(backend, "GET", "/v1/models/toy").json() == model
+
+
+def test_about_and_health():
+    backend = FakeBackend(says())
+    assert call(backend, "GET", "/").json()["name"] == "primad"
+    response = call(backend, "GET", "/health")
+    assert response.status_code == 200
+    assert response.json() == {"status": "ok", "detail": "serving toy on 1 device", "model": "toy"}
+
+
+def test_the_openapi_document_is_whole():
+    backend = FakeBackend(says())
+    document = call(backend, "GET", "/openapi.json")
+    schemas = document.json()["components"]["schemas"]
+    refs = {part.split('"')[0] for part in document.text.split("#/components/schemas/")[1:]}
+    assert {"ChatRequest", "ChatCompletion", "Message", "ErrorBody"} <= refs <= set(schemas)
+    assert call(backend, "GET", "/docs").status_code == 404
+
+
+def test_no_cors():
+    response = call(FakeBackend(says()), "GET", "/v1/models", headers={"origin": "http://evil.example"})
+    assert not [name for name in response.headers if name.startswith("access-control")]

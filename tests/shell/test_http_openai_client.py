@@ -1,0 +1,170 @@
+"""The official client, over a real port: what people will actually use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import openai
+import pytest
+
+from primad.api.backend import Health
+from primad.errors import RequestError, RingError
+from tests.fakes.backend import FakeBackend, says
+from tests.fakes.http import served
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def with_client(backend: FakeBackend, scenario: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> None:
+    async def run():
+        async with (
+            served(backend) as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            await scenario(client)
+
+    asyncio.run(run())
+
+
+def test_models():
+    async def scenario(client):
+        assert [model.id async for model in client.models.list()] == ["toy"]
+        assert (await client.models.retrieve("toy")).owned_by == "primad"
+
+    with_client(FakeBackend(says()), scenario)
+
+
+def test_chat():
+    async def scenario(client):
+        answer = await client.chat.completions.create(
+            model="toy", messages=HELLO, n=2, temperature=0, max_completion_tokens=5
+        )
+        assert [choice.message.content for choice in answer.choices] == ["Hello", "Hello"]
+        assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
+        assert answer.usage.completion_tokens == 10
+
+    with_client(FakeBackend(says("Hello world")), scenario)
+
+
+def test_chat_that_streams():
+    async def scenario(client):
+        stream = await client.chat.completions.create(
+            model="toy", messages=HELLO, stream=True, stream_options={"include_usage": True}, stop=["STOP"]
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "Grüße 😀"
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        assert chunks[-1].usage.completion_tokens == 16
+
+    with_client(FakeBackend(says("Grüße 😀STOPmore")), scenario)
+
+
+def test_text_arrives_while_the_ring_still_computes():
+    async def scenario(client):
+        stream = await client.chat.completions.create(model="toy", messages=HELLO, stream=True)
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            if text == "first":
+                more.set()
+        assert text == "first second"
+
+    more = asyncio.Event()
+    with_client(FakeBackend(says("first", more, " second")), scenario)
+
+
+def test_completion():
+    async def scenario(client):
+        answer = await client.completions.create(
+            model="toy", prompt=["a", "b"], logprobs=2, stop="!", max_tokens=9, seed=3
+        )
+        assert [choice.text for choice in answer.choices] == ["3", "3"]
+        assert answer.choices[0].logprobs.tokens == ["3"]
+        assert answer.choices[0].logprobs.top_logprobs == [{"3": -0.5, "4": -1.0}]
+        stream = await client.completions.create(model="toy", prompt="a", seed=4, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "4!"
+
+    with_client(FakeBackend(lambda call: f"{call.sampling.seed}!".encode()), scenario)
+
+
+def test_seed_and_logprobs():
+    async def scenario(client):
+        asked = {"model": "toy", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
+        first = await client.chat.completions.create(**asked, seed=11)
+        again = await client.chat.completions.create(**asked, seed=11)
+        other = await client.chat.completions.create(**asked, seed=12)
+        contents = [answer.choices[0].message.content for answer in (first, again, other)]
+        assert contents == ["11", "11", "12"]
+        entry = first.choices[0].logprobs.content[0]
+        assert (entry.token, entry.bytes, len(entry.top_logprobs)) == ("1", [49], 3)
+
+    with_client(FakeBackend(lambda call: str(call.sampling.seed).encode()), scenario)
+
+
+def test_the_stream_helper_puts_a_message_together():
+    async def scenario(client):
+        async with client.chat.completions.stream(model="toy", messages=HELLO, logprobs=True) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.content == "Hello"
+        assert len(final.choices[0].logprobs.content) == 5
+
+    with_client(FakeBackend(says("Hello")), scenario)
+
+
+@pytest.mark.parametrize(
+    ("ask", "raised", "code"),
+    [
+        ({"temperature": -1}, openai.BadRequestError, "invalid_value"),
+        ({"messages": []}, openai.BadRequestError, "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, openai.BadRequestError, "context_length_exceeded"),
+        ({"model": "gpt-4"}, openai.NotFoundError, "model_not_found"),
+    ],
+)
+def test_refusals_are_the_clients_exceptions(ask, raised, code):
+    async def scenario(client):
+        with pytest.raises(raised) as caught:
+            await client.chat.completions.create(**{"model": "toy", "messages": HELLO} | ask)
+        assert caught.value.code == code
+        assert caught.value.type == "invalid_request_error"
+
+    with_client(FakeBackend(says("x")), scenario)
+
+
+def test_a_body_that_is_too_large():
+    async def scenario(client):
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.completions.create(model="toy", prompt="x" * (9 << 20))
+        assert caught.value.status_code == 413
+
+    with_client(FakeBackend(says("x")), scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_day(stream):
+    async def scenario(client):
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model="toy", messages=HELLO, stream=stream)
+        assert caught.value.status_code == 503
+
+    with_client(FakeBackend(says(RingError("gone"))), scenario)
+    loading = FakeBackend(says())
+    loading.state = Health(serving=False, detail="loading")
+    with_client(loading, scenario)
+
+
+def test_a_full_queue():
+    async def scenario(client):
+        with pytest.raises(openai.RateLimitError):
+            await client.chat.completions.create(model="toy", messages=HELLO)
+
+    with_client(FakeBackend(says(RequestError("full", status=429))), scenario)
+
+
+def test_a_ring_that_breaks_in_a_stream():
+    async def scenario(client):
+        stream = await client.chat.completions.create(model="toy", messages=HELLO, stream=True)
+        with pytest.raises(openai.APIError, match="worker b went away"):
+            _ = [chunk async for chunk in stream]
+
+    with_client(FakeBackend(says("some", RingError("worker b went away"))), scenario)

@@ -1,0 +1,220 @@
+"""Bad requests and bad days: always OpenAI's error object with the right status, and never a 500 for what a client sent."""
+
+from __future__ import annotations
+
+import json
+from urllib.parse import quote
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primad.api.backend import Health
+from primad.api.connection import MAX_BODY_BYTES
+from primad.api.guard import is_allowed
+from primad.api.schema import ChatRequest, CompletionRequest
+from primad.errors import RequestError, RingError
+from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.http import call, events, post
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hi"}]
+VALID = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "Hi"}}
+both = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+
+
+def error(response: httpx.Response, status: int) -> dict[str, str | None]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+@both
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 9999, b'{"n": NaN}', b'{"n": 1e999}'])
+def test_a_body_that_is_no_request(path, body):
+    response = call(FakeBackend(says()), "POST", path, content=body, headers={"content-type": "application/json"})
+    assert error(response, 400)["type"] == "invalid_request_error"
+
+
+@both
+def test_a_wrong_field_is_named(path):
+    assert error(post(FakeBackend(says()), path, **VALID[path], temperature=-1), 400)["param"] == "temperature"
+
+
+@both
+@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data"])
+def test_only_json_is_taken_so_that_browsers_ask_first(path, media_type):
+    body = json.dumps(VALID[path]).encode()
+    response = call(FakeBackend(says()), "POST", path, content=body, headers={"content-type": media_type})
+    assert "application/json" in error(response, 400)["message"]
+
+
+@both
+def test_a_body_that_is_too_large(path):
+    json_type = {"content-type": "application/json"}
+    body = b'{"prompt": "' + b"x" * MAX_BODY_BYTES
+    error(call(FakeBackend(says()), "POST", path, content=body, headers=json_type), 413)
+
+    async def in_chunks():
+        for _ in range(9):
+            yield b"x" * (1 << 20)
+
+    error(call(FakeBackend(says()), "POST", path, content=in_chunks(), headers=json_type), 413)
+    error(call(FakeBackend(says()), "POST", path, headers=json_type | {"content-length": "9" * 5000}), 413)
+
+
+def test_unknown_paths_and_methods():
+    backend = FakeBackend(says())
+    assert "/nothing" in error(call(backend, "GET", "/nothing"), 404)["message"]
+    error(call(backend, "GET", "/v1/"), 404)
+    response = call(backend, "GET", CHAT)
+    assert "GET /v1/chat/completions" in error(response, 405)["message"]
+    assert response.headers["allow"] == "POST"
+    error(call(backend, "OPTIONS", CHAT), 405)
+
+
+def test_an_unknown_model():
+    backend = FakeBackend(says())
+    for response in (
+        post(backend, CHAT, **VALID[CHAT], model="gpt-4"),
+        post(backend, COMPLETIONS, **VALID[COMPLETIONS], model=""),
+        call(backend, "GET", "/v1/models/some/one"),
+    ):
+        assert error(response, 404)["code"] == "model_not_found"
+
+
+def test_a_prompt_longer_than_the_context():
+    backend = FakeBackend(says(), context_tokens=10)
+    assert error(post(backend, COMPLETIONS, prompt="x" * 11), 400)["code"] == "context_length_exceeded"
+
+
+def test_a_template_that_refuses():
+    vocabulary = ByteVocabulary(chat_template="{{ raise_exception('no system role') }}")
+    assert "no system role" in str(error(post(FakeBackend(says(), vocabulary=vocabulary), CHAT, messages=HELLO), 400))
+
+
+def test_a_template_that_is_broken():
+    vocabulary = ByteVocabulary(chat_template="{% if %}")
+    response = post(FakeBackend(says(), vocabulary=vocabulary), CHAT, messages=HELLO)
+    assert "tokenizer.chat_template" in str(error(response, 500)["message"])
+
+
+def test_while_loading():
+    backend = FakeBackend(says())
+    backend.state, backend.served = Health(serving=False, detail="shipping layers"), None
+    response = call(backend, "GET", "/health")
+    assert response.status_code == 503
+    assert response.json() == {"status": "loading", "detail": "shipping layers", "model": None}
+    assert call(backend, "GET", "/v1/models").json() == {"object": "list", "data": []}
+    error(call(backend, "GET", "/v1/models/toy"), 404)
+    for path, body in VALID.items():
+        response = post(backend, path, **body)
+        assert "shipping layers" in str(error(response, 503)["message"])
+        assert int(response.headers["retry-after"]) > 0
+
+
+@both
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_ring_that_breaks_before_the_first_token(path, stream):
+    backend = FakeBackend(says(RingError("worker b went away")))
+    response = post(backend, path, **VALID[path], stream=stream)
+    assert error(response, 503) == {
+        "message": "worker b went away",
+        "type": "server_error",
+        "param": None,
+        "code": "service_unavailable",
+    }
+    assert int(response.headers["retry-after"]) > 0
+    assert backend.calls[0].closed.is_set()
+
+
+@both
+def test_a_ring_that_breaks_later(path):
+    assert error(post(FakeBackend(says("a", RingError("gone"))), path, **VALID[path]), 503)["message"] == "gone"
+    got = events(post(FakeBackend(says("a", RingError("gone"))), path, **VALID[path], stream=True))
+    assert got[-1]["error"]["message"] == "gone"
+    assert all("choices" in chunk for chunk in got[:-1])
+
+
+def test_an_answer_that_ends_with_an_error():
+    backend = FakeBackend(says())
+    backend.ending = ("error", "deadline of step 7 passed")
+    assert error(post(backend, CHAT, messages=HELLO), 503)["message"] == "deadline of step 7 passed"
+
+
+def test_a_full_queue():
+    backend = FakeBackend(says(RequestError("8 requests are waiting", status=429)))
+    response = post(backend, CHAT, messages=HELLO)
+    assert error(response, 429)["type"] == "rate_limit_error"
+    assert int(response.headers["retry-after"]) > 0
+
+
+def test_our_own_mistakes_say_nothing_about_themselves():
+    response = post(FakeBackend(says(ZeroDivisionError("secret"))), CHAT, messages=HELLO)
+    assert "secret" not in str(error(response, 500))
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil", "[x]", ""]
+)
+def test_a_foreign_host_name_is_refused(host):
+    response = call(FakeBackend(says()), "GET", "/v1/models", headers={"host": host})
+    assert error(response, 403)["code"] == "host_not_allowed"
+
+
+def test_our_own_host_names_are_served():
+    for host in (
+        "localhost",
+        "LOCALHOST:8080",
+        "a.localhost",
+        "127.0.0.1",
+        "127.0.0.1:1",
+        "[::1]:80",
+        "::1",
+        "attic.local:80",
+    ):
+        assert is_allowed(host, {"attic.local"})
+    assert not is_allowed("attic.local", set())
+
+
+NAMES = [*ChatRequest.model_fields, *CompletionRequest.model_fields, "repetition_penalty", "user"]
+NUMBERS = st.integers(-5, 200) | st.integers() | st.floats() | st.sampled_from([2**31, 2**63, 1e308, -0.0, 256, 260])
+SCALARS = (
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=6) | st.sampled_from(["toy", "1", "user", "text", "\ud800"])
+)
+KEYS = st.sampled_from(["role", "content", "type", "text", "include_usage", "1", "259"]) | st.text(max_size=4)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=8
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool"]) | VALUES, "content": st.text(max_size=9) | VALUES}
+)
+FIELDS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5)
+LIKELY = st.fixed_dictionaries({"messages": st.lists(MESSAGE, max_size=3), "prompt": st.text(max_size=9) | VALUES})
+BODIES = st.builds(lambda likely, fields: likely | fields, LIKELY, FIELDS).map(json.dumps)
+
+
+@both
+@settings(max_examples=150, deadline=None)
+@given(body=BODIES | VALUES.map(json.dumps) | st.binary(max_size=60))
+def test_no_body_is_answered_with_500(path, body):
+    backend = FakeBackend(says("an answer of some ", 257, "tokens"), context_tokens=64)
+    response = call(backend, "POST", path, content=body, headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400, 404)
+    if response.status_code != 200:
+        error(response, response.status_code)
+    assert all(each.closed.is_set() for each in backend.calls)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    path=st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20),
+    method=st.sampled_from(["GET", "POST", "PUT"]),
+)
+def test_no_path_is_answered_with_500(path, method):
+    response = call(FakeBackend(says()), method, "http://localhost/" + quote(path))
+    assert response.status_code < 500
