@@ -21,6 +21,10 @@ class PrimadError(Exception):
     """The root. The CLI prints its text as one line and ends with exit code 2."""
 
 
+class Stopped(Exception):  # noqa: N818
+    """The owner ended the daemon (Ctrl-C or a termination signal); no error, so not in the tree."""
+
+
 class ModelError(PrimadError):
     """A model file that cannot be used."""
 

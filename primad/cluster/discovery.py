@@ -5,6 +5,7 @@ Nothing secret is announced: the device's name, its cluster, its role, the proto
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import socket
@@ -155,3 +156,20 @@ def _peer(info: AsyncServiceInfo) -> Peer | None:
         addresses=addresses,
         port=info.port,
     )
+
+
+async def look(host: str, seconds: float) -> list[Peer]:
+    """The devices in sight within ``seconds`` of looking from an address like ``host``, by name."""
+    discovery = Discovery(host)
+    peers: dict[str, Peer] = {}
+
+    def changed(current: dict[str, Peer]) -> None:
+        peers.clear()
+        peers.update(current)
+
+    try:
+        await discovery.browse(changed)
+        await asyncio.sleep(seconds)
+    finally:
+        await discovery.close()
+    return sorted(peers.values(), key=lambda peer: (peer.cluster, peer.device))

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 LOOK_S: Final = 2.0
 """How long the head looks for devices when nobody said how many to wait for."""
 RETRY_S: Final = 2.0
+DEFAULT_CONTEXT_TOKENS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class ServeOptions:
     windows: tuple[int, ...] | None
     rounds: int | None
     extra_buffers: str
-    context_tokens: int
+    context_tokens: int | None
     rows: int
     step_timeout_s: float
     http_port: int
@@ -88,6 +89,7 @@ class HeadDaemon:
         self._reporter = reporter
         self._context = zmq.asyncio.Context()
         self._session = random.getrandbits(62)
+        self._context_tokens = default_context(options, model)
         self._epoch = 0
         self._cutter: ModelCutter | None = None
         self._peers: dict[str, Peer] = {}
@@ -242,7 +244,7 @@ class HeadDaemon:
             if workers:
                 cuttable(self._header)
             links: list[LinkProfile] = []
-            return solve(devices, links, self._model, context_tokens=self._options.context_tokens)
+            return solve(devices, links, self._model, context_tokens=self._context_tokens)
         except Infeasible as exc:
             raise PlanError(str(exc)) from exc
 
@@ -275,7 +277,7 @@ class HeadDaemon:
             options=RingOptions(
                 epoch=self._epoch,
                 session=self._session,
-                context_tokens=self._options.context_tokens,
+                context_tokens=self._context_tokens,
                 rows=self._options.rows,
                 extra_buffers=self._options.extra_buffers,
                 step_timeout_s=self._options.step_timeout_s,
@@ -291,13 +293,28 @@ class HeadDaemon:
         served = ServedModel(
             id=path.stem,
             created=self._backend.created,
-            context_tokens=self._options.context_tokens,
+            context_tokens=self._context_tokens,
             vocabulary=vocabulary,
         )
         self._reporter.settle()
         self._backend.attach(served, ring.send, ring.status, f"serving with {len(ring.plan.devices)} devices")
         for line in ring.describe():
             self._reporter.say(line)
+
+
+def default_context(options: ServeOptions, model: ModelProfile) -> int:
+    """The context that was asked for, or what the model was trained for, at most ``DEFAULT_CONTEXT_TOKENS``.
+
+    Raises ``ConfigError`` when more was asked for than the model was trained for.
+    """
+    trained = model.context_tokens or DEFAULT_CONTEXT_TOKENS
+    if options.context_tokens is None:
+        return min(trained, DEFAULT_CONTEXT_TOKENS)
+    if options.context_tokens > trained:
+        raise ConfigError(
+            f"--context {options.context_tokens}: {model.name} was trained for {trained} tokens; give less"
+        )
+    return options.context_tokens
 
 
 def bind_http(host: str, port: int) -> socket.socket:

@@ -75,15 +75,16 @@ class _Part:
 
 
 class WorkerDaemon:
-    """A worker. ``profile`` gives its profile as of now."""
+    """A worker. ``profile`` gives its profile as of now, under the name that it got."""
 
-    def __init__(self, config: Config, place: Place, profile: Callable[[], DeviceProfile], say: Say) -> None:
+    def __init__(self, config: Config, place: Place, profile: Callable[[str], DeviceProfile], say: Say) -> None:
         self._config = config
         self._place = place
         self._profile = profile
         self._say = say
         self._context = zmq.asyncio.Context()
         self._end = WorkerEnd(self._context, config.host, config.port, DEFAULT_CONTROL_PORT)
+        self._name = config.name
         self._lease: _Lease | None = None
         self._part: _Part | None = None
 
@@ -136,7 +137,7 @@ class WorkerDaemon:
             await self._drop_part()
             self._say(f"head {hello.device} is here")
         self._lease = _Lease(peer=peer, head=hello.device, session=hello.session, heard_s=time.monotonic())
-        profile = await asyncio.to_thread(self._profile)
+        profile = await asyncio.to_thread(self._profile, self._name)
         await self._end.send(
             peer,
             Welcome(protocol=PROTOCOL, version=__version__, build=self._place.build, profile=profile),

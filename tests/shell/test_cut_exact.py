@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ class Route:
         assert cuts[-1] == layers
         embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
         self.windows = []
-        for number, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for number, (first, last) in enumerate(pairwise(cuts)):
             spec = cutter.spec(number, first, last)
             metadata = folder / f"{number}.gguf"
             metadata.write_bytes(spec.metadata)

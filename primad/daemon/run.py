@@ -1,0 +1,184 @@
+"""Start and stop a daemon: compose it, run it in one task group, end it within two seconds of Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import filelock
+import uvicorn
+
+from primad.api.app import create_app
+from primad.config import Config, open_home
+from primad.daemon.backend import RingBackend
+from primad.daemon.head import HeadDaemon, ServeOptions, bind_http, default_context
+from primad.daemon.reporter import Reporter
+from primad.daemon.shard import Place
+from primad.daemon.worker import WorkerDaemon
+from primad.engine.build import build_id
+from primad.errors import ConfigError, PrimadError, Stopped
+from primad.gguf.cache import LayerCache
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from primad.profiler.measure import STEPS, is_profiled, profile_device
+
+HTTP_GRACE_S: Final = 1
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run a daemon to its end. Raises its ``PrimadError``; a signal ends it in order and raises ``Stopped``."""
+    loop_factory = asyncio.SelectorEventLoop if sys.platform == "win32" else None  # ZeroMQ needs one that selects
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        try:
+            runner.run(_until_signalled(main))
+        except KeyboardInterrupt as exc:
+            raise Stopped from exc
+
+
+async def _until_signalled(main: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(main)
+    loop = asyncio.get_running_loop()
+    signalled = False
+
+    def stop() -> None:
+        nonlocal signalled
+        signalled = True
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C arrives as KeyboardInterrupt
+            loop.add_signal_handler(number, stop)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if signalled:
+            raise Stopped from None
+        raise
+    except BaseExceptionGroup as failures:
+        raise _primad_error(failures) from failures
+
+
+def _primad_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    ours, others = failures.split(PrimadError)
+    if others is not None or ours is None:
+        return failures
+    first: BaseException = ours
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first
+
+
+@contextlib.contextmanager
+def _own_home(config: Config) -> Iterator[None]:
+    """The home folder belongs to one daemon at a time."""
+    open_home(config)
+    lock = filelock.FileLock(config.home / "daemon.lock")
+    try:
+        with lock.acquire(blocking=False):
+            yield
+    except filelock.Timeout as exc:
+        raise ConfigError(
+            f"--home {config.home}: another primad runs with this folder; stop it or give this one its own --home"
+        ) from exc
+
+
+def _place(config: Config) -> Place:
+    for path in config.run.glob("window-*.gguf"):
+        path.unlink(missing_ok=True)  # left by a daemon that was killed
+    return Place(
+        cache=LayerCache(config.layers), run=config.run, verdicts=config.home / "extra-buffers.json", build=build_id()
+    )
+
+
+def _measure(config: Config, reporter: Reporter) -> None:
+    """Measure this device if that was not done yet."""
+    if is_profiled(config.home):
+        return
+    done = 0
+
+    def advance(what: str) -> None:
+        nonlocal done
+        reporter.progress(config.name, f"profile {what}", done, STEPS)
+        done += 1
+
+    profile_device(config.name, config.home, config.threads, advance)
+    reporter.progress(config.name, "profile", STEPS, STEPS)
+    reporter.settle()
+
+
+def join(config: Config, reporter: Reporter) -> None:
+    """Run a worker until it is stopped."""
+    with _own_home(config):
+        place = _place(config)
+        _measure(config, reporter)
+
+        async def main() -> None:
+            worker = WorkerDaemon(
+                config,
+                place,
+                lambda name: profile_device(name, config.home, config.threads, lambda _: None),
+                reporter.say,
+            )
+            await worker.run()
+
+        run(main())
+
+
+def serve(config: Config, path: Path, options: ServeOptions, http_host: str, reporter: Reporter) -> None:
+    """Run the head until it is stopped. Everything that can be judged without the network is judged first."""
+    header = open_model(path)
+    model = model_profile(header)
+    default_context(options, model)
+    with _own_home(config), contextlib.closing(bind_http(http_host, options.http_port)) as listener:
+        place = _place(config)
+        _measure(config, reporter)
+
+        async def main() -> None:
+            backend = RingBackend()
+            head = HeadDaemon(
+                config=config,
+                options=options,
+                place=place,
+                header=header,
+                model=model,
+                profile=profile_device(config.name, config.home, config.threads, lambda _: None),
+                backend=backend,
+                reporter=reporter,
+            )
+            async with asyncio.TaskGroup() as group:
+                http = _http_server(backend, http_host)
+                task = group.create_task(http.serve(sockets=[listener]))
+                try:
+                    await head.run()
+                finally:
+                    http.should_exit = True
+                    await asyncio.wait([task], timeout=HTTP_GRACE_S)
+
+        run(main())
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: the daemon decides when it ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _http_server(backend: RingBackend, host: str) -> uvicorn.Server:
+    app = create_app(backend, hosts=(host, socket.gethostname()))
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=HTTP_GRACE_S,
+    )
+    return _HttpServer(config)
