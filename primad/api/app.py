@@ -44,6 +44,7 @@ def create_app(backend: Backend, *, hosts: Collection[str] = ()) -> FastAPI:
     api = _Api(backend)
     app.add_api_route("/", api.about, methods=["GET"])
     app.add_api_route("/health", api.health, methods=["GET"], responses=_answers("HealthBody"))
+    app.add_api_route("/status", api.status, methods=["GET"])
     app.add_api_route("/v1/models", api.models, methods=["GET"], responses=_answers("ModelList"))
     app.add_api_route("/v1/models/{model_id:path}", api.model, methods=["GET"], responses=_answers("Model"))
     app.add_api_route(
@@ -83,6 +84,10 @@ class _Api:
             model=served.id if served else None,
         )
         return _json(body, status=200 if health.serving else 503)
+
+    async def status(self) -> Response:
+        """Who computes which layers, and what every device did and holds."""
+        return _json(await self._backend.status())
 
     async def models(self) -> Response:
         """The served model, as a list of one; empty until it is known."""

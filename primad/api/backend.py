@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from primad.ring.messages import Finished, Sampled, Sampling
 
@@ -64,6 +64,9 @@ class Backend(Protocol):
 
     def model(self) -> ServedModel | None:
         """The served model, or None until it is known."""
+
+    async def status(self) -> dict[str, Any]:
+        """Who computes which layers, and what every device did and holds, as plain data; empty without a ring."""
 
     def generate(
         self, prompt: list[int], *, max_tokens: int, sampling: Sampling, logprobs: int | None

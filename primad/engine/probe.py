@@ -14,19 +14,18 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
-import filelock
 import msgspec
 import numpy as np
 
 from primad.engine.protocol import EngineOptions, Rows, WindowFiles
 from primad.errors import EngineError
 from primad.gguf.layers import LayerTensor
+from primad.measuring import measuring
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,6 @@ ANSWER_TOKENS: Final = 128
 WORTH: Final = 0.97
 """Extra buffers double the memory that a window holds: below 3 % they are not worth it."""
 TIMEOUT_S: Final = 120.0
-LOCK_TIMEOUT_S: Final = 60.0
 _DECODE_RUNS: Final = 40
 _PREFILL_RUNS: Final = 3
 _PREFILL_ROWS: Final = 128
@@ -89,7 +87,7 @@ def probe(trial: Trial, tensors: tuple[LayerTensor, ...], build: str, memory: Pa
     known = _read(memory)
     if key in known:
         return known[key]
-    with _alone():
+    with measuring():
         plain = _measure(msgspec.structs.replace(trial, extra_buffers=False))
         if isinstance(plain, str):
             raise EngineError(f"llama.cpp cannot compute a window of this model: {plain}")
@@ -112,15 +110,6 @@ def _read(memory: Path) -> dict[str, Verdict]:
         return msgspec.json.decode(memory.read_bytes(), type=dict[str, Verdict])
     except (OSError, msgspec.DecodeError):
         return {}
-
-
-def _alone() -> filelock.BaseFileLock:
-    """Daemons on one machine measure one after another: timings taken at once would disturb each other."""
-    return filelock.FileLock(Path(tempfile.gettempdir()) / f"primad-measure-{_user()}.lock", timeout=LOCK_TIMEOUT_S)
-
-
-def _user() -> str:
-    return str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
 
 
 def _measure(trial: Trial) -> Timing | str:

@@ -11,7 +11,7 @@ what the window's metadata can say again. So this table is closed: each entry wa
 - **Sliding windows.** The pattern is written out and cut. llama.cpp asserts that a sliding-window model has a layer that
   slides: where the graph of the model without the key is the same one, a window without such a layer drops the key
   (``OPTIONAL``); where the graph always slides, its layers slide over more positions than a context has (``ALWAYS``).
-  Cohere 2 rotates sliding layers only, so there they also rotate 0 dimensions.
+  Cohere 2 rotates sliding layers only, so there an endless rope scaling makes every angle 0.
 - **Defaults and shapes that llama.cpp derives from the number of layers** (``LLM_TYPE_*``, MiniCPM's residual scale,
   DeepSeek 2 "lite", Gemma 3 27B's attention scale, Command R+'s norms) are written out, or refused where no key exists.
 """
@@ -171,7 +171,7 @@ def cuttable(header: Header) -> Architecture:
     name = header.text("general.architecture")
     architecture = SUPPORTED.get(name)
     if architecture is None:
-        raise _refusal(header, f"architecture '{name}'", _REFUSED.get(name, "it is not known to be exact"))
+        raise _refusal(header, f"architecture {name[:64]!r}", _REFUSED.get(name, "it is not known to be exact"))
     layers = layer_count(header)
     for key, meaning in _FOREIGN:
         if _is_set(header, f"{name}.{key}"):
@@ -330,7 +330,8 @@ def _sliding_values(header: Header, architecture: Architecture, first: int, last
         f"{prefix}rope.freq_base_swa": _float32(header.number(f"{prefix}rope.freq_base", 10_000.0)),
     }
     if architecture.name == "cohere2":
-        values[f"{prefix}rope.dimension_count"] = _uint32(0)
+        values[f"{prefix}rope.scaling.type"] = scalar_value(GGUFValueType.STRING, "linear")
+        values[f"{prefix}rope.scaling.factor"] = _float32(float("inf"))
     return values
 
 

@@ -26,6 +26,12 @@ DEFAULT_ALIGNMENT: Final = 32
 MAX_KEY_BYTES: Final = 65_535
 MAX_NAME_BYTES: Final = 63
 MAX_DIMENSIONS: Final = 4
+MAX_KEYS: Final = 1 << 14
+MAX_TENSORS: Final = 1 << 17
+MAX_STRINGS: Final = 1 << 22
+"""Items of an array of strings; the largest vocabularies and merge lists have some 500,000."""
+MAX_HEADER_BYTES: Final = 1 << 28
+"""Metadata and tensor infos together; those of real models take 30 MB at most."""
 _SMALLEST_VALUE_BYTES: Final = 8 + 4 + 1
 _SMALLEST_TENSOR_BYTES: Final = 8 + 4 + 8 + 4 + 8
 
@@ -173,6 +179,8 @@ class _Cursor:
                 f"{self.path}: cut short or damaged: {what} needs {count} bytes at offset {self.at}, "
                 f"the file has {self.size} in all; fetch the file again"
             )
+        if count > MAX_HEADER_BYTES - self.at:
+            raise ModelError(f"{self.path}: damaged header: {what} makes it larger than {MAX_HEADER_BYTES} bytes")
         data = self.file.read(count)
         if len(data) != count:
             raise ModelError(f"{self.path}: became shorter while it was read; fetch the file again")
@@ -190,9 +198,12 @@ class _Cursor:
         if size > most:
             raise ModelError(f"{self.path}: {what} of {size} bytes at offset {self.at}; at most {most} are allowed")
         try:
-            return self.take(size, what).decode()
+            text = self.take(size, what).decode()
         except UnicodeDecodeError as exc:
-            raise ModelError(f"{self.path}: {what} at offset {self.at - size} is not UTF-8 text") from exc
+            raise ModelError(f"{self.path}: damaged header: {what} at offset {self.at - size} is not text") from exc
+        if not text.isprintable():
+            raise ModelError(f"{self.path}: damaged header: {what} at offset {self.at - size} is not printable text")
+        return text
 
 
 def read_header(path: Path) -> Header:
@@ -204,6 +215,8 @@ def read_header(path: Path) -> Header:
     try:
         if path.is_dir():
             raise ModelError(f"{path}: is a directory; give the .gguf file itself")
+        if path.exists() and not path.is_file():
+            raise ModelError(f"{path}: is not a regular file; give the .gguf file itself")
         with path.open("rb") as file:
             size = path.stat().st_size
             if size == 0:
@@ -227,11 +240,11 @@ def _read(cursor: _Cursor) -> Header:
         raise ModelError(f"{path}: is GGUF version {version}; versions 2 and 3 are supported; convert the model again")
     tensor_count = cursor.uint64("the tensor count")
     value_count = cursor.uint64("the metadata count")
-    for count, smallest, what in (
-        (tensor_count, _SMALLEST_TENSOR_BYTES, "tensors"),
-        (value_count, _SMALLEST_VALUE_BYTES, "metadata keys"),
+    for count, smallest, most, what in (
+        (tensor_count, _SMALLEST_TENSOR_BYTES, MAX_TENSORS, "tensors"),
+        (value_count, _SMALLEST_VALUE_BYTES, MAX_KEYS, "metadata keys"),
     ):
-        if count > cursor.size // smallest:
+        if count > min(cursor.size // smallest, most):
             raise ModelError(f"{path}: damaged header: {count} {what} in a file of {cursor.size} bytes; fetch it again")
     values: dict[str, Value] = {}
     for _ in range(value_count):
@@ -273,14 +286,13 @@ def _read_value(cursor: _Cursor, key: str) -> Value:
         return Value(kind, head + cursor.take(count * struct.calcsize(_SCALARS[item]), what))
     if item != GGUFValueType.STRING:
         raise ModelError(f"{cursor.path}: {what} is an array of arrays, which no model uses; the file is damaged")
-    if count > (cursor.size - cursor.at) // 8:
+    if count > min((cursor.size - cursor.at) // 8, MAX_STRINGS):
         raise ModelError(f"{cursor.path}: damaged header: {what} has {count} strings; fetch the file again")
-    parts = [head]
+    body = bytearray(head)
     for _ in range(count):
-        size = cursor.uint64(what)
-        parts.append(size.to_bytes(8, "little"))
-        parts.append(cursor.take(size, what))
-    return Value(kind, b"".join(parts))
+        length = cursor.take(8, what)
+        body += length + cursor.take(int.from_bytes(length, "little"), what)
+    return Value(kind, bytes(body))
 
 
 def _value_type(cursor: _Cursor, what: str) -> GGUFValueType:

@@ -24,6 +24,7 @@ import psutil
 
 from halda import DeviceProfile
 from primad.errors import ConfigError
+from primad.measuring import measuring
 from primad.profiler.memory import memory
 
 VERSION: Final = 1
@@ -54,7 +55,8 @@ def profile_device(name: str, home: Path, threads: int, advance: Advance) -> Dev
     """
     rates = _stored(home / "profile.json")
     if rates is None:
-        rates = _measure(home, threads, advance)
+        with measuring():
+            rates = _measure(home, threads, advance)
         (home / "profile.json").write_bytes(msgspec.json.format(msgspec.json.encode(rates), indent=2))
     now = memory()
     return DeviceProfile(

@@ -1,5 +1,6 @@
 """A strict fake of what the daemon gives to the HTTP API, with a toy vocabulary in which every byte is a token."""
 
+from typing import Any
 from __future__ import annotations
 
 import asyncio
@@ -83,6 +84,9 @@ class FakeBackend:
         self.ending: tuple[str, str | None] = ("stop", None)
         self.calls: list[Call] = []
         self._script = script
+
+    async def status(self) -> dict[str, Any]:
+        return {"devices": [{"name": "toy"}]}
 
     def health(self) -> Health:
         return self.state

@@ -1,0 +1,341 @@
+"""The table of architectures: what a window's metadata says, and who is refused by which name."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFValueType
+
+from primad.errors import ModelError
+from primad.gguf.architectures import (
+    SUPPORTED,
+    Embedding,
+    Sliding,
+    TensorRole,
+    cuttable,
+    embedding_scale,
+    is_shared_tensor,
+    layer_count,
+    layer_of,
+    sliding_layers,
+    tensor_role,
+    window_values,
+)
+from primad.gguf.header import Header, TensorInfo, Value, array_value, scalar_value
+
+PATH = Path("model.gguf")
+GLOBAL = ("token_embd.weight", "output_norm.weight", "output.weight")
+SIZES = {"embedding_length": 96, "attention.head_count": 4, "feed_forward_length": 128, "rope.freq_base": 10_000.0}
+
+
+def value(content):
+    match content:
+        case Value():
+            return content
+        case bool():
+            return scalar_value(GGUFValueType.BOOL, content)
+        case int():
+            return scalar_value(GGUFValueType.UINT32, content)
+        case float():
+            return scalar_value(GGUFValueType.FLOAT32, content)
+        case str():
+            return scalar_value(GGUFValueType.STRING, content)
+        case [bool(), *_]:
+            return array_value(GGUFValueType.BOOL, content)
+        case _:
+            return array_value(GGUFValueType.UINT32, content)
+
+
+def model(architecture, layers=6, *, drop=(), tensors=(), general=None, **keys):
+    """A header in memory; ``attention__sliding_window=4`` sets the key ``{architecture}.attention.sliding_window``."""
+    keys = {"block_count": layers, **SIZES, **{key.replace("__", "."): content for key, content in keys.items()}}
+    if SUPPORTED.get(architecture) and SUPPORTED[architecture].sliding is Sliding.ALWAYS:
+        keys.setdefault("attention.sliding_window", 4096)
+    values = {"general.architecture": value(architecture), **{k: value(v) for k, v in (general or {}).items()}}
+    values |= {f"{architecture}.{key}": value(content) for key, content in keys.items()}
+    names = [*GLOBAL, *(f"blk.{layer}.attn_q.weight" for layer in range(layers)), *tensors]
+    infos = {
+        name: TensorInfo(name=name, type=GGMLQuantizationType.F32, shape=(4, 1), offset=0, bytes=16, path=PATH)
+        for name in names
+        if name not in drop
+    }
+    return Header(path=PATH, version=3, alignment=32, values=values, tensors=infos, data_offset=0, file_bytes=1 << 20)
+
+
+def window(header, first, last, vocabulary=1):
+    """The window's metadata, decoded, without the architecture's prefix."""
+    cuttable(header)
+    prefix = header.text("general.architecture") + "."
+    decoded = window_values(header, first, last, vocabulary=vocabulary).items()
+    return {key.removeprefix(prefix): item.items() if item.is_array else item.scalar() for key, item in decoded}
+
+
+def refuses(header, *words):
+    with pytest.raises(ModelError) as caught:
+        cuttable(header)
+    for word in (str(PATH), *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED)
+def test_every_entry_cuts_a_plain_model(architecture):
+    header = model(architecture, 8)
+    assert cuttable(header).name == architecture
+    values = window(header, 4, 8, vocabulary=77)
+    assert values["block_count"] == 4
+    assert values["vocab_size"] == 77
+    assert values["tokenizer.ggml.model"] == "none"
+    assert values["general.architecture"] == architecture
+    assert {key: values[key] for key in SIZES} == SIZES
+
+
+def test_tokenizer_templates_splits_and_unknown_general_keys_are_dropped():
+    general = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [1, 2, 3],
+        "tokenizer.chat_template": "{{ messages }}",
+        "split.count": 3,
+        "general.alignment": 64,
+        "general.tags": [1, 2],
+        "general.file_type": 15,
+        "imatrix.file": "x",
+    }
+    values = window(model("llama", general=general), 0, 6)
+    assert values["general.file_type"] == 15
+    assert values["tokenizer.ggml.model"] == "none"
+    left = {key for key in values if key.startswith(("tokenizer.", "split.", "general.", "imatrix"))}
+    assert left == {"tokenizer.ggml.model", "general.architecture", "general.file_type"}
+
+
+def test_equal_per_layer_arrays_are_sliced():
+    header = model("llama", attention__head_count_kv=[2] * 6, feed_forward_length=[128] * 6)
+    values = window(header, 1, 4)
+    assert values["attention.head_count_kv"] == [2, 2, 2]
+    assert values["feed_forward_length"] == [128] * 3
+
+
+def test_per_layer_arrays_that_differ_are_refused():
+    refuses(model("llama", attention__head_count_kv=[2, 2, 2, 2, 4, 4]), "llama.attention.head_count_kv")
+    refuses(model("llama", feed_forward_length=[128] * 5), "llama.feed_forward_length")
+
+
+def test_unknown_arrays_are_copied_unless_they_have_one_item_a_layer():
+    assert window(model("llama", something=[1, 2, 3]), 0, 2)["something"] == [1, 2, 3]
+    refuses(model("llama", something=[1, 2, 3, 4, 5, 6]), "llama.something")
+
+
+def test_the_default_sliding_pattern_is_written_out_and_cut():
+    header = model("gemma3", 8, attention__sliding_window=512)
+    assert sliding_layers(header) == (True, True, True, True, True, False, True, True)
+    values = window(header, 4, 8)
+    assert values["attention.sliding_window"] == 512
+    assert values["attention.sliding_window_pattern"] == [True, False, True, True]
+
+
+def test_a_period_in_the_file_overrides_the_default():
+    header = model("olmo2", attention__sliding_window=512, attention__sliding_window_pattern=2)
+    assert sliding_layers(header) == (True, False) * 3
+
+
+def test_an_explicit_pattern_is_cut():
+    pattern = [True, False, False, True, True, False]
+    header = model("gemma3", attention__sliding_window=512, attention__sliding_window_pattern=pattern)
+    assert window(header, 2, 5)["attention.sliding_window_pattern"] == [False, True, True]
+    numbers = model("gemma3", attention__sliding_window=512, attention__sliding_window_pattern=[1, 0, 0, 1, 1, 0])
+    assert sliding_layers(numbers) == tuple(pattern)
+
+
+def test_a_window_without_a_sliding_layer_drops_the_sliding_window():
+    values = window(model("gemma3", attention__sliding_window=512), 5, 6)
+    assert not [key for key in values if "sliding" in key]
+
+
+def test_an_architecture_that_always_slides_gets_an_endless_window():
+    values = window(model("gpt-oss", attention__sliding_window=128, rope__freq_base=150_000.0), 1, 2)
+    assert values["attention.sliding_window"] == 1 << 22
+    assert values["attention.sliding_window_pattern"] == [True]
+    assert values["rope.freq_base_swa"] == 150_000.0
+
+
+def test_a_cohere2_window_without_a_sliding_layer_does_not_rotate():
+    header = model("cohere2", attention__sliding_window=128, rope__scaling__type="none")
+    values = window(header, 3, 4)
+    assert values["rope.scaling.type"] == "linear"
+    assert values["rope.scaling.factor"] == float("inf")
+    assert "rope.scaling.factor" not in window(header, 2, 4)
+
+
+def test_a_model_without_a_sliding_window_has_no_pattern():
+    for keys in ({}, {"attention__sliding_window": 0}):
+        assert not [key for key in window(model("gemma3", **keys), 0, 6) if "sliding" in key]
+
+
+def test_a_sliding_window_that_llama_cpp_ignores_is_dropped():
+    header = model("phi3", attention__sliding_window=2047)
+    assert not any(sliding_layers(header))
+    assert not [key for key in window(header, 0, 6) if "sliding" in key]
+
+
+def test_patterns_that_do_not_fit_are_refused():
+    refuses(model("gemma3", attention__sliding_window=8, attention__sliding_window_pattern=[True]), "one flag for each")
+    refuses(model("gemma3", attention__sliding_window=8, attention__sliding_window_pattern=[0] * 6), "no layer slides")
+    refuses(model("gpt-oss", attention__sliding_window=0), "gpt-oss.attention.sliding_window")
+
+
+@pytest.mark.parametrize(("first", "last", "dense"), [(0, 6, 3), (0, 2, 2), (1, 5, 2), (2, 3, 1), (3, 6, 0), (5, 6, 0)])
+def test_leading_dense_layers_move_with_the_cut(first, last, dense):
+    assert window(model("dots1", leading_dense_block_count=3), first, last)["leading_dense_block_count"] == dense
+
+
+def test_embedding_scales():
+    assert embedding_scale(model("llama")) == 1.0
+    root = embedding_scale(model("gemma3"))
+    assert root == float(np.sqrt(np.float32(96)))
+    assert root == float(np.float32(root))
+    assert embedding_scale(model("granite", embedding_scale=12.3)) == float(np.float32(12.3))
+    assert embedding_scale(model("granite")) == 1.0
+    assert embedding_scale(model("minicpm")) == 12.0
+
+
+def test_windows_do_not_scale_what_the_head_has_scaled():
+    for architecture in (entry.name for entry in SUPPORTED.values() if entry.embedding is Embedding.KEY):
+        assert window(model(architecture, embedding_scale=12.0), 0, 2)["embedding_scale"] == 0.0
+        assert window(model(architecture), 4, 6)["embedding_scale"] == 0.0
+
+
+def test_minicpms_residual_scale_is_that_of_the_whole_model():
+    expected = float(np.float32(1.4) / np.sqrt(np.float32(40)))
+    assert window(model("minicpm", 40), 0, 3)["residual_scale"] == expected
+    assert window(model("minicpm", 40, residual_scale=0.5), 0, 3)["residual_scale"] == 0.5
+
+
+def test_deepseek2_lite_stays_lite():
+    lite = window(model("deepseek2", 27), 0, 3)
+    assert lite["attention.q_lora_rank"] == 0
+    assert lite["expert_gating_func"] == 1
+    full = window(model("deepseek2", 61, attention__q_lora_rank=1536, expert_gating_func=2), 0, 3)
+    assert full["attention.q_lora_rank"] == 1536
+    assert full["expert_gating_func"] == 2
+    sigmoid = window(model("deepseek2", 47, attention__q_lora_rank=768, vocab_size=154_880), 0, 3)
+    assert sigmoid["expert_gating_func"] == 2
+
+
+@pytest.mark.parametrize(("layers", "count"), [(61, 26), (61, 27)])
+def test_a_window_that_llama_cpp_would_take_for_deepseek2_lite_is_refused(layers, count):
+    header = model("deepseek2", layers, attention__q_lora_rank=1536)
+    cuttable(header)
+    with pytest.raises(ModelError, match=f"takes {count} layers of 'deepseek2' for the lite model"):
+        window_values(header, 1, 1 + count, vocabulary=1)
+
+
+def test_counts_that_change_llama_cpps_graph_are_refused():
+    refuses(model("gemma3", 62, attention__key_length=128), "gemma3 with 62 layers")
+    refuses(model("exaone4", 64), "exaone4 with 64 layers")
+    refuses(model("command-r", 64), "command-r with 64 layers")
+    assert cuttable(model("gemma3", 62)).name == "gemma3"
+    with pytest.raises(ModelError, match="62 layers"):
+        window_values(model("gemma3", 70, attention__key_length=128), 0, 62, vocabulary=1)
+
+
+def test_smollm3_is_cut_at_every_fourth_layer():
+    header = model("smollm3", 12)
+    assert window(header, 4, 11)["block_count"] == 7
+    with pytest.raises(ModelError, match="multiple of 4 layers, not at layer 3"):
+        window_values(header, 3, 6, vocabulary=1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("gemma", "sqrt(width)"),
+        ("gemma2", "sqrt(width)"),
+        ("glm4", "aborts"),
+        ("glm4moe", "aborts"),
+        ("qwen2vl", "several sections"),
+        ("mamba", "recurrent"),
+        ("qwen3next", "recurrent"),
+        ("gemma3n", "inputs beside"),
+        ("llama4", "layer's number"),
+        ("gpt2", "position embeddings"),
+        ("bert", "causal"),
+        ("baichuan", "7B and 13B"),
+        ("nosuch", "not known"),
+        ("evil\nname", "not known"),
+    ],
+)
+def test_architectures_are_refused_by_name(architecture, reason):
+    refuses(model(architecture), repr(architecture), reason, "serve it on one device alone")
+
+
+@pytest.mark.parametrize(
+    ("key", "content"),
+    [
+        ("nextn_predict_layers", 1),
+        ("attention.causal", False),
+        ("attention.key_length_swa", 128),
+        ("rope.dimension_sections", [16, 24, 24, 0]),
+        ("deepstack_mapping", [1, 2]),
+        ("pooling_type", 1),
+    ],
+)
+def test_keys_are_refused_by_name(key, content):
+    refuses(model("llama", **{key.replace(".", "__"): content}), f"llama.{key}", "serve it on one device alone")
+
+
+def test_harmless_values_of_those_keys_are_not_refused():
+    cuttable(model("llama", nextn_predict_layers=0, attention__causal=True, pooling_type=0))
+    cuttable(model("llama", rope__dimension_sections=[0, 0, 0, 0]))
+
+
+def test_activation_precision_by_tensor_name_is_refused():
+    refuses(model("llama", general={"general.tensor_extra.name": [1]}), "general.tensor_extra.name")
+
+
+@pytest.mark.parametrize("tensor", ["rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"])
+def test_shared_tensors(tensor):
+    assert is_shared_tensor(tensor)
+    assert tensor_role(model("llama"), tensor) is TensorRole.SHARED
+
+
+def test_tensor_roles():
+    header = model("llama")
+    assert tensor_role(header, "blk.5.ffn_up.weight") is TensorRole.LAYER
+    assert tensor_role(header, "token_embd.weight") is TensorRole.EMBEDDING
+    assert tensor_role(header, "output_norm.bias") is TensorRole.OUTPUT_NORM
+    assert tensor_role(header, "output.weight") is TensorRole.OUTPUT
+    assert not is_shared_tensor("output.weight")
+
+
+@pytest.mark.parametrize(
+    "tensor", ["position_embd.weight", "output.scale", "cls.weight", "dense_2.weight", "blk.6.attn_q.weight", "blk.x.y"]
+)
+def test_other_tensors_are_refused_by_name(tensor):
+    refuses(model("llama", tensors=[tensor]), tensor)
+
+
+@pytest.mark.parametrize("tensor", ["token_embd.weight", "output_norm.weight"])
+def test_missing_tensors_are_named(tensor):
+    refuses(model("llama", drop=[tensor]), tensor, "not a complete model")
+
+
+def test_a_missing_output_matrix_matters_only_without_the_fallback():
+    cuttable(model("llama", drop=["output.weight"]))
+    refuses(model("olmoe", drop=["output.weight"]), "output.weight")
+
+
+def test_a_layer_without_tensors_is_named():
+    refuses(model("llama", drop=["blk.3.attn_q.weight"]), "layer 3 has no tensors")
+
+
+def test_layer_of():
+    assert layer_of("blk.0.attn_q.weight") == 0
+    assert layer_of("blk.123.attn_q.weight") == 123
+    for name in ("blk.01.x", "blk.-1.x", "blk.x.y", "blk.1", "enc.blk.1.x", "output.weight", "blk.99999.x"):
+        assert layer_of(name) is None
+
+
+@pytest.mark.parametrize("layers", [0, 513, 1 << 31])
+def test_absurd_layer_counts(layers):
+    header = model("llama", 1, block_count=layers)
+    with pytest.raises(ModelError, match=r"llama\.block_count"):
+        layer_count(header)

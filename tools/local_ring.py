@@ -1,0 +1,211 @@
+"""A ring of real ring processes on this machine, without daemons around it: for benchmarks and exactness tests."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+
+from halda import arrange
+
+from primad.daemon.shard import Place, open_windows, place_windows
+from primad.engine.build import build_id
+from primad.engine.protocol import EngineOptions, Sampling
+from primad.gguf.cache import LayerCache
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from primad.gguf.windows import ModelCutter
+from primad.ring.messages import (
+    Cancel,
+    Connect,
+    Finished,
+    Generate,
+    Loading,
+    Open,
+    Opened,
+    OpenWindow,
+    Report,
+    Sampled,
+    Serving,
+    Status,
+)
+from primad.ring.spawn import RingProcess
+
+GREEDY = Sampling(
+    temperature=0,
+    top_k=0,
+    top_p=1,
+    min_p=0,
+    seed=0,
+    presence_penalty=0,
+    frequency_penalty=0,
+    repeat_penalty=1,
+    penalty_tokens=0,
+    logit_bias=(),
+)
+
+
+class LocalRing:
+    """``windows[i]`` layers a round for device ``i``; ``windows=None`` is the whole model in one process.
+
+    ``async with LocalRing(...) as ring`` loads and links it; layer files live in ``folder`` (shared between rings).
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        windows: Sequence[int] | None,
+        *,
+        rounds: int = 1,
+        context: int = 2048,
+        threads: Sequence[int] | int = 2,
+        extra_buffers: bool = False,
+        folder: Path | None = None,
+        step_timeout_s: float = 120,
+    ) -> None:
+        self._model = model
+        self._header = open_model(model)
+        profile = model_profile(self._header)
+        names = [f"d{i}" for i in range(len(windows or [0]))]
+        layers = len(profile.layers)
+        self.plan = arrange(names, windows or [layers], rounds=rounds, model=profile)
+        self._threads = [threads] * len(names) if isinstance(threads, int) else list(threads)
+        self._context = context
+        self._extra_buffers = extra_buffers
+        self._folder = folder
+        self._step_timeout_s = step_timeout_s
+        self._stack = AsyncExitStack()
+        self._ring = random.getrandbits(62)
+        self._requests = 0
+        self.processes: dict[str, RingProcess] = {}
+        self._events: dict[str, asyncio.Queue[object]] = {}
+
+    async def __aenter__(self) -> LocalRing:
+        if self._folder is None:
+            self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-ring-")))
+        try:
+            await self._open()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def _open(self) -> None:
+        plan, width = self.plan, model_profile(self._header).width
+        cutter = ModelCutter(self._header) if len(plan.route) > 1 else None
+        for number, name in enumerate(plan.devices):
+            assert self._folder is not None
+            run = self._folder / f"run-{self._ring}-{name}"
+            run.mkdir(parents=True)
+            options = EngineOptions(
+                context=self._context,
+                sequences=1,
+                rows=512,
+                threads=self._threads[number],
+                batch_threads=self._threads[number],
+            )
+            windows = [OpenWindow(window=0, files=None, extra_buffers=self._extra_buffers)]
+            if cutter is not None:
+                place = Place(cache=LayerCache(self._folder / name), run=run, verdicts=run, build=build_id())
+                windows = self._windows(cutter, name, place)
+            process = await RingProcess.start(run / "log", shared_host=len(plan.devices))
+            self._stack.push_async_callback(process.close)
+            self.processes[name] = process
+            self._events[name] = asyncio.Queue()
+            pump = asyncio.create_task(self._pump(name, process))
+            self._stack.callback(pump.cancel)
+            await process.send(
+                Open(
+                    ring=self._ring,
+                    epoch=1,
+                    windows=windows,
+                    route=len(plan.route),
+                    width=width,
+                    model=str(self._model) if name == plan.head else None,
+                    host="127.0.0.1",
+                    depth=len(plan.devices),
+                    step_timeout_s=self._step_timeout_s,
+                    options=options,
+                )
+            )
+        endpoints = {name: await self._endpoint(name) for name in plan.devices}
+        if len(plan.devices) > 1:
+            for name in reversed(plan.devices):
+                await self.processes[name].send(Connect(endpoints[plan.after(name)]))
+        event = await self._next(plan.head)
+        assert isinstance(event, Serving), event
+
+    def _windows(self, cutter: ModelCutter, name: str, place: Place) -> list[OpenWindow]:
+        held = self.plan.windows_of(name)
+        specs = [cutter.spec(index, window.first, window.last) for index, window in held]
+        for ref in place.cache.missing(ref for spec in specs for ref in spec.layers):
+            source = cutter.source(ref.digest)
+            assert source is not None
+            with place.cache.writing(ref) as writer:
+                for chunk in source.chunks():
+                    writer.write(chunk)
+        files = place_windows(place, specs, [0] * len(specs), 1)
+        return open_windows(specs, files, [self._extra_buffers] * len(specs))
+
+    async def _pump(self, name: str, process: RingProcess) -> None:
+        try:
+            async for event in process.events():
+                if not isinstance(event, Loading):
+                    await self._events[name].put(event)
+        except Exception as exc:  # noqa: BLE001  (handed to whoever waits)
+            await self._events[name].put(exc)
+
+    async def _next(self, name: str) -> object:
+        event = await self._events[name].get()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    async def _endpoint(self, name: str) -> str:
+        event = await self._next(name)
+        assert isinstance(event, Opened), event
+        return event.endpoint
+
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, sampling: Sampling = GREEDY, logprobs: int | None = None
+    ) -> tuple[list[Sampled], Finished]:
+        """Continue ``prompt``: what was sampled, and how it ended."""
+        self._requests += 1
+        head = self.plan.head
+        await self.processes[head].send(
+            Generate(
+                request=self._requests,
+                prompt=list(prompt),
+                max_tokens=max_tokens,
+                sampling=sampling,
+                logprobs=logprobs,
+            )
+        )
+        sampled: list[Sampled] = []
+        while True:
+            event = await self._next(head)
+            match event:
+                case Sampled() if event.request == self._requests:
+                    sampled.append(event)
+                case Finished() if event.request == self._requests:
+                    return sampled, event
+
+    async def cancel(self) -> None:
+        """Cancel the latest generation."""
+        await self.processes[self.plan.head].send(Cancel(self._requests))
+
+    async def status(self, name: str) -> Status:
+        """What the process of device ``name`` did and holds. Call it while nothing generates."""
+        await self.processes[name].send(Report())
+        event = await self._next(name)
+        assert isinstance(event, Status), event
+        return event
