@@ -26,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-UsageError = typer.BadParameter.__bases__[0]
+UsageError: Any = typer.BadParameter.__bases__[0]
 """What typer raises for every mistake on the command line; it has no public name."""
 
 _out = Console(highlight=False, soft_wrap=True)
@@ -304,4 +304,4 @@ def main() -> None:
     except PrimadError as exc:
         _fail(str(exc))
     except UsageError as exc:
-        _fail(f"{exc.format_message()}; see 'primad --help'")  # type: ignore[attr-defined]
+        _fail(f"{exc.format_message()}; see 'primad --help'")

@@ -26,7 +26,8 @@ DEFAULT_HTTP_PORT: Final = 8080
 DEFAULT_CLUSTER: Final = "home"
 LOOPBACK: Final = "127.0.0.1"
 _FILE_KEYS: Final = ("name", "cluster", "host", "port", "threads", "insecure_lan", "devices")
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
+"""Names of devices and clusters, our own and those that others announce."""
 
 Flags = Mapping[str, Any]
 """Options of the command line by key; None where one was not given."""
@@ -68,12 +69,12 @@ def default_home() -> Path:
 
 def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config:
     """The configuration. Raises ``ConfigError`` naming the flag, variable or key that is wrong."""
-    home = Path(flags.get("home") or environ.get("PRIMAD_HOME") or default_home()).expanduser().absolute()
+    home = _home(flags, environ)
     stored = _read_file(home / "config.toml")
 
     def chosen(key: str, default: Any) -> tuple[Any, str]:
         if flags.get(key) is not None and flags[key] != ():
-            return flags[key], f"--{key.replace('_', '-')}"
+            return flags[key], "--device" if key == "devices" else f"--{key.replace('_', '-')}"
         variable = f"PRIMAD_{key.upper()}"
         if environ.get(variable):
             return environ[variable], variable
@@ -82,10 +83,10 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
         return default, key
 
     name, source = chosen("name", _host_name())
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ConfigError(f"{source}: {name!r} is no device name; use up to 62 letters, digits, '.', '_' and '-'")
     cluster, source = chosen("cluster", DEFAULT_CLUSTER)
-    if not isinstance(cluster, str) or not _NAME.fullmatch(cluster):
+    if not isinstance(cluster, str) or not NAME.fullmatch(cluster):
         raise ConfigError(f"{source}: {cluster!r} is no cluster name; use up to 62 letters, digits, '.', '_' and '-'")
     insecure_lan = _flag(*chosen("insecure_lan", False))
     host, source = chosen("host", "0.0.0.0" if insecure_lan else LOOPBACK)
@@ -102,6 +103,15 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
         insecure_lan=insecure_lan,
         devices=tuple(check_address(device, devices_source) for device in _list(devices, devices_source)),
     )
+
+
+def _home(flags: Flags, environ: Mapping[str, str]) -> Path:
+    source = "--home" if flags.get("home") else "PRIMAD_HOME"
+    chosen = flags.get("home") or environ.get("PRIMAD_HOME") or default_home()
+    try:
+        return Path(chosen).expanduser().absolute()
+    except RuntimeError as exc:
+        raise ConfigError(f"{source}: {chosen}: {exc}; give the folder's full path") from exc
 
 
 def open_home(config: Config) -> None:
@@ -123,7 +133,7 @@ def check_host(host: Any, source: str, *, insecure_lan: bool) -> None:
         return
     try:
         socket.getaddrinfo(host, None, flags=socket.AI_PASSIVE)
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:
         raise ConfigError(f"{source}: {host!r} is no address of this machine: {exc}") from exc
     if not insecure_lan:
         raise ConfigError(
@@ -167,8 +177,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _number(value: Any, source: str, *, least: int = 0, most: int) -> int:
     try:
-        number = int(value) if not isinstance(value, bool) else -1
-    except (TypeError, ValueError):
+        number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else -1
+    except ValueError:
         number = -1
     if not least <= number <= most:
         raise ConfigError(f"{source}: {value!r} is not a whole number from {least} to {most}")

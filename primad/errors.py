@@ -17,6 +17,12 @@ translated once, at the border, with ``raise ... from exc``. ``assert`` is for o
 from __future__ import annotations
 
 
+def printable(text: object, most: int = 300) -> str:
+    """A foreign text as part of one line: what a terminal could obey is escaped, ``most`` characters are kept."""
+    kept = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text)[:most])
+    return kept if len(str(text)) <= most else kept + "..."
+
+
 class PrimadError(Exception):
     """The root. The CLI prints its text as one line and ends with exit code 2."""
 

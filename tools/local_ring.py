@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from halda import arrange
-
+from primad.daemon.extra import choose_extra_buffers
 from primad.daemon.shard import Place, open_windows, place_windows
 from primad.engine.build import build_id
 from primad.engine.protocol import EngineOptions, Sampling
@@ -52,6 +52,8 @@ GREEDY = Sampling(
 class LocalRing:
     """``windows[i]`` layers a round for device ``i``; ``windows=None`` is the whole model in one process.
 
+    ``extra_buffers`` None lets each window's probe decide, as the daemon does.
+
     ``async with LocalRing(...) as ring`` loads and links it; layer files live in ``folder`` (shared between rings).
     """
 
@@ -63,7 +65,7 @@ class LocalRing:
         rounds: int = 1,
         context: int = 2048,
         threads: Sequence[int] | int = 2,
-        extra_buffers: bool = False,
+        extra_buffers: bool | None = False,
         folder: Path | None = None,
         step_timeout_s: float = 120,
     ) -> None:
@@ -82,6 +84,7 @@ class LocalRing:
         self._ring = random.getrandbits(62)
         self._requests = 0
         self.processes: dict[str, RingProcess] = {}
+        self.extra_buffers: list[bool] = []
         self._events: dict[str, asyncio.Queue[object]] = {}
 
     async def __aenter__(self) -> LocalRing:
@@ -113,10 +116,17 @@ class LocalRing:
                 threads=self._threads[number],
                 batch_threads=self._threads[number],
             )
-            windows = [OpenWindow(window=0, files=None, extra_buffers=self._extra_buffers)]
+            place = Place(
+                cache=LayerCache(self._folder / name), run=run, verdicts=self._folder / "verdicts", build=build_id()
+            )
+            held = [window for _, window in plan.windows_of(name)]
+            extra = [bool(self._extra_buffers)] * len(held)
+            if self._extra_buffers is None:
+                extra = await choose_extra_buffers(place, self._header, held, options, lambda _: None)
+            self.extra_buffers += extra
+            windows = [OpenWindow(window=0, files=None, extra_buffers=extra[0])]
             if cutter is not None:
-                place = Place(cache=LayerCache(self._folder / name), run=run, verdicts=run, build=build_id())
-                windows = self._windows(cutter, name, place)
+                windows = self._windows(cutter, name, place, extra)
             process = await RingProcess.start(run / "log", shared_host=len(plan.devices))
             self._stack.push_async_callback(process.close)
             self.processes[name] = process
@@ -144,7 +154,7 @@ class LocalRing:
         event = await self._next(plan.head)
         assert isinstance(event, Serving), event
 
-    def _windows(self, cutter: ModelCutter, name: str, place: Place) -> list[OpenWindow]:
+    def _windows(self, cutter: ModelCutter, name: str, place: Place, extra: list[bool]) -> list[OpenWindow]:
         held = self.plan.windows_of(name)
         specs = [cutter.spec(index, window.first, window.last) for index, window in held]
         for ref in place.cache.missing(ref for spec in specs for ref in spec.layers):
@@ -154,7 +164,7 @@ class LocalRing:
                 for chunk in source.chunks():
                     writer.write(chunk)
         files = place_windows(place, specs, [0] * len(specs), 1)
-        return open_windows(specs, files, [self._extra_buffers] * len(specs))
+        return open_windows(specs, files, extra)
 
     async def _pump(self, name: str, process: RingProcess) -> None:
         try:

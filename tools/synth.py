@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf import GGML_QUANT_SIZES, GGUFValueType
+from gguf import GGMLQuantizationType as Type
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from primad.gguf.header import MAGIC, Value, array_value, read_header, scalar_value
@@ -35,8 +36,6 @@ TEMPLATE: Final = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-
-Type = GGMLQuantizationType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +243,7 @@ class _Quantisation:
 
     name: str
 
-    def type(self, tensor: str, row: int, layer: int, layers: int) -> Type:
+    def pick(self, tensor: str, row: int, layer: int, layers: int) -> Type:
         kind = Type[self.name.upper()] if self.name != "q4_k_m" else Type.Q4_K
         if self.name == "q4_k_m":
             more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
@@ -261,12 +260,12 @@ def _tensors(shape: Shape, kinds: _Quantisation) -> Iterator[_Tensor]:
     embedding = 0.2 / float(_KEYS.get(name, {}).get("embedding_scale", scale.get(name, 1.0)))
     rows, root = (width, shape.vocabulary), math.sqrt(width)
     matrix, norm = ("output", 3 / (embedding * root)) if shape.tied else ("token_embd", 1.0)
-    yield _Tensor("token_embd.weight", rows, kinds.type(matrix, width, 0, layers), 0.0, embedding)
+    yield _Tensor("token_embd.weight", rows, kinds.pick(matrix, width, 0, layers), 0.0, embedding)
     yield _Tensor("output_norm.weight", (width,), Type.F32, norm, 0.1 * norm)
     if name in ("starcoder2", "stablelm"):
         yield _Tensor("output_norm.bias", (width,), Type.F32, 0.0, 0.1)
     if not shape.tied:
-        yield _Tensor("output.weight", rows, kinds.type("output", width, 0, layers), 0.0, 3 / root)
+        yield _Tensor("output.weight", rows, kinds.pick("output", width, 0, layers), 0.0, 3 / root)
     if name in ("llama", "exaone", "arcee"):
         yield _Tensor("rope_freqs.weight", (shape.head_width // 2,), Type.F32, 2.0, 0.2)
     if name == "phi3":
@@ -296,7 +295,7 @@ def _layer_tensors(shape: Shape, kinds: _Quantisation, layer: int) -> Iterator[_
             yield _Tensor(full, dimensions, Type.F32, 0.0, 2 / math.sqrt(dimensions[0]))
         else:
             gain = 3.0 if stem.startswith("ffn_down") else 1.5 if stem == "attn_output" else 1.0
-            kind = kinds.type(stem, dimensions[0], layer, shape.layers)
+            kind = kinds.pick(stem, dimensions[0], layer, shape.layers)
             yield _Tensor(full, dimensions, kind, 0.0, gain / math.sqrt(dimensions[0]))
 
 

@@ -7,12 +7,14 @@ second, so that either side notices the other's end.
 
 from __future__ import annotations
 
+import math
 from typing import Final, TypeVar
 
 import msgspec
 
 from halda import DeviceProfile
-from primad.errors import ProtocolError
+from primad.config import NAME
+from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
 from primad.gguf.windows import WindowSpec
 from primad.ring.messages import Status
@@ -22,6 +24,7 @@ PING_INTERVAL_S: Final = 1.0
 GONE_AFTER_S: Final = 4.0
 MAX_MESSAGE_BYTES: Final = 64 << 20
 CHUNK_BYTES: Final = 4 << 20
+PHASES: Final = ("fetch", "probe", "load")
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -94,7 +97,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """How far loading is: ``phase`` is fetch (bytes), probe (runs) or load (windows)."""
+    """How far loading is: ``phase`` (one of ``PHASES``) is fetch (bytes), probe (runs) or load (windows)."""
 
     epoch: int
     phase: str
@@ -172,20 +175,36 @@ _transfer_decoder = msgspec.msgpack.Decoder(TransferMessage)
 def decode_from_head(data: bytes) -> HeadMessage:
     """A message of a head. Raises ``ProtocolError``."""
     message: HeadMessage = _decode(_head_decoder, data)
-    if isinstance(message, Load):
-        _check_load(message)
+    match message:
+        case Load():
+            _check_load(message)
+        case Hello(device=device) if not NAME.fullmatch(device):
+            raise ProtocolError(f"hello of {printable(device, 70)!r}, which is no device name")
     return message
 
 
 def decode_from_worker(data: bytes) -> WorkerMessage:
-    """A message of a worker. Raises ``ProtocolError``."""
+    """A message of a worker, its texts fit to be shown. Raises ``ProtocolError``."""
     message: WorkerMessage = _decode(_worker_decoder, data)
+    match message:
+        case Welcome(profile=profile):
+            _check_profile(profile)
+        case Loaded(port=port) if not 0 < port < 65_536:
+            raise ProtocolError(f"windows loaded on the impossible port {port}")
+        case Progress(phase=phase, done=done, total=total) if phase not in PHASES or not 0 <= done <= total:
+            raise ProtocolError(f"impossible progress: {done} of {total} in phase {printable(phase, 20)!r}")
+        case Refused(reason):
+            return Refused(printable(reason))
+        case Broken(epoch=epoch, error=error):
+            return Broken(epoch=epoch, error=printable(error))
     return message
 
 
 def decode_transfer(data: bytes) -> TransferMessage:
     """A message about layer chunks. Raises ``ProtocolError``."""
     message: TransferMessage = _decode(_transfer_decoder, data)
+    if isinstance(message, NoChunk):
+        return NoChunk(digest=message.digest, offset=message.offset, reason=printable(message.reason))
     return message
 
 
@@ -193,7 +212,16 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a control message: {exc}") from exc
+        raise ProtocolError(f"not a control message: {printable(exc)}") from exc
+
+
+def _check_profile(profile: DeviceProfile) -> None:
+    if not NAME.fullmatch(profile.device):
+        raise ProtocolError(f"profile of {printable(profile.device, 70)!r}, which is no device name")
+    counts = (profile.cores, profile.ram_total_bytes, profile.ram_available_bytes, profile.disk_free_bytes)
+    rates = (profile.ram_read_bytes_per_s, profile.disk_read_bytes_per_s)
+    if min(counts) < 0 or not all(0 < rate < math.inf for rate in rates):
+        raise ProtocolError(f"profile of {profile.device} with impossible figures")
 
 
 def _check_load(load: Load) -> None:
@@ -201,8 +229,14 @@ def _check_load(load: Load) -> None:
         raise ProtocolError(f"plan with a route of {load.route} windows and a width of {load.width}")
     if not 0 < load.rows <= 8192 or not 0 < load.context <= 1 << 26 or not 0 < load.sequences <= 256:
         raise ProtocolError(f"plan with {load.rows} rows, {load.sequences} sequences, a context of {load.context}")
+    if not 0 < load.step_timeout_s < math.inf:
+        raise ProtocolError(f"plan with a step timeout of {load.step_timeout_s} s")
     if not load.windows or len(load.gpu_layers) != len(load.windows):
         raise ProtocolError("plan without windows for this device")
+    if len({spec.window for spec in load.windows}) != len(load.windows):
+        raise ProtocolError("plan with two windows at one place of the route")
+    if any(not 0 <= count <= len(spec.layers) for count, spec in zip(load.gpu_layers, load.windows, strict=True)):
+        raise ProtocolError("plan with more layers on the GPU than a window has")
     for spec in [*load.windows, *([load.probe] if load.probe else [])]:
         if not 0 <= spec.first < spec.last or len(spec.layers) < spec.last - spec.first:
             raise ProtocolError(f"window {spec.window} of layers {spec.first} to {spec.last} is impossible")

@@ -7,7 +7,6 @@ hangs ends the body with one ``PrimadError``, and everything that was opened is 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 import statistics
 from collections.abc import AsyncIterator, Mapping
@@ -22,23 +21,14 @@ from primad.cluster.messages import Load, Progress
 from primad.cluster.sockets import endpoint
 from primad.config import LOOPBACK, Config, is_loopback
 from primad.daemon.backend import RingBackend
+from primad.daemon.extra import TRIALS, choose_extra_buffers
 from primad.daemon.reporter import Reporter
-from primad.daemon.shard import (
-    Place,
-    fits_twice,
-    open_windows,
-    place_windows,
-    remove_metadata,
-    try_extra_buffers,
-)
+from primad.daemon.shard import Place, open_windows, place_windows, remove_metadata
 from primad.daemon.worker_link import Worker, WorkerRing
-from primad.engine.probe import Verdict, is_worth_it
 from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, ModelError, PrimadError, RingError
-from primad.gguf.architectures import layer_count
-from primad.gguf.cache import LayerCache
 from primad.gguf.header import Header
-from primad.gguf.windows import ModelCutter, WindowSpec, token_embedding, vocabulary_size
+from primad.gguf.windows import ModelCutter, WindowSpec, token_embedding
 from primad.ring.messages import (
     Connect,
     Finished,
@@ -334,51 +324,15 @@ class HeadRing:
 
     async def _own_extra_buffers(self, options: EngineOptions) -> list[bool]:
         """For each of the head's windows, whether it uses extra buffers."""
+        parts = self._parts
         windows = [window for _, window in self.plan.windows_of(self.plan.head)]
-        wanted = self._parts.options.extra_buffers
-        if wanted != "auto":
-            return [wanted == "on"] * len(windows)
-        total = layer_count(self._parts.header)
-        size = sum(tensor.bytes for tensor in self._parts.header.tensors.values())
-        held = size * self.plan.layers_of(self.plan.head) // total
-        if not fits_twice(held):
-            return [False] * len(windows)
-        try:
-            cutter = self._parts.cutter or ModelCutter(self._parts.header)
-            probes = await self._probe_own(cutter, options)
-        except ModelError:
-            return [False] * len(windows)  # an architecture that cannot be cut is served whole and plainly
-        layer, tail, tail_layers = probes
-        return [
-            is_worth_it(layer, len(window.layers) - tail_layers, tail)
-            if window.last == total
-            else is_worth_it(layer, len(window.layers))
-            for window in windows
-        ]
+        if parts.options.extra_buffers != "auto":
+            return [parts.options.extra_buffers == "on"] * len(windows)
 
-    async def _probe_own(self, cutter: ModelCutter, options: EngineOptions) -> tuple[Verdict, Verdict, int]:
-        """Verdicts for one layer and for the shortest tail, and the layers of that tail."""
-        parts, total = self._parts, layer_count(self._parts.header)
-        multiple = 1
-        for _, window in self.plan.windows_of(self.plan.head):
-            if window.last == total and window.first:
-                multiple = total - window.first
-        tail_first = total - min(multiple, total)
-        self._parts.reporter.progress(self.plan.head, "probe", 0, 2)
-        width, vocabulary = token_embedding(parts.header).shape[0], vocabulary_size(parts.header)
-        folder = parts.place.run / "probe"
-        try:
-            place = Place(
-                cache=LayerCache(folder), run=parts.place.run, verdicts=parts.place.verdicts, build=parts.place.build
-            )
-            specs = await asyncio.to_thread(_cut_probes, cutter, place.cache, [(0, 1), (tail_first, total)])
-            layer = await try_extra_buffers(place, specs[0], options, width=width)
-            self._parts.reporter.progress(self.plan.head, "probe", 1, 2)
-            tail = await try_extra_buffers(place, specs[1], options, width=width, vocabulary=vocabulary)
-            self._parts.reporter.progress(self.plan.head, "probe", 2, 2)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return layer, tail, total - tail_first
+        def advance(done: int) -> None:
+            parts.reporter.progress(self.plan.head, "probe", done, TRIALS)
+
+        return await choose_extra_buffers(parts.place, parts.header, windows, options, advance)
 
     def _probe_spec(self, first: int, last: int) -> WindowSpec | None:
         assert self._parts.cutter is not None
@@ -425,17 +379,6 @@ class HeadRing:
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._parts.reporter.progress(device, progress.phase, progress.done, progress.total)
-
-
-def _cut_probes(cutter: ModelCutter, cache: LayerCache, windows: list[tuple[int, int]]) -> list[WindowSpec]:
-    specs = [cutter.spec(0, first, last) for first, last in windows]
-    for ref in cache.missing(ref for spec in specs for ref in spec.layers):
-        source = cutter.source(ref.digest)
-        assert source is not None
-        with cache.writing(ref) as writer:
-            for chunk in source.chunks():
-                writer.write(chunk)
-    return specs
 
 
 def _figures(status: Status) -> dict[str, Any]:

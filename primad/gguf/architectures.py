@@ -120,27 +120,23 @@ SUPPORTED: Final[dict[str, Architecture]] = {
     )
 }
 
-_SCALES_HIDDEN: Final = "llama.cpp scales hidden states by sqrt(width) again at the start of each window"
-_ABORTS: Final = "llama.cpp aborts when its text model is fed hidden states"
-_MROPE: Final = "its rotary positions have several sections"
-_RECURRENT: Final = "it keeps recurrent state"
-_PER_LAYER_INPUT: Final = "its layers take inputs beside the hidden state"
-_STEP: Final = "which layers rotate, attend in chunks or hold experts is computed from the layer's number"
-_POSITIONS: Final = "position embeddings are added at the input"
-_ENCODER: Final = "it is not a causal text decoder"
-_REFUSED: Final[dict[str, str]] = {
-    **dict.fromkeys(("gemma", "gemma2"), _SCALES_HIDDEN),
-    **dict.fromkeys(("glm4", "glm4moe"), _ABORTS),
-    **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe", "hunyuan-vl", "paddleocr"), _MROPE),
-    **dict.fromkeys(("mamba", "mamba2", "jamba", "rwkv6", "rwkv7", "arwkv7", "rwkv6qwen2"), _RECURRENT),
-    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe", "falcon-h1", "granitehybrid", "nemotron_h"), _RECURRENT),
-    **dict.fromkeys(("lfm2", "lfm2moe", "plamo2", "kimi-linear", "nemotron_h_moe"), _RECURRENT),
-    **dict.fromkeys(("gemma3n", "gemma4"), _PER_LAYER_INPUT),
-    **dict.fromkeys(("llama4", "smallthinker", "afmoe", "ernie4_5-moe"), _STEP),
-    **dict.fromkeys(("gpt2", "starcoder", "bloom", "mpt"), _POSITIONS),
-    **dict.fromkeys(("bert", "nomic-bert", "modern-bert", "gemma-embedding", "t5", "t5encoder"), _ENCODER),
-    "baichuan": "its 7B and 13B differ in position encoding and are told apart by the number of layers",
+_REASONS: Final[dict[str, tuple[str, ...]]] = {
+    "llama.cpp scales hidden states by sqrt(width) again at the start of each window": ("gemma", "gemma2"),
+    "llama.cpp aborts when its text model is fed hidden states": ("glm4", "glm4moe"),
+    "its rotary positions have several sections": ("qwen2vl", "qwen3vl", "qwen3vlmoe", "hunyuan_vl", "paddleocr"),
+    "it keeps recurrent state": (
+        *("mamba", "mamba2", "jamba", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "qwen3next", "qwen35", "qwen35moe"),
+        *("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe", "plamo2", "kimi-linear"),
+    ),
+    "its layers take inputs beside the hidden state": ("gemma3n", "gemma4"),
+    "which layers rotate, attend in chunks or hold experts is computed from the layer's number": (
+        *("llama4", "smallthinker", "afmoe", "ernie4_5-moe"),
+    ),
+    "position embeddings are added at the input": ("gpt2", "starcoder", "bloom", "mpt"),
+    "it is not a causal text decoder": (*("bert", "nomic-bert", "modern-bert", "gemma-embedding", "t5", "t5encoder"),),
+    "its 7B and 13B differ in position encoding and are told apart by the number of layers": ("baichuan",),
 }
+_REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
 
 _PER_LAYER: Final = (
     "feed_forward_length",
@@ -361,13 +357,14 @@ def _check_count(header: Header, architecture: Architecture, count: int) -> None
         raise _refusal(header, "exaone4 with 64 layers", "llama.cpp makes layers slide at that number only")
     if name == "command-r" and layers >= 64:
         raise _refusal(header, "command-r with 64 layers", "llama.cpp expects norms from that number on only")
-    if name == "deepseek2" and not _deepseek2_lite(header, layers) and count in (26, 27):
+    if name == "deepseek2" and not _deepseek2_lite(header, layers) and _deepseek2_lite(header, count):
         raise ModelError(
             f"{header.path}: llama.cpp takes {count} layers of 'deepseek2' for the lite model; choose other windows"
         )
 
 
 def _deepseek2_lite(header: Header, layers: int) -> bool:
+    """Whether llama.cpp takes that many layers for DeepSeek V2 Lite or a like model, whose queries are one matrix."""
     return layers in (26, 27) or (layers == 48 and _vocabulary(header) == 128_256)
 
 

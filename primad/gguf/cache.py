@@ -5,7 +5,7 @@
     <folder>/partial/            files on their way; emptied when the cache is opened
 
 A file appears under its name only after its weights were hashed and flushed, so a crash leaves nothing half-written. A
-file that was there before this process started is hashed once, the first time it is asked for.
+file (or copy) that was there before this process started is hashed once, the first time it is asked for.
 """
 
 from __future__ import annotations
@@ -71,20 +71,31 @@ class LayerCache:
         return [ref for ref in dict.fromkeys(refs) if not self.holds(ref)]
 
     def holds(self, ref: LayerRef) -> bool:
-        """Whether the layer is here and its weights hash to their name; a file that does not is removed."""
-        path = self.path(ref.digest)
+        """Whether the layer is here and its weights hash to their name; a file that does not is removed.
+
+        Raises ``ClusterError`` when the disk refuses to read or remove it.
+        """
+        try:
+            if self._is_whole(self.path(ref.digest), ref):
+                return True
+            self._drop(ref.digest)
+        except OSError as exc:
+            raise ClusterError(
+                f"{self._folder}: layer {ref.digest[:12]} cannot be read: {exc.strerror or exc}; "
+                "check that folder or use another --home"
+            ) from exc
+        return False
+
+    def _is_whole(self, path: Path, ref: LayerRef) -> bool:
+        """Whether ``path`` holds the weights of ``ref``; hashes them the first time."""
         try:
             if path.stat().st_size != ref.file_bytes:
-                self._drop(ref.digest)
                 return False
         except FileNotFoundError:
             return False
-        if ref.digest not in self._verified:
-            if _digest(path) != ref.digest:
-                self._drop(ref.digest)
-                return False
-            self._verified.add(ref.digest)
-        return True
+        if path.name not in self._verified and _digest(path) == ref.digest:
+            self._verified.add(path.name)
+        return path.name in self._verified
 
     @contextmanager
     def writing(self, ref: LayerRef) -> Iterator[LayerWriter]:
@@ -108,21 +119,19 @@ class LayerCache:
                 ) from exc
         finally:
             partial.unlink(missing_ok=True)
-        self._verified.add(ref.digest)
+        self._verified.add(self.path(ref.digest).name)
 
     def place(self, ref: LayerRef, *, number: int, split: int, copy: int = 0) -> Path:
         """Make the file layer ``number`` of its window and split ``split`` of its model; its path.
 
         The layer must be here (``holds``). Rewrites the header only; ``copy`` > 0 makes a copy of the file first where
-        there is none. Raises ``ClusterError`` when the disk refuses it.
+        there is none that is whole. Raises ``ClusterError`` when the disk refuses it.
         """
         path = self.path(ref.digest, copy)
         header = layer_header(ref.tensors, number=number, split=split)
         try:
-            if copy and not (path.exists() and path.stat().st_size == ref.file_bytes):
-                partial = self._partial / path.name
-                shutil.copyfile(self.path(ref.digest), partial)
-                partial.replace(path)
+            if copy and not self._is_whole(path, ref):
+                self._copy(self.path(ref.digest), path)
             with path.open("r+b") as file:
                 if file.read(HEADER_BYTES) != header:
                     file.seek(0)
@@ -131,9 +140,19 @@ class LayerCache:
             raise ClusterError(f"{path}: the layer file cannot be prepared: {exc.strerror or exc}") from exc
         return path
 
+    def _copy(self, source: Path, target: Path) -> None:
+        self._verified.discard(target.name)
+        partial = self._partial / target.name
+        try:
+            shutil.copyfile(source, partial)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._verified.add(target.name)
+
     def _drop(self, digest: str) -> None:
-        self._verified.discard(digest)
         for path in self._folder.glob(f"{digest}*.gguf"):
+            self._verified.discard(path.name)
             path.unlink(missing_ok=True)
 
 

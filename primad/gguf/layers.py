@@ -11,6 +11,7 @@ travels the same way, as one more layer file that only the tail window loads.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,6 +34,8 @@ MAX_LAYER_TENSORS: Final = 100
 _VERSION: Final = 3
 _PADDING_KEY: Final = "primad.padding"
 _LAYER: Final = "*"
+_NAME: Final = re.compile(r"(?=.{1,60}\Z)[\w.-]*\*?[\w.-]*", re.ASCII)
+"""At most one ``*``, so that a name with the layer's number in it still fits the header."""
 _TYPES: Final = frozenset(int(kind) for kind in GGMLQuantizationType)
 
 
@@ -135,9 +138,11 @@ def check_ref(ref: LayerRef) -> None:
         raise ProtocolError(f"layer digest {ref.digest[:80]!r} is not {DIGEST_BYTES} bytes of lower-case hex")
     if not 0 < ref.size_bytes <= MAX_LAYER_BYTES or not 0 < len(ref.tensors) <= MAX_LAYER_TENSORS:
         raise ProtocolError(f"layer {ref.digest[:12]} has {ref.size_bytes} bytes and {len(ref.tensors)} tensors")
+    if len({tensor.name for tensor in ref.tensors}) != len(ref.tensors):
+        raise ProtocolError(f"layer {ref.digest[:12]} has two tensors of one name")
     at = 0
     for tensor in ref.tensors:
-        if not 0 < len(tensor.name.encode()) <= 60 or not 1 <= len(tensor.shape) <= 4 or min(tensor.shape) < 1:
+        if not _NAME.fullmatch(tensor.name) or not 1 <= len(tensor.shape) <= 4 or min(tensor.shape) < 1:
             raise ProtocolError(f"layer {ref.digest[:12]} has a tensor of impossible name or shape")
         if _tensor_bytes(tensor) != tensor.size_bytes or tensor.offset != at:
             raise ProtocolError(

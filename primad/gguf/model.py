@@ -53,11 +53,11 @@ def parts(path: Path, count: int) -> list[Path]:
 
 
 def _merge(first: Header, count: int) -> Header:
-    tensors: dict[str, TensorInfo] = dict(first.tensors)
-    for number, path in enumerate(parts(first.path, count)[1:], start=1):
+    tensors: dict[str, TensorInfo] = {}
+    for number, path in enumerate(parts(first.path, count)):
         if not path.exists():
             raise ModelError(f"{path}: part {number + 1} of {count} of this split model is missing; fetch it as well")
-        part = read_header(path)
+        part = read_header(path) if number else first
         if part.count(SPLIT_NUMBER, 0) != number or part.count(SPLIT_COUNT, 0) != count:
             raise ModelError(f"{path}: is not part {number + 1} of {count} of {first.path.name}; fetch the parts again")
         for name, tensor in part.tensors.items():

@@ -112,7 +112,9 @@ class ModelCutter:
         if not tail:
             width = token_embedding(self.header).shape[0]
             row = np.zeros(width, np.float32).tobytes()
-            small.append(SmallTensor(name=TOKEN_EMBEDDING, type=GGMLQuantizationType.F32, shape=(width, 1), data=row))
+            tied = cuttable(self.header).tied_output_fallback
+            for name in (TOKEN_EMBEDDING,) if tied else (TOKEN_EMBEDDING, OUTPUT):
+                small.append(SmallTensor(name=name, type=GGMLQuantizationType.F32, shape=(width, 1), data=row))
         return small
 
 

@@ -32,11 +32,13 @@ def memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cg
 def _cgroups(proc: Path, root: Path) -> list[tuple[int, int]]:
     """(limit, bytes in use that cannot be reclaimed) of every memory cgroup from ours up to the root."""
     try:
-        lines = proc.read_text().splitlines()
+        lines = proc.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []
     found = []
     for line in lines:
+        if line.count(":") < 2:
+            continue
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, names = root, ("memory.max", "memory.current", "inactive_file")

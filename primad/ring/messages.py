@@ -19,7 +19,7 @@ import msgspec
 
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.engine.protocol import Sampling as Sampling
-from primad.errors import ProtocolError
+from primad.errors import ProtocolError, printable
 
 PROTOCOL: Final = 1
 """The version of every message in this file. It grows when an older peer could misread a newer one."""
@@ -127,7 +127,7 @@ def decode_step(header: bytes | memoryview, payload_bytes: int, limits: Limits) 
     try:
         step = _step_decoder.decode(header)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a step header: {exc}") from exc
+        raise ProtocolError(f"not a step header: {printable(exc)}") from exc
     if step.protocol != PROTOCOL:
         raise ProtocolError(f"step of protocol {step.protocol}; this device speaks {PROTOCOL}")
     if (step.ring, step.epoch) != (limits.ring, limits.epoch):
@@ -146,7 +146,7 @@ def _check_shape(step: Step, payload_bytes: int, limits: Limits) -> None:
     if step.window not in limits.windows:
         raise ProtocolError(f"step {step.step} is for window {step.window}, which this device does not hold")
     if step.dtype != HIDDEN_DTYPE:
-        raise ProtocolError(f"step {step.step} has dtype {step.dtype!r}; expected {HIDDEN_DTYPE!r}")
+        raise ProtocolError(f"step {step.step} has dtype {step.dtype[:20]!r}; expected {HIDDEN_DTYPE!r}")
     if not 0 <= rows <= limits.rows or width != limits.width:
         raise ProtocolError(
             f"step {step.step} has shape ({rows}, {width}); expected at most {limits.rows} rows of {limits.width}"

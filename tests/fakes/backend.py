@@ -1,12 +1,12 @@
 """A strict fake of what the daemon gives to the HTTP API, with a toy vocabulary in which every byte is a token."""
 
-from typing import Any
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from primad.api.backend import Health, ServedModel
 from primad.ring.messages import Finished, Sampled, Sampling

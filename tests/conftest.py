@@ -1,0 +1,77 @@
+"""What every test may ask for: the test models, a cluster name of its own, home folders."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from primad.profiler.measure import profile_device
+
+MODELS = Path(__file__).parent.parent / ".models"
+
+MakeHome = Callable[[str], Path]
+"""Makes a home folder by name; it is measured already."""
+
+
+def _model(name: str) -> Path:
+    path = MODELS / name
+    if not path.is_file():
+        pytest.fail(f"{path}: the test model is missing; run tools/setup --tests", pytrace=False)
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct Q4_1: 30 layers."""
+    return _model("smollm2-135m-q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """Gemma 3 270M Q4_K_M: 18 layers, sliding windows."""
+    return _model("gemma3-270m-q4_k_m.gguf")
+
+
+@pytest.fixture
+def cluster() -> str:
+    """A cluster name that nobody else on this network uses."""
+    return f"test-{secrets.token_hex(6)}"
+
+
+@pytest.fixture(scope="session")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This machine's ``profile.json``, measured once for all homes."""
+    home = tmp_path_factory.mktemp("profile")
+    profile_device("test", home, 2, lambda _: None)
+    return home / "profile.json"
+
+
+@pytest.fixture(scope="module")
+def module_home(tmp_path_factory: pytest.TempPathFactory, profiled: Path) -> Iterator[MakeHome]:
+    """Makes homes that live as long as the module's tests."""
+    root = tmp_path_factory.mktemp("homes")
+    yield _homes(root, profiled)
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def new_home(tmp_path: Path, profiled: Path) -> Iterator[MakeHome]:
+    """Makes homes that live as long as the test."""
+    root = tmp_path / "homes"
+    root.mkdir()
+    yield _homes(root, profiled)
+    shutil.rmtree(root)
+
+
+def _homes(root: Path, profile: Path) -> MakeHome:
+    def make(name: str) -> Path:
+        home = root / name
+        home.mkdir()
+        shutil.copy(profile, home)
+        return home
+
+    return make

@@ -1,0 +1,268 @@
+"""The layer cache: a file under its name is whole, or it is not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from gguf import GGUFReader
+
+from primad.errors import ClusterError
+from primad.gguf.cache import LayerCache
+from primad.gguf.header import read_header
+from primad.gguf.layers import HEADER_BYTES, LayerCut, LayerRef, cut_layer
+from tests.fakes.gguf import toy_arrays, write_gguf
+
+full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+
+
+@pytest.fixture
+def layers(tmp_path) -> list[LayerCut]:
+    model = read_header(write_gguf(tmp_path / "toy.gguf", toy_arrays()))
+    return [cut_layer(model, layer) for layer in range(3)]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "cache" / "layers"
+
+
+def store(cache: LayerCache, layer: LayerCut) -> LayerRef:
+    ref = layer.ref()
+    write(cache, ref, layer.chunks())
+    return ref
+
+
+def write(cache: LayerCache, ref: LayerRef, chunks: Iterable[bytes]) -> None:
+    with cache.writing(ref) as writer:
+        for chunk in chunks:
+            writer.write(chunk)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def damage(path: Path, at: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_new_cache_lacks_everything_once(folder, layers):
+    refs = [layer.ref() for layer in layers]
+    assert LayerCache(folder).missing([*refs, *refs]) == refs
+
+
+def test_what_was_written_is_there_now_and_later(folder, layers):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[0])
+    assert cache.holds(ref)
+    assert LayerCache(folder).missing([ref, layers[1].ref()]) == [layers[1].ref()]
+    assert files(folder) == [f"{ref.digest}.gguf"]
+    assert cache.path(ref.digest).stat().st_size == ref.file_bytes
+
+
+def test_a_layer_in_pieces_of_any_size_is_the_same(folder, layers):
+    cache, ref = LayerCache(folder), layers[0].ref()
+    content = b"".join(layers[0].chunks())
+    with cache.writing(ref) as writer:
+        for at in range(0, len(content), 7):
+            writer.write(memoryview(content)[at : at + 7])
+    assert cache.path(ref.digest).read_bytes()[HEADER_BYTES:] == content
+
+
+@pytest.mark.parametrize("at", [-1, HEADER_BYTES])
+def test_a_damaged_file_is_noticed_and_dropped(folder, layers, at):
+    ref = store(LayerCache(folder), layers[0])
+    path = LayerCache(folder).path(ref.digest)
+    damage(path, at)
+    assert not LayerCache(folder).holds(ref)
+    assert files(folder) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, HEADER_BYTES, HEADER_BYTES + 5, HEADER_BYTES + 1_000_000])
+def test_a_file_of_another_size_is_noticed_and_dropped(folder, layers, size):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[0])
+    with cache.path(ref.digest).open("r+b") as file:
+        file.truncate(size)
+    assert not cache.holds(ref)
+    assert files(folder) == []
+
+
+def test_a_dropped_layer_can_be_fetched_again(folder, layers):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[0])
+    cache.path(ref.digest).write_bytes(b"")
+    assert cache.missing([ref]) == [ref]
+    store(cache, layers[0])
+    assert cache.missing([ref]) == []
+
+
+@pytest.mark.skipif(getattr(os, "geteuid", int)() == 0, reason="root reads everything")
+def test_a_file_that_cannot_be_read_is_one_clear_error(folder, layers):
+    ref = store(LayerCache(folder), layers[0])
+    LayerCache(folder).path(ref.digest).chmod(0)
+    with pytest.raises(ClusterError, match="cannot be read"):
+        LayerCache(folder).holds(ref)
+
+
+def test_something_else_under_the_name_of_a_layer_is_one_clear_error(folder, layers):
+    cache, ref = LayerCache(folder), layers[0].ref()
+    cache.path(ref.digest).mkdir()
+    with pytest.raises(ClusterError, match=str(folder)):
+        cache.holds(ref)
+
+
+def test_an_interrupted_write_leaves_nothing(folder, layers):
+    cache, ref = LayerCache(folder), layers[0].ref()
+
+    def interrupted() -> Iterator[bytes]:
+        yield bytes(10)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(cache, ref, interrupted())
+    assert files(folder) == []
+    assert not cache.holds(ref)
+
+
+def test_what_a_crash_left_on_its_way_is_removed(folder):
+    LayerCache(folder)
+    (folder / "partial" / "rest").write_bytes(b"x")
+    LayerCache(folder)
+    assert files(folder) == []
+
+
+def test_wrong_bytes_are_refused(folder, layers):
+    cache, ref = LayerCache(folder), layers[0].ref()
+    with pytest.raises(ClusterError, match=f"layer {ref.digest[:12]}: the {ref.size_bytes} bytes that arrived are not"):
+        write(cache, ref, layers[1].chunks())
+    assert files(folder) == []
+
+
+def test_too_few_bytes_are_refused(folder, layers):
+    cache, ref = LayerCache(folder), layers[0].ref()
+    with pytest.raises(ClusterError, match="the 10 bytes that arrived are not"):
+        write(cache, ref, [bytes(10)])
+    assert files(folder) == []
+
+
+def test_too_many_bytes_are_refused_before_they_are_written(folder, layers):
+    cache, ref = LayerCache(folder), layers[0].ref()
+    with pytest.raises(ClusterError, match=f"more than its {ref.size_bytes} bytes arrived"):
+        write(cache, ref, [bytes(ref.size_bytes + 1)])
+    assert files(folder) == []
+
+
+@full_device
+def test_a_full_disk_is_one_clear_error_that_names_the_folder(folder, layers):
+    cache, ref = LayerCache(folder), layers[0].ref()
+    (folder / "partial" / ref.digest).symlink_to("/dev/full")
+    with pytest.raises(
+        ClusterError, match=rf"{folder}: layer .* cannot be written: No space left on device; make room"
+    ):
+        store(cache, layers[0])
+    assert files(folder) == []
+    store(cache, layers[0])
+    assert cache.holds(ref)
+
+
+@pytest.mark.parametrize("in_the_way", ["cache", "cache/layers", "cache/layers/partial"])
+def test_a_cache_that_cannot_be_opened_is_one_clear_error(folder, tmp_path, in_the_way):
+    obstacle = tmp_path / in_the_way
+    obstacle.parent.mkdir(parents=True, exist_ok=True)
+    obstacle.write_bytes(b"")
+    with pytest.raises(ClusterError, match=rf"{folder}: the layer cache cannot be opened"):
+        LayerCache(folder)
+
+
+# ---- placing --------------------------------------------------------------------------------------------------------
+
+
+def names(path: Path) -> set[str]:
+    return {tensor.name for tensor in GGUFReader(path).tensors}
+
+
+def test_a_layer_is_placed_by_its_header(folder, layers):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[1])
+    weights = cache.path(ref.digest).read_bytes()[HEADER_BYTES:]
+    path = cache.place(ref, number=5, split=6)
+    assert path == cache.path(ref.digest)
+    assert names(path) == {"blk.5.attn_norm.weight", "blk.5.attn_q.weight"}
+    assert GGUFReader(path).fields["split.no"].contents() == 6
+    assert path.read_bytes()[HEADER_BYTES:] == weights
+    assert LayerCache(folder).holds(ref)
+
+
+def test_a_layer_that_is_in_place_is_not_written_again(folder, layers):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[1])
+    path = cache.place(ref, number=5, split=6)
+    path.chmod(0o444)
+    before = path.stat().st_mtime_ns
+    assert cache.place(ref, number=5, split=6) == path
+    assert path.stat().st_mtime_ns == before
+
+
+def test_two_layers_of_equal_content_are_two_files(folder, layers):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[0])
+    first, second = cache.place(ref, number=0, split=1), cache.place(ref, number=3, split=4, copy=1)
+    assert first != second
+    assert (names(first), names(second)) == (
+        {"blk.0.attn_norm.weight", "blk.0.attn_q.weight"},
+        {"blk.3.attn_norm.weight", "blk.3.attn_q.weight"},
+    )
+    assert first.read_bytes()[HEADER_BYTES:] == second.read_bytes()[HEADER_BYTES:]
+
+
+def test_a_damaged_copy_is_noticed_and_made_again(folder, layers):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[0])
+    copy = cache.place(ref, number=3, split=4, copy=1)
+    whole = copy.read_bytes()
+    damage(copy)
+    later = LayerCache(folder)
+    assert later.holds(ref)
+    assert later.place(ref, number=3, split=4, copy=1).read_bytes() == whole
+
+
+def test_a_copy_that_was_cut_is_made_again(folder, layers):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[0])
+    copy = cache.place(ref, number=3, split=4, copy=1)
+    whole = copy.read_bytes()
+    copy.write_bytes(whole[:-1])
+    assert cache.place(ref, number=3, split=4, copy=1).read_bytes() == whole
+
+
+def test_copies_go_with_a_damaged_layer(folder, layers):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[0])
+    cache.place(ref, number=3, split=4, copy=1)
+    damage(cache.path(ref.digest))
+    assert not LayerCache(folder).holds(ref)
+    assert files(folder) == []
+
+
+@full_device
+def test_a_copy_on_a_full_disk_is_one_clear_error(folder, layers):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[0])
+    (folder / "partial" / f"{ref.digest}-1.gguf").symlink_to("/dev/full")
+    with pytest.raises(ClusterError, match=r"-1\.gguf: the layer file cannot be prepared: No space left"):
+        cache.place(ref, number=3, split=4, copy=1)
+    assert files(folder) == [f"{ref.digest}.gguf"]
+
+
+def test_a_layer_that_went_away_cannot_be_placed(folder, layers):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[0])
+    cache.path(ref.digest).unlink()
+    with pytest.raises(ClusterError, match="cannot be prepared"):
+        cache.place(ref, number=0, split=1)

@@ -1,0 +1,132 @@
+"""The memory of a device is the machine's or that of the tightest cgroup, version 1 or 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from primad.profiler.memory import Memory, memory
+
+MIB = 1 << 20
+NO_LIMIT_V1 = 9_223_372_036_854_771_712
+
+
+@pytest.fixture
+def cgroups(tmp_path) -> Cgroups:
+    return Cgroups(tmp_path)
+
+
+class Cgroups:
+    """Cgroup folders as the kernel shows them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "fs"
+        self.root.mkdir()
+        self.proc = folder / "cgroup"
+
+    def v2(self, path: str, limit: str | int, used: int, inactive: int = 0) -> None:
+        group = self.root / path.strip("/")
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nactive_file 7\n")
+
+    def v1(self, path: str, limit: int, used: int, inactive: int = 0) -> None:
+        group = self.root / "memory" / path.strip("/")
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (group / "memory.usage_in_bytes").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {inactive}\n")
+
+    def memory(self, *lines: str) -> Memory:
+        self.proc.write_text("".join(f"{line}\n" for line in lines))
+        return memory(self.proc, self.root)
+
+
+def test_without_cgroups_it_is_the_machines(tmp_path):
+    found = memory(tmp_path / "none", tmp_path)
+    assert found.total_bytes == psutil.virtual_memory().total
+    assert 0 < found.available_bytes <= found.total_bytes
+
+
+def test_this_machine_has_memory():
+    found = memory()
+    assert 0 < found.available_bytes <= found.total_bytes <= psutil.virtual_memory().total
+
+
+def test_a_limit_of_version_2_is_all_there_is(cgroups):
+    cgroups.v2("/user/app", 64 * MIB, 24 * MIB, inactive=4 * MIB)
+    assert cgroups.memory("0::/user/app") == Memory(64 * MIB, 44 * MIB)
+
+
+def test_a_limit_of_version_1_is_all_there_is(cgroups):
+    cgroups.v1("/docker/abc", 64 * MIB, 24 * MIB, inactive=4 * MIB)
+    found = cgroups.memory("12:cpu,cpuacct:/docker/abc", "7:memory:/docker/abc", "1:name=systemd:/docker/abc")
+    assert found == Memory(64 * MIB, 44 * MIB)
+
+
+def test_version_1_may_name_memory_among_others(cgroups):
+    cgroups.v1("/x", 8 * MIB, 0)
+    assert cgroups.memory("3:cpu,memory:/x") == Memory(8 * MIB, 8 * MIB)
+
+
+def test_the_tightest_group_on_the_way_up_counts(cgroups):
+    cgroups.v2("/a", 64 * MIB, 60 * MIB)
+    cgroups.v2("/a/b", 128 * MIB, 8 * MIB)
+    cgroups.v2("/a/b/c", "max", 8 * MIB)
+    assert cgroups.memory("0::/a/b/c") == Memory(64 * MIB, 4 * MIB)
+
+
+def test_the_root_of_a_container_may_have_the_limit(cgroups):
+    cgroups.v2("/", 32 * MIB, 8 * MIB)
+    assert cgroups.memory("0::/") == Memory(32 * MIB, 24 * MIB)
+
+
+@pytest.mark.parametrize("limit", ["max", "", "nonsense", 1 << 62])
+def test_no_limit_is_the_machines(cgroups, limit):
+    cgroups.v2("/a", limit, 8 * MIB)
+    assert cgroups.memory("0::/a").total_bytes == psutil.virtual_memory().total
+
+
+def test_no_limit_of_version_1_is_the_machines(cgroups):
+    cgroups.v1("/a", NO_LIMIT_V1, 8 * MIB)
+    assert cgroups.memory("4:memory:/a").total_bytes == psutil.virtual_memory().total
+
+
+def test_a_limit_beyond_the_machine_is_the_machines(cgroups):
+    cgroups.v2("/a", psutil.virtual_memory().total * 2, 0)
+    assert cgroups.memory("0::/a").total_bytes == psutil.virtual_memory().total
+
+
+def test_a_group_over_its_limit_has_nothing_left(cgroups):
+    cgroups.v2("/a", 8 * MIB, 9 * MIB)
+    assert cgroups.memory("0::/a") == Memory(8 * MIB, 0)
+
+
+def test_both_versions_beside_each_other(cgroups):
+    cgroups.v1("/a", 64 * MIB, 0)
+    cgroups.v2("/a", 32 * MIB, 16 * MIB)
+    assert cgroups.memory("4:memory:/a", "0::/a") == Memory(32 * MIB, 16 * MIB)
+
+
+def test_a_missing_statistic_reclaims_nothing(cgroups):
+    cgroups.v2("/a", 64 * MIB, 24 * MIB, inactive=4 * MIB)
+    (cgroups.root / "a" / "memory.stat").unlink()
+    assert cgroups.memory("0::/a") == Memory(64 * MIB, 40 * MIB)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "nonsense", "0::", "0::/../../other", "0::/gone", "4:memory:/gone", "x:y", "0::/\udce4"]
+)
+def test_a_line_that_leads_nowhere_is_the_machines(cgroups, line):
+    cgroups.proc.write_bytes(line.encode("utf-8", errors="surrogateescape") + b"\n")
+    assert memory(cgroups.proc, cgroups.root).total_bytes == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize("statistic", ["", "inactive_file", "inactive_file x", "a b c\n", "\x00"])
+def test_a_damaged_statistic_reclaims_nothing(cgroups, statistic):
+    cgroups.v2("/a", 64 * MIB, 24 * MIB)
+    (cgroups.root / "a" / "memory.stat").write_text(statistic)
+    assert cgroups.memory("0::/a") == Memory(64 * MIB, 40 * MIB)

@@ -1,0 +1,427 @@
+"""Head and workers joined by variables: any ring gives the tokens of one device, whatever happens in between."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from primad.errors import EngineError, RingError
+from primad.ring.head import log_softmax, most_likely
+from primad.ring.messages import Finished, KvKeep, KvRemove, Sampled, Serving, Step
+from primad.ring.worker import Worker
+from tests.fakes.engine import VOCABULARY, WIDTH, FakeModel
+from tests.fakes.ring import GREEDY, STEP_TIMEOUT_S, FakeRing, generate
+
+CONTEXT = 2048
+DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0)
+SMALL = ([[2, 1, 3]], 2)
+"""Three devices, one round."""
+
+rings = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A ring as hypothesis draws it."""
+
+    rounds: list[list[int]]
+    tail: int
+    rows: int
+    depth: int
+    seed: int
+
+    def ring(self, **options) -> FakeRing:
+        return FakeRing(
+            self.rounds, self.tail, rows=self.rows, depth=self.depth, context=CONTEXT, seed=self.seed, **options
+        )
+
+
+@st.composite
+def shapes(draw, least_devices=1):
+    devices, rounds = draw(st.integers(least_devices, 5)), draw(st.integers(1, 3))
+    sizes = st.lists(st.integers(1, 4), min_size=devices, max_size=devices)
+    return Shape(
+        rounds=draw(st.lists(sizes, min_size=rounds, max_size=rounds)) if devices > 1 else [],
+        tail=draw(st.integers(1, 4)),
+        rows=draw(st.sampled_from([1, 7, 64, 512])),
+        depth=draw(st.integers(1, 6)),
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([length, seed]).integers(0, VOCABULARY, length).tolist()
+
+
+@st.composite
+def prompts(draw, shape: Shape | None = None):
+    most = 2000 if shape is None or shape.rows > 1 else 100
+    return prompt(draw(st.one_of(st.integers(1, 20), st.integers(1, most))), draw(st.integers(0, 3)))
+
+
+@rings
+@given(st.data(), shapes())
+def test_any_ring_gives_the_tokens_of_one_device(data, shape):
+    text, ring = data.draw(prompts(shape)), shape.ring()
+    tokens, finished = ring.ask(generate(1, text))
+    assert tokens == ring.model.answer(text, 8, GREEDY)
+    assert (finished.reason, finished.error) == ("length", None)
+    assert (finished.prompt_tokens, finished.completion_tokens) == (len(text), 8)
+
+
+@rings
+@given(st.data(), shapes())
+def test_any_ring_draws_what_one_device_draws(data, shape):
+    text, seed = data.draw(prompts(shape)), data.draw(st.integers(0, 2**32 - 2))
+    sampling = msgspec.structs.replace(
+        DRAWN, seed=seed, presence_penalty=0.5, penalty_tokens=16, logit_bias=((3, 1.5), (9, -50.0))
+    )
+    ring = shape.ring()
+    tokens, _ = ring.ask(generate(1, text, sampling=sampling))
+    assert tokens == ring.model.answer(text, 8, sampling)
+
+
+@rings
+@given(st.data(), shapes())
+def test_requests_in_a_row_do_not_know_each_other(data, shape):
+    texts = data.draw(st.lists(prompts(shape), min_size=2, max_size=4))
+    ring = shape.ring()
+    for request, text in enumerate(texts):
+        ring.head.submit(generate(request, text, tokens=4))
+    ring.run()
+    for request, text in enumerate(texts):
+        assert ring.answer(request)[0] == ring.model.answer(text, 4, GREEDY)
+    order = [event.request for event in ring.events if isinstance(event, Finished)]
+    assert order == list(range(len(texts)))
+
+
+@rings
+@given(st.data(), shapes())
+def test_a_cancel_at_any_moment_never_disturbs_the_next_request(data, shape):
+    first, second = data.draw(prompts(shape)), data.draw(prompts(shape))
+    moves = data.draw(st.integers(0, 120))
+    ring = shape.ring()
+    ring.head.submit(generate(1, first, tokens=6))
+    queued_before = data.draw(st.booleans())
+    if queued_before:
+        ring.head.submit(generate(2, second, tokens=6))
+    for _ in range(moves):
+        ring.move()
+    told, over = ring.told(1), any(isinstance(event, Finished) and event.request == 1 for event in ring.events)
+    ring.cancel(1)
+    if not queued_before:
+        ring.head.submit(generate(2, second, tokens=6))
+    ring.run()
+    assert ring.answer(2)[0] == ring.model.answer(second, 6, GREEDY)
+    assert ring.told(1) == told, "something was told of a request after its cancel"
+    if over:
+        assert ring.answer(1)[0] == ring.model.answer(first, 6, GREEDY)
+
+
+@rings
+@given(st.data(), shapes(least_devices=2))
+def test_cancels_of_many_waiting_and_running_requests_leave_the_others_whole(data, shape):
+    texts = data.draw(st.lists(prompts(shape), min_size=3, max_size=5))
+    ring = shape.ring()
+    for request, text in enumerate(texts):
+        ring.head.submit(generate(request, text, tokens=3))
+    cancelled = data.draw(st.sets(st.integers(0, len(texts) - 1)))
+    for request in sorted(cancelled, reverse=True):
+        for _ in range(data.draw(st.integers(0, 20))):
+            ring.move()
+        ring.cancel(request)
+    ring.run()
+    for request in set(range(len(texts))) - cancelled:
+        assert ring.answer(request)[0] == ring.model.answer(texts[request], 3, GREEDY)
+
+
+def test_a_cancelled_request_that_waited_computes_nothing():
+    ring = FakeRing(*SMALL)
+    ring.head.submit(generate(1, prompt(5), tokens=2))
+    ring.head.submit(generate(2, prompt(900)))
+    ring.cancel(2)
+    ring.run()
+    assert all(len(step) < 900 for step in ring.windows[0].steps)
+    assert ring.told(2) == 0
+
+
+def test_a_cancel_of_an_unknown_request_changes_nothing():
+    ring = FakeRing(*SMALL)
+    ring.head.submit(generate(1, prompt(5)))
+    ring.move()
+    ring.cancel(99)
+    ring.run()
+    assert ring.answer(1)[0] == ring.model.answer(prompt(5), 8, GREEDY)
+
+
+@rings
+@given(shapes())
+def test_a_warm_up_tells_serving_once_and_is_forgotten_everywhere(shape):
+    ring = shape.ring()
+    ring.head.warm_up()
+    ring.head.submit(generate(1, [5, 6]))
+    ring.run()
+    assert [event for event in ring.events if isinstance(event, Serving)] == [Serving()]
+    assert ring.events[0] == Serving()
+    assert ring.answer(1)[0] == ring.model.answer([5, 6], 8, GREEDY)
+
+
+def test_a_warm_up_whose_token_ends_the_answer_serves_too():
+    ring = FakeRing(*SMALL, ends=frozenset(range(VOCABULARY)))
+    ring.head.warm_up()
+    ring.run()
+    assert ring.events == [Serving()]
+
+
+@rings
+@given(st.data(), shapes())
+def test_an_end_token_ends_the_answer_and_is_not_told(data, shape):
+    text = data.draw(prompts(shape))
+    answer = FakeModel(1).answer(text, 8, GREEDY)
+    end = data.draw(st.integers(0, 7))
+    ring = shape.ring(ends=frozenset([answer[end]]))
+    tokens, finished = ring.ask(generate(1, text))
+    assert tokens == answer[: answer.index(answer[end])]
+    assert (finished.reason, finished.completion_tokens) == ("stop", len(tokens))
+
+
+@rings
+@given(shapes(), st.integers(1, 12))
+def test_an_answer_has_at_most_max_tokens(shape, most):
+    ring = shape.ring()
+    tokens, finished = ring.ask(generate(1, [1, 2, 3], tokens=most))
+    assert (len(tokens), finished.reason) == (most, "length")
+
+
+@rings
+@given(shapes(), st.integers(1, 6))
+def test_an_answer_ends_with_the_context(shape, left):
+    ring = FakeRing(shape.rounds, shape.tail, rows=shape.rows, depth=shape.depth, context=32, seed=shape.seed)
+    text = prompt(32 - left)
+    tokens, finished = ring.ask(generate(1, text, tokens=1000))
+    assert tokens == ring.model.answer(text, left, GREEDY)
+    assert finished.reason == "length"
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 5, VOCABULARY, VOCABULARY + 10])
+def test_logprobs_are_those_of_the_model(wanted):
+    ring = FakeRing(*SMALL)
+    text = prompt(20)
+    ring.ask(generate(1, text, tokens=4, sampling=DRAWN, logprobs=wanted))
+    for event in ring.events:
+        if isinstance(event, Sampled):
+            logits = ring.model.logits(text).astype(np.float64)
+            expected = logits - np.log(np.exp(logits).sum())
+            assert event.logprob == pytest.approx(expected[event.token], abs=1e-9)
+            assert len(event.top) == min(wanted, VOCABULARY)
+            assert [token for token, _ in event.top] == np.argsort(-expected)[:wanted].tolist()
+            assert [logprob for _, logprob in event.top] == pytest.approx(np.sort(expected)[::-1][:wanted], abs=1e-9)
+            text.append(event.token)
+
+
+def test_without_logprobs_none_are_computed():
+    ring = FakeRing(*SMALL)
+    ring.ask(generate(1, [1]))
+    assert all(event.logprob is None and event.top == () for event in ring.events if isinstance(event, Sampled))
+
+
+def test_logprobs_of_huge_and_of_equal_logits():
+    spread = log_softmax(np.array([3e38, -3e38, 0], np.float32))
+    assert spread[0] == 0
+    assert not np.isnan(spread).any()
+    flat = log_softmax(np.zeros(4, np.float32))
+    assert flat == pytest.approx([-math.log(4)] * 4)
+    assert [token for token, _ in most_likely(flat, 4)] == [0, 1, 2, 3]
+    assert most_likely(flat, 0) == ()
+
+
+def test_the_seed_decides_what_is_drawn():
+    ring = FakeRing(*SMALL)
+    answers = [
+        ring.ask(generate(request, [1, 2], sampling=msgspec.structs.replace(DRAWN, seed=seed)))[0]
+        for request, seed in enumerate([1, 2, 1, 3])
+    ]
+    assert answers[0] == answers[2]
+    assert len({tuple(answer) for answer in answers}) == 3
+
+
+def test_at_most_one_sampler_is_open():
+    ring = FakeRing(*SMALL)
+    ring.head.warm_up()
+    for request in range(3):
+        ring.ask(generate(request, [1, 2], sampling=DRAWN))
+        assert ring.model.open_samplers == 1
+
+
+@rings
+@given(shapes(), st.integers(0, 40))
+def test_no_more_steps_are_under_way_than_the_depth_allows(shape, moves):
+    ring = shape.ring()
+    ring.head.submit(generate(1, prompt(1000 if shape.rows > 1 else 50)))
+    for _ in range(moves):
+        ring.move()
+        assert ring.scheduler.in_flight <= shape.depth
+    ring.run()
+
+
+# ---- time -----------------------------------------------------------------------------------------------------------
+
+
+def quiet_until_the_workers_answer() -> FakeRing:
+    """A ring in which the head has sent one step."""
+    ring = FakeRing(*SMALL)
+    ring.head.submit(generate(1, [1, 2]))
+    assert ring.head.turn() is not None
+    assert ring.head.turn() is None
+    return ring
+
+
+def test_a_quiet_head_waits_for_nothing():
+    assert FakeRing(*SMALL).head.wait_s() == math.inf
+
+
+def test_a_step_on_its_way_is_waited_for_until_its_deadline():
+    ring = quiet_until_the_workers_answer()
+    assert ring.head.wait_s() == STEP_TIMEOUT_S
+    ring.now_s += 4
+    assert ring.head.wait_s() == STEP_TIMEOUT_S - 4
+
+
+def test_an_overdue_step_breaks_the_ring_by_its_number():
+    ring = quiet_until_the_workers_answer()
+    ring.now_s += STEP_TIMEOUT_S
+    with pytest.raises(RingError, match=r"step 0 did not come back within 10 s"):
+        ring.head.wait_s()
+
+
+def test_the_oldest_of_several_overdue_steps_is_named():
+    ring = FakeRing(*SMALL, rows=4, depth=3)
+    ring.head.submit(generate(1, prompt(12)))
+    for _ in range(3):
+        ring.head.turn()
+        ring.now_s += 1
+    assert ring.head.wait_s() == STEP_TIMEOUT_S - 3
+    ring.now_s += STEP_TIMEOUT_S
+    with pytest.raises(RingError, match=r"step 0 "):
+        ring.head.wait_s()
+
+
+def test_a_sign_of_life_moves_the_deadline():
+    ring = FakeRing([[1, 1], [1, 1]], 1)
+    ring.head.submit(generate(1, [1, 2], tokens=1))
+    ring._turn()
+    ring.now_s += STEP_TIMEOUT_S - 1
+    ring._deliver(1)
+    ring._deliver(0)
+    assert ring.head.wait_s() == 0, "there is work"
+    ring._turn()
+    assert ring.head.wait_s() == STEP_TIMEOUT_S
+    ring.run()
+    assert ring.answer(1)[1].reason == "length"
+
+
+def test_times_are_those_of_the_clock():
+    ring = FakeRing([], 3)
+    ring.head.submit(generate(1, [1, 2], tokens=3))
+    while ring.move():
+        ring.now_s += 2
+    finished = ring.answer(1)[1]
+    assert (finished.prompt_s, finished.decode_s) == (0, 4)
+
+
+# ---- what must not come ---------------------------------------------------------------------------------------------
+
+
+def a_step(number: int, window: int, rows: int = 1) -> Step:
+    return Step(
+        protocol=1,
+        ring=7,
+        epoch=3,
+        step=number,
+        window=window,
+        dtype="f32",
+        shape=(rows, WIDTH),
+        positions=list(range(rows)),
+        sequences=[[0]] * rows,
+        outputs=[True] * rows,
+        ops=[],
+    )
+
+
+def test_a_step_that_is_not_under_way_is_refused():
+    ring = quiet_until_the_workers_answer()
+    with pytest.raises(RingError, match=r"step 99 came back to the head although it is not under way"):
+        ring.head.receive(a_step(99, 3), np.zeros((1, WIDTH), np.float32))
+
+
+def test_a_step_that_is_over_is_refused():
+    ring = FakeRing(*SMALL)
+    ring.ask(generate(1, [1]))
+    with pytest.raises(RingError, match=r"step 0 came back"):
+        ring.head.receive(a_step(0, 3), np.zeros((1, WIDTH), np.float32))
+
+
+@pytest.mark.parametrize("window", range(4))
+def test_a_failing_window_is_heard_of(window):
+    ring = FakeRing(*SMALL)
+    ring.windows[window].failure = EngineError("out of memory")
+    ring.head.submit(generate(1, [1, 2, 3]))
+    with pytest.raises(EngineError, match="out of memory"):
+        ring.run()
+
+
+def test_a_failing_whole_model_is_heard_of():
+    ring = FakeRing([], 4)
+    ring.windows[0].failure = EngineError("out of memory")
+    with pytest.raises(EngineError, match="out of memory"):
+        ring.ask(generate(1, [1]))
+
+
+# ---- a worker alone -------------------------------------------------------------------------------------------------
+
+
+def hidden_of(model: FakeModel, tokens: list[int]) -> np.ndarray:
+    """The hidden states of ``tokens`` behind layer 0."""
+    rows = a_step(0, 0, len(tokens))
+    first = Worker({0: model.first(1)})
+    return first.receive(rows, np.array(tokens, np.int32))[1]
+
+
+def test_a_worker_sends_the_step_on_to_the_next_window():
+    model = FakeModel(4)
+    following, hidden = Worker({1: model.middle(1, 3)}).receive(a_step(5, 1, 3), hidden_of(model, [1, 2, 3]))
+    assert following == msgspec.structs.replace(a_step(5, 1, 3), window=2)
+    assert hidden.shape == (3, WIDTH)
+
+
+def test_neighbouring_windows_of_a_worker_are_visited_at_once():
+    model = FakeModel(4)
+    worker = Worker({1: model.middle(1, 2), 2: model.middle(2, 3), 5: model.middle(3, 4)})
+    following, hidden = worker.receive(a_step(5, 1, 2), hidden_of(model, [1, 2]))
+    assert (following.window, hidden[0, 0]) == (3, 3)
+
+
+def test_a_step_without_rows_applies_its_operations():
+    model = FakeModel(2)
+    window = model.middle(1, 2)
+    worker = Worker({1: window})
+    worker.receive(a_step(0, 1, 3), hidden_of(model, [1, 2, 3]))
+    removal = msgspec.structs.replace(a_step(1, 1, 0), ops=[KvKeep(0), KvRemove(0, 1, -1)])
+    following, hidden = worker.receive(removal, np.empty((0, WIDTH), np.float32))
+    assert (following.ops, following.window, hidden.shape) == (removal.ops, 2, (0, WIDTH))
+    assert window.held(0) == 1
+
+
+def test_operations_are_applied_before_the_rows():
+    model = FakeModel(2)
+    worker = Worker({1: model.middle(1, 2)})
+    hidden = hidden_of(model, [1, 2, 3])
+    worker.receive(a_step(0, 1, 3), hidden)
+    again = msgspec.structs.replace(a_step(1, 1, 3), ops=[KvRemove(0, 0, -1)])
+    assert np.array_equal(worker.receive(again, hidden)[1], worker.receive(again, hidden)[1])

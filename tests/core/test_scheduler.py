@@ -1,0 +1,218 @@
+"""Which step comes next, and what its token means: the scheduler's rules one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from primad.ring.messages import Cancel, Finished, KvRemove, Sampled
+from primad.ring.scheduler import Draw, Planned, Scheduler
+from tests.fakes.ring import generate
+
+FORGET = [KvRemove(0, 0, -1)]
+
+
+def scheduler(*, context: int = 100, rows: int = 4, depth: int = 3) -> Scheduler:
+    return Scheduler(context=context, rows=rows, depth=depth)
+
+
+def with_prompt(prompt, *, tokens: int = 8, **options) -> Scheduler:
+    made = scheduler(**options)
+    made.submit(generate(1, prompt, tokens=tokens))
+    return made
+
+
+def drawn(token: int) -> Draw:
+    return Draw(token=token, ends=False)
+
+
+def next_step(of: Scheduler, now: float = 0.0) -> Planned:
+    planned = of.next_step(now)
+    assert planned is not None
+    return planned
+
+
+def test_nothing_to_do_is_no_step():
+    made = scheduler()
+    assert made.next_step(0) is None
+    assert made.is_idle
+
+
+def test_a_short_prompt_is_one_step_that_wants_an_output():
+    assert next_step(with_prompt([7, 8, 9])) == Planned(
+        step=0, request=1, tokens=[7, 8, 9], positions=[0, 1, 2], wants_output=True, ops=[]
+    )
+
+
+def test_a_long_prompt_goes_in_chunks_and_only_the_last_wants_an_output():
+    made = with_prompt(range(10))
+    chunks = [next_step(made) for _ in range(3)]
+    assert [(chunk.step, chunk.tokens, chunk.positions) for chunk in chunks] == [
+        (0, [0, 1, 2, 3], [0, 1, 2, 3]),
+        (1, [4, 5, 6, 7], [4, 5, 6, 7]),
+        (2, [8, 9], [8, 9]),
+    ]
+    assert [chunk.wants_output for chunk in chunks] == [False, False, True]
+
+
+def test_a_prompt_of_whole_chunks_has_no_empty_chunk():
+    made = with_prompt(range(8))
+    assert [next_step(made).wants_output for _ in range(2)] == [False, True]
+    assert made.next_step(0) is None
+
+
+def test_the_depth_bounds_the_steps_under_way():
+    made = with_prompt(range(40), depth=2)
+    next_step(made)
+    next_step(made)
+    assert made.next_step(0) is None
+    assert made.commit(0, None, 0) == []
+    assert next_step(made).step == 2
+    assert made.in_flight == 2
+
+
+def test_a_decode_step_waits_for_the_token_before_it():
+    made = with_prompt([1, 2])
+    next_step(made)
+    assert made.next_step(0) is None
+    assert made.commit(0, drawn(33), 0) == [Sampled(request=1, token=33, logprob=None, top=())]
+    assert next_step(made) == Planned(step=1, request=1, tokens=[33], positions=[2], wants_output=True, ops=[])
+    made.commit(1, drawn(34), 0)
+    assert next_step(made).positions == [3]
+
+
+def test_what_was_drawn_is_told_as_it_is():
+    made = with_prompt([1])
+    next_step(made)
+    draw = Draw(token=5, ends=False, logprob=-0.5, top=((5, -0.5), (6, -1.5)))
+    assert made.commit(0, draw, 0) == [Sampled(request=1, token=5, logprob=-0.5, top=((5, -0.5), (6, -1.5)))]
+
+
+def test_the_last_of_max_tokens_ends_the_answer():
+    made = with_prompt([1, 2], tokens=2)
+    next_step(made)
+    made.commit(0, drawn(3), 0)
+    next_step(made)
+    sampled, finished = made.commit(1, drawn(4), 0)
+    assert isinstance(sampled, Sampled)
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", 2, 2)
+    assert made.is_idle
+
+
+def test_a_full_context_ends_the_answer():
+    made = with_prompt([1, 2], context=4, tokens=50)
+    next_step(made)
+    assert len(made.commit(0, drawn(3), 0)) == 1
+    next_step(made)
+    _, finished = made.commit(1, drawn(4), 0)
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.completion_tokens) == ("length", 2)
+
+
+def test_a_prompt_that_leaves_room_for_one_token_gets_one():
+    made = with_prompt(range(3), context=4, tokens=50)
+    next_step(made)
+    sampled, finished = made.commit(0, drawn(9), 0)
+    assert isinstance(sampled, Sampled)
+    assert isinstance(finished, Finished)
+
+
+def test_a_token_that_ends_the_answer_is_not_told():
+    made = with_prompt([1])
+    next_step(made)
+    (finished,) = made.commit(0, Draw(token=2, ends=True), 0)
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.completion_tokens) == ("stop", 0)
+
+
+def test_times_count_from_the_first_step_and_from_the_first_token():
+    made = with_prompt([1], tokens=2)
+    next_step(made, now=10.0)
+    made.commit(0, drawn(3), 12.5)
+    next_step(made, now=13.0)
+    finished = made.commit(1, drawn(4), 20.0)[-1]
+    assert isinstance(finished, Finished)
+    assert (finished.prompt_s, finished.decode_s) == (2.5, 7.5)
+
+
+def test_generations_take_turns_in_the_order_they_came():
+    made = with_prompt([1], tokens=1)
+    made.submit(generate(2, [5, 6], tokens=1))
+    next_step(made)
+    assert made.next_step(0) is None, "one sequence at a time"
+    made.commit(0, drawn(3), 0)
+    assert next_step(made) == Planned(step=1, request=2, tokens=[5, 6], positions=[0, 1], wants_output=True, ops=FORGET)
+
+
+def test_the_first_step_after_a_generation_forgets_it_once():
+    made = with_prompt([1], tokens=1)
+    next_step(made)
+    made.commit(0, drawn(3), 0)
+    made.submit(generate(2, range(8)))
+    assert [next_step(made).ops for _ in range(2)] == [FORGET, []]
+
+
+def test_a_cancel_forgets_what_runs_and_drops_what_is_under_way():
+    made = with_prompt(range(8), depth=4)
+    next_step(made)
+    next_step(made)
+    made.cancel(Cancel(1))
+    made.submit(generate(2, [9]))
+    assert made.wants_draw(1) is None
+    following = next_step(made)
+    assert (following.step, following.request, following.ops) == (2, 2, FORGET)
+    assert made.commit(0, None, 0) == []
+    assert made.commit(1, drawn(50), 0) == []
+    assert made.wants_draw(2) == generate(2, [9])
+    assert len(made.commit(2, drawn(51), 0)) == 1
+
+
+def test_a_cancelled_generation_still_takes_its_place_in_the_depth():
+    made = with_prompt(range(8), depth=2)
+    next_step(made)
+    next_step(made)
+    made.cancel(Cancel(1))
+    made.submit(generate(2, [9]))
+    assert made.next_step(0) is None
+    assert not made.is_idle
+    made.commit(0, None, 0)
+    assert next_step(made).request == 2
+
+
+def test_a_cancel_between_two_tokens_lets_the_next_one_begin():
+    made = with_prompt([1])
+    next_step(made)
+    made.commit(0, drawn(3), 0)
+    made.cancel(Cancel(1))
+    assert made.is_idle
+    made.submit(generate(2, [9]))
+    assert next_step(made).ops == FORGET
+
+
+def test_a_cancelled_generation_that_waits_is_never_begun():
+    made = with_prompt([1], tokens=1)
+    made.submit(generate(2, [2]))
+    made.submit(generate(3, [3]))
+    made.cancel(Cancel(2))
+    next_step(made)
+    made.commit(0, drawn(5), 0)
+    assert next_step(made).request == 3
+
+
+def test_a_cancel_of_nothing_changes_nothing():
+    made = with_prompt([1])
+    made.cancel(Cancel(77))
+    assert next_step(made).request == 1
+
+
+def test_a_draw_is_wanted_by_the_generation_of_the_step():
+    made = with_prompt([1, 2])
+    planned = next_step(made)
+    assert made.wants_draw(planned.step) == generate(1, [1, 2])
+    assert made.wants_draw(99) is None
+
+
+@pytest.mark.parametrize("prompt", [[], range(100), range(101)])
+def test_a_prompt_that_does_not_fit_is_our_mistake(prompt):
+    with pytest.raises(AssertionError):
+        scheduler().submit(generate(1, prompt))

@@ -1,0 +1,247 @@
+"""Run the ``primad`` command as users do: real processes, their output read as it comes, none left at the end.
+
+Everything waits on a condition with a deadline. Each process carries a mark in its environment that its children inherit, so
+that whatever outlives it is found, orphans included.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+PRIMAD = Path(sys.executable).with_name("primad")
+PATIENCE_S = 60.0
+STOP_S = 2.0
+"""The promise: Ctrl-C ends any of them within this time."""
+_MARK = "PRIMAD_E2E_MARK"
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
+    """Look at ``condition`` until it holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(mark: str, temporary: Path | None = None, **more: str) -> dict[str, str]:
+    """This environment without the user's own settings of primad."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PRIMAD_")}
+    if temporary is not None:
+        kept |= {"TMPDIR": str(temporary)}
+    return kept | {_MARK: mark} | more
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The running processes that carry ``mark``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+class Primad:
+    """One running ``primad`` command; ``lines`` is what it printed so far, both streams together."""
+
+    def __init__(self, *arguments: object, temporary: Path | None = None, **more: str) -> None:
+        self.mark = secrets.token_hex(8)
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self.process = subprocess.Popen(
+            [PRIMAD, *map(str, arguments)],
+            env=environment(self.mark, temporary, **more),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+    @property
+    def output(self) -> str:
+        """Everything it printed so far."""
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern: str, timeout_s: float = PATIENCE_S, *, start: int = 0) -> re.Match[str]:
+        """The first line from number ``start`` on in which ``pattern`` is found, awaited."""
+        deadline = time.monotonic() + timeout_s
+        with self._news:
+            while True:
+                for line in self.lines[start:]:
+                    if (match := re.search(pattern, line)) is not None:
+                        return match
+                left = deadline - time.monotonic()
+                assert left > 0, f"no line {pattern!r} within {timeout_s:g} s; printed:\n{self.output}"
+                assert self._reader.is_alive(), f"it ended without a line {pattern!r}; printed:\n{self.output}"
+                self._news.wait(min(left, 0.5))
+
+    def processes(self) -> list[psutil.Process]:
+        """Its running processes: itself and everything that it started."""
+        return marked(self.mark)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, and nobody else."""
+        self.process.send_signal(number)
+
+    def wait_end(self, timeout_s: float = PATIENCE_S) -> int:
+        """Its exit code, awaited."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {timeout_s:g} s; printed:\n{self.output}") from None
+        self._reader.join(PATIENCE_S)
+        return code
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """End it as its owner does and wait for it; its exit code."""
+        self.signal(number)
+        return self.wait_end(5 * STOP_S)
+
+    def kill(self) -> None:
+        """Kill it as a crash does (its own process only) and wait until it is gone."""
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        """Kill whatever is left of it."""
+        if self.process.poll() is None:
+            self.kill()
+        for process in self.processes():
+            process.kill()
+            process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextmanager
+def primad(*arguments: object, temporary: Path | None = None, **more: str) -> Iterator[Primad]:
+    """A ``primad`` command in the background, killed at the end if it still runs."""
+    running = Primad(*arguments, temporary=temporary, **more)
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+@contextmanager
+def joined(home: Path, cluster: str, *arguments: object, temporary: Path | None = None) -> Iterator[Primad]:
+    """A worker that waits for a head; its name is that of its home folder."""
+    with primad(
+        "join", "--home", home, "--name", home.name, "--cluster", cluster, *arguments, temporary=temporary
+    ) as worker:
+        worker.wait_for("waiting for a head")
+        yield worker
+
+
+def control_port(worker: Primad) -> int:
+    """The port that a worker said it listens on."""
+    return int(worker.wait_for(r"waiting for a head .*port (\d+)\)")[1])
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head and its endpoint."""
+
+    run: Primad
+    url: str
+
+    @property
+    def port(self) -> int:
+        """Its HTTP port."""
+        return int(self.url.rsplit(":", 1)[1])
+
+    def health(self) -> tuple[int, str]:
+        """Status and detail of the health check; status 0 while nobody answers."""
+        try:
+            answer = httpx.get(f"{self.url}/health", timeout=10)
+        except httpx.TransportError:
+            return 0, ""
+        return answer.status_code, answer.text
+
+    def wait_serving(self, timeout_s: float = PATIENCE_S) -> set[int]:
+        """Wait until it can serve; the statuses of the health check on the way."""
+        seen = set()
+        deadline = time.monotonic() + timeout_s
+        while (status := self.health()[0]) != 200:
+            seen.add(status)
+            assert self.run.process.poll() is None, f"the head ended:\n{self.run.output}"
+            assert time.monotonic() < deadline, f"not serving within {timeout_s:g} s:\n{self.run.output}"
+            time.sleep(0.02)
+        return seen
+
+    def wait_health(self, detail: str, timeout_s: float = PATIENCE_S) -> None:
+        """Wait until the health check says ``detail``."""
+        wait_until(lambda: detail in self.health()[1], f"the health check says {detail!r}", timeout_s)
+
+
+@contextmanager
+def heading(model: Path, home: Path, cluster: str, *arguments: object, temporary: Path | None = None) -> Iterator[Head]:
+    """A head that was just started; its name is that of its home folder. Extra buffers are off."""
+    port = free_port()
+    base = ("serve", "--model", model, "--home", home, "--name", home.name, "--cluster", cluster, "--port", port)
+    extra = () if "--extra-buffers" in arguments else ("--extra-buffers", "off")
+    with primad(*base, *extra, *arguments, temporary=temporary) as run:
+        yield Head(run, f"http://127.0.0.1:{port}")
+
+
+@contextmanager
+def serving(model: Path, home: Path, cluster: str, *arguments: object) -> Iterator[Head]:
+    """A head that serves."""
+    with heading(model, home, cluster, *arguments) as head:
+        head.wait_serving()
+        yield head
+
+
+@contextmanager
+def ring(model: Path, homes: list[Path], cluster: str, *arguments: object) -> Iterator[tuple[Head, list[Primad]]]:
+    """A head in the first home and workers in the others, serving."""
+    with ExitStack() as stack:
+        workers = [stack.enter_context(joined(home, cluster)) for home in homes[1:]]
+        head = stack.enter_context(serving(model, homes[0], cluster, "--wait", len(workers), *arguments))
+        yield head, workers
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Every file under ``folder`` with inode, size and time of change; folders as well, without those."""
+    return {
+        str(path.relative_to(folder)): (0, 0, 0)
+        if path.is_dir()
+        else (path.stat().st_ino, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+    }

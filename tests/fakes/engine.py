@@ -1,0 +1,319 @@
+"""A strict fake of llama.cpp's windows: a hidden state remembers every layer and every token that it stands for.
+
+A row's hidden state names the layer it reached, its position, its token, a digest of the layers it went through and a
+digest of all tokens up to it. Every window compares that with its own KV cache, so a layer out of order, a position that
+is missing or comes twice, a KV operation that one window did not see or a hidden state of another row fails where it
+happens. The next token is a function of all tokens before it and of nothing else: any ring must give the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primad.engine.protocol import EngineOptions, Hidden, Rows, Sampling
+from primad.errors import EngineError
+
+WIDTH = 8
+VOCABULARY = 64
+_PART_BITS = 20
+_PART = (1 << _PART_BITS) - 1
+_HISTORY_PARTS = 3
+
+
+def follow(history: int, token: int) -> int:
+    """The digest of a token history that ``token`` was added to; the empty one is 0."""
+    return (history * 0x9E3779B97F4A7C15 + token * 0xC2B2AE3D27D4EB4F + 0x165667B19E3779F9) % (1 << 61) >> 1
+
+
+def history_of(tokens: Sequence[int]) -> int:
+    """The digest of a whole token history."""
+    history = 0
+    for token in tokens:
+        history = follow(history, token)
+    return history
+
+
+def trail_of(layers: int) -> int:
+    """The digest of having gone through layers ``0 <= layer < layers`` in order."""
+    trail = 0
+    for layer in range(layers):
+        trail = _through(trail, layer)
+    return trail
+
+
+def _through(trail: int, layer: int) -> int:
+    return (trail * 31 + layer + 1) & _PART
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What the hidden state of one row says."""
+
+    layer: int
+    position: int
+    token: int
+    trail: int
+    history: int
+
+    def encoded(self) -> list[int]:
+        parts = [self.history >> _PART_BITS * i & _PART for i in range(_HISTORY_PARTS)]
+        fields = [self.layer, self.position, self.token, self.trail, *parts]
+        return [*fields, sum(fields) & _PART]
+
+
+def _decoded(values: list[int]) -> _Row:
+    *fields, check = values
+    assert sum(fields) & _PART == check, f"a hidden state was damaged on its way: {values}"
+    layer, position, token, trail, *parts = fields
+    history = sum(part << _PART_BITS * i for i, part in enumerate(parts))
+    return _Row(layer, position, token, trail, history)
+
+
+@dataclass
+class FakeModel:
+    """``layers`` layers, ``ends`` end a generation. Counts what its windows and samplers leave open."""
+
+    layers: int
+    ends: frozenset[int] = frozenset()
+    open_windows: int = 0
+    open_samplers: int = 0
+    options: EngineOptions = field(
+        default_factory=lambda: EngineOptions(context=4096, sequences=1, rows=512, threads=1, batch_threads=1)
+    )
+
+    def first(self, last: int) -> FakeHiddenWindow:
+        """The route's first window: layers 0 to ``last``, tokens in."""
+        return FakeHiddenWindow(self, 0, last, takes_tokens=True)
+
+    def middle(self, first: int, last: int) -> FakeHiddenWindow:
+        """A window of layers ``first`` to ``last`` that takes hidden states."""
+        return FakeHiddenWindow(self, first, last, takes_tokens=False)
+
+    def tail(self, first: int) -> FakeLogitsWindow:
+        """The route's last window."""
+        return FakeLogitsWindow(self, first, self.layers, takes_tokens=False)
+
+    def whole(self) -> FakeLogitsWindow:
+        """The only window of a single device."""
+        return FakeLogitsWindow(self, 0, self.layers, takes_tokens=True)
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """What the model says after ``tokens``."""
+        return _logits(history_of(tokens))
+
+    def answer(self, prompt: Sequence[int], count: int, sampling: Sampling) -> list[int]:
+        """The first ``count`` tokens of the answer, or those before the one that ends it. Runs no window."""
+        tokens = list(prompt)
+        draws = _Draws(sampling, tokens)
+        for _ in range(count):
+            token = draws.draw(self.logits(tokens))
+            if token in self.ends:
+                break
+            tokens.append(token)
+        return tokens[len(prompt) :]
+
+
+def _logits(history: int) -> NDArray[np.float32]:
+    return np.random.default_rng(history).standard_normal(VOCABULARY).astype(np.float32)
+
+
+class _Window:
+    """Layers ``first`` to ``last`` and the KV cells of each sequence: the history at every position."""
+
+    def __init__(self, model: FakeModel, first: int, last: int, *, takes_tokens: bool) -> None:
+        assert 0 <= first < last <= model.layers
+        assert takes_tokens == (first == 0)
+        self._model, self._first, self._last, self._takes_tokens = model, first, last, takes_tokens
+        self._cells: dict[int, list[int]] = {}
+        self._open = True
+        self.failure: EngineError | None = None
+        """Set it, and the next ``forward`` raises it."""
+        self.steps: list[tuple[int, ...]] = []
+        """The positions of every forward."""
+        model.open_windows += 1
+
+    def held(self, sequence: int) -> int:
+        """How many positions the cache holds of ``sequence``."""
+        return len(self._cells.get(sequence, []))
+
+    def kv_remove(self, sequence: int, start: int, end: int) -> None:
+        self._check_open()
+        self._check_sequence(sequence)
+        cells = self._cells.get(sequence, [])
+        assert 0 <= start <= len(cells), f"removal from position {start} of a sequence of {len(cells)}"
+        assert end == -1 or end >= len(cells), f"removal up to {end} would leave a hole in {len(cells)} positions"
+        del cells[start:]
+
+    def kv_copy(self, source: int, target: int, start: int, end: int) -> None:
+        self._check_open()
+        self._check_sequence(source)
+        self._check_sequence(target)
+        assert source != target, f"sequence {source} copied onto itself"
+        origin, goal = self._cells.get(source, []), self._cells.setdefault(target, [])
+        end = len(origin) if end == -1 else end
+        assert 0 <= start < end <= len(origin), f"copy of positions {start} to {end} of {len(origin)}"
+        assert len(goal) == start, f"copy to position {start} of a sequence of {len(goal)}"
+        assert goal == origin[:start], "copy onto another history"
+        goal += origin[start:end]
+
+    def kv_keep(self, sequence: int) -> None:
+        self._check_open()
+        self._check_sequence(sequence)
+        self._cells = {sequence: self._cells.get(sequence, [])}
+
+    def release(self) -> None:
+        self._check_open()
+        self._open = False
+        self._model.open_windows -= 1
+
+    def _through_layers(self, rows: Rows) -> list[_Row]:
+        """Take ``rows`` through every layer of the window."""
+        self._check_open()
+        self._check_rows(rows)
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        self.steps.append(tuple(rows.positions))
+        arriving = self._tokens(rows) if self._takes_tokens else self._hidden(rows)
+        leaving = []
+        for row, position, sequences in zip(arriving, rows.positions, rows.sequences, strict=True):
+            assert row.layer == self._first, f"a row of layer {row.layer} came to a window of layer {self._first}"
+            assert row.position == position, f"the hidden state of position {row.position} came at {position}"
+            self._remember(row, position, sequences)
+            trail = row.trail
+            for layer in range(self._first, self._last):
+                trail = _through(trail, layer)
+            leaving.append(_Row(self._last, position, row.token, trail, row.history))
+        return leaving
+
+    def _tokens(self, rows: Rows) -> list[_Row]:
+        content = rows.content
+        assert content.dtype == np.int32, f"a first window takes int32 tokens, not {content.dtype}"
+        assert content.shape == (len(rows),), f"{len(rows)} rows with tokens of shape {content.shape}"
+        arriving = []
+        added: dict[tuple[int, int], int] = {}
+        for token, position, sequences in zip(content.tolist(), rows.positions, rows.sequences, strict=True):
+            assert 0 <= token < VOCABULARY, f"token {token} is outside the vocabulary"
+            before = added.get((sequences[0], position - 1), self._before(sequences[0], position))
+            history = follow(before, token)
+            added |= {(sequence, position): history for sequence in sequences}
+            arriving.append(_Row(0, position, token, 0, history))
+        return arriving
+
+    def _before(self, sequence: int, position: int) -> int:
+        cells = self._cells.get(sequence, [])
+        return cells[position - 1] if 0 < position <= len(cells) else 0
+
+    def _hidden(self, rows: Rows) -> list[_Row]:
+        content = rows.content
+        assert content.dtype == np.float32, f"a window takes float32 hidden states, not {content.dtype}"
+        assert content.shape == (len(rows), WIDTH), f"{len(rows)} rows with hidden states of shape {content.shape}"
+        assert content.flags.c_contiguous, "hidden states that are not contiguous"
+        return [_decoded(values) for values in content.astype(np.int64).tolist()]
+
+    def _remember(self, row: _Row, position: int, sequences: Sequence[int]) -> None:
+        for sequence in sequences:
+            cells = self._cells.setdefault(sequence, [])
+            assert position >= len(cells), f"position {position} of sequence {sequence} comes twice"
+            assert position == len(cells), f"position {len(cells)} of sequence {sequence} is missing before {position}"
+            before = cells[-1] if cells else 0
+            assert follow(before, row.token) == row.history, (
+                f"layers {self._first} to {self._last}: the cache of sequence {sequence} at {position} is another text's"
+            )
+            cells.append(row.history)
+
+    def _check_rows(self, rows: Rows) -> None:
+        options = self._model.options
+        assert 0 < len(rows) <= options.rows, f"{len(rows)} rows; 1 to {options.rows} are allowed"
+        assert len(rows.sequences) == len(rows.outputs) == len(rows)
+        for position, sequences in zip(rows.positions, rows.sequences, strict=True):
+            assert 0 <= position < options.context, f"position {position} is outside the context of {options.context}"
+            assert len(set(sequences)) == len(sequences) > 0, f"a row of sequences {sequences}"
+            for sequence in sequences:
+                self._check_sequence(sequence)
+
+    def _check_sequence(self, sequence: int) -> None:
+        assert 0 <= sequence < self._model.options.sequences, f"sequence {sequence} does not exist"
+
+    def _check_open(self) -> None:
+        assert self._open, "a window was used after its release"
+
+
+class FakeHiddenWindow(_Window):
+    """A window whose output is the next window's input."""
+
+    def forward(self, rows: Rows) -> Hidden:
+        return np.array([row.encoded() for row in self._through_layers(rows)], np.float32)
+
+
+class FakeLogitsWindow(_Window):
+    """The tail window or the whole model."""
+
+    def __init__(self, model: FakeModel, first: int, last: int, *, takes_tokens: bool) -> None:
+        super().__init__(model, first, last, takes_tokens=takes_tokens)
+        self._trail = trail_of(model.layers)
+        self._logits: dict[int, NDArray[np.float32]] = {}
+
+    def forward(self, rows: Rows) -> None:
+        self._logits = {}
+        for i, row in enumerate(self._through_layers(rows)):
+            assert row.trail == self._trail, f"row {i} did not go through every layer in order"
+            if rows.outputs[i]:
+                self._logits[i] = _logits(row.history)
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        self._check_open()
+        assert row in self._logits, f"row {row} of the last step wanted no logits"
+        return self._logits[row]
+
+    def sampler(self, sampling: Sampling, prompt: Sequence[int]) -> FakeSampler:
+        self._check_open()
+        return FakeSampler(self, self._model, sampling, prompt)
+
+    def is_end(self, token: int) -> bool:
+        return token in self._model.ends
+
+
+class _Draws:
+    """The draws of one generation: greedy, or by a seeded generator; bias and presence penalty change the logits."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+        self._sampling = sampling
+        self._seen = list(prompt)
+        self._random = np.random.default_rng(sampling.seed)
+
+    def draw(self, logits: NDArray[np.float32]) -> int:
+        """The next token; remembers it."""
+        scores = logits.astype(np.float64)
+        for token, bias in self._sampling.logit_bias:
+            scores[token] += bias
+        if self._sampling.penalty_tokens > 0:
+            scores[list(set(self._seen[-self._sampling.penalty_tokens :]))] -= self._sampling.presence_penalty
+        if not self._sampling.is_greedy:
+            scores = scores / self._sampling.temperature + self._random.gumbel(size=len(scores))
+        token = int(scores.argmax())
+        self._seen.append(token)
+        return token
+
+
+class FakeSampler:
+    """Draws for one generation; ``FakeModel.answer`` draws the same."""
+
+    def __init__(self, window: FakeLogitsWindow, model: FakeModel, sampling: Sampling, prompt: Sequence[int]) -> None:
+        self._window, self._model = window, model
+        self._draws = _Draws(sampling, prompt)
+        self._open = True
+        model.open_samplers += 1
+
+    def sample(self, row: int) -> int:
+        assert self._open, "a sampler was used after its release"
+        return self._draws.draw(self._window.logits(row))
+
+    def release(self) -> None:
+        assert self._open, "a sampler was released twice"
+        self._open = False
+        self._model.open_samplers -= 1

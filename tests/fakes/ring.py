@@ -1,0 +1,164 @@
+"""A whole ring in one variable: a head and its workers, with a queue for every link instead of a socket.
+
+Messages cross a link as the bytes that a socket would carry and are judged with ``decode_step`` on arrival. Which core moves
+next is decided by a random generator: every link keeps its order and nothing else is promised.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow, LogitsWindow, Sampling
+from primad.ring.head import Head, Send, Tell
+from primad.ring.messages import Cancel, Finished, Generate, Limits, Sampled, Serving, Step, decode_step, encode
+from primad.ring.scheduler import Scheduler
+from primad.ring.worker import Worker
+from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeLogitsWindow, FakeModel
+
+GREEDY = Sampling(
+    temperature=0,
+    top_k=0,
+    top_p=1,
+    min_p=0,
+    seed=0,
+    presence_penalty=0,
+    frequency_penalty=0,
+    repeat_penalty=1,
+    penalty_tokens=0,
+    logit_bias=(),
+)
+
+STEP_TIMEOUT_S = 10.0
+
+
+def generate(
+    request: int, prompt: Sequence[int], *, tokens: int = 8, sampling: Sampling = GREEDY, logprobs: int | None = None
+) -> Generate:
+    """A generation of ``tokens`` tokens at most."""
+    return Generate(request=request, prompt=list(prompt), max_tokens=tokens, sampling=sampling, logprobs=logprobs)
+
+
+class FakeRing:
+    """``rounds[r][d]`` layers for device ``d`` in round ``r`` and ``tail`` for the head at the end; device 0 is the head.
+
+    Without rounds the head computes the whole model of ``tail`` layers. ``now_s`` is the head's clock.
+    """
+
+    def __init__(
+        self,
+        rounds: Sequence[Sequence[int]],
+        tail: int,
+        *,
+        rows: int = 512,
+        context: int = 4096,
+        depth: int = 2,
+        ends: frozenset[int] = frozenset(),
+        seed: int = 0,
+    ) -> None:
+        owners = [device for sizes in rounds for device in range(len(sizes))] + [0]
+        cuts = [0, *accumulate([size for sizes in rounds for size in sizes] + [tail])]
+        options = EngineOptions(context=context, sequences=1, rows=rows, threads=1, batch_threads=1)
+        self.model = FakeModel(cuts[-1], ends, options=options)
+        self.now_s = 100.0
+        self.events: list[Sampled | Finished | Serving] = []
+        self.windows: list[FakeHiddenWindow | FakeLogitsWindow] = []
+        held: list[dict[int, HiddenWindow]] = [{} for _ in range(max(owners) + 1)]
+        for index, (owner, (first, last)) in enumerate(zip(owners[:-1], list(pairwise(cuts))[:-1], strict=True)):
+            window = self.model.first(last) if index == 0 else self.model.middle(first, last)
+            held[owner][index] = window
+            self.windows.append(window)
+        end = self.model.tail(cuts[-2]) if rounds else self.model.whole()
+        self.windows.append(end)
+        tail_window: LogitsWindow = end
+        self.limits = [
+            Limits(
+                ring=7,
+                epoch=3,
+                windows=frozenset(i for i, owner in enumerate(owners) if owner == device),
+                width=WIDTH,
+                rows=rows,
+                context=context,
+                sequences=1,
+            )
+            for device in range(len(held))
+        ]
+        self.scheduler = Scheduler(context=context, rows=rows, depth=depth)
+        self.head = Head(
+            windows=held[0],
+            tail=tail_window,
+            route=len(owners),
+            limits=self.limits[0],
+            scheduler=self.scheduler,
+            step_timeout_s=STEP_TIMEOUT_S,
+            clock=lambda: self.now_s,
+        )
+        self.workers = [Worker(windows) for windows in held[1:]]
+        self.links: list[deque[tuple[bytes, bytes]]] = [deque() for _ in held]
+        self._random = random.Random(seed)
+
+    def move(self) -> bool:
+        """Let one core take one message, or the head one turn; False when nothing moves any more."""
+        ready = [device for device, link in enumerate(self.links) if link]
+        movers = [*ready, None]
+        self._random.shuffle(movers)
+        return any(self._turn() if device is None else self._deliver(device) for device in movers)
+
+    def run(self) -> None:
+        """Move until everything is quiet."""
+        while self.move():
+            pass
+        assert self.scheduler.is_idle, "the ring went quiet with work left"
+        assert self.head.wait_s() == float("inf")
+
+    def ask(self, request: Generate) -> tuple[list[int], Finished]:
+        """The tokens of one generation, and how it ended."""
+        self.head.submit(request)
+        self.run()
+        return self.answer(request.request)
+
+    def answer(self, request: int) -> tuple[list[int], Finished]:
+        """What was told about generation ``request``, which is over."""
+        told = [event for event in self.events if not isinstance(event, Serving) and event.request == request]
+        *sampled, finished = told
+        assert isinstance(finished, Finished)
+        assert all(isinstance(event, Sampled) for event in sampled)
+        return [event.token for event in sampled if isinstance(event, Sampled)], finished
+
+    def told(self, request: int) -> int:
+        """How many events there were of ``request``."""
+        return sum(not isinstance(event, Serving) and event.request == request for event in self.events)
+
+    def cancel(self, request: int) -> None:
+        """Cancel a generation."""
+        self.head.cancel(Cancel(request))
+
+    def _turn(self) -> bool:
+        outcome = self.head.turn()
+        match outcome:
+            case None:
+                return False
+            case Send(step, hidden):
+                self._send(0, step, hidden)
+            case Tell(events):
+                self.events += events
+        return True
+
+    def _deliver(self, device: int) -> bool:
+        header, payload = self.links[device].popleft()
+        step = decode_step(header, len(payload), self.limits[device])
+        hidden = np.frombuffer(payload, np.float32).reshape(step.shape)
+        if device == 0:
+            self.head.receive(step, hidden)
+        else:
+            self._send(device, *self.workers[device - 1].receive(step, hidden))
+        return True
+
+    def _send(self, device: int, step: Step, hidden: Hidden) -> None:
+        assert hidden.dtype == np.float32
+        assert hidden.shape == step.shape
+        self.links[(device + 1) % len(self.links)].append((encode(step), hidden.tobytes()))

@@ -1,0 +1,264 @@
+"""Layers per device become a route: every layer once, in order, the head first and last; or one clear reason why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from halda import DeviceProfile, Infeasible, LayerProfile, ModelProfile, Plan, Window, arrange, solve
+from halda.search import apportion
+
+GIB = 1 << 30
+
+
+def model(layers: int, *, multiple: int = 1, kv_bytes: int = 512) -> ModelProfile:
+    layer = LayerProfile(bytes_by_type={"Q4_K": 1000, "F32": 24}, kv_bytes_per_token=kv_bytes)
+    return ModelProfile(
+        name="toy",
+        architecture="toyarch",
+        layers=(layer,) * layers,
+        embedding_bytes=4096,
+        output_bytes=4096,
+        width=64,
+        vocabulary=100,
+        context_tokens=2048,
+        experts=0,
+        experts_used=0,
+        cut_multiple=multiple,
+    )
+
+
+def device(name: str, free: int = GIB) -> DeviceProfile:
+    return DeviceProfile(
+        device=name,
+        host=name,
+        system="Linux",
+        machine="x86_64",
+        cpu="a cpu",
+        cores=4,
+        ram_total_bytes=2 * GIB,
+        ram_available_bytes=free,
+        ram_read_bytes_per_s=1e10,
+        disk_read_bytes_per_s=1e9,
+        disk_free_bytes=GIB,
+        gpu=None,
+    )
+
+
+def names(count: int) -> list[str]:
+    return [f"d{i}" for i in range(count)]
+
+
+def shown(plan: Plan) -> list[tuple[str, int, int]]:
+    return [(window.device, window.first, window.last) for window in plan.route]
+
+
+def assert_whole(plan: Plan, toy: ModelProfile) -> None:
+    """What everything behind the solver relies on."""
+    assert [layer for window in plan.route for layer in window.layers] == list(range(len(toy.layers)))
+    assert plan.route[0].device == plan.route[-1].device == plan.head
+    assert all(window.first % toy.cut_multiple == 0 for window in plan.route)
+    if len(plan.devices) > 1:
+        for before, after in pairwise(plan.route):
+            if before.device != after.device:
+                assert plan.after(before.device) == after.device, "a device has one next device"
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.data())
+def test_any_windows_that_fit_are_a_whole_route(devices, rounds, data):
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=devices, max_size=devices))
+    taken = rounds * sum(sizes)
+    toy = model(taken + data.draw(st.integers(0, 5)))
+    tail_needs_one = taken == len(toy.layers)
+    assume(not tail_needs_one or sizes[0] > 1)
+    plan = arrange(names(devices), sizes, rounds=rounds, model=toy)
+    assert_whole(plan, toy)
+    assert plan.rounds == rounds
+    assert plan.devices == tuple(names(devices))
+    for i in range(1, devices):
+        assert [len(window.layers) for _, window in plan.windows_of(f"d{i}")] == [sizes[i]] * rounds
+    head = [len(window.layers) for _, window in plan.windows_of("d0")]
+    assert head[: rounds - 1] == [sizes[0]] * (rounds - 1)
+    assert head[rounds - 1 :] == ([sizes[0] - 1, 1] if tail_needs_one else [sizes[0], len(toy.layers) - taken])
+
+
+def test_a_route_as_it_is_written_down():
+    assert shown(arrange(names(3), [2, 1, 1], rounds=2, model=model(10))) == [
+        ("d0", 0, 2),
+        ("d1", 2, 3),
+        ("d2", 3, 4),
+        ("d0", 4, 6),
+        ("d1", 6, 7),
+        ("d2", 7, 8),
+        ("d0", 8, 10),
+    ]
+
+
+def test_when_all_layers_are_taken_the_heads_last_window_gives_one():
+    assert shown(arrange(names(2), [3, 2], rounds=2, model=model(10))) == [
+        ("d0", 0, 3),
+        ("d1", 3, 5),
+        ("d0", 5, 7),
+        ("d1", 7, 9),
+        ("d0", 9, 10),
+    ]
+
+
+def test_a_head_of_two_devices_may_give_its_last_window_away():
+    plan = arrange(names(2), [1, 2], rounds=2, model=model(6))
+    assert shown(plan) == [("d0", 0, 1), ("d1", 1, 3), ("d1", 3, 5), ("d0", 5, 6)]
+    assert_whole(plan, model(6))
+
+
+@pytest.mark.parametrize(("devices", "rounds"), [(2, 1), (3, 1), (3, 2), (4, 3)])
+def test_a_head_that_cannot_give_a_layer_is_named(devices, rounds):
+    with pytest.raises(Infeasible, match=r"the windows take all \d+ layers; the tail window on d0 needs 1: give d0 a"):
+        arrange(names(devices), [1] * devices, rounds=rounds, model=model(devices * rounds))
+
+
+def test_one_device_has_the_whole_model_in_one_window():
+    for layers in (1, 7):
+        plan = arrange(["d0"], [layers], rounds=1, model=model(7))
+        assert shown(plan) == [("d0", 0, 7)]
+        assert plan.rounds == 1
+
+
+def test_more_layers_than_the_model_has_are_refused_by_the_numbers():
+    with pytest.raises(Infeasible) as caught:
+        arrange(names(3), [2, 3, 4], rounds=2, model=model(17))
+    assert str(caught.value) == "the windows take 18 layers (2 x 2+3+4); toy has 17"
+
+
+@pytest.mark.parametrize(("sizes", "rounds"), [([0, 1], 1), ([1, -1], 1), ([1, 1], 0), ([1, 1], -3)])
+def test_a_window_without_layers_is_refused(sizes, rounds):
+    with pytest.raises(Infeasible, match="every window needs at least one layer"):
+        arrange(names(2), sizes, rounds=rounds, model=model(10))
+
+
+@pytest.mark.parametrize(("sizes", "layers"), [([2, 4], 12), ([4, 3], 12), ([4, 4], 12)])
+def test_a_window_may_begin_at_a_multiple_only(sizes, layers):
+    toy = model(layers, multiple=4)
+    if all(size % 4 == 0 for size in sizes):
+        assert_whole(arrange(names(2), sizes, rounds=1, model=toy), toy)
+        return
+    with pytest.raises(Infeasible, match="a window of toyarch may begin only at a multiple of 4 layers, not at layer"):
+        arrange(names(2), sizes, rounds=1, model=toy)
+
+
+def test_the_tail_of_a_model_with_a_multiple_has_as_many_layers():
+    toy = model(12, multiple=4)
+    assert shown(arrange(names(2), [8, 4], rounds=1, model=toy)) == [("d0", 0, 4), ("d1", 4, 8), ("d0", 8, 12)]
+    with pytest.raises(Infeasible, match="the tail window on d0 needs 4"):
+        arrange(names(2), [4, 8], rounds=1, model=toy)
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 40), st.integers(1, 4), st.data())
+def test_any_request_is_a_whole_route_or_infeasible(devices, rounds, layers, multiple, data):
+    sizes = data.draw(st.lists(st.integers(-1, 12), min_size=devices, max_size=devices))
+    toy = model(layers, multiple=multiple)
+    try:
+        plan = arrange(names(devices), sizes, rounds=rounds, model=toy)
+    except Infeasible as exc:
+        assume(str(exc))
+        return
+    assert_whole(plan, toy)
+
+
+# ---- apportion ------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 45), st.integers(0, 5)), min_size=1, max_size=8), st.integers(0, 200))
+def test_shares_sum_up_and_nobody_gets_less_than_the_least(parties, more):
+    weights, least = [weight for weight, _ in parties], [low for _, low in parties]
+    total = sum(least) + more
+    shares = apportion(weights, total, least=least)
+    assert sum(shares) == total
+    assert all(share >= low for share, low in zip(shares, least, strict=True))
+
+
+@given(st.lists(st.integers(1, 1 << 45), min_size=1, max_size=8), st.integers(0, 200))
+def test_without_a_least_shares_are_proportional_to_one_layer(weights, total):
+    for weight, share in zip(weights, apportion(weights, total, least=[0] * len(weights)), strict=True):
+        ideal = Fraction(weight * total, sum(weights))
+        assert abs(share - ideal) <= 1
+
+
+def test_equal_parties_get_equal_shares():
+    assert apportion([5, 5, 5], 9, least=[1, 1, 1]) == [3, 3, 3]
+
+
+def test_a_tiny_party_gets_its_least():
+    assert apportion([1, 1 << 40], 10, least=[2, 1]) == [2, 8]
+
+
+# ---- solve ----------------------------------------------------------------------------------------------------------
+
+
+def solved(devices: list[DeviceProfile], toy: ModelProfile, context_tokens: int = 128) -> Plan:
+    return solve(devices, [], toy, context_tokens=context_tokens)
+
+
+@given(
+    st.lists(st.integers(GIB, 64 * GIB), min_size=1, max_size=10),
+    st.integers(1, 60),
+    st.integers(1, 4),
+)
+def test_any_fleet_has_a_whole_plan(free, layers, multiple):
+    toy = model(layers, multiple=multiple)
+    devices = [device(f"d{i}", ram) for i, ram in enumerate(free)]
+    plan = solved(devices, toy)
+    assert_whole(plan, toy)
+    assert plan.head == "d0"
+    left_out = [left.device for left in plan.left_out]
+    assert [*plan.devices, *left_out] == names(len(free))
+    assert all("no layer left" in left.reason for left in plan.left_out)
+
+
+@given(st.lists(st.integers(GIB, 8 * GIB), min_size=2, max_size=5), st.integers(20, 60))
+def test_more_memory_never_means_fewer_layers(free, layers):
+    plan = solved([device(f"d{i}", ram) for i, ram in enumerate(free)], model(layers))
+    by_memory = sorted(range(1, len(free)), key=lambda i: free[i])
+    shares = [plan.layers_of(f"d{i}") for i in by_memory]
+    assert all(smaller <= larger + 1 for smaller, larger in pairwise(shares))
+
+
+@pytest.mark.parametrize(("layers", "seats"), [(1, 1), (2, 1), (3, 2), (4, 3), (9, 8)])
+def test_more_devices_than_layers_leave_some_out(layers, seats):
+    plan = solved([device(name) for name in names(8)], model(layers))
+    assert len(plan.devices) == min(seats, 8)
+    assert [left.device for left in plan.left_out] == names(8)[seats:]
+
+
+@pytest.mark.parametrize(("layers", "seats"), [(3, 1), (4, 1), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
+def test_a_multiple_leaves_fewer_seats(layers, seats):
+    toy = model(layers, multiple=4)
+    plan = solved([device(name) for name in names(8)], toy)
+    assert len(plan.devices) == seats
+    assert_whole(plan, toy)
+
+
+def test_one_device_serves_alone():
+    plan = solved([device("desk")], model(30))
+    assert plan == Plan(rounds=1, route=(Window(device="desk", first=0, last=30, gpu_layers=0),), left_out=())
+
+
+def test_a_device_without_room_for_its_kv_cache_is_named():
+    devices = [device("desk"), device("lap", 1000)]
+    with pytest.raises(Infeasible) as caught:
+        solved(devices, model(8), context_tokens=4096)
+    assert str(caught.value).startswith("lap is short of 2096152 bytes of memory: the KV cache of its 1 layers takes")
+
+
+def test_a_plan_with_a_gap_is_our_mistake():
+    first, second = (Window(device="d0", first=first, last=first + 2, gpu_layers=0) for first in (0, 3))
+    with pytest.raises(AssertionError):
+        Plan(rounds=1, route=(first, second), left_out=())
+    with pytest.raises(AssertionError):
+        Plan(rounds=1, route=(replace(first, first=1),), left_out=())
+    with pytest.raises(AssertionError):
+        Plan(rounds=1, route=(first, Window(device="d1", first=2, last=3, gpu_layers=0)), left_out=())

@@ -1,0 +1,289 @@
+"""Speed and memory, measured side by side in one run: alternating runs, medians, ratios.
+
+    tools/bench ring [--json FILE] [--quick] [--model FILE.gguf ...]
+
+``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
+Plain runs with extra buffers off and on; decode and prefill are each compared with the better of the two. All processes
+are loaded before the first run and take turns, so that whatever else the machine does disturbs all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from primad.gguf.architectures import layer_count  # noqa: E402
+from primad.gguf.model import open_model  # noqa: E402
+from primad.measuring import measuring  # noqa: E402
+from tools.local_ring import LocalRing  # noqa: E402
+from tools.plain_llama import PROMPT  # noqa: E402
+
+SMALL = ROOT / ".models" / "smollm2-135m-q4_1.gguf"
+LARGE = ROOT / ".models" / "synthetic-1b-q4_k.gguf"
+CONTEXT = 1024
+PREFILL_ROWS = 512
+DECODE_TOKENS = 96
+DECODE_AFTER = 40
+BUSY_SHARE = 0.1
+
+out = Console(highlight=False)
+
+
+@dataclass
+class Series:
+    """Tokens per second, run by run."""
+
+    decode: list[float] = field(default_factory=list)
+    prefill: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """One line of the result; rates in tokens/s, ratios to plain llama.cpp at its better setting."""
+
+    model: str
+    system: str
+    processes: int
+    decode_tokens_per_s: float
+    prefill_tokens_per_s: float
+    decode_ratio: float | None
+    prefill_ratio: float | None
+    hop_median_us: float | None
+    hop_p99_us: float | None
+    rss_bytes: list[int]
+    private_bytes: list[int]
+    extra_buffers: list[bool]
+
+
+class PlainChild:
+    """Plain llama.cpp in a child process."""
+
+    def __init__(self, model: Path, threads: int, extra_buffers: str) -> None:
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                str(ROOT / "tools" / "plain_llama.py"),
+                str(model),
+                str(threads),
+                extra_buffers,
+                str(CONTEXT),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.rss_bytes = 0
+
+    def ask(self, **what: int) -> float:
+        """Seconds that it took."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("plain llama.cpp ended")
+        answer = json.loads(line)
+        self.rss_bytes = answer["rss_bytes"]
+        return float(answer["seconds"])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+
+def even_windows(layers: int, devices: int) -> list[int] | None:
+    """Layers a device for a ring of ``devices``: even, one left over for the tail."""
+    if devices == 1:
+        return None
+    share, more = divmod(layers - 1, devices)
+    return [share + (devices - i <= more) for i in range(devices)]
+
+
+async def bench_model(model: Path, devices: Sequence[int], runs: int, threads: int) -> list[Row]:
+    layers = layer_count(open_model(model))
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-bench-")))
+        plain = {setting: PlainChild(model, threads, setting) for setting in ("off", "on")}
+        for child in plain.values():
+            stack.callback(child.close)
+        rings: dict[int, LocalRing] = {}
+        for count in devices:
+            ring = LocalRing(
+                model,
+                even_windows(layers, count),
+                context=CONTEXT,
+                threads=threads,
+                extra_buffers=None,
+                folder=folder / str(count),
+            )
+            rings[count] = await stack.enter_async_context(ring)
+        series: dict[str | int, Series] = {name: Series() for name in (*plain, *rings)}
+        for run in range(runs + 1):  # the first warms up and is not counted
+            for setting, child in plain.items():
+                decode = await asyncio.to_thread(child.ask, decode=DECODE_TOKENS, after=DECODE_AFTER)
+                prefill = await asyncio.to_thread(child.ask, prefill=PREFILL_ROWS)
+                if run:
+                    series[setting].decode.append(DECODE_TOKENS / decode)
+                    series[setting].prefill.append(PREFILL_ROWS / prefill)
+            for count, ring in rings.items():
+                sampled, finished = await ring.generate(PROMPT[:DECODE_AFTER], DECODE_TOKENS + 1)
+                rate = (len(sampled) - 1) / finished.decode_s if len(sampled) > 1 else math.nan
+                _, prompted = await ring.generate(PROMPT, 1)
+                if run:
+                    series[count].decode.append(rate)
+                    series[count].prefill.append(PREFILL_ROWS / prompted.prompt_s)
+        return await _rows(model, plain, rings, series)
+
+
+async def _rows(
+    model: Path, plain: dict[str, PlainChild], rings: dict[int, LocalRing], series: dict[str | int, Series]
+) -> list[Row]:
+    best_decode = max(plain, key=lambda setting: statistics.median(series[setting].decode))
+    best_prefill = max(plain, key=lambda setting: statistics.median(series[setting].prefill))
+    rows = [
+        Row(
+            model=model.stem,
+            system=f"plain llama.cpp, extra buffers {setting}",
+            processes=1,
+            decode_tokens_per_s=statistics.median(series[setting].decode),
+            prefill_tokens_per_s=statistics.median(series[setting].prefill),
+            decode_ratio=None,
+            prefill_ratio=None,
+            hop_median_us=None,
+            hop_p99_us=None,
+            rss_bytes=[child.rss_bytes],
+            private_bytes=[],
+            extra_buffers=[setting == "on"],
+        )
+        for setting, child in plain.items()
+    ]
+    for count, ring in rings.items():
+        statuses = [await ring.status(name) for name in ring.plan.devices]
+        hops = sorted(hop for status in statuses for hop in status.hop_s)
+        rows.append(
+            Row(
+                model=model.stem,
+                system="primad",
+                processes=count,
+                decode_tokens_per_s=statistics.median(series[count].decode),
+                prefill_tokens_per_s=statistics.median(series[count].prefill),
+                decode_ratio=_ratio(series[count].decode, series[best_decode].decode),
+                prefill_ratio=_ratio(series[count].prefill, series[best_prefill].prefill),
+                hop_median_us=statistics.median(hops) * 1e6 if hops else None,
+                hop_p99_us=hops[len(hops) * 99 // 100] * 1e6 if hops else None,
+                rss_bytes=[status.rss_bytes for status in statuses],
+                private_bytes=[status.private_bytes for status in statuses],
+                extra_buffers=ring.extra_buffers,
+            )
+        )
+    return rows
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median of the ratios of runs that stood side by side."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the result."""
+    table = Table("model", "system", "processes", "decode tok/s", "ratio", "prefill tok/s", "ratio")
+    for column in ("hop median", "hop p99", "memory MB (private)", "extra"):
+        table.add_column(column)
+    for row in rows:
+        private = f" ({', '.join(f'{size / 1e6:.0f}' for size in row.private_bytes)})" if row.private_bytes else ""
+        table.add_row(
+            row.model,
+            row.system,
+            str(row.processes),
+            f"{row.decode_tokens_per_s:.1f}",
+            "" if row.decode_ratio is None else f"{row.decode_ratio:.3f}",
+            f"{row.prefill_tokens_per_s:.0f}",
+            "" if row.prefill_ratio is None else f"{row.prefill_ratio:.3f}",
+            "" if row.hop_median_us is None else f"{row.hop_median_us:.0f} us",
+            "" if row.hop_p99_us is None else f"{row.hop_p99_us:.0f} us",
+            ", ".join(f"{size / 1e6:.0f}" for size in row.rss_bytes) + private,
+            "/".join("on" if extra else "off" for extra in row.extra_buffers),
+        )
+    out.print(table)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on, and whether it was idle before."""
+    return {
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "cores": psutil.cpu_count(logical=False),
+        "ram_bytes": psutil.virtual_memory().total,
+        "busy_share_before": psutil.cpu_percent(interval=2.0) / 100,
+    }
+
+
+def synthesise(path: Path) -> None:
+    """Write the synthetic 1B model if it is not there yet."""
+    if path.exists():
+        return
+    out.print(f"writing {path.name}")
+    partial = path.with_suffix(".part")
+    command = [sys.executable, str(ROOT / "tools" / "synth.py"), "--preset", "1b-q4k", "--out", str(partial)]
+    subprocess.run(command, check=True)
+    partial.replace(path)
+
+
+def ring(options: argparse.Namespace) -> int:
+    models = options.model or [SMALL, LARGE]
+    if not options.model:
+        synthesise(LARGE)
+    with measuring():
+        facts = machine()
+        if facts["busy_share_before"] > BUSY_SHARE:
+            out.print(f"warning: the machine is {facts['busy_share_before']:.0%} busy; the figures will not mean much")
+        rows: list[Row] = []
+        for model in models:
+            rows += asyncio.run(
+                bench_model(model, options.devices, 3 if options.quick else options.runs, options.threads)
+            )
+    show(rows)
+    if options.json:
+        content = {"bench": "ring", "machine": facts, "runs": options.runs, "rows": [asdict(row) for row in rows]}
+        Path(options.json).write_text(json.dumps(content, indent=2) + "\n")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tools/bench", description="Speed and memory, measured side by side.")
+    benches = parser.add_subparsers(dest="bench", required=True)
+    one = benches.add_parser("ring", help="plain llama.cpp against rings of local processes")
+    one.add_argument("--model", type=Path, action="append", help="GGUF file (default: SmolLM2 and a synthetic 1B)")
+    one.add_argument("--devices", type=int, nargs="+", default=[1, 2, 3, 4], help="ring sizes")
+    one.add_argument("--runs", type=int, default=9, help="counted runs of each (default: 9)")
+    one.add_argument("--quick", action="store_true", help="three runs only")
+    one.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1, help="threads a process")
+    one.add_argument("--json", help="also write the figures to this file")
+    one.set_defaults(run=ring)
+    options = parser.parse_args()
+    return int(options.run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Plain llama.cpp through llama-cpp-python's low-level calls, as a child of the benchmark: the whole model, one process.
+
+Speaks JSON lines: {"prefill": rows} or {"decode": tokens, "after": rows} in, {"seconds": s, "rss_bytes": b} out. Decode
+takes the most likely token each time, and nothing else: it is the fastest loop that these calls allow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import time
+
+import llama_cpp as llama
+import numpy as np
+import psutil
+
+PROMPT = [(i * 37) % 1000 + 10 for i in range(512)]
+SEQUENCE = 0
+
+
+@llama.llama_log_callback
+def _quiet(*_: object) -> None:
+    pass
+
+
+class Plain:
+    def __init__(self, path: str, threads: int, extra_buffers: bool, context: int) -> None:
+        llama.llama_log_set(_quiet, ctypes.c_void_p(0))
+        llama.llama_backend_init()
+        model_params = llama.llama_model_default_params()
+        model_params.use_extra_bufts = extra_buffers
+        model_params.n_gpu_layers = 0
+        self.model = llama.llama_model_load_from_file(path.encode(), model_params)
+        params = llama.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = context, 512, 512
+        params.n_threads = params.n_threads_batch = threads
+        params.no_perf = True
+        self.context = llama.llama_init_from_model(self.model, params)
+        self.memory = llama.llama_get_memory(self.context)
+        self.vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
+        self.batch = llama.llama_batch_init(512, 0, 1)
+
+    def _step(self, tokens: list[int], position: int) -> int:
+        batch = self.batch
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position + i, 1, SEQUENCE
+            batch.logits[i] = i == len(tokens) - 1
+        batch.n_tokens = len(tokens)
+        if llama.llama_decode(self.context, batch):
+            raise SystemExit("llama_decode failed")
+        logits = np.ctypeslib.as_array(llama.llama_get_logits_ith(self.context, -1), shape=(self.vocabulary,))
+        return int(logits.argmax())
+
+    def prefill(self, rows: int) -> float:
+        """Seconds for a prompt of ``rows`` tokens."""
+        llama.llama_memory_clear(self.memory, True)
+        start = time.perf_counter()
+        self._step(PROMPT[:rows], 0)
+        return time.perf_counter() - start
+
+    def decode(self, tokens: int, after: int) -> float:
+        """Seconds for ``tokens`` tokens after a prompt of ``after``."""
+        llama.llama_memory_clear(self.memory, True)
+        token = self._step(PROMPT[:after], 0)
+        start = time.perf_counter()
+        for i in range(tokens):
+            token = self._step([token], after + i)
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    path, threads, extra_buffers, context = sys.argv[1:]
+    plain = Plain(path, int(threads), extra_buffers == "on", int(context))
+    for line in sys.stdin:
+        ask = json.loads(line)
+        seconds = plain.prefill(ask["prefill"]) if "prefill" in ask else plain.decode(ask["decode"], ask["after"])
+        print(json.dumps({"seconds": seconds, "rss_bytes": psutil.Process().memory_info().rss}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
