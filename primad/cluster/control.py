@@ -18,7 +18,7 @@ from primad.cluster.messages import (
     decode_from_head,
     decode_from_worker,
 )
-from primad.cluster.sockets import bind, endpoint, open_socket
+from primad.cluster.sockets import endpoint, listen, open_socket
 from primad.errors import ClusterError, ProtocolError
 from primad.ring.messages import encode
 
@@ -29,8 +29,7 @@ class WorkerEnd:
     """Where a worker hears heads. Each head is known by the ``peer`` bytes that its messages come with."""
 
     def __init__(self, context: zmq.asyncio.Context, host: str, port: int | None, preferred: int) -> None:
-        self._socket = open_socket(context, zmq.ROUTER)
-        self.port = bind(self._socket, host, port, preferred)
+        self._socket, self.port = listen(context, zmq.ROUTER, host, port, preferred)
 
     async def receive(self) -> tuple[bytes, HeadMessage]:
         """The next message of any head."""
@@ -68,7 +67,8 @@ class HeadEnd:
     async def send(self, message: HeadMessage) -> None:
         """Tell the worker something. Raises ``ClusterError`` when nothing leaves for ``GONE_AFTER_S``."""
         try:
-            await asyncio.wait_for(self._socket.send(encode(message)), GONE_AFTER_S)
+            async with asyncio.timeout(GONE_AFTER_S):
+                await self._socket.send(encode(message))
         except TimeoutError as exc:
             raise ClusterError(f"the device at {self.address} takes no messages") from exc
 
@@ -79,7 +79,8 @@ class HeadEnd:
         """
         while True:
             try:
-                frames = await asyncio.wait_for(self._socket.recv_multipart(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    frames = await self._socket.recv_multipart()
             except TimeoutError as exc:
                 raise ClusterError(f"the device at {self.address} has not answered for {timeout_s:g} s") from exc
             try:

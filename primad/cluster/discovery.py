@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final
 
 import psutil
@@ -19,13 +21,14 @@ from zeroconf import IPVersion, NonUniqueNameException, ServiceStateChange, Zero
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from primad.cluster.messages import PROTOCOL
-from primad.config import LOOPBACK, is_loopback
-from primad.errors import ClusterError
+from primad.config import LOOPBACK, NAME, is_loopback
+from primad.errors import ClusterError, printable
 
 logger = logging.getLogger(__name__)
 
 SERVICE: Final = "_primad._tcp.local."
 RESOLVE_TIMEOUT_MS: Final = 2000
+_PROTOCOL: Final = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +45,16 @@ class Peer:
 
 
 def announced_addresses(host: str) -> list[str]:
-    """The addresses to announce for a daemon that listens on ``host``: every one that others could reach."""
-    if is_loopback(host):
-        return [LOOPBACK if host == "localhost" else host]
-    if not ipaddress.ip_address(socket.gethostbyname(host) if ":" not in host else host).is_unspecified:
-        return [host]
+    """The IPv4 addresses to announce for a daemon that listens on ``host``: every one that others could reach.
+
+    Raises ``ClusterError`` when there is none.
+    """
+    try:
+        address = "0.0.0.0" if host == "::" else socket.gethostbyname(host)
+    except (OSError, UnicodeError) as exc:
+        raise ClusterError(f"--host {host}: mDNS announces IPv4 addresses, and this has none; use another one") from exc
+    if not ipaddress.ip_address(address).is_unspecified:
+        return [address]
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     return [
         address.address
@@ -75,7 +83,7 @@ class Discovery:
     async def announce(self, peer_name: str, *, cluster: str, role: str, version: str, port: int) -> str:
         """Announce this device; its name, with a number behind it when another device had the name first."""
         for number in range(1, 100):
-            device = peer_name if number == 1 else f"{peer_name}-{number}"
+            device = peer_name if number == 1 else f"{peer_name[:59]}-{number}"
             info = AsyncServiceInfo(
                 SERVICE,
                 f"{device}.{SERVICE}",
@@ -88,7 +96,7 @@ class Discovery:
                     "version": version,
                     "protocol": str(PROTOCOL),
                 },
-                server=f"primad-{device}-{port}.local.",
+                server=f"primad-{blake2b(device.encode(), digest_size=8).hexdigest()}-{port}.local.",
             )
             try:
                 await self._zeroconf.async_register_service(info)
@@ -105,7 +113,7 @@ class Discovery:
         async def resolve(zeroconf: Zeroconf, name: str) -> None:
             info = AsyncServiceInfo(SERVICE, name)
             found = await info.async_request(zeroconf, RESOLVE_TIMEOUT_MS)
-            peer = _peer(info) if found else None
+            peer = peer_of(info) if found else None
             if peer is not None and name in pending:
                 self._peers[name] = peer
                 changed(dict(self._peers))
@@ -131,27 +139,27 @@ class Discovery:
             await self._browser.async_cancel()
         try:
             if self._info is not None:
-                await self._zeroconf.async_unregister_service(self._info)
+                await (await self._zeroconf.async_unregister_service(self._info))  # the second waits until it is said
         except ZeroconfError as exc:
             logger.debug("mDNS goodbye: %s", exc)
         await self._zeroconf.async_close()
 
 
-def _peer(info: AsyncServiceInfo) -> Peer | None:
+def peer_of(info: AsyncServiceInfo) -> Peer | None:
     """What a peer announces, or None when it is not what a primad device announces."""
     texts = info.decoded_properties
-    device, cluster, role = texts.get("device"), texts.get("cluster"), texts.get("role")
+    device, cluster, role = (texts.get(key) or "" for key in ("device", "cluster", "role"))
     protocol = texts.get("protocol") or ""
     addresses = tuple(info.parsed_addresses(IPVersion.V4Only))
-    if not device or not cluster or role not in ("worker", "head") or not protocol.isdigit() or not addresses:
+    if not NAME.fullmatch(device) or not NAME.fullmatch(cluster) or role not in ("worker", "head"):
         return None
-    if info.port is None or not 0 < info.port < 65_536:
+    if not _PROTOCOL.fullmatch(protocol) or not addresses or info.port is None or not 0 < info.port < 65_536:
         return None
     return Peer(
-        device=device[:62],
-        cluster=cluster[:62],
+        device=device,
+        cluster=cluster,
         role=role,
-        version=(texts.get("version") or "")[:40],
+        version=printable(texts.get("version") or "", 40),
         protocol=int(protocol),
         addresses=addresses,
         port=info.port,

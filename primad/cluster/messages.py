@@ -8,12 +8,13 @@ second, so that either side notices the other's end.
 from __future__ import annotations
 
 import math
+import re
 from typing import Final, TypeVar
 
 import msgspec
 
 from halda import DeviceProfile
-from primad.config import NAME
+from primad.config import DEVICE_NAME, NAME
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
 from primad.gguf.windows import WindowSpec
@@ -40,7 +41,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Take part in ring ``ring``, epoch ``epoch``: fetch the missing layers from ``sources``, load the windows, listen.
 
     ``probe`` is a one-layer window of the same layers to try extra buffers with, or None when they are not to be used.
-    ``force_extra_buffers`` skips the probe. ``shared_host`` is the number of this ring's devices on this one machine.
+    ``force_extra_buffers`` skips the probe.
     """
 
     ring: int
@@ -56,7 +57,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     sequences: int
     rows: int
     step_timeout_s: float
-    shared_host: int
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
@@ -216,12 +216,14 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
 
 
 def _check_profile(profile: DeviceProfile) -> None:
-    if not NAME.fullmatch(profile.device):
+    if not re.fullmatch(DEVICE_NAME, profile.device):
         raise ProtocolError(f"profile of {printable(profile.device, 70)!r}, which is no device name")
-    counts = (profile.cores, profile.ram_total_bytes, profile.ram_available_bytes, profile.disk_free_bytes)
+    counts = (profile.ram_total_bytes, profile.ram_available_bytes, profile.disk_free_bytes)
     rates = (profile.ram_read_bytes_per_s, profile.disk_read_bytes_per_s)
-    if min(counts) < 0 or not all(0 < rate < math.inf for rate in rates):
+    if profile.cores < 1 or not all(0 <= count < 1 << 60 for count in counts):
         raise ProtocolError(f"profile of {profile.device} with impossible figures")
+    if not all(0 < rate < 1e15 for rate in rates):
+        raise ProtocolError(f"profile of {profile.device} with impossible rates")
 
 
 def _check_load(load: Load) -> None:

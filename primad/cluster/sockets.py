@@ -26,20 +26,34 @@ def open_socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
     return socket
 
 
-def bind(socket: zmq.asyncio.Socket, host: str, port: int | None, preferred: int | None = None) -> int:
-    """Listen on ``host``: on ``port``, or on ``preferred`` when it is free, or on any; the port.
+def listen(
+    context: zmq.asyncio.Context, kind: int, host: str, port: int | None, preferred: int | None = None
+) -> tuple[zmq.asyncio.Socket, int]:
+    """A socket that listens on ``host``: on ``port``, or on ``preferred`` when it is free, or on any; and its port.
 
     Raises ``ClusterError`` when ``port`` is taken.
     """
-    if port is None and preferred is not None:
+    socket = open_socket(context, kind)
+    try:
+        if port is not None or preferred is None:
+            return socket, _bind(socket, host, port)
         try:
-            return bind(socket, host, preferred)
+            return socket, _bind(socket, host, preferred)
         except ClusterError:
-            return bind(socket, host, 0)
+            return socket, _bind(socket, host, None)
+    except ClusterError:
+        socket.close()
+        raise
+
+
+def _bind(socket: zmq.asyncio.Socket, host: str, port: int | None) -> int:
     try:
         socket.bind(endpoint(host, port or "*"))
     except zmq.ZMQError as exc:
-        raise ClusterError(f"--port {port}: cannot listen on {host}: {exc.strerror}; choose another --port") from exc
+        flag = "--port" if port else "--host"
+        raise ClusterError(
+            f"{flag} {port or host}: cannot listen on {host}: {exc.strerror}; choose another {flag}"
+        ) from exc
     return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
 

@@ -15,8 +15,8 @@ import zmq
 import zmq.asyncio
 
 from primad.cluster.messages import CHUNK_BYTES, Chunk, FetchChunk, NoChunk, TransferMessage, decode_transfer
-from primad.cluster.sockets import bind, open_socket
-from primad.errors import ClusterError, ModelError, ProtocolError
+from primad.cluster.sockets import listen, open_socket
+from primad.errors import ClusterError, ModelError, ProtocolError, printable
 from primad.gguf.cache import LayerCache
 from primad.gguf.layers import LayerCut, LayerRef
 from primad.ring.messages import encode
@@ -33,8 +33,7 @@ class LayerServer:
     """Answers chunk requests for the layers that ``find`` knows by digest."""
 
     def __init__(self, context: zmq.asyncio.Context, host: str, find: FindLayer) -> None:
-        self._socket = open_socket(context, zmq.ROUTER)
-        self.port = bind(self._socket, host, None)
+        self._socket, self.port = listen(context, zmq.ROUTER, host, None)
         self._find = find
 
     async def run(self) -> None:
@@ -81,7 +80,10 @@ async def fetch_layers(
     """
     socket = open_socket(context, zmq.DEALER)
     try:
-        socket.connect(source)
+        try:
+            socket.connect(source)
+        except zmq.ZMQError as exc:
+            raise ClusterError(f"layers cannot be fetched from {printable(source)!r}: {exc.strerror}") from exc
         for ref in refs:
             with cache.writing(ref) as writer:
                 asked = 0
@@ -99,7 +101,8 @@ async def fetch_layers(
 
 async def _chunk(socket: zmq.asyncio.Socket, ref: LayerRef, offset: int, source: str) -> bytes:
     try:
-        frames = await asyncio.wait_for(socket.recv_multipart(), CHUNK_TIMEOUT_S)
+        async with asyncio.timeout(CHUNK_TIMEOUT_S):
+            frames = await socket.recv_multipart()
     except TimeoutError as exc:
         raise ClusterError(f"{source} sent nothing of layer {ref.digest[:12]} for {CHUNK_TIMEOUT_S:g} s") from exc
     message: TransferMessage = decode_transfer(frames[0])

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 import socket
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import zmq.asyncio
@@ -30,8 +32,9 @@ from primad.daemon.reporter import Reporter
 from primad.daemon.shard import Place
 from primad.daemon.vocabulary import ModelVocabulary
 from primad.daemon.worker_link import Worker, greet
-from primad.errors import ClusterError, ConfigError, PlanError, RingError
+from primad.errors import ClusterError, ConfigError, PlanError, PrimadError
 from primad.gguf.architectures import cuttable
+from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header
 from primad.gguf.layers import LayerCut
 from primad.gguf.windows import ModelCutter
@@ -152,18 +155,12 @@ class HeadDaemon:
                 finally:
                     for worker in workers:
                         worker.end.close()
-            except (ClusterError, RingError) as exc:
+            except PrimadError as exc:
                 self._backend.detach(str(exc))
                 self._reporter.settle()
                 if not has_served:
                     raise
-                self._reporter.say(f"the ring broke: {exc}; forming it again")
-                await asyncio.sleep(RETRY_S)
-            except PlanError as exc:
-                self._backend.detach(str(exc))
-                if not has_served:
-                    raise
-                self._reporter.say(f"no plan for the devices that are left: {exc}")
+                self._reporter.say(f"{exc}; forming the ring again")
                 await asyncio.sleep(RETRY_S)
 
     async def _gather(self, *, first: bool) -> list[Worker]:
@@ -196,7 +193,8 @@ class HeadDaemon:
                 self._seen.clear()
                 with suppress(TimeoutError):
                     # Looks again twice a second: a device that was busy may be free now.
-                    await asyncio.wait_for(self._seen.wait(), min(remaining, 0.5))
+                    async with asyncio.timeout(min(remaining, 0.5)):
+                        await self._seen.wait()
             if wanted is not None and len(workers) < wanted:
                 why = "; ".join(f"{name}: {reason}" for name, reason in sorted(refusals.items()))
                 raise ClusterError(
@@ -264,7 +262,7 @@ class HeadDaemon:
 
     def _parts(self, plan: Plan, workers: Sequence[Worker], layer_port: int) -> RingParts:
         if self._cutter is None and len(plan.route) > 1:
-            self._cutter = ModelCutter(self._header)
+            self._cutter = ModelCutter(self._header, LayerDigests(self._header, self._config.home / "digests.json"))
         self._backend.describe("loading")
         return RingParts(
             plan=plan,
@@ -291,7 +289,7 @@ class HeadDaemon:
         path = self._header.path
         vocabulary = await asyncio.to_thread(ModelVocabulary, self._header)
         served = ServedModel(
-            id=path.stem,
+            id=model_id(path),
             created=self._backend.created,
             context_tokens=self._context_tokens,
             vocabulary=vocabulary,
@@ -300,6 +298,11 @@ class HeadDaemon:
         self._backend.attach(served, ring.send, ring.status, f"serving with {len(ring.plan.devices)} devices")
         for line in ring.describe():
             self._reporter.say(line)
+
+
+def model_id(path: Path) -> str:
+    """The name that clients call the model by: its file's, without the part number of a split model."""
+    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
 
 
 def default_context(options: ServeOptions, model: ModelProfile) -> int:

@@ -198,13 +198,15 @@ class HeadRing:
     async def _own_status(self) -> Status | None:
         await self.send(Report())
         try:
-            return await asyncio.wait_for(self._status.get(), STATUS_TIMEOUT_S)
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                return await self._status.get()
         except TimeoutError:
             return None
 
     async def _worker_status(self, name: str) -> tuple[Status | None, int]:
         try:
-            answer = await asyncio.wait_for(self._workers[name].wait_status(), STATUS_TIMEOUT_S)
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                answer = await self._workers[name].wait_status()
         except TimeoutError:
             return None, 0
         return (None, 0) if answer is None else (answer.status, answer.daemon_rss_bytes)
@@ -220,6 +222,8 @@ class HeadRing:
             self._parts.reporter.progress(plan.head, "hash", done, len(needed))
             cutter.ref(layer)
         self._parts.reporter.progress(plan.head, "hash", len(needed), len(needed))
+        if cutter.digests is not None:
+            cutter.digests.save()
         return {
             name: [cutter.spec(index, window.first, window.last) for index, window in plan.windows_of(name)]
             for name in plan.devices
@@ -242,13 +246,7 @@ class HeadRing:
             sequences=1,
             rows=options.rows,
             step_timeout_s=options.step_timeout_s,
-            shared_host=self._shared_host(worker.profile),
         )
-
-    def _shared_host(self, profile: DeviceProfile) -> int:
-        """How many devices of the plan are on the machine of ``profile``."""
-        profiles = [self._parts.profile, *(worker.profile for worker in self._parts.workers.values())]
-        return sum(other.host == profile.host for other in profiles)
 
     def _address_for(self, worker: Worker) -> str:
         """The address of this head that ``worker`` can reach: the one that packets to it leave from."""
@@ -274,9 +272,7 @@ class HeadRing:
         if specs:
             await asyncio.to_thread(self._cut_own, specs)
         windows = await self._own_windows(specs, options)
-        self._process = await RingProcess.start(
-            parts.place.run / "ring.log", shared_host=self._shared_host(parts.profile)
-        )
+        self._process = await RingProcess.start(parts.place.run / "ring.log", threads=options.threads)
         self._tasks.append(self._group.create_task(self._attend(self._process, len(windows))))
         await self._process.send(
             Open(

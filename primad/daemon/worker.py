@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import zmq.asyncio
@@ -43,6 +44,7 @@ from primad.daemon.shard import Place, fits_twice, open_windows, place_windows, 
 from primad.engine.probe import is_worth_it
 from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, PrimadError, RingError
+from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
 from primad.ring.messages import Connect, Loading, Open, Opened, Report, Status
 from primad.ring.spawn import RingProcess
@@ -230,7 +232,11 @@ class WorkerDaemon:
         )
         extra = [await self._extra_buffers(load, options)] * len(load.windows)
         files = await asyncio.to_thread(place_windows, self._place, load.windows, load.gpu_layers, load.epoch)
-        ring = await RingProcess.start(self._place.run / "ring.log", shared_host=load.shared_host)
+        for window in files:
+            await asyncio.to_thread(
+                read_header, Path(window.metadata)
+            )  # the head wrote it: judged before llama.cpp sees it
+        ring = await RingProcess.start(self._place.run / "ring.log", threads=options.threads)
         try:
             await ring.send(
                 Open(

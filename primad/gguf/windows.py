@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType
 
 from primad.errors import ModelError
 from primad.gguf.architectures import TensorRole, cuttable, layer_count, tensor_role, window_values
+from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header, TensorInfo
 from primad.gguf.layers import LayerCut, LayerRef, SmallTensor, cut, cut_layer, metadata_split
 
@@ -41,9 +42,10 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ModelCutter:
-    """Cuts one model; keeps what was hashed, so no layer is read twice."""
+    """Cuts one model; keeps what was hashed, so no layer is read twice. ``digests`` keeps it from run to run."""
 
     header: Header
+    digests: LayerDigests | None = None
 
     def __post_init__(self) -> None:
         cuttable(self.header)
@@ -60,7 +62,10 @@ class ModelCutter:
         """The layer file of ``layer``, hashed on first use. ``layer`` equal to the layer count is the output matrix."""
         if layer not in self._refs:
             layer_cut = self.cut(layer)
-            ref = layer_cut.ref()
+            known = self.digests.get(layer) if self.digests is not None else None
+            ref = layer_cut.ref(known)
+            if self.digests is not None:
+                self.digests.put(layer, ref.digest)
             self._refs[layer] = ref
             self._cuts[ref.digest] = layer_cut
         return self._refs[layer]

@@ -26,15 +26,18 @@ the other programs of the machine, ring processes among them; sleeping at once r
 process keeps its full speed and several can share the cores."""
 
 
-def environment(base: Mapping[str, str], shared_host: int) -> dict[str, str]:
-    """The environment of a ring process: ``base`` and the wait policy of the compute threads, where none is set.
+def environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The environment of a ring process with ``threads`` compute threads: ``base``, and where that is silent, how they wait.
 
-    ``shared_host`` is the number of ring processes of this ring on this machine.
+    Threads that fill all cores are bound to one each: left to itself the scheduler now and then puts two that wait for each
+    other on one core, which costs a factor of ten while anything else runs. Fewer threads than cores are left free to move
+    away from what the owner runs.
     """
-    del shared_host
-    chosen = {"GOMP_SPINCOUNT": str(SPIN_COUNT), "GGML_NO_BACKTRACE": "1"}
-    if "OMP_WAIT_POLICY" in base:
-        del chosen["GOMP_SPINCOUNT"]
+    chosen = {"GGML_NO_BACKTRACE": "1"}
+    if "OMP_WAIT_POLICY" not in base:
+        chosen["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    if sys.platform == "linux" and threads > 1 and threads == len(os.sched_getaffinity(0)):
+        chosen |= {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
     return chosen | dict(base)
 
 
@@ -54,8 +57,8 @@ class RingProcess:
         self._log = log
 
     @classmethod
-    async def start(cls, log: Path, *, shared_host: int = 1) -> RingProcess:
-        """Start a ring process whose standard error goes to the file ``log``."""
+    async def start(cls, log: Path, *, threads: int) -> RingProcess:
+        """Start a ring process for ``threads`` compute threads, whose standard error goes to the file ``log``."""
         ours, theirs = socket.socketpair()
         with theirs, log.open("wb") as errors:
             options: dict[str, object] = {"stderr": errors, "stdout": errors}
@@ -67,7 +70,7 @@ class RingProcess:
                 options |= {"stdin": subprocess.DEVNULL, "pass_fds": (theirs.fileno(),)}
             process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: ASYNC220  (starting does not wait)
                 [sys.executable, "-m", "primad.ring.process", argument],
-                env=environment(os.environ, shared_host),
+                env=environment(os.environ, threads),
                 **options,  # type: ignore[call-overload]
             )
             if sys.platform == "win32":
@@ -105,8 +108,8 @@ class RingProcess:
 
     async def _obituary(self) -> str:
         try:
-            code = await asyncio.wait_for(asyncio.to_thread(self._process.wait, GRACE_S), 2 * GRACE_S)
-        except (TimeoutError, subprocess.TimeoutExpired):
+            code = await asyncio.to_thread(self._process.wait, GRACE_S)
+        except subprocess.TimeoutExpired:
             return "the ring process closed its connection"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         last = _last_line(self._log)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 CHUNK = 512
 """Rows of a prefill step, as in the ring."""
 CONTEXT = 2048
-THREADS = 2
+THREADS = 1
 TOP = 20
 
 

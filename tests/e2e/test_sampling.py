@@ -1,0 +1,167 @@
+"""Sampling is right at every ring size: it draws from the model's own distribution, and each parameter does what it says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from tests.e2e.reference import Plain
+from tools.local_ring import GREEDY, LocalRing
+
+pytestmark = pytest.mark.slow
+
+DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0)
+TEXT = "The best thing about the sea is"
+DRAWS = 2000
+
+
+class Ring:
+    """A ``LocalRing`` that a test calls without ``await``."""
+
+    def __init__(self, runner: asyncio.Runner, ring: LocalRing) -> None:
+        self._runner, self._ring = runner, ring
+
+    def tokens(self, prompt: list[int], count: int, sampling=GREEDY, **changes) -> list[int]:
+        """``count`` tokens after ``prompt``."""
+        sampling = msgspec.structs.replace(sampling, **changes)
+        sampled, _ = self._runner.run(self._ring.generate(prompt, count, sampling=sampling))
+        return [event.token for event in sampled]
+
+    def draws(self, prompt: list[int], count: int, **changes) -> Counter[int]:
+        """The first token after ``prompt``, drawn with seeds 0 to ``count`` - 1; one that ends the answer is -1."""
+
+        async def draw() -> Counter[int]:
+            found: Counter[int] = Counter()
+            for seed in range(count):
+                sampling = msgspec.structs.replace(DRAWN, seed=seed, **changes)
+                sampled, _ = await self._ring.generate(prompt, 1, sampling=sampling)
+                found[sampled[0].token if sampled else -1] += 1
+            return found
+
+        return self._runner.run(draw())
+
+
+@contextmanager
+def opened(model: Path, windows: tuple[int, ...] | None) -> Iterator[Ring]:
+    with asyncio.Runner() as runner:
+        ring = LocalRing(model, windows, context=512, threads=1)
+        runner.run(ring.__aenter__())
+        try:
+            yield Ring(runner, ring)
+        finally:
+            runner.run(ring.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module", params=[None, (10, 12, 7)], ids=["one device", "three devices"])
+def ring(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[Ring]:
+    with opened(smollm2, request.param) as ring:
+        yield ring
+
+
+class Model:
+    """What plain llama.cpp says about ``TEXT``, and about one token; ``order`` ranks what follows that one."""
+
+    def __init__(self, path: Path) -> None:
+        plain = Plain(path)
+        self.prompt = plain.tokenize(TEXT)
+        self.start = plain.tokenize("The")
+        self.loop = plain.tokenize("sea sea sea sea sea sea sea sea")
+        self.greedy = plain.continue_(self.prompt, 24).tokens
+        self.probabilities = self._distribution(plain, self.start)
+        self.order = np.argsort(-self.probabilities, kind="stable")
+        plain.release()
+
+    @staticmethod
+    def _distribution(plain: Plain, prompt: list[int]) -> np.ndarray:
+        """Softmax (vocabulary + 1,) of the next token; the tokens that end an answer together stand last, as -1."""
+        logits = plain.continue_(prompt, 1).logits[0].astype(np.float64)
+        all_tokens = np.exp(logits - np.logaddexp.reduce(logits))
+        ends = [token for token in range(plain.vocabulary) if plain.is_end(token)]
+        ending = all_tokens[ends].sum()
+        all_tokens[ends] = 0
+        return np.append(all_tokens, ending)
+
+
+@pytest.fixture(scope="module")
+def model(smollm2: Path) -> Model:
+    return Model(smollm2)
+
+
+def test_temperature_0_top_k_1_and_greedy_agree(ring, model):
+    assert ring.tokens(model.prompt, 24) == model.greedy
+    assert ring.tokens(model.prompt, 24, DRAWN, temperature=0.0, top_k=40, top_p=0.5, seed=7) == model.greedy
+    assert ring.tokens(model.prompt, 24, DRAWN, temperature=1.7, top_k=1, seed=8) == model.greedy
+    # A tiny bias takes the chain of samplers instead of the short cut.
+    assert ring.tokens(model.prompt, 24, logit_bias=((0, -1e-6),)) == model.greedy
+
+
+def test_the_same_seed_gives_the_same_text_and_others_give_others(ring, model):
+    texts = {seed: ring.tokens(model.prompt, 16, DRAWN, seed=seed) for seed in (1, 2, 3, 4)}
+    assert all(ring.tokens(model.prompt, 16, DRAWN, seed=seed) == text for seed, text in texts.items())
+    assert len({tuple(text) for text in texts.values()}) == len(texts)
+
+
+def test_every_ring_size_draws_the_same(smollm2, ring, model):
+    with opened(smollm2, (4, 20)) as other:
+        for seed in (5, 2**32 - 2):
+            assert other.tokens(model.prompt, 12, DRAWN, seed=seed) == ring.tokens(model.prompt, 12, DRAWN, seed=seed)
+
+
+def test_draws_fit_the_distribution_of_the_model(ring, model):
+    drawn = ring.draws(model.start, DRAWS)
+    expected = model.probabilities * DRAWS
+    common = np.flatnonzero(expected >= 5)
+    assert len(common) > 20, "choose a prompt with a wide distribution"
+    observed = [drawn[int(token) if token < len(expected) - 1 else -1] for token in common]
+    observed.append(DRAWS - sum(observed))
+    wanted = [*expected[common], DRAWS - expected[common].sum()]
+    assert chisquare(observed, wanted).pvalue > 1e-4
+
+
+def test_a_bias_bans_and_forces(ring, model):
+    best, second, rare = (int(model.order[rank]) for rank in (0, 1, 4000))
+    assert ring.tokens(model.start, 1) == [best]
+    assert ring.tokens(model.start, 1, logit_bias=((best, -100.0),)) == [second]
+    assert ring.tokens(model.start, 4, logit_bias=((rare, 100.0),)) == [rare] * 4
+    assert set(ring.draws(model.start, 20, logit_bias=((rare, 100.0),))) == {rare}
+    assert best not in ring.draws(model.start, 60, temperature=0.5, logit_bias=((best, -100.0),))
+
+
+@pytest.mark.parametrize("penalty", [{"repeat_penalty": 1.8}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}])
+def test_a_penalty_makes_repeating_rarer(ring, model, penalty):
+    free = ring.tokens(model.loop, 24)
+    penalised = ring.tokens(model.loop, 24, penalty_tokens=64, **penalty)
+    assert len(set(penalised)) > len(set(free))
+    # Penalties that look at no token change nothing.
+    assert ring.tokens(model.loop, 24, penalty_tokens=0, **penalty) == free
+
+
+def test_a_negative_penalty_makes_repeating_more_frequent(ring, model):
+    said = set(model.prompt)
+    rewarded = ring.tokens(model.prompt, 24, penalty_tokens=64, presence_penalty=-2.0, frequency_penalty=-2.0)
+    assert len(set(rewarded) - said) < len(set(model.greedy) - said)
+
+
+def test_truncation_restricts_what_can_be_drawn(ring, model):
+    probabilities, order = model.probabilities, model.order
+    ranked = probabilities[order]
+    nucleus = order[: int(np.searchsorted(ranked.cumsum(), 0.6)) + 1]
+    allowed = {
+        "top_k": ({"top_k": 5}, order[:5]),
+        "top_p": ({"top_p": 0.6}, nucleus),
+        "min_p": ({"min_p": 0.1}, order[ranked >= 0.1 * ranked[0]]),
+    }
+    for name, (change, support) in allowed.items():
+        drawn = ring.draws(model.start, 100, temperature=2.0, **change)
+        assert set(drawn) <= set(map(int, support)), name
+        assert len(drawn) > 0.5 * len(support), f"{name} lets through less than it should"
+    outside = ring.draws(model.start, 100, temperature=2.0)
+    assert not set(outside) <= set(map(int, nucleus)), "without truncation other tokens are drawn too"

@@ -1,0 +1,176 @@
+"""Devices find each other by mDNS, on loopback here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from zeroconf import IPVersion, Zeroconf
+
+from primad.cluster import discovery as discovery_module
+from primad.cluster.discovery import Discovery, Peer, look
+from primad.cluster.messages import PROTOCOL
+from primad.errors import ClusterError
+
+HOST = "127.0.0.1"
+PATIENCE_S = 30
+
+
+def _mdns_works() -> bool:
+    try:
+        Zeroconf(interfaces=[HOST], ip_version=IPVersion.V4Only).close()
+    except OSError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not _mdns_works(), reason="this machine has no multicast on loopback")
+
+
+class Sight:
+    """What one device sees, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.peers: dict[str, Peer] = {}
+        self._changed = asyncio.Event()
+
+    def changed(self, peers: dict[str, Peer]) -> None:
+        self.peers = peers
+        self._changed.set()
+
+    def of(self, cluster: str) -> dict[str, Peer]:
+        """The devices of ``cluster`` by name; other tests' devices may be in sight too."""
+        return {peer.device: peer for peer in self.peers.values() if peer.cluster == cluster}
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@asynccontextmanager
+async def device() -> AsyncIterator[Discovery]:
+    discovery = Discovery(HOST)
+    try:
+        yield discovery
+    finally:
+        await discovery.close()
+
+
+async def announce(discovery: Discovery, name: str, cluster: str, *, role: str = "worker", port: int = 7770) -> str:
+    return await discovery.announce(name, cluster=cluster, role=role, version="1.2", port=port)
+
+
+def test_a_device_is_seen_as_it_announces_itself_and_until_it_leaves(cluster):
+    async def once() -> None:
+        sight = Sight()
+        async with device() as viewer:
+            await viewer.browse(sight.changed)
+            async with device() as desk:
+                assert await announce(desk, cluster, cluster, port=4321) == cluster
+                await sight.wait(lambda: bool(sight.of(cluster)))
+                assert sight.of(cluster)[cluster] == Peer(
+                    device=cluster,
+                    cluster=cluster,
+                    role="worker",
+                    version="1.2",
+                    protocol=PROTOCOL,
+                    addresses=(HOST,),
+                    port=4321,
+                )
+            await sight.wait(lambda: not sight.of(cluster))
+
+    asyncio.run(once())
+
+
+def test_a_device_that_was_there_first_is_seen_too(cluster):
+    async def once() -> None:
+        sight = Sight()
+        async with device() as desk, device() as viewer:
+            await announce(desk, cluster, cluster)
+            await viewer.browse(sight.changed)
+            await sight.wait(lambda: bool(sight.of(cluster)))
+
+    asyncio.run(once())
+
+
+def test_devices_of_one_name_get_numbers(cluster):
+    async def once() -> None:
+        sight = Sight()
+        async with device() as first, device() as second, device() as third, device() as viewer:
+            await viewer.browse(sight.changed)
+            got = [
+                await announce(found, cluster, cluster, port=port)
+                for found, port in zip((first, second, third), (1, 2, 3), strict=True)
+            ]
+            assert got == [cluster, f"{cluster}-2", f"{cluster}-3"]
+            await sight.wait(lambda: len(sight.of(cluster)) == 3)
+            assert {peer.device: peer.port for peer in sight.of(cluster).values()} == dict(
+                zip(got, (1, 2, 3), strict=True)
+            )
+
+    asyncio.run(once())
+
+
+def test_the_longest_name_gets_a_number_too(cluster):
+    name = (cluster + "x" * 62)[:62]
+
+    async def once() -> None:
+        sight = Sight()
+        async with device() as first, device() as second, device() as viewer:
+            await viewer.browse(sight.changed)
+            assert await announce(first, name, cluster, port=1) == name
+            assert await announce(second, name, cluster, port=2) == f"{name[:59]}-2"
+            await sight.wait(lambda: len(sight.of(cluster)) == 2)
+
+    asyncio.run(once())
+
+
+def test_every_device_says_which_cluster_and_role_it_has(cluster):
+    foreign = f"{cluster}-foreign"
+
+    async def once() -> None:
+        sight = Sight()
+        async with device() as ours, device() as theirs, device() as viewer:
+            await viewer.browse(sight.changed)
+            await announce(ours, f"{cluster}-a", cluster)
+            await announce(theirs, f"{cluster}-b", foreign, role="head", port=8080)
+            await sight.wait(lambda: bool(sight.of(cluster)) and bool(sight.of(foreign)))
+            assert [(peer.device, peer.role) for peer in sight.of(cluster).values()] == [(f"{cluster}-a", "worker")]
+            assert [(peer.device, peer.role) for peer in sight.of(foreign).values()] == [(f"{cluster}-b", "head")]
+
+    asyncio.run(once())
+
+
+def test_looking_around_gives_devices_in_order(cluster, monkeypatch):
+    async def once() -> None:
+        sight = Sight()
+        async with device() as second, device() as first, device() as viewer:
+            await viewer.browse(sight.changed)
+            await announce(second, f"{cluster}-b", cluster, port=2)
+            await announce(first, f"{cluster}-a", cluster, port=1)
+            await sight.wait(lambda: len(sight.of(cluster)) == 2)
+            seen = [peer.device for peer in await look(HOST, 2.0) if peer.cluster == cluster]
+            assert seen == [f"{cluster}-a", f"{cluster}-b"]
+
+    asyncio.run(once())
+
+
+def test_a_device_that_did_nothing_yet_can_be_closed():
+    async def once() -> None:
+        async with device():
+            pass
+
+    asyncio.run(once())
+
+
+def test_a_machine_without_multicast_is_one_clear_error(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(19, "No such device")
+
+    monkeypatch.setattr(discovery_module, "AsyncZeroconf", refuse)
+    with pytest.raises(ClusterError, match=r"mDNS cannot be used on 127\.0\.0\.1: No such device; name devices with"):
+        Discovery(HOST)

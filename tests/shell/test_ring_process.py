@@ -1,0 +1,228 @@
+"""The ring process from the daemon's side: how it starts, what it says when it cannot go on, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from primad.engine.protocol import EngineOptions, WindowFiles
+from primad.errors import ProtocolError, RingError
+from primad.ring.channel import LENGTH, frame
+from primad.ring.messages import Cancel, Connect, Open, OpenWindow, Report, RingCommand
+from primad.ring.spawn import SPIN_COUNT, RingProcess, environment
+from tests.fakes.ring import generate
+
+PATIENCE_S = 60
+OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1)
+
+
+@asynccontextmanager
+async def started(folder: Path) -> AsyncIterator[RingProcess]:
+    """A ring process; nothing may be left of it."""
+    process = await RingProcess.start(folder / "ring.log")
+    watched = psutil.Process(process.pid)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield process
+    finally:
+        await process.close()
+        assert not watched.is_running(), "the ring process is still there"
+
+
+def an_open(**changes) -> Open:
+    opening = Open(
+        ring=1,
+        epoch=1,
+        windows=[OpenWindow(window=0, files=None, extra_buffers=False)],
+        route=1,
+        width=8,
+        model="/nowhere/model.gguf",
+        host="127.0.0.1",
+        depth=1,
+        step_timeout_s=5,
+        options=OPTIONS,
+    )
+    return msgspec.structs.replace(opening, **changes)
+
+
+async def last_words(process: RingProcess) -> str:
+    """The error that ends its events."""
+    with pytest.raises(RingError) as caught:
+        async for _ in process.events():
+            pass
+    return str(caught.value)
+
+
+def broken_by(folder: Path, *commands: RingCommand | bytes) -> str:
+    """The last words of a ring process that was told ``commands``; bytes go as they are."""
+
+    async def once() -> str:
+        async with started(folder) as process:
+            for command in commands:
+                if isinstance(command, bytes):
+                    process._writer.write(command)
+                else:
+                    await process.send(command)
+            return await last_words(process)
+
+    return asyncio.run(once())
+
+
+def test_it_ends_when_its_daemon_closes_the_connection(tmp_path):
+    async def once() -> None:
+        process = await RingProcess.start(tmp_path / "ring.log")
+        watched = psutil.Process(process.pid)
+        async with asyncio.timeout(PATIENCE_S):
+            process._writer.close()
+            code = await asyncio.to_thread(watched.wait, PATIENCE_S)
+            await process.close()
+        assert code in (0, None)
+        assert process._process.returncode == 0
+
+    asyncio.run(once())
+    assert (tmp_path / "ring.log").read_text() == ""
+
+
+def test_closing_twice_is_closing(tmp_path):
+    async def once() -> None:
+        async with started(tmp_path) as process:
+            await process.close()
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_the_signal_that_ended_it_is_named(tmp_path, number):
+    async def once() -> None:
+        async with started(tmp_path) as process:
+            os.kill(process.pid, number)
+            assert await last_words(process) == f"the ring process was ended by {number.name}"
+
+    asyncio.run(once())
+
+
+def test_a_process_that_does_not_end_is_killed(tmp_path):
+    async def once() -> None:
+        async with started(tmp_path) as process:
+            os.kill(process.pid, signal.SIGSTOP)
+
+    asyncio.run(once())
+
+
+def test_an_interrupt_of_the_terminal_is_the_daemons_business(tmp_path):
+    async def once() -> None:
+        async with started(tmp_path) as process:
+            await process.send(an_open())
+            assert "no such file" in await last_words(process)
+            # It has told its last words, so its signal handlers were in place all the while.
+
+    asyncio.run(once())
+
+
+def test_a_command_to_a_process_that_is_gone_is_heard_of_in_its_events(tmp_path):
+    async def once() -> None:
+        async with started(tmp_path) as process:
+            os.kill(process.pid, signal.SIGKILL)
+            assert "SIGKILL" in await last_words(process)
+            for _ in range(3):
+                await process.send(Report())
+
+    asyncio.run(once())
+
+
+def test_a_missing_model_breaks_it_with_the_models_name(tmp_path):
+    assert broken_by(tmp_path, an_open()) == "/nowhere/model.gguf: no such file; check the path"
+
+
+def test_a_host_that_is_not_this_machines_breaks_it(tmp_path):
+    words = broken_by(tmp_path, an_open(route=3, host="192.0.2.1"))
+    assert words.startswith("cannot listen for the ring on 192.0.2.1: ")
+
+
+def test_layer_files_that_are_none_break_it(tmp_path):
+    (tmp_path / "window.gguf").write_bytes(b"not a model")
+    files = WindowFiles(
+        metadata=str(tmp_path / "window.gguf"), layers=(str(tmp_path / "none.gguf"),), layer_count=1, gpu_layers=0
+    )
+    window = OpenWindow(window=1, files=files, extra_buffers=False)
+    words = broken_by(tmp_path, an_open(model=None, route=3, windows=[window]))
+    assert words.startswith(f"llama.cpp cannot load {tmp_path / 'window.gguf'}: ")
+
+
+@pytest.mark.parametrize("command", [Report(), Connect("tcp://127.0.0.1:1"), Cancel(1), generate(1, [1])])
+def test_a_first_command_other_than_open_breaks_it(tmp_path, command):
+    assert broken_by(tmp_path, command) == f"the first command was {type(command).__name__}, not Open"
+
+
+GARBAGE = {
+    "random bytes in a frame": (LENGTH.pack(256) + bytes(range(256)), "not a command of the daemon: "),
+    "an empty frame": (LENGTH.pack(0), "not a command of the daemon: "),
+    "an endless frame": (LENGTH.pack(1 << 31), "frame of 2147483648 bytes from the other process; at most "),
+    "a cut Open": (LENGTH.pack(20) + frame(an_open())[4:24], "not a command of the daemon: "),
+    "an Open without a field": (
+        LENGTH.pack(len(msgspec.msgpack.encode({"type": "open", "ring": 1})))
+        + msgspec.msgpack.encode({"type": "open", "ring": 1}),
+        "not a command of the daemon: Object missing required field",
+    ),
+    "an unknown command": (
+        LENGTH.pack(11) + msgspec.msgpack.encode({"type": "dance"}),
+        "not a command of the daemon: ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "why"), GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_breaks_it_with_a_reason(tmp_path, content, why):
+    assert broken_by(tmp_path, content).startswith(why)
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        an_open(windows=[]),
+        an_open(model=None, route=1),
+        an_open(route=0),
+        an_open(width=-1, route=3),
+    ],
+    ids=["no windows", "a worker without a ring", "no route", "a negative width"],
+)
+def test_an_open_that_makes_no_sense_is_one_line_and_no_silence(tmp_path, opening):
+    words = broken_by(tmp_path, opening)
+    assert words
+    assert "\n" not in words
+
+
+def test_garbage_from_the_process_is_refused(tmp_path):
+    async def once() -> None:
+        async with started(tmp_path) as process:
+            process._reader.feed_data(LENGTH.pack(3) + b"abc")
+            with pytest.raises(ProtocolError, match="not an event of the ring process: "):
+                async for _ in process.events():
+                    pass
+
+    asyncio.run(once())
+
+
+def test_the_last_line_of_its_log_is_part_of_the_reason(tmp_path):
+    async def once() -> None:
+        async with started(tmp_path) as process:
+            (tmp_path / "ring.log").write_text("GGML_ASSERT(x) failed\n\n")
+            os.kill(process.pid, signal.SIGABRT)
+            assert await last_words(process) == "the ring process was ended by SIGABRT: GGML_ASSERT(x) failed"
+
+    asyncio.run(once())
+
+
+def test_the_threads_wait_as_the_owner_says():
+    assert environment({}, 1)["GOMP_SPINCOUNT"] == str(SPIN_COUNT)
+    assert environment({"GOMP_SPINCOUNT": "7"}, 1)["GOMP_SPINCOUNT"] == "7"
+    assert "GOMP_SPINCOUNT" not in environment({"OMP_WAIT_POLICY": "passive"}, 1)
+    assert environment({"PATH": "/bin"}, 3)["PATH"] == "/bin"
