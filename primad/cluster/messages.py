@@ -8,13 +8,12 @@ second, so that either side notices the other's end.
 from __future__ import annotations
 
 import math
-import re
 from typing import Final, TypeVar
 
 import msgspec
 
 from halda import DeviceProfile
-from primad.config import DEVICE_NAME, NAME
+from primad.config import NAME
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
 from primad.gguf.windows import WindowSpec
@@ -216,7 +215,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
 
 
 def _check_profile(profile: DeviceProfile) -> None:
-    if not re.fullmatch(DEVICE_NAME, profile.device):
+    if not NAME.fullmatch(profile.device):
         raise ProtocolError(f"profile of {printable(profile.device, 70)!r}, which is no device name")
     counts = (profile.ram_total_bytes, profile.ram_available_bytes, profile.disk_free_bytes)
     rates = (profile.ram_read_bytes_per_s, profile.disk_read_bytes_per_s)
