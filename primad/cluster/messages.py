@@ -217,12 +217,17 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
 def _check_profile(profile: DeviceProfile) -> None:
     if not NAME.fullmatch(profile.device):
         raise ProtocolError(f"profile of {printable(profile.device, 70)!r}, which is no device name")
-    counts = (profile.ram_total_bytes, profile.ram_available_bytes, profile.disk_free_bytes)
-    rates = (profile.ram_read_bytes_per_s, profile.disk_read_bytes_per_s)
-    if profile.cores < 1 or not all(0 <= count < 1 << 60 for count in counts):
-        raise ProtocolError(f"profile of {profile.device} with impossible figures")
-    if not all(0 < rate < 1e15 for rate in rates):
-        raise ProtocolError(f"profile of {profile.device} with impossible rates")
+    for name, least in (
+        ("cores", 1),
+        ("ram_total_bytes", 1),
+        ("ram_available_bytes", 0),
+        ("ram_read_bytes_per_s", 0.0),
+        ("disk_read_bytes_per_s", 0.0),
+        ("disk_free_bytes", 0),
+    ):
+        value = getattr(profile, name)
+        if not least <= value < 1 << 60:
+            raise ProtocolError(f"profile of {profile.device} has the impossible {name} {value}")
 
 
 def _check_load(load: Load) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -187,17 +188,19 @@ def test_a_worker_that_says_nothing_is_given_up():
     asyncio.run(once())
 
 
-def test_a_worker_that_is_not_there_takes_messages_until_it_is():
+def test_a_worker_that_comes_later_hears_what_was_said_before():
     async def once() -> None:
-        async with worker_end() as (context, first):
-            port = first.port
-            first.close()
+        context = zmq.asyncio.Context()
+        with socket.socket() as reserved:
+            reserved.bind(("127.0.0.1", 0))
+            port = reserved.getsockname()[1]
             head = HeadEnd(context, "127.0.0.1", port)
             await head.send(Ping(status=False))
-            second = WorkerEnd(context, "127.0.0.1", port, 0)
-            assert (await second.receive())[1] == Ping(status=False)
-            head.close()
-            second.close()
+        try:
+            async with asyncio.timeout(PATIENCE_S), worker_end(port) as (_, worker):
+                assert (await worker.receive())[1] == Ping(status=False)
+        finally:
+            context.destroy(linger=0)
 
     asyncio.run(once())
 

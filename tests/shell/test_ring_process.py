@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.errors import ProtocolError, RingError
 from primad.ring.channel import LENGTH, frame
-from primad.ring.messages import Cancel, Connect, Open, OpenWindow, Report, RingCommand
+from primad.ring.messages import Cancel, Connect, Open, Opened, OpenWindow, Report, RingCommand, Status
 from primad.ring.spawn import SPIN_COUNT, RingProcess, environment
 from tests.fakes.ring import generate
 
@@ -27,7 +28,7 @@ OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threa
 @asynccontextmanager
 async def started(folder: Path) -> AsyncIterator[RingProcess]:
     """A ring process; nothing may be left of it."""
-    process = await RingProcess.start(folder / "ring.log")
+    process = await RingProcess.start(folder / "ring.log", threads=1)
     watched = psutil.Process(process.pid)
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -78,7 +79,7 @@ def broken_by(folder: Path, *commands: RingCommand | bytes) -> str:
 
 def test_it_ends_when_its_daemon_closes_the_connection(tmp_path):
     async def once() -> None:
-        process = await RingProcess.start(tmp_path / "ring.log")
+        process = await RingProcess.start(tmp_path / "ring.log", threads=1)
         watched = psutil.Process(process.pid)
         async with asyncio.timeout(PATIENCE_S):
             process._writer.close()
@@ -120,9 +121,12 @@ def test_a_process_that_does_not_end_is_killed(tmp_path):
 def test_an_interrupt_of_the_terminal_is_the_daemons_business(tmp_path):
     async def once() -> None:
         async with started(tmp_path) as process:
-            await process.send(an_open())
-            assert "no such file" in await last_words(process)
-            # It has told its last words, so its signal handlers were in place all the while.
+            await process.send(an_open(route=3, model=None, windows=[]))
+            events = process.events()
+            assert isinstance(await anext(events), Opened)
+            os.kill(process.pid, signal.SIGINT)
+            await process.send(Report())
+            assert isinstance(await anext(events), Status)
 
     asyncio.run(once())
 
@@ -226,3 +230,13 @@ def test_the_threads_wait_as_the_owner_says():
     assert environment({"GOMP_SPINCOUNT": "7"}, 1)["GOMP_SPINCOUNT"] == "7"
     assert "GOMP_SPINCOUNT" not in environment({"OMP_WAIT_POLICY": "passive"}, 1)
     assert environment({"PATH": "/bin"}, 3)["PATH"] == "/bin"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are bound on Linux only")
+def test_threads_are_bound_when_they_fill_the_cores():
+    cores = len(os.sched_getaffinity(0))
+    assert "OMP_PROC_BIND" not in environment({}, 1)
+    assert "OMP_PROC_BIND" not in environment({}, cores + 1)
+    if cores > 1:
+        assert environment({}, cores)["OMP_PROC_BIND"] == "true"
+        assert environment({"OMP_PROC_BIND": "false"}, cores)["OMP_PROC_BIND"] == "false"
