@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -28,6 +29,9 @@ app = typer.Typer(
 )
 UsageError: Any = typer.BadParameter.__bases__[0]
 """What typer raises for every mistake on the command line; it has no public name."""
+
+_INTERRUPTED = 130
+"""What typer answers when a KeyboardInterrupt ended a command."""
 
 _out = Console(highlight=False, soft_wrap=True)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -297,8 +301,12 @@ def _fail(message: str) -> NoReturn:
 
 def main() -> None:
     """Entry point of the ``primad`` command."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends every command as Ctrl-C does
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        code = app(standalone_mode=False) or 0
+        if code == _INTERRUPTED:
+            raise Stopped
+        sys.exit(code)
     except (Stopped, KeyboardInterrupt):
         _err.print("stopped")
     except PrimadError as exc:

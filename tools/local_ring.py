@@ -127,7 +127,9 @@ class LocalRing:
             windows = [OpenWindow(window=0, files=None, extra_buffers=extra[0])]
             if cutter is not None:
                 windows = self._windows(cutter, name, place, extra)
-            process = await RingProcess.start(run / "log", threads=options.threads)
+            process = await RingProcess.start(
+                run / "log", threads=options.threads, place=(len(plan.devices) - number) if number else 0
+            )
             self._stack.push_async_callback(process.close)
             self.processes[name] = process
             self._events[name] = asyncio.Queue()

@@ -40,7 +40,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Take part in ring ``ring``, epoch ``epoch``: fetch the missing layers from ``sources``, load the windows, listen.
 
     ``probe`` is a one-layer window of the same layers to try extra buffers with, or None when they are not to be used.
-    ``force_extra_buffers`` skips the probe.
+    ``force_extra_buffers`` skips the probe. ``place`` tells devices of this ring that share a machine apart
+    (see ``ring.spawn.environment``).
     """
 
     ring: int
@@ -56,6 +57,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     sequences: int
     rows: int
     step_timeout_s: float
+    place: int
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
@@ -235,6 +237,8 @@ def _check_load(load: Load) -> None:
         raise ProtocolError(f"plan with a route of {load.route} windows and a width of {load.width}")
     if not 0 < load.rows <= 8192 or not 0 < load.context <= 1 << 26 or not 0 < load.sequences <= 256:
         raise ProtocolError(f"plan with {load.rows} rows, {load.sequences} sequences, a context of {load.context}")
+    if not 0 <= load.place < 1 << 16:
+        raise ProtocolError(f"plan with the impossible place {load.place}")
     if not 0 < load.step_timeout_s < math.inf:
         raise ProtocolError(f"plan with a step timeout of {load.step_timeout_s} s")
     if not load.windows or len(load.gpu_layers) != len(load.windows):

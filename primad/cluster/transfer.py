@@ -95,6 +95,7 @@ async def fetch_layers(
                     data = await _chunk(socket, ref, writer.written, source)
                     await asyncio.to_thread(writer.write, data)
                     progress(len(data))
+                await asyncio.to_thread(writer.finish)
     finally:
         socket.close()
 

@@ -7,14 +7,14 @@ import shutil
 from collections.abc import Callable, Sequence
 
 from halda import Window
-from primad.daemon.shard import Place, fits_twice, try_extra_buffers
+from primad.daemon.shard import Place, copy_layers, fits_twice, missing_layers, try_extra_buffers
 from primad.engine.probe import is_worth_it
 from primad.engine.protocol import EngineOptions
 from primad.errors import ModelError
 from primad.gguf.architectures import cuttable, layer_count
 from primad.gguf.cache import LayerCache
 from primad.gguf.header import Header
-from primad.gguf.windows import ModelCutter, WindowSpec, token_embedding, vocabulary_size
+from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
 
 TRIALS = 2
 
@@ -44,7 +44,10 @@ async def choose_extra_buffers(
     advance(0)
     try:
         trial = Place(cache=LayerCache(folder), run=place.run, verdicts=place.verdicts, build=place.build)
-        specs = await asyncio.to_thread(_cut, ModelCutter(header), trial.cache, [(0, 1), (tail_first, total)])
+        cutter = ModelCutter(header)
+        specs = [await asyncio.to_thread(cutter.spec, 0, *window) for window in ((0, 1), (tail_first, total))]
+        refs = await missing_layers(trial.cache, (ref for spec in specs for ref in spec.layers))
+        await copy_layers(cutter, trial.cache, refs, lambda _: None)
         width, vocabulary = token_embedding(header).shape[0], vocabulary_size(header)
         layer = await try_extra_buffers(trial, specs[0], options, width=width)
         advance(1)
@@ -70,14 +73,3 @@ def _tail_first(windows: Sequence[Window], total: int, multiple: int) -> int:
     shortest = (total - 1) // multiple * multiple
     tail = next((window.first for window in windows if window.last == total), 0)
     return max(shortest, tail)
-
-
-def _cut(cutter: ModelCutter, cache: LayerCache, windows: Sequence[tuple[int, int]]) -> list[WindowSpec]:
-    specs = [cutter.spec(0, first, last) for first, last in windows]
-    for ref in cache.missing(ref for spec in specs for ref in spec.layers):
-        source = cutter.source(ref.digest)
-        assert source is not None
-        with cache.writing(ref) as writer:
-            for chunk in source.chunks():
-                writer.write(chunk)
-    return specs

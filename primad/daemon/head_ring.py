@@ -23,7 +23,7 @@ from primad.config import LOOPBACK, Config, is_loopback
 from primad.daemon.backend import RingBackend
 from primad.daemon.extra import TRIALS, choose_extra_buffers
 from primad.daemon.reporter import Reporter
-from primad.daemon.shard import Place, open_windows, place_windows, remove_metadata
+from primad.daemon.shard import Place, copy_layers, missing_layers, open_windows, place_windows, remove_metadata
 from primad.daemon.worker_link import Worker, WorkerRing
 from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, ModelError, PrimadError, RingError
@@ -129,7 +129,7 @@ class HeadRing:
 
     async def form(self) -> None:
         """Have every device load its windows, link them and run a warm-up lap."""
-        specs = await asyncio.to_thread(self._specs)
+        specs = await self._specs()
         for name, worker in self._parts.workers.items():
             ring = WorkerRing(worker, self._load(name, specs), self._on_progress)
             self._workers[name] = ring
@@ -211,8 +211,11 @@ class HeadRing:
             return None, 0
         return (None, 0) if answer is None else (answer.status, answer.daemon_rss_bytes)
 
-    def _specs(self) -> dict[str, list[WindowSpec]]:
-        """The windows of every device; hashes the layers that no plan needed before (reads them from the model file)."""
+    async def _specs(self) -> dict[str, list[WindowSpec]]:
+        """The windows of every device; hashes the layers that no plan needed before (reads them from the model file).
+
+        One layer at a time, so that stopping waits for no more than one.
+        """
         cutter, plan = self._parts.cutter, self.plan
         if len(plan.route) == 1:
             return {}
@@ -220,7 +223,7 @@ class HeadRing:
         needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
         for done, layer in enumerate(needed):
             self._parts.reporter.progress(plan.head, "hash", done, len(needed))
-            cutter.ref(layer)
+            await asyncio.to_thread(cutter.ref, layer)
         self._parts.reporter.progress(plan.head, "hash", len(needed), len(needed))
         if cutter.digests is not None:
             cutter.digests.save()
@@ -246,7 +249,14 @@ class HeadRing:
             sequences=1,
             rows=options.rows,
             step_timeout_s=options.step_timeout_s,
+            place=self._place_of(name),
         )
+
+    def _place_of(self, name: str) -> int:
+        """Counts the devices on the machine of ``name`` from its turn in the ring to the ring's end."""
+        rest = self.plan.devices[self.plan.devices.index(name) :]
+        hosts = {worker: link.profile.host for worker, link in self._parts.workers.items()}
+        return sum(hosts.get(other) == hosts[name] for other in rest)
 
     def _address_for(self, worker: Worker) -> str:
         """The address of this head that ``worker`` can reach: the one that packets to it leave from."""
@@ -270,7 +280,7 @@ class HeadRing:
             batch_threads=parts.config.threads,
         )
         if specs:
-            await asyncio.to_thread(self._cut_own, specs)
+            await self._cut_own(specs)
         windows = await self._own_windows(specs, options)
         self._process = await RingProcess.start(parts.place.run / "ring.log", threads=options.threads)
         self._tasks.append(self._group.create_task(self._attend(self._process, len(windows))))
@@ -289,9 +299,9 @@ class HeadRing:
             )
         )
 
-    def _cut_own(self, specs: list[WindowSpec]) -> None:
+    async def _cut_own(self, specs: list[WindowSpec]) -> None:
         """Cut the head's own layers out of the model file into its cache."""
-        missing = self._parts.place.cache.missing(ref for spec in specs for ref in spec.layers)
+        missing = await missing_layers(self._parts.place.cache, (ref for spec in specs for ref in spec.layers))
         total, done = sum(ref.size_bytes for ref in missing), 0
         free = psutil.disk_usage(str(self._parts.config.home)).free
         if total > free:
@@ -300,14 +310,13 @@ class HeadRing:
                 "make room there or use another --home"
             )
         assert self._parts.cutter is not None
-        for ref in missing:
-            source = self._parts.cutter.source(ref.digest)
-            assert source is not None
-            with self._parts.place.cache.writing(ref) as writer:
-                for chunk in source.chunks():
-                    writer.write(chunk)
-                    done += len(chunk)
-                    self._parts.reporter.progress(self.plan.head, "fetch", done, total)
+
+        def copied(size: int) -> None:
+            nonlocal done
+            done += size
+            self._parts.reporter.progress(self.plan.head, "fetch", done, total)
+
+        await copy_layers(self._parts.cutter, self._parts.place.cache, missing, copied)
 
     async def _own_windows(self, specs: list[WindowSpec], options: EngineOptions) -> list[OpenWindow]:
         place, plan = self._parts.place, self.plan

@@ -153,12 +153,18 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
             )
             async with asyncio.TaskGroup() as group:
                 http = _http_server(backend, http_host)
-                task = group.create_task(http.serve(sockets=[listener]))
+                serving = group.create_task(http.serve(sockets=[listener]))
+                heading = asyncio.create_task(head.run())
                 try:
-                    await head.run()
+                    await asyncio.wait([heading])
                 finally:
+                    # Open answers end with an error now, and the server need not wait for them.
+                    backend.detach("primad is stopping")
                     http.should_exit = True
-                    await asyncio.wait([task], timeout=HTTP_GRACE_S)
+                    heading.cancel()
+                    await asyncio.wait([serving], timeout=HTTP_GRACE_S)
+                    await asyncio.wait([heading])
+                heading.result()
 
         run(main())
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from primad.engine.probe import Trial, Verdict, probe
+from primad.engine.probe import Stop, Trial, Verdict, probe
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.errors import ClusterError
 from primad.gguf.cache import LayerCache
-from primad.gguf.windows import WindowSpec
+from primad.gguf.layers import LayerRef
+from primad.gguf.windows import ModelCutter, WindowSpec
 from primad.profiler.memory import memory
 from primad.ring.messages import OpenWindow
 
@@ -31,6 +32,29 @@ class Place:
     run: Path
     verdicts: Path
     build: str
+
+
+async def missing_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> list[LayerRef]:
+    """Those of ``refs`` that are not in ``cache`` whole, each once; hashed one at a time, so stopping waits for one."""
+    return [ref for ref in dict.fromkeys(refs) if not await asyncio.to_thread(cache.holds, ref)]
+
+
+async def copy_layers(
+    cutter: ModelCutter, cache: LayerCache, refs: Iterable[LayerRef], copied: Callable[[int], None]
+) -> None:
+    """Cut ``refs`` out of the model file into ``cache``; ``copied`` is told bytes. Stopping waits for one chunk.
+
+    Raises ``ModelError`` or ``ClusterError`` when a disk refuses.
+    """
+    for ref in refs:
+        source = cutter.source(ref.digest)
+        assert source is not None
+        with cache.writing(ref) as writer:
+            chunks = source.chunks()
+            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+                await asyncio.to_thread(writer.write, chunk)
+                copied(len(chunk))
+            await asyncio.to_thread(writer.finish)
 
 
 def place_windows(
@@ -73,9 +97,11 @@ async def try_extra_buffers(
     (files,) = place_windows(place, [spec], [0], epoch=-1)
     trial = Trial(files=files, options=options, width=width, vocabulary=vocabulary, extra_buffers=False)
     tensors = tuple(tensor for layer in spec.layers for tensor in layer.tensors)
+    stop = Stop()
     try:
-        return await asyncio.to_thread(probe, trial, tensors, place.build, place.verdicts)
+        return await asyncio.to_thread(probe, trial, tensors, place.build, place.verdicts, stop)
     finally:
+        stop.set()
         remove_metadata(place, -1)
 
 

@@ -40,7 +40,15 @@ from primad.cluster.messages import (
 )
 from primad.cluster.transfer import fetch_layers
 from primad.config import DEFAULT_CONTROL_PORT, Config
-from primad.daemon.shard import Place, fits_twice, open_windows, place_windows, remove_metadata, try_extra_buffers
+from primad.daemon.shard import (
+    Place,
+    fits_twice,
+    missing_layers,
+    open_windows,
+    place_windows,
+    remove_metadata,
+    try_extra_buffers,
+)
 from primad.engine.probe import is_worth_it
 from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, PrimadError, RingError
@@ -194,7 +202,7 @@ class WorkerDaemon:
 
     async def _fetch(self, load: Load) -> None:
         refs = [ref for spec in load.windows for ref in spec.layers]
-        missing = await asyncio.to_thread(self._place.cache.missing, refs)
+        missing = await missing_layers(self._place.cache, refs)
         total, done, told_s = sum(ref.size_bytes for ref in missing), 0, 0.0
         self._check_room(missing, total)
         pending: set[asyncio.Task[None]] = set()
@@ -236,7 +244,7 @@ class WorkerDaemon:
             await asyncio.to_thread(
                 read_header, Path(window.metadata)
             )  # the head wrote it: judged before llama.cpp sees it
-        ring = await RingProcess.start(self._place.run / "ring.log", threads=options.threads)
+        ring = await RingProcess.start(self._place.run / "ring.log", threads=options.threads, place=load.place)
         try:
             await ring.send(
                 Open(

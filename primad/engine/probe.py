@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from hashlib import blake2b
 from pathlib import Path
@@ -68,6 +69,29 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     extra_s: float | None
 
 
+class Stop:
+    """Ends a probe from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self.is_set = False
+
+    def set(self) -> None:
+        """Kill the trial that runs; let none begin."""
+        with self._lock:
+            self.is_set = True
+            if self._child is not None:
+                self._child.kill()
+
+    def watch(self, child: subprocess.Popen[bytes]) -> None:
+        """Have ``set`` kill ``child``."""
+        with self._lock:
+            self._child = child
+            if self.is_set:
+                child.kill()
+
+
 def is_worth_it(layer: Verdict, layers: int, tail: Verdict | None = None) -> bool:
     """Whether extra buffers pay for a window of ``layers`` layers; ``tail`` is a one-layer tail among them."""
     if layer.extra_s is None or (tail is not None and tail.extra_s is None):
@@ -78,20 +102,22 @@ def is_worth_it(layer: Verdict, layers: int, tail: Verdict | None = None) -> boo
     return extra < WORTH * plain
 
 
-def probe(trial: Trial, tensors: tuple[LayerTensor, ...], build: str, memory: Path) -> Verdict:
+def probe(trial: Trial, tensors: tuple[LayerTensor, ...], build: str, memory: Path, stop: Stop) -> Verdict:
     """The verdict for the window of ``trial``, from ``memory`` (a JSON file) or measured now (a few seconds).
 
-    Raises ``EngineError`` when the window does not even run without extra buffers.
+    Raises ``EngineError`` when the window does not even run without extra buffers, or when ``stop`` was set.
     """
     key = _key(trial, tensors, build)
     known = _read(memory)
     if key in known:
         return known[key]
-    with measuring():
-        plain = _measure(msgspec.structs.replace(trial, extra_buffers=False))
+    with measuring(lambda: stop.is_set):
+        plain = _measure(msgspec.structs.replace(trial, extra_buffers=False), stop)
         if isinstance(plain, str):
             raise EngineError(f"llama.cpp cannot compute a window of this model: {plain}")
-        extra = _measure(msgspec.structs.replace(trial, extra_buffers=True))
+        extra = _measure(msgspec.structs.replace(trial, extra_buffers=True), stop)
+    if stop.is_set:
+        raise EngineError("stopped while trying extra buffers")  # and nothing is remembered
     if isinstance(extra, str):
         logger.warning("extra buffers are not safe on this device and stay off: %s", extra)
     verdict = Verdict(plain_s=plain.exchange_s, extra_s=None if isinstance(extra, str) else extra.exchange_s)
@@ -112,22 +138,28 @@ def _read(memory: Path) -> dict[str, Verdict]:
         return {}
 
 
-def _measure(trial: Trial) -> Timing | str:
-    """Time one window in a child; the timing, or in one line how the child ended."""
-    try:
-        child = subprocess.run(
-            [sys.executable, "-m", "primad.engine.probe"],
-            input=msgspec.json.encode(trial),
-            capture_output=True,
-            timeout=TIMEOUT_S,
-            env=os.environ | {"GGML_NO_BACKTRACE": "1"},
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"a trial did not end within {TIMEOUT_S:g} s"
+def _measure(trial: Trial, stop: Stop) -> Timing | str:
+    """Time one window in a child; the timing, or in one line how the child ended.
+
+    The child has a session of its own: Ctrl-C in a terminal must not end it, which would look like a crash.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-m", "primad.engine.probe"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"GGML_NO_BACKTRACE": "1"},
+        start_new_session=True,
+    ) as child:
+        stop.watch(child)
+        try:
+            timing, errors = child.communicate(msgspec.json.encode(trial), TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return f"a trial did not end within {TIMEOUT_S:g} s"
     if child.returncode == 0:
-        return msgspec.json.decode(child.stdout, type=Timing)
-    said = child.stderr.decode("utf-8", errors="replace").strip().splitlines()
+        return msgspec.json.decode(timing, type=Timing)
+    said = errors.decode("utf-8", errors="replace").strip().splitlines()
     return f"a trial ended with code {child.returncode}" + (f": {said[-1]}" if said else "")
 
 

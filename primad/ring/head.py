@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from primad.engine.protocol import Hidden, HiddenWindow, LogitsWindow, Sampler, Sampling, Tokens
-from primad.errors import RingError
+from primad.errors import ProtocolError, RingError
 from primad.ring.messages import (
     HIDDEN_DTYPE,
     PROTOCOL,
@@ -91,6 +92,7 @@ class Head:
         self._step_timeout_s = step_timeout_s
         self._arrived: deque[tuple[Step, Hidden]] = deque()
         self._deadlines: dict[int, float] = {}
+        self._under_way: dict[int, Step] = {}
         self._sampler: tuple[int, Sampler] | None = None
         self._clock = clock
 
@@ -108,9 +110,18 @@ class Head:
         self._scheduler.cancel(cancel)
 
     def receive(self, step: Step, hidden: Hidden) -> None:
-        """Take a judged step from the ring; it is computed by a later ``turn``."""
-        if step.step not in self._deadlines:
-            raise RingError(f"step {step.step} came back to the head although it is not under way")
+        """Take a judged step from the ring; it is computed by a later ``turn``.
+
+        Raises ``ProtocolError`` for a step that is not under way, or that came back with other rows than it left with.
+        """
+        sent = self._under_way.get(step.step)
+        if sent is None:
+            raise ProtocolError(f"step {step.step} came back to the head although it is not under way")
+        if step.window <= sent.window:
+            raise ProtocolError(f"step {step.step} came back for window {step.window}, where it has been already")
+        if msgspec.structs.replace(sent, window=step.window) != step:
+            raise ProtocolError(f"step {step.step} came back with other rows than it left with")
+        self._under_way[step.step] = step
         self._deadlines[step.step] = self._clock() + self._step_timeout_s
         self._arrived.append((step, hidden))
 
@@ -144,8 +155,10 @@ class Head:
         planned = self._scheduler.next_step(now)
         if planned is None:
             return None
-        self._deadlines[planned.step] = now + self._step_timeout_s
-        return self._compute(self._step(planned), np.array(planned.tokens, np.int32))
+        step = self._step(planned)
+        self._deadlines[step.step] = now + self._step_timeout_s
+        self._under_way[step.step] = step
+        return self._compute(step, np.array(planned.tokens, np.int32))
 
     def _step(self, planned: Planned) -> Step:
         rows = len(planned.tokens)
@@ -171,7 +184,7 @@ class Head:
         for op in step.ops:
             apply(self._tail, op)
         self._tail.forward(rows_of(step, content))
-        del self._deadlines[step.step]
+        del self._deadlines[step.step], self._under_way[step.step]
         generate = self._scheduler.wants_draw(step.step)
         draw = self._draw(generate, step.rows - 1) if generate is not None and step.outputs[-1] else None
         return Tell(self._announce(self._scheduler.commit(step.step, draw, self._clock())))

@@ -95,11 +95,12 @@ class Links:
                 logger.debug("dropped: %s", exc)
                 continue
             except ProtocolError as exc:
-                self._refuse(exc)
+                self.refuse(exc)
                 continue
             return step, np.frombuffer(payload, np.float32).reshape(step.shape)
 
-    def _refuse(self, why: ProtocolError) -> None:
+    def refuse(self, why: ProtocolError) -> None:
+        """Count a message that is not used, with a log line at most every ``LOG_INTERVAL_S``."""
         self.refused += 1
         now = time.monotonic()
         if now - self._logged_s >= LOG_INTERVAL_S:

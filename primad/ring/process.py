@@ -22,7 +22,7 @@ import zmq
 
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, Vocabulary, WholeModel
 from primad.engine.protocol import HiddenWindow, LogitsWindow
-from primad.errors import PrimadError, RingError
+from primad.errors import PrimadError, ProtocolError, RingError
 from primad.gguf.architectures import embedding_scale
 from primad.gguf.model import open_model
 from primad.gguf.windows import token_embedding
@@ -141,7 +141,10 @@ class _HeadPart:
 
     def turn(self) -> bool:
         while self._links is not None and (message := self._links.receive()) is not None:
-            self._head.receive(*message)
+            try:
+                self._head.receive(*message)
+            except ProtocolError as exc:
+                self._links.refuse(exc)
         start = time.perf_counter()
         outcome = self._head.turn()
         match outcome:
@@ -165,7 +168,8 @@ def _limits(opening: Open) -> Limits:
     return Limits(
         ring=opening.ring,
         epoch=opening.epoch,
-        windows=frozenset(window.window for window in opening.windows),
+        # The route's first window takes tokens, which no message carries.
+        windows=frozenset(window.window for window in opening.windows) - {0},
         width=opening.width,
         rows=opening.options.rows,
         context=opening.options.context,

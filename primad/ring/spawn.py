@@ -20,24 +20,31 @@ from primad.ring.channel import LENGTH, frame, frame_bytes
 from primad.ring.messages import RingBroken, RingCommand, RingEvent, event_decoder
 
 GRACE_S: Final = 1.0
+LEAVE_S: Final = 0.5
+"""A ring process that computes or loads does not notice in this time that it is to leave, and is killed."""
 SPIN_COUNT: Final = 5000
 """libgomp's threads spin this often at a barrier before they sleep. Its own default of some hundred milliseconds starves
 the other programs of the machine, ring processes among them; sleeping at once ruins decode. Between 2,000 and 20,000 one
 process keeps its full speed and several can share the cores."""
 
 
-def environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
+def environment(base: Mapping[str, str], threads: int, place: int) -> dict[str, str]:
     """The environment of a ring process with ``threads`` compute threads: ``base``, and where that is silent, how they wait.
 
     Threads that fill all cores are bound to one each: left to itself the scheduler now and then puts two that wait for each
     other on one core, which costs a factor of ten while anything else runs. Fewer threads than cores are left free to move
-    away from what the owner runs.
+    away from what the owner runs. ``place`` is the core (counted from the first) of the first thread, which also sends and
+    receives: devices that follow each other in a ring on one machine get different ones, so that the next one starts on a
+    core that the last one has left.
     """
     chosen = {"GGML_NO_BACKTRACE": "1"}
     if "OMP_WAIT_POLICY" not in base:
         chosen["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
-    if sys.platform == "linux" and threads > 1 and threads == len(os.sched_getaffinity(0)):
-        chosen |= {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+    if sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
+        if threads == len(cores) > 1:
+            places = [f"{{{cores[(place + i) % threads]}}}" for i in range(threads)]
+            chosen |= {"OMP_PROC_BIND": "true", "OMP_PLACES": ",".join(places)}
     return chosen | dict(base)
 
 
@@ -57,8 +64,11 @@ class RingProcess:
         self._log = log
 
     @classmethod
-    async def start(cls, log: Path, *, threads: int) -> RingProcess:
-        """Start a ring process for ``threads`` compute threads, whose standard error goes to the file ``log``."""
+    async def start(cls, log: Path, *, threads: int, place: int = 0) -> RingProcess:
+        """Start a ring process for ``threads`` compute threads, whose standard error goes to the file ``log``.
+
+        ``place`` is as in ``environment``.
+        """
         ours, theirs = socket.socketpair()
         with theirs, log.open("wb") as errors:
             options: dict[str, object] = {"stderr": errors, "stdout": errors}
@@ -70,7 +80,7 @@ class RingProcess:
                 options |= {"stdin": subprocess.DEVNULL, "pass_fds": (theirs.fileno(),)}
             process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: ASYNC220  (starting does not wait)
                 [sys.executable, "-m", "primad.ring.process", argument],
-                env=environment(os.environ, threads),
+                env=environment(os.environ, threads, place),
                 **options,  # type: ignore[call-overload]
             )
             if sys.platform == "win32":
@@ -116,12 +126,12 @@ class RingProcess:
         return f"the ring process {how}" + (f": {last}" if last else "")
 
     async def close(self) -> None:
-        """End it: it leaves by itself when its connection closes, and is killed ``GRACE_S`` later if it does not."""
+        """End it: it leaves by itself when its connection closes, and is killed ``LEAVE_S`` later if it does not."""
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
         try:
-            await asyncio.to_thread(self._process.wait, GRACE_S)
+            await asyncio.to_thread(self._process.wait, LEAVE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)

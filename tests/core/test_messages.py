@@ -312,6 +312,7 @@ def a_load(**changes: Any) -> cluster.Load:
         context=128,
         sequences=1,
         rows=64,
+        place=0,
         step_timeout_s=5.0,
     )
     return msgspec.structs.replace(load, **changes)

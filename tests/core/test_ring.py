@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from primad.errors import EngineError, RingError
+from primad.errors import EngineError, ProtocolError, RingError
 from primad.ring.head import log_softmax, most_likely
 from primad.ring.messages import Finished, KvKeep, KvRemove, Sampled, Serving, Step
 from primad.ring.worker import Worker
@@ -356,14 +356,28 @@ def a_step(number: int, window: int, rows: int = 1) -> Step:
 
 def test_a_step_that_is_not_under_way_is_refused():
     ring = quiet_until_the_workers_answer()
-    with pytest.raises(RingError, match=r"step 99 came back to the head although it is not under way"):
+    with pytest.raises(ProtocolError, match=r"step 99 came back to the head although it is not under way"):
         ring.head.receive(a_step(99, 3), np.zeros((1, WIDTH), np.float32))
+
+
+def test_a_step_that_came_back_with_other_rows_is_refused():
+    ring = quiet_until_the_workers_answer()
+    with pytest.raises(ProtocolError, match=r"step 0 came back with other rows"):
+        ring.head.receive(a_step(0, 3), np.zeros((1, WIDTH), np.float32))
+
+
+def test_a_step_is_taken_once_for_each_window():
+    ring = quiet_until_the_workers_answer()
+    step = msgspec.structs.replace(a_step(0, 3, rows=2), outputs=[False, True])
+    ring.head.receive(step, np.zeros((2, WIDTH), np.float32))
+    with pytest.raises(ProtocolError, match=r"step 0 came back for window 3, where it has been already"):
+        ring.head.receive(step, np.zeros((2, WIDTH), np.float32))
 
 
 def test_a_step_that_is_over_is_refused():
     ring = FakeRing(*SMALL)
     ring.ask(generate(1, [1]))
-    with pytest.raises(RingError, match=r"step 0 came back"):
+    with pytest.raises(ProtocolError, match=r"step 0 came back"):
         ring.head.receive(a_step(0, 3), np.zeros((1, WIDTH), np.float32))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -77,6 +78,7 @@ class Primad:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
             text=True,
             errors="replace",
         )
@@ -114,9 +116,12 @@ class Primad:
         """Its running processes: itself and everything that it started."""
         return marked(self.mark)
 
-    def signal(self, number: int) -> None:
-        """Send it a signal, and nobody else."""
-        self.process.send_signal(number)
+    def send_signal(self, number: int) -> None:
+        """SIGINT as a terminal sends it, to its children as well; any other signal to itself only."""
+        if number == signal.SIGINT:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
 
     def wait_end(self, timeout_s: float = PATIENCE_S) -> int:
         """Its exit code, awaited."""
@@ -129,7 +134,7 @@ class Primad:
 
     def stop(self, number: int = signal.SIGINT) -> int:
         """End it as its owner does and wait for it; its exit code."""
-        self.signal(number)
+        self.send_signal(number)
         return self.wait_end(5 * STOP_S)
 
     def kill(self) -> None:

@@ -97,6 +97,7 @@ def test_a_device_that_was_there_first_is_seen_too(cluster):
     asyncio.run(once())
 
 
+@pytest.mark.slow
 def test_devices_of_one_name_get_numbers(cluster):
     async def once() -> None:
         sight = Sight()
@@ -115,6 +116,7 @@ def test_devices_of_one_name_get_numbers(cluster):
     asyncio.run(once())
 
 
+@pytest.mark.slow
 def test_the_longest_name_gets_a_number_too(cluster):
     name = (cluster + "x" * 62)[:62]
 
@@ -145,7 +147,8 @@ def test_every_device_says_which_cluster_and_role_it_has(cluster):
     asyncio.run(once())
 
 
-def test_looking_around_gives_devices_in_order(cluster, monkeypatch):
+@pytest.mark.slow
+def test_looking_around_gives_devices_in_order(cluster):
     async def once() -> None:
         sight = Sight()
         async with device() as second, device() as first, device() as viewer:

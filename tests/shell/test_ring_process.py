@@ -226,17 +226,26 @@ def test_the_last_line_of_its_log_is_part_of_the_reason(tmp_path):
 
 
 def test_the_threads_wait_as_the_owner_says():
-    assert environment({}, 1)["GOMP_SPINCOUNT"] == str(SPIN_COUNT)
-    assert environment({"GOMP_SPINCOUNT": "7"}, 1)["GOMP_SPINCOUNT"] == "7"
-    assert "GOMP_SPINCOUNT" not in environment({"OMP_WAIT_POLICY": "passive"}, 1)
-    assert environment({"PATH": "/bin"}, 3)["PATH"] == "/bin"
+    assert environment({}, 1, 0)["GOMP_SPINCOUNT"] == str(SPIN_COUNT)
+    assert environment({"GOMP_SPINCOUNT": "7"}, 1, 0)["GOMP_SPINCOUNT"] == "7"
+    assert "GOMP_SPINCOUNT" not in environment({"OMP_WAIT_POLICY": "passive"}, 1, 0)
+    assert environment({"PATH": "/bin"}, 3, 0)["PATH"] == "/bin"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are bound on Linux only")
 def test_threads_are_bound_when_they_fill_the_cores():
     cores = len(os.sched_getaffinity(0))
-    assert "OMP_PROC_BIND" not in environment({}, 1)
-    assert "OMP_PROC_BIND" not in environment({}, cores + 1)
+    assert "OMP_PROC_BIND" not in environment({}, 1, 0)
+    assert "OMP_PROC_BIND" not in environment({}, cores + 1, 0)
     if cores > 1:
-        assert environment({}, cores)["OMP_PROC_BIND"] == "true"
-        assert environment({"OMP_PROC_BIND": "false"}, cores)["OMP_PROC_BIND"] == "false"
+        assert environment({}, cores, 0)["OMP_PROC_BIND"] == "true"
+        assert environment({"OMP_PROC_BIND": "false"}, cores, 0)["OMP_PROC_BIND"] == "false"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are bound on Linux only")
+def test_neighbours_in_a_ring_start_on_different_cores():
+    cores = len(os.sched_getaffinity(0))
+    if cores > 1:
+        first, second = (environment({}, cores, place)["OMP_PLACES"].split(",") for place in (0, 1))
+        assert first[0] != second[0]
+        assert sorted(first) == sorted(second)

@@ -1,0 +1,267 @@
+"""Ctrl-C or a termination signal ends any of them within 2 s, with no process, socket or temporary file left."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import STOP_S, Head, Primad, heading, joined, marked, primad, serving, wait_until
+from tools.synth import write_model
+
+pytestmark = pytest.mark.slow
+
+interrupted = pytest.mark.parametrize("number", [signal.SIGINT], ids=["SIGINT"])
+terminated = pytest.mark.parametrize("number", [signal.SIGTERM], ids=["SIGTERM"])
+both_signals = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Path:
+    """Where the processes of a test put temporary files."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model of about 700 MB: long enough in hashing, shipping and loading to be interrupted there."""
+    path = tmp_path_factory.mktemp("large") / "large.gguf"
+    write_model(path, preset="1b-q4k")
+    yield path
+    path.unlink()
+
+
+def assert_ends(run: Primad, number: int, temporary: Path, home: Path | None = None) -> None:
+    """Send the signal and judge what is left two seconds later."""
+    ports = listening(run)
+    start = time.monotonic()
+    run.send_signal(number)
+    code = run.wait_end()
+    took_s = time.monotonic() - start
+    assert code == 0, run.output
+    assert took_s < STOP_S, f"took {took_s:.2f} s:\n{run.output}"
+    assert "Traceback" not in run.output
+    left = [process.cmdline() for process in marked(run.mark)]
+    assert left == []
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    assert [path.name for path in temporary.rglob("*")] == []
+    if home is not None:
+        assert sorted(path.name for path in (home / "run").glob("*") if path.name != "ring.log") == []
+        assert list(home.glob("cache/layers/partial/*")) == []
+        assert list(home.glob("disk-trial-*")) == []
+
+
+def listening(run: Primad) -> set[int]:
+    """The TCP ports that it and its children listen on."""
+    return {
+        connection.laddr.port
+        for process in run.processes()
+        for connection in process.net_connections("tcp")
+        if connection.status == "LISTEN"
+    }
+
+
+@contextmanager
+def streaming(head: Head) -> Iterator[list[str]]:
+    """A client that reads a long answer; its lines so far."""
+    lines: list[str] = []
+
+    def read() -> None:
+        body = {"prompt": "Once upon a time", "max_tokens": 3000, "stream": True, "temperature": 1, "seed": 1}
+        try:
+            with httpx.stream("POST", f"{head.url}/v1/completions", json=body, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+        except httpx.HTTPError as exc:
+            lines.append(f"error: {exc!r}")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_until(lambda: len(lines) > 4, "an answer is under way")
+    yield lines
+    reader.join(10)
+    assert not reader.is_alive(), "the client still waits"
+
+
+@both_signals
+def test_worker_idle(new_home, cluster, temporary, number):
+    home = new_home("worker")
+    with joined(home, cluster, temporary=temporary) as worker:
+        assert_ends(worker, number, temporary, home)
+
+
+@both_signals
+def test_head_that_serves_alone(smollm2, new_home, cluster, temporary, number):
+    home = new_home("head")
+    with heading(smollm2, home, cluster, "--alone", temporary=temporary) as head:
+        head.wait_serving()
+        assert_ends(head.run, number, temporary, home)
+
+
+@interrupted
+def test_head_that_waits_for_devices(smollm2, new_home, cluster, temporary, number):
+    home = new_home("head")
+    with heading(smollm2, home, cluster, "--wait", 1, temporary=temporary) as head:
+        head.wait_health("looking for devices")
+        assert_ends(head.run, number, temporary, home)
+
+
+@both_signals
+def test_head_that_loads(large, new_home, cluster, temporary, number):
+    home = new_home("head")
+    with heading(large, home, cluster, "--alone", temporary=temporary) as head:
+        head.wait_health("loading")
+        wait_until(lambda: len(head.run.processes()) > 1, "the ring process is there")
+        assert_ends(head.run, number, temporary, home)
+
+
+@terminated
+def test_head_that_reads_layers(large, new_home, cluster, temporary, number):
+    home, worker_home = new_home("head"), new_home("worker")
+    with (
+        joined(worker_home, cluster),
+        heading(large, home, cluster, "--wait", 1, temporary=temporary) as head,
+    ):
+        head.wait_health("loading")
+        assert_ends(head.run, number, temporary, home)
+
+
+@both_signals
+def test_head_and_worker_that_ship_layers(large, new_home, cluster, temporary, number):
+    home, worker_home = new_home("head"), new_home("worker")
+    with (
+        joined(worker_home, cluster, temporary=temporary) as worker,
+        heading(large, home, cluster, "--wait", 1, temporary=temporary) as head,
+    ):
+        head.run.wait_for("reading layers: done")
+        assert_ends(head.run, number, temporary, home)
+        assert_ends(worker, number, temporary, worker_home)
+
+
+@terminated
+def test_worker_that_fetches(large, new_home, cluster, temporary, number):
+    worker_home = new_home("worker")
+    with (
+        joined(worker_home, cluster, temporary=temporary) as worker,
+        heading(large, new_home("head"), cluster, "--wait", 1) as head,
+    ):
+        head.run.wait_for("reading layers: done")
+        wait_until(lambda: any(worker_home.glob("cache/layers/partial/*")), "a layer is on its way")
+        assert_ends(worker, number, temporary, worker_home)
+
+
+@both_signals
+def test_head_that_tries_extra_buffers(smollm2, new_home, cluster, temporary, number):
+    home = new_home("head")
+    with heading(smollm2, home, cluster, "--alone", "--extra-buffers", "auto", temporary=temporary) as head:
+        wait_until(
+            lambda: any("primad.engine.probe" in process.cmdline() for process in head.run.processes()), "a trial runs"
+        )
+        assert_ends(head.run, number, temporary, home)
+    # A trial that was interrupted is no verdict.
+    verdicts = home / "extra-buffers.json"
+    assert not verdicts.exists() or "null" not in verdicts.read_text()
+
+
+@both_signals
+@pytest.mark.parametrize("command", ["join", "serve"])
+def test_first_profile(smollm2, tmp_path, cluster, temporary, command, number):
+    home = tmp_path / "home"
+    arguments = ("serve", "--model", smollm2, "--port", 0) if command == "serve" else ("join",)
+    with primad(*arguments, "--home", home, "--cluster", cluster, temporary=temporary) as run:
+        wait_until(lambda: any(home.glob("disk-trial-*")), "the disk is measured")
+        assert_ends(run, number, temporary, home)
+
+
+@both_signals
+def test_head_and_worker_that_generate(smollm2, new_home, cluster, temporary, number):
+    home, worker_home = new_home("head"), new_home("worker")
+    with (
+        joined(worker_home, cluster, temporary=temporary) as worker,
+        heading(smollm2, home, cluster, "--wait", 1, temporary=temporary) as head,
+    ):
+        head.wait_serving()
+        with streaming(head):
+            assert_ends(head.run, number, temporary, home)
+        assert_ends(worker, number, temporary, worker_home)
+
+
+@interrupted
+def test_worker_that_generates(smollm2, new_home, cluster, temporary, number):
+    worker_home = new_home("worker")
+    with (
+        joined(worker_home, cluster, temporary=temporary) as worker,
+        heading(smollm2, new_home("head"), cluster, "--wait", 1) as head,
+    ):
+        head.wait_serving()
+        with streaming(head) as lines:
+            assert_ends(worker, number, temporary, worker_home)
+        assert re.search(r'"error"', lines[-2] + lines[-1]), "the client was told"
+
+
+@terminated
+def test_head_in_a_long_prompt(smollm2, new_home, cluster, temporary, number):
+    home = new_home("head")
+    with heading(smollm2, home, cluster, "--alone", temporary=temporary) as head:
+        head.wait_serving()
+        body = {"prompt": "word " * 3500, "max_tokens": 1}
+
+        def ask() -> None:
+            try:
+                httpx.post(f"{head.url}/v1/completions", json=body, timeout=60)
+            except httpx.HTTPError as exc:
+                told.append(exc)
+
+        told: list[httpx.HTTPError] = []
+        client = threading.Thread(target=ask)
+        client.start()
+        ring = next(process for process in head.run.processes() if "primad.ring.process" in process.cmdline())
+        before = sum(ring.cpu_times()[:2])
+        wait_until(lambda: sum(ring.cpu_times()[:2]) > before + 0.2, "the prompt is computed")
+        assert_ends(head.run, number, temporary, home)
+        client.join(10)
+        assert not client.is_alive()
+
+
+@both_signals
+def test_devices(cluster, temporary, number):
+    with primad("devices", "--seconds", 30, "--cluster", cluster, temporary=temporary) as run:
+        wait_until(lambda: bool(sockets(run)), "it listens to mDNS")
+        assert_ends(run, number, temporary)
+
+
+def sockets(run: Primad) -> list[object]:
+    return [connection for process in run.processes() for connection in process.net_connections("udp")]
+
+
+@both_signals
+def test_chat(smollm2, new_home, cluster, temporary, number):
+    with serving(smollm2, new_home("head"), cluster, "--alone") as head:
+        arguments = ("--url", head.url, "--max-tokens", 3000, "--seed", 1)
+        with primad("chat", "Tell me a long story.", *arguments, temporary=temporary) as run:
+            wait_until(lambda: busy(head), "it is answered")
+            assert_ends(run, number, temporary)
+        # The head has noticed: its only sequence is free.
+        answer = httpx.post(f"{head.url}/v1/completions", json={"prompt": "Hi", "max_tokens": 1}, timeout=10)
+        assert answer.status_code == 200
+
+
+def busy(head: Head) -> bool:
+    """Whether a generation runs: its ring process uses the processor."""
+    ring = next(process for process in head.run.processes() if "primad.ring.process" in process.cmdline())
+    before = sum(ring.cpu_times()[:2])
+    time.sleep(0.1)
+    return sum(ring.cpu_times()[:2]) > before + 0.03
