@@ -78,10 +78,11 @@ def _options(
     Start `primad join` on each device, then `primad serve --model FILE.gguf` on the one that has the model.
     """
     del version
-    level = os.environ.get("PRIMAD_LOG", "DEBUG" if verbose else "WARNING")
+    level = (os.environ.get("PRIMAD_LOG") or ("DEBUG" if verbose else "WARNING")).upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"PRIMAD_LOG: {level!r} is no log level; use DEBUG, INFO, WARNING or ERROR")
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    if verbose:
-        os.environ["PRIMAD_LOG"] = level
+    os.environ["PRIMAD_LOG"] = level  # for the ring process
 
 
 @app.command()

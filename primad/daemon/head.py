@@ -154,7 +154,7 @@ class HeadDaemon:
                         await asyncio.get_running_loop().create_future()  # until the ring breaks or we are cancelled
                 finally:
                     for worker in workers:
-                        worker.end.close()
+                        worker.close()
             except PrimadError as exc:
                 self._backend.detach(str(exc))
                 self._reporter.settle()
@@ -204,32 +204,37 @@ class HeadDaemon:
                 )
         except BaseException:
             for worker in workers.values():
-                worker.end.close()
+                worker.close()
             raise
         for name, reason in refusals.items():
             self._reporter.say(f"{name} is left out: {reason}")
         return [workers[name] for name in sorted(workers)]
 
     async def _greet_peers(self, workers: dict[str, Worker], refusals: dict[str, str]) -> None:
-        for name, peer in list(self._peers.items()):
-            if name in workers:
-                continue
-            for address in peer.addresses:
-                try:
-                    self._add(workers, await self._greet(address, peer.port))
-                    refusals.pop(name, None)
-                    break
-                except ClusterError as exc:
-                    refusals[name] = str(exc)
+        """Say hello to all devices in sight at once: one that is gone without a goodbye must not keep the others waiting."""
+        async with asyncio.TaskGroup() as group:
+            for name, peer in self._peers.items():
+                if name not in workers:
+                    group.create_task(self._greet_peer(peer, workers, refusals))
+
+    async def _greet_peer(self, peer: Peer, workers: dict[str, Worker], refusals: dict[str, str]) -> None:
+        for address in peer.addresses:
+            try:
+                self._add(workers, await self._greet(address, peer.port))
+            except ClusterError as exc:
+                refusals[peer.device] = str(exc)
+            else:
+                refusals.pop(peer.device, None)
+                return
 
     async def _greet(self, host: str, port: int) -> Worker:
         return await greet(self._context, host, port, self._config.name, self._session)
 
     def _add(self, workers: dict[str, Worker], worker: Worker) -> None:
         if worker.name in workers:
-            worker.end.close()  # the same device, named and seen
+            worker.close()  # the same device, named and seen
         elif worker.name == self._profile.device:
-            worker.end.close()
+            worker.close()
             raise ClusterError(f"it has the head's name, {worker.name}; give one of them another --name")
         else:
             workers[worker.name] = worker
@@ -247,18 +252,13 @@ class HeadDaemon:
             raise PlanError(str(exc)) from exc
 
     def _by_hand(self, devices: Sequence[DeviceProfile], windows: tuple[int, ...]) -> Plan:
+        names = [device.device for device in devices[: len(windows)]]
         if len(windows) > len(devices):
             raise PlanError(
                 f"--windows {','.join(map(str, windows))} is for {len(windows)} devices; found {len(devices)}, "
                 "this one among them; start 'primad join' on more or give fewer windows"
             )
-        names = [device.device for device in devices[: len(windows)]]
-        if len(windows) > 1:
-            cuttable(self._header)
-        try:
-            return arrange(names, windows, rounds=self._options.rounds or 1, model=self._model)
-        except Infeasible as exc:
-            raise PlanError(f"--windows {','.join(map(str, windows))}: {exc}") from exc
+        return plan_by_hand(names, windows, self._options.rounds, self._model)
 
     def _parts(self, plan: Plan, workers: Sequence[Worker], layer_port: int) -> RingParts:
         if self._cutter is None and len(plan.route) > 1:
@@ -298,6 +298,24 @@ class HeadDaemon:
         self._backend.attach(served, ring.send, ring.status, f"serving with {len(ring.plan.devices)} devices")
         for line in ring.describe():
             self._reporter.say(line)
+
+
+def plan_by_hand(names: Sequence[str], windows: tuple[int, ...], rounds: int | None, model: ModelProfile) -> Plan:
+    """The plan in which the devices ``names`` have these layers a round. Raises ``PlanError`` naming the flag."""
+    try:
+        return arrange(names, windows, rounds=rounds or 1, model=model)
+    except Infeasible as exc:
+        raise PlanError(f"--windows {','.join(map(str, windows))}: {exc}; choose other windows") from exc
+
+
+def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
+    """Judge all that can be judged before the network is touched. Raises ``ConfigError``, ``PlanError``, ``ModelError``."""
+    default_context(options, model)
+    windows = options.windows
+    if windows is not None:
+        plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)
+    if (windows is not None and len(windows) > 1) or options.wait or config.devices:
+        cuttable(header)
 
 
 def model_id(path: Path) -> str:

@@ -17,7 +17,7 @@ import uvicorn
 from primad.api.app import create_app
 from primad.config import Config, open_home
 from primad.daemon.backend import RingBackend
-from primad.daemon.head import HeadDaemon, ServeOptions, bind_http, default_context
+from primad.daemon.head import HeadDaemon, ServeOptions, bind_http, check_options
 from primad.daemon.reporter import Reporter
 from primad.daemon.shard import Place
 from primad.daemon.worker import WorkerDaemon
@@ -134,7 +134,7 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
     """Run the head until it is stopped. Everything that can be judged without the network is judged first."""
     header = open_model(path)
     model = model_profile(header)
-    default_context(options, model)
+    check_options(options, config, header, model)
     with _own_home(config), contextlib.closing(bind_http(http_host, options.http_port)) as listener:
         place = _place(config)
         _measure(config, reporter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 
 import zmq.asyncio
 
@@ -30,18 +30,30 @@ from primad.cluster.messages import (
 )
 from primad.errors import ClusterError
 
-HELLO_TIMEOUT_S = 5.0
+HELLO_TIMEOUT_S = 3.0
 
 OnProgress = Callable[[str, Progress], None]
 
 
-@dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker that said welcome."""
+    """A worker that said welcome. From then on it is pinged, so that it holds its lease while the head still plans."""
 
-    end: HeadEnd
-    profile: DeviceProfile
-    build: str
+    def __init__(self, end: HeadEnd, profile: DeviceProfile, build: str) -> None:
+        self.end = end
+        self.profile = profile
+        self.build = build
+        self._pinging = asyncio.create_task(self._ping())
+
+    async def _ping(self) -> None:
+        while True:
+            with suppress(ClusterError):  # that it takes nothing shows where its answers are awaited
+                await self.end.send(Ping(status=False))
+            await asyncio.sleep(PING_INTERVAL_S)
+
+    def close(self) -> None:
+        """Stop pinging and close the link."""
+        self._pinging.cancel()
+        self.end.close()
 
     @property
     def name(self) -> str:
@@ -87,11 +99,9 @@ class WorkerRing:
 
         Raises ``ClusterError`` when it goes silent or its part breaks.
         """
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._ping())
-            await self.worker.end.send(self._load)
-            while True:
-                await self._hear()
+        await self.worker.end.send(self._load)
+        while True:
+            await self._hear()
 
     async def link(self, address: str) -> None:
         """Tell the worker where its steps go."""
@@ -107,11 +117,6 @@ class WorkerRing:
     async def release(self) -> None:
         """Let the worker give its windows back."""
         await self.worker.end.send(Release(epoch=self._load.epoch))
-
-    async def _ping(self) -> None:
-        while True:
-            await self.worker.end.send(Ping(status=False))
-            await asyncio.sleep(PING_INTERVAL_S)
 
     async def _hear(self) -> None:
         name, epoch = self.worker.name, self._load.epoch

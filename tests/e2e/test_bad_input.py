@@ -168,7 +168,7 @@ def test_architecture_that_cannot_be_cut(tiny, tmp_path, new_home, cluster, temp
 def assert_clean(home: Path) -> None:
     """No temporary file is left in a home that was used."""
     files = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
-    assert files <= {"profile.json", "daemon.lock", "layers.json", "run/ring.log", "extra-buffers.json"} | {
+    assert files <= {"profile.json", "daemon.lock", "digests.json", "run/ring.log", "extra-buffers.json"} | {
         name for name in files if name.startswith("cache/layers/") and name.endswith(".gguf")
     }
 

@@ -1,0 +1,386 @@
+"""The real thing: daemons in processes of their own, found by mDNS, asked through the official client."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.cluster import (
+    PRIMAD,
+    Head,
+    Primad,
+    control_port,
+    environment,
+    heading,
+    joined,
+    marked,
+    ring,
+    serving,
+    snapshot,
+    wait_until,
+)
+
+pytestmark = pytest.mark.slow
+
+MODEL = "smollm2-135m-q4_1"
+HELLO = [{"role": "user", "content": "Name three colours."}]
+STORY = "Once upon a time, in a village by the sea,"
+
+
+def client_of(head: Head) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Two workers and a head that serve, and what the health check said while they loaded."""
+
+    cluster: str
+    head: Head
+    client: openai.OpenAI
+    statuses: set[int]
+    loading: str
+
+    def complete(self, prompt: str = STORY, *, max_tokens: int = 24, temperature: float = 0, **options):
+        return self.client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=max_tokens, temperature=temperature, **options
+        )
+
+    def chat(self, *, max_tokens: int = 16, temperature: float = 0, **options):
+        return self.client.chat.completions.create(
+            model=MODEL, messages=HELLO, max_tokens=max_tokens, temperature=temperature, **options
+        )
+
+
+@pytest.fixture(scope="module")
+def served(smollm2: Path, module_home) -> Iterator[Served]:
+    cluster = f"serve-{time.time_ns():x}"
+    with (
+        joined(module_home("first"), cluster),
+        joined(module_home("second"), cluster),
+        heading(smollm2, module_home("head"), cluster, "--wait", 2) as head,
+    ):
+        head.wait_health("loading")
+        loading = head.health()[1]
+        statuses = head.wait_serving()
+        with client_of(head) as client:
+            yield Served(cluster, head, client, statuses, loading)
+
+
+def test_health_is_503_while_loading_and_200_then(served):
+    assert 503 in served.statuses
+    assert served.statuses <= {0, 503}
+    assert json.loads(served.loading) == {"status": "loading", "detail": "loading"} | {
+        key: value for key, value in json.loads(served.loading).items() if key not in ("status", "detail")
+    }
+    status, text = served.head.health()
+    assert (status, json.loads(text)["status"], json.loads(text)["model"]) == (200, "ok", MODEL)
+
+
+def test_who_computes_what_is_said(served):
+    for device in ("head", "first", "second"):
+        served.head.run.wait_for(rf"^{device}: \d+ layers \(")
+    assert "Traceback" not in served.head.run.output
+
+
+def test_models(served):
+    assert [model.id for model in served.client.models.list()] == [MODEL]
+    assert served.client.models.retrieve(MODEL).owned_by == "primad"
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("gpt-5")
+
+
+def test_chat(served):
+    answer = served.chat()
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 16
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 16
+    assert answer.model == MODEL
+
+
+def test_an_answer_that_ends_by_itself(served):
+    answer = served.chat(max_tokens=400)
+    assert answer.choices[0].finish_reason == "stop"
+    assert 0 < answer.usage.completion_tokens < 400
+
+
+def test_streaming_gives_the_same_text_and_counts(served):
+    whole = served.chat()
+    chunks = list(served.chat(stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
+        whole.choices[0].message.content
+    )
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert len(chunks) > 8, "it came in pieces"
+
+    text = served.complete().choices[0].text
+    pieces = [chunk.choices[0].text for chunk in served.complete(stream=True) if chunk.choices]
+    assert "".join(pieces) == text
+
+
+def test_a_stop_string_that_is_split_over_tokens_never_shows(served):
+    whole = served.complete(logprobs=0)
+    text, tokens = whole.choices[0].text, whole.choices[0].logprobs.tokens
+    joint = next(i for i in range(6, len(tokens)) if len(tokens[i - 1]) > 2 and len(tokens[i]) > 2)
+    stop = tokens[joint - 1][-2:] + tokens[joint][:2]
+    expected = text[: text.index(stop)]
+    for stops in (stop, ["never said", stop]):
+        answer = served.complete(stop=stops)
+        assert answer.choices[0].text == expected
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage.completion_tokens <= joint + 1
+        chunks = list(served.complete(stop=stops, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected
+    # Half of it, at the end of the answer, is text like any other.
+    held = served.complete(max_tokens=joint, stop=stop)
+    assert held.choices[0].text == "".join(tokens[:joint])
+
+
+def test_seed(served):
+    def text(seed: int) -> str:
+        return served.complete(temperature=1.2, seed=seed).choices[0].text
+
+    first = text(1)
+    assert text(1) == first
+    assert len({first, text(2), text(3)}) == 3
+
+
+def test_logprobs(served):
+    answer = served.chat(logprobs=True, top_logprobs=5).choices[0]
+    content = answer.logprobs.content
+    assert "".join(entry.token for entry in content) == answer.message.content
+    for entry in content:
+        assert len(entry.top_logprobs) == 5
+        values = [top.logprob for top in entry.top_logprobs]
+        assert values == sorted(values, reverse=True)
+        assert sum(10 ** (value / 2.302585092994046) for value in values) <= 1 + 1e-9
+        assert (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob) == (entry.token, entry.logprob)
+
+    plain = served.complete(logprobs=3).choices[0]
+    assert "".join(plain.logprobs.tokens) == plain.text
+    assert all(len(top) == 3 for top in plain.logprobs.top_logprobs)
+
+
+def test_several_choices(served):
+    answer = served.complete(n=2, temperature=1.2, seed=11, max_tokens=12)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].text != answer.choices[1].text
+    assert answer.usage.completion_tokens == 24
+    single = served.complete(temperature=1.2, seed=11, max_tokens=12)
+    assert single.choices[0].text == answer.choices[0].text
+    assert single.usage.prompt_tokens == answer.usage.prompt_tokens
+
+
+def test_the_whole_context_is_used_and_no_more(served):
+    prompt = [100] * 4090
+    answer = served.complete(prompt, max_tokens=100, logit_bias={"0": -100, "2": -100})
+    assert answer.usage.prompt_tokens == 4090
+    assert answer.choices[0].finish_reason in ("length", "stop")
+    assert answer.usage.completion_tokens <= 6
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.complete([100] * 4096)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_a_bad_request_is_refused_and_the_next_one_served(served):
+    with pytest.raises(openai.BadRequestError):
+        served.complete(temperature=9)
+    with pytest.raises(openai.NotFoundError):
+        served.client.completions.create(model="gpt-5", prompt="Hi")
+    assert served.complete(max_tokens=1).usage.completion_tokens == 1
+
+
+def test_a_client_that_leaves_frees_the_sequence(served):
+    # Left alone, this answer would take the ring for half a minute and more.
+    body = {"prompt": STORY, "max_tokens": 4000, "temperature": 1, "stream": True, "logit_bias": {"0": -100, "2": -100}}
+    with httpx.stream("POST", f"{served.head.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        for _ in range(6):
+            next(lines)
+    quick = served.client.with_options(timeout=8)
+    assert quick.completions.create(model=MODEL, prompt="Hi", max_tokens=2).usage.completion_tokens > 0
+
+
+def test_a_second_request_waits_its_turn(served):
+    alone = served.complete("The capital of France is", max_tokens=8).choices[0].text
+    first = served.complete(max_tokens=150, stream=True, logit_bias={"0": -100, "2": -100})
+    chunks = iter(first)
+    next(chunks)
+    ends: dict[str, float] = {}
+    texts: list[str] = []
+
+    def ask() -> None:
+        texts.append(served.complete("The capital of France is", max_tokens=8).choices[0].text)
+        ends["second"] = time.monotonic()
+
+    second = threading.Thread(target=ask)
+    second.start()
+    rest = list(chunks)
+    ends["first"] = time.monotonic()
+    second.join(60)
+    assert len(rest) > 100
+    assert texts == [alone]
+    assert ends["first"] < ends["second"]
+
+
+def test_devices_lists_what_is_in_sight(served):
+    listed = json.loads(run_primad("devices", "--json").stdout)
+    ours = {device["device"]: device for device in listed if device["cluster"] == served.cluster}
+    assert {name: device["role"] for name, device in ours.items()} == {
+        "head": "head",
+        "first": "worker",
+        "second": "worker",
+    }
+    assert ours["head"]["port"] == served.head.port
+    assert all(device["addresses"] == ["127.0.0.1"] for device in ours.values())
+    only = json.loads(run_primad("devices", "--json", "--cluster", served.cluster).stdout)
+    assert {device["cluster"] for device in only} == {served.cluster}
+
+
+def test_chat_command(served):
+    arguments = ("--url", served.head.url, "--temperature", "0", "--max-tokens", "16")
+    run = run_primad("chat", HELLO[0]["content"], *arguments)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == served.chat().choices[0].message.content + "\n"
+
+
+def run_primad(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [PRIMAD, *arguments],
+        env=environment("command"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def greedy(head: Head, **options) -> str:
+    with client_of(head) as client:
+        answer = client.completions.create(model=MODEL, prompt=STORY, max_tokens=24, temperature=0, **options)
+    return answer.choices[0].text
+
+
+def test_windows_by_hand(served, smollm2, new_home, cluster):
+    homes = [new_home("head"), new_home("worker")]
+    with ring(smollm2, homes, cluster, "--windows", "3,7", "--rounds", 2) as (head, _):
+        assert greedy(head) == served.complete().choices[0].text
+        head.run.wait_for(r"^head: 16 layers \(0-2, 10-12, 20-29\)$")
+        head.run.wait_for(r"^worker: 14 layers \(3-9, 13-19\)$")
+
+
+def test_no_worker_in_sight(served, smollm2, new_home, cluster):
+    with serving(smollm2, new_home("head"), cluster) as head:
+        assert greedy(head) == served.complete().choices[0].text
+        head.run.wait_for(r"^head: 30 layers \(0-29\)$")
+
+
+def test_a_device_named_by_address(served, smollm2, new_home, cluster):
+    """It is of another cluster, so mDNS alone would not lead to it."""
+    with joined(new_home("worker"), f"{cluster}-other") as worker:
+        address = f"127.0.0.1:{control_port(worker)}"
+        with serving(smollm2, new_home("head"), cluster, "--device", address) as head:
+            assert greedy(head) == served.complete().choices[0].text
+            head.run.wait_for(r"^worker: \d+ layers")
+            # The named device leaves: the endpoint goes on with what is left.
+            worker.send_signal(signal.SIGKILL)
+            wait_until(lambda: head.health()[0] == 503, "the loss is noticed")
+            head.wait_serving()
+            assert greedy(head) == served.complete().choices[0].text
+
+
+def test_a_worker_outlives_its_head_and_keeps_its_layers(served, smollm2, new_home, cluster):
+    plan = ("--windows", "10,12", "--rounds", 1)
+    worker_home = new_home("worker")
+    expected = served.complete().choices[0].text
+    with joined(worker_home, cluster) as worker:
+        with ring_of(smollm2, new_home("one"), cluster, *plan) as head:
+            head.run.wait_for("^worker: shipping layers: done")
+            assert greedy(head) == expected
+            layers = snapshot(worker_home / "cache")
+            head.run.kill()
+            wait_until(lambda: marked(head.run.mark) == [], "the ring process of the killed head ends")
+        with ring_of(smollm2, new_home("two"), cluster, *plan) as head:
+            assert greedy(head) == expected
+            assert not re.search("^worker: shipping", head.run.output, re.MULTILINE)
+        assert worker.stop() == 0
+    with joined(worker_home, cluster), ring_of(smollm2, new_home("three"), cluster, *plan) as head:
+        assert greedy(head) == expected
+        assert not re.search("^worker: shipping", head.run.output, re.MULTILINE)
+    # Neither fetched nor written again: same files, same time.
+    assert snapshot(worker_home / "cache") == layers
+
+
+@contextmanager
+def ring_of(model: Path, home: Path, cluster: str, *arguments: object) -> Iterator[Head]:
+    with serving(model, home, cluster, "--wait", 1, *arguments) as head:
+        yield head
+
+
+def test_a_worker_killed_while_serving(served, smollm2, new_home, cluster):
+    homes = [new_home("head"), new_home("one"), new_home("two")]
+    with ring(smollm2, homes, cluster) as (head, workers), client_of(head) as client:
+        with pytest.raises(openai.APIError) as broken:
+            for number, _ in enumerate(
+                client.completions.create(model=MODEL, prompt=STORY, max_tokens=4000, temperature=1, stream=True)
+            ):
+                if number == 5:
+                    workers[1].send_signal(signal.SIGKILL)
+        assert broken.value.body["type"] == "server_error"
+        assert "two" in broken.value.body["message"]
+        wait_until(lambda: head.health()[0] == 503, "the health check says so")
+        assert_refused_for_now(client)
+        assert_gone(workers[1])
+
+        head.wait_serving()
+        assert greedy(head) == served.complete().choices[0].text
+        start = next(number for number, line in enumerate(head.run.lines) if "the ring broke" in line)
+        head.run.wait_for(r"^one: \d+ layers", start=start)
+        assert not re.search(r"^two: \d+ layers", "\n".join(head.run.lines[start:]), re.MULTILINE)
+        assert "Traceback" not in head.run.output
+
+
+def assert_refused_for_now(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.completions.create(model=MODEL, prompt="Hi", max_tokens=1)
+    assert refused.value.status_code == 503
+
+
+def assert_gone(worker: Primad) -> None:
+    """The ring process of a killed daemon ends by itself."""
+    wait_until(lambda: marked(worker.mark) == [], "the killed worker's processes are gone")
+
+
+def test_a_ring_process_killed_while_serving(served, smollm2, new_home, cluster):
+    """A crash of llama.cpp in one process: both daemons live on, the ring forms again with the same devices."""
+    with ring(smollm2, [new_home("head"), new_home("worker")], cluster) as (head, (worker,)), client_of(head) as client:
+        for run in (worker, head.run):
+            answer = client.completions.create(model=MODEL, prompt=STORY, max_tokens=4000, temperature=1, stream=True)
+            next(iter(answer))
+            before = len(head.run.lines)
+            child = next(process for process in run.processes() if "primad.ring.process" in process.cmdline())
+            child.send_signal(signal.SIGSEGV)
+            with pytest.raises(openai.APIError) as broken:
+                list(answer)
+            assert "SIGSEGV" in broken.value.body["message"]
+            head.run.wait_for("forming it again", start=before)
+            head.wait_serving()
+            assert greedy(head) == served.complete().choices[0].text
+            head.run.wait_for(r"^worker: \d+ layers", start=before)
