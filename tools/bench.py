@@ -3,8 +3,9 @@
     tools/bench ring [--json FILE] [--quick] [--model FILE.gguf ...]
 
 ``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
-Plain runs with extra buffers off and on; decode and prefill are each compared with the better of the two. All processes
-are loaded before the first run and take turns, so that whatever else the machine does disturbs all of them alike.
+Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
+a core each); decode and prefill are each compared with the best of the four. All processes are loaded before the first run
+and take turns, so that whatever else the machine does disturbs all of them alike.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 from primad.gguf.architectures import layer_count  # noqa: E402
 from primad.gguf.model import open_model  # noqa: E402
 from primad.measuring import measuring  # noqa: E402
+from primad.ring.spawn import environment  # noqa: E402
 from tools.local_ring import LocalRing  # noqa: E402
 from tools.plain_llama import PROMPT  # noqa: E402
 
@@ -77,7 +80,7 @@ class Row:
 class PlainChild:
     """Plain llama.cpp in a child process."""
 
-    def __init__(self, model: Path, threads: int, extra_buffers: str) -> None:
+    def __init__(self, model: Path, threads: int, extra_buffers: str, environ: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -90,6 +93,7 @@ class PlainChild:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=dict(environ),
         )
         self.rss_bytes = 0
 
@@ -124,7 +128,11 @@ async def bench_model(model: Path, devices: Sequence[int], runs: int, threads: i
     layers = layer_count(open_model(model))
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-bench-")))
-        plain = {setting: PlainChild(model, threads, setting) for setting in ("off", "on")}
+        plain = {
+            f"extra buffers {extra}, threads {waiting}": PlainChild(model, threads, extra, environ)
+            for extra in ("off", "on")
+            for waiting, environ in (("default", os.environ), ("bound", environment(os.environ, threads, 0)))
+        }
         for child in plain.values():
             stack.callback(child.close)
         rings: dict[int, LocalRing] = {}
@@ -164,7 +172,7 @@ async def _rows(
     rows = [
         Row(
             model=model.stem,
-            system=f"plain llama.cpp, extra buffers {setting}",
+            system=f"plain llama.cpp, {setting}",
             processes=1,
             decode_tokens_per_s=statistics.median(series[setting].decode),
             prefill_tokens_per_s=statistics.median(series[setting].prefill),
@@ -174,7 +182,7 @@ async def _rows(
             hop_p99_us=None,
             rss_bytes=[child.rss_bytes],
             private_bytes=[],
-            extra_buffers=[setting == "on"],
+            extra_buffers=["buffers on" in setting],
         )
         for setting, child in plain.items()
     ]

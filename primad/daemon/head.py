@@ -164,7 +164,10 @@ class HeadDaemon:
                 await asyncio.sleep(RETRY_S)
 
     async def _gather(self, *, first: bool) -> list[Worker]:
-        """Say hello to the devices: those named, and those in sight. Raises ``ClusterError`` when too few answer."""
+        """Say hello to the devices: those named, and those in sight.
+
+        Raises ``ClusterError`` when too few answer the ``first`` time; later it takes who is left.
+        """
         if self._options.alone:
             return []
         wanted = self._options.wait if first else None
@@ -180,7 +183,9 @@ class HeadDaemon:
                 try:
                     self._add(workers, await self._greet(host.strip("[]"), int(port)))
                 except ClusterError as exc:
-                    raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
+                    if first:
+                        raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
+                    refusals[address] = str(exc)  # it was lost while serving: what is left goes on
             while True:
                 await self._greet_peers(workers, refusals)
                 if wanted is not None and len(workers) >= wanted:

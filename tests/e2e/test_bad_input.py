@@ -173,21 +173,19 @@ def assert_clean(home: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--windows", "3,9"), ("--windows 3,9", "12 layers", "6")),
-        (("--windows", "2,2", "--rounds", 2), ("--windows 2,2", "8 layers", "6")),
-        (("--windows", "1,1,1"), ("--windows 1,1,1", "3 devices", "found 2")),
-    ],
-)
-def test_windows_that_do_not_fit(tiny, new_home, cluster, temporary, arguments, named):
+def test_windows_that_do_not_fit(tiny, new_home, cluster, temporary):
     home, worker_home = new_home("head"), new_home("worker")
+    refused = {
+        ("--windows", "3,9"): ("--windows 3,9", "12 layers", "6"),
+        ("--windows", "2,2", "--rounds", 2): ("--windows 2,2", "8 layers", "6"),
+        ("--windows", "1,1,1"): ("--windows 1,1,1", "3 devices", "found 2"),
+    }
     with joined(worker_home, cluster):
-        base = ("--home", home, "--name", "head", "--cluster", cluster, "--port", free_port(), "--wait", 1)
-        run = ended("serve", "--model", tiny, *base, *arguments, temporary=temporary)
-    assert_refused(run, *named)
-    assert_clean(home)
+        for arguments, named in refused.items():
+            base = ("--home", home, "--name", "head", "--cluster", cluster, "--port", free_port(), "--wait", 1)
+            run = ended("serve", "--model", tiny, *base, *arguments, temporary=temporary)
+            assert_refused(run, *named)
+            assert_clean(home)
 
 
 @pytest.mark.parametrize(

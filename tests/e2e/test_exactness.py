@@ -80,10 +80,10 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def truth(path: Path, *, extra_buffers: bool = False) -> Truth:
+def truth(path: Path, counts: tuple[int, ...] = PROMPTS, *, extra_buffers: bool = False) -> Truth:
     plain = Plain(path, extra_buffers=extra_buffers)
     tokens = plain.tokenize(TEXT)
-    prompts = {count: tokens[:count] for count in PROMPTS}
+    prompts = {count: tokens[:count] for count in counts}
     answers = {count: plain.continue_(prompt, TOKENS) for count, prompt in prompts.items()}
     plain.release()
     assert all(len(answer.tokens) == TOKENS for answer in answers.values()), "choose a text that does not end"
@@ -214,13 +214,12 @@ def test_extra_buffers_change_little_and_the_same_in_a_ring(truths, tmp_path):
     choices of 64, where a wrong kernel gives several nat and hardly one.
     """
     plain = truths["gemma3"]
-    extra = truth(plain.path, extra_buffers=True)
+    extra = truth(plain.path, (40,), extra_buffers=True)
     route = Route(plain.path, planned(plain.path, (2, 5, 10), 1), tmp_path / "layers", extra_buffers=True)
-    for count in (40, 700):
-        assert largest_difference(route, extra.prompts[count], extra.answers[count]) <= 1.0
-        divergence, agreed = judge(route, plain.prompts[count], plain.answers[count])
-        assert divergence < 0.2
-        assert agreed >= 0.8 * TOKENS
+    assert largest_difference(route, extra.prompts[40], extra.answers[40]) <= 1.0
+    divergence, agreed = judge(route, plain.prompts[40], plain.answers[40])
+    assert divergence < 0.2
+    assert agreed >= 0.8 * TOKENS
     route.release()
     shutil.rmtree(tmp_path / "layers")
 
