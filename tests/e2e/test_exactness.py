@@ -29,20 +29,33 @@ TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_text() * 5
 PROMPTS = (1, 40, 700)
 TOKENS = 64
 
-RINGS = [
-    (None, None, 1),
-    ((3, 19), (7, 9), 1),
-    ((5, 8), (2, 6), 2),
-    ((2, 7), (1, 5), 3),  # Gemma: the head's last window becomes the tail, so the worker has two windows in a row
-    ((10, 12, 7), (2, 5, 10), 1),
-    ((3, 1, 9), (3, 1, 4), 2),
-    ((3, 4, 3), (1, 3, 1), 3),  # SmolLM2: no layer is left for the tail, the head's last window gives it one
-    ((1, 2, 20, 5), (1, 2, 6, 8), 1),
-    ((2, 5, 3, 4), (1, 2, 2, 3), 2),
-    ((1, 4, 2, 2), (1, 2, 1, 1), 3),
-]
-"""Layers a round for each device with SmolLM2 and with Gemma 3, and rounds: every number of devices with every number of
-rounds."""
+RINGS = {
+    "smollm2": [
+        (None, 1),
+        ((3, 19), 1),
+        ((5, 8), 2),
+        ((2, 7), 3),
+        ((10, 12, 7), 1),
+        ((3, 1, 9), 2),
+        ((3, 4, 3), 3),  # no layer is left for the tail: the head's last window gives it one
+        ((1, 2, 20, 5), 1),
+        ((2, 5, 3, 4), 2),
+        ((1, 4, 2, 2), 3),
+    ],
+    "gemma3": [
+        (None, 1),
+        ((7, 9), 1),
+        ((2, 6), 2),
+        ((1, 5), 3),  # the head's last window becomes the tail, so the worker has two windows in a row
+        ((2, 5, 10), 1),
+        ((3, 1, 4), 2),
+        ((1, 3, 1), 3),
+        ((1, 2, 6, 8), 1),
+        ((1, 2, 2, 3), 2),
+        ((1, 2, 1, 1), 3),
+    ],
+}
+"""Layers a round for each device, and rounds: every number of devices with every number of rounds."""
 
 
 @dataclass(frozen=True)
@@ -78,37 +91,31 @@ def truth(path: Path, counts: tuple[int, ...] = PROMPTS, *, extra_buffers: bool 
 
 
 @pytest.mark.parametrize(
-    ("smollm2_windows", "gemma3_windows", "rounds"),
-    RINGS,
-    ids=[f"{len(windows or [0])} devices, {rounds} rounds" for windows, _, rounds in RINGS],
+    ("model", "windows", "rounds"), [(model, *ring) for model, rings in RINGS.items() for ring in rings]
 )
-def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layers, smollm2_windows, gemma3_windows, rounds):
-    """Both models at once: each has one thread, and only one process of a ring computes at a time."""
+def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layers, model, windows, rounds):
+    expected = truths[model]
 
     async def run():
-        async with asyncio.TaskGroup() as group:
-            for model, windows in (("smollm2", smollm2_windows), ("gemma3", gemma3_windows)):
-                group.create_task(compare(truths[model], layers / model, windows, rounds))
+        ring = LocalRing(expected.path, windows, rounds=rounds, context=CONTEXT, threads=THREADS, folder=layers / model)
+        async with ring:
+            for count, prompt in expected.prompts.items():
+                with_logprobs = count == max(PROMPTS)
+                sampled, finished = await ring.generate(prompt, TOKENS, logprobs=TOP if with_logprobs else None)
+                assert [event.token for event in sampled] == expected.answers[count].tokens, f"prompt of {count}"
+                assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == (
+                    "length",
+                    count,
+                    TOKENS,
+                )
+                for step, event in enumerate(sampled if with_logprobs else ()):
+                    answer = expected.answers[count]
+                    best = [answer.logprob(step, token) for token in answer.best[step]]
+                    assert [logprob for _, logprob in event.top] == pytest.approx(best, abs=1e-9)
+                    for token, logprob in ((event.token, event.logprob), *event.top):
+                        assert logprob == pytest.approx(answer.logprob(step, token), abs=1e-9)
 
     asyncio.run(run())
-
-
-async def compare(expected: Truth, layers: Path, windows: tuple[int, ...] | None, rounds: int) -> None:
-    name = f"{expected.path.name}, windows {windows}, {rounds} rounds"
-    async with LocalRing(
-        expected.path, windows, rounds=rounds, context=CONTEXT, threads=THREADS, folder=layers
-    ) as ring:
-        for count, prompt in expected.prompts.items():
-            answer = expected.answers[count]
-            with_logprobs = count == max(PROMPTS)
-            sampled, finished = await ring.generate(prompt, TOKENS, logprobs=TOP if with_logprobs else None)
-            assert [event.token for event in sampled] == answer.tokens, f"{name}, prompt of {count}"
-            assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", count, TOKENS)
-            for step, event in enumerate(sampled if with_logprobs else ()):
-                best = [answer.logprob(step, token) for token in answer.best[step]]
-                assert [logprob for _, logprob in event.top] == pytest.approx(best, abs=1e-9), name
-                for token, logprob in ((event.token, event.logprob), *event.top):
-                    assert logprob == pytest.approx(answer.logprob(step, token), abs=1e-9), name
 
 
 class Route:

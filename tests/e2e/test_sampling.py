@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -23,9 +23,6 @@ TEXT = "The best thing about the sea is"
 DRAWS = 2000
 
 
-WINDOWS = {"one device": None, "three devices": (10, 12, 7)}
-
-
 class Ring:
     """A ``LocalRing`` that a test calls without ``await``."""
 
@@ -40,43 +37,33 @@ class Ring:
 
     def draws(self, prompt: list[int], count: int, **changes) -> Counter[int]:
         """The first token after ``prompt``, drawn with seeds 0 to ``count`` - 1; one that ends the answer is -1."""
-        return self._runner.run(self.draw(prompt, count, **changes))
 
-    async def draw(self, prompt: list[int], count: int, **changes) -> Counter[int]:
-        """``draws`` beside something else."""
-        found: Counter[int] = Counter()
-        for seed in range(count):
-            sampling = msgspec.structs.replace(DRAWN, seed=seed, **changes)
-            sampled, _ = await self._ring.generate(prompt, 1, sampling=sampling)
-            found[sampled[0].token if sampled else -1] += 1
-        return found
+        async def draw() -> Counter[int]:
+            found: Counter[int] = Counter()
+            for seed in range(count):
+                sampling = msgspec.structs.replace(DRAWN, seed=seed, **changes)
+                sampled, _ = await self._ring.generate(prompt, 1, sampling=sampling)
+                found[sampled[0].token if sampled else -1] += 1
+            return found
+
+        return self._runner.run(draw())
 
 
 @contextmanager
-def opened(runner: asyncio.Runner, model: Path, windows: tuple[int, ...] | None) -> Iterator[Ring]:
-    ring = LocalRing(model, windows, context=512, threads=1)
-    runner.run(ring.__aenter__())
-    try:
-        yield Ring(runner, ring)
-    finally:
-        runner.run(ring.__aexit__(None, None, None))
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
+def opened(model: Path, windows: tuple[int, ...] | None) -> Iterator[Ring]:
     with asyncio.Runner() as runner:
-        yield runner
+        ring = LocalRing(model, windows, context=512, threads=1)
+        runner.run(ring.__aenter__())
+        try:
+            yield Ring(runner, ring)
+        finally:
+            runner.run(ring.__aexit__(None, None, None))
 
 
-@pytest.fixture(scope="module")
-def rings(runner: asyncio.Runner, smollm2: Path) -> Iterator[dict[str, Ring]]:
-    with ExitStack() as stack:
-        yield {name: stack.enter_context(opened(runner, smollm2, windows)) for name, windows in WINDOWS.items()}
-
-
-@pytest.fixture(params=list(WINDOWS))
-def ring(request: pytest.FixtureRequest, rings: dict[str, Ring]) -> Ring:
-    return rings[request.param]
+@pytest.fixture(scope="module", params=[None, (10, 12, 7)], ids=["one device", "three devices"])
+def ring(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[Ring]:
+    with opened(smollm2, request.param) as ring:
+        yield ring
 
 
 class Model:
@@ -122,26 +109,21 @@ def test_the_same_seed_gives_the_same_text_and_others_give_others(ring, model):
     assert len({tuple(text) for text in texts.values()}) == len(texts)
 
 
-def test_every_ring_size_draws_the_same(runner, rings, smollm2, model):
-    with opened(runner, smollm2, (4, 20)) as two:
+def test_every_ring_size_draws_the_same(smollm2, ring, model):
+    with opened(smollm2, (4, 20)) as other:
         for seed in (5, 2**32 - 2):
-            texts = [ring.tokens(model.prompt, 12, DRAWN, seed=seed) for ring in (two, *rings.values())]
-            assert texts[0] == texts[1] == texts[2]
+            assert other.tokens(model.prompt, 12, DRAWN, seed=seed) == ring.tokens(model.prompt, 12, DRAWN, seed=seed)
 
 
-def test_draws_fit_the_distribution_of_the_model(runner, rings, model):
+def test_draws_fit_the_distribution_of_the_model(ring, model):
+    drawn = ring.draws(model.start, DRAWS)
     expected = model.probabilities * DRAWS
     common = np.flatnonzero(expected >= 5)
     assert len(common) > 20, "choose a prompt with a wide distribution"
-
-    async def draw() -> list[Counter[int]]:
-        return await asyncio.gather(*(ring.draw(model.start, DRAWS) for ring in rings.values()))
-
-    for name, drawn in zip(rings, runner.run(draw()), strict=True):
-        observed = [drawn[int(token) if token < len(expected) - 1 else -1] for token in common]
-        observed.append(DRAWS - sum(observed))
-        wanted = [*expected[common], DRAWS - expected[common].sum()]
-        assert chisquare(observed, wanted).pvalue > 1e-4, name
+    observed = [drawn[int(token) if token < len(expected) - 1 else -1] for token in common]
+    observed.append(DRAWS - sum(observed))
+    wanted = [*expected[common], DRAWS - expected[common].sum()]
+    assert chisquare(observed, wanted).pvalue > 1e-4
 
 
 def test_a_bias_bans_and_forces(ring, model):
