@@ -35,7 +35,6 @@ sys.path.insert(0, str(ROOT))
 
 from primad.gguf.architectures import layer_count  # noqa: E402
 from primad.gguf.model import open_model  # noqa: E402
-from primad.measuring import measuring  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
 from tools.local_ring import LocalRing  # noqa: E402
 from tools.plain_llama import PROMPT  # noqa: E402
@@ -262,15 +261,12 @@ def ring(options: argparse.Namespace) -> int:
     models = options.model or [SMALL, LARGE]
     if not options.model:
         synthesise(LARGE)
-    with measuring():
-        facts = machine()
-        if facts["busy_share_before"] > BUSY_SHARE:
-            out.print(f"warning: the machine is {facts['busy_share_before']:.0%} busy; the figures will not mean much")
-        rows: list[Row] = []
-        for model in models:
-            rows += asyncio.run(
-                bench_model(model, options.devices, 3 if options.quick else options.runs, options.threads)
-            )
+    facts = machine()
+    if facts["busy_share_before"] > BUSY_SHARE:
+        out.print(f"warning: the machine is {facts['busy_share_before']:.0%} busy; the figures will not mean much")
+    rows: list[Row] = []
+    for model in models:
+        rows += asyncio.run(bench_model(model, options.devices, 3 if options.quick else options.runs, options.threads))
     show(rows)
     if options.json:
         content = {"bench": "ring", "machine": facts, "runs": options.runs, "rows": [asdict(row) for row in rows]}
