@@ -17,6 +17,7 @@ from rich.table import Table
 from primad import __version__
 from primad.config import DEFAULT_HTTP_PORT, LOOPBACK, check_host, load_config
 from primad.errors import ConfigError, PrimadError, Stopped
+from primad.plan_command import plan
 from primad.reporting import RichReporter
 
 app = typer.Typer(
@@ -251,6 +252,44 @@ def devices(
 
 
 @app.command()
+def profile(
+    home: Home = None,
+    name: Name = None,
+    threads: Threads = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what was measured before.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the profile as it is stored.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write it to this file.", show_default=False)] = None,
+) -> None:
+    """Measure this device: processor, GPU, memory and disk. Takes about a minute, once.
+
+    Examples:
+
+        primad profile
+
+        primad profile --again --save desk.json
+    """
+    from primad.daemon.run import profile as run_profile
+    from primad.profiler.measure import how_measured
+    from primad.profiler.store import encode_profile, save_profile
+    from primad.profiler.table import profile_table
+
+    config = load_config({"home": home, "name": name, "threads": threads})
+    device = run_profile(config, RichReporter(_err), again=again)
+    measured, how = how_measured(config.home, config.threads)
+    if save is not None:
+        save_profile(save, device, how, measured)
+    if json:
+        sys.stdout.write(encode_profile(device, how, measured).decode())
+    else:
+        for part in profile_table(device):
+            _out.print(part)
+        _out.print(f"measured {measured}", markup=False)
+
+
+app.command()(plan)
+
+
+@app.command()
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
     url: Annotated[str, typer.Option(help="The endpoint.")] = f"http://{LOOPBACK}:{DEFAULT_HTTP_PORT}",
@@ -296,7 +335,7 @@ def _warn_lan(insecure_lan: bool) -> None:
 
 def _fail(message: str) -> NoReturn:
     line = " ".join(message.split())
-    _err.print(f"primad: error: {line}", markup=False)
+    _err.print(f"primad: error: {line}", markup=False, emoji=False)
     sys.exit(2)
 
 

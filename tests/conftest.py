@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from primad.profiler.measure import profile_device
+from tests.fakes.profile import seed
 
 MODELS = Path(__file__).parent.parent / ".models"
 
@@ -26,9 +26,13 @@ def _model(name: str) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither use nor touch the user's cache folder; the lock on measuring lies there, too."""
+    """Neither use nor touch the user's cache folder: the lock on measuring lies there, and this machine's figures.
+
+    The machine counts as measured, with made-up figures: they are not what is tested, and take a minute.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        seed(tmp_path_factory.mktemp("seed"))
         yield
 
 
@@ -52,10 +56,8 @@ def cluster() -> str:
 
 @pytest.fixture(scope="session")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This machine's ``profile.json``, measured once for all homes."""
-    home = tmp_path_factory.mktemp("profile")
-    profile_device("test", home, 2, lambda _: None)
-    return home / "profile.json"
+    """A ``profile.json`` with made-up figures, for homes."""
+    return seed(tmp_path_factory.mktemp("profile"))
 
 
 @pytest.fixture(scope="module")

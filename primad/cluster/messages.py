@@ -8,15 +8,17 @@ second, so that either side notices the other's end.
 from __future__ import annotations
 
 import math
+from ipaddress import ip_address
 from typing import Final, TypeVar
 
 import msgspec
 
-from halda import DeviceProfile
+from halda import DeviceProfile, LinkProfile
 from primad.config import NAME
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
 from primad.gguf.windows import WindowSpec
+from primad.profiles import Implausible, check_profile
 from primad.ring.messages import Status
 
 PROTOCOL: Final = 1
@@ -25,6 +27,11 @@ GONE_AFTER_S: Final = 4.0
 MAX_MESSAGE_BYTES: Final = 64 << 20
 CHUNK_BYTES: Final = 4 << 20
 PHASES: Final = ("fetch", "probe", "load")
+MAX_ECHO_BYTES: Final = 1 << 20
+MAX_LINK_TARGETS: Final = 1024
+MAX_ROUND_TRIP_S: Final = 3600.0
+MAX_LINK_BYTES_PER_S: Final = 1e13
+_MAX_ADDRESSES: Final = 64
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -79,7 +86,29 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     status: bool
 
 
-HeadMessage = Hello | Load | Link | Release | Ping
+class LinkTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """A device to measure the link to: its addresses and control port."""
+
+    device: str
+    addresses: list[str]
+    port: int
+
+
+class MeasureLinks(msgspec.Struct, frozen=True, kw_only=True, tag="measure-links"):
+    """Measure the links to ``targets``; answered by ``LinksMeasured``."""
+
+    targets: list[LinkTarget]
+
+
+class Echo(msgspec.Struct, frozen=True, kw_only=True, tag="echo"):
+    """Answer with ``answer_bytes`` bytes. Any device may ask that knows the ``session`` of the head here."""
+
+    session: int
+    payload: bytes
+    answer_bytes: int
+
+
+HeadMessage = Hello | Load | Link | Release | Ping | MeasureLinks | Echo
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -138,7 +167,19 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     daemon_rss_bytes: int
 
 
-WorkerMessage = Welcome | Refused | Progress | Loaded | Linked | Broken | Pong | WorkerStatus
+class LinksMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="links"):
+    """Both directions of the links that were asked for."""
+
+    links: list[LinkProfile]
+
+
+class Echoed(msgspec.Struct, frozen=True, tag="echoed"):
+    """The answer to ``Echo``."""
+
+    payload: bytes
+
+
+WorkerMessage = Welcome | Refused | Progress | Loaded | Linked | Broken | Pong | WorkerStatus | LinksMeasured | Echoed
 
 
 class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
@@ -181,6 +222,12 @@ def decode_from_head(data: bytes) -> HeadMessage:
             _check_load(message)
         case Hello(device=device) if not NAME.fullmatch(device):
             raise ProtocolError(f"hello of {printable(device, 70)!r}, which is no device name")
+        case MeasureLinks(targets=targets):
+            _check_targets(targets)
+        case Echo(payload=payload, answer_bytes=size) if (
+            len(payload) > MAX_ECHO_BYTES or not 0 <= size <= MAX_ECHO_BYTES
+        ):
+            raise ProtocolError(f"echo of {len(payload)} bytes for {size} bytes; at most {MAX_ECHO_BYTES} are allowed")
     return message
 
 
@@ -198,6 +245,8 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             return Refused(printable(reason))
         case Broken(epoch=epoch, error=error):
             return Broken(epoch=epoch, error=printable(error))
+        case LinksMeasured(links=links):
+            _check_links(links)
     return message
 
 
@@ -216,20 +265,41 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
         raise ProtocolError(f"not a control message: {printable(exc)}") from exc
 
 
+def _check_targets(targets: list[LinkTarget]) -> None:
+    if len(targets) > MAX_LINK_TARGETS:
+        raise ProtocolError(f"links to {len(targets)} devices asked for; at most {MAX_LINK_TARGETS} are allowed")
+    for target in targets:
+        if not NAME.fullmatch(target.device):
+            raise ProtocolError(f"link to {printable(target.device, 70)!r}, which is no device name")
+        if len(target.addresses) > _MAX_ADDRESSES or not 0 < target.port < 65_536:
+            raise ProtocolError(f"link to {target.device} at {len(target.addresses)} addresses, port {target.port}")
+        for address in target.addresses:
+            try:
+                ip_address(address.partition("%")[0])
+            except ValueError as exc:
+                raise ProtocolError(
+                    f"link to {target.device} at {printable(address, 50)!r}, which is no address"
+                ) from exc
+
+
+def _check_links(links: list[LinkProfile]) -> None:
+    for link in links:
+        for name in (link.source, link.target):
+            if not NAME.fullmatch(name):
+                raise ProtocolError(f"link of {printable(name, 70)!r}, which is no device name")
+        if not 0 < link.round_trip_s < MAX_ROUND_TRIP_S or not 0 < link.bytes_per_s < MAX_LINK_BYTES_PER_S:
+            raise ProtocolError(
+                f"link from {link.source} to {link.target} of {link.round_trip_s} s and {link.bytes_per_s} bytes/s"
+            )
+        if link.address:
+            _check_targets([LinkTarget(device=link.target, addresses=[link.address], port=1)])
+
+
 def _check_profile(profile: DeviceProfile) -> None:
-    if not NAME.fullmatch(profile.device):
-        raise ProtocolError(f"profile of {printable(profile.device, 70)!r}, which is no device name")
-    for name, least in (
-        ("cores", 1),
-        ("ram_total_bytes", 1),
-        ("ram_available_bytes", 0),
-        ("ram_read_bytes_per_s", 0.0),
-        ("disk_read_bytes_per_s", 0.0),
-        ("disk_free_bytes", 0),
-    ):
-        value = getattr(profile, name)
-        if not least <= value < 1 << 60:
-            raise ProtocolError(f"profile of {profile.device} has the impossible {name} {value}")
+    try:
+        check_profile(profile)
+    except Implausible as exc:
+        raise ProtocolError(f"profile of {printable(profile.device, 70)!r} is impossible: {exc}") from exc
 
 
 def _check_load(load: Load) -> None:

@@ -20,13 +20,25 @@ from typing import Final
 
 import zmq.asyncio
 
-from halda import DeviceProfile, Infeasible, LinkProfile, ModelProfile, Plan, arrange, solve
+from halda import (
+    DeviceProfile,
+    Infeasible,
+    LinkProfile,
+    ModelProfile,
+    Objective,
+    Plan,
+    Prediction,
+    Workload,
+    arrange,
+    solve,
+)
 from primad import __version__
 from primad.api.backend import ServedModel
 from primad.cluster.discovery import Discovery, Peer
 from primad.cluster.transfer import LayerServer
 from primad.config import Config
 from primad.daemon.backend import RingBackend
+from primad.daemon.links import LinkBook
 from primad.daemon.head_ring import HeadRing, RingOptions, RingParts, open_ring
 from primad.daemon.reporter import Reporter
 from primad.daemon.shard import Place
@@ -45,6 +57,9 @@ LOOK_S: Final = 2.0
 """How long the head looks for devices when nobody said how many to wait for."""
 RETRY_S: Final = 2.0
 DEFAULT_CONTEXT_TOKENS: Final = 4096
+SOLVE_S: Final = 5.0
+TYPICAL_PROMPT_TOKENS: Final = 512
+TYPICAL_ANSWER_TOKENS: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +67,8 @@ class ServeOptions:
     """What ``primad serve`` was asked for.
 
     ``wait`` is the number of workers to wait for (None: take who is there), at most ``wait_timeout_s``. ``windows`` and
-    ``rounds`` set the plan by hand. ``extra_buffers`` is auto, on or off.
+    ``rounds`` set the plan by hand; otherwise it makes ``objective`` small, with every device in it if ``use_all``.
+    ``extra_buffers`` is auto, on or off.
     """
 
     wait: int | None
@@ -65,6 +81,8 @@ class ServeOptions:
     step_timeout_s: float
     http_port: int
     alone: bool
+    objective: Objective
+    use_all: bool
 
 
 class HeadDaemon:
@@ -95,6 +113,8 @@ class HeadDaemon:
         self._context_tokens = default_context(options, model)
         self._epoch = 0
         self._cutter: ModelCutter | None = None
+        self._links = LinkBook(self._context, config.name, self._session)
+        self._prediction: Prediction | None = None
         self._peers: dict[str, Peer] = {}
         self._seen = asyncio.Event()
 
@@ -146,7 +166,7 @@ class HeadDaemon:
             try:
                 workers = await self._gather(first=not has_served)
                 try:
-                    plan = self._plan([worker.profile for worker in workers])
+                    plan = await self._plan(workers)
                     self._epoch += 1
                     async with open_ring(self._parts(plan, workers, layer_port)) as ring:
                         await self._announce(ring)
@@ -244,17 +264,39 @@ class HeadDaemon:
         else:
             workers[worker.name] = worker
 
-    def _plan(self, workers: Sequence[DeviceProfile]) -> Plan:
-        devices = [self._profile, *workers]
+    async def _plan(self, workers: Sequence[Worker]) -> Plan:
+        devices = [self._profile, *(worker.profile for worker in workers)]
         try:
             if self._options.windows is not None:
                 return self._by_hand(devices, self._options.windows)
             if workers:
                 cuttable(self._header)
-            links: list[LinkProfile] = []
-            return solve(devices, links, self._model, context_tokens=self._context_tokens)
+            links = await self._measure_links(workers)
+            self._backend.describe("planning")
+            required = frozenset(device.device for device in devices) if self._options.use_all else frozenset[str]()
+            solution = await asyncio.to_thread(
+                solve,
+                devices,
+                links,
+                self._model,
+                default_workload(self._context_tokens, self._options.rows),
+                objective=self._options.objective,
+                require=required,
+                time_limit_s=SOLVE_S,
+            )
         except Infeasible as exc:
             raise PlanError(str(exc)) from exc
+        self._prediction = solution.prediction
+        for left in solution.plan.left_out:
+            self._reporter.say(f"{left.device} gets no layers: {left.reason}")
+        return solution.plan
+
+    async def _measure_links(self, workers: Sequence[Worker]) -> list[LinkProfile]:
+        if not workers:
+            return []
+        self._backend.describe("measuring links")
+        announced = {name: peer.addresses for name, peer in self._peers.items()}
+        return await self._links.measure(workers, announced, self._reporter)
 
     def _by_hand(self, devices: Sequence[DeviceProfile], windows: tuple[int, ...]) -> Plan:
         names = [device.device for device in devices[: len(windows)]]
@@ -288,6 +330,7 @@ class HeadDaemon:
             ),
             backend=self._backend,
             reporter=self._reporter,
+            links=self._links,
         )
 
     async def _announce(self, ring: HeadRing) -> None:
@@ -341,6 +384,18 @@ def default_context(options: ServeOptions, model: ModelProfile) -> int:
             f"--context {options.context_tokens}: {model.name} was trained for {trained} tokens; give less"
         )
     return options.context_tokens
+
+
+def default_workload(context_tokens: int, rows: int, sequences: int = 1) -> Workload:
+    """What a plan is made for when nothing else is said: a typical question and answer within the context."""
+    prompt = min(TYPICAL_PROMPT_TOKENS, max(1, context_tokens // 2))
+    return Workload(
+        context_tokens=context_tokens,
+        sequences=sequences,
+        prompt_tokens=prompt,
+        answer_tokens=min(TYPICAL_ANSWER_TOKENS, max(1, context_tokens - prompt)),
+        chunk_rows=rows,
+    )
 
 
 def bind_http(host: str, port: int) -> socket.socket:

@@ -22,6 +22,7 @@ from primad.cluster.sockets import endpoint
 from primad.config import LOOPBACK, Config, is_loopback
 from primad.daemon.backend import RingBackend
 from primad.daemon.extra import TRIALS, choose_extra_buffers
+from primad.daemon.links import LinkBook
 from primad.daemon.reporter import Reporter
 from primad.daemon.shard import Place, copy_layers, missing_layers, open_windows, place_windows, remove_metadata
 from primad.daemon.worker_link import Worker, WorkerRing
@@ -75,6 +76,7 @@ class RingParts:
     options: RingOptions
     backend: RingBackend
     reporter: Reporter
+    links: LinkBook
 
 
 @asynccontextmanager
@@ -375,12 +377,14 @@ class HeadRing:
             if following == self.plan.head:
                 address = endpoint(self._address_for(ring.worker), own.rsplit(":", 1)[1])
             else:
-                address = endpoint(self._workers[following].worker.end.host, ports[following])
+                host = self._parts.links.address(name, following) or self._workers[following].worker.end.host
+                address = endpoint(host, ports[following])
             await ring.link(address)
         for ring in self._workers.values():
             await ring.linked
         first = self.plan.after(self.plan.head)
-        await self._process.send(Connect(endpoint(self._workers[first].worker.end.host, ports[first])))
+        host = self._parts.links.address(self.plan.head, first) or self._workers[first].worker.end.host
+        await self._process.send(Connect(endpoint(host, ports[first])))
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._parts.reporter.progress(device, progress.phase, progress.done, progress.total)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import statistics
 import sys
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Final
 import filelock
 import uvicorn
 
+from halda import DeviceProfile
 from primad.api.app import create_app
 from primad.config import Config, open_home
 from primad.daemon.backend import RingBackend
@@ -29,6 +31,8 @@ from primad.gguf.profile import model_profile
 from primad.profiler.measure import STEPS, is_profiled, profile_device
 
 HTTP_GRACE_S: Final = 1
+DISTURBED_SPREAD: Final = 0.4
+"""Runs of one trial that differ by so much of their median were not alone on the machine."""
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -96,27 +100,42 @@ def _place(config: Config) -> Place:
     )
 
 
-def _measure(config: Config, reporter: Reporter) -> None:
-    """Measure this device if that was not done yet."""
-    if is_profiled(config.home):
-        return
+def profile(config: Config, reporter: Reporter, *, again: bool = False) -> DeviceProfile:
+    """The profile of this device, measured with a progress bar unless that was done before (``again``: done anew)."""
+    open_home(config)
+    if not again and is_profiled(config.home, config.threads):
+        return _profile(config, reporter)
+    with _own_home(config):
+        return _profile(config, reporter, again=again)
+
+
+def _profile(config: Config, reporter: Reporter, *, again: bool = False) -> DeviceProfile:
     done = 0
 
-    def advance(what: str) -> None:
+    def advance(_: str) -> None:
         nonlocal done
-        reporter.progress(config.name, f"profile {what}", done, STEPS)
+        reporter.progress(config.name, "profile", done, STEPS)
         done += 1
 
-    profile_device(config.name, config.home, config.threads, advance)
-    reporter.progress(config.name, "profile", STEPS, STEPS)
-    reporter.settle()
+    try:
+        measured = profile_device(config.name, config.home, config.threads, advance, again=again)
+        if done:
+            reporter.progress(config.name, "profile", STEPS, STEPS)
+    finally:
+        reporter.settle()
+    if done and statistics.median(speed.decode_spread for speed in measured.cpu.speeds) > DISTURBED_SPREAD:
+        reporter.say(
+            f"{config.name}: something else ran while this device was measured, so its figures are too low; "
+            "run 'primad profile --again' when it is idle"
+        )
+    return measured
 
 
 def join(config: Config, reporter: Reporter) -> None:
     """Run a worker until it is stopped."""
     with _own_home(config):
         place = _place(config)
-        _measure(config, reporter)
+        _profile(config, reporter)
 
         async def main() -> None:
             worker = WorkerDaemon(
@@ -137,7 +156,7 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
     check_options(options, config, header, model)
     with _own_home(config), contextlib.closing(bind_http(http_host, options.http_port)) as listener:
         place = _place(config)
-        _measure(config, reporter)
+        measured = _profile(config, reporter)
 
         async def main() -> None:
             backend = RingBackend()
@@ -147,7 +166,7 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
                 place=place,
                 header=header,
                 model=model,
-                profile=profile_device(config.name, config.home, config.threads, lambda _: None),
+                profile=measured,
                 backend=backend,
                 reporter=reporter,
             )

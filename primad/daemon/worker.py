@@ -19,16 +19,22 @@ from halda import DeviceProfile
 from primad import __version__
 from primad.cluster.control import WorkerEnd
 from primad.cluster.discovery import Discovery
+from primad.cluster.linkprobe import measure_links
 from primad.cluster.messages import (
     GONE_AFTER_S,
     PROTOCOL,
     Broken,
+    Echo,
+    Echoed,
     HeadMessage,
     Hello,
     Link,
     Linked,
+    LinksMeasured,
+    LinkTarget,
     Load,
     Loaded,
+    MeasureLinks,
     Ping,
     Pong,
     Progress,
@@ -97,6 +103,7 @@ class WorkerDaemon:
         self._name = config.name
         self._lease: _Lease | None = None
         self._part: _Part | None = None
+        self._measuring: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Serve until cancelled. Raises ``ClusterError`` when mDNS or the port cannot be used."""
@@ -125,6 +132,8 @@ class WorkerDaemon:
             peer, message = await self._end.receive()
             if isinstance(message, Hello):
                 await self._greet(peer, message)
+            elif isinstance(message, Echo):
+                await self._echo(peer, message)
             elif self._lease is None or self._lease.peer != peer:
                 await self._end.send(peer, Refused("this device works for another head now; say hello first"))
             else:
@@ -153,6 +162,17 @@ class WorkerDaemon:
             Welcome(protocol=PROTOCOL, version=__version__, build=self._place.build, profile=profile),
         )
 
+    async def _echo(self, peer: bytes, echo: Echo) -> None:
+        """Answer another device of the same head, which measures the link to here."""
+        if self._lease is not None and self._lease.session == echo.session:
+            await self._end.send(peer, Echoed(bytes(echo.answer_bytes)))
+        else:
+            await self._end.send(peer, Refused("this device does not work for that head now"))
+
+    async def _measure_links(self, targets: list[LinkTarget], session: int) -> None:
+        links = await measure_links(self._context, self._name, targets, session)
+        await self._tell(LinksMeasured(links=links))
+
     async def _obey(self, message: HeadMessage, group: asyncio.TaskGroup) -> None:
         match message:
             case Load():
@@ -169,8 +189,13 @@ class WorkerDaemon:
                 await self._tell(Pong())
                 if status and self._part is not None and self._part.ring is not None:
                     await self._part.ring.send(Report())
-            case Hello():
-                raise AssertionError("greeted before")
+            case MeasureLinks(targets=targets):
+                assert self._lease is not None
+                task = group.create_task(self._measure_links(targets, self._lease.session))
+                self._measuring.add(task)
+                task.add_done_callback(self._measuring.discard)
+            case Hello() | Echo():
+                raise AssertionError("answered before")
 
     async def _watch_lease(self) -> None:
         while True:

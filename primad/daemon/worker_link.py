@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import zmq.asyncio
 
-from halda import DeviceProfile
+from halda import DeviceProfile, LinkProfile
 from primad import __version__
 from primad.cluster.control import HeadEnd
 from primad.cluster.messages import (
     PING_INTERVAL_S,
     PROTOCOL,
     Broken,
+    Echoed,
     Hello,
     Link,
     Linked,
+    LinksMeasured,
+    LinkTarget,
     Load,
     Loaded,
+    MeasureLinks,
     Ping,
     Pong,
     Progress,
@@ -59,6 +63,22 @@ class Worker:
     def name(self) -> str:
         """The device's name."""
         return self.profile.device
+
+    async def measure_links(self, targets: Sequence[LinkTarget], timeout_s: float) -> list[LinkProfile]:
+        """Have the worker measure its links to ``targets``. Raises ``ClusterError`` when it goes silent."""
+        await self.end.send(MeasureLinks(targets=list(targets)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    match await self.end.receive():
+                        case LinksMeasured(links=links):
+                            return [link for link in links if self.name in (link.source, link.target)]
+                        case Refused(reason=reason):
+                            raise ClusterError(f"{self.name} left: {reason}")
+                        case _:
+                            continue
+        except TimeoutError as exc:
+            raise ClusterError(f"{self.name} did not measure its links within {timeout_s:g} s") from exc
 
 
 async def greet(context: zmq.asyncio.Context, host: str, port: int, head: str, session: int) -> Worker:
@@ -138,5 +158,15 @@ class WorkerRing:
                 self._status_news.set()
             case Refused(reason=reason):
                 raise ClusterError(f"{name} left: {reason}")
-            case Pong() | Welcome() | Progress() | Loaded() | Linked() | Broken() | WorkerStatus():
+            case (
+                Pong()
+                | Welcome()
+                | Progress()
+                | Loaded()
+                | Linked()
+                | Broken()
+                | WorkerStatus()
+                | LinksMeasured()
+                | Echoed()
+            ):
                 pass  # a sign of life, or about an older epoch

@@ -206,8 +206,8 @@ class _Cursor:
         return text
 
 
-def read_header(path: Path) -> Header:
-    """The header of the GGUF file at ``path``.
+def read_header(path: Path, *, header_only: bool = False) -> Header:
+    """The header of the GGUF file at ``path``; ``header_only`` does without the weights behind it (the file may be cut).
 
     Raises ``ModelError`` with the file, what is wrong and what to do, for everything that is not a complete,
     little-endian GGUF of version 2 or 3 whose tensors all lie inside the file.
@@ -221,14 +221,14 @@ def read_header(path: Path) -> Header:
             size = path.stat().st_size
             if size == 0:
                 raise ModelError(f"{path}: is empty; fetch the file again")
-            return _read(_Cursor(file, path, size))
+            return _read(_Cursor(file, path, size), header_only=header_only)
     except FileNotFoundError as exc:
         raise ModelError(f"{path}: no such file; check the path") from exc
     except OSError as exc:
         raise ModelError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
 
 
-def _read(cursor: _Cursor) -> Header:
+def _read(cursor: _Cursor, *, header_only: bool) -> Header:
     path = cursor.path
     if cursor.size < 4 or (magic := cursor.take(4, "the magic number")) != MAGIC:
         shown = magic if cursor.size >= 4 else cursor.take(cursor.size, "the magic number")
@@ -255,11 +255,12 @@ def _read(cursor: _Cursor) -> Header:
     alignment = _alignment(path, values)
     infos = [_read_tensor(cursor) for _ in range(tensor_count)]
     data_offset = -(-cursor.at // alignment) * alignment
+    end = None if header_only else cursor.size
     tensors: dict[str, TensorInfo] = {}
     for name, kind, shape, offset in infos:
         if name in tensors:
             raise ModelError(f"{path}: damaged header: tensor '{name}' occurs twice; fetch the file again")
-        tensors[name] = _place(path, name, kind, shape, data_offset, offset, alignment, cursor.size)
+        tensors[name] = _place(path, name, kind, shape, data_offset, offset, alignment, end)
     return Header(
         path=path,
         version=version,
@@ -337,8 +338,9 @@ def _place(
     data_offset: int,
     offset: int,
     alignment: int,
-    file_bytes: int,
+    file_bytes: int | None,
 ) -> TensorInfo:
+    """One tensor where it lies in the file; ``file_bytes`` is None where it need not be there."""
     block, block_bytes = GGML_QUANT_SIZES[kind]
     elements = math.prod(shape)
     if elements == 0 or elements > 1 << 48 or shape[0] % block:
@@ -346,7 +348,7 @@ def _place(
     size = elements // block * block_bytes
     if offset % alignment:
         raise ModelError(f"{path}: damaged header: tensor '{name}' at offset {offset}, not a multiple of {alignment}")
-    if data_offset + offset + size > file_bytes:
+    if file_bytes is not None and data_offset + offset + size > file_bytes:
         raise ModelError(
             f"{path}: cut short or damaged: tensor '{name}' ends at byte {data_offset + offset + size}, "
             f"the file has {file_bytes}; fetch the file again"

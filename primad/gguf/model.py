@@ -19,16 +19,16 @@ SPLIT_NUMBER: Final = "split.no"
 _PART_NAME: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
-def open_model(path: Path) -> Header:
+def open_model(path: Path, *, header_only: bool = False) -> Header:
     """The header of the model at ``path`` with the tensors of all its parts.
 
-    ``path`` is the file, or the first part of a split model. Raises ``ModelError`` for every kind of bad file, and names
-    a part that is missing or belongs to another model.
+    ``path`` is the file, or the first part of a split model. ``header_only`` accepts files that end before their tensors do.
+    Raises ``ModelError`` for every kind of bad file, and names a part that is missing or belongs to another model.
     """
-    header = read_header(path)
+    header = read_header(path, header_only=header_only)
     count = header.count(SPLIT_COUNT, 0, most=99_999)
     if count > 1:
-        header = _merge(header, count)
+        header = _merge(header, count, header_only=header_only)
     if not header.tensors:
         raise ModelError(f"{path}: holds no tensors; give a complete model file")
     header.text("general.architecture")
@@ -52,12 +52,12 @@ def parts(path: Path, count: int) -> list[Path]:
     return [path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
 
 
-def _merge(first: Header, count: int) -> Header:
+def _merge(first: Header, count: int, *, header_only: bool) -> Header:
     tensors: dict[str, TensorInfo] = {}
     for number, path in enumerate(parts(first.path, count)):
         if not path.exists():
             raise ModelError(f"{path}: part {number + 1} of {count} of this split model is missing; fetch it as well")
-        part = read_header(path) if number else first
+        part = read_header(path, header_only=header_only) if number else first
         if part.count(SPLIT_NUMBER, 0) != number or part.count(SPLIT_COUNT, 0) != count:
             raise ModelError(f"{path}: is not part {number + 1} of {count} of {first.path.name}; fetch the parts again")
         for name, tensor in part.tensors.items():

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Final
 
 from halda import LayerProfile, ModelProfile
 from primad.errors import ModelError
 from primad.gguf.architectures import SUPPORTED, layer_count, layer_of
-from primad.gguf.header import Header, TensorInfo
+from primad.gguf.header import Header
 from primad.gguf.windows import token_embedding
 
 KV_VALUE_BYTES: Final = 2
 """The KV cache holds F16."""
+_EXPERTS: Final = re.compile(r"_exps\b")
 
 
 def model_profile(header: Header) -> ModelProfile:
@@ -22,29 +24,38 @@ def model_profile(header: Header) -> ModelProfile:
     """
     name = header.text("general.architecture")
     layers = layer_count(header)
-    weights: list[Counter[str]] = [Counter() for _ in range(layers)]
-    outside = 0
+    shared: list[Counter[str]] = [Counter() for _ in range(layers)]
+    experts: list[Counter[str]] = [Counter() for _ in range(layers)]
+    outside: Counter[str] = Counter()
     for tensor in header.tensors.values():
         layer = layer_of(tensor.name)
         if layer is None:
-            outside += tensor.bytes
+            outside[tensor.type.name] += tensor.bytes
         elif layer < layers:
-            weights[layer][tensor.type.name] += tensor.bytes
+            of_experts = _EXPERTS.search(tensor.name) is not None
+            (experts if of_experts else shared)[layer][tensor.type.name] += tensor.bytes
         else:
             raise ModelError(f"{header.path}: tensor '{tensor.name}' is beyond the model's {layers} layers")
-    empty = next((layer for layer, by_type in enumerate(weights) if not by_type), None)
+    empty = next((layer for layer in range(layers) if not shared[layer] and not experts[layer]), None)
     if empty is not None:
         raise ModelError(f"{header.path}: has no tensors of layer {empty}; the file is not a complete model")
     embedding = token_embedding(header)
+    rest = outside - Counter({embedding.type.name: embedding.bytes})
+    tied = rest.total() * 4 <= embedding.bytes
     return ModelProfile(
         name=header.text("general.name", header.path.stem),
         architecture=name,
         layers=tuple(
-            LayerProfile(bytes_by_type=dict(by_type), kv_bytes_per_token=_kv_bytes(header, name, layer))
-            for layer, by_type in enumerate(weights)
+            LayerProfile(
+                bytes_by_type=dict(shared[layer]),
+                expert_bytes_by_type=dict(experts[layer]),
+                kv_bytes_per_token=_kv_bytes(header, name, layer),
+            )
+            for layer in range(layers)
         ),
         embedding_bytes=embedding.bytes,
-        output_bytes=_output_bytes(embedding, outside),
+        output_bytes_by_type={embedding.type.name: embedding.bytes} if tied else dict(rest),
+        tied=tied,
         width=embedding.shape[0],
         vocabulary=embedding.shape[1],
         context_tokens=header.count(f"{name}.context_length"),
@@ -52,12 +63,6 @@ def model_profile(header: Header) -> ModelProfile:
         experts_used=_first(header, f"{name}.expert_used_count", 0, 0),
         cut_multiple=SUPPORTED[name].cut_multiple if name in SUPPORTED else 1,
     )
-
-
-def _output_bytes(embedding: TensorInfo, outside: int) -> int:
-    """Bytes that the tail reads: the output matrix, which is the embedding itself where weights are tied."""
-    rest = outside - embedding.bytes
-    return rest if rest * 4 > embedding.bytes else rest + embedding.bytes
 
 
 def _kv_bytes(header: Header, name: str, layer: int) -> int:

@@ -1,112 +1,119 @@
-"""Measure this device: memory and disk rates, what it is, how much is free. Takes a second or two, once.
-
-The rates are kept in ``profile.json`` in the home folder; what changes from minute to minute (free memory, free disk) is
-read anew each time.
-"""
+"""The profile of this device: measured once (about a minute), then read; what changes by the minute is read anew."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import platform
 import shutil
 import statistics
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import blake2b
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
-import msgspec
 import numpy as np
-import psutil
 
 from halda import DeviceProfile
+from primad.engine.build import build_id
 from primad.errors import ConfigError
 from primad.measuring import measuring
+from primad.profiler import processors
+from primad.profiler.disk import measure_disk
 from primad.profiler.memory import memory
+from primad.profiler.processors import Advance, cores, gpu_now, list_gpus, measure_cpu, measure_gpu
+from primad.profiler.records import VERSION, HomeRecord, MachineRecord, host_id, read_home, read_machine, write
+from primad.profiler.store import utc_now
+from primad.profiles import Implausible, check_profile
 
-VERSION: Final = 1
-STEPS: Final = 2
+STEPS: Final = processors.STEPS + 2
 _RAM_BYTES: Final = 128 << 20
 _RAM_RUNS: Final = 5
-_DISK_BYTES: Final = 64 << 20
-_DISK_CHUNK_BYTES: Final = 4 << 20
-
-Advance = Callable[[str], None]
-"""Called before each step with what is measured now."""
+_TRIALS: Final = "profile-trial-"
 
 
-class _Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What is stored: rates of this machine, and what they were measured on."""
+def profile_device(
+    name: str, home: Path, threads: int | None, advance: Advance, *, again: bool = False
+) -> DeviceProfile:
+    """The profile of this device, measured now unless it was before (``again`` measures anyway).
 
-    version: int
-    measured: str
-    machine: str
-    ram_read_bytes_per_s: float
-    disk_read_bytes_per_s: float
-
-
-def profile_device(name: str, home: Path, threads: int, advance: Advance) -> DeviceProfile:
-    """The profile of this device, its rates measured now or taken from ``home``.
-
-    Raises ``ConfigError`` when the home folder cannot hold the disk trial.
+    ``threads`` pins the count of compute threads; None takes the best of those that are tried. Raises ``ConfigError`` when
+    the home folder cannot hold the trials or the figures make no sense, ``EngineError`` when llama.cpp fails.
     """
-    rates = _stored(home / "profile.json")
-    if rates is None:
-        with measuring():
-            rates = _measure(home, threads, advance)
-        (home / "profile.json").write_bytes(msgspec.json.format(msgspec.json.encode(rates), indent=2))
-    now = memory()
-    return DeviceProfile(
-        device=name,
-        host=_host(),
-        system=platform.system(),
-        machine=platform.machine(),
-        cpu=_cpu(),
-        cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
-        ram_total_bytes=now.total_bytes,
-        ram_available_bytes=now.available_bytes,
-        ram_read_bytes_per_s=rates.ram_read_bytes_per_s,
-        disk_read_bytes_per_s=rates.disk_read_bytes_per_s,
-        disk_free_bytes=shutil.disk_usage(home).free,
-        gpu=None,
+    if not again:
+        machine, disk = read_machine(home, threads), read_home(home)
+        if machine is not None and disk is not None:
+            return _compose(name, home, machine, disk)
+    with measuring(), _trial_folder(home) as folder:
+        # Another home of this machine may have measured it meanwhile.
+        machine = None if again else read_machine(home, threads)
+        machine = machine or _measure_machine(folder, threads, advance)
+        disk = None if again else read_home(home)
+        disk = disk or _measure_home(folder, advance)
+    profile = _compose(name, home, machine, disk)
+    _check(profile)
+    write(machine, disk, home)
+    return profile
+
+
+def is_profiled(home: Path, threads: int | None) -> bool:
+    """Whether the figures of this device are known already."""
+    return read_machine(home, threads) is not None and read_home(home) is not None
+
+
+def how_measured(home: Path, threads: int | None) -> tuple[str, str]:
+    """When (UTC) and how the figures of this device were measured, for those who read them elsewhere."""
+    machine, disk = read_machine(home, threads), read_home(home)
+    build = "" if machine is None else f" with {machine.build}"
+    call = "" if disk is None else f", prefetch by {disk.prefetch_call}"
+    return utc_now() if machine is None else machine.measured, (
+        f"measured by 'primad profile'{build}: windows of synthetic layers, medians of runs with swept caches, 1, 8 and "
+        f"512 rows; disk with the page cache dropped{call}"
     )
 
 
-def is_profiled(home: Path) -> bool:
-    """Whether the rates of this device are known already."""
-    return _stored(home / "profile.json") is not None
+@contextlib.contextmanager
+def _trial_folder(home: Path) -> Iterator[Path]:
+    """A folder in ``home`` for the files of trials, removed at the end, along with those that a killed process left.
 
-
-def _stored(path: Path) -> _Rates | None:
-    """The stored rates, or None when there are none, they are damaged, or they belong to another machine."""
+    An ``OSError`` within becomes a ``ConfigError``.
+    """
     try:
-        rates = msgspec.json.decode(path.read_bytes(), type=_Rates)
-    except (OSError, msgspec.DecodeError):
-        return None
-    usable = rates.version == VERSION and rates.machine == _host()
-    return rates if usable and rates.ram_read_bytes_per_s > 0 and rates.disk_read_bytes_per_s > 0 else None
-
-
-def _measure(home: Path, threads: int, advance: Advance) -> _Rates:
-    advance("memory")
-    ram = ram_read_bytes_per_s(threads)
-    advance("disk")
-    try:
-        disk = disk_read_bytes_per_s(home)
+        for left in home.glob(f"{_TRIALS}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        with TemporaryDirectory(prefix=_TRIALS, dir=home, ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
     except OSError as exc:
         raise ConfigError(
-            f"--home {home}: the disk cannot be measured: {exc.strerror or exc}; make room there"
+            f"--home {home}: this device cannot be measured there: {exc.strerror or exc}; make room for 400 MB or choose "
+            "another folder"
         ) from exc
-    return _Rates(
+
+
+def _measure_machine(folder: Path, threads: int | None, advance: Advance) -> MachineRecord:
+    advance("memory")
+    ram = ram_read_bytes_per_s(cores())
+    cpu = measure_cpu(folder, threads, advance)
+    gpus = list_gpus()
+    gpu = measure_gpu(folder, gpus[0], cpu.batch_threads, lambda kind: None) if gpus else None
+    return MachineRecord(
         version=VERSION,
-        measured=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        machine=_host(),
+        measured=utc_now(),
+        host=host_id(),
+        build=build_id(),
+        pinned_threads=threads,
         ram_read_bytes_per_s=ram,
-        disk_read_bytes_per_s=disk,
+        cpu=cpu,
+        gpu=gpu,
     )
+
+
+def _measure_home(folder: Path, advance: Advance) -> HomeRecord:
+    advance("disk")
+    disk, call = measure_disk(folder)
+    return HomeRecord(version=VERSION, measured=utc_now(), host=host_id(), disk=disk, prefetch_call=call)
 
 
 def ram_read_bytes_per_s(threads: int) -> float:
@@ -122,39 +129,27 @@ def ram_read_bytes_per_s(threads: int) -> float:
     return statistics.median(rates)
 
 
-def disk_read_bytes_per_s(folder: Path) -> float:
-    """The sequential read rate of the file system under ``folder``, the page cache dropped for the file where one can."""
-    path = folder / f"disk-trial-{uuid.uuid4().hex}"
+def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord) -> DeviceProfile:
+    """What was measured together with what is so now."""
+    now = memory()
+    return DeviceProfile(
+        device=name,
+        host=host_id(),
+        system=platform.system() or "unknown",
+        machine=platform.machine() or "unknown",
+        cpu=machine.cpu,
+        ram_total_bytes=now.total_bytes,
+        ram_available_bytes=min(now.available_bytes, now.total_bytes),
+        ram_read_bytes_per_s=machine.ram_read_bytes_per_s,
+        disk=replace(disk.disk, free_bytes=shutil.disk_usage(home).free),
+        gpu=None if machine.gpu is None else gpu_now(machine.gpu, list_gpus()),
+    )
+
+
+def _check(profile: DeviceProfile) -> None:
     try:
-        with path.open("wb") as file:
-            chunk = os.urandom(_DISK_CHUNK_BYTES)
-            for _ in range(_DISK_BYTES // len(chunk)):
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        with path.open("rb", buffering=0) as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            start = time.perf_counter()
-            while file.read(_DISK_CHUNK_BYTES):
-                pass
-            return _DISK_BYTES / (time.perf_counter() - start)
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _host() -> str:
-    """Equal for all processes of one machine; a digest, so that it tells others nothing else."""
-    return blake2b(f"primad {uuid.getnode()} {platform.node()}".encode(), digest_size=8).hexdigest()
-
-
-def _cpu() -> str:
-    if platform.system() == "Linux":
-        try:
-            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            lines = []
-        for line in lines:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+        check_profile(profile)
+    except Implausible as exc:
+        raise ConfigError(
+            f"this device was measured, but {exc}; let the machine come to rest and run 'primad profile --again'"
+        ) from exc

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 
 class Infeasible(Exception):  # noqa: N818  (the solver's word for it)
-    """No plan exists; the text says which limit is short and by how much."""
+    """No plan exists; the text says which limit is short and by how much, ``short_bytes`` how much in all."""
+
+    def __init__(self, message: str, *, short_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.short_bytes = short_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +40,31 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Streaming:
+    """The ``layers`` of ``device`` that are read from disk each time they are used, in order.
+
+    They pass through ``slots`` buffers of the size of the model's largest layer.
+    """
+
+    device: str
+    layers: tuple[int, ...]
+    slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Which device computes which layers.
 
     ``route`` holds the windows in the order a step visits them, without gaps; the first and the last are the head's. A
     route of one window is the whole model on one device. ``rounds`` is the number of laps a token makes (paper: k).
+    ``output_on_gpu``: the output matrix is on the GPU of the head; llama.cpp puts it there before any layer of the tail
+    window, and may put it there alone. ``streaming`` names the devices that stream; all layers of the others are resident.
     """
 
     rounds: int
     route: tuple[Window, ...]
+    output_on_gpu: bool
+    streaming: tuple[Streaming, ...]
     left_out: tuple[LeftOut, ...]
 
     def __post_init__(self) -> None:
@@ -73,6 +93,13 @@ class Plan:
     def layers_of(self, device: str) -> int:
         """How many layers ``device`` computes."""
         return sum(len(window.layers) for _, window in self.windows_of(device))
+
+    def streaming_of(self, device: str) -> Streaming:
+        """What ``device`` streams."""
+        for streaming in self.streaming:
+            if streaming.device == device:
+                return streaming
+        return Streaming(device=device, layers=(), slots=0)
 
     def after(self, device: str) -> str:
         """The device that receives what ``device`` sends: the next one in the ring."""

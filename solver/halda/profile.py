@@ -1,81 +1,164 @@
-"""What the solver is told: measured devices and links, and the model that was read. Required fields, frozen, SI units."""
+"""What the solver is told: measured devices and links, the model that was read, the work to do. Required fields, SI units.
+
+A speed belongs to a quantisation type: kernels differ more between types than their sizes do. Weights are counted in bytes
+as stored, so ``bytes / rate`` is a time whatever the type.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+BATCH_ROWS: Final = 8
+"""Rows of the middle measurement of a ``TypeSpeed``."""
+PREFILL_ROWS: Final = 512
+"""Rows of the largest measurement of a ``TypeSpeed``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypeSpeed:
+    """How fast weights of one quantisation type are computed, as measured on windows of llama.cpp layers.
+
+    ``decode_bytes_per_s``: bytes of weights a second with 1 row; ``batch_bytes_per_s``: with ``BATCH_ROWS`` rows;
+    ``prefill_flop_per_s``: 2 FLOP a weight and row, with ``PREFILL_ROWS`` rows. ``extra_buffers``: whether these figures
+    hold with llama.cpp's repacked or AMX copies. The spreads are (largest - smallest) / median of the runs, 0 where
+    nothing was measured.
+    """
+
+    type: str
+    decode_bytes_per_s: float
+    batch_bytes_per_s: float
+    prefill_flop_per_s: float
+    extra_buffers: bool
+    decode_spread: float
+    prefill_spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuProfile:
+    """The processor. ``threads`` and ``batch_threads`` are the counts that the speeds hold for (decode, prefill).
+
+    ``step_s`` is what a window costs a step besides its layers, ``layer_s`` what a layer costs a step besides its bytes.
+    """
+
+    name: str
+    cores: int
+    threads: int
+    batch_threads: int
+    step_s: float
+    layer_s: float
+    speeds: tuple[TypeSpeed, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProfile:
-    """One GPU as its backend reports it. ``unified_memory``: its memory is the RAM of the device."""
+    """One GPU as its backend reports it. ``unified_memory``: its memory is the RAM of the device.
+
+    ``step_s`` is what a window with layers on this GPU costs a step besides them (copies to and fro among it).
+    """
 
     name: str
     backend: str
     vram_total_bytes: int
     vram_available_bytes: int
     unified_memory: bool
+    vram_read_bytes_per_s: float
+    step_s: float
+    layer_s: float
+    speeds: tuple[TypeSpeed, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskProfile:
+    """The file system that holds the layer cache, the page cache bypassed.
+
+    ``prefetch_bytes_per_s``: large ranges with the call that the engine prefetches with; ``fault_bytes_per_s``: the same
+    ranges by page faults; ``random_bytes_per_s``: 4 kB reads at random places.
+    """
+
+    prefetch_bytes_per_s: float
+    fault_bytes_per_s: float
+    random_bytes_per_s: float
+    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
     """One device. Every figure was measured on it; who is head is the plan's business.
 
-    ``host`` is equal for devices that are processes on one machine. ``ram_available_bytes`` respects limits of cgroups;
-    ``ram_read_bytes_per_s`` is what all cores together read; ``disk_read_bytes_per_s`` is the sequential read rate of the
-    file system that holds the layer cache.
+    ``host`` is equal for devices that are processes on one machine: they share its memory and its disk.
+    ``ram_available_bytes`` respects limits of cgroups; ``ram_read_bytes_per_s`` is what all cores together read.
     """
 
     device: str
     host: str
     system: str
     machine: str
-    cpu: str
-    cores: int
+    cpu: CpuProfile
     ram_total_bytes: int
     ram_available_bytes: int
     ram_read_bytes_per_s: float
-    disk_read_bytes_per_s: float
-    disk_free_bytes: int
+    disk: DiskProfile
     gpu: GpuProfile | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProfile:
-    """The link from ``source`` to ``target``: round trip in seconds, throughput in bytes per second."""
+    """The link from ``source`` to ``target``: round trip in seconds, throughput in bytes per second.
+
+    ``address`` is the address of ``target`` that ``source`` reaches it by best; empty where nothing was measured.
+    """
 
     source: str
     target: str
+    address: str
     round_trip_s: float
     bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the owner of a device allows; None is no limit besides what is free."""
+
+    ram_bytes: int | None = None
+    vram_bytes: int | None = None
+    disk_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """One layer: bytes of weights by quantisation type, and bytes of KV cache (F16) per token of context."""
+    """One layer: bytes of weights by quantisation type, and bytes of KV cache (F16) per token of context.
+
+    ``bytes_by_type`` are the weights that every row uses, ``expert_bytes_by_type`` those of all experts, of which a row uses
+    ``experts_used`` of ``experts``.
+    """
 
     bytes_by_type: Mapping[str, int]
+    expert_bytes_by_type: Mapping[str, int]
     kv_bytes_per_token: int
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all weights."""
-        return sum(self.bytes_by_type.values())
+        return sum(self.bytes_by_type.values()) + sum(self.expert_bytes_by_type.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """What of a model matters to the plan.
 
-    ``width`` is that of the hidden state, ``context_tokens`` what it was trained for, ``experts`` 0 for a dense model. A
-    window may begin only at a multiple of ``cut_multiple`` layers.
+    ``embedding_bytes`` is the table that tokens are looked up in; ``output_bytes_by_type`` is the matrix that gives logits
+    (the same bytes again where the two are tied). ``width`` is that of the hidden state, ``context_tokens`` what the model
+    was trained for, ``experts`` 0 for a dense model. A window may begin only at a multiple of ``cut_multiple`` layers.
     """
 
     name: str
     architecture: str
     layers: tuple[LayerProfile, ...]
     embedding_bytes: int
-    output_bytes: int
+    output_bytes_by_type: Mapping[str, int]
+    tied: bool
     width: int
     vocabulary: int
     context_tokens: int
@@ -84,6 +167,26 @@ class ModelProfile:
     cut_multiple: int
 
     @property
+    def output_bytes(self) -> int:
+        """Bytes of the output matrix."""
+        return sum(self.output_bytes_by_type.values())
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all weights."""
-        return self.embedding_bytes + self.output_bytes + sum(layer.size_bytes for layer in self.layers)
+        outside = self.embedding_bytes + (0 if self.tied else self.output_bytes)
+        return outside + sum(layer.size_bytes for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What the plan is for: ``sequences`` at once, each with ``context_tokens`` of KV cache.
+
+    A typical request has ``prompt_tokens`` and ``answer_tokens``; prompts are computed ``chunk_rows`` rows at a time.
+    """
+
+    context_tokens: int
+    sequences: int
+    prompt_tokens: int
+    answer_tokens: int
+    chunk_rows: int

@@ -1,131 +1,518 @@
-"""From profiles to a plan.
+"""From profiles to the best plan: over rounds, ring orders and who takes part.
 
-This first version gives each device layers in proportion to its free memory, in one round. ``arrange`` turns layers per
-device and round into a route; it also serves windows that were set by hand.
+The head alone comes first, then rings of k = 1, 2, ... rounds. Before k rounds are solved, a program that lets go of
+everything that more rounds could win (waiting for slots, equal rounds) bounds all k that are left: more rounds only
+add hops, so the search mostly ends after a few. Where layers differ, the even layout is itself only a bound; what it leaves
+open is settled by cutting exactly, one ring order at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from halda.plan import Infeasible, LeftOut, Plan, Window
-from halda.profile import DeviceProfile, LinkProfile, ModelProfile
+import pulp
+
+from halda import milp
+from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, spread
+from halda.instance import Instance, instance
+from halda.orders import (
+    EXACT_DEVICES,
+    RingOrder,
+    device_sequences,
+    exact_orders,
+    good_order,
+    hops_around,
+    induced_orders,
+    least_hops,
+)
+from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
+from halda.profile import DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
+from halda.solving import Outcome, SolverName, available, run
+
+EXACT_CUTS: Final = 600
+"""Binaries up to which windows are cut exactly where layers differ; beyond, the gap is reported."""
+_HOP_TRIALS: Final = 3
+_LEAST_S: Final = 0.05
+_FIRST_S: Final = 5.0
+_ELASTIC_ORDERS: Final = 6
+_SAME: Final = 1e-9
+"""Relative difference that is no difference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The best plan found. ``bound_s`` is below the objective of every plan; ``proven``: no plan is better.
+
+    ``programs`` integer programs took ``solver_s`` seconds.
+    """
+
+    plan: Plan
+    prediction: Prediction
+    objective: Objective
+    objective_s: float
+    bound_s: float
+    proven: bool
+    solver: SolverName
+    programs: int
+    solver_s: float
+
+    @property
+    def gap(self) -> float:
+        """How far below the objective the best plan may be at most, as a share; 0 when proven."""
+        return 0.0 if self.proven else max(0.0, 1 - self.bound_s / self.objective_s)
 
 
 def solve(
     devices: Sequence[DeviceProfile],
     links: Sequence[LinkProfile],
     model: ModelProfile,
+    workload: Workload,
     *,
-    context_tokens: int,
-    sequences: int = 1,
-) -> Plan:
-    """The plan for ``model`` on ``devices``; the first device is the head.
+    objective: Objective = "balanced",
+    head: str | None = None,
+    limits: Mapping[str, Limits] | None = None,
+    require: frozenset[str] = frozenset(),
+    time_limit_s: float = 10.0,
+    solver: SolverName = "highs",
+) -> Solution:
+    """The plan that makes ``objective`` smallest, with ``head`` (None: the first device) as head.
 
-    ``context_tokens`` of KV cache are shared by ``sequences`` sequences. Raises ``Infeasible`` when a device's share of the
-    KV cache alone exceeds its free memory. ``links`` are not used yet.
+    ``require`` names devices that must take part. Raises ``Infeasible``, which says which limit is short and by how much.
     """
-    del links, sequences
-    assert devices
-    blocks = len(model.layers) // model.cut_multiple
-    seats = max(1, blocks if len(model.layers) % model.cut_multiple else blocks - 1)
-    chosen, surplus = devices[:seats], devices[seats:]
-    left_out = tuple(LeftOut(device=device.device, reason="the model has no layer left for it") for device in surplus)
-    plan = _by_memory(chosen, model, left_out)
-    by_name = {device.device: device for device in chosen}
-    for name in plan.devices:
-        kv_bytes = context_tokens * sum(
-            model.layers[layer].kv_bytes_per_token for _, window in plan.windows_of(name) for layer in window.layers
-        )
-        free = by_name[name].ram_available_bytes
-        if kv_bytes > free:
-            raise Infeasible(
-                f"{name} is short of {kv_bytes - free} bytes of memory: the KV cache of its {plan.layers_of(name)} layers "
-                f"takes {kv_bytes} bytes at a context of {context_tokens} tokens"
-            )
-    return plan
+    question = instance(devices, links, model, workload, limits or {}, head)
+    search = _Search(question, objective, require, time_limit_s, available(solver))
+    return search.run()
 
 
-def _by_memory(devices: Sequence[DeviceProfile], model: ModelProfile, left_out: tuple[LeftOut, ...]) -> Plan:
-    names = [device.device for device in devices]
-    layers, multiple = len(model.layers), model.cut_multiple
-    if len(devices) == 1:
-        return arrange(names, [layers], rounds=1, model=model, left_out=left_out)
-    blocks = layers // multiple
-    tail_has_own = layers % multiple > 0
-    least = [1 if i or tail_has_own else 2 for i in range(len(devices))]
-    shares = apportion([max(1, device.ram_available_bytes) for device in devices], blocks, least=least)
-    counts = [share * multiple for share in shares]
-    return arrange(names, counts, rounds=1, model=model, left_out=left_out)
-
-
-def apportion(weights: Sequence[int], total: int, *, least: Sequence[int]) -> list[int]:
-    """Split ``total`` in proportion to ``weights`` by largest remainder, at least ``least[i]`` each; sums to ``total``."""
-    assert total >= sum(least)
-    free = total - sum(least)
-    ideal = [weight / sum(weights) * total for weight in weights]
-    wanted = [max(0.0, want - low) for want, low in zip(ideal, least, strict=True)]
-    scale = free / sum(wanted) if sum(wanted) else 0.0
-    extra = [int(want * scale) for want in wanted]
-    by_remainder = sorted(range(len(weights)), key=lambda i: extra[i] - wanted[i] * scale)
-    for i in by_remainder[: free - sum(extra)]:
-        extra[i] += 1
-    return [low + more for low, more in zip(least, extra, strict=True)]
-
-
-def arrange(
-    devices: Sequence[str],
-    layers_per_round: Sequence[int],
-    *,
-    rounds: int,
+def solve_heads(
+    devices: Sequence[DeviceProfile],
+    links: Sequence[LinkProfile],
     model: ModelProfile,
-    left_out: tuple[LeftOut, ...] = (),
-) -> Plan:
-    """The plan in which device ``i`` computes ``layers_per_round[i]`` layers in each of ``rounds`` rounds.
+    workload: Workload,
+    *,
+    objective: Objective = "balanced",
+    heads: Sequence[str] | None = None,
+    limits: Mapping[str, Limits] | None = None,
+    require: frozenset[str] = frozenset(),
+    time_limit_s: float = 10.0,
+    solver: SolverName = "highs",
+) -> Solution:
+    """The same with the best of ``heads`` (None: any device) as head, which share the time limit."""
+    names = list(heads) if heads is not None else [device.device for device in devices]
+    best: Solution | None = None
+    failure: Infeasible | None = None
+    for head in names:
+        try:
+            found = solve(
+                devices,
+                links,
+                model,
+                workload,
+                objective=objective,
+                head=head,
+                limits=limits,
+                require=require,
+                time_limit_s=time_limit_s / len(names),
+                solver=solver,
+            )
+        except Infeasible as exc:
+            if failure is None or exc.short_bytes < failure.short_bytes:
+                failure = exc
+            continue
+        if best is None or found.objective_s < best.objective_s * (1 - _SAME):
+            best = found
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
 
-    The head (``devices[0]``) also has the tail window with the layers that are left. When none is left, the head's window
-    of the last round gives one. Raises ``Infeasible`` when the windows do not fit the model.
-    """
-    assert len(devices) == len(layers_per_round)
-    total = len(model.layers)
-    if rounds < 1 or min(layers_per_round) < 1:
-        raise Infeasible("every window needs at least one layer, and there is at least one round")
-    taken = rounds * sum(layers_per_round)
-    if taken > total:
-        raise Infeasible(
-            f"the windows take {taken} layers ({rounds} x {'+'.join(map(str, layers_per_round))}); "
-            f"{model.name} has {total}"
+
+def solve_alone(
+    devices: Sequence[DeviceProfile],
+    model: ModelProfile,
+    workload: Workload,
+    *,
+    objective: Objective = "balanced",
+    limits: Mapping[str, Limits] | None = None,
+    time_limit_s: float = 10.0,
+    solver: SolverName = "highs",
+) -> list[tuple[DeviceProfile, Solution | Infeasible]]:
+    """What each device would do alone."""
+    answers: list[tuple[DeviceProfile, Solution | Infeasible]] = []
+    for device in devices:
+        try:
+            answers.append(
+                (
+                    device,
+                    solve(
+                        [device],
+                        [],
+                        model,
+                        workload,
+                        objective=objective,
+                        limits=limits,
+                        time_limit_s=time_limit_s / len(devices),
+                        solver=solver,
+                    ),
+                )
+            )
+        except Infeasible as exc:
+            answers.append((device, exc))
+    return answers
+
+
+class _Search:
+    """One search: what was found, what is left of the time, and below what no plan can be."""
+
+    def __init__(
+        self, question: Instance, objective: Objective, require: frozenset[str], time_limit_s: float, solver: SolverName
+    ) -> None:
+        self._instance = question
+        self._objective: Objective = objective
+        self._required = frozenset(m for m, device in enumerate(question.devices) if device.device in require)
+        self._left_s = time_limit_s
+        self._limit_s = time_limit_s
+        self._solver: SolverName = solver
+        self._programs = 0
+        self._best: tuple[float, Plan] | None = None
+        self._open_bound_s = float("inf")
+
+    def run(self) -> Solution:
+        blocks = (len(self._instance.model.layers) - 1) // self._instance.model.cut_multiple
+        if not self._required - {0}:
+            self._alone()
+        if len(self._instance.devices) > 1:
+            orders = exact_orders(self._instance) if len(self._instance.devices) <= EXACT_DEVICES else None
+            for rounds in range(1, blocks + 1):
+                if rounds > 1 and not self._may_win(rounds, orders):
+                    break
+                self._rounds(rounds, orders)
+        if self._best is None:
+            raise self._infeasible()
+        return self._solution()
+
+    @property
+    def _best_s(self) -> float:
+        return self._best[0] if self._best is not None else float("inf")
+
+    def _solution(self) -> Solution:
+        assert self._best is not None
+        value, plan = self._best
+        bound = min(value, self._open_bound_s)
+        return Solution(
+            plan=replace(plan, left_out=self._left_out(plan)),
+            prediction=evaluate(plan, self._instance),
+            objective=self._objective,
+            objective_s=value,
+            bound_s=bound,
+            proven=bound >= value * (1 - 1e-6),
+            solver=self._solver,
+            programs=self._programs,
+            solver_s=self._limit_s - self._left_s,
         )
-    if len(devices) == 1:
-        whole = Window(device=devices[0], first=0, last=total, gpu_layers=0)
-        return Plan(rounds=1, route=(whole,), left_out=left_out)
-    sizes = [(device, size) for _ in range(rounds) for device, size in zip(devices, layers_per_round, strict=True)]
-    tail = total - taken
-    if tail == 0:
-        tail = model.cut_multiple
-        last_of_head = (rounds - 1) * len(devices)
-        head, size = sizes[last_of_head]
-        # A device sends to one next device, so a head between two others keeps a window in every round.
-        least = 0 if rounds > 1 and len(devices) == 2 else 1
-        if size - tail < least:
-            raise Infeasible(
-                f"the windows take all {total} layers; the tail window on {head} needs {tail}: "
-                f"give {head} a larger window or another device a smaller one"
+
+    def _left_out(self, plan: Plan) -> tuple[LeftOut, ...]:
+        return tuple(
+            LeftOut(device=device.device, reason="the others are faster without it")
+            for device in self._instance.devices
+            if device.device not in plan.devices
+        )
+
+    def _alone(self) -> None:
+        problem = milp.new_problem("alone")
+        outcome, program = self._run(problem, milp.alone_layout(problem, self._instance))
+        self._note(outcome)
+        if outcome.found:
+            total = len(self._instance.model.layers)
+            on_gpu = round(pulp.value(program.layout.tail_on_gpu))
+            window = Window(device=self._instance.devices[0].device, first=0, last=total, gpu_layers=on_gpu)
+            self._offer(program, 1, (window,), [0])
+
+    def _may_win(self, rounds: int, orders: Sequence[RingOrder] | None) -> bool:
+        """Whether any ring of ``rounds`` rounds or more can be better than the best so far."""
+        if self._left_s <= 0 and self._best is not None:
+            self._open_bound_s = 0.0
+            return False
+        problem = milp.new_problem("bound")
+        layout = self._even(problem, rounds, orders, loose=True)
+        outcome, _ = self._run(problem, layout)
+        if outcome.bound / milp.MS >= self._best_s * (1 - _SAME):
+            return False
+        if self._left_s <= 0:
+            self._open_bound_s = min(self._open_bound_s, outcome.bound / milp.MS)
+            return False
+        return True
+
+    def _rounds(self, rounds: int, orders: Sequence[RingOrder] | None) -> None:
+        """The best ring of ``rounds`` rounds."""
+        problem = milp.new_problem(f"rounds_{rounds}")
+        layout = self._even(problem, rounds, orders)
+        outcome, program = self._run(problem, layout)
+        bound_s = outcome.bound / milp.MS
+        if outcome.found:
+            ring = self._take_even(program)
+            if orders is None and bound_s < self._best_s * (1 - _SAME):
+                self._try_hops(rounds, ring)
+        if bound_s >= self._best_s * (1 - _SAME):
+            return
+        if len(self._instance.kinds) > 1 and self._is_small(rounds):
+            self._cut(rounds, orders, bound_s)
+        else:
+            self._open_bound_s = min(self._open_bound_s, bound_s)
+
+    def _even(
+        self,
+        problem: Any,
+        rounds: int,
+        orders: Sequence[RingOrder] | None,
+        *,
+        loose: bool = False,
+        columns: int | None = None,
+    ) -> milp.Layout:
+        """The even layout; of hops that have no order yet the least that they can be."""
+        shares = least_hops(self._instance) if orders is None else None
+        return milp.even_layout(problem, self._instance, rounds, orders, loose=loose, columns=columns, shares=shares)
+
+    def _try_hops(self, rounds: int, ring: Sequence[int]) -> None:
+        """With many devices: lay the hops of a good ring to its members, solve again, and again from what comes out."""
+        for _ in range(_HOP_TRIALS):
+            shares = hops_around(self._instance, good_order(self._instance, ring))
+            problem = milp.new_problem("hops")
+            layout = milp.even_layout(problem, self._instance, rounds, None, shares=shares)
+            outcome, program = self._run(problem, layout, cutoff=False)
+            if not outcome.found:
+                return
+            before, ring = ring, self._take_even(program)
+            if set(ring) == set(before):
+                return
+
+    def _is_small(self, rounds: int) -> bool:
+        devices, layers = len(self._instance.devices), len(self._instance.model.layers)
+        return devices <= EXACT_DEVICES and devices * layers // rounds <= EXACT_CUTS
+
+    def _cut(self, rounds: int, orders: Sequence[RingOrder] | None, bound_s: float) -> None:
+        """Settle what the even layout leaves open where layers differ."""
+        model, cut = self._instance.model, self._instance.model.cut_multiple
+        total = len(model.layers)
+        most = (total - 1) // (rounds * cut) * cut
+        for columns in [total] if rounds == 1 else range(most, 0, -cut):
+            if rounds > 1:
+                problem = milp.new_problem("columns")
+                layout = self._even(problem, rounds, orders, columns=columns)
+                outcome, program = self._run(problem, layout)
+                if outcome.found:
+                    self._take_even(program)
+                if outcome.bound / milp.MS >= self._best_s * (1 - _SAME):
+                    continue
+            for sequence in device_sequences(self._instance):
+                if self._left_s <= 0:
+                    self._open_bound_s = min(self._open_bound_s, bound_s)
+                    return
+                if bound_s >= self._best_s * (1 - _SAME):
+                    return
+                self._cut_in_order(rounds, sequence, columns)
+
+    def _cut_in_order(self, rounds: int, sequence: Sequence[int], columns: int) -> None:
+        orders = induced_orders(self._instance, sequence)
+        problem = milp.new_problem("cut")
+        layout = milp.cut_layout(problem, self._instance, rounds, orders, sequence, columns)
+        outcome, program = self._run(problem, layout)
+        self._note(outcome)
+        if outcome.found:
+            order = next(o for o, z in zip(orders, layout.picked, strict=True) if round(z.value()))
+            self._offer(program, rounds, self._cut_route(program, rounds, sequence, order), order.members)
+
+    def _cut_route(
+        self, program: milp.Program, rounds: int, sequence: Sequence[int], order: RingOrder
+    ) -> tuple[Window, ...]:
+        """Read windows off the staircases."""
+        found, names = program.layout.variables, [device.device for device in self._instance.devices]
+        columns, route, before = found["columns"], [], 0
+        shape = []
+        for m in sequence:
+            end, start = _height(found["end"][m]), _height(found["start"][m])
+            if end > before:
+                shape.append((m, before, end, end - start))
+            before = end
+        assert [m for m, *_ in shape] == list(order.members)
+        for r in range(rounds):
+            for m, first, last, gpu in shape:
+                at = r * columns
+                route.append(Window(device=names[m], first=at + first, last=at + last, gpu_layers=gpu))
+        total, tail_first = len(self._instance.model.layers), route[-1].last
+        offset = 0 if rounds == 1 else rounds * columns
+        tail_gpu = total - offset - _height(found["tail_start"])
+        return (*route, Window(device=names[0], first=tail_first, last=total, gpu_layers=tail_gpu))
+
+    def _take_even(self, program: milp.Program) -> tuple[int, ...]:
+        """Make a plan of an even layout's solution; where layers differ, see first what must stream. Answers its ring."""
+        layout, names = program.layout, [device.device for device in self._instance.devices]
+        found, cut = layout.variables, self._instance.model.cut_multiple
+        w = [cut * round(value.value()) for value in found["w"]]
+        n = [round(value.value()) for value in found["n"]]
+        order = self._order(layout, w)
+        if len(order) == 1:
+            return order
+        route, at = [], 0
+        for _ in range(layout.rounds):
+            for m in order:
+                route.append(Window(device=names[m], first=at, last=at + w[m], gpu_layers=n[m]))
+                at += w[m]
+        tail = Window(
+            device=names[0],
+            first=at,
+            last=len(self._instance.model.layers),
+            gpu_layers=round(found["tail_gpu"].value()),
+        )
+        if len(self._instance.kinds) == 1:
+            self._offer(program, layout.rounds, (*route, tail), order)
+        else:
+            self._offer_route(layout.rounds, (*route, tail))
+        return order
+
+    def _order(self, layout: milp.Layout, w: Sequence[int]) -> tuple[int, ...]:
+        if layout.picked:
+            return next(
+                order.members for order, z in zip(layout.orders, layout.picked, strict=True) if round(z.value())
             )
-        sizes[last_of_head] = (head, size - tail)
-    route, first = [], 0
-    for device, size in [*sizes, (devices[0], tail)]:
-        if size:
-            route.append(Window(device=device, first=first, last=first + size, gpu_layers=0))
-            first += size
-    _check_cuts(route, model)
-    return Plan(rounds=rounds, route=tuple(route), left_out=left_out)
+        return good_order(self._instance, [m for m in range(len(w)) if w[m]]).members
+
+    def _offer_route(self, rounds: int, route: tuple[Window, ...]) -> None:
+        """Offer a plan with these windows and the streaming that suits them best, if any."""
+        plan = Plan(rounds=rounds, route=route, output_on_gpu=route[-1].gpu_layers > 0, streaming=(), left_out=())
+        problem = milp.new_problem("fixed")
+        members = self._members(plan)
+        sub = replace(self._instance, devices=tuple(self._instance.devices[m] for m in members))
+        outcome, program = self._run(problem, milp.fixed_layout(sub, plan), sub, required=frozenset())
+        if outcome.found:
+            self._offer(program, rounds, route, range(len(members)), members)
+
+    def _members(self, plan: Plan) -> list[int]:
+        index = {device.device: m for m, device in enumerate(self._instance.devices)}
+        return [index[name] for name in plan.devices]
+
+    def _offer(
+        self,
+        program: milp.Program,
+        rounds: int,
+        route: tuple[Window, ...],
+        order: Sequence[int],
+        members: Sequence[int] | None = None,
+    ) -> None:
+        """Keep the plan of ``program`` if it holds all limits and is the best so far.
+
+        ``order`` are the program's members; ``members`` gives their places in the question where the two differ.
+        """
+        streaming = []
+        for m in order:
+            name = self._instance.devices[members[m] if members is not None else m].device
+            counts = [round(count.value()) for count in program.streamed[m]]
+            if sum(counts):
+                layers = self._streamed(name, route, counts)
+                streaming.append(Streaming(device=name, layers=layers, slots=round(program.slots[m].value())))
+        plan = Plan(
+            rounds=rounds,
+            route=route,
+            output_on_gpu=bool(round(program.output_on_gpu.value())),
+            streaming=tuple(streaming),
+            left_out=(),
+        )
+        prediction = evaluate(plan, self._instance)
+        value = prediction.objective_s(self._objective, self._instance.workload.answer_tokens)
+        if not prediction.short and value < self._best_s * (1 - _SAME):
+            self._best = (value, plan)
+
+    def _streamed(self, device: str, route: Sequence[Window], counts: Sequence[int]) -> tuple[int, ...]:
+        layers = [layer for window in route if window.device == device for layer in cpu_layers(window)]
+        chosen: list[int] = []
+        for kind, count in enumerate(counts):
+            chosen += spread([layer for layer in layers if self._instance.kind_of[layer] == kind], count)
+        return tuple(sorted(chosen))
+
+    def _note(self, outcome: Outcome) -> None:
+        """Remember what an unfinished program leaves open."""
+        if not outcome.proven:
+            self._open_bound_s = min(self._open_bound_s, outcome.bound / milp.MS)
+
+    def _run(
+        self,
+        problem: Any,
+        layout: milp.Layout,
+        question: Instance | None = None,
+        required: frozenset[int] | None = None,
+        *,
+        cutoff: bool = True,
+    ) -> tuple[Outcome, milp.Program]:
+        program = milp.build(
+            problem,
+            question or self._instance,
+            layout,
+            self._objective,
+            self._required if required is None else required,
+            elastic=False,
+        )
+        if cutoff and self._best is not None:
+            problem.addConstraint(
+                program.objective <= self._best_s * milp.MS * (1 - _SAME), "better than the best so far"
+            )
+        # Without any plan yet a program gets time enough to find one.
+        least_s = _LEAST_S if self._best is not None else _FIRST_S
+        outcome = run(problem, self._solver, max(least_s, self._left_s))
+        self._programs += 1
+        self._left_s -= outcome.seconds
+        return outcome, program
+
+    def _infeasible(self) -> Infeasible:
+        """Which limit is short for the plan of one round that is closest to fitting."""
+        shortages = [self._elastic(problem, layout) for problem, layout in self._elastic_layouts()]
+        found = [shortage for shortage in shortages if shortage is not None]
+        if not found:
+            return Infeasible("the devices that must take part are more than the model has layers for", short_bytes=0)
+        size, text = min(found)
+        return Infeasible(text, short_bytes=round(size))
+
+    def _elastic_layouts(self) -> Iterator[tuple[Any, milp.Layout]]:
+        instance = self._instance
+        if not self._required - {0}:
+            problem = milp.new_problem("short_alone")
+            yield problem, milp.alone_layout(problem, instance)
+        if len(instance.devices) == 1 or len(instance.model.layers) <= instance.model.cut_multiple:
+            return
+        if len(instance.kinds) > 1 and self._is_small(1):
+            for sequence in device_sequences(instance)[:_ELASTIC_ORDERS]:
+                problem, orders = milp.new_problem("short_cut"), induced_orders(instance, sequence)
+                yield problem, milp.cut_layout(problem, instance, 1, orders, sequence, len(instance.model.layers))
+            return
+        problem = milp.new_problem("short_ring")
+        rings = exact_orders(instance) if len(instance.devices) <= EXACT_DEVICES else None
+        yield problem, milp.even_layout(problem, instance, 1, rings)
+
+    def _elastic(self, problem: Any, layout: milp.Layout) -> tuple[float, str] | None:
+        milp.build(problem, self._instance, layout, self._objective, self._required, elastic=True)
+        outcome = run(problem, self._solver, max(_FIRST_S, self._limit_s))
+        if not outcome.found:
+            return None
+        unit = self._instance.slot_bytes
+        names = [device.device for device in self._instance.devices]
+        shortages = []
+        for variable in problem.variables():
+            kind, _, rest = variable.name.partition("_")
+            if kind == "short" and variable.value() and variable.value() * unit >= 1:
+                what, *members = rest.split("_")
+                where = " and ".join(names[int(m)] for m in members)
+                size = -(-variable.value() * unit // 1)
+                shortages.append((size, f"{what} of {where} is short of {size:.0f} bytes"))
+        text = "; ".join(sentence for _, sentence in sorted(shortages, reverse=True))
+        model, work = self._instance.model, self._instance.workload
+        if not shortages:
+            return None
+        return sum(size for size, _ in shortages), (
+            f"no plan for {model.name} with {work.context_tokens} tokens of context for {work.sequences} sequence(s) fits, "
+            f"streaming included: at the least, {text}"
+        )
 
 
-def _check_cuts(route: Sequence[Window], model: ModelProfile) -> None:
-    for window in route:
-        if window.first % model.cut_multiple:
-            raise Infeasible(
-                f"a window of {model.architecture} may begin only at a multiple of {model.cut_multiple} layers, "
-                f"not at layer {window.first}"
-            )
+def _height(stairs: Sequence[Any]) -> int:
+    return sum(round(step if isinstance(step, int) else step.value()) for step in stairs)

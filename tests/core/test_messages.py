@@ -13,7 +13,6 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from halda import DeviceProfile
 from primad.cluster import messages as cluster
 from primad.errors import ProtocolError
 from primad.gguf.layers import HEADER_BYTES, LayerRef, LayerTensor, check_ref, layer_header
@@ -31,6 +30,7 @@ from primad.ring.messages import (
     decode_step,
     encode,
 )
+from tests.fakes.profile import PROFILE
 
 LIMITS = Limits(ring=0xABC, epoch=4, windows=frozenset({2, 5}), width=6, rows=8, context=32, sequences=3)
 
@@ -322,20 +322,6 @@ def a_window(**changes: Any) -> WindowSpec:
     return msgspec.structs.replace(a_load().windows[0], **changes)
 
 
-PROFILE = DeviceProfile(
-    device="desk",
-    host="h",
-    system="Linux",
-    machine="x86_64",
-    cpu="a cpu",
-    cores=2,
-    ram_total_bytes=1,
-    ram_available_bytes=1,
-    ram_read_bytes_per_s=1.0,
-    disk_read_bytes_per_s=1.0,
-    disk_free_bytes=1,
-    gpu=None,
-)
 STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[0.1], rss_bytes=1, private_bytes=1, refused=0)
 
 FROM_HEAD = [
@@ -599,7 +585,8 @@ def test_a_device_without_a_proper_name_is_refused(name):
 
 @pytest.mark.parametrize(
     "figures",
-    [{"ram_available_bytes": -1}, {"disk_free_bytes": -1}, {"cores": 0}, {"ram_total_bytes": 1 << 62}]
+    [{"ram_available_bytes": -1}, {"ram_total_bytes": 1 << 62}]
+    + [{"disk": dataclasses.replace(PROFILE.disk, free_bytes=-1)}, {"cpu": dataclasses.replace(PROFILE.cpu, cores=0)}]
     + [{"ram_read_bytes_per_s": rate} for rate in (-1.0, float("nan"), float("inf"))],
 )
 def test_a_profile_with_impossible_figures_is_refused(figures):

@@ -181,8 +181,11 @@ def test_head_that_tries_extra_buffers(smollm2, new_home, cluster, temporary, nu
 def test_first_profile(smollm2, tmp_path, cluster, temporary, command, number):
     home = tmp_path / "home"
     arguments = ("serve", "--model", smollm2, "--port", 0) if command == "serve" else ("join",)
-    with primad(*arguments, "--home", home, "--cluster", cluster, temporary=temporary) as run:
-        wait_until(lambda: any(home.glob("disk-trial-*")), "the disk is measured")
+    cache = str(tmp_path / "cache")  # this machine was never measured
+    with primad(*arguments, "--home", home, "--cluster", cluster, temporary=temporary, XDG_CACHE_HOME=cache) as run:
+        wait_until(
+            lambda: any("primad.profiler.trial" in process.cmdline() for process in run.processes()), "a trial runs"
+        )
         assert_ends(run, number, temporary, home)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -10,20 +9,32 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from halda import DeviceProfile, Infeasible, LayerProfile, ModelProfile, Plan, Window, arrange, solve
-from halda.search import apportion
+from halda import (
+    CpuProfile,
+    DeviceProfile,
+    DiskProfile,
+    Infeasible,
+    LayerProfile,
+    ModelProfile,
+    Plan,
+    Window,
+    arrange,
+    by_memory,
+)
+from halda.arrange import apportion
 
 GIB = 1 << 30
 
 
 def model(layers: int, *, multiple: int = 1, kv_bytes: int = 512) -> ModelProfile:
-    layer = LayerProfile(bytes_by_type={"Q4_K": 1000, "F32": 24}, kv_bytes_per_token=kv_bytes)
+    layer = LayerProfile(bytes_by_type={"Q4_K": 1000, "F32": 24}, expert_bytes_by_type={}, kv_bytes_per_token=kv_bytes)
     return ModelProfile(
         name="toy",
         architecture="toyarch",
         layers=(layer,) * layers,
         embedding_bytes=4096,
-        output_bytes=4096,
+        output_bytes_by_type={"Q6_K": 4096},
+        tied=False,
         width=64,
         vocabulary=100,
         context_tokens=2048,
@@ -39,13 +50,11 @@ def device(name: str, free: int = GIB) -> DeviceProfile:
         host=name,
         system="Linux",
         machine="x86_64",
-        cpu="a cpu",
-        cores=4,
+        cpu=CpuProfile(name="a cpu", cores=4, threads=4, batch_threads=4, step_s=0, layer_s=0, speeds=()),
         ram_total_bytes=2 * GIB,
         ram_available_bytes=free,
         ram_read_bytes_per_s=1e10,
-        disk_read_bytes_per_s=1e9,
-        disk_free_bytes=GIB,
+        disk=DiskProfile(prefetch_bytes_per_s=1e9, fault_bytes_per_s=1e9, random_bytes_per_s=1e8, free_bytes=GIB),
         gpu=None,
     )
 
@@ -196,11 +205,10 @@ def test_a_tiny_party_gets_its_least():
     assert apportion([1, 1 << 40], 10, least=[2, 1]) == [2, 8]
 
 
-# ---- solve ----------------------------------------------------------------------------------------------------------
+# ---- by memory ----------------------------------------------------------------------------------------------------------
 
 
-def solved(devices: list[DeviceProfile], toy: ModelProfile, context_tokens: int = 128) -> Plan:
-    return solve(devices, [], toy, context_tokens=context_tokens)
+solved = by_memory
 
 
 @given(
@@ -244,21 +252,10 @@ def test_a_multiple_leaves_fewer_seats(layers, seats):
 
 def test_one_device_serves_alone():
     plan = solved([device("desk")], model(30))
-    assert plan == Plan(rounds=1, route=(Window(device="desk", first=0, last=30, gpu_layers=0),), left_out=())
-
-
-def test_a_device_without_room_for_its_kv_cache_is_named():
-    devices = [device("desk"), device("lap", 1000)]
-    with pytest.raises(Infeasible) as caught:
-        solved(devices, model(8), context_tokens=4096)
-    assert str(caught.value).startswith("lap is short of 2096152 bytes of memory: the KV cache of its 1 layers takes")
-
-
-def test_a_plan_with_a_gap_is_our_mistake():
-    first, second = (Window(device="d0", first=first, last=first + 2, gpu_layers=0) for first in (0, 3))
-    with pytest.raises(AssertionError):
-        Plan(rounds=1, route=(first, second), left_out=())
-    with pytest.raises(AssertionError):
-        Plan(rounds=1, route=(replace(first, first=1),), left_out=())
-    with pytest.raises(AssertionError):
-        Plan(rounds=1, route=(first, Window(device="d1", first=2, last=3, gpu_layers=0)), left_out=())
+    assert plan == Plan(
+        rounds=1,
+        route=(Window(device="desk", first=0, last=30, gpu_layers=0),),
+        output_on_gpu=False,
+        streaming=(),
+        left_out=(),
+    )

@@ -1,0 +1,89 @@
+"""The GPUs that the installed llama.cpp can compute on. Loads llama.cpp when asked, so only child processes may ask."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+_GPU: Final = 1
+_INTEGRATED_GPU: Final = 2
+"""``enum ggml_backend_dev_type`` (ggml-backend.h): 0 is the CPU, 3 an accelerator beside it (BLAS, AMX)."""
+
+
+class GpuDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU as its backend reports it; ``backend`` is CUDA, Metal, Vulkan, ... and memory is in bytes."""
+
+    name: str
+    backend: str
+    vram_total_bytes: int
+    vram_available_bytes: int
+    unified_memory: bool
+
+
+def list_gpus(library: Any = None) -> Iterator[GpuDevice]:
+    """The GPUs in the order in which llama.cpp uses them. ``library`` has ggml's calls; the default is the installed one."""
+    ggml = library if library is not None else _library()
+    for number in range(ggml.ggml_backend_dev_count()):
+        device = ggml.ggml_backend_dev_get(number)
+        kind = ggml.ggml_backend_dev_type(device)
+        if kind not in (_GPU, _INTEGRATED_GPU):
+            continue
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        registry = ggml.ggml_backend_dev_backend_reg(device)
+        backend = _text(ggml.ggml_backend_reg_name(registry)) if registry else "GPU"
+        yield GpuDevice(
+            name=_text(ggml.ggml_backend_dev_description(device)) or _text(ggml.ggml_backend_dev_name(device)),
+            backend="Metal" if backend == "MTL" else backend,
+            vram_total_bytes=total.value,
+            vram_available_bytes=min(free.value, total.value),
+            unified_memory=kind == _INTEGRATED_GPU or backend in ("MTL", "Metal"),
+        )
+
+
+def _text(data: bytes | None) -> str:
+    text = (data or b"").decode("utf-8", errors="replace")
+    return "".join(char for char in text if char.isprintable()).strip()[:100]
+
+
+class _Calls:
+    """ggml's calls about devices, from whichever of its libraries has them."""
+
+    def __init__(self, libraries: list[ctypes.CDLL]) -> None:
+        pointer = ctypes.c_void_p
+        text = ctypes.c_char_p
+        size = ctypes.POINTER(ctypes.c_size_t)
+        self.ggml_backend_dev_count = _call(libraries, "ggml_backend_dev_count", ctypes.c_size_t)
+        self.ggml_backend_dev_get = _call(libraries, "ggml_backend_dev_get", pointer, ctypes.c_size_t)
+        self.ggml_backend_dev_type = _call(libraries, "ggml_backend_dev_type", ctypes.c_int, pointer)
+        self.ggml_backend_dev_memory = _call(libraries, "ggml_backend_dev_memory", None, pointer, size, size)
+        self.ggml_backend_dev_backend_reg = _call(libraries, "ggml_backend_dev_backend_reg", pointer, pointer)
+        self.ggml_backend_reg_name = _call(libraries, "ggml_backend_reg_name", text, pointer)
+        self.ggml_backend_dev_name = _call(libraries, "ggml_backend_dev_name", text, pointer)
+        self.ggml_backend_dev_description = _call(libraries, "ggml_backend_dev_description", text, pointer)
+
+
+def _call(libraries: list[ctypes.CDLL], name: str, result: Any, *arguments: Any) -> Any:
+    for library in libraries:
+        if hasattr(library, name):
+            call = getattr(library, name)
+            call.restype, call.argtypes = result, list(arguments)
+            return call
+    raise AttributeError(name)
+
+
+def _library() -> _Calls:
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()  # registers the backends
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    paths = [
+        folder / f"{prefix}{name}.{suffix}"
+        for name in ("ggml", "ggml-base")
+        for prefix, suffix in (("lib", "so"), ("lib", "dylib"), ("", "dll"), ("lib", "dll"))
+    ]
+    return _Calls([ctypes.CDLL(str(path)) for path in paths if path.exists()])

@@ -1,0 +1,144 @@
+"""Shapes of well-known models, to plan for a model without its file. Data: ``profiles/models/*.json``.
+
+A shape says how many weights of which matrix there are; the bytes follow from the quantisation in the name's suffix:
+``-q4k`` (and without a suffix) is Q4_K with the output matrix in Q6_K, ``-q8`` Q8_0 and ``-f16`` F16 throughout. That is
+llama.cpp's ``llama-quantize --pure`` but for the output; files named Q4_K_M hold some matrices in Q6_K and are 3 to 5 %
+larger. Norms, biases and routers are F32, as llama.cpp leaves them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from halda import LayerProfile, ModelProfile
+from halda.quantisation import bytes_per_weight
+from primad.errors import ConfigError
+from primad.gguf.profile import KV_VALUE_BYTES
+
+PROFILES_VERSION: Final = 1
+_MATRIX_AND_OUTPUT: Final = {"q4k": ("Q4_K", "Q6_K"), "q8": ("Q8_0", "Q8_0"), "f16": ("F16", "F16")}
+_PLAIN: Final = "q4k"
+_BLOCK: Final = {"Q4_K": 256, "Q6_K": 256}
+_WITHOUT_WHOLE_BLOCKS: Final = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+"""What llama.cpp takes for a matrix whose rows are no multiple of 256 weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The sizes of a model; ``feed_forward`` is that of one expert where there are experts. ``source`` says whose."""
+
+    version: int
+    name: str
+    source: str
+    architecture: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    feed_forward: int
+    vocabulary: int
+    context_tokens: int
+    experts: int
+    experts_used: int
+    attention_bias: bool
+    head_norms: bool
+
+
+def profiles_directory() -> Path:
+    """The directory ``profiles/``: in an installed package beside its code, in a checkout beside the package."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "_profiles"
+    return installed if installed.is_dir() else package.parent / "profiles"
+
+
+def shape_names() -> tuple[str, ...]:
+    """The models with a built-in shape, without suffixes, smallest name first."""
+    return tuple(sorted(path.stem for path in (profiles_directory() / "models").glob("*.json")))
+
+
+def shape(name: str) -> ModelProfile:
+    """The profile of a model by name, such as ``llama3-70b`` or ``llama3-70b-q8``. Raises ``ConfigError``."""
+    model, suffix = name.lower(), _PLAIN
+    if "-" in model and model not in shape_names():
+        stem, last = model.rsplit("-", 1)
+        if last in _MATRIX_AND_OUTPUT:
+            model, suffix = stem, last
+    if model not in shape_names():
+        suffixes = ", ".join(f"-{known}" for known in _MATRIX_AND_OUTPUT)
+        raise ConfigError(
+            f"no built-in model shape '{name}'; there are {', '.join(shape_names())}, each also with {suffixes} behind it"
+        )
+    return _profile(_read(profiles_directory() / "models" / f"{model}.json"), *_MATRIX_AND_OUTPUT[suffix])
+
+
+def _read(path: Path) -> Shape:
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Shape)
+    except (OSError, msgspec.MsgspecError) as exc:
+        raise ConfigError(f"{path}: not a model shape: {exc}") from exc
+    if found.version != PROFILES_VERSION:
+        raise ConfigError(f"{path}: format version {found.version}; this primad reads version {PROFILES_VERSION}")
+    return found
+
+
+def _profile(model: Shape, matrix: str, output: str) -> ModelProfile:
+    layer = LayerProfile(
+        bytes_by_type=_shared_bytes(model, matrix),
+        expert_bytes_by_type=_feed_forward_bytes(model, matrix, model.experts),
+        kv_bytes_per_token=2 * model.kv_heads * model.head_width * KV_VALUE_BYTES,
+    )
+    table = Counter(_matrix(output, model.vocabulary, model.width))
+    table["F32"] += 4 * model.width
+    return ModelProfile(
+        name=f"{model.name} {matrix}",
+        architecture=model.architecture,
+        layers=(layer,) * model.layers,
+        embedding_bytes=sum(_matrix(matrix, model.vocabulary, model.width).values()),
+        output_bytes_by_type=dict(table),
+        tied=False,
+        width=model.width,
+        vocabulary=model.vocabulary,
+        context_tokens=model.context_tokens,
+        experts=model.experts,
+        experts_used=model.experts_used,
+        cut_multiple=1,
+    )
+
+
+def _shared_bytes(model: Shape, matrix: str) -> dict[str, int]:
+    """Bytes by type of the weights of one layer that every row uses."""
+    queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
+    sizes: Counter[str] = Counter()
+    sizes.update(_matrix(matrix, queries + 2 * keys, model.width))
+    sizes.update(_matrix(matrix, model.width, queries))
+    f32 = 2 * model.width
+    f32 += queries + 2 * keys if model.attention_bias else 0
+    f32 += 2 * model.head_width if model.head_norms else 0
+    f32 += model.width * model.experts
+    sizes["F32"] += 4 * f32
+    if not model.experts:
+        sizes.update(_feed_forward_bytes(model, matrix, 1))
+    return dict(sizes)
+
+
+def _feed_forward_bytes(model: Shape, matrix: str, copies: int) -> dict[str, int]:
+    """Bytes by type of gate, up and down of ``copies`` feed-forward networks."""
+    if not copies:
+        return {}
+    sizes: Counter[str] = Counter()
+    sizes.update(_matrix(matrix, 2 * copies * model.feed_forward, model.width))
+    sizes.update(_matrix(matrix, copies * model.width, model.feed_forward))
+    return dict(sizes)
+
+
+def _matrix(kind: str, rows: int, columns: int) -> dict[str, int]:
+    """Bytes of a matrix of ``rows`` times ``columns`` weights, by the type that it really gets."""
+    if columns % _BLOCK.get(kind, 1):
+        kind = _WITHOUT_WHOLE_BLOCKS[kind]
+    return {kind: round(rows * columns * bytes_per_weight(kind))}

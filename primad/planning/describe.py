@@ -1,0 +1,164 @@
+"""A plan and its prediction in the words of the schema."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halda import Plan
+from halda.evaluate import Prediction
+from halda.instance import Instance
+from halda.published import PublishedPlan
+from halda.search import Solution
+from halda.simulate import Simulation
+from primad.planning.bottleneck import bottleneck
+from primad.planning.question import Question
+from primad.planning.schema import (
+    DevicePart,
+    ModelPart,
+    Predicted,
+    Proof,
+    Ring,
+    ShortPart,
+    Span,
+    WindowPart,
+    WorkloadPart,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One plan by one solver; the other fields are those that this solver gives."""
+
+    plan: Plan
+    prediction: Prediction
+    instance: Instance
+    solution: Solution | None = None
+    published: PublishedPlan | None = None
+
+
+def ring_part(answer: Answer) -> Ring:
+    """The plan with what it costs."""
+    plan, prediction = answer.plan, answer.prediction
+    return Ring(
+        solver="halda" if answer.published is None else "paper",
+        head=plan.head,
+        rounds=plan.rounds,
+        output_on_gpu=plan.output_on_gpu,
+        devices=[_device(answer, device) for device in plan.devices],
+        predicted=predicted_part(answer),
+        short=[
+            ShortPart(
+                what=short.what,
+                where=short.where,
+                needed_bytes=short.needed_bytes,
+                limit_bytes=short.limit_bytes,
+                short_bytes=short.short_bytes,
+            )
+            for short in prediction.short
+        ],
+    )
+
+
+def _device(answer: Answer, name: str) -> DevicePart:
+    plan, model = answer.plan, answer.instance.model
+    found = next(device for device in answer.prediction.devices if device.device == name)
+    member = next(member for member in answer.instance.members if member.name == name)
+    streamed = set(plan.streaming_of(name).layers)
+    windows = [
+        WindowPart(
+            index=i,
+            first=window.first,
+            last=window.last,
+            layers=len(window.layers),
+            gpu_layers=window.gpu_layers,
+            streamed_layers=len(streamed.intersection(window.layers)),
+        )
+        for i, window in plan.windows_of(name)
+    ]
+    weights = sum(model.layers[layer].size_bytes for _, window in plan.windows_of(name) for layer in window.layers)
+    return DevicePart(
+        name=name,
+        head=name == plan.head,
+        windows=windows,
+        layers=found.layers,
+        gpu_layers=found.gpu_layers,
+        resident_layers=found.resident_layers,
+        streamed_layers=found.streamed_layers,
+        slots=found.slots,
+        ram_bytes=found.ram_bytes,
+        ram_limit_bytes=member.ram_limit,
+        vram_bytes=found.vram_bytes,
+        vram_limit_bytes=member.vram_limit,
+        resident_bytes=weights - found.disk_bytes_per_token,
+        streamed_bytes=found.disk_bytes_per_token,
+        shard_bytes=found.shard_bytes,
+        disk_bytes_per_token=found.disk_bytes_per_token,
+        compute_ms=found.compute_s * 1e3,
+        hop_ms=found.hop_s * 1e3,
+        stall_ms=found.stall_s * 1e3,
+        prefill_ms=found.prefill_s * 1e3,
+    )
+
+
+def predicted_part(answer: Answer) -> Predicted:
+    """What is expected of it."""
+    prediction = answer.prediction
+    return Predicted(
+        tpot_ms=prediction.tpot_s * 1e3,
+        ttft_ms=prediction.ttft_s * 1e3,
+        tokens_per_s=prediction.tokens_per_s,
+        exchange_ms=prediction.exchange_s(answer.instance.workload.answer_tokens) * 1e3,
+        bottleneck=bottleneck(answer.plan, prediction, answer.instance),
+        compute_ms=prediction.compute_s * 1e3,
+        hop_ms=prediction.hop_s * 1e3,
+        stall_ms=prediction.stall_s * 1e3,
+        disk_ms=prediction.disk_s * 1e3,
+    )
+
+
+def timeline_part(simulated: Simulation) -> list[Span]:
+    """One token as it was simulated."""
+    return [
+        Span(
+            device=interval.device,
+            kind=interval.kind,
+            layers=list(interval.layers),
+            start_ms=interval.start_s * 1e3,
+            end_ms=interval.end_s * 1e3,
+        )
+        for interval in simulated.timeline
+    ]
+
+
+def proof_part(question: Question, answer: Answer) -> Proof:
+    """How good it is known to be."""
+    found = answer.solution
+    if found is None:
+        return Proof(
+            objective=question.objective, objective_ms=None, bound_ms=None, gap=None, proven=False, solver=None
+        )
+    return Proof(
+        objective=question.objective,
+        objective_ms=found.objective_s * 1e3,
+        bound_ms=found.bound_s * 1e3,
+        gap=found.gap,
+        proven=found.proven,
+        solver=found.solver,
+    )
+
+
+def model_part(question: Question) -> ModelPart:
+    """The model of ``question``."""
+    model = question.model
+    return ModelPart(name=model.name, architecture=model.architecture, layers=len(model.layers), bytes=model.size_bytes)
+
+
+def workload_part(question: Question) -> WorkloadPart:
+    """What ``question`` is for."""
+    work = question.workload
+    return WorkloadPart(
+        context_tokens=work.context_tokens,
+        sequences=work.sequences,
+        prompt_tokens=work.prompt_tokens,
+        answer_tokens=work.answer_tokens,
+    )

@@ -1,0 +1,207 @@
+"""From a question to the whole answer: the plan, what it costs, and what else could be.
+
+Everything is judged by one evaluator (``halda.evaluate``): this plan, each device alone, the other solver's plan, each
+device that was left out taking part after all, and what was before ``--what-if``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from halda import Infeasible
+from halda.evaluate import evaluate
+from halda.instance import Instance, instance
+from halda.published import solve_published
+from halda.search import Solution, solve, solve_alone, solve_heads
+from halda.simulate import simulate
+from primad import __version__
+from primad.errors import PlanError
+from primad.planning.describe import (
+    Answer,
+    model_part,
+    predicted_part,
+    proof_part,
+    ring_part,
+    timeline_part,
+    workload_part,
+)
+from primad.planning.question import Question
+from primad.planning.schema import SCHEMA, AlonePart, Compared, Explanation, LeftOutPart, WhatIf
+from primad.planning.units import show_ms
+
+MOST_LEFT_OUT: Final = 8
+"""Devices for which it is worked out what they would cost; of more only the solver's reason is given."""
+LEFT_OUT_TIME_LIMIT_S: Final = 2.0
+SIMULATED_TOKENS: Final = 4
+"""After its warm-up the simulated ring repeats itself."""
+_SAME: Final = 0.001
+"""Relative difference that is not worth a number."""
+_OF: Final = {"latency": "a token", "ttft": "the first token", "throughput": "a token of all", "balanced": "a request"}
+
+
+def explain(question: Question, changes: Sequence[str] = (), before: Question | None = None) -> Explanation:
+    """The answer to ``question``; with ``changes``, next to that of the question ``before`` them.
+
+    Raises ``PlanError`` when there is no plan, saying which limit is short.
+    """
+    earlier = None if before is None else _before(changes, before)
+    try:
+        halda = _halda(question)
+    except Infeasible as exc:
+        raise PlanError(_no_plan(str(exc), earlier)) from exc
+    try:
+        paper: Answer | Infeasible = _paper(question, halda.plan.head)
+    except Infeasible as exc:
+        if question.solver == "paper":
+            raise PlanError(_no_plan(str(exc), earlier)) from exc
+        paper = exc
+    chosen, other = (paper, halda) if isinstance(paper, Answer) and question.solver == "paper" else (halda, paper)
+    ring = ring_part(chosen)
+    simulated = simulate(chosen.plan, chosen.instance, tokens=SIMULATED_TOKENS, timeline=True)
+    return Explanation(
+        schema=SCHEMA,
+        primad=__version__,
+        solver=ring.solver,
+        head=ring.head,
+        rounds=ring.rounds,
+        output_on_gpu=ring.output_on_gpu,
+        devices=ring.devices,
+        predicted=ring.predicted,
+        short=ring.short,
+        model=model_part(question),
+        workload=workload_part(question),
+        proof=proof_part(question, chosen),
+        left_out=_left_out(question, chosen),
+        alone=_alone(question),
+        compared=_compared(other),
+        what_if=earlier,
+        simulated_tpot_ms=simulated.tpot_s * 1e3,
+        timeline=timeline_part(simulated),
+    )
+
+
+def _halda(question: Question) -> Answer:
+    """Halda's plan, with the best head where the question leaves it open. Raises ``Infeasible``."""
+    heads = None if question.head is None else [question.head]
+    solution = solve_heads(
+        question.devices,
+        question.all_links,
+        question.model,
+        question.workload,
+        objective=question.objective,
+        heads=heads,
+        limits=question.limits,
+        time_limit_s=question.time_limit_s,
+    )
+    return _answer(question, solution)
+
+
+def _answer(question: Question, solution: Solution) -> Answer:
+    return Answer(solution.plan, solution.prediction, _instance(question, solution.plan.head), solution=solution)
+
+
+def _paper(question: Question, head: str) -> Answer:
+    """The paper's plan with the same head, under our evaluation. Raises ``Infeasible``."""
+    published = solve_published(
+        question.devices, question.all_links, question.model, question.workload, limits=question.limits, head=head
+    )
+    asked = _instance(question, head)
+    return Answer(published.plan, evaluate(published.plan, asked), asked, published=published)
+
+
+def _instance(question: Question, head: str) -> Instance:
+    return instance(question.devices, question.all_links, question.model, question.workload, question.limits, head)
+
+
+def _before(changes: Sequence[str], before: Question) -> WhatIf:
+    try:
+        halda = _halda(before)
+        answer = _paper(before, halda.plan.head) if before.solver == "paper" else halda
+    except Infeasible as exc:
+        return WhatIf(changes=list(changes), before=None, reason=str(exc))
+    return WhatIf(changes=list(changes), before=ring_part(answer), reason=None)
+
+
+def _no_plan(reason: str, earlier: WhatIf | None) -> str:
+    if earlier is None:
+        return reason
+    changes = " and ".join(f"--what-if {change}" for change in earlier.changes)
+    if earlier.before is None:
+        return f"no plan with {changes}, nor without: {reason}"
+    return f"no plan with {changes}: {reason}; without, a token takes {show_ms(earlier.before.predicted.tpot_ms)}"
+
+
+def _left_out(question: Question, chosen: Answer) -> list[LeftOutPart]:
+    reasons = {left.device: left.reason for left in chosen.plan.left_out}
+    names = [device.device for device in question.devices if device.device not in chosen.plan.devices]
+    parts = []
+    for i, name in enumerate(names):
+        reason = reasons.get(name, "the plan is better without it")
+        if chosen.solution is None or i >= MOST_LEFT_OUT:
+            parts.append(LeftOutPart(name=name, reason=reason, slower_ms=None, objective_ms=None))
+        else:
+            parts.append(_with_device(question, chosen, chosen.solution, name))
+    return parts
+
+
+def _with_device(question: Question, chosen: Answer, solution: Solution, name: str) -> LeftOutPart:
+    """What it would cost to have ``name`` take part, with the same head."""
+    try:
+        forced = solve(
+            question.devices,
+            question.all_links,
+            question.model,
+            question.workload,
+            objective=question.objective,
+            head=chosen.plan.head,
+            limits=question.limits,
+            require=frozenset({name}),
+            time_limit_s=min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s),
+        )
+    except Infeasible as exc:
+        return LeftOutPart(name=name, reason=f"cannot take part: {exc}", slower_ms=None, objective_ms=None)
+    slower_s = forced.prediction.tpot_s - chosen.prediction.tpot_s
+    objective_s = forced.objective_s - solution.objective_s
+    reason = _verdict(question, slower_s, chosen.prediction.tpot_s, objective_s, solution.objective_s)
+    return LeftOutPart(name=name, reason=reason, slower_ms=slower_s * 1e3, objective_ms=objective_s * 1e3)
+
+
+def _verdict(question: Question, slower_s: float, tpot_s: float, objective_s: float, best_s: float) -> str:
+    """In words what a device would change: a token by ``slower_s`` of ``tpot_s``, the objective by ``objective_s``."""
+    share, what = slower_s / tpot_s, _OF[question.objective]
+    quicker = f"though a token would take {show_ms(-slower_s * 1e3)} less"
+    if share > _SAME:
+        return f"would slow the ring by {show_ms(slower_s * 1e3)} a token (+{100 * share:.3g} %)"
+    if objective_s > _SAME * best_s:
+        more = f"would make {what} take {show_ms(objective_s * 1e3)} more (+{100 * objective_s / best_s:.3g} %)"
+        return f"{more}, {quicker}" if share < -_SAME else more
+    return f"would not make {what} quicker, {quicker}" if share < -_SAME else "would make nothing faster"
+
+
+def _alone(question: Question) -> list[AlonePart]:
+    """Each device without the others, the best one first."""
+    answers = solve_alone(
+        question.devices,
+        question.model,
+        question.workload,
+        objective=question.objective,
+        limits=question.limits,
+        time_limit_s=question.time_limit_s,
+    )
+    parts = []
+    for device, answer in answers:
+        if isinstance(answer, Infeasible):
+            parts.append((float("inf"), AlonePart(name=device.device, predicted=None, reason=str(answer))))
+        else:
+            found = predicted_part(_answer(question, answer))
+            parts.append((answer.objective_s, AlonePart(name=device.device, predicted=found, reason=None)))
+    return [part for _, part in sorted(parts, key=lambda pair: pair[0])]
+
+
+def _compared(other: Answer | Infeasible) -> Compared:
+    if isinstance(other, Infeasible):
+        return Compared(solver="paper", ring=None, claimed_ms=None, reason=str(other))
+    claimed_ms = None if other.published is None else other.published.predicted_s * 1e3
+    ring = ring_part(other)
+    return Compared(solver=ring.solver, ring=ring, claimed_ms=claimed_ms, reason=None)

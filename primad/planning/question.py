@@ -1,0 +1,245 @@
+"""What the solver is asked: devices, links, model, workload, wishes. Every doubt about it is settled here.
+
+``Wishes`` are what the command line says, as text; ``Question`` is what they mean. Nothing here opens a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from halda import DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
+from halda.evaluate import OBJECTIVES, Objective
+from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S
+from primad.errors import ConfigError
+from primad.planning.units import parse_bytes, parse_rate, parse_seconds
+
+Solver = Literal["halda", "paper"]
+SOLVERS: Final[tuple[Solver, ...]] = get_args(Solver)
+CHUNK_ROWS: Final = 512
+"""Rows of a chunk of the prompt, as ``primad serve`` computes them."""
+DEFAULT_CONTEXT_TOKENS: Final = 4096
+DEFAULT_PROMPT_TOKENS: Final = 512
+DEFAULT_ANSWER_TOKENS: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpeed:
+    """Throughput in bytes per second and round trip in seconds, of links in both directions."""
+
+    bytes_per_s: float
+    round_trip_s: float
+
+
+DEFAULT_LINK: Final = LinkSpeed(bytes_per_s=DEFAULT_LINK_BYTES_PER_S, round_trip_s=DEFAULT_ROUND_TRIP_S)
+SAME_MACHINE: Final = LinkSpeed(bytes_per_s=2e9, round_trip_s=0.0004)
+"""Between processes on one machine, where nothing was measured: loopback and the software of a hop on either side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What was asked for besides devices and model, as given; None and empty where nothing was."""
+
+    solver: str = "halda"
+    objective: str = "balanced"
+    context: int | None = None
+    sequences: int = 1
+    prompt: int | None = None
+    answer: int | None = None
+    head: str | None = None
+    links: tuple[str, ...] = ()
+    max_ram: tuple[str, ...] = ()
+    max_vram: tuple[str, ...] = ()
+    max_disk: tuple[str, ...] = ()
+    time_limit_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be planned. ``head`` is None where the best device is looked for.
+
+    ``links`` are known ones; what they do not cover goes by ``default_link``.
+    """
+
+    devices: tuple[DeviceProfile, ...]
+    links: tuple[LinkProfile, ...]
+    default_link: LinkSpeed
+    model: ModelProfile
+    workload: Workload
+    limits: Mapping[str, Limits]
+    head: str | None
+    solver: Solver
+    objective: Objective
+    time_limit_s: float
+
+    @property
+    def all_links(self) -> tuple[LinkProfile, ...]:
+        """A link for every ordered pair of devices."""
+        known = {(link.source, link.target): link for link in self.links}
+        return tuple(
+            known.get((a.device, b.device)) or _link(a.device, b.device, self._unknown(a, b))
+            for a in self.devices
+            for b in self.devices
+            if a is not b
+        )
+
+    def _unknown(self, a: DeviceProfile, b: DeviceProfile) -> LinkSpeed:
+        return SAME_MACHINE if a.host == b.host else self.default_link
+
+
+def ask(
+    wishes: Wishes, devices: Sequence[DeviceProfile], links: Sequence[LinkProfile], model: ModelProfile
+) -> Question:
+    """The question behind ``wishes``. Raises ``ConfigError`` naming the flag that is wrong."""
+    names = unique_names(devices)
+    default_link, known = _links(wishes.links, links, names)
+    return Question(
+        devices=tuple(devices),
+        links=known,
+        default_link=default_link,
+        model=model,
+        workload=workload(wishes, model),
+        limits=_limits(wishes, names),
+        head=None if wishes.head is None else check_name(wishes.head, names, "--head"),
+        solver=_solver(wishes.solver),
+        objective=_objective(wishes.objective),
+        time_limit_s=wishes.time_limit_s,
+    )
+
+
+def check(wishes: Wishes, model: ModelProfile) -> None:
+    """Judge what can be judged before devices are looked for. Raises ``ConfigError``."""
+    _solver(wishes.solver)
+    _objective(wishes.objective)
+    workload(wishes, model)
+    for text in wishes.links:
+        _split_link(text)
+
+
+def unique_names(devices: Iterable[DeviceProfile]) -> tuple[str, ...]:
+    """Names of the devices. Raises ``ConfigError`` when there are none, or two have the same."""
+    names = tuple(device.device for device in devices)
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two devices are called {twice}; give each a name of its own ('device' in its profile)")
+    if not names:
+        raise ConfigError("there is no device to plan for; name profile files with --devices or a fleet with --fleet")
+    return names
+
+
+def check_name(name: str, names: Sequence[str], source: str) -> str:
+    """``name`` if a device has it. Raises ``ConfigError`` naming ``source`` and the devices there are."""
+    if name not in names:
+        raise ConfigError(f"{source}: no device is called {name!r}; there are {', '.join(names)}")
+    return name
+
+
+def workload(wishes: Wishes, model: ModelProfile) -> Workload:
+    """The work to plan for. Raises ``ConfigError`` where prompt and answer do not fit the context."""
+    trained = model.context_tokens or max(DEFAULT_CONTEXT_TOKENS, wishes.context or 0)
+    context = wishes.context if wishes.context is not None else min(trained, DEFAULT_CONTEXT_TOKENS)
+    if context > trained:
+        raise ConfigError(f"--context {context}: {model.name} was trained for {trained} tokens; give less")
+    prompt = wishes.prompt if wishes.prompt is not None else min(DEFAULT_PROMPT_TOKENS, max(1, context // 2))
+    answer = wishes.answer if wishes.answer is not None else min(DEFAULT_ANSWER_TOKENS, max(1, context - prompt))
+    if prompt >= context:
+        raise ConfigError(
+            f"--prompt {prompt}: leaves no room for an answer in a context of {context} tokens; give a larger --context"
+        )
+    if prompt + answer > context:
+        raise ConfigError(
+            f"--prompt {prompt} and --answer {answer} take more than the context of {context} tokens; "
+            "give a larger --context or less of them"
+        )
+    return Workload(
+        context_tokens=context,
+        sequences=wishes.sequences,
+        prompt_tokens=prompt,
+        answer_tokens=answer,
+        chunk_rows=CHUNK_ROWS,
+    )
+
+
+def parse_link(text: str, source: str) -> LinkSpeed:
+    """A link as in ``1Gbit/s,2ms`` (rate, round trip); the round trip may be left out. Raises ``ConfigError``."""
+    rate, comma, trip = text.partition(",")
+    return LinkSpeed(
+        bytes_per_s=parse_rate(rate, source),
+        round_trip_s=parse_seconds(trip, source) if comma else DEFAULT_LINK.round_trip_s,
+    )
+
+
+def both_ways(a: str, b: str, speed: LinkSpeed) -> tuple[LinkProfile, LinkProfile]:
+    """The links between two devices."""
+    return _link(a, b, speed), _link(b, a, speed)
+
+
+def with_links(links: Iterable[LinkProfile], chosen: Iterable[LinkProfile]) -> tuple[LinkProfile, ...]:
+    """``links`` with those of ``chosen`` in place of what was there between the same devices."""
+    by_pair = {(link.source, link.target): link for link in (*links, *chosen)}
+    return tuple(by_pair.values())
+
+
+def _link(source: str, target: str, speed: LinkSpeed) -> LinkProfile:
+    return LinkProfile(
+        source=source, target=target, address="", round_trip_s=speed.round_trip_s, bytes_per_s=speed.bytes_per_s
+    )
+
+
+def _split_link(text: str) -> tuple[tuple[str, str] | None, LinkSpeed]:
+    """``1Gbit/s,2ms`` for all links, ``desk:laptop=300Mbit/s,4ms`` for those between two."""
+    where, equals, speed = text.rpartition("=")
+    if not equals:
+        return None, parse_link(text, "--link")
+    a, _, b = where.partition(":")
+    if not a or not b or a == b:
+        raise ConfigError(f"--link {text}: give two devices as in desk:laptop=300Mbit/s,4ms, or none for all links")
+    return (a, b), parse_link(speed, f"--link {where}")
+
+
+def _links(
+    texts: Sequence[str], links: Sequence[LinkProfile], names: Sequence[str]
+) -> tuple[LinkSpeed, tuple[LinkProfile, ...]]:
+    default, chosen = DEFAULT_LINK, list[LinkProfile]()
+    for text in texts:
+        pair, speed = _split_link(text)
+        if pair is None:
+            default = speed
+        else:
+            a, b = (check_name(name, names, "--link") for name in pair)
+            chosen += both_ways(a, b, speed)
+    return default, with_links(links, chosen)
+
+
+def _limits(wishes: Wishes, names: Sequence[str]) -> dict[str, Limits]:
+    def sizes(texts: Sequence[str], flag: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for text in texts:
+            name, equals, size = text.partition("=")
+            if not equals:
+                raise ConfigError(f"{flag} {text}: give a device and a size, as in {flag} {names[0]}=16GiB")
+            found[check_name(name, names, flag)] = parse_bytes(size, f"{flag} {name}")
+        return found
+
+    ram = sizes(wishes.max_ram, "--max-ram")
+    vram = sizes(wishes.max_vram, "--max-vram")
+    disk = sizes(wishes.max_disk, "--max-disk")
+    return {
+        name: Limits(ram_bytes=ram.get(name), vram_bytes=vram.get(name), disk_bytes=disk.get(name))
+        for name in {*ram, *vram, *disk}
+    }
+
+
+def _solver(text: str) -> Solver:
+    for solver in SOLVERS:
+        if solver == text:
+            return solver
+    raise ConfigError(f"--solver {text}: choose {' or '.join(SOLVERS)}")
+
+
+def _objective(text: str) -> Objective:
+    for objective in OBJECTIVES:
+        if objective == text:
+            return objective
+    raise ConfigError(f"--objective {text}: choose {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}")

@@ -1,0 +1,206 @@
+"""The answer of ``primad plan`` as values: what ``--json`` prints (docs/PLAN_JSON.md) and what table and plot show.
+
+Bytes and milliseconds, the unit last in every name. A change that takes a field away or gives it another meaning raises
+``SCHEMA``; new fields do not.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+SCHEMA: Final = 1
+
+
+class WindowPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One window, the ``index``-th of the route: layers ``first <= layer < last``, the last ``gpu_layers`` on the GPU."""
+
+    index: int
+    first: int
+    last: int
+    layers: int
+    gpu_layers: int
+    streamed_layers: int
+
+
+class DevicePart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one device has and does; milliseconds and disk bytes are those of one token in decode.
+
+    ``ram_bytes`` and ``vram_bytes`` are weights, KV cache and buffers that the plan puts there, of ``ram_limit_bytes`` and
+    ``vram_limit_bytes`` that it may fill. ``resident_bytes`` and ``streamed_bytes`` are weights of layers alone;
+    ``shard_bytes`` is what the layer cache holds. ``slots`` are the buffers that streamed layers pass through.
+    """
+
+    name: str
+    head: bool
+    windows: list[WindowPart]
+    layers: int
+    gpu_layers: int
+    resident_layers: int
+    streamed_layers: int
+    slots: int
+    ram_bytes: int
+    ram_limit_bytes: int
+    vram_bytes: int
+    vram_limit_bytes: int
+    resident_bytes: int
+    streamed_bytes: int
+    shard_bytes: int
+    disk_bytes_per_token: int
+    compute_ms: float
+    hop_ms: float
+    stall_ms: float
+    prefill_ms: float
+
+
+class Predicted(msgspec.Struct, frozen=True, kw_only=True):
+    """What is expected. ``tokens_per_s`` counts all sequences, ``exchange_ms`` a whole typical request.
+
+    ``compute_ms``, ``hop_ms`` and ``stall_ms`` add up to ``tpot_ms``; ``disk_ms`` is what the slowest disk needs for a
+    token, in parallel.
+    """
+
+    tpot_ms: float
+    ttft_ms: float
+    tokens_per_s: float
+    exchange_ms: float
+    bottleneck: str
+    compute_ms: float
+    hop_ms: float
+    stall_ms: float
+    disk_ms: float
+
+
+class ShortPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A limit that a plan breaks: ``what`` is RAM, VRAM or disk."""
+
+    what: str
+    where: str
+    needed_bytes: int
+    limit_bytes: int
+    short_bytes: int
+
+
+class Ring(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan and what it costs. ``solver`` is halda or paper; ``short`` is empty for a plan that fits."""
+
+    solver: str
+    head: str
+    rounds: int
+    output_on_gpu: bool
+    devices: list[DevicePart]
+    predicted: Predicted
+    short: list[ShortPart]
+
+
+class LeftOutPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that gets nothing. ``slower_ms`` is what a token would take longer with it (negative: less); null: unknown.
+
+    ``objective_ms`` is the same for what the plan was made to keep small.
+    """
+
+    name: str
+    reason: str
+    slower_ms: float | None
+    objective_ms: float | None
+
+
+class AlonePart(msgspec.Struct, frozen=True, kw_only=True):
+    """One device without the others: ``predicted``, or why it cannot."""
+
+    name: str
+    predicted: Predicted | None
+    reason: str | None
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """How good the plan is known to be: what it makes small, its value, and a value that no plan can beat.
+
+    ``gap`` is the share that could at most be missing, 0 when ``proven``. All null for the paper's solver, which has none.
+    """
+
+    objective: str
+    objective_ms: float | None
+    bound_ms: float | None
+    gap: float | None
+    proven: bool
+    solver: str | None
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """The other solver's plan under the same evaluation, or why there is none.
+
+    ``claimed_ms`` is the time of a token that the paper's own model gives its plan; null for halda.
+    """
+
+    solver: str
+    ring: Ring | None
+    claimed_ms: float | None
+    reason: str | None
+
+
+class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
+    """The ``changes`` that were asked for and the plan ``before`` them, or why there was none."""
+
+    changes: list[str]
+    before: Ring | None
+    reason: str | None
+
+
+class ModelPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The model."""
+
+    name: str
+    architecture: str
+    layers: int
+    bytes: int
+
+
+class WorkloadPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan is for."""
+
+    context_tokens: int
+    sequences: int
+    prompt_tokens: int
+    answer_tokens: int
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``device`` does while one token is made.
+
+    ``kind`` is compute, stall, load (its disk reads ahead) or hop (it sends); ``layers`` are those that are computed, read
+    or waited for.
+    """
+
+    device: str
+    kind: str
+    layers: list[int]
+    start_ms: float
+    end_ms: float
+
+
+class Explanation(Ring, frozen=True, kw_only=True):
+    """The whole answer; ``schema`` is ``SCHEMA``, ``primad`` the version that answered.
+
+    ``simulated_tpot_ms`` and ``timeline`` come from a simulation of the ring, event by event: it knows when which layer is
+    read, where the prediction only knows that the disk has time enough.
+    """
+
+    schema: int
+    primad: str
+    model: ModelPart
+    workload: WorkloadPart
+    proof: Proof
+    left_out: list[LeftOutPart]
+    alone: list[AlonePart]
+    compared: Compared
+    what_if: WhatIf | None
+    simulated_tpot_ms: float
+    timeline: list[Span]
+
+
+def encode(answer: Explanation) -> bytes:
+    """``answer`` as ``--json`` prints it, the version of the schema first."""
+    content = msgspec.to_builtins(answer)
+    return msgspec.json.format(msgspec.json.encode({"schema": answer.schema, **content}), indent=2) + b"\n"

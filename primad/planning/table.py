@@ -1,0 +1,207 @@
+"""An explanation for people: a table of devices, then what to expect in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Final, Literal
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from primad.planning.schema import Compared, DevicePart, Explanation, Predicted, Proof, Ring, WhatIf
+from primad.planning.units import show_bytes, show_ms, show_speed
+
+_PLAIN_WIDTH: Final = 160
+"""Columns where no terminal says how many there are."""
+_WIDE: Final = 110
+"""Columns that the whole table of devices takes; on fewer it comes in two."""
+_WHERE: Final = ("windows", "GPU", "resident", "streamed", "RAM", "VRAM")
+_WHEN: Final = ("disk", "compute", "hops", "stall")
+_UNDER: Final = {
+    **dict.fromkeys(("windows", "GPU", "resident", "streamed"), "layers"),
+    **dict.fromkeys(_WHEN, "a token"),
+}
+_CLOSE: Final = 0.02
+"""Relative difference of prediction and simulation that goes without saying."""
+_GOALS: Final = {
+    "latency": "the time of a token",
+    "ttft": "the time to the first token",
+    "throughput": "the time between tokens of all sequences",
+    "balanced": "the time of a request",
+}
+
+
+def show(answer: Explanation, console: Console) -> None:
+    """Print ``answer``."""
+    if not console.is_terminal:
+        console.width = max(console.width, _PLAIN_WIDTH)
+    console.print(render(answer, console.width))
+
+
+def render(answer: Explanation, width: int) -> RenderableType:
+    """``answer`` as rich shows it on ``width`` columns."""
+    parts: list[RenderableType] = [Text(_title(answer), style="bold")]
+    parts += [_devices(answer, names) for names in ((_WHERE, _WHEN) if width < _WIDE else ((*_WHERE, *_WHEN),))]
+    if answer.what_if is not None:
+        parts += [Text(f"What if {', '.join(answer.what_if.changes)}", style="bold"), _change(answer.what_if, answer)]
+    return Group(*parts, _facts(answer))
+
+
+def _title(answer: Explanation) -> str:
+    model, count = answer.model, len(answer.devices)
+    by = " by the paper's solver" if answer.solver == "paper" else ""
+    return (
+        f"{model.name} ({model.layers} layers, {show_bytes(model.bytes)}) on {_count(count, 'device')}, head {answer.head}, "
+        f"{_count(answer.rounds, 'round')} a token{by}"
+    )
+
+
+def _devices(answer: Ring, columns: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column("device", overflow="fold")
+    for column in columns:
+        justify: Literal["left", "right"] = "left" if column == "windows" else "right"
+        table.add_column(f"{column}\n{_UNDER.get(column, '')}", justify=justify, overflow="fold")
+    for device in answer.devices:
+        cells = _cells(device)
+        table.add_row(device.name, *(cells[column] for column in columns))
+    return table
+
+
+def _cells(device: DevicePart) -> dict[str, str]:
+    return {
+        "windows": _runs(window.layers for window in device.windows),
+        "GPU": _runs(window.gpu_layers for window in device.windows) if device.gpu_layers else "-",
+        "resident": str(device.resident_layers),
+        "streamed": str(device.streamed_layers or "-"),
+        "RAM": show_bytes(device.ram_bytes),
+        "VRAM": show_bytes(device.vram_bytes),
+        "disk": show_bytes(device.disk_bytes_per_token),
+        "compute": show_ms(device.compute_ms),
+        "hops": show_ms(device.hop_ms),
+        "stall": show_ms(device.stall_ms),
+    }
+
+
+def _facts(answer: Explanation) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    work, found = answer.workload, answer.predicted
+    table.add_row("a token", f"{show_ms(found.tpot_ms)}, {_speed(answer)}{_simulated(answer)}")
+    table.add_row("first token", f"{show_ms(found.ttft_ms)} for a prompt of {_count(work.prompt_tokens, 'token')}")
+    table.add_row("a request", f"{show_ms(found.exchange_ms)} with an answer of {_count(work.answer_tokens, 'token')}")
+    table.add_row("bottleneck", found.bottleneck)
+    if answer.short:
+        table.add_row("does not fit", _short(answer))
+    table.add_row("how good", _proof(answer.proof))
+    for i, left in enumerate(answer.left_out):
+        table.add_row("left out" if i == 0 else "", f"{left.name}: {left.reason}")
+    table.add_row("best alone", _alone(answer))
+    table.add_row("the paper's plan" if answer.compared.solver == "paper" else "Halda's plan", _compared(answer))
+    return table
+
+
+def _speed(answer: Explanation) -> str:
+    speed = show_speed(answer.predicted.tokens_per_s)
+    sequences = answer.workload.sequences
+    return speed if sequences == 1 else f"{speed} with {sequences} sequences"
+
+
+def _simulated(answer: Explanation) -> str:
+    simulated = answer.simulated_tpot_ms
+    if abs(simulated / answer.predicted.tpot_ms - 1) < _CLOSE:
+        return ""
+    return f"; {show_ms(simulated)} in a simulation of every read and hop"
+
+
+def _short(ring: Ring) -> str:
+    return ", ".join(
+        f"{short.what} of {short.where} is short of {show_bytes(short.short_bytes)}" for short in ring.short
+    )
+
+
+def _proof(proof: Proof) -> str:
+    goal = _GOALS[proof.objective]
+    if proof.gap is None:
+        return "the paper's solver does not say"
+    if proof.proven:
+        return f"proven best for {goal}"
+    return f"within {100 * proof.gap:.3g} % of the best possible for {goal}; more --time-limit may find better"
+
+
+def _alone(answer: Explanation) -> str:
+    best = answer.alone[0]
+    if best.predicted is None:
+        return f"no device can hold it alone; {best.name}: {best.reason}"
+    times = best.predicted.tpot_ms / answer.predicted.tpot_ms
+    how = "" if len(answer.devices) == 1 and answer.head == best.name else f" ({times:.3g} times as long)"
+    return f"{best.name}: {show_ms(best.predicted.tpot_ms)} a token{how}, first token {show_ms(best.predicted.ttft_ms)}"
+
+
+def _compared(answer: Explanation) -> str:
+    compared: Compared = answer.compared
+    if compared.ring is None:
+        return f"none: {compared.reason}"
+    found = compared.ring.predicted
+    change = 100 * (found.tpot_ms / answer.predicted.tpot_ms - 1)
+    text = (
+        f"{show_ms(found.tpot_ms)} a token ({change:+.3g} %), first token {show_ms(found.ttft_ms)}, "
+        f"{_count(compared.ring.rounds, 'round')}: " + ", ".join(_share(device) for device in compared.ring.devices)
+    )
+    return f"{text}; does not fit: {_short(compared.ring)}" if compared.ring.short else text
+
+
+def _share(device: DevicePart) -> str:
+    notes = [f"{device.gpu_layers} on the GPU"] * bool(device.gpu_layers)
+    notes += [f"{device.streamed_layers} streamed"] * bool(device.streamed_layers)
+    return f"{device.name} {device.layers}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _change(what_if: WhatIf, after: Explanation) -> RenderableType:
+    if what_if.before is None:
+        return Text(f"before: no plan: {what_if.reason}\n")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for header in ("", "before", "after", "change"):
+        table.add_column(header, justify="right" if header else "left", overflow="fold")
+    before = what_if.before
+    for row in (*_speeds(before.predicted, after.predicted), *_memory(before.devices, after.devices)):
+        table.add_row(*row)
+    table.add_row("rounds", str(before.rounds), str(after.rounds), "")
+    table.add_row("head", before.head, after.head, "")
+    return table
+
+
+def _speeds(before: Predicted, after: Predicted) -> list[tuple[str, str, str, str]]:
+    rows = (
+        ("a token", before.tpot_ms, after.tpot_ms, show_ms),
+        ("speed", before.tokens_per_s, after.tokens_per_s, show_speed),
+        ("first token", before.ttft_ms, after.ttft_ms, show_ms),
+    )
+    return [(name, show(a), show(b), f"{100 * (b / a - 1):+.1f} %") for name, a, b, show in rows]
+
+
+def _memory(before: Sequence[DevicePart], after: Sequence[DevicePart]) -> list[tuple[str, str, str, str]]:
+    olds, news = ({device.name: device for device in devices} for devices in (before, after))
+    rows = []
+    for name in dict.fromkeys([*olds, *news]):
+        old, new = olds.get(name), news.get(name)
+        for what, field in (("RAM", "ram_bytes"), ("VRAM", "vram_bytes"), ("disk a token", "disk_bytes_per_token")):
+            a, b = (0 if device is None else int(getattr(device, field)) for device in (old, new))
+            if a or b:
+                change = "" if a == b else ("+" if b > a else "") + show_bytes(b - a)
+                rows.append((f"{what}, {name}", show_bytes(a), show_bytes(b), change))
+    return rows
+
+
+def _runs(counts: Iterable[int]) -> str:
+    """``12 x 3, 2``: equal neighbours together."""
+    runs = [(count, len(list(run))) for count, run in groupby(counts)]
+    return ", ".join(str(count) if times == 1 else f"{count} x {times}" for count, times in runs)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

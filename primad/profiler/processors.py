@@ -1,0 +1,187 @@
+"""Measure what computes: the CPU, and the GPU where llama.cpp can use one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from halda import CpuProfile, GpuProfile
+from primad.engine.devices import GpuDevice
+from primad.errors import EngineError
+from primad.profiler.memory import memory
+from primad.profiler.speeds import MAIN, REPEATS_S, TYPES, Bench, Patience, answered, measure_fixed, measure_types
+from primad.profiler.synthetic import BIG
+from primad.profiler.trials import child_trials
+
+logger = logging.getLogger(__name__)
+
+Advance = Callable[[str], None]
+"""Called before each step with what is measured now."""
+
+STEPS: Final = 2 + len(TYPES)
+_GPU_WEIGHTS: Final = 350_000_000
+"""Weights of a trial on a GPU: more than its caches hold, since nothing sweeps them."""
+_CPU_WEIGHTS: Final = 45_000_000
+"""Weights of a trial on the CPU: much beside the fixed costs, little enough to compute 512 rows often."""
+_SWEEP_BYTES: Final = 96 << 20
+_MOST_SWEEP_BYTES: Final = 256 << 20
+_WORTH: Final = 0.95
+"""Fewer threads leave cores to the owner, but must be faster by so much: timings are noisy."""
+
+
+def cores() -> int:
+    """Physical cores that this process may use."""
+    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
+    return max(1, min(physical, allowed))
+
+
+def measure_cpu(folder: Path, pinned: int | None, advance: Advance) -> CpuProfile:
+    """The profile of the CPU with ``pinned`` threads, or with the best counts that were tried.
+
+    Trials write to ``folder``. Raises ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
+    """
+    advance("threads")
+    patience = Patience(REPEATS_S)
+    counts = [pinned] if pinned is not None else sorted({cores(), max(1, cores() // 2)}, reverse=True)
+    tried = {}
+    for count in counts:
+        with _cpu_bench(folder, count, count, patience) as bench:
+            tried[count] = answered(bench.time(BIG, MAIN, bench.model(MAIN)[1], extra=(False,), prefill=True)[0])
+    threads = fastest({count: statistics.median(timings.decode_s) for count, timings in tried.items()})
+    batch_threads = fastest({count: statistics.median(timings.prefill_s) for count, timings in tried.items()})
+    with _cpu_bench(folder, threads, batch_threads, patience) as bench:
+        advance("layers")
+        fixed = measure_fixed(bench, tried[threads])
+        speeds = measure_types(bench, fixed, advance)
+    return CpuProfile(
+        name=cpu_name(),
+        cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
+        threads=threads,
+        batch_threads=batch_threads,
+        step_s=fixed.step_s,
+        layer_s=fixed.layer_s,
+        speeds=speeds,
+    )
+
+
+@contextlib.contextmanager
+def _cpu_bench(folder: Path, threads: int, batch_threads: int, patience: Patience) -> Iterator[Bench]:
+    with child_trials(max(threads, batch_threads)) as trials:
+        yield Bench(
+            trials=trials,
+            folder=folder,
+            threads=threads,
+            batch_threads=batch_threads,
+            on_gpu=False,
+            weights=_CPU_WEIGHTS,
+            sweep_bytes=sweep_bytes(),
+            patience=patience,
+        )
+
+
+def fastest(seconds: dict[int, float]) -> int:
+    """The count of threads with the least seconds; the largest count unless another is clearly faster."""
+    most = max(seconds)
+    best = min(seconds, key=lambda count: seconds[count])
+    return best if seconds[best] < _WORTH * seconds[most] else most
+
+
+def sweep_bytes() -> int:
+    """Bytes to read so that nothing of a layer is left in the caches: more than the last of them holds, within reason."""
+    largest = 0
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        try:
+            text = path.read_text().strip()
+            largest = max(
+                largest, int(text.rstrip("KMG")) * {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
+            )
+        except (OSError, ValueError):
+            continue
+    return min(max(_SWEEP_BYTES, 2 * largest), _MOST_SWEEP_BYTES)
+
+
+def list_gpus() -> Sequence[GpuDevice]:
+    """The GPUs that llama.cpp can use; none where asking for them fails."""
+    with child_trials(1) as trials:
+        answer = trials.gpus()
+    if isinstance(answer, str):
+        logger.warning("GPUs cannot be listed and stay unused: %s", answer)
+        return ()
+    return answer
+
+
+def measure_gpu(folder: Path, device: GpuDevice, threads: int, advance: Advance) -> GpuProfile | None:
+    """The profile of ``device``, or None where llama.cpp cannot compute on it.
+
+    The rate of its memory is the best rate of any type: reading is all that a decode step must do. Raises ``OSError``
+    when the files of the trials cannot be written.
+    """
+    with child_trials(threads) as trials:
+        bench = Bench(
+            trials=trials,
+            folder=folder,
+            threads=threads,
+            batch_threads=threads,
+            on_gpu=True,
+            weights=_GPU_WEIGHTS,
+            sweep_bytes=8,
+            patience=Patience(REPEATS_S),
+        )
+        try:
+            big = answered(bench.time(BIG, MAIN, bench.model(MAIN)[1], extra=(False,), prefill=False)[0])
+            fixed = measure_fixed(bench, big)
+            speeds = measure_types(bench, fixed, advance)
+        except EngineError as exc:
+            logger.warning("the GPU %s stays unused: %s", device.name, exc)
+            return None
+    return gpu_now(
+        GpuProfile(
+            name=device.name,
+            backend=device.backend,
+            vram_total_bytes=device.vram_total_bytes,
+            vram_available_bytes=device.vram_available_bytes,
+            unified_memory=device.unified_memory,
+            vram_read_bytes_per_s=max(speed.decode_bytes_per_s for speed in speeds),
+            step_s=fixed.step_s,
+            layer_s=fixed.layer_s,
+            speeds=speeds,
+        ),
+        [device],
+    )
+
+
+def gpu_now(gpu: GpuProfile, devices: Sequence[GpuDevice]) -> GpuProfile | None:
+    """``gpu`` with the memory that is free now; None when it is not among ``devices`` any more.
+
+    Memory that the GPU shares with the CPU is free only as far as the RAM is.
+    """
+    for device in devices:
+        if (device.name, device.backend) == (gpu.name, gpu.backend):
+            free = device.vram_available_bytes
+            if device.unified_memory:
+                free = min(free, memory().available_bytes)
+            return replace(gpu, vram_total_bytes=device.vram_total_bytes, vram_available_bytes=free)
+    return None
+
+
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    if platform.system() == "Linux":
+        try:
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            lines = []
+        for line in lines:
+            if line.startswith(("model name", "Model\t", "Hardware")):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

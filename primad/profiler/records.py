@@ -1,0 +1,131 @@
+"""What is kept of a measurement, and where.
+
+What belongs to the machine (processor, GPU, RAM) is kept in the user's cache folder, so several homes on one machine measure
+it once; it is told apart by machine, build of llama.cpp and pinned threads. What belongs to the file system under a home is
+kept in that home. A file that is damaged, or of another version or machine, counts as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import uuid
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+import platformdirs
+
+from halda import CpuProfile, DiskProfile, GpuProfile
+from primad.engine.build import build_id
+from primad.errors import ConfigError
+from primad.profiles import Implausible, check_cpu, check_disk, check_gpu
+
+VERSION: Final = 2
+"""Grows when the way of measuring changes."""
+Record = TypeVar("Record")
+
+
+class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a machine."""
+
+    version: int
+    measured: str
+    host: str
+    build: str
+    pinned_threads: int | None
+    ram_read_bytes_per_s: float
+    cpu: CpuProfile
+    gpu: GpuProfile | None
+
+
+class HomeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of the file system under a home; ``prefetch_call`` is the call that prefetched best."""
+
+    version: int
+    measured: str
+    host: str
+    disk: DiskProfile
+    prefetch_call: str
+
+
+def host_id() -> str:
+    """Equal for all processes of one machine; a digest, so that it tells others nothing else."""
+    return blake2b(f"primad {uuid.getnode()} {platform.node()}".encode(), digest_size=8).hexdigest()
+
+
+def machine_file(threads: int | None, folder: Path | None = None) -> Path:
+    """Where the figures of this machine are kept: in the user's cache folder unless ``folder`` is given.
+
+    Raises ``EngineError`` when llama.cpp is not installed.
+    """
+    key = blake2b(repr((VERSION, host_id(), build_id(), threads)).encode(), digest_size=8).hexdigest()
+    return (folder or Path(platformdirs.user_cache_dir("primad", appauthor=False))) / f"machine-{key}.json"
+
+
+def home_file(home: Path) -> Path:
+    """Where the figures of the file system under ``home`` are kept."""
+    return home / "profile.json"
+
+
+def read_machine(home: Path, threads: int | None) -> MachineRecord | None:
+    """The record of this machine, from the user's cache folder or from ``home``."""
+    for folder in (None, home):
+        record = _read(machine_file(threads, folder), MachineRecord)
+        if record is None or (record.version, record.host) != (VERSION, host_id()):
+            continue
+        with contextlib.suppress(Implausible):
+            check_cpu(record.cpu, record.ram_read_bytes_per_s)
+            if record.gpu is not None:
+                check_gpu(record.gpu)
+            return record
+    return None
+
+
+def read_home(home: Path) -> HomeRecord | None:
+    """The record of the file system under ``home``."""
+    record = _read(home_file(home), HomeRecord)
+    if record is None or (record.version, record.host) != (VERSION, host_id()):
+        return None
+    with contextlib.suppress(Implausible):
+        check_disk(record.disk)
+        return record
+    return None
+
+
+def write(machine: MachineRecord, disk: HomeRecord, home: Path) -> None:
+    """Keep both; that of the machine in ``home`` where the user's cache folder cannot be written.
+
+    Raises ``ConfigError`` when ``home`` cannot be written either.
+    """
+    try:
+        _replace(home_file(home), disk)
+        path = machine_file(machine.pinned_threads)
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path, machine)
+            return
+        _replace(machine_file(machine.pinned_threads, home), machine)
+    except OSError as exc:
+        raise ConfigError(
+            f"--home {home}: the profile cannot be kept there: {exc.strerror or exc}; choose another folder"
+        ) from exc
+
+
+def _replace(path: Path, record: MachineRecord | HomeRecord) -> None:
+    """Write ``path`` whole or not at all: others may read it meanwhile."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _read(path: Path, kind: type[Record]) -> Record | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,154 @@
+"""Write windows of made-up layers to time: the shape of a llama, any quantisation type, in the files the engine loads.
+
+Weights are random quants under fixed small scales, so that numbers stay finite and of ordinary size, as fast to compute as
+any model's. One piece of 256 KiB repeats: what is timed reads every byte from its own place all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from primad.engine.protocol import WindowFiles
+from primad.gguf.header import Value, scalar_value
+from primad.gguf.layers import ALIGNMENT, LayerTensor, SmallTensor, layer_header, metadata_split
+
+_PIECE_BYTES: Final = 256 << 10
+_SCALE: Final = 2.0**-12
+_SCALES_AT: Final[dict[str, tuple[int, ...]]] = {
+    "Q8_0": (0,),
+    "Q6_K": (208,),
+    "Q5_K": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q3_K": (108,),
+    "Q2_K": (80, 82),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+"""Where in a block of the type its half-precision scales (and minimum) stand (ggml-common.h)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """The sizes of a layer: ``heads`` heads of ``width / heads`` channels, ``heads_kv`` of them for keys and values."""
+
+    width: int
+    feed_forward: int
+    heads: int
+    heads_kv: int
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Name -> (columns, rows) of every matrix."""
+        keys = self.width // self.heads * self.heads_kv
+        return {
+            "attn_q": (self.width, self.width),
+            "attn_k": (self.width, keys),
+            "attn_v": (self.width, keys),
+            "attn_output": (self.width, self.width),
+            "ffn_gate": (self.width, self.feed_forward),
+            "ffn_up": (self.width, self.feed_forward),
+            "ffn_down": (self.feed_forward, self.width),
+        }
+
+    @property
+    def weights(self) -> int:
+        """Number of weights of all matrices."""
+        return sum(math.prod(shape) for shape in self.matrices().values())
+
+    def weight_bytes(self, kind: str) -> int:
+        """Bytes of all matrices as ``kind``."""
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        return self.weights // block * block_bytes
+
+
+BIG: Final = LayerShape(width=1280, feed_forward=4096, heads=10, heads_kv=2)
+"""A layer as those of models of a billion weights and more."""
+MIDDLE: Final = LayerShape(width=768, feed_forward=2560, heads=12, heads_kv=4)
+"""A layer as those of models of some hundred million weights."""
+SMALL: Final = LayerShape(width=256, feed_forward=256, heads=4, heads_kv=1)
+"""A layer that costs little besides its fixed cost."""
+
+
+def write_window(folder: Path, shape: LayerShape, kind: str, layers: int, gpu_layers: int) -> WindowFiles:
+    """Write a window of ``layers`` layers of type ``kind`` to ``folder``. Raises ``OSError``."""
+    tensors = _tensors(shape, kind)
+    piece = _piece(kind)
+    norms = np.ones(shape.width, np.float32).tobytes()
+    paths = []
+    for number in range(layers):
+        path = folder / f"layer-{number}.gguf"
+        with path.open("wb") as file:
+            file.write(layer_header(tensors, number=number, split=number + 1))
+            for tensor in tensors:
+                is_norm = len(tensor.shape) == 1
+                _fill(file, norms if is_norm else piece, tensor.size_bytes)
+                file.write(bytes(-tensor.size_bytes % ALIGNMENT))
+        paths.append(str(path))
+    metadata = folder / "window.gguf"
+    metadata.write_bytes(_metadata(shape, layers, len(tensors)))
+    return WindowFiles(metadata=str(metadata), layers=tuple(paths), layer_count=layers, gpu_layers=gpu_layers)
+
+
+def _fill(file: BinaryIO, piece: bytes, size: int) -> None:
+    for _ in range(size // len(piece)):
+        file.write(piece)
+    file.write(piece[: size % len(piece)])
+
+
+def _tensors(shape: LayerShape, kind: str) -> list[LayerTensor]:
+    norm = (GGMLQuantizationType.F32, (shape.width,))
+    sizes: dict[str, tuple[GGMLQuantizationType, tuple[int, ...]]] = {"attn_norm": norm, "ffn_norm": norm}
+    sizes |= {name: (GGMLQuantizationType[kind], matrix) for name, matrix in shape.matrices().items()}
+    tensors, offset = [], 0
+    for name, (type_, extents) in sizes.items():
+        block, block_bytes = GGML_QUANT_SIZES[type_]
+        size = math.prod(extents) // block * block_bytes
+        tensors.append(LayerTensor(f"blk.*.{name}.weight", int(type_), extents, offset, size))
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
+    return tensors
+
+
+def _metadata(shape: LayerShape, layers: int, tensors: int) -> bytes:
+    numbers: dict[str, float | int | str] = {
+        "general.architecture": "llama",
+        "llama.context_length": 4096,
+        "llama.embedding_length": shape.width,
+        "llama.block_count": layers,
+        "llama.feed_forward_length": shape.feed_forward,
+        "llama.attention.head_count": shape.heads,
+        "llama.attention.head_count_kv": shape.heads_kv,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.dimension_count": shape.width // shape.heads,
+        "llama.vocab_size": 1,
+        "tokenizer.ggml.model": "none",
+    }
+    kinds = {int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
+    values: dict[str, Value] = {key: scalar_value(kinds[type(number)], number) for key, number in numbers.items()}
+    row = np.ones(shape.width, np.float32).tobytes()
+    small = [
+        SmallTensor(name=name, type=GGMLQuantizationType.F32, shape=extents, data=row)
+        for name, extents in (("output_norm.weight", (shape.width,)), ("token_embd.weight", (shape.width, 1)))
+    ]
+    return metadata_split(values, small, splits=1 + layers, tensors=len(small) + layers * tensors)
+
+
+def _piece(kind: str) -> bytes:
+    random = np.random.default_rng(0)
+    if kind in ("F32", "F16"):
+        numbers = random.standard_normal(_PIECE_BYTES // 4).astype(np.float32) * np.float32(0.02)
+        return bytes(numbers.astype(np.float16 if kind == "F16" else np.float32).tobytes())
+    block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    data = np.frombuffer(bytearray(random.bytes(_PIECE_BYTES // block_bytes * block_bytes)), np.uint8)
+    blocks = data.reshape(-1, block_bytes)
+    for at in _SCALES_AT[kind]:
+        blocks[:, at : at + 2] = np.frombuffer(np.float16(_SCALE).tobytes(), np.uint8)
+    return bytes(blocks.tobytes())

@@ -1,0 +1,77 @@
+"""A device profile for the eyes of its owner: SI units with prefixes, what was measured and what is free now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from halda import DeviceProfile, TypeSpeed
+
+
+def profile_table(profile: DeviceProfile) -> Iterator[Table]:
+    """The tables to print, one after another."""
+    cpu, disk = profile.cpu, profile.disk
+    facts = Table("", "", show_header=False, box=None, pad_edge=False)
+    rows = [
+        ("device", f"{profile.device} ({profile.system} {profile.machine})"),
+        ("processor", f"{cpu.name}, {cpu.cores} cores; {cpu.threads} threads decode, {cpu.batch_threads} prefill"),
+        ("fixed cost", f"{cpu.step_s * 1e6:.0f} us a window, {cpu.layer_s * 1e6:.0f} us a layer"),
+        (
+            "memory",
+            f"{_bytes(profile.ram_available_bytes)} free of {_bytes(profile.ram_total_bytes)}, read at "
+            f"{_bytes(profile.ram_read_bytes_per_s)}/s",
+        ),
+        (
+            "disk",
+            f"{_bytes(disk.free_bytes)} free, prefetched at {_bytes(disk.prefetch_bytes_per_s)}/s, by page faults at "
+            f"{_bytes(disk.fault_bytes_per_s)}/s, 4 kB at random at {_bytes(disk.random_bytes_per_s)}/s",
+        ),
+    ]
+    gpu = profile.gpu
+    if gpu is None:
+        rows.append(("GPU", "none that the installed llama.cpp can use"))
+    else:
+        memory = "shared with the processor" if gpu.unified_memory else "its own"
+        rows.append(
+            (
+                "GPU",
+                f"{gpu.name} ({gpu.backend}), {_bytes(gpu.vram_available_bytes)} free of {_bytes(gpu.vram_total_bytes)}, "
+                f"{memory}, read at {_bytes(gpu.vram_read_bytes_per_s)}/s; {gpu.step_s * 1e6:.0f} us a window, "
+                f"{gpu.layer_s * 1e6:.0f} us a layer",
+            )
+        )
+    for label, text in rows:
+        facts.add_row(label, escape(text))
+    yield facts
+    yield _speeds("processor", cpu.speeds)
+    if gpu is not None:
+        yield _speeds("GPU", gpu.speeds)
+
+
+def _speeds(title: str, speeds: Sequence[TypeSpeed]) -> Table:
+    table = Table(title, "decode", "8 rows", "prefill", "extra buffers", "spread", pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for speed in speeds:
+        table.add_row(
+            escape(speed.type),
+            f"{_bytes(speed.decode_bytes_per_s)}/s",
+            f"{_bytes(speed.batch_bytes_per_s)}/s",
+            _flop(speed.prefill_flop_per_s),
+            "on" if speed.extra_buffers else "off",
+            f"{speed.decode_spread:.0%} / {speed.prefill_spread:.0%}",
+        )
+    return table
+
+
+def _bytes(count: float) -> str:
+    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if count >= 10**power:
+            return f"{count / 10**power:.3g} {prefix}B"
+    return f"{count:.0f} B"
+
+
+def _flop(rate: float) -> str:
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"

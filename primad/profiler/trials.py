@@ -1,0 +1,123 @@
+"""The daemon's side of trials: one child times window after window.
+
+A crash or a hang of it is an answer, too, and the next task gets a new child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+
+from primad.engine.devices import GpuDevice
+from primad.profiler.trial import Gpus, ListGpus, Task, TimeWindow, Timings
+from primad.ring.spawn import environment
+
+TIMEOUT_S: Final = 90.0
+Answer = TypeVar("Answer")
+
+
+class Trials(Protocol):
+    """Times windows in a process of its own. Text instead of an answer says in one line how that process ended."""
+
+    def time(self, task: TimeWindow) -> Timings | str:
+        """Time the window of ``task``."""
+
+    def gpus(self) -> tuple[GpuDevice, ...] | str:
+        """The GPUs that llama.cpp can use."""
+
+
+class ChildTrials:
+    """``Trials`` in children with the environment of a ring process of ``threads`` compute threads."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._child: subprocess.Popen[bytes] | None = None
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by ``close``)
+
+    def time(self, task: TimeWindow) -> Timings | str:
+        """As in ``Trials``."""
+        return self._ask(task, Timings)
+
+    def gpus(self) -> tuple[GpuDevice, ...] | str:
+        """As in ``Trials``."""
+        answer = self._ask(ListGpus(), Gpus)
+        return answer if isinstance(answer, str) else answer.gpus
+
+    def close(self) -> None:
+        """End the child, whatever it does."""
+        if self._child is not None:
+            self._child.kill()
+            self._bury(self._child)
+        self._errors.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """A child with a session of its own: Ctrl-C in a terminal must not end it, which would look like a crash."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "primad.profiler.trial"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment(os.environ, self._threads, 0),
+            start_new_session=True,
+        )
+
+    def _ask(self, task: Task, kind: type[Answer]) -> Answer | str:
+        if self._child is None:
+            self._child = self._start()
+        child = self._child
+        assert child.stdin is not None
+        assert child.stdout is not None
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            child.kill()
+
+        timer = threading.Timer(TIMEOUT_S, give_up)
+        timer.start()
+        try:
+            with contextlib.suppress(OSError):  # it may be gone: then there is no answer
+                child.stdin.write(msgspec.json.encode(task) + b"\n")
+                child.stdin.flush()
+            answer = child.stdout.readline()
+        finally:
+            timer.cancel()
+        if answer.endswith(b"\n"):
+            return msgspec.json.decode(answer, type=kind)
+        code = self._bury(child)
+        if late.is_set():
+            return f"a trial did not end within {TIMEOUT_S:g} s"
+        said = self._last_line()
+        return f"a trial ended with code {code}" + (f": {said}" if said else "")
+
+    def _bury(self, child: subprocess.Popen[bytes]) -> int:
+        self._child = None
+        code = child.wait()
+        for stream in (child.stdin, child.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+        return code
+
+    def _last_line(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode("utf-8", errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+
+@contextlib.contextmanager
+def child_trials(threads: int) -> Iterator[ChildTrials]:
+    """``ChildTrials`` that end with the block."""
+    trials = ChildTrials(threads)
+    try:
+        yield trials
+    finally:
+        trials.close()

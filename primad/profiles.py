@@ -1,0 +1,181 @@
+"""Is a device profile believable? Asked of files and of peers alike, before the solver reckons with it.
+
+Each figure has bounds that span phones to servers with several H200, and figures that hang together are compared, so that a
+slip of the unit by 1,000 stands out: nothing computes weights three times as fast as its memory can be read, or at a
+hundredth of that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, Final
+
+from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, TypeSpeed
+from halda.quantisation import BYTES_PER_WEIGHT, bytes_per_weight
+from primad.config import NAME
+from primad.errors import printable
+
+_BYTES: Final = (0, 1e18)
+_RATE: Final = (1e6, 2e13)
+_BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
+    DeviceProfile: {
+        "ram_total_bytes": (64e6, 1e14),
+        "ram_available_bytes": (0, 1e14),
+        "ram_read_bytes_per_s": (1e8, 2e13),
+    },
+    CpuProfile: {
+        "cores": (1, 4096),
+        "threads": (1, 1024),
+        "batch_threads": (1, 1024),
+        "step_s": (1e-6, 0.05),
+        "layer_s": (2e-7, 0.01),
+    },
+    GpuProfile: {
+        "vram_total_bytes": (1e6, 1e14),
+        "vram_available_bytes": (0, 1e14),
+        "vram_read_bytes_per_s": (1e9, 1e14),
+        "step_s": (1e-6, 0.05),
+        "layer_s": (2e-7, 0.01),
+    },
+    DiskProfile: {
+        "prefetch_bytes_per_s": (1e6, 2e11),
+        "fault_bytes_per_s": (1e5, 2e11),
+        "random_bytes_per_s": (1e4, 1e11),
+        "free_bytes": _BYTES,
+    },
+    TypeSpeed: {
+        "decode_bytes_per_s": _RATE,
+        "batch_bytes_per_s": _RATE,
+        "prefill_flop_per_s": (1e8, 1e16),
+        "decode_spread": (0, 1000),
+        "prefill_spread": (0, 1000),
+    },
+}
+"""Least and most of every figure."""
+_TEXT: Final = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,200}")
+_MOST_READ_ALL_S: Final = 100.0
+"""No machine has more RAM than it can read in this time; most need about a second."""
+_DECODE_OF_READ: Final = (1 / 100, 3.0)
+_BATCH_OF_DECODE: Final = (1 / 40, 4.0)
+_PREFILL_OF_DECODE: Final = (0.4, 400.0)
+_FAULT_OF_PREFETCH: Final = (1 / 100, 5.0)
+_PREFETCH_OF_RANDOM: Final = (0.5, 5000.0)
+
+
+class Implausible(Exception):  # noqa: N818
+    """A figure that cannot be: ``path`` (dotted) names it, ``what`` is what it is, ``why`` one clause about it."""
+
+    def __init__(self, path: str, what: str, why: str) -> None:
+        super().__init__(f"{path} is {what}; {why}")
+
+
+def shown(value: object) -> str:
+    """A value of a profile as part of a line."""
+    return f"'{printable(value, 70)}'" if isinstance(value, str) else printable(value, 70)
+
+
+def check_profile(profile: DeviceProfile) -> None:
+    """Judge a profile of the right types. Raises ``Implausible`` for the first figure that cannot be."""
+    if not NAME.fullmatch(profile.device):
+        raise Implausible("device", shown(profile.device), "no device name: up to 62 letters, digits, '.', '_' and '-'")
+    _check_bounds(profile, "")
+    _at_most(profile, "ram_available_bytes", "ram_total_bytes", "")
+    if profile.ram_total_bytes > _MOST_READ_ALL_S * profile.ram_read_bytes_per_s:
+        raise Implausible(
+            "ram_total_bytes",
+            shown(profile.ram_total_bytes),
+            f"more than {_MOST_READ_ALL_S:g} s at ram_read_bytes_per_s, which is {profile.ram_read_bytes_per_s:g}; "
+            "check the units of both",
+        )
+    check_cpu(profile.cpu, profile.ram_read_bytes_per_s)
+    check_disk(profile.disk)
+    if profile.gpu is not None:
+        check_gpu(profile.gpu)
+
+
+def check_cpu(cpu: CpuProfile, ram_read_bytes_per_s: float) -> None:
+    """Judge a processor and the memory it reads. Raises ``Implausible``."""
+    _check_bounds(cpu, "cpu.")
+    _check_speeds(cpu.speeds, "cpu.speeds", ram_read_bytes_per_s, "ram_read_bytes_per_s")
+
+
+def check_gpu(gpu: GpuProfile) -> None:
+    """Judge a GPU. Raises ``Implausible``."""
+    _check_bounds(gpu, "gpu.")
+    _at_most(gpu, "vram_available_bytes", "vram_total_bytes", "gpu.")
+    _check_speeds(gpu.speeds, "gpu.speeds", gpu.vram_read_bytes_per_s, "gpu.vram_read_bytes_per_s")
+
+
+def check_disk(disk: DiskProfile) -> None:
+    """Judge a disk. Raises ``Implausible``."""
+    _check_bounds(disk, "disk.")
+    prefetch, path = disk.prefetch_bytes_per_s, "disk.prefetch_bytes_per_s"
+    _ratio("disk.fault_bytes_per_s", disk.fault_bytes_per_s, path, prefetch, _FAULT_OF_PREFETCH)
+    _ratio(path, prefetch, "disk.random_bytes_per_s", disk.random_bytes_per_s, _PREFETCH_OF_RANDOM)
+
+
+def _check_bounds(values: Any, prefix: str) -> None:
+    """Every number within its bounds (so none is NaN or infinite), every text one line."""
+    bounds = _BOUNDS[type(values)]
+    for field in fields(values):
+        value = getattr(values, field.name)
+        if field.name in bounds:
+            least, most = bounds[field.name]
+            if not least <= value <= most:
+                raise Implausible(
+                    f"{prefix}{field.name}", shown(value), f"expected {least:g} to {most:g}; check its unit"
+                )
+        elif isinstance(value, str) and not _TEXT.fullmatch(value):
+            raise Implausible(f"{prefix}{field.name}", shown(value), "expected one line of 1 to 200 characters")
+
+
+def _at_most(values: Any, name: str, limit: str, prefix: str) -> None:
+    if getattr(values, name) > getattr(values, limit):
+        raise Implausible(
+            f"{prefix}{name}",
+            shown(getattr(values, name)),
+            f"more than {prefix}{limit}, which is {getattr(values, limit)}",
+        )
+
+
+def _check_speeds(speeds: Sequence[TypeSpeed], path: str, read: float, read_path: str) -> None:
+    if not speeds:
+        raise Implausible(path, "empty", "at least one quantisation type must be measured")
+    seen = set()
+    for number, speed in enumerate(speeds):
+        at = f"{path}[{number}]."
+        if speed.type not in BYTES_PER_WEIGHT:
+            raise Implausible(f"{at}type", shown(speed.type), "no quantisation type of GGUF, such as Q4_K")
+        if speed.type in seen:
+            raise Implausible(f"{at}type", shown(speed.type), "the type stands there twice; keep one of the two")
+        seen.add(speed.type)
+        _check_bounds(speed, at)
+        decode = speed.decode_bytes_per_s
+        _ratio(f"{at}decode_bytes_per_s", decode, read_path, read, _DECODE_OF_READ)
+        _ratio(
+            f"{at}batch_bytes_per_s",
+            speed.batch_bytes_per_s,
+            f"{at}decode_bytes_per_s",
+            decode,
+            _BATCH_OF_DECODE,
+        )
+        one_row = 2 * decode / bytes_per_weight(speed.type)
+        _ratio(
+            f"{at}prefill_flop_per_s",
+            speed.prefill_flop_per_s,
+            f"the FLOP/s of {at}decode_bytes_per_s",
+            one_row,
+            _PREFILL_OF_DECODE,
+        )
+
+
+def _ratio(path: str, value: float, other_path: str, other: float, bounds: tuple[float, float]) -> None:
+    least, most = bounds
+    if not other > 0 or not least <= value / other <= most:
+        raise Implausible(
+            path,
+            shown(value),
+            f"expected {least:g} to {most:g} times {other_path}, which is {other:g}; check the units of both",
+        )

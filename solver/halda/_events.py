@@ -1,0 +1,340 @@
+"""The ring as events in time: what is computed, read and sent when. ``simulate.py`` makes its input and reads its output.
+
+A ``Stop`` is what a device computes between receiving a hidden state and sending one: a window, or windows that follow each
+other on it, the tail and the next token's first window among them. Every device serves stops in the order of their
+arrival. In a ring nothing overtakes: steps enter in the order of their sequences and keep it, so each device serves all
+sequences at its first stop, then all at its second, and so on. That makes the order of use known from the start, and
+loaders read ahead in it without a guess. (A device must therefore always send to the same next one.)
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import islice
+from typing import Final, Literal
+
+Kind = Literal["compute", "stall", "load", "hop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """What ``device`` does from ``start_s`` to ``end_s``, and with which layers (none for a hop)."""
+
+    device: str
+    kind: Kind
+    start_s: float
+    end_s: float
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Layers that are computed without a break in ``seconds``; a streamed one is alone. ``ends`` the step."""
+
+    layers: tuple[int, ...]
+    seconds: float
+    streamed: bool
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What station ``station`` computes at once. A step enters the ring at piece ``entry`` of the first stop."""
+
+    station: int
+    pieces: tuple[Piece, ...]
+    entry: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixture:
+    """What a station has: its machine's number, slots, bytes and seconds of a read, and its outgoing link."""
+
+    device: str
+    host: int
+    slots: int
+    layer_bytes: Sequence[int]
+    disk_bytes_per_s: float
+    transfer_s: float
+    delay_s: float
+    """From the end of the transfer to the arrival."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums of one station since the beginning, in seconds, layers and bytes."""
+
+    compute_s: float = 0.0
+    stall_s: float = 0.0
+    disk_s: float = 0.0
+    link_s: float = 0.0
+    hop_s: float = 0.0
+    layers: int = 0
+    disk_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Host:
+    """One machine: processes and disk of its devices wait for each other, first come, first served."""
+
+    computing: bool = False
+    reading: bool = False
+    to_compute: deque[_Station] = field(default_factory=deque)
+    to_read: deque[_Station] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _Station:
+    """One device at work. ``visit`` is (sequence, stop) that it computes; ``at`` the piece of that stop."""
+
+    fixture: Fixture
+    host: _Host
+    reads: Iterator[int]
+    free_slots: int
+    tally: Tally = field(default_factory=Tally)
+    queue: deque[tuple[int, int]] = field(default_factory=deque)
+    visit: tuple[int, int] | None = None
+    at: int = 0
+    compute_since: float | None = None
+    stall_since: float | None = None
+    read: deque[int] = field(default_factory=deque)
+    """Layers in slots, in the order of use."""
+    reading: int | None = None
+    read_since: float | None = None
+    link_free_s: float = 0.0
+    arrival_s: float = 0.0
+    """Of the last message that was sent."""
+    coming: deque[tuple[int, int]] = field(default_factory=deque)
+    """Visits on the link to this station."""
+
+
+class Ring:
+    """Steps of ``sequences`` on their way over ``stops``, again and again if ``cyclic``, else once.
+
+    ``jitter`` is the share of every hop's delay that is random: exponentially distributed, the mean kept. Links keep the
+    order. ``filled``: the slots are full at the start. ``through(sequence)`` is called whenever a step is through.
+    """
+
+    def __init__(
+        self,
+        stops: Sequence[Stop],
+        fixtures: Sequence[Fixture],
+        *,
+        sequences: int,
+        cyclic: bool,
+        filled: bool,
+        jitter: float,
+        seed: int,
+        through: Callable[[int], None],
+    ) -> None:
+        assert 0 <= jitter <= 1
+        assert sequences >= 1
+        self.now = 0.0
+        self.trace: list[Interval] | None = None
+        self._stops: Final = stops
+        self._cyclic: Final = cyclic
+        self._jitter: Final = jitter
+        self._random: Final = random.Random(seed)
+        self._through: Final = through
+        self._events: list[tuple[float, int, Callable[[_Station], None], _Station]] = []
+        self._count = 0
+        hosts = {fixture.host: _Host() for fixture in fixtures}
+        self._stations = [
+            _Station(
+                fixture=fixture,
+                host=hosts[fixture.host],
+                reads=_order_of_use([stop for stop in stops if stop.station == i], sequences, cyclic=cyclic),
+                free_slots=fixture.slots,
+            )
+            for i, fixture in enumerate(fixtures)
+        ]
+        if filled:
+            for station in self._stations:
+                station.read.extend(islice(station.reads, station.free_slots))
+                station.free_slots -= len(station.read)
+        self._stations[stops[0].station].queue.extend((sequence, 0) for sequence in range(sequences))
+        self._entering = sequences
+
+    @property
+    def tallies(self) -> list[Tally]:
+        """What every station has done until now."""
+        return [replace(station.tally) for station in self._stations]
+
+    def run(self, more: Callable[[], bool]) -> None:
+        """Let events happen as long as there are any and ``more()`` says so."""
+        for station in self._stations:
+            self._read(station)
+        self._begin(self._stations[self._stops[0].station])
+        while self._events and more():
+            self.now, _, happen, station = heappop(self._events)
+            happen(station)
+
+    def unfinished(self) -> list[Interval]:
+        """What goes on right now, as if it ended now."""
+        found = []
+        for station in self._stations:
+            if station.read_since is not None and station.reading is not None:
+                found.append(self._interval(station, "load", station.read_since, self.now, (station.reading,)))
+            if station.compute_since is not None:
+                layers = self._piece(station).layers
+                found.append(self._interval(station, "compute", station.compute_since, self.now, layers))
+            if station.stall_since is not None:
+                layers = self._piece(station).layers
+                found.append(self._interval(station, "stall", station.stall_since, self.now, layers))
+        return found
+
+    def _at(self, time_s: float, happen: Callable[[_Station], None], station: _Station) -> None:
+        self._count += 1
+        heappush(self._events, (time_s, self._count, happen, station))
+
+    def _piece(self, station: _Station) -> Piece:
+        assert station.visit is not None
+        return self._stops[station.visit[1]].pieces[station.at]
+
+    # ---- compute ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, station: _Station) -> None:
+        """Turn to the next visit that has arrived, if any."""
+        station.visit, station.at = None, 0
+        if station.queue:
+            station.visit = station.queue.popleft()
+            if self._entering and station.visit[1] == 0:
+                # The steps that enter are the first that are served at the first stop.
+                self._entering -= 1
+                station.at = self._stops[0].entry
+            self._go_on(station)
+
+    def _go_on(self, station: _Station) -> None:
+        """Compute the next piece, or wait for its layer."""
+        if self._piece(station).streamed and not station.read:
+            station.stall_since = self.now
+        elif station.host.computing:
+            station.host.to_compute.append(station)
+        else:
+            self._compute(station)
+
+    def _compute(self, station: _Station) -> None:
+        station.host.computing = True
+        station.compute_since = self.now
+        self._at(self.now + self._piece(station).seconds, self._computed, station)
+
+    def _computed(self, station: _Station) -> None:
+        piece, tally, since = self._piece(station), station.tally, station.compute_since
+        assert since is not None
+        assert station.visit is not None
+        tally.compute_s += piece.seconds
+        tally.layers += len(piece.layers)
+        self._note(station, "compute", since, self.now, piece.layers)
+        station.compute_since = None
+        station.host.computing = False
+        if station.host.to_compute:
+            self._compute(station.host.to_compute.popleft())
+        if piece.streamed:
+            assert station.read.popleft() == piece.layers[0], "layers are read in the order of use"
+            station.free_slots += 1
+            self._read(station)
+        sequence, stop = station.visit
+        station.at += 1
+        if piece.ends:
+            self._through(sequence)
+        if station.at < len(self._stops[stop].pieces):
+            self._go_on(station)
+        else:
+            self._send(station, sequence, stop + 1)
+            self._begin(station)
+
+    # ---- disk ------------------------------------------------------------------------------------------------------
+
+    def _read(self, station: _Station) -> None:
+        """Have the next layer in the order of use read, if a slot is free."""
+        if station.reading is not None or not station.free_slots:
+            return
+        station.reading = next(station.reads, None)
+        if station.reading is None:
+            return
+        station.free_slots -= 1
+        if station.host.reading:
+            station.host.to_read.append(station)
+        else:
+            self._start_read(station)
+
+    def _start_read(self, station: _Station) -> None:
+        assert station.reading is not None
+        station.host.reading = True
+        station.read_since = self.now
+        fixture = station.fixture
+        self._at(self.now + fixture.layer_bytes[station.reading] / fixture.disk_bytes_per_s, self._was_read, station)
+
+    def _was_read(self, station: _Station) -> None:
+        layer, since, tally = station.reading, station.read_since, station.tally
+        assert layer is not None
+        assert since is not None
+        tally.disk_s += self.now - since
+        tally.disk_bytes += station.fixture.layer_bytes[layer]
+        self._note(station, "load", since, self.now, (layer,))
+        station.read.append(layer)
+        station.reading = station.read_since = None
+        station.host.reading = False
+        if station.host.to_read:
+            self._start_read(station.host.to_read.popleft())
+        self._read(station)
+        if station.stall_since is not None:
+            tally.stall_s += self.now - station.stall_since
+            self._note(station, "stall", station.stall_since, self.now, (layer,))
+            station.stall_since = None
+            self._go_on(station)
+
+    # ---- links -----------------------------------------------------------------------------------------------------
+
+    def _send(self, station: _Station, sequence: int, stop: int) -> None:
+        """Send the hidden state on; on a device that is the whole ring, the next step waits its turn."""
+        if stop == len(self._stops):
+            if not self._cyclic:
+                return
+            stop = 0
+        target = self._stations[self._stops[stop].station]
+        if target is station:
+            station.queue.append((sequence, stop))
+            return
+        fixture, tally = station.fixture, station.tally
+        sent = max(self.now, station.link_free_s) + fixture.transfer_s
+        delay = fixture.delay_s
+        if self._jitter:
+            delay *= 1 - self._jitter + self._jitter * self._random.expovariate(1)
+        station.link_free_s = sent
+        station.arrival_s = max(sent + delay, station.arrival_s)
+        tally.link_s += fixture.transfer_s
+        tally.hop_s += station.arrival_s - self.now
+        self._note(station, "hop", self.now, station.arrival_s, ())
+        target.coming.append((sequence, stop))
+        self._at(station.arrival_s, self._arrive, target)
+
+    def _arrive(self, station: _Station) -> None:
+        station.queue.append(station.coming.popleft())
+        if station.visit is None:
+            self._begin(station)
+
+    def _note(self, station: _Station, kind: Kind, since: float, until: float, layers: tuple[int, ...]) -> None:
+        if self.trace is not None and until > since:
+            self.trace.append(self._interval(station, kind, since, until, layers))
+
+    def _interval(self, station: _Station, kind: Kind, since: float, until: float, layers: tuple[int, ...]) -> Interval:
+        return Interval(device=station.fixture.device, kind=kind, start_s=since, end_s=until, layers=layers)
+
+
+def _order_of_use(stops: Sequence[Stop], sequences: int, *, cyclic: bool) -> Iterator[int]:
+    """The streamed layers of one station in the order of use: all sequences at a stop, then all at the next."""
+
+    def streamed(pieces: Sequence[Piece]) -> list[int]:
+        return [piece.layers[0] for piece in pieces if piece.streamed]
+
+    for stop in stops:
+        for _ in range(sequences):
+            yield from streamed(stop.pieces[stop.entry :])
+    again = [layer for stop in stops for _ in range(sequences) for layer in streamed(stop.pieces)]
+    while cyclic and again:
+        yield from again

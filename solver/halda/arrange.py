@@ -1,0 +1,95 @@
+"""Windows set by hand, and the split by free memory that other systems use: layers a round become a route."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halda.plan import Infeasible, LeftOut, Plan, Window
+from halda.profile import DeviceProfile, ModelProfile
+
+
+def by_memory(devices: Sequence[DeviceProfile], model: ModelProfile) -> Plan:
+    """Layers in proportion to free RAM, one round, the first device as head: what one would do without a solver."""
+    layers, multiple = len(model.layers), model.cut_multiple
+    blocks, tail_has_own = layers // multiple, layers % multiple > 0
+    seats = max(1, blocks if tail_has_own else blocks - 1)
+    chosen, surplus = devices[:seats], devices[seats:]
+    left_out = tuple(LeftOut(device=device.device, reason="the model has no layer left for it") for device in surplus)
+    names = [device.device for device in chosen]
+    if len(chosen) == 1:
+        return arrange(names, [layers], rounds=1, model=model, left_out=left_out)
+    least = [1 if i or tail_has_own else 2 for i in range(len(chosen))]
+    shares = apportion([max(1, device.ram_available_bytes) for device in chosen], blocks, least=least)
+    return arrange(names, [share * multiple for share in shares], rounds=1, model=model, left_out=left_out)
+
+
+def apportion(weights: Sequence[int], total: int, *, least: Sequence[int]) -> list[int]:
+    """Split ``total`` in proportion to ``weights`` by largest remainder, at least ``least[i]`` each; sums to ``total``."""
+    assert total >= sum(least)
+    free = total - sum(least)
+    ideal = [weight / sum(weights) * total for weight in weights]
+    wanted = [max(0.0, want - low) for want, low in zip(ideal, least, strict=True)]
+    scale = free / sum(wanted) if sum(wanted) else 0.0
+    extra = [int(want * scale) for want in wanted]
+    by_remainder = sorted(range(len(weights)), key=lambda i: extra[i] - wanted[i] * scale)
+    for i in by_remainder[: free - sum(extra)]:
+        extra[i] += 1
+    return [low + more for low, more in zip(least, extra, strict=True)]
+
+
+def arrange(
+    devices: Sequence[str],
+    layers_per_round: Sequence[int],
+    *,
+    rounds: int,
+    model: ModelProfile,
+    left_out: tuple[LeftOut, ...] = (),
+) -> Plan:
+    """The plan in which device ``i`` computes ``layers_per_round[i]`` layers in each of ``rounds`` rounds.
+
+    The head (``devices[0]``) also has the tail window with the layers that are left. When none is left, the head's window
+    of the last round gives one. Raises ``Infeasible`` when the windows do not fit the model.
+    """
+    assert len(devices) == len(layers_per_round)
+    total = len(model.layers)
+    if rounds < 1 or min(layers_per_round) < 1:
+        raise Infeasible("every window needs at least one layer, and there is at least one round")
+    taken = rounds * sum(layers_per_round)
+    if taken > total:
+        raise Infeasible(
+            f"the windows take {taken} layers ({rounds} x {'+'.join(map(str, layers_per_round))}); "
+            f"{model.name} has {total}"
+        )
+    if len(devices) == 1:
+        whole = Window(device=devices[0], first=0, last=total, gpu_layers=0)
+        return Plan(rounds=1, route=(whole,), output_on_gpu=False, streaming=(), left_out=left_out)
+    sizes = [(device, size) for _ in range(rounds) for device, size in zip(devices, layers_per_round, strict=True)]
+    tail = total - taken
+    if tail == 0:
+        tail = model.cut_multiple
+        last_of_head = (rounds - 1) * len(devices)
+        head, size = sizes[last_of_head]
+        # A device sends to one next device, so a head between two others keeps a window in every round.
+        least = 0 if rounds > 1 and len(devices) == 2 else 1
+        if size - tail < least:
+            raise Infeasible(
+                f"the windows take all {total} layers; the tail window on {head} needs {tail}: "
+                f"give {head} a larger window or another device a smaller one"
+            )
+        sizes[last_of_head] = (head, size - tail)
+    route, first = [], 0
+    for device, size in [*sizes, (devices[0], tail)]:
+        if size:
+            route.append(Window(device=device, first=first, last=first + size, gpu_layers=0))
+            first += size
+    _check_cuts(route, model)
+    return Plan(rounds=rounds, route=tuple(route), output_on_gpu=False, streaming=(), left_out=left_out)
+
+
+def _check_cuts(route: Sequence[Window], model: ModelProfile) -> None:
+    for window in route:
+        if window.first % model.cut_multiple:
+            raise Infeasible(
+                f"a window of {model.architecture} may begin only at a multiple of {model.cut_multiple} layers, "
+                f"not at layer {window.first}"
+            )

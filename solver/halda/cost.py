@@ -1,0 +1,147 @@
+"""The latency model, one function a term.
+
+A token passes every window of the route once, so its latency is the sum of what the devices compute and of the hops between
+them, unless a disk cannot deliver streamed layers as fast as they are used. All times are seconds of one pass of ``rows``
+rows (1 for decode, a chunk of the prompt for prefill).
+
+What the paper (prima.cpp, section 3) models and we take over: time by weights and quantisation type, KV reads, hops, copies
+between CPU and GPU as a fixed cost of a window, the output matrix on the head. What we add: rows between 1 and 512 by
+interpolation between measurements, experts of which a row uses few, fixed costs of a layer and of a window, slots of
+streamed layers (``evaluate.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from halda.profile import (
+    BATCH_ROWS,
+    PREFILL_ROWS,
+    CpuProfile,
+    GpuProfile,
+    LayerProfile,
+    LinkProfile,
+    ModelProfile,
+    TypeSpeed,
+    Workload,
+)
+from halda.quantisation import bytes_per_weight
+
+HIDDEN_VALUE_BYTES: Final = 4
+"""Hidden states travel as float32."""
+RUNTIME_BYTES: Final = 96 << 20
+"""What a ring process holds besides weights, KV cache and compute buffer: Python, llama.cpp, message buffers."""
+GPU_RUNTIME_BYTES: Final = 256 << 20
+"""What a GPU backend keeps for itself (context, kernels)."""
+BUFFER_BYTES_PER_VALUE: Final = 52
+"""Compute buffer over rows and width: two feed-forward rows of 3.5 widths and six of one width, float32."""
+SAMPLED_VALUE_S: Final = 1.2e-9
+"""What a token of the vocabulary costs between the output matrix and the sampled token."""
+
+
+def speed_of(speeds: Sequence[TypeSpeed], kind: str) -> TypeSpeed:
+    """The speed of type ``kind``; of the measured type of nearest size where ``kind`` was not measured."""
+    size = bytes_per_weight(kind)
+    return min(speeds, key=lambda speed: (speed.type != kind, abs(math.log(bytes_per_weight(speed.type) / size))))
+
+
+def seconds_per_byte(speed: TypeSpeed, rows: float) -> float:
+    """Seconds that a byte of weights takes with ``rows`` rows: straight lines between what was measured."""
+    one = 1 / speed.decode_bytes_per_s
+    batch = 1 / speed.batch_bytes_per_s
+    many = 2 * PREFILL_ROWS / bytes_per_weight(speed.type) / speed.prefill_flop_per_s
+    if rows <= BATCH_ROWS:
+        return one + (batch - one) * (rows - 1) / (BATCH_ROWS - 1)
+    if rows <= PREFILL_ROWS:
+        return batch + (many - batch) * (rows - BATCH_ROWS) / (PREFILL_ROWS - BATCH_ROWS)
+    return many * rows / PREFILL_ROWS
+
+
+def weights_s(speeds: Sequence[TypeSpeed], bytes_by_type: Mapping[str, int], rows: float) -> float:
+    """Seconds that weights take which every row uses."""
+    return sum(size * seconds_per_byte(speed_of(speeds, kind), rows) for kind, size in bytes_by_type.items())
+
+
+def experts_s(speeds: Sequence[TypeSpeed], layer: LayerProfile, model: ModelProfile, rows: float) -> float:
+    """Seconds that the routed experts take: of those that any row picked, each with the rows that picked it."""
+    if not layer.expert_bytes_by_type:
+        return 0.0
+    picked = model.experts_used / model.experts
+    touched: float = 1 - (1 - picked) ** rows
+    rows_each = max(1.0, rows * picked / touched)
+    return touched * weights_s(speeds, layer.expert_bytes_by_type, rows_each)
+
+
+def attention_s(
+    speeds: Sequence[TypeSpeed],
+    read_bytes_per_s: float,
+    layer: LayerProfile,
+    model: ModelProfile,
+    rows: float,
+    kv: float,
+) -> float:
+    """Seconds of attention over ``kv`` tokens: the KV cache read once, and 4 FLOP a row, token and channel beyond it."""
+    read = kv * layer.kv_bytes_per_token / read_bytes_per_s
+    if rows <= BATCH_ROWS:
+        return read
+    return read + 4 * rows * kv * model.width / speed_of(speeds, "F16").prefill_flop_per_s
+
+
+def layer_s(
+    processor: CpuProfile | GpuProfile,
+    read_bytes_per_s: float,
+    layer: LayerProfile,
+    model: ModelProfile,
+    rows: float,
+    kv: float,
+) -> float:
+    """Seconds of one layer on one processor (paper: alpha, of which beta is the difference between GPU and CPU)."""
+    return (
+        processor.layer_s
+        + weights_s(processor.speeds, layer.bytes_by_type, rows)
+        + experts_s(processor.speeds, layer, model, rows)
+        + attention_s(processor.speeds, read_bytes_per_s, layer, model, rows, kv)
+    )
+
+
+def output_s(processor: CpuProfile | GpuProfile, model: ModelProfile) -> float:
+    """Seconds from the last hidden state to a token; prefill wants the logits of one row only (paper: part of kappa)."""
+    return weights_s(processor.speeds, model.output_bytes_by_type, 1) + SAMPLED_VALUE_S * model.vocabulary
+
+
+def hop_s(link: LinkProfile, rows: float, width: int) -> float:
+    """Seconds from one device to the next (paper: t_comm)."""
+    return link.round_trip_s / 2 + transfer_s(link, rows, width)
+
+
+def transfer_s(link: LinkProfile, rows: float, width: int) -> float:
+    """Seconds that a hop occupies the link."""
+    return rows * width * HIDDEN_VALUE_BYTES / link.bytes_per_s
+
+
+def prefill_chunks(workload: Workload) -> tuple[int, float]:
+    """Number of chunks of a typical prompt and rows of each, taken as equal."""
+    chunks = max(1, math.ceil(workload.prompt_tokens / workload.chunk_rows))
+    return chunks, max(1.0, workload.prompt_tokens / chunks)
+
+
+def decode_kv_tokens(workload: Workload) -> float:
+    """Tokens in the KV cache in the middle of a typical answer."""
+    return min(workload.context_tokens, workload.prompt_tokens + workload.answer_tokens / 2)
+
+
+def kv_bytes(layer: LayerProfile, workload: Workload) -> int:
+    """KV cache of one layer, for all sequences."""
+    return layer.kv_bytes_per_token * workload.context_tokens * workload.sequences
+
+
+def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
+    """Activations of one window (paper: c^cpu, c^gpu)."""
+    return workload.chunk_rows * model.width * BUFFER_BYTES_PER_VALUE
+
+
+def head_bytes(model: ModelProfile) -> int:
+    """What the head holds in RAM besides: logits of a few rows. Of the embedding, which is mapped, single rows are read."""
+    return 64 * model.vocabulary * 4

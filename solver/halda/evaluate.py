@@ -1,0 +1,370 @@
+"""What a plan costs: the one evaluator that every plan is judged by, whoever made it.
+
+Streaming. In each of k rounds a device's loader fills at most ``slots`` buffers while the other devices compute; what a
+round needs beyond that is read during the device's own window. That reading cannot begin before the first streamed layer is
+computed and gives its slot back, and what comes behind the last streamed layer waits for it. So the windows of device m
+take a token at least
+
+    V_m >= compute_m          and          V_m >= rest_m + k * edge_m + waiting_m,
+
+where ``waiting`` is the reading of what k times the slots do not hold, ``edge`` the first streamed layer and the shorter of
+computing and reading the last, ``rest`` what is not computed by the CPU's layers. A token as a whole takes
+
+    TPOT = max(sum of V_m + hops, streamed_m / disk_m of the slowest disk).
+
+With streamed/k slots nothing waits: that many slots make streaming free as long as the disk keeps up, and more rounds need
+fewer of them. Prefill is the same for a chunk of rows; chunks follow each other through the ring, so after the first each
+costs what the busiest machine, disk or link needs for one, and the output matrix is computed once. Devices on one machine
+share cores and disk. ``simulate.py`` plays the same ring event by event and says where the two part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from halda.instance import MIN_SLOTS, Instance, Member, Phase
+from halda.plan import Plan, Streaming, Window
+
+Objective = Literal["latency", "ttft", "throughput", "balanced"]
+OBJECTIVES: Final[tuple[Objective, ...]] = ("latency", "ttft", "throughput", "balanced")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePrediction:
+    """One device under a plan. Seconds and disk bytes are those of one token in decode.
+
+    ``window_s`` is compute and stall; ``hop_s`` belongs to what the device sends; ``shard_bytes`` is what its disk holds.
+    """
+
+    device: str
+    windows: int
+    layers: int
+    gpu_layers: int
+    resident_layers: int
+    streamed_layers: int
+    slots: int
+    ram_bytes: int
+    vram_bytes: int
+    shard_bytes: int
+    disk_bytes_per_token: int
+    compute_s: float
+    stall_s: float
+    hop_s: float
+    disk_s: float
+    prefill_s: float
+
+    @property
+    def window_s(self) -> float:
+        """Seconds a token spends in the windows of this device."""
+        return self.compute_s + self.stall_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Short:
+    """A limit that a plan breaks. ``where`` names the device, or those on one machine."""
+
+    what: Literal["RAM", "VRAM", "disk"]
+    where: str
+    needed_bytes: int
+    limit_bytes: int
+
+    @property
+    def short_bytes(self) -> int:
+        """Bytes that are missing."""
+        return self.needed_bytes - self.limit_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a plan costs: ``tpot_s`` a token, ``ttft_s`` to the first one, ``period_s`` between tokens of all sequences."""
+
+    tpot_s: float
+    ttft_s: float
+    period_s: float
+    compute_s: float
+    stall_s: float
+    hop_s: float
+    disk_s: float
+    prefill_chunk_s: float
+    devices: tuple[DevicePrediction, ...]
+    short: tuple[Short, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all sequences together."""
+        return 1 / self.period_s
+
+    def exchange_s(self, answer_tokens: int) -> float:
+        """Seconds of a request with an answer of that length."""
+        return self.ttft_s + answer_tokens * self.tpot_s
+
+    def objective_s(self, objective: Objective, answer_tokens: int) -> float:
+        """The seconds that ``objective`` makes small."""
+        match objective:
+            case "latency":
+                return self.tpot_s
+            case "ttft":
+                return self.ttft_s
+            case "throughput":
+                return self.period_s
+            case "balanced":
+                return self.exchange_s(answer_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one device has under a plan: layers on CPU and GPU by kind, windows, streamed bytes and slots."""
+
+    member: Member
+    is_head: bool
+    windows: int
+    cpu: tuple[int, ...]
+    gpu: tuple[int, ...]
+    streamed_layers: int
+    streamed_bytes: int
+    slots: int
+    tail_gpu: int
+
+    def uses_gpu(self, plan: Plan) -> bool:
+        """Whether anything of this device is on its GPU."""
+        return any(self.gpu) or (self.is_head and plan.output_on_gpu)
+
+    def step_s(self, plan: Plan) -> float:
+        """Seconds a window costs besides its layers."""
+        return self.member.step_s + (self.member.gpu_step_s if self.uses_gpu(plan) else 0.0)
+
+    def output_s(self, plan: Plan) -> float:
+        """Seconds of the output matrix."""
+        if not self.is_head:
+            return 0.0
+        return self.member.gpu_output_s if plan.output_on_gpu else self.member.cpu_output_s
+
+    def compute_s(self, phase: Phase, plan: Plan) -> float:
+        """Seconds of all windows, the output matrix aside."""
+        return _dot(self.cpu, phase.cpu) + _dot(self.gpu, phase.gpu) + self.windows * self.step_s(plan)
+
+    def window_s(self, phase: Phase, plan: Plan, instance: Instance, output_s: float) -> float:
+        """Seconds of all windows and of the output matrix, computing or waiting for the disk."""
+        compute_s = self.compute_s(phase, plan) + output_s
+        if not self.streamed_layers:
+            return compute_s
+        rest_s = _dot(self.gpu, phase.gpu) + self.windows * self.step_s(plan) + output_s
+        if self.is_head and len(plan.route) > 1:
+            # Reading may go on behind the tail, so nothing of it is sure to add up.
+            rest_s -= self.tail_gpu * max(phase.gpu) + self.step_s(plan) + output_s
+        passes, smallest = plan.rounds * self.slots, min(kind.size_bytes for kind in instance.kinds)
+        waiting = max(self.streamed_bytes - passes * instance.slot_bytes, (self.streamed_layers - passes) * smallest)
+        edge_s = min(phase.cpu) + min(*phase.cpu, smallest / self.member.disk_bytes_per_s)
+        return max(compute_s, rest_s + plan.rounds * edge_s + waiting / self.member.disk_bytes_per_s)
+
+
+def evaluate(plan: Plan, instance: Instance) -> Prediction:
+    """What ``plan`` costs in ``instance``, and which limits it breaks. The heads of both are the same device."""
+    assert plan.head == instance.devices[0].device
+    shares = _shares(plan, instance)
+    outputs = [share.output_s(plan) for share in shares]
+    decode = [
+        share.window_s(share.member.decode, plan, instance, out) for share, out in zip(shares, outputs, strict=True)
+    ]
+    prefill = [share.window_s(share.member.prefill, plan, instance, 0.0) for share in shares]
+    disk = [share.streamed_bytes / share.member.disk_bytes_per_s for share in shares]
+    hops, chunk_hops, occupied = _hops(plan, instance)
+    hosts = _by_host(shares)
+    disk_s = max(sum(disk[i] for i in host) for host in hosts)
+    tpot_s = max(sum(decode) + sum(hops), disk_s)
+    chunk_s = max(sum(prefill) + chunk_hops, disk_s)
+    busiest = max(sum(prefill[i] for i in host) for host in hosts)
+    ttft_s = chunk_s + (instance.chunks - 1) * max(busiest, disk_s, occupied[1]) + sum(outputs)
+    busy = max(sum(decode[i] for i in host) for host in hosts)
+    period_s = max(tpot_s / instance.workload.sequences, busy, disk_s, occupied[0])
+    ram, vram, short = _memory(plan, instance, shares, hosts)
+    compute = [share.compute_s(share.member.decode, plan) + out for share, out in zip(shares, outputs, strict=True)]
+    return Prediction(
+        tpot_s=tpot_s,
+        ttft_s=ttft_s,
+        period_s=period_s,
+        compute_s=sum(compute),
+        stall_s=sum(decode) - sum(compute) + max(0.0, disk_s - sum(decode) - sum(hops)),
+        hop_s=sum(hops),
+        disk_s=disk_s,
+        prefill_chunk_s=chunk_s,
+        devices=tuple(
+            DevicePrediction(
+                device=share.member.name,
+                windows=share.windows,
+                layers=sum(share.cpu) + sum(share.gpu),
+                gpu_layers=sum(share.gpu),
+                resident_layers=sum(share.cpu) + sum(share.gpu) - share.streamed_layers,
+                streamed_layers=share.streamed_layers,
+                slots=share.slots,
+                ram_bytes=ram[i],
+                vram_bytes=vram[i],
+                shard_bytes=_shard_bytes(plan, instance, share),
+                disk_bytes_per_token=share.streamed_bytes,
+                compute_s=compute[i],
+                stall_s=decode[i] - compute[i],
+                hop_s=hops[i],
+                disk_s=disk[i],
+                prefill_s=prefill[i],
+            )
+            for i, share in enumerate(shares)
+        ),
+        short=short,
+    )
+
+
+def residency(plan: Plan, instance: Instance) -> Plan:
+    """``plan`` with as little streaming as its memory needs, for a plan that was made without a thought of it.
+
+    Each device streams just enough layers, evenly spread, and gives what memory is left to slots. The result may still
+    break limits.
+    """
+    streaming = []
+    for share in _shares(replace(plan, streaming=()), instance):
+        layers = [layer for _, window in plan.windows_of(share.member.name) for layer in cpu_layers(window)]
+        needed = _ram_bytes(plan, instance, share)
+        overflow = needed - share.member.ram_limit
+        if overflow <= 0:
+            continue
+        for count in range(MIN_SLOTS + 1, len(layers) + 1):
+            chosen = spread(layers, count)
+            freed = sum(instance.model.layers[layer].size_bytes for layer in chosen)
+            slots = min(count, int((freed - overflow) // instance.slot_bytes))
+            if slots >= MIN_SLOTS or count == len(layers):
+                streaming.append(Streaming(device=share.member.name, layers=tuple(chosen), slots=max(MIN_SLOTS, slots)))
+                break
+    return replace(plan, streaming=tuple(streaming))
+
+
+def cpu_layers(window: Window) -> range:
+    """The layers of a window that the CPU computes: all but the last ``gpu_layers``."""
+    return range(window.first, window.last - window.gpu_layers)
+
+
+def spread(layers: Sequence[int], count: int) -> list[int]:
+    """``count`` of ``layers`` at even distances."""
+    return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
+
+
+def _shares(plan: Plan, instance: Instance) -> list[_Share]:
+    members = {member.name: member for member in instance.members}
+    return [_share(plan, instance, members[name]) for name in plan.devices]
+
+
+def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
+    windows = [window for _, window in plan.windows_of(member.name)]
+    streaming = plan.streaming_of(member.name)
+    on_cpu = [layer for window in windows for layer in cpu_layers(window)]
+    on_gpu = [layer for window in windows for layer in window.layers[len(cpu_layers(window)) :]]
+    assert set(streaming.layers) <= set(on_cpu)
+    assert not streaming.layers or streaming.slots >= MIN_SLOTS
+    assert not on_gpu or member.has_gpu
+    assert member.has_gpu or member.name != plan.head or not plan.output_on_gpu
+    assert plan.output_on_gpu or member.name != plan.head or not windows[-1].gpu_layers, (
+        "llama.cpp puts the output there too"
+    )
+    return _Share(
+        member=member,
+        is_head=member.name == plan.head,
+        windows=len(windows),
+        cpu=_by_kind(on_cpu, instance),
+        gpu=_by_kind(on_gpu, instance),
+        streamed_layers=len(streaming.layers),
+        streamed_bytes=sum(instance.model.layers[layer].size_bytes for layer in streaming.layers),
+        slots=streaming.slots,
+        tail_gpu=windows[-1].gpu_layers,
+    )
+
+
+def _dot(counts: Sequence[int], seconds: Sequence[float]) -> float:
+    return sum(n * s for n, s in zip(counts, seconds, strict=True))
+
+
+def _by_kind(layers: Sequence[int], instance: Instance) -> tuple[int, ...]:
+    counts = [0] * len(instance.kinds)
+    for layer in layers:
+        counts[instance.kind_of[layer]] += 1
+    return tuple(counts)
+
+
+def _by_host(shares: Sequence[_Share]) -> list[list[int]]:
+    hosts: dict[str, list[int]] = {}
+    for i, share in enumerate(shares):
+        hosts.setdefault(share.member.profile.host, []).append(i)
+    return list(hosts.values())
+
+
+def _hops(plan: Plan, instance: Instance) -> tuple[list[float], float, tuple[float, float]]:
+    """Seconds of each device's hops for a token; of all for a chunk; of the busiest link for a token and a chunk."""
+    index = {device.device: i for i, device in enumerate(instance.devices)}
+    order = [index[name] for name in plan.devices]
+    if len(order) == 1:
+        return [0.0], 0.0, (0.0, 0.0)
+    pairs = list(zip(order, [*order[1:], order[0]], strict=True))
+    rows, rounds = instance.members[0].prefill.rows, plan.rounds
+    decode = [rounds * instance.hops_s[a][b] for a, b in pairs]
+    chunk = math.fsum(rounds * instance.chunk_hops_s[a][b] for a, b in pairs)
+    one = max(rounds * instance.transfers_s[a][b] for a, b in pairs)
+    return decode, chunk, (one, rows * one)
+
+
+def _weights(counts: Sequence[int], instance: Instance) -> int:
+    return sum(n * kind.size_bytes for n, kind in zip(counts, instance.kinds, strict=True))
+
+
+def _kv(counts: Sequence[int], instance: Instance) -> int:
+    return sum(n * size for n, size in zip(counts, instance.kv_bytes, strict=True))
+
+
+def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
+    resident = _weights(share.cpu, instance) - share.streamed_bytes + share.slots * instance.slot_bytes
+    total = resident + _kv(share.cpu, instance) + instance.runtime_bytes
+    if share.is_head:
+        total += instance.head_bytes + (0 if plan.output_on_gpu else instance.model.output_bytes)
+    if share.member.shares_memory:
+        total += _vram_bytes(plan, instance, share)
+    return total
+
+
+def _vram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
+    if not share.uses_gpu(plan):
+        return 0
+    output = instance.model.output_bytes if share.is_head and plan.output_on_gpu else 0
+    return _weights(share.gpu, instance) + _kv(share.gpu, instance) + instance.gpu_runtime_bytes + output
+
+
+def _shard_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
+    """Bytes of layer files; the head needs none when it computes the model file alone."""
+    if len(plan.route) == 1:
+        return 0
+    return _weights(share.cpu, instance) + _weights(share.gpu, instance)
+
+
+def _memory(
+    plan: Plan, instance: Instance, shares: Sequence[_Share], hosts: Sequence[Sequence[int]]
+) -> tuple[list[int], list[int], tuple[Short, ...]]:
+    ram = [_ram_bytes(plan, instance, share) for share in shares]
+    vram = [_vram_bytes(plan, instance, share) for share in shares]
+    disk = [_shard_bytes(plan, instance, share) for share in shares]
+    short: list[Short] = []
+
+    def check(what: Literal["RAM", "VRAM", "disk"], where: str, needed: int, limit: int) -> None:
+        if needed > limit:
+            short.append(Short(what=what, where=where, needed_bytes=needed, limit_bytes=limit))
+
+    for i, share in enumerate(shares):
+        check("RAM", share.member.name, ram[i], share.member.ram_limit)
+        check("VRAM", share.member.name, vram[i], share.member.vram_limit)
+        check("disk", share.member.name, disk[i], share.member.disk_limit)
+    for host in hosts:
+        if len(host) > 1:
+            profiles = [shares[i].member.profile for i in host]
+            where = " and ".join(profile.device for profile in profiles)
+            check("RAM", where, sum(ram[i] for i in host), max(p.ram_available_bytes for p in profiles))
+            vram_there = max(p.gpu.vram_available_bytes if p.gpu is not None else 0 for p in profiles)
+            check("VRAM", where, sum(vram[i] for i in host), vram_there)
+            check("disk", where, sum(disk[i] for i in host), max(p.disk.free_bytes for p in profiles))
+    return ram, vram, tuple(short)

@@ -1,0 +1,233 @@
+"""One question to the solver, with every cost that does not depend on the plan worked out once.
+
+Layers that are alike (same bytes by type, same KV cache) are one kind; most models have one or two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from halda import cost
+from halda.profile import DeviceProfile, LayerProfile, Limits, LinkProfile, ModelProfile, Workload
+
+MIN_SLOTS: Final = 2
+"""A device that streams computes from one slot while it reads into another."""
+DEFAULT_ROUND_TRIP_S: Final = 0.002
+DEFAULT_LINK_BYTES_PER_S: Final = 100e6
+"""What a link is taken for that was not measured: a home network of 1 Gbit/s."""
+NO_LIMITS: Final = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Seconds of decode (one row) or of prefill (one chunk of a prompt)."""
+
+    rows: float
+    cpu: tuple[float, ...]
+    """One layer of each kind on the CPU."""
+    gpu: tuple[float, ...]
+    """One layer of each kind on the GPU."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One device as the solver sees it: seconds, and bytes that it may fill."""
+
+    profile: DeviceProfile
+    decode: Phase
+    prefill: Phase
+    ram_limit: int
+    vram_limit: int
+    disk_limit: int
+    cpu_output_s: float
+    gpu_output_s: float
+
+    @property
+    def name(self) -> str:
+        return self.profile.device
+
+    @property
+    def step_s(self) -> float:
+        """Seconds a window costs a step besides its layers."""
+        return self.profile.cpu.step_s
+
+    @property
+    def gpu_step_s(self) -> float:
+        """Seconds a window costs a step in addition on a device that uses its GPU."""
+        return self.profile.gpu.step_s if self.profile.gpu is not None else 0.0
+
+    @property
+    def disk_bytes_per_s(self) -> float:
+        """Rate at which layers stream."""
+        return self.profile.disk.prefetch_bytes_per_s
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.profile.gpu is not None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the GPU's memory is the RAM."""
+        return self.profile.gpu is not None and self.profile.gpu.unified_memory
+
+
+@dataclass(frozen=True)
+class Instance:
+    """Devices (the first is the head), links, model, workload and the owners' limits."""
+
+    devices: tuple[DeviceProfile, ...]
+    links: Mapping[tuple[str, str], LinkProfile]
+    model: ModelProfile
+    workload: Workload
+    limits: Mapping[str, Limits]
+
+    @cached_property
+    def kinds(self) -> tuple[LayerProfile, ...]:
+        """The different layers of the model in order of first appearance."""
+        kinds: list[LayerProfile] = []
+        for layer in self.model.layers:
+            if layer not in kinds:
+                kinds.append(layer)
+        return tuple(kinds)
+
+    @cached_property
+    def kind_of(self) -> tuple[int, ...]:
+        """For each layer the index of its kind."""
+        return tuple(self.kinds.index(layer) for layer in self.model.layers)
+
+    @cached_property
+    def kind_totals(self) -> tuple[int, ...]:
+        """How many layers of each kind there are."""
+        return tuple(self.kind_of.count(kind) for kind in range(len(self.kinds)))
+
+    @cached_property
+    def kv_bytes(self) -> tuple[int, ...]:
+        """KV cache of one layer of each kind."""
+        return tuple(cost.kv_bytes(kind, self.workload) for kind in self.kinds)
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Size of a slot: every layer of the model fits."""
+        return max(kind.size_bytes for kind in self.kinds)
+
+    @cached_property
+    def members(self) -> tuple[Member, ...]:
+        """The devices with their costs; the head first."""
+        return tuple(self._member(device) for device in self.devices)
+
+    @cached_property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the members of each machine: they share its memory, disk and cores."""
+        by_host: dict[str, list[int]] = {}
+        for index, device in enumerate(self.devices):
+            by_host.setdefault(device.host, []).append(index)
+        return tuple(tuple(indices) for indices in by_host.values())
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a typical prompt."""
+        return cost.prefill_chunks(self.workload)[0]
+
+    @cached_property
+    def runtime_bytes(self) -> int:
+        """RAM of a device that takes part, besides weights and KV cache."""
+        return cost.RUNTIME_BYTES + cost.compute_buffer_bytes(self.model, self.workload)
+
+    @cached_property
+    def gpu_runtime_bytes(self) -> int:
+        """VRAM of a device that uses its GPU, besides weights and KV cache."""
+        return cost.GPU_RUNTIME_BYTES + cost.compute_buffer_bytes(self.model, self.workload)
+
+    @cached_property
+    def head_bytes(self) -> int:
+        """RAM of the head besides, the output matrix aside."""
+        return cost.head_bytes(self.model)
+
+    def link(self, source: int, target: int) -> LinkProfile:
+        """The link between two members."""
+        pair = (self.devices[source].device, self.devices[target].device)
+        return self.links.get(pair) or LinkProfile(
+            source=pair[0],
+            target=pair[1],
+            address="",
+            round_trip_s=DEFAULT_ROUND_TRIP_S,
+            bytes_per_s=DEFAULT_LINK_BYTES_PER_S,
+        )
+
+    @cached_property
+    def hops_s(self) -> list[list[float]]:
+        """Seconds of the hop from each member to each other with one row; infinite to itself."""
+        return self._hops(lambda link: cost.hop_s(link, 1, self.model.width))
+
+    @cached_property
+    def chunk_hops_s(self) -> list[list[float]]:
+        """The same with a chunk of a prompt."""
+        return self._hops(lambda link: cost.hop_s(link, self.members[0].prefill.rows, self.model.width))
+
+    @cached_property
+    def transfers_s(self) -> list[list[float]]:
+        """Seconds that a hop with one row occupies each link."""
+        return self._hops(lambda link: cost.transfer_s(link, 1, self.model.width))
+
+    def _hops(self, seconds: Callable[[LinkProfile], float]) -> list[list[float]]:
+        members = range(len(self.devices))
+        return [[seconds(self.link(a, b)) if a != b else math.inf for b in members] for a in members]
+
+    def _member(self, device: DeviceProfile) -> Member:
+        model, work = self.model, self.workload
+        limits = self.limits.get(device.device, NO_LIMITS)
+        gpu = device.gpu
+        _, chunk = cost.prefill_chunks(work)
+
+        def phase(rows: float, kv: float) -> Phase:
+            return Phase(
+                rows=rows,
+                cpu=tuple(
+                    cost.layer_s(device.cpu, device.ram_read_bytes_per_s, kind, model, rows, kv) for kind in self.kinds
+                ),
+                gpu=tuple(
+                    cost.layer_s(gpu, gpu.vram_read_bytes_per_s, kind, model, rows, kv) if gpu is not None else 0.0
+                    for kind in self.kinds
+                ),
+            )
+
+        return Member(
+            profile=device,
+            decode=phase(1, cost.decode_kv_tokens(work)),
+            prefill=phase(chunk, work.prompt_tokens / 2),
+            ram_limit=_least(device.ram_available_bytes, limits.ram_bytes),
+            vram_limit=_least(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
+            disk_limit=_least(device.disk.free_bytes, limits.disk_bytes),
+            cpu_output_s=cost.output_s(device.cpu, model),
+            gpu_output_s=cost.output_s(gpu, model) if gpu is not None else 0.0,
+        )
+
+
+def instance(
+    devices: Sequence[DeviceProfile],
+    links: Sequence[LinkProfile],
+    model: ModelProfile,
+    workload: Workload,
+    limits: Mapping[str, Limits],
+    head: str | None = None,
+) -> Instance:
+    """The question with ``head`` (None: the first device) in front."""
+    names = [device.device for device in devices]
+    assert devices
+    assert len(set(names)) == len(names)
+    ordered = sorted(devices, key=lambda device: device.device != (head or names[0]))
+    return Instance(
+        devices=tuple(ordered),
+        links={(link.source, link.target): link for link in links},
+        model=model,
+        workload=workload,
+        limits=limits,
+    )
+
+
+def _least(available: int, limit: int | None) -> int:
+    return available if limit is None else min(available, limit)

@@ -1,0 +1,543 @@
+"""The integer program: which device computes how many layers a round, on what, which stream, and who takes part.
+
+One program for one number of rounds k. Per device m and kind of layer g it has layers on the CPU ``C[m,g]`` and on the GPU
+``G[m,g]`` (paper: k*w = C + G, k*n = G), streamed layers ``S[m,g]`` through ``q[m]`` slots, and whether it streams and uses
+its GPU at all; ``z`` picks one ring order of one set of devices, so who takes part and in which order is decided with the
+rest. A layout says how C and G come about:
+
+- ``even_layout``: w layers a round for each device, the tail takes the rest. Exact where all layers are alike; where
+  they are not it does not know which layers a device gets, so its optimum is a lower bound. ``loose`` lets go of the
+  rounds too and bounds every larger k.
+- ``cut_layout``: the devices in one order, W layers a round; where each window begins is a staircase of binaries, so the
+  bytes of every window are exact.
+- ``alone_layout``: the head computes the model alone.
+
+Times are in milliseconds and memory in slots, to keep the numbers near one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final
+
+import pulp
+
+from halda.evaluate import Objective
+from halda.instance import MIN_SLOTS, Instance, Member, Phase
+from halda.orders import HopShare, RingOrder, ring_order
+from halda.plan import Plan
+
+MS: Final = 1000.0
+Expression = Any
+"""A PuLP expression; PuLP has no types."""
+
+
+@dataclass(slots=True)
+class Layout:
+    """How many layers each member has, as expressions. Lists run over members, inner lists over kinds of layers.
+
+    ``used[m]`` is 1 for a member that takes part; ``windows[m]`` is its number of windows a token. ``tail_on_gpu``
+    counts the layers of the head's last window that are on its GPU. ``orders`` with ``picked``: which ring.
+    """
+
+    rounds: int
+    loose: bool
+    cpu: list[list[Expression]]
+    gpu: list[list[Expression]]
+    used: list[Expression]
+    windows: list[float]
+    tail_on_gpu: Expression
+    orders: Sequence[RingOrder]
+    picked: list[Expression]
+    shares: Sequence[HopShare] = ()
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Program:
+    """The program with the variables that a plan is read from."""
+
+    problem: Any
+    layout: Layout
+    streamed: list[list[Any]]
+    slots: list[Any]
+    output_on_gpu: Any
+    objective: Expression
+
+
+@dataclass(slots=True)
+class Streams:
+    """Per member: ``streams`` is 1 where it streams, ``layers`` by kind, through ``slots``; milliseconds of disk a token.
+
+    ``waiting_ms`` are two figures of which the larger is what no slot takes away: by bytes, and by layers of the smallest
+    size.
+    """
+
+    streams: list[Any] = field(default_factory=list)
+    layers: list[list[Any]] = field(default_factory=list)
+    slots: list[Any] = field(default_factory=list)
+    disk_ms: list[Expression] = field(default_factory=list)
+    waiting_ms: list[tuple[Expression, Expression]] = field(default_factory=list)
+
+
+def new_problem(name: str) -> Any:
+    """An empty program that minimises."""
+    return pulp.LpProblem(name, pulp.LpMinimize)
+
+
+def integer(problem: Any, name: str, low: int, high: int) -> Any:
+    """A whole number."""
+    return problem.add_variable(name, low, high, pulp.LpInteger)
+
+
+def positive(problem: Any, name: str) -> Any:
+    """A number of at least 0."""
+    return problem.add_variable(name, 0)
+
+
+def even_layout(
+    problem: Any,
+    instance: Instance,
+    rounds: int,
+    orders: Sequence[RingOrder] | None,
+    *,
+    loose: bool = False,
+    columns: int | None = None,
+    shares: Sequence[HopShare] | None = None,
+) -> Layout:
+    """``w`` layers a round for each member; ``orders`` None: any subset of the members, whose order is chosen later.
+
+    ``shares`` are then what each adds to the hops. ``columns`` fixes the layers of a round (W).
+    """
+    members, total = range(len(instance.devices)), len(instance.model.layers)
+    cut = instance.model.cut_multiple
+    picked = [integer(problem, f"z_{i}", 0, 1) for i in range(len(orders or ()))]
+    if orders is None:
+        used: list[Expression] = [1, *(integer(problem, f"a_{m}", 0, 1) for m in members[1:])]
+    else:
+        problem += pulp.lpSum(picked) == 1, "one ring order"
+        used = [pulp.lpSum(z for z, order in zip(picked, orders, strict=True) if m in order.members) for m in members]
+    k = 1 if loose else rounds
+    most = (total - 1) // (k * cut)
+    w = [integer(problem, f"w_{m}", 0, most) for m in members]
+    tail = integer(problem, "tail", 1, total)
+    layers: list[Expression] = [k * cut * w[m] + (tail if m == 0 else 0) for m in members]
+    problem += pulp.lpSum(layers) == total, "every layer has a place"
+    if columns is not None:
+        problem += pulp.lpSum(cut * w[m] for m in members) == columns, "layers of a round"
+    least = rounds if loose else 1
+    for m in members:
+        problem += w[m] >= least * used[m], f"{m} has a window if it takes part"
+        if m:
+            problem += w[m] <= most * used[m], f"{m} has none if it does not"
+    tail_gpu = integer(problem, "tail_gpu", 0, total if instance.members[0].has_gpu else 0)
+    problem += tail_gpu <= tail, "GPU layers of the tail"
+    n = [integer(problem, f"n_{m}", 0, most * cut if instance.members[m].has_gpu else 0) for m in members]
+    for m in members:
+        problem += n[m] <= cut * w[m], f"GPU layers of {m}"
+    on_gpu: list[Expression] = [k * n[m] + (tail_gpu if m == 0 else 0) for m in members]
+    cpu, gpu = _by_kind(problem, instance, layers, on_gpu)
+    return Layout(
+        rounds=rounds,
+        loose=loose,
+        cpu=cpu,
+        gpu=gpu,
+        used=used,
+        windows=[rounds + (m == 0) for m in members],
+        tail_on_gpu=tail_gpu,
+        orders=orders or (),
+        picked=picked,
+        shares=shares or (),
+        variables={"w": w, "n": n, "tail": tail, "tail_gpu": tail_gpu},
+    )
+
+
+def _by_kind(
+    problem: Any, instance: Instance, layers: Sequence[Expression], on_gpu: Sequence[Expression]
+) -> tuple[list[list[Expression]], list[list[Expression]]]:
+    """Which kinds the layers are of: any, as long as every layer has one place."""
+    members, kinds = range(len(layers)), range(len(instance.kinds))
+    if len(kinds) == 1:
+        return [[layers[m] - on_gpu[m]] for m in members], [[on_gpu[m]] for m in members]
+    cpu = [[integer(problem, f"cpu_{m}_{g}", 0, instance.kind_totals[g]) for g in kinds] for m in members]
+    gpu = [[integer(problem, f"gpu_{m}_{g}", 0, instance.kind_totals[g]) for g in kinds] for m in members]
+    for g in kinds:
+        held = pulp.lpSum(cpu[m][g] + gpu[m][g] for m in members)
+        problem += held == instance.kind_totals[g], f"every layer of kind {g} has a place"
+    for m in members:
+        problem += pulp.lpSum(gpu[m]) == on_gpu[m], f"GPU layers of {m} by kind"
+        problem += pulp.lpSum(cpu[m]) + pulp.lpSum(gpu[m]) == layers[m], f"layers of {m} by kind"
+    return cpu, gpu
+
+
+def cut_layout(
+    problem: Any, instance: Instance, rounds: int, orders: Sequence[RingOrder], sequence: Sequence[int], columns: int
+) -> Layout:
+    """The members in the order of ``sequence``; column i of ``columns`` stands for the layers i, W + i, 2 W + i ...
+
+    ``end[m][i]`` is 1 when the windows of m and of those before it hold column i; ``gpu_from[m][i]`` when column i lies
+    before the GPU layers of m. In one round the columns may end before the model does: the rest is the tail. ``orders`` are
+    subsets in the order of ``sequence``.
+    """
+    total, cut = len(instance.model.layers), instance.model.cut_multiple
+    picked = [integer(problem, f"z_{i}", 0, 1) for i in range(len(orders))]
+    problem += pulp.lpSum(picked) == 1, "one ring order"
+    used = [
+        pulp.lpSum(z for z, order in zip(picked, orders, strict=True) if m in order.members)
+        for m in range(len(sequence))
+    ]
+    in_columns = [[instance.kind_of[r * columns + i] for r in range(rounds)] for i in range(columns)]
+    cpu: list[list[Expression]] = [[] for _ in sequence]
+    gpu: list[list[Expression]] = [[] for _ in sequence]
+    before: list[Expression] = [0] * columns
+    ends, starts = {}, {}
+    for place, m in enumerate(sequence):
+        open_end = place < len(sequence) - 1 or rounds == 1
+        end = _staircase(problem, f"end_{m}", columns, cut, before) if open_end else [1] * columns
+        start = _staircase(problem, f"gpu_{m}", columns, 1, before, end) if instance.members[m].has_gpu else end
+        cpu[m] = _counts(instance, in_columns, before, start)
+        gpu[m] = _counts(instance, in_columns, start, end)
+        width = pulp.lpSum(end) - pulp.lpSum(before)
+        problem += width >= cut * used[m], f"{m} has a window if it takes part"
+        problem += width <= columns * used[m], f"{m} has none if it does not"
+        ends[m], starts[m], before = end, start, end
+    # The tail: what is left in one round, a fixed range in several.
+    rest = [[instance.kind_of[layer]] for layer in range(rounds * columns, total)]
+    tail_columns = in_columns + rest if rounds == 1 else rest
+    tail_before = [*before, *([0] * len(rest))] if rounds == 1 else [0] * len(rest)
+    if rounds == 1:
+        problem += pulp.lpSum(before) <= total - 1, "the tail has a layer"
+    has_gpu = instance.members[0].has_gpu
+    every = [1] * len(tail_columns)
+    tail_start = _staircase(problem, "gpu_tail", len(every), 1, tail_before, every) if has_gpu else every
+    for g, (on_cpu, on_gpu) in enumerate(
+        zip(
+            _counts(instance, tail_columns, tail_before, tail_start),
+            _counts(instance, tail_columns, tail_start, every),
+            strict=True,
+        )
+    ):
+        cpu[0][g] += on_cpu
+        gpu[0][g] += on_gpu
+    return Layout(
+        rounds=rounds,
+        loose=False,
+        cpu=cpu,
+        gpu=gpu,
+        used=used,
+        windows=[rounds + (m == 0) for m in range(len(sequence))],
+        tail_on_gpu=len(every) - pulp.lpSum(tail_start),
+        orders=orders,
+        picked=picked,
+        variables={"end": ends, "start": starts, "tail_start": tail_start, "columns": columns},
+    )
+
+
+def fixed_layout(instance: Instance, plan: Plan) -> Layout:
+    """The layers of ``plan`` as they are: only who streams what is open. The members are those of ``instance``, all used."""
+    cpu = [[0] * len(instance.kinds) for _ in instance.devices]
+    gpu = [[0] * len(instance.kinds) for _ in instance.devices]
+    windows = [0] * len(instance.devices)
+    index = {device.device: m for m, device in enumerate(instance.devices)}
+    for window in plan.route:
+        m = index[window.device]
+        windows[m] += 1
+        for layer in window.layers:
+            counts = cpu if layer < window.last - window.gpu_layers else gpu
+            counts[m][instance.kind_of[layer]] += 1
+    order = ring_order(instance, [index[name] for name in plan.devices])
+    return Layout(
+        rounds=plan.rounds,
+        loose=False,
+        cpu=[[pulp.lpSum([n]) for n in counts] for counts in cpu],
+        gpu=[[pulp.lpSum([n]) for n in counts] for counts in gpu],
+        used=[pulp.lpSum([int(n > 0)]) for n in windows],
+        windows=list(windows),
+        tail_on_gpu=pulp.lpSum([plan.route[-1].gpu_layers]),
+        orders=(order,),
+        picked=[pulp.lpSum([1])],
+    )
+
+
+def alone_layout(problem: Any, instance: Instance) -> Layout:
+    """The head computes the model in one window; the last layers on its GPU."""
+    total = len(instance.model.layers)
+    every = [1] * total
+    start = _staircase(problem, "gpu", total, 1, [0] * total, every) if instance.members[0].has_gpu else every
+    columns = [[kind] for kind in instance.kind_of]
+    return Layout(
+        rounds=1,
+        loose=False,
+        cpu=[_counts(instance, columns, [0] * total, start)],
+        gpu=[_counts(instance, columns, start, every)],
+        used=[1],
+        windows=[1],
+        tail_on_gpu=total - pulp.lpSum(start),
+        orders=(),
+        picked=[],
+        variables={"start": start},
+    )
+
+
+def _staircase(
+    problem: Any,
+    name: str,
+    length: int,
+    step: int,
+    low: Sequence[Expression],
+    high: Sequence[Expression] | None = None,
+) -> list[Any]:
+    """Binaries that are 1 up to a boundary and 0 behind it, boundaries at multiples of ``step``, between two others."""
+    blocks = [integer(problem, f"{name}_{i}", 0, 1) for i in range(-(-length // step))]
+    stairs = [blocks[i // step] for i in range(length)]
+    for i, (before, after) in enumerate(pairwise(blocks)):
+        problem += before >= after, f"{name} goes down at {i}"
+    for i in range(0, length, 1 if high is not None else step):
+        if not isinstance(low[i], int) or low[i]:
+            problem += stairs[i] >= low[i], f"{name} begins after the one before at {i}"
+        if high is not None and not isinstance(high[i], int):
+            problem += stairs[i] <= high[i], f"{name} ends with its window at {i}"
+    if length % step:
+        # A boundary inside the last, incomplete block would not be at a multiple.
+        problem += blocks[-1] == 0, f"{name} leaves the incomplete block"
+    return stairs
+
+
+def _counts(
+    instance: Instance, columns: Sequence[Sequence[int]], before: Sequence[Expression], end: Sequence[Expression]
+) -> list[Expression]:
+    """Layers of each kind in the columns from boundary ``before`` to boundary ``end``."""
+    return [
+        pulp.lpSum(column.count(g) * (b - a) for column, a, b in zip(columns, before, end, strict=True) if g in column)
+        for g in range(len(instance.kinds))
+    ]
+
+
+def build(
+    problem: Any, instance: Instance, layout: Layout, objective: Objective, required: frozenset[int], *, elastic: bool
+) -> Program:
+    """Memory, streaming and time over ``layout``. ``elastic`` asks instead how little memory would have to be added."""
+    members = range(len(layout.cpu))
+    streams = _streaming(problem, instance, layout)
+    uses_gpu = [integer(problem, f"gpu_used_{m}", 0, int(instance.members[m].has_gpu)) for m in members]
+    for m in members:
+        problem += pulp.lpSum(layout.gpu[m]) <= len(instance.model.layers) * uses_gpu[m], f"{m} uses its GPU"
+    output_on_gpu = integer(problem, "output_on_gpu", 0, int(instance.members[0].has_gpu))
+    problem += (
+        layout.tail_on_gpu <= len(instance.model.layers) * output_on_gpu,
+        "the output is behind the tail's GPU layers",
+    )
+    problem += output_on_gpu <= uses_gpu[0], "the head uses its GPU for the output"
+    for m in required - {0}:
+        problem += layout.used[m] == 1, f"{m} is required"
+    short = _memory(problem, instance, layout, streams, uses_gpu, output_on_gpu, elastic=elastic)
+    if elastic:
+        wanted: Expression = pulp.lpSum(short)
+    else:
+        time = _Time(problem, instance, layout, uses_gpu, output_on_gpu, streams)
+        wanted = time.objective(objective)
+    problem += wanted
+    return Program(problem, layout, streams.layers, streams.slots, output_on_gpu, wanted)
+
+
+def _streaming(problem: Any, instance: Instance, layout: Layout) -> Streams:
+    """Who streams how many layers through how many slots."""
+    total, found = len(instance.model.layers), Streams()
+    sizes = [kind.size_bytes for kind in instance.kinds]
+    for m, member in enumerate(instance.members[: len(layout.cpu)]):
+        s = [integer(problem, f"s_{m}_{g}", 0, instance.kind_totals[g]) for g in range(len(sizes))]
+        q = integer(problem, f"q_{m}", 0, total)
+        streams = integer(problem, f"streams_{m}", 0, 1)
+        for g, count in enumerate(s):
+            problem += count <= layout.cpu[m][g], f"{m} streams CPU layers {g}"
+        problem += pulp.lpSum(s) <= total * streams, f"{m} streams"
+        problem += q >= MIN_SLOTS * streams, f"{m} has slots to stream through"
+        problem += q <= pulp.lpSum(s) - streams, f"{m} streams more than its slots hold"
+        per_byte = MS / member.disk_bytes_per_s
+        disk = _dot(s, [size * per_byte for size in sizes])
+        by_bytes = disk - q * (layout.rounds * instance.slot_bytes * per_byte)
+        by_layers = (pulp.lpSum(s) - layout.rounds * q) * (min(sizes) * per_byte)
+        found.streams.append(streams)
+        found.layers.append(s)
+        found.slots.append(q)
+        found.disk_ms.append(disk)
+        found.waiting_ms.append((by_bytes, by_layers))
+    return found
+
+
+def _memory(
+    problem: Any,
+    instance: Instance,
+    layout: Layout,
+    streams: Streams,
+    uses_gpu: Sequence[Any],
+    output_on_gpu: Any,
+    *,
+    elastic: bool,
+) -> list[Expression]:
+    """RAM, VRAM and disk of every device and machine are hard limits; the slacks where ``elastic``. Unit: slots."""
+    unit = instance.slot_bytes
+    sizes = [kind.size_bytes / unit for kind in instance.kinds]
+    with_kv = [size + kv / unit for size, kv in zip(sizes, instance.kv_bytes, strict=True)]
+    output, ram, vram, disk = instance.model.output_bytes / unit, [], [], []
+    for m, member in enumerate(instance.members[: len(layout.cpu)]):
+        on_gpu = _dot(layout.gpu[m], with_kv) + uses_gpu[m] * (instance.gpu_runtime_bytes / unit)
+        on_cpu = _dot(layout.cpu[m], with_kv) - _dot(streams.layers[m], sizes) + streams.slots[m]
+        on_cpu += layout.used[m] * (instance.runtime_bytes / unit)
+        if m == 0:
+            on_gpu += output_on_gpu * output
+            on_cpu += instance.head_bytes / unit + (1 - output_on_gpu) * output
+        vram.append(on_gpu)
+        ram.append(on_cpu + on_gpu if member.shares_memory else on_cpu)
+        disk.append(_dot(layout.cpu[m], sizes) + _dot(layout.gpu[m], sizes) if len(layout.cpu) > 1 else 0)
+    slacks: list[Expression] = []
+
+    def limit(what: str, where: str, needed: Expression, available: int) -> None:
+        slack: Expression = 0
+        if elastic:
+            slack = positive(problem, f"short_{what}_{where}")
+            slacks.append(slack)
+        if not isinstance(needed, int):
+            problem.addConstraint(needed <= available / unit + slack, f"{what} of {where}")
+
+    for m, member in enumerate(instance.members[: len(layout.cpu)]):
+        limit("RAM", str(m), ram[m], member.ram_limit)
+        limit("VRAM", str(m), vram[m], member.vram_limit)
+        limit("disk", str(m), disk[m], member.disk_limit)
+    for host in instance.hosts:
+        here = [m for m in host if m < len(layout.cpu)]
+        if len(here) > 1:
+            profiles = [instance.devices[m] for m in here]
+            name = "_".join(map(str, here))
+            limit("RAM", name, pulp.lpSum(ram[m] for m in here), max(p.ram_available_bytes for p in profiles))
+            there = max(p.gpu.vram_available_bytes if p.gpu is not None else 0 for p in profiles)
+            limit("VRAM", name, pulp.lpSum(vram[m] for m in here), there)
+            limit("disk", name, pulp.lpSum(disk[m] for m in here), max(p.disk.free_bytes for p in profiles))
+    return slacks
+
+
+class _Time:
+    """Milliseconds of a token, of the first token and between tokens, as ``evaluate.py`` counts them."""
+
+    def __init__(
+        self,
+        problem: Any,
+        instance: Instance,
+        layout: Layout,
+        uses_gpu: Sequence[Any],
+        output_on_gpu: Any,
+        streams: Streams,
+    ) -> None:
+        self._problem = problem
+        self._instance = instance
+        self._layout = layout
+        self._uses_gpu = uses_gpu
+        self._output_on_gpu = output_on_gpu
+        self._streams = streams
+        self._hosts = [[m for m in host if m < len(layout.cpu)] for host in instance.hosts]
+        self._disks = [pulp.lpSum(streams.disk_ms[m] for m in host) for host in self._hosts if host]
+
+    def objective(self, objective: Objective) -> Expression:
+        work = self._instance.workload
+        match objective:
+            case "latency":
+                return self._token()
+            case "ttft":
+                return self._first_token()
+            case "throughput":
+                return self._period()
+            case "balanced":
+                return self._first_token() + work.answer_tokens * self._token()
+
+    def _token(self) -> Expression:
+        token = positive(self._problem, "token")
+        windows = self._windows("decode", [member.decode for member in self._instance.members], self._output())
+        hops = self._hops(lambda order: order.hops_s, lambda share: share.hops_s)
+        self._problem += token >= pulp.lpSum(windows) + hops, "a token passes all windows and hops"
+        for i, disk in enumerate(self._disks):
+            self._problem += token >= disk, f"a token waits for disk {i}"
+        return token
+
+    def _first_token(self) -> Expression:
+        chunk, period = positive(self._problem, "chunk"), positive(self._problem, "chunk_period")
+        windows = self._windows("prefill", [member.prefill for member in self._instance.members], 0)
+        hops = self._hops(lambda order: order.chunk_hops_s, lambda share: share.chunk_hops_s)
+        self._problem += chunk >= pulp.lpSum(windows) + hops, "a chunk passes all windows and hops"
+        for i, disk in enumerate(self._disks):
+            self._problem += chunk >= disk, f"a chunk waits for disk {i}"
+        self._busiest("chunk", period, windows, lambda order: order.chunk_link_s)
+        return chunk + (self._instance.chunks - 1) * period + self._output()
+
+    def _period(self) -> Expression:
+        period = positive(self._problem, "period")
+        windows = self._windows("pass", [member.decode for member in self._instance.members], self._output())
+        self._problem += period * self._instance.workload.sequences >= self._token(), "sequences take turns"
+        self._busiest("token", period, windows, lambda order: order.link_s)
+        return period
+
+    def _busiest(
+        self, name: str, period: Any, windows: Sequence[Expression], link_s: Callable[[RingOrder], float]
+    ) -> None:
+        for i, host in enumerate(host for host in self._hosts if host):
+            self._problem += period >= pulp.lpSum(windows[m] for m in host), f"{name}: machine {i} is busy"
+        for i, disk in enumerate(self._disks):
+            self._problem += period >= disk, f"{name}: disk {i} is busy"
+        self._problem += period >= self._hops(link_s, lambda _: 0.0), f"{name}: a link is busy"
+
+    def _windows(self, name: str, phases: Sequence[Phase], output: Expression) -> list[Any]:
+        """V_m: the milliseconds of all windows of each member, computing or waiting for the disk."""
+        windows = []
+        for m, member in enumerate(self._instance.members[: len(self._layout.cpu)]):
+            window, phase = positive(self._problem, f"{name}_ms_{m}"), phases[m]
+            rest = _dot(self._layout.gpu[m], [s * MS for s in phase.gpu]) + self._steps(m, self._layout.windows[m])
+            layers = _dot(self._layout.cpu[m], [s * MS for s in phase.cpu])
+            self._problem += window >= layers + rest + (0 if m else output), f"{name}: {m} computes"
+            if not self._layout.loose:
+                least = self._edges(m, member, phase) + self._sure_rest(m, phase, rest, output)
+                for i, waiting in enumerate(self._streams.waiting_ms[m]):
+                    self._problem += window >= least + waiting, f"{name}: {m} waits for its disk {i}"
+            windows.append(window)
+        return windows
+
+    def _steps(self, m: int, windows: float) -> Expression:
+        """What ``windows`` windows cost besides their layers."""
+        member = self._instance.members[m]
+        per_window = self._layout.used[m] * (member.step_s * MS) + self._uses_gpu[m] * (member.gpu_step_s * MS)
+        return windows * per_window
+
+    def _edges(self, m: int, member: Member, phase: Phase) -> Expression:
+        """Of each round of a device that streams: the first streamed layer, and the last, computed or read."""
+        smallest = min(kind.size_bytes for kind in self._instance.kinds)
+        edge_s = min(phase.cpu) + min(*phase.cpu, smallest / member.disk_bytes_per_s)
+        return self._streams.streams[m] * (self._layout.rounds * edge_s * MS)
+
+    def _sure_rest(self, m: int, phase: Phase, rest: Expression, output: Expression) -> Expression:
+        """What adds to reading: all that is not a layer on the CPU, in a ring without the tail."""
+        if m:
+            return rest
+        if len(self._layout.cpu) == 1:
+            return rest + output
+        return rest - self._layout.tail_on_gpu * (max(phase.gpu) * MS) - self._steps(0, 1)
+
+    def _output(self) -> Expression:
+        """The output matrix on the head."""
+        head = self._instance.members[0]
+        return head.cpu_output_s * MS + self._output_on_gpu * ((head.gpu_output_s - head.cpu_output_s) * MS)
+
+    def _hops(self, of_order: Callable[[RingOrder], float], of_share: Callable[[HopShare], float]) -> Expression:
+        """Milliseconds of k rounds of the ring that is picked, or of the shares of who takes part."""
+        layout = self._layout
+        scale = layout.rounds * MS
+        return pulp.lpSum(
+            z * (scale * of_order(order)) for z, order in zip(layout.picked, layout.orders, strict=True)
+        ) + (
+            pulp.lpSum(
+                used * (scale * of_share(share)) for used, share in zip(layout.used, layout.shares, strict=False)
+            )
+        )
+
+
+def _dot(counts: Sequence[Expression], weights: Sequence[float]) -> Expression:
+    return pulp.lpSum(count * weight for count, weight in zip(counts, weights, strict=True))

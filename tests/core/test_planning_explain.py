@@ -1,0 +1,198 @@
+"""The whole answer to a question: it adds up, it names what holds it up, and more is never worse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from primad.errors import PlanError
+from primad.planning.explain import explain
+from primad.planning.question import Question, Wishes, ask
+from primad.planning.schema import SCHEMA, Explanation, encode
+from primad.planning.whatif import change
+from tests.fakes.planning import GB, device, model
+
+DESK = device("desk", ram=3 * GB, vram=2 * GB, disk=2e9)
+LAPTOP = device("laptop", ram=2 * GB, rate=10e9)
+PI = device("pi", ram=GB, rate=1e9, disk=0.1e9)
+NOTHING: list = []
+
+
+def question(*devices, links=("1Gbit/s,1ms",), **wishes) -> Question:
+    return ask(Wishes(links=links, **wishes), devices or (DESK, LAPTOP, PI), (), model())
+
+
+def no_file(path):
+    raise AssertionError(path)
+
+
+def what_if(asked: Question, *changes: str) -> Explanation:
+    return explain(change(asked, changes, no_file), changes, asked)
+
+
+@pytest.fixture(scope="module")
+def answer() -> Explanation:
+    return explain(question())
+
+
+def test_every_layer_has_one_place(answer):
+    windows = sorted((window.index, window) for part in answer.devices for window in part.windows)
+    assert [index for index, _ in windows] == list(range(len(windows)))
+    at = 0
+    for _, window in windows:
+        assert window.first == at
+        assert window.layers == window.last - window.first
+        at = window.last
+    assert at == answer.model.layers
+
+
+def test_each_device_adds_up(answer):
+    assert sum(part.layers for part in answer.devices) == answer.model.layers
+    for part in answer.devices:
+        assert part.layers == part.resident_layers + part.streamed_layers == sum(w.layers for w in part.windows)
+        assert part.gpu_layers == sum(window.gpu_layers for window in part.windows)
+        assert part.streamed_layers == sum(window.streamed_layers for window in part.windows)
+        assert part.resident_bytes + part.streamed_bytes == part.layers * GB // 4
+        assert part.disk_bytes_per_token == part.streamed_bytes == part.streamed_layers * GB // 4
+        assert part.ram_bytes <= part.ram_limit_bytes
+        assert part.vram_bytes <= part.vram_limit_bytes
+    assert [part.name for part in answer.devices if part.head] == [answer.head]
+
+
+def test_a_token_adds_up(answer):
+    found = answer.predicted
+    assert found.compute_ms + found.hop_ms + found.stall_ms == pytest.approx(found.tpot_ms)
+    assert found.tokens_per_s == pytest.approx(1e3 / found.tpot_ms)
+    assert found.exchange_ms == pytest.approx(found.ttft_ms + answer.workload.answer_tokens * found.tpot_ms)
+    assert answer.simulated_tpot_ms >= found.tpot_ms * 0.999
+    assert max(span.end_ms for span in answer.timeline) == pytest.approx(answer.simulated_tpot_ms)
+    assert {span.device for span in answer.timeline} <= {part.name for part in answer.devices}
+
+
+def test_every_device_is_in_or_out(answer):
+    inside = {part.name for part in answer.devices}
+    outside = {part.name for part in answer.left_out}
+    assert inside | outside == {"desk", "laptop", "pi"}
+    assert not inside & outside
+
+
+def test_what_was_left_out_says_what_it_would_cost(answer):
+    left = next(part for part in answer.left_out if part.name == "pi")
+    assert left.slower_ms is not None
+    assert left.objective_ms is not None
+    assert left.objective_ms >= 0
+    assert "would" in left.reason
+
+
+def test_a_device_that_cannot_take_part_says_which_limit():
+    answer = explain(question(DESK, LAPTOP, device("watch", ram=GB // 10)))
+    left = next(part for part in answer.left_out if part.name == "watch")
+    assert left.slower_ms is None
+    assert left.reason.startswith("cannot take part: ")
+    assert "RAM" in left.reason
+
+
+def test_the_best_alone_comes_first_and_the_ring_is_not_slower(answer):
+    assert {part.name for part in answer.alone} == {"desk", "laptop", "pi"}
+    times = [part.predicted.exchange_ms for part in answer.alone if part.predicted is not None]
+    assert times == sorted(times)
+    assert answer.predicted.exchange_ms <= times[0] * (1 + 1e-6)
+
+
+def test_halda_is_not_slower_than_the_paper(answer):
+    assert answer.proof.proven
+    assert answer.compared.solver == "paper"
+    assert answer.compared.ring is not None
+    if not answer.compared.ring.short:
+        assert answer.predicted.exchange_ms <= answer.compared.ring.predicted.exchange_ms * (1 + 1e-6)
+
+
+def test_the_papers_plan_next_to_haldas():
+    answer = explain(question(solver="paper"))
+    assert (answer.solver, answer.compared.solver) == ("paper", "halda")
+    assert answer.proof.gap is None
+    assert answer.compared.ring is not None
+
+
+@pytest.mark.parametrize("objective", ["latency", "ttft", "throughput", "balanced"])
+def test_every_objective_is_answered(objective):
+    answer = explain(question(DESK, LAPTOP, objective=objective, sequences=2))
+    assert answer.proof.objective == objective
+    assert answer.proof.objective_ms is not None
+
+
+def test_the_head_that_was_named_is_the_head():
+    assert explain(question(head="laptop")).head == "laptop"
+
+
+@pytest.mark.parametrize(
+    ("devices", "links", "words"),
+    [
+        ((device("desk", ram=12 * GB),), (), "compute of desk (100 % of a token: 20 layers on the CPU)"),
+        ((device("desk", ram=12 * GB, vram=12 * GB),), (), "100 % of a token: 20 layers on the GPU)"),
+        ((device("pi", ram=3 * GB, disk=0.2e9),), (), "the disk of pi: "),
+        (
+            (device("a", ram=4 * GB, disk=0.01e9), device("b", ram=4 * GB, disk=0.01e9)),
+            ("1Mbit/s,1s",),
+            "hops between devices (",
+        ),
+    ],
+)
+def test_the_bottleneck_is_one_sentence(devices, links, words):
+    sentence = explain(question(*devices, links=links)).predicted.bottleneck
+    assert words in sentence
+    assert "\n" not in sentence
+
+
+def test_no_plan_says_which_limit_is_short():
+    with pytest.raises(PlanError, match=r"short of [0-9]+ bytes") as caught:
+        explain(question(device("watch", ram=GB // 10)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_change_shows_what_was_before():
+    answer = what_if(question(), "ram:laptop=8GB")
+    assert answer.what_if is not None
+    assert answer.what_if.changes == ["ram:laptop=8GB"]
+    assert answer.what_if.before is not None
+    assert answer.predicted.exchange_ms <= answer.what_if.before.predicted.exchange_ms * (1 + 1e-6)
+
+
+def test_a_change_that_leaves_no_plan_says_what_there_was():
+    with pytest.raises(PlanError, match=r"no plan with --what-if drop=desk: .*; without, a token takes "):
+        what_if(question(DESK, device("watch", ram=GB // 10)), "drop=desk")
+
+
+def test_a_change_that_makes_a_plan_possible():
+    answer = what_if(question(device("watch", ram=GB // 10)), "ram:watch=8GB")
+    assert answer.what_if is not None
+    assert answer.what_if.before is None
+    assert "short" in (answer.what_if.reason or "")
+
+
+@pytest.mark.parametrize("what", ["ram:laptop", "ram:pi", "vram:desk"])
+def test_more_memory_is_never_slower(what):
+    times = []
+    for size in ("1GB", "2GB", "3GB", "5GB", "9GB"):
+        proof = explain(change(question(objective="latency"), [f"{what}={size}"], no_file)).proof
+        assert proof.proven
+        assert proof.objective_ms is not None
+        times.append(proof.objective_ms)
+    assert all(after <= before * (1 + 1e-6) for before, after in pairwise(times))
+
+
+def test_another_device_is_never_slower():
+    asked = question(DESK, LAPTOP)
+    with_pi = replace(asked, devices=(*asked.devices, PI))
+    assert explain(with_pi).predicted.exchange_ms <= explain(asked).predicted.exchange_ms * (1 + 1e-6)
+
+
+def test_json_is_the_answer(answer):
+    data = encode(answer)
+    assert msgspec.json.decode(data, type=Explanation, strict=True) == answer
+    content = msgspec.json.decode(data)
+    assert next(iter(content)) == "schema"
+    assert content["schema"] == SCHEMA

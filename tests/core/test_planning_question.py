@@ -1,0 +1,100 @@
+"""What was asked for becomes one question, or one clear line."""
+
+from __future__ import annotations
+
+import pytest
+
+from primad.errors import ConfigError
+from primad.planning.question import SAME_MACHINE, Wishes, ask, check
+from tests.fakes.planning import GB, device, link, model
+
+DESK, LAPTOP = device("desk", vram=8 * GB), device("laptop")
+
+
+def asked(devices=(DESK, LAPTOP), known=(), **wishes):
+    return ask(Wishes(**wishes), devices, known, model())
+
+
+def test_what_is_left_open_has_a_default():
+    question = asked()
+    assert (question.head, question.solver, question.objective) == (None, "halda", "balanced")
+    work = question.workload
+    assert (work.context_tokens, work.prompt_tokens, work.answer_tokens, work.sequences) == (4096, 512, 256, 1)
+
+
+def test_a_small_context_shortens_the_typical_request():
+    work = asked(context=16).workload
+    assert (work.prompt_tokens, work.answer_tokens) == (8, 8)
+
+
+def test_every_pair_has_a_link_and_known_ones_count():
+    known = link("desk", "laptop", bytes_per_s=5e6)
+    both = {(one.source, one.target): one for one in asked(known=(known,)).all_links}
+    assert both["desk", "laptop"] is known
+    assert both["laptop", "desk"].bytes_per_s == 100e6
+
+
+def test_links_of_the_owner_win():
+    known = link("desk", "laptop", bytes_per_s=5e6)
+    question = ask(
+        Wishes(links=("1Gbit/s,1ms", "laptop:desk=300Mbit/s,4ms")),
+        (DESK, LAPTOP, device("pi")),
+        (known,),
+        model(),
+    )
+    both = {(one.source, one.target): one for one in question.all_links}
+    assert both["desk", "laptop"].bytes_per_s == both["laptop", "desk"].bytes_per_s == 37.5e6
+    assert (both["desk", "pi"].bytes_per_s, both["desk", "pi"].round_trip_s) == (125e6, 0.001)
+
+
+def test_processes_of_one_machine_are_near():
+    question = asked(devices=(device("a", host="h"), device("b", host="h")))
+    assert {one.bytes_per_s for one in question.all_links} == {SAME_MACHINE.bytes_per_s}
+
+
+def test_limits_are_those_of_the_devices():
+    question = asked(max_ram=("desk=4GB",), max_vram=("desk=2GB",), max_disk=("laptop=1GB",))
+    assert question.limits["desk"].ram_bytes == 4 * GB
+    assert question.limits["desk"].vram_bytes == 2 * GB
+    assert question.limits["laptop"].disk_bytes == GB
+    assert question.limits["laptop"].ram_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"head": "pi"}, "--head: no device is called 'pi'; there are desk, laptop"),
+        ({"solver": "best"}, "--solver best: choose halda or paper"),
+        ({"objective": "fast"}, "--objective fast: choose latency, ttft, throughput or balanced"),
+        ({"context": 9000}, "--context 9000: toy was trained for 8192 tokens"),
+        ({"prompt": 5000}, "--prompt 5000: leaves no room"),
+        ({"prompt": 4000, "answer": 200}, "--prompt 4000 and --answer 200 take more than the context of 4096"),
+        ({"links": ("fast",)}, "--link: 'fast' is no rate"),
+        ({"links": ("desk:pi=1Gbit/s",)}, "--link: no device is called 'pi'"),
+        ({"links": ("desk=1Gbit/s",)}, "--link desk=1Gbit/s: give two devices"),
+        ({"links": ("desk:desk=1Gbit/s",)}, "give two devices"),
+        ({"max_ram": ("4GB",)}, "--max-ram 4GB: give a device and a size, as in --max-ram desk=16GiB"),
+        ({"max_vram": ("pi=4GB",)}, "--max-vram: no device is called 'pi'"),
+        ({"max_disk": ("desk=much",)}, "--max-disk desk: 'much' is no size"),
+    ],
+)
+def test_a_bad_wish_is_refused_by_its_flag(wishes, message):
+    with pytest.raises(ConfigError) as caught:
+        asked(**wishes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_devices_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="two devices are called desk"):
+        asked(devices=(DESK, device("desk")))
+
+
+def test_no_device_is_refused():
+    with pytest.raises(ConfigError, match="no device to plan for"):
+        asked(devices=())
+
+
+def test_wishes_are_judged_before_devices_are_looked_for():
+    with pytest.raises(ConfigError, match="--link"):
+        check(Wishes(links=("x",)), model())

@@ -1,0 +1,87 @@
+"""What people see of an answer."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from primad.errors import ConfigError
+from primad.planning.explain import explain
+from primad.planning.plot import check_plot, plot
+from primad.planning.question import Wishes, ask
+from primad.planning.table import show
+from primad.planning.whatif import change
+from tests.fakes.planning import GB, device, model
+
+
+@pytest.fixture(scope="module")
+def answer():
+    devices = (device("desk", ram=3 * GB, vram=2 * GB), device("laptop", ram=2 * GB), device("watch", ram=GB // 10))
+    asked = ask(Wishes(), devices, (), model())
+    changes = ["ram:laptop=3GB"]
+    return explain(change(asked, changes, lambda path: []), changes, asked)
+
+
+def shown(answer, *, width=None):
+    out = io.StringIO()
+    show(answer, Console(file=out, width=width, force_terminal=width is not None, color_system=None))
+    return out.getvalue()
+
+
+def test_everything_that_was_asked_for_is_there(answer):
+    text = shown(answer)
+    for words in (
+        "device",
+        "windows",
+        "GPU",
+        "resident",
+        "streamed",
+        "RAM",
+        "VRAM",
+        "disk",
+        "compute",
+        "hops",
+        "stall",
+        "tokens/s",
+        "first token",
+        "for a prompt of 512 tokens",
+        "bottleneck",
+        "left out",
+        "watch: cannot take part",
+        "best alone",
+        "the paper's plan",
+        "What if ram:laptop=3GB",
+        "before",
+        "after",
+        "RAM, laptop",
+    ):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_nothing_is_cut_on_a_narrow_terminal(answer, width):
+    text = shown(answer, width=width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_picture_is_written(answer, tmp_path):
+    path = tmp_path / "plan.png"
+    check_plot(path)
+    plot(answer, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_refused_early(tmp_path):
+    with pytest.raises(ConfigError, match=r"end the name in \.png, \.svg or \.pdf"):
+        check_plot(tmp_path / "plan.jpeg2000")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        check_plot(tmp_path / "nowhere" / "plan.png")
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'primad\[plot\]'"):
+        check_plot(tmp_path / "plan.png")

@@ -1,0 +1,107 @@
+"""A change makes another question; the first stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primad.errors import ConfigError
+from primad.planning.question import Wishes, ask
+from primad.planning.whatif import change
+from tests.fakes.planning import GB, device, link, model
+
+DESK = device("desk", ram=8 * GB, vram=8 * GB)
+MAC = device("mac", ram=8 * GB, vram=6 * GB, unified=True)
+
+
+def question(**wishes):
+    links = (link("desk", "mac", bytes_per_s=5e6), link("mac", "desk", bytes_per_s=5e6))
+    return ask(Wishes(**wishes), (DESK, MAC), links, model())
+
+
+def changed(*changes, read=lambda path: [device(path.stem)], **wishes):
+    return change(question(**wishes), changes, read)
+
+
+def of(asked, name):
+    return next(found for found in asked.devices if found.device == name)
+
+
+def test_a_device_comes_and_another_goes():
+    asked = changed("add=profiles/pi.json", "drop=mac", max_ram=("mac=4GB",))
+    assert [found.device for found in asked.devices] == ["desk", "pi"]
+    assert not asked.limits
+    assert {one.target for one in asked.all_links} == {"desk", "pi"}
+
+
+def test_memory_and_disk_change():
+    asked = changed("ram:desk=16GB", "vram:desk=12GB", "disk:desk=3GB/s")
+    desk = of(asked, "desk")
+    assert desk.ram_available_bytes == desk.ram_total_bytes == 16 * GB
+    assert desk.gpu is not None
+    assert desk.gpu.vram_available_bytes == 12 * GB
+    assert desk.disk.prefetch_bytes_per_s == 3e9
+    assert desk.disk.fault_bytes_per_s == pytest.approx(1.5e9)
+    assert of(asked, "mac") == MAC
+
+
+def test_less_memory_than_installed_leaves_what_is_installed():
+    assert of(changed("ram:desk=1GB"), "desk").ram_total_bytes == DESK.ram_total_bytes
+
+
+def test_memory_that_is_shared_with_the_gpu_grows_for_both():
+    mac = of(changed("ram:mac=16GB"), "mac")
+    assert mac.gpu is not None
+    assert mac.gpu.vram_available_bytes == 12 * GB
+
+
+def test_all_links_or_one_change():
+    assert {one.bytes_per_s for one in changed("link=1Gbit/s,1ms").all_links} == {125e6}
+    asked = changed("add=pi.json", "link:desk:mac=2Gbit/s")
+    both = {(one.source, one.target): one.bytes_per_s for one in asked.all_links}
+    assert both["mac", "desk"] == 250e6
+    assert both["mac", "pi"] == 100e6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("more", "is no change; give add=FILE"),
+        ("ram=4GB", "is no change"),
+        ("drop:desk=4GB", "is no change"),
+        ("ram:desk=", "is no change"),
+        ("ram:pi=4GB", "no device is called 'pi'; there are desk, mac"),
+        ("drop=pi", "no device is called 'pi'"),
+        ("ram:desk=lots", "'lots' is no size"),
+        ("disk:desk=3GB", "'3GB' is no rate"),
+        ("link:desk=1Gbit/s", "no device is called ''"),
+        ("link:desk:desk=1Gbit/s", "name two devices"),
+        ("add=desk.json", "two devices are called desk"),
+        ("link=1Gbit/s,soon", "'soon' is no time"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused(text, message):
+    with pytest.raises(ConfigError) as caught:
+        changed(text)
+    assert message in str(caught.value)
+
+
+def test_a_gpu_that_is_not_there_cannot_grow():
+    with pytest.raises(ConfigError, match="pi has no GPU"):
+        changed("add=pi.json", "vram:pi=4GB")
+
+
+def test_the_head_and_the_last_device_stay():
+    with pytest.raises(ConfigError, match="desk is the head"):
+        changed("drop=desk", head="desk")
+    with pytest.raises(ConfigError, match="mac is the only device"):
+        changed("drop=desk", "drop=mac")
+
+
+def test_a_file_that_cannot_be_read_says_so():
+    def read(path: Path):
+        raise ConfigError(f"{path}: cannot be read")
+
+    with pytest.raises(ConfigError, match=r"pi\.json: cannot be read"):
+        changed("add=pi.json", read=read)

@@ -1,0 +1,77 @@
+"""Built-in model shapes have the sizes of the models they stand for."""
+
+from __future__ import annotations
+
+import pytest
+
+from primad.errors import ConfigError
+from primad.gguf.shapes import shape, shape_names
+
+WEIGHTS = {
+    "llama3-8b": 8.03e9,
+    "llama3-14b": 14.1e9,
+    "llama1-30b": 32.5e9,
+    "llama3-45b": 44.884e9,
+    "llama3-60b": 60.3e9,
+    "llama1-65b": 65.2e9,
+    "llama3-70b": 70.6e9,
+    "qwen2.5-7b": 7.62e9,
+    "qwen2.5-14b": 14.8e9,
+    "qwen2.5-32b": 32.8e9,
+    "qwen2.5-72b": 72.7e9,
+    "llama3.1-405b": 405.9e9,
+    "mixtral-8x7b": 46.7e9,
+    "qwen3-30b-a3b": 30.5e9,
+}
+"""As their makers state them."""
+
+
+def test_the_table_is_whole() -> None:
+    assert set(shape_names()) == set(WEIGHTS)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_are_as_many_as_stated(name: str) -> None:
+    assert shape(f"{name}-f16").size_bytes == pytest.approx(2 * WEIGHTS[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["llama3-45b", "llama3-70b", "llama1-65b", "llama3.1-405b", "mixtral-8x7b"])
+def test_q4k_takes_four_and_a_half_bits(name: str) -> None:
+    assert shape(f"{name}-q4k").size_bytes == pytest.approx(WEIGHTS[name] * 4.5 / 8, rel=0.02)
+
+
+def test_q8_takes_eight_and_a_half_bits() -> None:
+    assert shape("llama3-70b-q8").size_bytes == pytest.approx(70.6e9 * 8.5 / 8, rel=0.02)
+
+
+def test_q4k_is_the_default_and_its_output_matrix_is_q6k() -> None:
+    assert shape("Llama3-8B") == shape("llama3-8b-q4k")
+    assert shape("llama3-8b").output_bytes_by_type == {"Q6_K": 128256 * 4096 * 210 // 256, "F32": 4 * 4096}
+
+
+def test_kv_cache_is_f16_of_the_key_and_value_heads() -> None:
+    assert shape("llama3-70b").layers[0].kv_bytes_per_token == 2 * 8 * 128 * 2
+    assert shape("llama1-65b").layers[0].kv_bytes_per_token == 2 * 8192 * 2
+
+
+def test_experts_are_apart_from_what_every_row_uses() -> None:
+    model = shape("qwen3-30b-a3b")
+    assert (model.experts, model.experts_used) == (128, 8)
+    used = sum(
+        sum(layer.bytes_by_type.values()) + sum(layer.expert_bytes_by_type.values()) * 8 / 128
+        for layer in shape("qwen3-30b-a3b-f16").layers
+    )
+    assert used / 2 == pytest.approx(2.7e9, rel=0.05)
+
+
+def test_rows_without_whole_blocks_fall_back_as_in_llama_cpp() -> None:
+    assert "Q5_0" in shape("qwen2.5-72b").layers[0].bytes_by_type
+    assert set(shape("qwen2.5-32b").layers[0].bytes_by_type) == {"Q4_K", "F32"}
+
+
+@pytest.mark.parametrize("name", ["llama3-71b", "llama3-70b-q3", "", "../devices/paper-d1", "q4k"])
+def test_an_unknown_name_is_one_clear_error(name: str) -> None:
+    with pytest.raises(ConfigError, match="no built-in model shape") as caught:
+        shape(name)
+    assert "llama3-70b" in str(caught.value)
+    assert "\n" not in str(caught.value)

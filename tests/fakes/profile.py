@@ -1,0 +1,90 @@
+"""A believable device, for tests that need one without measuring anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, TypeSpeed
+from primad.profiler.records import VERSION, HomeRecord, MachineRecord, host_id, machine_file, write
+
+BITS = {"Q4_K": 4.5, "Q6_K": 6.5625, "Q4_1": 5.0, "Q8_0": 8.5, "F16": 16.0}
+
+
+def speeds(read_bytes_per_s: float, flop_per_s: float) -> tuple[TypeSpeed, ...]:
+    """Types that all reach the same share of what memory and arithmetic give."""
+    return tuple(
+        TypeSpeed(
+            type=kind,
+            decode_bytes_per_s=0.75 * read_bytes_per_s,
+            batch_bytes_per_s=0.25 * read_bytes_per_s,
+            prefill_flop_per_s=flop_per_s,
+            extra_buffers=False,
+            decode_spread=0.05,
+            prefill_spread=0.02,
+        )
+        for kind in BITS
+    )
+
+
+CPU = CpuProfile(
+    name="a cpu",
+    cores=2,
+    threads=2,
+    batch_threads=2,
+    step_s=1.5e-4,
+    layer_s=3e-5,
+    speeds=speeds(3e10, 2e11),
+)
+GPU = GpuProfile(
+    name="a gpu",
+    backend="CUDA",
+    vram_total_bytes=24 << 30,
+    vram_available_bytes=23 << 30,
+    unified_memory=False,
+    vram_read_bytes_per_s=9e11,
+    step_s=1e-4,
+    layer_s=1e-5,
+    speeds=speeds(9e11, 6e13),
+)
+DISK = DiskProfile(prefetch_bytes_per_s=2e9, fault_bytes_per_s=6e8, random_bytes_per_s=5e7, free_bytes=100 << 30)
+PROFILE = DeviceProfile(
+    device="desk",
+    host="0123456789abcdef",
+    system="Linux",
+    machine="x86_64",
+    cpu=CPU,
+    ram_total_bytes=16 << 30,
+    ram_available_bytes=12 << 30,
+    ram_read_bytes_per_s=3e10,
+    disk=DISK,
+    gpu=GPU,
+)
+
+
+def machine_record(threads: int | None) -> MachineRecord:
+    """A record of this machine with made-up figures, for ``threads`` pinned threads."""
+    return MachineRecord(
+        version=VERSION,
+        measured="2026-01-02T03:04:05Z",
+        host=host_id(),
+        build="a build",
+        pinned_threads=threads,
+        ram_read_bytes_per_s=3e10,
+        cpu=CPU,
+        gpu=None,
+    )
+
+
+def home_record() -> HomeRecord:
+    """A record of a file system of this machine with made-up figures."""
+    return HomeRecord(
+        version=VERSION, measured="2026-01-02T03:04:05Z", host=host_id(), disk=DISK, prefetch_call="MADV_WILLNEED"
+    )
+
+
+def seed(home: Path) -> Path:
+    """Have this machine and ``home`` count as measured, whatever the pinned threads; the file in ``home``."""
+    for threads in (None, *range(1, 9)):
+        write(machine_record(threads), home_record(), home)
+        assert machine_file(threads).is_file()
+    return home / "profile.json"

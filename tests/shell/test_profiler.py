@@ -1,0 +1,526 @@
+"""Measuring this device: with fakes and tiny trials, and once for real."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from primad import cli
+from primad.engine.devices import GpuDevice, list_gpus
+from primad.errors import ConfigError, EngineError
+from primad.measuring import measuring
+from primad.profiler import disk, measure, processors, speeds, trials
+from primad.profiler.measure import STEPS, is_profiled, profile_device
+from primad.profiler.memory import Memory
+from primad.profiler.records import home_file, machine_file, read_home, read_machine, write
+from primad.profiler.speeds import TYPES, Bench, Fixed, Patience, choose, fit, measure_fixed, measure_types, speed
+from primad.profiler.store import load_profiles
+from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
+from primad.profiler.trial import TimeWindow, Timings
+from primad.profiler.trials import child_trials
+from primad.profiles import check_profile
+from tests.fakes.profile import CPU, DISK, GPU, PROFILE, home_record, machine_record, seed
+
+TINY = LayerShape(width=256, feed_forward=512, heads=4, heads_kv=2)
+
+
+def steady(decode_s: float, batch_s: float = 1.0, prefill_s: float = 1.0) -> Timings:
+    return Timings(decode_s=(decode_s,) * 3, batch_s=(batch_s,), prefill_s=(prefill_s,) * 2)
+
+
+class Machine:
+    """A fake of ``Trials``: windows cost what the model of time says, exactly; ``broken`` extra buffers crash."""
+
+    def __init__(self, step_s: float = 2e-4, layer_s: float = 3e-5, rate: float = 2e10) -> None:
+        self.step_s, self.layer_s, self.rate = step_s, layer_s, rate
+        self.extra_factor: float | None = 1.0
+        self.disturbed = 0
+        self.asked: list[TimeWindow] = []
+
+    def time(self, task: TimeWindow) -> Timings | str:
+        self.asked.append(task)
+        if task.extra_buffers and self.extra_factor is None:
+            return "a trial ended with code -11"
+        shape = next(shape for shape in (BIG, MIDDLE, SMALL) if shape.width == task.width)
+        size = sum(Path(path).stat().st_size for path in task.files.layers)
+        weights = task.files.layer_count * min(
+            (shape.weight_bytes(kind) for kind in TYPES), key=lambda b: abs(b * task.files.layer_count - size)
+        )
+        factor = self.extra_factor or 1.0 if task.extra_buffers else 1.0
+        step_s = self.step_s + task.files.layer_count * self.layer_s + factor * weights / self.rate
+        noise = 3.0 if self.disturbed else 1.0
+        self.disturbed = max(0, self.disturbed - 1)
+        return Timings(
+            decode_s=(step_s, noise * step_s, noise * step_s),
+            batch_s=(2 * step_s,),
+            prefill_s=(100 * step_s,) * 2 if task.prefill_runs else (),
+        )
+
+    def gpus(self) -> Sequence[GpuDevice] | str:
+        raise AssertionError("not asked for")
+
+
+def bench(folder: Path, machine: Any, *, on_gpu: bool = False, patience_s: float = 0.0) -> Bench:
+    return Bench(
+        trials=machine,
+        folder=folder,
+        threads=2,
+        batch_threads=2,
+        on_gpu=on_gpu,
+        weights=1,
+        sweep_bytes=8,
+        patience=Patience(patience_s),
+    )
+
+
+# ---- from times to figures ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step_s", "layer_s"), [(2e-4, 3e-5), (1e-3, 5e-4), (5e-5, 2e-6)])
+def test_the_fit_finds_what_the_times_were_made_of(step_s, layer_s):
+    rate = 2e10
+    small = SMALL.weight_bytes("Q4_K") / rate + layer_s
+    found = fit(step_s + 2 * small, step_s + 12 * small, step_s + layer_s + BIG.weight_bytes("Q4_K") / rate, 1)
+    assert found.step_s == pytest.approx(step_s, rel=1e-3)
+    assert found.layer_s == pytest.approx(layer_s, rel=1e-3)
+
+
+def test_absurd_times_still_give_positive_figures():
+    found = fit(1.0, 0.5, 1e-9, 1)
+    assert found.step_s > 0
+    assert found.layer_s > 0
+    figures = speed("Q4_K", steady(1e-9), Fixed(step_s=1.0, layer_s=1.0), BIG, 1, extra_buffers=False)
+    assert figures.decode_bytes_per_s > 0
+
+
+def test_every_type_gets_the_rate_of_the_machine(tmp_path):
+    machine = Machine()
+    place = bench(tmp_path, machine)
+    fixed = measure_fixed(place, steady(machine.step_s + machine.layer_s + BIG.weight_bytes("Q4_K") / machine.rate))
+    told: list[str] = []
+    found = measure_types(place, fixed, told.append)
+    assert [figures.type for figures in found] == told == list(TYPES)
+    for figures in found:
+        assert figures.decode_bytes_per_s == pytest.approx(machine.rate, rel=0.01)
+        assert not figures.extra_buffers
+    assert not list(tmp_path.iterdir())
+
+
+def test_extra_buffers_that_are_faster_are_kept(tmp_path):
+    machine = Machine()
+    machine.extra_factor = 0.5
+    found = measure_types(bench(tmp_path, machine), Fixed(step_s=2e-4, layer_s=3e-5), lambda _: None)
+    assert all(figures.extra_buffers for figures in found)
+    assert found[0].decode_bytes_per_s == pytest.approx(2 * machine.rate, rel=0.01)
+
+
+def test_a_crash_with_extra_buffers_leaves_them_out(tmp_path):
+    machine = Machine()
+    machine.extra_factor = None
+    found = measure_types(bench(tmp_path, machine), Fixed(step_s=2e-4, layer_s=3e-5), lambda _: None)
+    assert len(found) == len(TYPES)
+    assert not any(figures.extra_buffers for figures in found)
+
+
+def test_a_gpu_is_not_asked_about_extra_buffers_and_holds_every_layer(tmp_path):
+    machine = Machine()
+    measure_types(bench(tmp_path, machine, on_gpu=True), Fixed(step_s=2e-4, layer_s=3e-5), lambda _: None)
+    assert not any(task.extra_buffers for task in machine.asked)
+    assert all(task.files.gpu_layers > task.files.layer_count for task in machine.asked)
+
+
+def test_what_crashes_always_is_one_clear_error(tmp_path):
+    class Dead:
+        def time(self, task: TimeWindow) -> str:
+            return "a trial ended with code -9"
+
+    with pytest.raises(EngineError, match="cannot compute any"):
+        measure_types(bench(tmp_path, Dead()), Fixed(step_s=1e-4, layer_s=1e-5), lambda _: None)
+    with pytest.raises(EngineError, match="ended with code -9"):
+        measure_fixed(bench(tmp_path, Dead()), steady(1.0))
+
+
+def test_a_disturbed_trial_is_repeated_while_there_is_patience(tmp_path):
+    machine = Machine()
+    machine.disturbed = 2
+    (found,) = bench(tmp_path, machine, patience_s=60).time(SMALL, "Q4_K", 2, extra=(False,), prefill=False)
+    assert isinstance(found, Timings)
+    assert len(machine.asked) == 3
+    assert len(set(found.decode_s)) == 1
+    machine.disturbed = 2
+    bench(tmp_path, machine).time(SMALL, "Q4_K", 2, extra=(False,), prefill=False)
+    assert len(machine.asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("plain", "extra", "chosen"),
+    [
+        (steady(0.010), steady(0.005), True),
+        (steady(0.010), steady(0.0099), False),  # not worth the memory
+        (steady(0.010, prefill_s=1.0), steady(0.005, prefill_s=3.0), False),  # the prompt costs more than is won
+        (steady(0.010), "crashed", False),
+        ("crashed", steady(0.010), True),
+    ],
+)
+def test_extra_buffers_are_chosen_by_the_time_of_an_exchange(plain, extra, chosen):
+    assert choose(plain, extra) == (extra if chosen else plain, chosen)
+
+
+def test_fewer_threads_are_taken_only_where_they_are_clearly_faster():
+    assert processors.fastest({8: 1.0, 4: 0.98}) == 8
+    assert processors.fastest({8: 1.0, 4: 0.8}) == 4
+    assert processors.fastest({8: 1.0}) == 8
+
+
+# ---- children -------------------------------------------------------------------------------------------------------
+
+
+def a_task(folder: Path, kind: str = "Q4_K", *, extra_buffers: bool = False) -> TimeWindow:
+    return TimeWindow(
+        files=write_window(folder, TINY, kind, 1, 0),
+        width=TINY.width,
+        threads=1,
+        batch_threads=1,
+        extra_buffers=extra_buffers,
+        sweep_bytes=8,
+        decode_runs=2,
+        prefill_runs=1,
+    )
+
+
+def test_llama_cpp_computes_a_window_of_every_type(tmp_path):
+    with child_trials(1) as children:
+        for kind in TYPES:
+            timings = children.time(a_task(tmp_path, kind))
+            assert isinstance(timings, Timings), f"{kind}: {timings}"
+            assert len(timings.decode_s) == 2
+            assert min(timings.decode_s + timings.batch_s + timings.prefill_s) > 0
+
+
+def test_a_crash_is_an_answer_and_the_next_task_gets_a_new_child(tmp_path):
+    task = a_task(tmp_path)
+    missing = msgspec.structs.replace(task.files, metadata=str(tmp_path / "none.gguf"))
+    with child_trials(1) as children:
+        answer = children.time(msgspec.structs.replace(task, files=missing))
+        assert isinstance(answer, str)
+        assert "ended with code 1" in answer
+        assert "none.gguf" in answer
+        assert isinstance(children.time(task), Timings)
+
+
+def test_a_hang_is_an_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(trials, "TIMEOUT_S", 0.2)
+    real = subprocess.Popen
+
+    def hanging(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        assert command[1:] == ["-m", "primad.profiler.trial"]
+        return real([sys.executable, "-c", "import time; time.sleep(60)"], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", hanging)
+    with child_trials(1) as children:
+        assert children.gpus() == "a trial did not end within 0.2 s"
+
+
+def test_no_gpu_is_the_ordinary_case(caplog):
+    assert all(isinstance(device, GpuDevice) for device in processors.list_gpus())
+    assert not caplog.records
+
+
+# ---- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+class FakeGgml:
+    """ggml's calls about devices: a CPU, a card and a GPU within the processor."""
+
+    devices = ((0, b"CPU", b"a cpu", 64, 60), (1, b"CUDA", b"a card\n", 24, 30), (2, b"MTL", b"Apple M4", 48, 40))
+
+    def ggml_backend_dev_count(self) -> int:
+        return len(self.devices)
+
+    def ggml_backend_dev_get(self, number: int) -> int:
+        return number
+
+    def ggml_backend_dev_type(self, device: int) -> int:
+        return self.devices[device][0]
+
+    def ggml_backend_dev_memory(self, device: int, free: Any, total: Any) -> None:
+        free._obj.value, total._obj.value = self.devices[device][4], self.devices[device][3]
+
+    def ggml_backend_dev_backend_reg(self, device: int) -> int:
+        return device
+
+    def ggml_backend_reg_name(self, registry: int) -> bytes:
+        return self.devices[registry][1]
+
+    def ggml_backend_dev_name(self, device: int) -> bytes:
+        return b"GPU0"
+
+    def ggml_backend_dev_description(self, device: int) -> bytes:
+        return self.devices[device][2]
+
+
+def test_gpus_are_listed_with_what_their_backend_says():
+    assert ctypes.c_size_t().value == 0
+    assert list(list_gpus(FakeGgml())) == [
+        GpuDevice(name="a card", backend="CUDA", vram_total_bytes=24, vram_available_bytes=24, unified_memory=False),
+        GpuDevice(name="Apple M4", backend="Metal", vram_total_bytes=48, vram_available_bytes=40, unified_memory=True),
+    ]
+
+
+def a_device(**changes: Any) -> GpuDevice:
+    device = GpuDevice(
+        name=GPU.name,
+        backend=GPU.backend,
+        vram_total_bytes=24 << 30,
+        vram_available_bytes=7 << 30,
+        unified_memory=False,
+    )
+    return msgspec.structs.replace(device, **changes)
+
+
+def test_free_memory_of_a_gpu_is_read_anew(monkeypatch):
+    now = processors.gpu_now(GPU, [a_device(name="another"), a_device()])
+    assert now == replace(GPU, vram_available_bytes=7 << 30)
+    assert processors.gpu_now(GPU, [a_device(name="another")]) is None
+    monkeypatch.setattr(processors, "memory", lambda: Memory(16 << 30, 2 << 30))
+    shared = processors.gpu_now(GPU, [a_device(unified_memory=True)])
+    assert shared is not None
+    assert shared.vram_available_bytes == 2 << 30
+
+
+class FakeChildren(Machine):
+    """``child_trials`` of a machine with one GPU."""
+
+    def __call__(self, threads: int) -> FakeChildren:
+        return self
+
+    def __enter__(self) -> FakeChildren:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to end."""
+
+    def gpus(self) -> Sequence[GpuDevice] | str:
+        return (a_device(),)
+
+
+def test_a_gpu_is_profiled_like_the_processor(tmp_path, monkeypatch):
+    children = FakeChildren(step_s=1e-4, layer_s=1e-5, rate=8e11)
+    monkeypatch.setattr(processors, "child_trials", children)
+    found = processors.measure_gpu(tmp_path, a_device(), 2, lambda _: None)
+    assert found is not None
+    assert found.vram_read_bytes_per_s == pytest.approx(8e11, rel=0.05)
+    assert found.step_s == pytest.approx(1e-4, rel=0.05)
+    assert found.layer_s == pytest.approx(1e-5, rel=0.2)
+    assert len(found.speeds) == len(TYPES)
+    check_profile(replace(PROFILE, gpu=found))
+
+
+def test_a_gpu_that_llama_cpp_cannot_compute_on_stays_unused(tmp_path, monkeypatch, caplog):
+    class Dead(FakeChildren):
+        def time(self, task: TimeWindow) -> str:
+            return "a trial ended with code -6"
+
+    monkeypatch.setattr(processors, "child_trials", Dead())
+    assert processors.measure_gpu(tmp_path, a_device(), 2, lambda _: None) is None
+    assert "a gpu stays unused" in caplog.text
+
+
+# ---- the disk -------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_is_measured_and_nothing_is_left_on_it(tmp_path):
+    found, call = disk.measure_disk(tmp_path, 8 << 20)
+    assert found.prefetch_bytes_per_s > 0
+    assert found.fault_bytes_per_s > 0
+    assert found.random_bytes_per_s > 0
+    assert found.free_bytes > 0
+    assert call in ("MADV_POPULATE_READ", "MADV_WILLNEED", "F_RDADVISE", "read")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_system_without_any_advice_is_measured_by_reading(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    monkeypatch.setattr(disk, "_prefetch_calls", lambda: iter(()))
+    monkeypatch.setattr(disk, "fcntl", None)
+    found, call = disk.measure_disk(tmp_path, 8 << 20)
+    assert call == "read"
+    assert found.prefetch_bytes_per_s > 0
+
+
+def test_advice_that_the_kernel_does_not_know_is_no_answer(tmp_path):
+    def refused(*_: Any) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    assert disk._rate(path, 1 << 20, refused) is None
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> list[str]:
+    """What was measured so far, by fakes."""
+    done: list[str] = []
+
+    def cpu(folder: Path, pinned: int | None, advance: Any) -> Any:
+        done.append(f"cpu {pinned}")
+        for _ in range(processors.STEPS):
+            advance("cpu")
+        return CPU
+
+    monkeypatch.setattr(measure, "measure_cpu", cpu)
+    monkeypatch.setattr(measure, "list_gpus", lambda: ())
+    monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: 3e10)
+    monkeypatch.setattr(measure, "measure_disk", lambda folder: (done.append("disk"), (DISK, "read"))[1])
+    return done
+
+
+def a_home(tmp_path: Path, name: str = "home") -> Path:
+    home = tmp_path / name
+    home.mkdir()
+    return home
+
+
+def test_homes_of_one_machine_measure_it_once_and_their_disk_each(tmp_path, measured):
+    one, two = a_home(tmp_path, "one"), a_home(tmp_path, "two")
+    told: list[str] = []
+    first = profile_device("one", one, None, told.append)
+    assert len(told) == STEPS
+    second = profile_device("two", two, None, lambda _: None)
+    assert measured == ["cpu None", "disk", "disk"]
+    assert (first.device, second.device) == ("one", "two")
+    assert first.cpu == second.cpu == CPU
+    assert profile_device("one", one, None, told.append) is not None
+    assert len(told) == STEPS
+    assert len(measured) == 3
+
+
+def test_pinned_threads_and_again_measure_anew(tmp_path, measured):
+    home = a_home(tmp_path)
+    profile_device("desk", home, None, lambda _: None)
+    assert is_profiled(home, None)
+    assert not is_profiled(home, 3)
+    profile_device("desk", home, 3, lambda _: None)
+    profile_device("desk", home, 3, lambda _: None, again=True)
+    assert measured == ["cpu None", "disk", "cpu 3", "cpu 3", "disk"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "\x00\xff",
+        lambda text: text.replace('"version": 2', '"version": 1'),
+        lambda text: text.replace('"host": "', '"host": "x'),
+        lambda text: text.replace("_per_s", "_per_minute"),
+        lambda text: text.replace('_bytes_per_s": ', '_bytes_per_s": -'),
+    ],
+)
+def test_a_damaged_record_counts_as_none(tmp_path, own_cache, damage):
+    home = a_home(tmp_path)
+    write(machine_record(None), home_record(), home)
+    assert read_machine(home, None) == machine_record(None)
+    assert read_home(home) == home_record()
+    for path in (machine_file(None), home_file(home)):
+        path.write_text(damage(path.read_text()))
+    assert read_machine(home, None) is None
+    assert read_home(home) is None
+
+
+def test_without_a_cache_folder_the_home_keeps_everything(tmp_path, own_cache):
+    own_cache.write_text("a file where the folder should be")
+    home = a_home(tmp_path)
+    write(machine_record(None), home_record(), home)
+    assert read_machine(home, None) == machine_record(None)
+
+
+def test_a_disk_that_is_full_is_one_clear_error_and_leaves_nothing(tmp_path, measured, monkeypatch):
+    home = a_home(tmp_path)
+
+    def full(folder: Path, *_: Any) -> None:
+        (folder / "part").write_bytes(bytes(100))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(measure, "measure_disk", full)
+    with pytest.raises(ConfigError, match=r"--home .*home: .*No space left on device; make room"):
+        profile_device("desk", home, None, lambda _: None)
+    assert not list(home.iterdir())
+
+
+def test_a_home_that_is_not_there_is_one_clear_error(tmp_path, measured):
+    with pytest.raises(ConfigError, match=r"--home .*none: "):
+        profile_device("desk", tmp_path / "none", None, lambda _: None)
+
+
+def test_what_a_killed_measurement_left_is_removed(tmp_path, measured):
+    home = a_home(tmp_path)
+    (home / "profile-trial-abc").mkdir()
+    (home / "profile-trial-abc" / "layer-0.gguf").write_bytes(bytes(100))
+    profile_device("desk", home, None, lambda _: None)
+    assert [path.name for path in home.iterdir()] == ["profile.json"]
+
+
+def test_figures_that_make_no_sense_are_not_kept(tmp_path, measured, monkeypatch):
+    home = a_home(tmp_path)
+    monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: 3e13)
+    with pytest.raises(ConfigError, match="primad profile --again"):
+        profile_device("desk", home, None, lambda _: None)
+    assert not is_profiled(home, None)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_saves_what_it_prints_as_json(tmp_path, monkeypatch):
+    home = a_home(tmp_path)
+    seed(home)
+    saved = tmp_path / "desk.json"
+    options = ["profile", "--home", str(home), "--name", "desk", "--threads", "2"]
+    shown = CliRunner().invoke(cli.app, [*options, "--save", str(saved)], catch_exceptions=False)
+    assert shown.exit_code == 0
+    (profile,) = load_profiles(saved)
+    assert profile.device == "desk"
+    assert profile.cpu == CPU
+    printed = CliRunner().invoke(cli.app, [*options, "--json"], catch_exceptions=False)
+    again = tmp_path / "again.json"
+    again.write_text(printed.stdout)
+    assert load_profiles(again)[0].cpu == CPU
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_this_device_is_measured_for_real(tmp_path, own_cache):
+    home = a_home(tmp_path)
+    told: list[str] = []
+    profile = profile_device("desk", home, None, told.append)
+    check_profile(profile)
+    assert len(told) == STEPS
+    assert {figures.type for figures in profile.cpu.speeds} == set(TYPES)
+    assert [path.name for path in home.iterdir()] == ["profile.json"]
+    assert profile_device("desk", home, None, lambda _: pytest.fail("measured twice")).cpu == profile.cpu
+    with measuring():
+        assert statistics.median(figures.decode_bytes_per_s for figures in profile.cpu.speeds) > 1e8
+    assert speeds.MAIN in TYPES

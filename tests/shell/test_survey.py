@@ -1,0 +1,115 @@
+"""Devices for a plan: this one, those named and those in sight; who refuses is left out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from primad.cluster.discovery import Peer
+from primad.config import load_config
+from primad.daemon import survey as survey_module
+from primad.daemon.survey import survey
+from primad.errors import ClusterError
+from tests.fakes.planning import device, link
+
+
+class Lines:
+    """A reporter that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def progress(self, device: str, phase: str, done: int, total: int) -> None:
+        raise AssertionError("nothing is measured here")
+
+    def settle(self) -> None:
+        raise AssertionError("nothing is measured here")
+
+
+def peer(name: str, port: int, *, cluster: str = "test", role: str = "worker") -> Peer:
+    return Peer(device=name, cluster=cluster, role=role, version="1", protocol=1, addresses=("127.0.0.1",), port=port)
+
+
+@pytest.fixture
+def around(monkeypatch):
+    """Says who is in sight, and who answers on which port."""
+    sight: list[Peer] = []
+    closed: list[str] = []
+    answers: dict[int, str] = {}
+
+    async def look(host: str, seconds: float) -> list[Peer]:
+        return sight
+
+    async def greet(context, host, port, head, session):
+        if port not in answers:
+            raise ClusterError("it works for another head now")
+        name = answers[port]
+        return SimpleNamespace(name=name, profile=device(name), close=lambda: closed.append(name))
+
+    class Book:
+        def __init__(self, context, head, session) -> None:
+            self.head = head
+
+        async def measure(self, workers, addresses, reporter):
+            if "silent" in answers.values():
+                raise ClusterError("silent did not measure its links")
+            return [link(self.head, worker.name) for worker in workers]
+
+    monkeypatch.setattr(survey_module, "LinkBook", Book)
+    monkeypatch.setattr(survey_module, "look", look)
+    monkeypatch.setattr(survey_module, "greet", greet)
+    monkeypatch.setattr(survey_module, "profile", lambda config, reporter: device(config.name))
+    return SimpleNamespace(sight=sight, answers=answers, closed=closed)
+
+
+def config(tmp_path, **flags):
+    return load_config({"home": tmp_path, "name": "me", "cluster": "test", **flags}, {})
+
+
+def test_this_device_comes_first_and_the_others_are_let_go(around, tmp_path):
+    around.sight += [peer("b", 2), peer("a", 1)]
+    around.answers.update({1: "a", 2: "b"})
+    lines = Lines()
+    found = survey(config(tmp_path), 0.1, lines)
+    assert [one.device for one in found.devices] == ["me", "a", "b"]
+    assert [(one.source, one.target) for one in found.links] == [("me", "a"), ("me", "b")]
+    assert sorted(around.closed) == ["a", "b"]
+    assert not lines.said
+
+
+def test_who_refuses_is_left_out_and_named(around, tmp_path):
+    around.sight += [peer("busy", 1), peer("a", 2)]
+    around.answers[2] = "a"
+    lines = Lines()
+    found = survey(config(tmp_path), 0.1, lines)
+    assert [one.device for one in found.devices] == ["me", "a"]
+    assert lines.said == ["busy is left out: it works for another head now"]
+
+
+def test_other_clusters_heads_and_this_device_again_do_not_count(around, tmp_path):
+    around.sight += [peer("x", 1, cluster="other"), peer("y", 2, role="head"), peer("me", 3)]
+    around.answers.update({1: "x", 2: "y", 3: "me"})
+    assert [one.device for one in survey(config(tmp_path), 0.1, Lines()).devices] == ["me"]
+
+
+def test_a_named_device_must_answer(around, tmp_path):
+    named = config(tmp_path, devices=("127.0.0.1:7",))
+    around.answers[7] = "a"
+    assert [one.device for one in survey(named, 0, Lines()).devices] == ["me", "a"]
+    around.answers.clear()
+    with pytest.raises(ClusterError, match=r"--device 127\.0\.0\.1:7: it works for another head"):
+        survey(named, 0, Lines())
+
+
+def test_links_that_cannot_be_measured_are_left_to_the_default(around, tmp_path):
+    around.answers[7] = "silent"
+    lines = Lines()
+    found = survey(config(tmp_path, devices=("127.0.0.1:7",)), 0, lines)
+    assert [one.device for one in found.devices] == ["me", "silent"]
+    assert not found.links
+    assert lines.said == ["links are not measured: silent did not measure its links"]
+    assert around.closed == ["silent"]

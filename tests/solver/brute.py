@@ -1,0 +1,288 @@
+"""Every plan of a small question, tried: the answer that the integer program must give.
+
+Written apart from the solver: its own sums from the costs of ``instance.py``, no integer program, no bounds. Devices are
+added to the ring one by one; of two ways to give them the same layers, one that is worse in every respect that the
+objective looks at is dropped, which loses nothing. Each device has a machine of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations, product
+from typing import TypeVar
+
+from halda import Instance, Objective, Plan, Streaming, Window
+from halda.evaluate import spread
+from halda.instance import MIN_SLOTS
+
+Figures = tuple[float, ...]
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way for a device to hold its layers: seconds of decode, prefill, output and disk; GPU layers, streamed, slots."""
+
+    decode_s: float
+    prefill_s: float
+    output_s: float
+    disk_s: float
+    gpu: int
+    tail_gpu: int
+    output_on_gpu: bool
+    streamed: tuple[int, ...]
+    slots: int
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The devices so far: figures that add up or are the largest, and how it was done."""
+
+    decode_s: float
+    prefill_s: float
+    output_s: float
+    decode_max_s: float
+    prefill_max_s: float
+    disk_s: float
+    options: tuple[Option, ...]
+
+    def plus(self, option: Option) -> Partial:
+        return Partial(
+            self.decode_s + option.decode_s,
+            self.prefill_s + option.prefill_s,
+            self.output_s + option.output_s,
+            max(self.decode_max_s, option.decode_s),
+            max(self.prefill_max_s, option.prefill_s),
+            max(self.disk_s, option.disk_s),
+            (*self.options, option),
+        )
+
+
+NOTHING = Partial(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
+
+
+def undominated(found: list[tuple[Figures, Item]]) -> list[Item]:
+    """Those that no other matches or beats in every figure."""
+    kept: list[tuple[Figures, Item]] = []
+    for figures, item in sorted(found, key=lambda pair: pair[0]):
+        if not any(all(a <= b for a, b in zip(other, figures, strict=True)) for other, _ in kept):
+            kept.append((figures, item))
+    return [item for _, item in kept]
+
+
+class Brute:
+    """The best plan by trying all."""
+
+    def __init__(self, instance: Instance, objective: Objective) -> None:
+        self._instance = instance
+        self._objective = objective
+        self._options = cache(self._find_options)
+
+    def best(self) -> tuple[float, Plan] | None:
+        """The smallest objective in seconds and its plan; None when nothing fits."""
+        found: tuple[float, Plan] | None = None
+        for value, plan in self._plans():
+            if found is None or value < found[0]:
+                found = (value, plan())
+        return found
+
+    def _plans(self) -> Iterator[tuple[float, object]]:
+        instance, total = self._instance, len(self._instance.model.layers)
+        cut = instance.model.cut_multiple
+        for option in self._options(0, (), (0, total), 1):
+            part = NOTHING.plus(option)
+            yield self._value(part, (0,), 1), lambda part=part: self._plan(part, (0,), 1, ((0, 0), (0, total)), total)
+        for members in self._rings():
+            for rounds in range(1, (total - 1) // (cut * len(members)) + 1):
+                for columns in range(cut * len(members), (total - 1) // rounds + 1, cut):
+                    yield from self._ring(members, rounds, columns)
+
+    def _rings(self) -> Iterator[tuple[int, ...]]:
+        others = range(1, len(self._instance.devices))
+        for count in range(1, len(others) + 1):
+            for order in permutations(others, count):
+                yield (0, *order)
+
+    def _ring(self, members: Sequence[int], rounds: int, columns: int) -> Iterator[tuple[float, object]]:
+        """All ways to give ``members`` the ``columns`` layers of a round; the head also has the tail."""
+        cut, total = self._instance.model.cut_multiple, len(self._instance.model.layers)
+        tail = (rounds * columns, total)
+        fronts: dict[tuple[int, ...], list[Partial]] = {}
+        for end in range(cut, columns - cut * (len(members) - 1) + 1, cut):
+            ranges = tuple((r * columns, r * columns + end) for r in range(rounds))
+            fronts[(end,)] = [NOTHING.plus(option) for option in self._options(0, ranges, tail, len(members))]
+        for place, member in enumerate(members[1:], 1):
+            left = len(members) - 1 - place
+            longer: dict[tuple[int, ...], list[Partial]] = {}
+            for ends, front in fronts.items():
+                stops = [columns] if not left else range(ends[-1] + cut, columns - cut * left + 1, cut)
+                for end in stops:
+                    ranges = tuple((r * columns + ends[-1], r * columns + end) for r in range(rounds))
+                    options = self._options(member, ranges, None, len(members))
+                    parts = [part.plus(option) for part in front for option in options]
+                    longer[(*ends, end)] = self._undominated(parts)
+            fronts = longer
+        for ends, front in fronts.items():
+            for part in front:
+                value = self._value(part, members, rounds)
+                bounds = tuple(zip((0, *ends), ends, strict=False))
+                yield (
+                    value,
+                    lambda part=part, bounds=bounds: self._plan(part, members, rounds, bounds, tail[0], columns),
+                )
+
+    def _find_options(
+        self, m: int, ranges: tuple[tuple[int, int], ...], tail: tuple[int, int] | None, ring: int
+    ) -> list[Option]:
+        """What of it fits into the memory of member ``m``, without what is worse in every respect."""
+        member = self._instance.members[m]
+        width = ranges[0][1] - ranges[0][0] if ranges else 0
+        tail_width = tail[1] - tail[0] if tail else 0
+        found = []
+        for gpu, tail_gpu in product(
+            range(width + 1 if member.has_gpu else 1), range(tail_width + 1 if member.has_gpu else 1)
+        ):
+            for output_on_gpu in (True,) if tail_gpu else (False, True) if tail and member.has_gpu else (False,):
+                on_cpu = [layer for a, b in ranges for layer in range(a, b - gpu)]
+                on_gpu = [layer for a, b in ranges for layer in range(b - gpu, b)]
+                if tail:
+                    on_cpu += range(tail[0], tail[1] - tail_gpu)
+                    on_gpu += range(tail[1] - tail_gpu, tail[1])
+                windows = len(ranges) + bool(tail)
+                found += self._fitting(m, on_cpu, on_gpu, windows, bool(tail), output_on_gpu, gpu, tail_gpu, ring)
+        return undominated([((o.decode_s, o.prefill_s, o.output_s, o.disk_s), o) for o in found])
+
+    def _fitting(
+        self,
+        m: int,
+        on_cpu: list[int],
+        on_gpu: list[int],
+        windows: int,
+        is_head: bool,
+        output_on_gpu: bool,
+        gpu: int,
+        tail_gpu: int,
+        ring: int,
+    ) -> Iterator[Option]:
+        instance, member, layers = self._instance, self._instance.members[m], self._instance.model.layers
+        kv = [instance.kv_bytes[instance.kind_of[layer]] for layer in range(len(layers))]
+        output = instance.model.output_bytes if is_head else 0
+        vram = sum(layers[i].size_bytes + kv[i] for i in on_gpu) + (instance.gpu_runtime_bytes if on_gpu else 0)
+        if output_on_gpu:
+            vram += output + (0 if on_gpu else instance.gpu_runtime_bytes)
+        if vram > member.vram_limit:
+            return
+        fixed = sum(layers[i].size_bytes + kv[i] for i in on_cpu) + instance.runtime_bytes
+        fixed += (instance.head_bytes if is_head else 0) + (0 if output_on_gpu else output)
+        fixed += vram if member.shares_memory else 0
+        if ring > 1 and sum(layers[i].size_bytes for i in (*on_cpu, *on_gpu)) > member.disk_limit:
+            return
+        kinds = [[i for i in on_cpu if instance.kind_of[i] == kind] for kind in range(len(instance.kinds))]
+        for counts in product(*(range(len(of_kind) + 1) for of_kind in kinds)):
+            streamed = sum(n * instance.kinds[kind].size_bytes for kind, n in enumerate(counts))
+            for slots in range(MIN_SLOTS, sum(counts) + 1) if sum(counts) else (0,):
+                if fixed - streamed + slots * instance.slot_bytes > member.ram_limit:
+                    break
+                times = []
+                gpu_step_s = member.gpu_step_s if on_gpu or output_on_gpu else 0
+                output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if is_head else 0.0
+                for phase, out in ((member.decode, output_s), (member.prefill, 0.0)):
+                    rest = sum(phase.gpu[instance.kind_of[i]] for i in on_gpu) + out
+                    rest += windows * (member.step_s + gpu_step_s)
+                    compute = rest + sum(phase.cpu[instance.kind_of[i]] for i in on_cpu)
+                    if not slots:
+                        times.append(compute)
+                        continue
+                    if is_head and ring > 1:
+                        rest -= out + member.step_s + gpu_step_s + tail_gpu * max(phase.gpu)
+                    rounds = max(1, windows - is_head)
+                    small = min(kind.size_bytes for kind in instance.kinds)
+                    read_s, layer_s = small / member.disk_bytes_per_s, min(phase.cpu)
+                    unread = (streamed - rounds * slots * instance.slot_bytes) / member.disk_bytes_per_s
+                    unread = max(unread, (sum(counts) - rounds * slots) * read_s)
+                    times.append(max(compute, rest + rounds * (layer_s + min(layer_s, read_s)) + unread))
+                disk_s = streamed / member.disk_bytes_per_s
+                yield Option(times[0], times[1], output_s, disk_s, gpu, tail_gpu, output_on_gpu, tuple(counts), slots)
+
+    def _figures(self, part: Partial) -> Figures:
+        match self._objective:
+            case "latency":
+                return (part.decode_s, part.disk_s)
+            case "ttft":
+                return (part.prefill_s, part.output_s, part.prefill_max_s, part.disk_s)
+            case "throughput":
+                return (part.decode_s, part.decode_max_s, part.disk_s)
+            case "balanced":
+                return (part.decode_s, part.prefill_s, part.output_s, part.prefill_max_s, part.disk_s)
+
+    def _undominated(self, parts: list[Partial]) -> list[Partial]:
+        return undominated([(self._figures(part), part) for part in parts])
+
+    def _value(self, part: Partial, members: Sequence[int], rounds: int) -> float:
+        instance = self._instance
+        hops = chunk_hops = link = chunk_link = 0.0
+        if len(members) > 1:
+            rows = instance.members[0].prefill.rows
+            for a, b in zip(members, (*members[1:], members[0]), strict=True):
+                way = instance.link(a, b)
+                one = instance.model.width * 4 / way.bytes_per_s
+                hops += rounds * (way.round_trip_s / 2 + one)
+                chunk_hops += rounds * (way.round_trip_s / 2 + rows * one)
+                link, chunk_link = max(link, rounds * one), max(chunk_link, rounds * rows * one)
+        token = max(part.decode_s + hops, part.disk_s)
+        first = max(part.prefill_s + chunk_hops, part.disk_s)
+        first += (instance.chunks - 1) * max(part.prefill_max_s, part.disk_s, chunk_link) + part.output_s
+        match self._objective:
+            case "latency":
+                return token
+            case "ttft":
+                return first
+            case "throughput":
+                return max(token / instance.workload.sequences, part.decode_max_s, part.disk_s, link)
+            case "balanced":
+                return first + instance.workload.answer_tokens * token
+
+    def _plan(
+        self,
+        part: Partial,
+        members: Sequence[int],
+        rounds: int,
+        bounds: Sequence[tuple[int, int]],
+        tail: int,
+        columns: int = 0,
+    ) -> Plan:
+        instance, total = self._instance, len(self._instance.model.layers)
+        names = [instance.devices[m].device for m in members]
+        route = (
+            [
+                Window(device=name, first=r * columns + a, last=r * columns + b, gpu_layers=option.gpu)
+                for r in range(rounds)
+                for name, (a, b), option in zip(names, bounds, part.options, strict=True)
+            ]
+            if len(members) > 1
+            else []
+        )
+        first = tail if route else 0
+        route.append(Window(device=names[0], first=first, last=total, gpu_layers=part.options[0].tail_gpu))
+        streaming = []
+        for name, option in zip(names, part.options, strict=True):
+            if option.slots:
+                chosen: list[int] = []
+                on_cpu = [
+                    layer
+                    for window in route
+                    if window.device == name
+                    for layer in range(window.first, window.last - window.gpu_layers)
+                ]
+                for kind, count in enumerate(option.streamed):
+                    chosen += spread([layer for layer in on_cpu if instance.kind_of[layer] == kind], count)
+                streaming.append(Streaming(device=name, layers=tuple(sorted(chosen)), slots=option.slots))
+        return Plan(
+            rounds=rounds,
+            route=tuple(route),
+            output_on_gpu=part.options[0].output_on_gpu,
+            streaming=tuple(streaming),
+            left_out=(),
+        )

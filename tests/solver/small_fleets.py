@@ -1,0 +1,46 @@
+"""Questions small enough to try every plan: 2 to 4 devices, 6 to 16 layers, tight memory, GPUs, owners' limits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from halda import Instance, Objective, Workload
+from tests.solver.random_fleets import log_uniform, random_instance
+
+SHAPES = [(2, 6), (2, 8), (2, 10), (2, 13), (2, 16), (3, 6), (3, 7), (3, 8), (3, 10), (3, 12), (4, 6), (4, 8), (4, 9)]
+
+
+def small_instance(rng: random.Random) -> tuple[Instance, Objective]:
+    """A question and what to make small. Half of them have links and disks so fast that several rounds may pay."""
+    devices, layers = rng.choice(SHAPES) if rng.random() < 0.98 else (4, 16)
+    context = rng.choice([256, 1024, 4096])
+    work = Workload(
+        context_tokens=context,
+        sequences=rng.choice([1, 1, 2, 4]),
+        prompt_tokens=rng.randint(1, context // 2),
+        answer_tokens=rng.randint(1, context // 2),
+        chunk_rows=rng.choice([64, 256, 512]),
+    )
+    while True:
+        memory = rng.choice(["short", "about", "about", "ample"])
+        question = random_instance(
+            rng, devices=devices, layers=layers, memory=memory, shared_hosts=False, workload=work
+        )
+        if len(question.kinds) <= (2 if layers <= 10 else 1):
+            break
+    head, *others = question.devices
+    extra = question.model.output_bytes + question.head_bytes  # or else most heads hold too little
+    fleet = (replace(head, ram_available_bytes=head.ram_available_bytes + extra), *others)
+    links = dict(question.links)
+    if rng.random() < 0.5:
+        for pair, link in links.items():
+            fast = {"round_trip_s": log_uniform(rng, 1e-6, 1e-4), "bytes_per_s": log_uniform(rng, 1e9, 1e10)}
+            links[pair] = replace(link, **fast)
+        fleet = tuple(
+            replace(device, disk=replace(device.disk, prefetch_bytes_per_s=log_uniform(rng, 2e9, 2e10)))
+            for device in fleet
+        )
+    question = Instance(fleet, links, question.model, question.workload, question.limits)
+    objective: Objective = rng.choice(["latency", "latency", "ttft", "throughput", "balanced"])
+    return question, objective

@@ -1,0 +1,188 @@
+"""The plan is the best one: no plan tried by hand is better, limits hold, and what cannot be is said with bytes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from halda import OBJECTIVES, Infeasible, Instance, Limits, Objective, Solution, evaluate, solve
+from tests.solver.brute import Brute
+from tests.solver.random_fleets import random_instance
+from tests.solver.small_fleets import small_instance
+
+CLOSE = 1e-6
+
+
+def solved(question: Instance, objective: Objective, **options: object) -> Solution:
+    limit_s = options.pop("time_limit_s", 600.0)
+    return solve(
+        question.devices,
+        list(question.links.values()),
+        question.model,
+        question.workload,
+        objective=objective,
+        limits=question.limits,
+        time_limit_s=limit_s,
+        **options,
+    )
+
+
+def check_against_brute_force(question: Instance, objective: Objective) -> Solution | None:
+    """The solver's answer, None when nothing fits, after comparing it with every plan."""
+    best = Brute(question, objective).best()
+    if best is None:
+        with pytest.raises(Infeasible) as caught:
+            solved(question, objective)
+        assert caught.value.short_bytes > 0
+        return None
+    solution = solved(question, objective)
+    value, plan = best
+    own = evaluate(plan, question)
+    assert not own.short
+    assert own.objective_s(objective, question.workload.answer_tokens) == pytest.approx(value, rel=1e-9)
+    assert solution.objective_s == pytest.approx(value, rel=CLOSE)
+    assert solution.proven
+    assert not solution.prediction.short
+    return solution
+
+
+def test_no_plan_is_better_on_small_fleets():
+    answers = [check_against_brute_force(*small_instance(random.Random(seed))) for seed in range(60)]
+    assert sum(answer is not None for answer in answers) > 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_no_plan_is_better_on_a_thousand_small_fleets():
+    answers = [check_against_brute_force(*small_instance(random.Random(1000 + seed))) for seed in range(1000)]
+    found = [answer for answer in answers if answer is not None]
+    assert len(found) > 700
+    # The trial means something only if it meets all that the program decides.
+    assert sum(answer.plan.rounds > 1 for answer in found) > 10
+    assert sum(len(answer.plan.streaming) > 0 for answer in found) > 50
+    assert sum(answer.plan.output_on_gpu for answer in found) > 50
+    assert sum(len(answer.plan.left_out) > 0 for answer in found) > 50
+    assert sum(len(answer.plan.devices) > 2 for answer in found) > 50
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 1 << 48))
+def test_hypothesis_finds_no_better_plan(seed):
+    check_against_brute_force(*small_instance(random.Random(seed)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_plan_is_whole_and_holds_every_limit(seed, objective):
+    question = random_instance(random.Random(seed), devices=4)
+    try:
+        solution = solved(question, objective, time_limit_s=5.0)
+    except Infeasible:
+        return
+    plan = solution.plan
+    layers = [layer for window in plan.route for layer in window.layers]
+    assert layers == list(range(len(question.model.layers)))
+    assert all(window.first % question.model.cut_multiple == 0 for window in plan.route)
+    assert plan.head == question.devices[0].device
+    assert evaluate(plan, question) == solution.prediction
+    assert not solution.prediction.short
+    assert {*plan.devices, *(left.device for left in plan.left_out)} == {d.device for d in question.devices}
+    for at_memory in solution.prediction.devices:
+        limit = question.limits.get(at_memory.device, Limits())
+        assert limit.ram_bytes is None or at_memory.ram_bytes <= limit.ram_bytes
+
+
+def feasible(seed: int, **options: object) -> tuple[Instance, Solution]:
+    """A question with an answer, from ``seed`` on."""
+    while True:
+        question = random_instance(random.Random(seed), **options)
+        try:
+            return question, solved(question, "latency", time_limit_s=5.0)
+        except Infeasible:
+            seed += 1000
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_more_memory_is_never_slower(seed):
+    question, before = feasible(seed, devices=3, memory="about")
+    roomier = tuple(
+        replace(device, ram_available_bytes=2 * device.ram_available_bytes, ram_total_bytes=2 * device.ram_total_bytes)
+        for device in question.devices
+    )
+    after = solved(replace(question, devices=roomier), "latency", time_limit_s=20.0)
+    assert after.objective_s <= before.objective_s * (1 + CLOSE) or not after.proven
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_device_more_is_never_slower(seed):
+    question, with_all = feasible(seed, devices=4, memory="about")
+    fewer = replace(question, devices=question.devices[:3])
+    try:
+        without = solved(fewer, "latency", time_limit_s=20.0)
+    except Infeasible:
+        return
+    assert with_all.objective_s <= without.objective_s * (1 + CLOSE) or not with_all.proven
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_required_device_takes_part_and_costs_what_it_costs(seed):
+    question, best = feasible(seed, devices=3, layers=12)
+    for device in question.devices[1:]:
+        try:
+            forced = solved(question, "latency", require=frozenset({device.device}))
+        except Infeasible:
+            continue
+        assert device.device in forced.plan.devices
+        assert forced.objective_s >= best.objective_s * (1 - CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cbc_gives_the_same_answer(seed):
+    question, best = feasible(seed, devices=3, layers=10)
+    other = solved(question, "latency", solver="cbc")
+    assert other.solver == "cbc"
+    assert other.objective_s == pytest.approx(best.objective_s, rel=1e-5)
+
+
+def test_what_is_short_is_named_with_its_bytes():
+    question, _ = feasible(3, devices=2, memory="ample", shared_hosts=False)
+    head = question.devices[0]
+    poor = replace(question, limits={device.device: Limits(ram_bytes=50 << 20) for device in question.devices})
+    poor = replace(poor, devices=tuple(replace(device, gpu=None) for device in poor.devices))
+    with pytest.raises(Infeasible) as caught:
+        solved(poor, "latency")
+    assert f"RAM of {head.device} is short of" in str(caught.value)
+    assert caught.value.short_bytes > 0
+    more = {device.device: Limits(ram_bytes=(50 << 20) + caught.value.short_bytes + 1) for device in question.devices}
+    assert solved(replace(poor, limits=more), "latency").plan
+
+
+def test_a_full_disk_keeps_a_device_out_of_the_ring():
+    question, best = feasible(5, devices=2, layers=20, memory="ample", shared_hosts=False)
+    other = question.devices[1].device
+    full = replace(question, limits={other: Limits(disk_bytes=1000)})
+    assert best.plan
+    # Alone the head needs no layer files, so a disk that holds none leaves only that.
+    solution = solved(full, "latency")
+    assert solution.plan.devices == (question.devices[0].device,)
+
+
+def test_a_time_limit_gives_the_best_plan_so_far_with_its_gap():
+    question, full = feasible(2, devices=8, layers=80, memory="short")
+    hurried = solved(question, "latency", time_limit_s=1e-3)
+    assert not hurried.prediction.short
+    assert hurried.objective_s >= full.bound_s * (1 - CLOSE)
+    assert hurried.bound_s <= full.objective_s * (1 + CLOSE)
+    assert 0 <= hurried.gap <= 1
+    assert hurried.proven == (hurried.gap == 0)
+
+
+@pytest.mark.parametrize("devices", [12, 24])
+def test_many_devices_have_a_plan_with_a_stated_bound(devices):
+    question, solution = feasible(1, devices=devices, layers=60, memory="about")
+    assert solution.bound_s <= solution.objective_s
+    assert not evaluate(solution.plan, question).short
