@@ -45,7 +45,9 @@ Name = Annotated[str | None, typer.Option(help="This device's name [default: hos
 Cluster = Annotated[
     str | None, typer.Option(help="Devices of one cluster find each other [default: home].", show_default=False)
 ]
-Threads = Annotated[int | None, typer.Option(help="Compute threads [default: physical cores].", show_default=False)]
+Threads = Annotated[
+    int | None, typer.Option(help="Compute threads [default: as many as the profile found best].", show_default=False)
+]
 InsecureLan = Annotated[
     bool | None,
     typer.Option(
@@ -150,6 +152,13 @@ def serve(
     rounds: Annotated[
         int | None, typer.Option(help="Rounds a token makes, with --windows.", min=1, max=1000, show_default=False)
     ] = None,
+    objective: Annotated[
+        str, typer.Option(help="What the plan makes small: latency, ttft, throughput or balanced.")
+    ] = "balanced",
+    use_all: Annotated[
+        bool,
+        typer.Option("--use-all", help="Every device found gets layers, even where fewer devices would be faster."),
+    ] = False,
     context: Annotated[
         int | None,
         typer.Option(
@@ -178,10 +187,13 @@ def serve(
 
         primad serve --model qwen2.5-7b.gguf --device 192.168.1.20:7770 --insecure-lan
 
+        primad serve --model qwen2.5-7b.gguf --objective ttft --use-all
+
         primad serve --model smollm2.gguf --windows 10,12,7 --rounds 1
     """
     from primad.daemon.head import ServeOptions
     from primad.daemon.run import serve as run_serve
+    from primad.planning.question import check_objective
 
     config = load_config(
         {
@@ -201,6 +213,8 @@ def serve(
         raise ConfigError(f"--rounds {rounds}: goes with --windows; give both or neither")
     if alone and (wait or device):
         raise ConfigError("--alone: contradicts --wait and --device; leave one of them out")
+    if use_all and (alone or windows is not None):
+        raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
     _warn_lan(config.insecure_lan)
     options = ServeOptions(
         wait=wait,
@@ -213,6 +227,8 @@ def serve(
         step_timeout_s=step_timeout,
         http_port=port,
         alone=alone,
+        objective=check_objective(objective),
+        use_all=use_all,
     )
     run_serve(config, model, options, host, RichReporter(_err))
 

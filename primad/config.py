@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import platformdirs
-import psutil
 
 from primad.errors import ConfigError
 
@@ -38,8 +37,8 @@ class Config:
     """One device's configuration.
 
     ``port`` is None where the owner left it open (then the default is tried first). ``host`` is the address that daemons
-    listen on, ``threads`` that of compute threads. ``devices`` are addresses (host:port) of devices that multicast does
-    not reach.
+    listen on. ``threads`` pins the number of compute threads; None takes what the profile found best. ``devices`` are
+    addresses (host:port) of devices that multicast does not reach.
     """
 
     home: Path
@@ -47,7 +46,7 @@ class Config:
     cluster: str
     host: str
     port: int | None
-    threads: int
+    threads: int | None
     insecure_lan: bool
     devices: tuple[str, ...]
 
@@ -91,15 +90,16 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
     insecure_lan = _flag(*chosen("insecure_lan", False))
     host, source = chosen("host", "0.0.0.0" if insecure_lan else LOOPBACK)
     check_host(host, source, insecure_lan=insecure_lan)
-    port, source = chosen("port", None)
+    port, port_source = chosen("port", None)
+    threads, threads_source = chosen("threads", None)
     devices, devices_source = chosen("devices", ())
     return Config(
         home=home,
         name=name,
         cluster=cluster,
         host=host,
-        port=None if port is None else _number(port, source, most=65_535),
-        threads=_number(*chosen("threads", _default_threads()), least=1, most=1024),
+        port=None if port is None else _number(port, port_source, most=65_535),
+        threads=None if threads is None else _number(threads, threads_source, least=1, most=1024),
         insecure_lan=insecure_lan,
         devices=tuple(check_address(device, devices_source) for device in _list(devices, devices_source)),
     )
@@ -206,10 +206,3 @@ def _list(value: Any, source: str) -> list[Any]:
 def _host_name() -> str:
     name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().split(".")[0]).strip("-._")
     return name[:62] or "device"
-
-
-def _default_threads() -> int:
-    """One thread a physical core, and no more than this process may use."""
-    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
-    return max(1, min(physical, allowed))

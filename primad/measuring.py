@@ -11,7 +11,7 @@ from typing import Final
 import filelock
 import platformdirs
 
-TURN_TIMEOUT_S: Final = 60.0
+TURN_TIMEOUT_S: Final = 180.0
 LOOK_UP_S: Final = 0.2
 """Whoever waits for its turn looks this often whether it is to stop."""
 

@@ -12,6 +12,7 @@ _WORDS: Final = {
     "fetch": "shipping layers",
     "probe": "trying extra buffers",
     "load": "loading windows",
+    "links": "measuring links",
     "profile": "profiling",
     "profile memory": "profiling: memory",
     "profile disk": "profiling: disk",

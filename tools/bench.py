@@ -1,11 +1,14 @@
 """Speed and memory, measured side by side in one run: alternating runs, medians, ratios.
 
     tools/bench ring [--json FILE] [--quick] [--model FILE.gguf ...]
+    tools/bench predict [--json FILE] [--rounds N]
+    tools/bench solve [--json FILE] [--sizes N ...]
 
 ``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
 Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
 a core each); decode and prefill are each compared with the best of the four. All processes are loaded before the first run
-and take turns, so that whatever else the machine does disturbs all of them alike.
+and take turns, so that whatever else the machine does disturbs all of them alike. ``predict`` and ``solve``: see
+``bench_solver.py``.
 """
 
 from __future__ import annotations
@@ -36,10 +39,12 @@ sys.path.insert(0, str(ROOT))
 from primad.gguf.architectures import layer_count  # noqa: E402
 from primad.gguf.model import open_model  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
+from tools import bench_solver  # noqa: E402
 from tools.local_ring import LocalRing  # noqa: E402
 from tools.plain_llama import PROMPT  # noqa: E402
 
 SMALL = ROOT / ".models" / "smollm2-135m-q4_1.gguf"
+MIDDLE = ROOT / ".models" / "gemma3-270m-q4_k_m.gguf"
 LARGE = ROOT / ".models" / "synthetic-1b-q4_k.gguf"
 CONTEXT = 1024
 PREFILL_ROWS = 512
@@ -246,31 +251,64 @@ def machine() -> dict[str, Any]:
     }
 
 
-def synthesise(path: Path) -> None:
-    """Write the synthetic 1B model if it is not there yet."""
+def synthesise(path: Path, preset: str) -> Path:
+    """Write a synthetic model if it is not there yet."""
     if path.exists():
-        return
+        return path
     out.print(f"writing {path.name}")
     partial = path.with_suffix(".part")
-    command = [sys.executable, str(ROOT / "tools" / "synth.py"), "--preset", "1b-q4k", "--out", str(partial)]
+    command = [sys.executable, str(ROOT / "tools" / "synth.py"), "--preset", preset, "--out", str(partial)]
     subprocess.run(command, check=True)
     partial.replace(path)
+    return path
+
+
+def warn_if_busy(facts: dict[str, Any]) -> None:
+    """Say that figures of a busy machine mean little."""
+    if facts["busy_share_before"] > BUSY_SHARE:
+        out.print(f"warning: the machine is {facts['busy_share_before']:.0%} busy; the figures will not mean much")
+
+
+def write_json(path: str | None, bench: str, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Keep the figures."""
+    if path:
+        content = {"bench": bench, "machine": facts, "rows": rows}
+        Path(path).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def predict(options: argparse.Namespace) -> int:
+    models = options.model or [
+        SMALL,
+        MIDDLE,
+        synthesise(LARGE, "1b-q4k"),
+        synthesise(ROOT / ".models" / "synthetic-3b-q4_k.gguf", "3b-q4k"),
+    ]
+    facts = machine()
+    warn_if_busy(facts)
+    rows = bench_solver.predict(models, options.processes, options.rounds, options.threads)
+    write_json(options.json, "predict", facts, bench_solver.as_rows(rows))
+    return 0
+
+
+def solve(options: argparse.Namespace) -> int:
+    facts = machine()
+    warn_if_busy(facts)
+    rows = bench_solver.solve_times(options.sizes, options.fleets, options.layers)
+    write_json(options.json, "solve", facts, bench_solver.as_rows(rows))
+    return 0
 
 
 def ring(options: argparse.Namespace) -> int:
     models = options.model or [SMALL, LARGE]
     if not options.model:
-        synthesise(LARGE)
+        synthesise(LARGE, "1b-q4k")
     facts = machine()
-    if facts["busy_share_before"] > BUSY_SHARE:
-        out.print(f"warning: the machine is {facts['busy_share_before']:.0%} busy; the figures will not mean much")
+    warn_if_busy(facts)
     rows: list[Row] = []
     for model in models:
         rows += asyncio.run(bench_model(model, options.devices, 3 if options.quick else options.runs, options.threads))
     show(rows)
-    if options.json:
-        content = {"bench": "ring", "machine": facts, "runs": options.runs, "rows": [asdict(row) for row in rows]}
-        Path(options.json).write_text(json.dumps(content, indent=2) + "\n")
+    write_json(options.json, "ring", facts | {"runs": options.runs}, [asdict(row) for row in rows])
     return 0
 
 
@@ -285,6 +323,9 @@ def main() -> int:
     one.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1, help="threads a process")
     one.add_argument("--json", help="also write the figures to this file")
     one.set_defaults(run=ring)
+    bench_solver.add_benches(benches)
+    benches.choices["predict"].set_defaults(run=predict)
+    benches.choices["solve"].set_defaults(run=solve)
     options = parser.parse_args()
     return int(options.run(options))
 

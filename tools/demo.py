@@ -1,7 +1,8 @@
 """The main job on one machine: a head and workers as separate processes answer a question.
 
 Every process is a real daemon with its own home folder; they find each other by mDNS on loopback, plan, ship layers, form
-a ring and serve an OpenAI endpoint, which is then asked.
+a ring and serve an OpenAI endpoint, which is then asked. All of them take part (``--use-all``), though processes that share
+one machine's cores are no faster together than one alone.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         _process(
             ["serve", "--model", str(options.model), "--home", str(homes / "head"), "--name", "head"]
             + ["--cluster", cluster, "--port", str(port)]
-            + (["--wait", str(options.devices - 1)] if options.devices > 1 else ["--alone"]),
+            + (["--wait", str(options.devices - 1), "--use-all"] if options.devices > 1 else ["--alone"]),
             stderr=None,
         )
     )

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from halda import arrange
 from primad.daemon.extra import choose_extra_buffers
-from primad.daemon.shard import Place, open_windows, place_windows
+from primad.daemon.shard import Place, open_windows, place_windows, whole_model
 from primad.engine.build import build_id
 from primad.engine.protocol import EngineOptions, Sampling
 from primad.gguf.cache import LayerCache
@@ -124,8 +124,9 @@ class LocalRing:
             if self._extra_buffers is None:
                 extra = await choose_extra_buffers(place, self._header, held, options, lambda _: None)
             self.extra_buffers += extra
-            windows = [OpenWindow(window=0, files=None, extra_buffers=extra[0])]
-            if cutter is not None:
+            if cutter is None:
+                windows = [OpenWindow(window=0, files=whole_model(self._model, plan), extra_buffers=extra[0])]
+            else:
                 windows = self._windows(cutter, name, place, extra)
             process = await RingProcess.start(
                 run / "log", threads=options.threads, place=(len(plan.devices) - number) if number else 0

@@ -52,12 +52,16 @@ class WorkerEnd:
 
 
 class HeadEnd:
-    """The head's link to one worker at ``host:port``."""
+    """The head's link to one worker at ``host:port``. Raises ``ClusterError`` for what is no address."""
 
     def __init__(self, context: zmq.asyncio.Context, host: str, port: int) -> None:
         self.host, self.port = host, port
         self._socket = open_socket(context, zmq.DEALER)
-        self._socket.connect(endpoint(host, port))
+        try:
+            self._socket.connect(endpoint(host, port))
+        except zmq.ZMQError as exc:
+            self._socket.close()
+            raise ClusterError(f"{host} is no address to connect to: {exc.strerror}") from exc
 
     @property
     def address(self) -> str:

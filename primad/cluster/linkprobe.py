@@ -45,7 +45,7 @@ async def measure_links(
         best: tuple[float, float, float, str] | None = None
         for address in target.addresses:
             try:
-                found = (*await _measure(context, address, target.port, session), address)
+                found = (*await _measure(context, address, target, session), address)
             except ClusterError:
                 continue
             if best is None or _there_and_back_s(*found) < _there_and_back_s(*best):
@@ -68,41 +68,54 @@ def _profiles(source: str, target: str, found: tuple[float, float, float, str] |
     ]
 
 
-async def _measure(context: zmq.asyncio.Context, host: str, port: int, session: int) -> tuple[float, float, float]:
-    """Round trip in seconds, bytes per second there and back. Raises ``ClusterError`` when nothing answers in time."""
+async def _measure(
+    context: zmq.asyncio.Context, host: str, target: LinkTarget, session: int
+) -> tuple[float, float, float]:
+    """Round trip in seconds, bytes per second there and back. Raises ``ClusterError`` when it does not answer in time."""
     socket = open_socket(context, zmq.DEALER)
+
+    async def exchange(count: int, send_bytes: int, answer_bytes: int) -> float:
+        echo = Echo(session=session, device=target.device, payload=bytes(send_bytes), answer_bytes=answer_bytes)
+        return await _exchange(socket, echo, count)
+
     try:
-        socket.connect(endpoint(host, port))
-        await _exchange(socket, session, 1, _SMALL_BYTES, 0)  # connects
-        trips = [await _exchange(socket, session, 1, _SMALL_BYTES, _SMALL_BYTES) for _ in range(_ROUND_TRIPS)]
-        round_trip_s = statistics.median(trips)
+        _connect(socket, host, target.port)
+        await exchange(1, _SMALL_BYTES, 0)
+        round_trip_s = statistics.median([await exchange(1, _SMALL_BYTES, _SMALL_BYTES) for _ in range(_ROUND_TRIPS)])
         rates = []
         for there in (True, False):
-            warm_s = await _exchange(socket, session, 1, *_directed(_WARM_BYTES, there=there))
+            warm_s = await exchange(1, *_directed(_WARM_BYTES, there=there))
             size = MAX_ECHO_BYTES if warm_s < _FAST_S else _WARM_BYTES
-            bulk_s = await _exchange(socket, session, _BULK_MESSAGES, *_directed(size, there=there))
+            bulk_s = await exchange(_BULK_MESSAGES, *_directed(size, there=there))
             rates.append(_BULK_MESSAGES * size / max(1e-6, bulk_s - round_trip_s / 2))
         return round_trip_s, rates[0], rates[1]
     finally:
         socket.close()
 
 
+def _connect(socket: zmq.asyncio.Socket, host: str, port: int) -> None:
+    try:
+        socket.connect(endpoint(host, port))
+    except zmq.ZMQError as exc:  # as the address of a network that this device does not have
+        raise ClusterError(f"{host} is no address to connect to: {exc.strerror}") from exc
+
+
 def _directed(size: int, *, there: bool) -> tuple[int, int]:
     return (size, 0) if there else (0, size)
 
 
-async def _exchange(socket: zmq.asyncio.Socket, session: int, count: int, send_bytes: int, answer_bytes: int) -> float:
-    """Seconds until ``count`` messages that were sent at once are answered."""
-    message = encode(Echo(session=session, payload=bytes(send_bytes), answer_bytes=answer_bytes))
+async def _exchange(socket: zmq.asyncio.Socket, echo: Echo, count: int) -> float:
+    """Seconds until ``echo``, sent ``count`` times at once, is answered as often."""
+    message = encode(echo)
     start = time.perf_counter()
     try:
         async with asyncio.timeout(TIMEOUT_S):
             for _ in range(count):
                 await socket.send(message)
             for _ in range(count):
-                await _answer(socket, answer_bytes)
+                await _answer(socket, echo.answer_bytes)
     except TimeoutError as exc:
-        raise ClusterError(f"no answer to a message of {send_bytes} bytes within {TIMEOUT_S:g} s") from exc
+        raise ClusterError(f"no answer to a message of {len(echo.payload)} bytes within {TIMEOUT_S:g} s") from exc
     return time.perf_counter() - start
 
 

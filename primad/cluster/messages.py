@@ -31,7 +31,7 @@ MAX_ECHO_BYTES: Final = 1 << 20
 MAX_LINK_TARGETS: Final = 1024
 MAX_ROUND_TRIP_S: Final = 3600.0
 MAX_LINK_BYTES_PER_S: Final = 1e13
-_MAX_ADDRESSES: Final = 64
+MAX_ADDRESSES: Final = 64
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -48,7 +48,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
     ``probe`` is a one-layer window of the same layers to try extra buffers with, or None when they are not to be used.
     ``force_extra_buffers`` skips the probe. ``place`` tells devices of this ring that share a machine apart
-    (see ``ring.spawn.environment``).
+    (see ``ring.spawn.environment``). The last ``gpu_layers[i]`` layers of ``windows[i]`` go to the GPU.
     """
 
     ring: int
@@ -101,9 +101,13 @@ class MeasureLinks(msgspec.Struct, frozen=True, kw_only=True, tag="measure-links
 
 
 class Echo(msgspec.Struct, frozen=True, kw_only=True, tag="echo"):
-    """Answer with ``answer_bytes`` bytes. Any device may ask that knows the ``session`` of the head here."""
+    """Answer with ``answer_bytes`` bytes. Any device may ask that knows the ``session`` of the head here.
+
+    ``device`` is whom it is for: an address may lead to another device than its sender believes.
+    """
 
     session: int
+    device: str
     payload: bytes
     answer_bytes: int
 
@@ -228,6 +232,8 @@ def decode_from_head(data: bytes) -> HeadMessage:
             len(payload) > MAX_ECHO_BYTES or not 0 <= size <= MAX_ECHO_BYTES
         ):
             raise ProtocolError(f"echo of {len(payload)} bytes for {size} bytes; at most {MAX_ECHO_BYTES} are allowed")
+        case Echo(device=device) if not NAME.fullmatch(device):
+            raise ProtocolError(f"echo for {printable(device, 70)!r}, which is no device name")
     return message
 
 
@@ -271,7 +277,7 @@ def _check_targets(targets: list[LinkTarget]) -> None:
     for target in targets:
         if not NAME.fullmatch(target.device):
             raise ProtocolError(f"link to {printable(target.device, 70)!r}, which is no device name")
-        if len(target.addresses) > _MAX_ADDRESSES or not 0 < target.port < 65_536:
+        if len(target.addresses) > MAX_ADDRESSES or not 0 < target.port < 65_536:
             raise ProtocolError(f"link to {target.device} at {len(target.addresses)} addresses, port {target.port}")
         for address in target.addresses:
             try:
@@ -315,7 +321,7 @@ def _check_load(load: Load) -> None:
         raise ProtocolError("plan without windows for this device")
     if len({spec.window for spec in load.windows}) != len(load.windows):
         raise ProtocolError("plan with two windows at one place of the route")
-    if any(not 0 <= count <= len(spec.layers) for count, spec in zip(load.gpu_layers, load.windows, strict=True)):
+    if any(not 0 <= count <= spec.last - spec.first for count, spec in zip(load.gpu_layers, load.windows, strict=True)):
         raise ProtocolError("plan with more layers on the GPU than a window has")
     for spec in [*load.windows, *([load.probe] if load.probe else [])]:
         if not 0 <= spec.first < spec.last or len(spec.layers) < spec.last - spec.first:

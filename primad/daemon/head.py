@@ -30,7 +30,6 @@ from halda import (
     Prediction,
     Workload,
     arrange,
-    solve,
 )
 from primad import __version__
 from primad.api.backend import ServedModel
@@ -38,12 +37,13 @@ from primad.cluster.discovery import Discovery, Peer
 from primad.cluster.transfer import LayerServer
 from primad.config import Config
 from primad.daemon.backend import RingBackend
-from primad.daemon.links import LinkBook
 from primad.daemon.head_ring import HeadRing, RingOptions, RingParts, open_ring
+from primad.daemon.links import LinkBook
 from primad.daemon.reporter import Reporter
 from primad.daemon.shard import Place
+from primad.daemon.solving import Question, solve_apart
 from primad.daemon.vocabulary import ModelVocabulary
-from primad.daemon.worker_link import Worker, greet
+from primad.daemon.worker_link import DeviceLostError, Worker, greet
 from primad.errors import ClusterError, ConfigError, PlanError, PrimadError
 from primad.gguf.architectures import cuttable
 from primad.gguf.digests import LayerDigests
@@ -111,10 +111,10 @@ class HeadDaemon:
         self._context = zmq.asyncio.Context()
         self._session = random.getrandbits(62)
         self._context_tokens = default_context(options, model)
+        self._workload = default_workload(self._context_tokens, options.rows)
         self._epoch = 0
         self._cutter: ModelCutter | None = None
         self._links = LinkBook(self._context, config.name, self._session)
-        self._prediction: Prediction | None = None
         self._peers: dict[str, Peer] = {}
         self._seen = asyncio.Event()
 
@@ -166,9 +166,9 @@ class HeadDaemon:
             try:
                 workers = await self._gather(first=not has_served)
                 try:
-                    plan = await self._plan(workers)
+                    plan, prediction = await self._plan(workers, first=not has_served)
                     self._epoch += 1
-                    async with open_ring(self._parts(plan, workers, layer_port)) as ring:
+                    async with open_ring(self._parts(plan, prediction, workers, layer_port)) as ring:
                         await self._announce(ring)
                         has_served = True
                         await asyncio.get_running_loop().create_future()  # until the ring breaks or we are cancelled
@@ -180,6 +180,8 @@ class HeadDaemon:
                 self._reporter.settle()
                 if not has_served:
                     raise
+                if isinstance(exc, DeviceLostError):
+                    self._links.forget(exc.device)
                 self._reporter.say(f"{exc}; forming the ring again")
                 await asyncio.sleep(RETRY_S)
 
@@ -264,39 +266,50 @@ class HeadDaemon:
         else:
             workers[worker.name] = worker
 
-    async def _plan(self, workers: Sequence[Worker]) -> Plan:
-        devices = [self._profile, *(worker.profile for worker in workers)]
+    async def _plan(self, workers: Sequence[Worker], *, first: bool) -> tuple[Plan, Prediction | None]:
+        """The plan, and what it promises; nothing is predicted for one that was set by hand."""
         try:
             if self._options.windows is not None:
-                return self._by_hand(devices, self._options.windows)
+                devices = [self._profile, *(worker.profile for worker in workers)]
+                return self._by_hand(devices, self._options.windows), None
             if workers:
                 cuttable(self._header)
-            links = await self._measure_links(workers)
+            present, links = await self._measure_links(workers, first=first)
+            devices = [self._profile, *(worker.profile for worker in present)]
             self._backend.describe("planning")
-            required = frozenset(device.device for device in devices) if self._options.use_all else frozenset[str]()
-            solution = await asyncio.to_thread(
-                solve,
-                devices,
-                links,
-                self._model,
-                default_workload(self._context_tokens, self._options.rows),
-                objective=self._options.objective,
-                require=required,
-                time_limit_s=SOLVE_S,
+            solution = await solve_apart(
+                Question(
+                    devices=devices,
+                    links=links,
+                    model=self._model,
+                    workload=self._workload,
+                    objective=self._options.objective,
+                    require=frozenset(device.device for device in devices if self._options.use_all),
+                    time_limit_s=SOLVE_S,
+                )
             )
         except Infeasible as exc:
             raise PlanError(str(exc)) from exc
-        self._prediction = solution.prediction
-        for left in solution.plan.left_out:
-            self._reporter.say(f"{left.device} gets no layers: {left.reason}")
-        return solution.plan
+        return solution.plan, solution.prediction
 
-    async def _measure_links(self, workers: Sequence[Worker]) -> list[LinkProfile]:
-        if not workers:
-            return []
-        self._backend.describe("measuring links")
+    async def _measure_links(
+        self, workers: Sequence[Worker], *, first: bool
+    ) -> tuple[Sequence[Worker], list[LinkProfile]]:
+        """Those of ``workers`` that are still there afterwards, and all links between them and this device.
+
+        Raises ``DeviceLostError`` when one goes away the ``first`` time, and the owner asked for it.
+        """
         announced = {name: peer.addresses for name, peer in self._peers.items()}
-        return await self._links.measure(workers, announced, self._reporter)
+        while workers:
+            self._backend.describe("measuring links")
+            try:
+                return workers, await self._links.measure(workers, announced, self._reporter)
+            except DeviceLostError as exc:
+                if first and (self._options.wait or self._config.devices):
+                    raise
+                self._reporter.say(f"{exc.device} is left out: {exc}")
+                workers = [worker for worker in workers if worker.name != exc.device]
+        return [], []
 
     def _by_hand(self, devices: Sequence[DeviceProfile], windows: tuple[int, ...]) -> Plan:
         names = [device.device for device in devices[: len(windows)]]
@@ -307,12 +320,15 @@ class HeadDaemon:
             )
         return plan_by_hand(names, windows, self._options.rounds, self._model)
 
-    def _parts(self, plan: Plan, workers: Sequence[Worker], layer_port: int) -> RingParts:
+    def _parts(
+        self, plan: Plan, prediction: Prediction | None, workers: Sequence[Worker], layer_port: int
+    ) -> RingParts:
         if self._cutter is None and len(plan.route) > 1:
             self._cutter = ModelCutter(self._header, LayerDigests(self._header, self._config.home / "digests.json"))
         self._backend.describe("loading")
         return RingParts(
             plan=plan,
+            prediction=prediction,
             workers={worker.name: worker for worker in workers if worker.name in plan.devices},
             config=self._config,
             place=self._place,
@@ -346,6 +362,11 @@ class HeadDaemon:
         self._backend.attach(served, ring.send, ring.status, f"serving with {len(ring.plan.devices)} devices")
         for line in ring.describe():
             self._reporter.say(line)
+        if ring.prediction is not None:
+            self._reporter.say(
+                f"predicted {ring.prediction.tokens_per_s:.3g} tokens/s, first token of an answer to "
+                f"{self._workload.prompt_tokens} tokens after {ring.prediction.ttft_s:.2g} s"
+            )
 
 
 def plan_by_hand(names: Sequence[str], windows: tuple[int, ...], rounds: int | None, model: ModelProfile) -> Plan:

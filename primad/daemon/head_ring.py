@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import psutil
 
-from halda import DeviceProfile, Plan
+from halda import DeviceProfile, LinkProfile, Plan, Prediction
 from primad.cluster.messages import Load, Progress
 from primad.cluster.sockets import endpoint
 from primad.config import LOOPBACK, Config, is_loopback
@@ -24,7 +24,15 @@ from primad.daemon.backend import RingBackend
 from primad.daemon.extra import TRIALS, choose_extra_buffers
 from primad.daemon.links import LinkBook
 from primad.daemon.reporter import Reporter
-from primad.daemon.shard import Place, copy_layers, missing_layers, open_windows, place_windows, remove_metadata
+from primad.daemon.shard import (
+    Place,
+    copy_layers,
+    missing_layers,
+    open_windows,
+    place_windows,
+    remove_metadata,
+    whole_model,
+)
 from primad.daemon.worker_link import Worker, WorkerRing
 from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, ModelError, PrimadError, RingError
@@ -64,9 +72,10 @@ class RingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingParts:
-    """What a ring is formed from."""
+    """What a ring is formed from; ``prediction`` is what the plan promises, None when it was set by hand."""
 
     plan: Plan
+    prediction: Prediction | None
     workers: Mapping[str, Worker]
     config: Config
     place: Place
@@ -128,6 +137,11 @@ class HeadRing:
     def plan(self) -> Plan:
         """The plan that this ring serves."""
         return self._parts.plan
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What the plan promises."""
+        return self._parts.prediction
 
     async def form(self) -> None:
         """Have every device load its windows, link them and run a warm-up lap."""
@@ -195,7 +209,13 @@ class HeadRing:
                         "ring": None if status is None else _figures(status),
                     }
                 )
-        return {"epoch": self._parts.options.epoch, "rounds": self.plan.rounds, "devices": devices}
+        return {
+            "epoch": self._parts.options.epoch,
+            "rounds": self.plan.rounds,
+            "predicted": None if self.prediction is None else _promises(self.prediction),
+            "devices": devices,
+            "links": [_link(link) for link in self._parts.links.between(self.plan.devices)],
+        }
 
     async def _own_status(self) -> Status | None:
         await self.send(Report())
@@ -278,13 +298,15 @@ class HeadRing:
             context=parts.options.context_tokens,
             sequences=1,
             rows=parts.options.rows,
-            threads=parts.config.threads,
-            batch_threads=parts.config.threads,
+            threads=parts.profile.cpu.threads,
+            batch_threads=parts.profile.cpu.batch_threads,
         )
         if specs:
             await self._cut_own(specs)
         windows = await self._own_windows(specs, options)
-        self._process = await RingProcess.start(parts.place.run / "ring.log", threads=options.threads)
+        self._process = await RingProcess.start(
+            parts.place.run / "ring.log", threads=max(options.threads, options.batch_threads)
+        )
         self._tasks.append(self._group.create_task(self._attend(self._process, len(windows))))
         await self._process.send(
             Open(
@@ -324,9 +346,12 @@ class HeadRing:
         place, plan = self._parts.place, self.plan
         extra = await self._own_extra_buffers(options)
         if not specs:
-            return [OpenWindow(window=0, files=None, extra_buffers=extra[0])]
+            whole = whole_model(self._parts.header.path, plan)
+            return [OpenWindow(window=0, files=whole, extra_buffers=extra[0])]
         gpu_layers = [window.gpu_layers for _, window in plan.windows_of(plan.head)]
-        files = await asyncio.to_thread(place_windows, place, specs, gpu_layers, self._parts.options.epoch)
+        files = await asyncio.to_thread(
+            place_windows, place, specs, gpu_layers, self._parts.options.epoch, output_on_gpu=plan.output_on_gpu
+        )
         return open_windows(specs, files, extra)
 
     async def _own_extra_buffers(self, options: EngineOptions) -> list[bool]:
@@ -388,6 +413,23 @@ class HeadRing:
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._parts.reporter.progress(device, progress.phase, progress.done, progress.total)
+
+
+def _promises(prediction: Prediction) -> dict[str, float]:
+    return {
+        "tokens_per_s": prediction.tokens_per_s,
+        "tpot_ms": prediction.tpot_s * 1e3,
+        "ttft_ms": prediction.ttft_s * 1e3,
+    }
+
+
+def _link(link: LinkProfile) -> dict[str, Any]:
+    return {
+        "source": link.source,
+        "target": link.target,
+        "round_trip_ms": link.round_trip_s * 1e3,
+        "mbit_per_s": link.bytes_per_s * 8 / 1e6,
+    }
 
 
 def _figures(status: Status) -> dict[str, Any]:

@@ -7,6 +7,7 @@ measurements do not disturb each other.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
@@ -15,9 +16,11 @@ import zmq.asyncio
 
 from halda import LinkProfile
 from primad.cluster.linkprobe import TIMEOUT_S, measure_links
-from primad.cluster.messages import LinkTarget
+from primad.cluster.messages import GONE_AFTER_S, MAX_ADDRESSES, LinkTarget
 from primad.daemon.reporter import Reporter
-from primad.daemon.worker_link import Worker
+from primad.daemon.worker_link import DeviceLostError, Worker
+
+logger = logging.getLogger(__name__)
 
 
 class LinkBook:
@@ -27,6 +30,7 @@ class LinkBook:
         self._context = context
         self._head = head
         self._session = session
+        self._targets: dict[str, LinkTarget] = {}
         self._links: dict[tuple[str, str], LinkProfile] = {}
 
     async def measure(
@@ -34,31 +38,40 @@ class LinkBook:
     ) -> list[LinkProfile]:
         """All links between the head and ``workers``. ``addresses`` are those that the devices announced.
 
-        Raises ``ClusterError`` when a worker goes silent over it.
+        Devices that are not among ``workers`` are forgotten, and so are links of those that moved. Raises
+        ``DeviceLostError`` when a worker goes away over it; then it is forgotten, and what was measured of others is kept.
         """
         targets = {worker.name: await _target(worker, addresses.get(worker.name, ())) for worker in workers}
+        for name, known in list(self._targets.items()):
+            if targets.get(name) != known:
+                self.forget(name)
+        self._targets |= targets
         names = [self._head, *targets]
         jobs = []
         for i, name in enumerate(names[:-1]):
             missing = [targets[other] for other in names[i + 1 :] if (name, other) not in self._links]
             if missing:
                 jobs.append((name, missing))
-        total, done = sum(len(missing) for _, missing in jobs), 0
         by_name = {worker.name: worker for worker in workers}
-        for name, missing in jobs:
-            reporter.progress(self._head, "measure links", done, total)
-            if name == self._head:
-                found = await measure_links(self._context, name, missing, self._session)
-            else:
-                most_s = 60.0 + sum(len(target.addresses) for target in missing) * 40 * TIMEOUT_S
-                found = await by_name[name].measure_links(missing, most_s)
-            for link in found:
-                self._links[link.source, link.target] = link
-            done += len(missing)
-        if total:
-            reporter.progress(self._head, "measure links", total, total)
-            reporter.settle()
-        return [link for pair, link in self._links.items() if set(pair) <= set(names)]
+        total, done = sum(len(missing) for _, missing in jobs), 0
+        try:
+            for name, missing in jobs:
+                reporter.progress(self._head, "links", done, total)
+                await self._measure(name, missing, by_name, reporter)
+                done += len(missing)
+        except DeviceLostError as exc:
+            self.forget(exc.device)
+            raise
+        finally:
+            if total:
+                reporter.progress(self._head, "links", done, total)
+                reporter.settle()
+        return self.between(names)
+
+    def between(self, devices: Iterable[str]) -> list[LinkProfile]:
+        """What was measured between ``devices``."""
+        names = set(devices)
+        return [link for pair, link in self._links.items() if names.issuperset(pair)]
 
     def address(self, source: str, target: str) -> str | None:
         """The address by which ``source`` reaches ``target`` best, if it was measured."""
@@ -66,19 +79,40 @@ class LinkBook:
         return link.address if link is not None and link.address else None
 
     def forget(self, device: str) -> None:
-        """A device came back, perhaps elsewhere: its links are measured anew."""
+        """A device went away; it may come back elsewhere, so its links are measured anew then."""
+        self._targets.pop(device, None)
         self._links = {pair: link for pair, link in self._links.items() if device not in pair}
+
+    async def _measure(
+        self, source: str, targets: Sequence[LinkTarget], workers: Mapping[str, Worker], reporter: Reporter
+    ) -> None:
+        if source == self._head:
+            found = await measure_links(self._context, source, targets, self._session)
+        else:
+            most_s = 60.0 + sum(len(target.addresses) for target in targets) * 40 * TIMEOUT_S
+            found = await workers[source].measure_links(targets, most_s)
+        self._links |= {(link.source, link.target): link for link in found}
+        for target in targets:
+            if self.address(source, target.device) is None:
+                await workers[target.device].measure_links([], 2 * GONE_AFTER_S)  # is it there at all?
+                reporter.say(f"{source} does not reach {target.device}; plans avoid sending over this link")
 
 
 async def _target(worker: Worker, announced: Iterable[str]) -> LinkTarget:
-    addresses = [*await _resolve(worker.end.host, worker.end.port), *announced]
-    return LinkTarget(device=worker.name, addresses=list(dict.fromkeys(addresses)), port=worker.end.port)
+    """Where others find ``worker``. A name is looked up here: elsewhere it may mean another device, or nothing."""
+    addresses = dict.fromkeys([*await _resolve(worker.end.host, worker.end.port), *announced])
+    return LinkTarget(device=worker.name, addresses=list(addresses)[:MAX_ADDRESSES], port=worker.end.port)
 
 
 async def _resolve(host: str, port: int) -> list[str]:
     try:
-        return [str(ip_address(host.partition("%")[0]))]
+        ip_address(host.partition("%")[0])
     except ValueError:
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        try:
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as exc:
+            logger.warning("%s: %s", host, exc)
+            return []
         return [str(entry[4][0]) for entry in found]
+    return [host]

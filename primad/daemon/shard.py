@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from halda import Plan
 from primad.engine.probe import Stop, Trial, Verdict, probe
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.errors import ClusterError
@@ -58,11 +59,12 @@ async def copy_layers(
 
 
 def place_windows(
-    place: Place, specs: Sequence[WindowSpec], gpu_layers: Sequence[int], epoch: int
+    place: Place, specs: Sequence[WindowSpec], gpu_layers: Sequence[int], epoch: int, *, output_on_gpu: bool = False
 ) -> list[WindowFiles]:
     """Write metadata splits and layer headers for ``specs``; every layer must be in the cache.
 
-    Raises ``ClusterError`` when the disk refuses.
+    The last ``gpu_layers[i]`` layers of ``specs[i]`` go to the GPU; ``output_on_gpu``: the last spec is the tail, and its
+    output matrix goes there too. Raises ``ClusterError`` when the disk refuses.
     """
     seen: Counter[str] = Counter()
     placed = []
@@ -78,10 +80,26 @@ def place_windows(
             raise ClusterError(f"{metadata}: cannot be written: {exc.strerror or exc}; make room there") from exc
         placed.append(
             WindowFiles(
-                metadata=str(metadata), layers=tuple(paths), layer_count=spec.last - spec.first, gpu_layers=on_gpu
+                metadata=str(metadata),
+                layers=tuple(paths),
+                layer_count=spec.last - spec.first,
+                gpu_layers=on_gpu,
+                output_on_gpu=output_on_gpu and spec is specs[-1],
             )
         )
     return placed
+
+
+def whole_model(path: Path, plan: Plan) -> WindowFiles:
+    """The files of a ``plan`` of one window: the model file ``path`` as it is."""
+    (window,) = plan.route
+    return WindowFiles(
+        metadata=str(path),
+        layers=(),
+        layer_count=len(window.layers),
+        gpu_layers=window.gpu_layers,
+        output_on_gpu=plan.output_on_gpu,
+    )
 
 
 def remove_metadata(place: Place, epoch: int) -> None:

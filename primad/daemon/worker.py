@@ -73,12 +73,13 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True)
 class _Lease:
-    """The head that this worker works for."""
+    """The head that this worker works for, and the profile that it was given."""
 
     peer: bytes
     head: str
     session: int
     heard_s: float
+    profile: DeviceProfile
 
 
 @dataclass(slots=True)
@@ -103,7 +104,7 @@ class WorkerDaemon:
         self._name = config.name
         self._lease: _Lease | None = None
         self._part: _Part | None = None
-        self._measuring: set[asyncio.Task[None]] = set()
+        self._measuring: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Serve until cancelled. Raises ``ClusterError`` when mDNS or the port cannot be used."""
@@ -153,10 +154,13 @@ class WorkerDaemon:
             await self._end.send(peer, Refused(f"{self._name} works for the head {lease.head} now"))
             return
         if lease is None or lease.session != hello.session:
+            self._stop_measuring()
             await self._drop_part()
             self._say(f"head {hello.device} is here")
-        self._lease = _Lease(peer=peer, head=hello.device, session=hello.session, heard_s=time.monotonic())
         profile = await asyncio.to_thread(self._profile, self._name)
+        self._lease = _Lease(
+            peer=peer, head=hello.device, session=hello.session, heard_s=time.monotonic(), profile=profile
+        )
         await self._end.send(
             peer,
             Welcome(protocol=PROTOCOL, version=__version__, build=self._place.build, profile=profile),
@@ -164,20 +168,22 @@ class WorkerDaemon:
 
     async def _echo(self, peer: bytes, echo: Echo) -> None:
         """Answer another device of the same head, which measures the link to here."""
-        if self._lease is not None and self._lease.session == echo.session:
+        if self._lease is not None and self._lease.session == echo.session and echo.device == self._name:
             await self._end.send(peer, Echoed(bytes(echo.answer_bytes)))
         else:
-            await self._end.send(peer, Refused("this device does not work for that head now"))
+            await self._end.send(peer, Refused(f"{self._name} does not work for that head now, or is another device"))
 
     async def _measure_links(self, targets: list[LinkTarget], session: int) -> None:
         links = await measure_links(self._context, self._name, targets, session)
         await self._tell(LinksMeasured(links=links))
 
     async def _obey(self, message: HeadMessage, group: asyncio.TaskGroup) -> None:
+        assert self._lease is not None
         match message:
             case Load():
                 await self._drop_part()
-                self._part = _Part(epoch=message.epoch, task=group.create_task(self._work(message)))
+                work = group.create_task(self._work(message, self._lease.profile))
+                self._part = _Part(epoch=message.epoch, task=work)
             case Link(epoch=epoch, address=address):
                 if self._part is not None and self._part.ring is not None and self._part.epoch == epoch:
                     await self._part.ring.send(Connect(address))
@@ -190,10 +196,8 @@ class WorkerDaemon:
                 if status and self._part is not None and self._part.ring is not None:
                     await self._part.ring.send(Report())
             case MeasureLinks(targets=targets):
-                assert self._lease is not None
-                task = group.create_task(self._measure_links(targets, self._lease.session))
-                self._measuring.add(task)
-                task.add_done_callback(self._measuring.discard)
+                self._stop_measuring()
+                self._measuring = group.create_task(self._measure_links(targets, self._lease.session))
             case Hello() | Echo():
                 raise AssertionError("answered before")
 
@@ -204,7 +208,14 @@ class WorkerDaemon:
             if self._lease is not None and time.monotonic() - self._lease.heard_s >= GONE_AFTER_S:
                 self._say(f"head {self._lease.head} went away; waiting for a head")
                 self._lease = None
+                self._stop_measuring()
                 await self._drop_part()
+
+    def _stop_measuring(self) -> None:
+        """Nobody waits any more for the links that are being measured."""
+        if self._measuring is not None:
+            self._measuring.cancel()
+            self._measuring = None
 
     async def _drop_part(self) -> None:
         part, self._part = self._part, None
@@ -216,11 +227,11 @@ class WorkerDaemon:
         if self._lease is not None:
             await self._end.send(self._lease.peer, message)
 
-    async def _work(self, load: Load) -> None:
+    async def _work(self, load: Load, profile: DeviceProfile) -> None:
         """Load the windows of ``load`` and keep their ring process until it breaks or this task is cancelled."""
         try:
             await self._fetch(load)
-            await self._compute(load)
+            await self._compute(load, profile)
         except PrimadError as exc:
             logger.warning("epoch %d: %s", load.epoch, exc)
             await self._tell(Broken(epoch=load.epoch, error=str(exc)))
@@ -255,13 +266,13 @@ class WorkerDaemon:
                 "bytes do not fit; make room there or use another --home"
             )
 
-    async def _compute(self, load: Load) -> None:
+    async def _compute(self, load: Load, profile: DeviceProfile) -> None:
         options = EngineOptions(
             context=load.context,
             sequences=load.sequences,
             rows=load.rows,
-            threads=self._config.threads,
-            batch_threads=self._config.threads,
+            threads=profile.cpu.threads,
+            batch_threads=profile.cpu.batch_threads,
         )
         extra = [await self._extra_buffers(load, options)] * len(load.windows)
         files = await asyncio.to_thread(place_windows, self._place, load.windows, load.gpu_layers, load.epoch)
@@ -269,7 +280,9 @@ class WorkerDaemon:
             await asyncio.to_thread(
                 read_header, Path(window.metadata)
             )  # the head wrote it: judged before llama.cpp sees it
-        ring = await RingProcess.start(self._place.run / "ring.log", threads=options.threads, place=load.place)
+        ring = await RingProcess.start(
+            self._place.run / "ring.log", threads=max(options.threads, options.batch_threads), place=load.place
+        )
         try:
             await ring.send(
                 Open(

@@ -39,6 +39,14 @@ HELLO_TIMEOUT_S = 3.0
 OnProgress = Callable[[str, Progress], None]
 
 
+class DeviceLostError(ClusterError):
+    """``device`` does not answer any more, or works for another head."""
+
+    def __init__(self, message: str, device: str) -> None:
+        super().__init__(message)
+        self.device = device
+
+
 class Worker:
     """A worker that said welcome. From then on it is pinged, so that it holds its lease while the head still plans."""
 
@@ -65,20 +73,33 @@ class Worker:
         return self.profile.device
 
     async def measure_links(self, targets: Sequence[LinkTarget], timeout_s: float) -> list[LinkProfile]:
-        """Have the worker measure its links to ``targets``. Raises ``ClusterError`` when it goes silent."""
-        await self.end.send(MeasureLinks(targets=list(targets)))
+        """Have the worker measure its links to ``targets``; without targets it only says that it is there.
+
+        Raises ``DeviceLostError`` when it goes silent or leaves.
+        """
+        asked = {target.device for target in targets}
         try:
+            await self.end.send(MeasureLinks(targets=list(targets)))
             async with asyncio.timeout(timeout_s):
                 while True:
                     match await self.end.receive():
                         case LinksMeasured(links=links):
-                            return [link for link in links if self.name in (link.source, link.target)]
+                            return [link for link in links if self._is_of(link, asked)]
                         case Refused(reason=reason):
-                            raise ClusterError(f"{self.name} left: {reason}")
+                            raise DeviceLostError(f"{self.name} left: {reason}", self.name)
                         case _:
                             continue
         except TimeoutError as exc:
-            raise ClusterError(f"{self.name} did not measure its links within {timeout_s:g} s") from exc
+            raise DeviceLostError(f"{self.name} did not measure its links within {timeout_s:g} s", self.name) from exc
+        except DeviceLostError:
+            raise
+        except ClusterError as exc:
+            raise DeviceLostError(f"{self.name} went away: {exc}", self.name) from exc
+
+    def _is_of(self, link: LinkProfile, asked: set[str]) -> bool:
+        return (link.source == self.name and link.target in asked) or (
+            link.target == self.name and link.source in asked
+        )
 
 
 async def greet(context: zmq.asyncio.Context, host: str, port: int, head: str, session: int) -> Worker:
@@ -117,7 +138,7 @@ class WorkerRing:
     async def attend(self) -> None:
         """Have the worker load, then listen to it until cancelled.
 
-        Raises ``ClusterError`` when it goes silent or its part breaks.
+        Raises ``DeviceLostError`` when it goes silent, ``ClusterError`` when its part breaks.
         """
         await self.worker.end.send(self._load)
         while True:
@@ -143,7 +164,7 @@ class WorkerRing:
         try:
             message = await self.worker.end.receive()
         except ClusterError as exc:
-            raise ClusterError(f"{name} went away: {exc}") from exc
+            raise DeviceLostError(f"{name} went away: {exc}", name) from exc
         match message:
             case Progress(epoch=at) if at == epoch:
                 self._on_progress(name, message)
@@ -157,7 +178,7 @@ class WorkerRing:
                 self.status = message
                 self._status_news.set()
             case Refused(reason=reason):
-                raise ClusterError(f"{name} left: {reason}")
+                raise DeviceLostError(f"{name} left: {reason}", name)
             case (
                 Pong()
                 | Welcome()

@@ -179,16 +179,25 @@ class _Batch:
         return batch
 
 
+def n_gpu_layers(files: WindowFiles) -> int:
+    """What llama.cpp is told, for the layers and the output matrix of a window that go to the GPU.
+
+    It counts the output as one more layer, the last of all, and offloads from the end: n + 1 is the last n layers and the
+    output, 1 the output alone, and layers without the output cannot be asked for. A window that ends in hidden states has a
+    stand-in of one row in the place of the output, which may lie on the GPU as well.
+    """
+    return files.gpu_layers + 1 if files.gpu_layers or files.output_on_gpu else 0
+
+
 class _Model:
     """A loaded llama.cpp model with one context: the part that every kind of window shares."""
 
     def __init__(
         self,
-        paths: Sequence[str],
+        files: WindowFiles,
         options: EngineOptions,
         *,
         extra_buffers: bool,
-        gpu_layers: int,
         tap: _Tap | None,
         outputs: int,
     ) -> None:
@@ -196,8 +205,9 @@ class _Model:
         self._batch = _Batch(options.rows, options.sequences)
         self._tap = tap
         params = llama.llama_model_default_params()
-        params.n_gpu_layers = gpu_layers
+        params.n_gpu_layers = n_gpu_layers(files)
         params.use_extra_bufts = extra_buffers
+        paths = (files.metadata, *files.layers)
         names = (ctypes.c_char_p * len(paths))(*(path.encode() for path in paths))
         self._model = (
             llama.llama_model_load_from_splits(names, len(paths), params)
@@ -257,12 +267,12 @@ class _HiddenWindow(_Model):
     """Layers from hidden state to hidden state."""
 
     def __init__(self, files: WindowFiles, options: EngineOptions, *, width: int, extra_buffers: bool) -> None:
+        assert not files.output_on_gpu
         self._out = _Tap(f"l_out-{files.layer_count - 1}".encode(), width)
         super().__init__(
-            (files.metadata, *files.layers),
+            files,
             options,
             extra_buffers=extra_buffers,
-            gpu_layers=files.gpu_layers,
             tap=self._out,
             outputs=options.rows,
         )
@@ -347,17 +357,15 @@ class _LogitsWindow(_Model):
 
     def __init__(
         self,
-        paths: Sequence[str],
+        files: WindowFiles,
         options: EngineOptions,
         ends: frozenset[int],
         *,
         vocabulary: int,
         extra_buffers: bool,
-        gpu_layers: int,
     ) -> None:
-        super().__init__(
-            paths, options, extra_buffers=extra_buffers, gpu_layers=gpu_layers, tap=None, outputs=MAX_OUTPUT_ROWS
-        )
+        assert files.output_on_gpu or not files.gpu_layers
+        super().__init__(files, options, extra_buffers=extra_buffers, tap=None, outputs=MAX_OUTPUT_ROWS)
         self._ends = ends
         self._vocabulary = vocabulary
 
@@ -382,32 +390,9 @@ class _LogitsWindow(_Model):
 class TailWindow(_LogitsWindow):
     """The route's last window: hidden states in, logits out."""
 
-    def __init__(
-        self,
-        files: WindowFiles,
-        options: EngineOptions,
-        ends: frozenset[int],
-        *,
-        vocabulary: int,
-        extra_buffers: bool,
-    ) -> None:
-        super().__init__(
-            (files.metadata, *files.layers),
-            options,
-            ends,
-            vocabulary=vocabulary,
-            extra_buffers=extra_buffers,
-            gpu_layers=files.gpu_layers,
-        )
-
 
 class WholeModel(_LogitsWindow):
     """The single window of a single-device plan: the user's file as it is, token ids in, logits out."""
-
-    def __init__(
-        self, path: Path, options: EngineOptions, ends: frozenset[int], *, vocabulary: int, extra_buffers: bool
-    ) -> None:
-        super().__init__((str(path),), options, ends, vocabulary=vocabulary, extra_buffers=extra_buffers, gpu_layers=0)
 
 
 class GreedySampler:

@@ -69,12 +69,17 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of one window in split order, and what it holds; the last ``gpu_layers`` layers go to the GPU."""
+    """The files of one window in split order, and what it holds. The whole model is its own file as ``metadata`` alone.
+
+    The last ``gpu_layers`` layers go to the GPU. ``output_on_gpu``: so does the output matrix, which only a window that ends
+    in logits has; llama.cpp puts it there before any layer.
+    """
 
     metadata: str
     layers: tuple[str, ...]
     layer_count: int
     gpu_layers: int
+    output_on_gpu: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

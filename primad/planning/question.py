@@ -103,7 +103,7 @@ def ask(
         limits=_limits(wishes, names),
         head=None if wishes.head is None else check_name(wishes.head, names, "--head"),
         solver=_solver(wishes.solver),
-        objective=_objective(wishes.objective),
+        objective=check_objective(wishes.objective),
         time_limit_s=wishes.time_limit_s,
     )
 
@@ -111,7 +111,7 @@ def ask(
 def check(wishes: Wishes, model: ModelProfile) -> None:
     """Judge what can be judged before devices are looked for. Raises ``ConfigError``."""
     _solver(wishes.solver)
-    _objective(wishes.objective)
+    check_objective(wishes.objective)
     workload(wishes, model)
     for text in wishes.links:
         _split_link(text)
@@ -238,7 +238,8 @@ def _solver(text: str) -> Solver:
     raise ConfigError(f"--solver {text}: choose {' or '.join(SOLVERS)}")
 
 
-def _objective(text: str) -> Objective:
+def check_objective(text: str) -> Objective:
+    """``text`` as an objective. Raises ``ConfigError``."""
     for objective in OBJECTIVES:
         if objective == text:
             return objective

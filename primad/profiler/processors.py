@@ -18,7 +18,17 @@ from halda import CpuProfile, GpuProfile
 from primad.engine.devices import GpuDevice
 from primad.errors import EngineError
 from primad.profiler.memory import memory
-from primad.profiler.speeds import MAIN, REPEATS_S, TYPES, Bench, Patience, answered, measure_fixed, measure_types
+from primad.profiler.speeds import (
+    MAIN,
+    REPEATS_S,
+    TYPES,
+    Bench,
+    Patience,
+    answered,
+    measure_step,
+    measure_types,
+    together,
+)
 from primad.profiler.synthetic import BIG
 from primad.profiler.trials import child_trials
 
@@ -30,8 +40,9 @@ Advance = Callable[[str], None]
 STEPS: Final = 2 + len(TYPES)
 _GPU_WEIGHTS: Final = 350_000_000
 """Weights of a trial on a GPU: more than its caches hold, since nothing sweeps them."""
-_CPU_WEIGHTS: Final = 45_000_000
+_CPU_WEIGHTS: Final = 100_000_000
 """Weights of a trial on the CPU: much beside the fixed costs, little enough to compute 512 rows often."""
+_GPU_MODEL_BYTES: Final = 256 << 20
 _SWEEP_BYTES: Final = 96 << 20
 _MOST_SWEEP_BYTES: Final = 256 << 20
 _WORTH: Final = 0.95
@@ -45,8 +56,8 @@ def cores() -> int:
     return max(1, min(physical, allowed))
 
 
-def measure_cpu(folder: Path, pinned: int | None, advance: Advance) -> CpuProfile:
-    """The profile of the CPU with ``pinned`` threads, or with the best counts that were tried.
+def measure_cpu(folder: Path, pinned: int | None, advance: Advance, kinds: Sequence[str] = TYPES) -> CpuProfile:
+    """The profile of the CPU with ``pinned`` threads, or with the best counts that were tried, for types ``kinds``.
 
     Trials write to ``folder``. Raises ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
     """
@@ -56,20 +67,21 @@ def measure_cpu(folder: Path, pinned: int | None, advance: Advance) -> CpuProfil
     tried = {}
     for count in counts:
         with _cpu_bench(folder, count, count, patience) as bench:
-            tried[count] = answered(bench.time(BIG, MAIN, bench.model(MAIN)[1], extra=(False,), prefill=True)[0])
+            decode = bench.time_decode(BIG, MAIN, (False,))[0]
+            tried[count] = answered(together(decode, bench.time_rows(MAIN, (False,))[0]))
     threads = fastest({count: statistics.median(timings.decode_s) for count, timings in tried.items()})
     batch_threads = fastest({count: statistics.median(timings.prefill_s) for count, timings in tried.items()})
     with _cpu_bench(folder, threads, batch_threads, patience) as bench:
         advance("layers")
-        fixed = measure_fixed(bench, tried[threads])
-        speeds = measure_types(bench, fixed, advance)
+        step_s = measure_step(bench)
+        layer_s, speeds = measure_types(bench, step_s, advance, kinds)
     return CpuProfile(
         name=cpu_name(),
         cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
         threads=threads,
         batch_threads=batch_threads,
-        step_s=fixed.step_s,
-        layer_s=fixed.layer_s,
+        step_s=step_s,
+        layer_s=layer_s,
         speeds=speeds,
     )
 
@@ -84,6 +96,7 @@ def _cpu_bench(folder: Path, threads: int, batch_threads: int, patience: Patienc
             batch_threads=batch_threads,
             on_gpu=False,
             weights=_CPU_WEIGHTS,
+            model_bytes=sweep_bytes(),
             sweep_bytes=sweep_bytes(),
             patience=patience,
         )
@@ -134,13 +147,13 @@ def measure_gpu(folder: Path, device: GpuDevice, threads: int, advance: Advance)
             batch_threads=threads,
             on_gpu=True,
             weights=_GPU_WEIGHTS,
+            model_bytes=_GPU_MODEL_BYTES,
             sweep_bytes=8,
             patience=Patience(REPEATS_S),
         )
         try:
-            big = answered(bench.time(BIG, MAIN, bench.model(MAIN)[1], extra=(False,), prefill=False)[0])
-            fixed = measure_fixed(bench, big)
-            speeds = measure_types(bench, fixed, advance)
+            step_s = measure_step(bench)
+            layer_s, speeds = measure_types(bench, step_s, advance)
         except EngineError as exc:
             logger.warning("the GPU %s stays unused: %s", device.name, exc)
             return None
@@ -152,8 +165,8 @@ def measure_gpu(folder: Path, device: GpuDevice, threads: int, advance: Advance)
             vram_available_bytes=device.vram_available_bytes,
             unified_memory=device.unified_memory,
             vram_read_bytes_per_s=max(speed.decode_bytes_per_s for speed in speeds),
-            step_s=fixed.step_s,
-            layer_s=fixed.layer_s,
+            step_s=step_s,
+            layer_s=layer_s,
             speeds=speeds,
         ),
         [device],

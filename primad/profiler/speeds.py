@@ -1,7 +1,10 @@
 """From timed windows to the figures of a profile: what a window costs, what a layer costs, and a rate for each type.
 
-The model of time is ``step_s + layers * layer_s + bytes / rate`` for one row. Two windows of small layers and one of a big
-layer, of one type, give its three unknowns; for every other type one big layer gives the rate.
+The model of time is ``step_s + layers * layer_s + bytes / rate`` for one row. Two windows of tiny layers, which differ only
+in their number, give ``step_s``. For each type a window of middle-sized layers and one of big ones give a line: its slope is
+the rate, what is left at no bytes the fixed cost of a layer, of which the median over the types is kept. (Tiny layers would
+not do for that: their matrices are too small for all threads.) For one row windows are larger than the caches, as a model
+is; for more rows, which compute longer than they read, one big layer does.
 """
 
 from __future__ import annotations
@@ -15,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
-
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from halda import PREFILL_ROWS, TypeSpeed
 from primad.engine.probe import ANSWER_TOKENS, PROMPT_ROWS, WORTH
@@ -33,18 +34,11 @@ MAIN: Final = TYPES[0]
 SMALL_LAYERS: Final = (2, 12)
 _LEAST_S: Final = 1e-6
 _DECODE_RUNS: Final = 6
+_BATCH_RUNS: Final = 3
 _PREFILL_RUNS: Final = 2
 _STEADY: Final = 0.25
 """A larger spread of the runs means that something else was running: the trial is repeated, within ``REPEATS_S``."""
-REPEATS_S: Final = 20.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
-    """What a step costs besides weights: once a window, and once a layer."""
-
-    step_s: float
-    layer_s: float
+REPEATS_S: Final = 10.0
 
 
 class Patience:
@@ -69,7 +63,8 @@ class Patience:
 class Bench:
     """Where and how windows are timed: on the CPU, or all on the GPU.
 
-    About ``weights`` weights stand for a model, ``sweep_bytes`` are read between decode steps, ``folder`` takes the files.
+    About ``weights`` weights stand for a model where many rows are computed, ``model_bytes`` where one row is.
+    ``sweep_bytes`` are read between steps of windows that may stay in caches, ``folder`` takes the files.
     """
 
     trials: Trials
@@ -78,22 +73,54 @@ class Bench:
     batch_threads: int
     on_gpu: bool
     weights: int
+    model_bytes: int
     sweep_bytes: int
     patience: Patience
 
-    def model(self, kind: str) -> tuple[LayerShape, int]:
-        """Shape and number of the layers that stand for a model of type ``kind``."""
-        small_blocks = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] == 32
-        shape = MIDDLE if small_blocks and not self.on_gpu else BIG
-        return shape, -(-self.weights // shape.weights)
+    def layers_to_read(self, shape: LayerShape, kind: str) -> int:
+        """So many layers that no cache holds them."""
+        return -(-self.model_bytes // shape.weight_bytes(kind))
 
-    def time(
-        self, shape: LayerShape, kind: str, layers: int, *, extra: Sequence[bool], prefill: bool
+    @property
+    def layers_to_compute(self) -> int:
+        """So many big layers that fixed costs matter little when many rows are computed."""
+        return -(-self.weights // BIG.weights)
+
+    def time_decode(self, shape: LayerShape, kind: str, extra: Sequence[bool]) -> list[Timings | str]:
+        """Time one row through more layers of ``kind`` than caches hold, for each setting of ``extra`` buffers."""
+        layers = self.layers_to_read(shape, kind)
+        return self._time(shape, kind, layers, extra, sweep_bytes=0, decode_runs=_DECODE_RUNS)
+
+    def time_small(self, layers: int) -> Timings | str:
+        """Time one row through ``layers`` tiny layers, the caches swept before each step."""
+        return self._time(SMALL, MAIN, layers, (False,), sweep_bytes=self.sweep_bytes, decode_runs=_DECODE_RUNS)[0]
+
+    def time_rows(self, kind: str, extra: Sequence[bool]) -> list[Timings | str]:
+        """Time many rows through a big layer or more of ``kind`` for each setting of ``extra`` buffers."""
+        return self._time(
+            BIG,
+            kind,
+            self.layers_to_compute,
+            extra,
+            sweep_bytes=self.sweep_bytes,
+            batch_runs=_BATCH_RUNS,
+            prefill_runs=_PREFILL_RUNS,
+        )
+
+    def _time(
+        self,
+        shape: LayerShape,
+        kind: str,
+        layers: int,
+        extra: Sequence[bool],
+        *,
+        sweep_bytes: int,
+        decode_runs: int = 0,
+        batch_runs: int = 0,
+        prefill_runs: int = 0,
     ) -> list[Timings | str]:
-        """Time a window of ``layers`` layers of ``kind`` for each setting of ``extra`` buffers."""
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
-            # llama.cpp counts the output matrix as one more layer, the last of all.
-            files = write_window(Path(name), shape, kind, layers, gpu_layers=layers + 1 if self.on_gpu else 0)
+            files = write_window(Path(name), shape, kind, layers, gpu_layers=layers if self.on_gpu else 0)
             return [
                 self._steadily(
                     TimeWindow(
@@ -102,9 +129,10 @@ class Bench:
                         threads=self.threads,
                         batch_threads=self.batch_threads,
                         extra_buffers=setting,
-                        sweep_bytes=self.sweep_bytes,
-                        decode_runs=_DECODE_RUNS,
-                        prefill_runs=_PREFILL_RUNS if prefill else 0,
+                        sweep_bytes=sweep_bytes,
+                        decode_runs=decode_runs,
+                        batch_runs=batch_runs,
+                        prefill_runs=prefill_runs,
                     )
                 )
                 for setting in extra
@@ -119,11 +147,15 @@ class Bench:
             if isinstance(more, str):
                 return more
             best = Timings(
-                decode_s=min(best.decode_s, more.decode_s, key=statistics.median),
-                batch_s=min(best.batch_s, more.batch_s, key=statistics.median),
-                prefill_s=min(best.prefill_s, more.prefill_s, key=statistics.median) if best.prefill_s else (),
+                decode_s=_better(best.decode_s, more.decode_s),
+                batch_s=_better(best.batch_s, more.batch_s),
+                prefill_s=_better(best.prefill_s, more.prefill_s),
             )
         return best
+
+
+def _better(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+    return min(one, other, key=statistics.median) if one and other else one
 
 
 def _is_steady(timings: Timings) -> bool:
@@ -137,87 +169,114 @@ def answered(timings: Timings | str) -> Timings:
     return timings
 
 
-def measure_fixed(bench: Bench, big: Timings) -> Fixed:
-    """The fixed costs; ``big`` are the timings of the big layers of type ``MAIN`` without extra buffers.
+def measure_step(bench: Bench) -> float:
+    """Seconds that a step of one row costs a window besides its layers.
 
-    They are differences of short times, so the least of the runs counts: what disturbs a run only adds to it.
-    Raises ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
+    It is a difference of short times, so the least of the runs counts: what disturbs a run only adds to it. Raises
+    ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
     """
-    few, many = (
-        min(answered(bench.time(SMALL, MAIN, layers, extra=(False,), prefill=False)[0]).decode_s)
-        for layers in SMALL_LAYERS
-    )
-    return fit(few, many, min(big.decode_s), bench.model(MAIN)[1])
-
-
-def fit(few_s: float, many_s: float, big_s: float, big_layers: int) -> Fixed:
-    """Solve for the fixed costs from a decode step of few and of many small layers and of the big ones."""
-    small_bytes, big_bytes = SMALL.weight_bytes(MAIN), big_layers * BIG.weight_bytes(MAIN)
     few, many = SMALL_LAYERS
-    small_s = max(_LEAST_S, (many_s - few_s) / (many - few))  # a small layer with its weights
-    step_s = max(_LEAST_S, few_s - few * small_s)
-    layer_s = small_s
-    for _ in range(8):  # the weights of a small layer take little of its time, so this settles at once
-        weights_s = max(_LEAST_S, big_s - step_s - big_layers * layer_s)
-        layer_s = max(_LEAST_S, small_s - small_bytes * weights_s / big_bytes)
-    return Fixed(step_s=step_s, layer_s=layer_s)
+    few_s, many_s = (min(answered(bench.time_small(layers)).decode_s) for layers in SMALL_LAYERS)
+    return max(_LEAST_S, few_s - few * (many_s - few_s) / (many - few))
 
 
-def measure_types(bench: Bench, fixed: Fixed, advance: Callable[[str], None]) -> tuple[TypeSpeed, ...]:
-    """The speed of every type that llama.cpp computes here, each with extra buffers where they are worth it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """What was timed of one type: big layers as they are best computed, and middle-sized ones if they were computed."""
 
-    Raises ``EngineError`` when none is computed, ``OSError`` when the files cannot be written.
+    kind: str
+    big: Timings
+    extra: bool
+    middle: Timings | None
+
+
+def measure_types(
+    bench: Bench, step_s: float, advance: Callable[[str], None], kinds: Sequence[str] = TYPES
+) -> tuple[float, tuple[TypeSpeed, ...]]:
+    """The fixed seconds of a layer, and the speed of every type of ``kinds`` that llama.cpp computes here.
+
+    Each type has extra buffers where they are worth it. Raises ``EngineError`` when none is computed, ``OSError`` when the
+    files cannot be written.
     """
-    speeds = []
+    trials = []
     settings = (False,) if bench.on_gpu else (False, True)
-    for kind in TYPES:
+    for kind in kinds:
         advance(kind)
-        shape, layers = bench.model(kind)
-        plain, *more = bench.time(shape, kind, layers, extra=settings, prefill=True)
-        chosen, extra = choose(plain, more[0] if more else "not tried")
+        decode, rows = bench.time_decode(BIG, kind, settings), bench.time_rows(kind, settings)
+        plain, *more = [together(one, many) for one, many in zip(decode, rows, strict=True)]
+        chosen, extra = choose(bench, kind, plain, more[0] if more else "not tried")
         if isinstance(chosen, str):
             logger.warning("%s is not measured: %s", kind, chosen)
-        else:
-            speeds.append(speed(kind, chosen, fixed, shape, layers, extra_buffers=extra))
-    if not speeds:
+            continue
+        middle = bench.time_decode(MIDDLE, kind, (extra,))[0]
+        trials.append(
+            _Trial(kind=kind, big=chosen, extra=extra, middle=middle if isinstance(middle, Timings) else None)
+        )
+    if not trials:
         raise EngineError(
             "llama.cpp cannot compute any quantisation type on this device; install llama-cpp-python anew"
         )
-    return tuple(speeds)
+    lines = [
+        fit_layer(bench, trial.kind, step_s, trial.middle, trial.big) for trial in trials if trial.middle is not None
+    ]
+    layer_s = max(_LEAST_S, statistics.median(lines)) if lines else _LEAST_S
+    return layer_s, tuple(
+        speed(bench, trial.kind, trial.big, step_s, layer_s, extra_buffers=trial.extra) for trial in trials
+    )
 
 
-def choose(plain: Timings | str, extra: Timings | str) -> tuple[Timings | str, bool]:
+def fit_layer(bench: Bench, kind: str, step_s: float, middle: Timings, big: Timings) -> float:
+    """Seconds of a layer of type ``kind`` without bytes, from the times of middle-sized and of big layers."""
+    points = []
+    for shape, timings in ((MIDDLE, middle), (BIG, big)):
+        layers = bench.layers_to_read(shape, kind)
+        points.append((shape.weight_bytes(kind), (statistics.median(timings.decode_s) - step_s) / layers))
+    (few_bytes, few_s), (many_bytes, many_s) = points
+    return few_s - few_bytes * (many_s - few_s) / (many_bytes - few_bytes)
+
+
+def together(decode: Timings | str, rows: Timings | str) -> Timings | str:
+    """Both timings of one setting, or why one of them is missing."""
+    if isinstance(decode, str):
+        return decode
+    if isinstance(rows, str):
+        return rows
+    return Timings(decode_s=decode.decode_s, batch_s=rows.batch_s, prefill_s=rows.prefill_s)
+
+
+def choose(bench: Bench, kind: str, plain: Timings | str, extra: Timings | str) -> tuple[Timings | str, bool]:
     """The better of both settings by the time of a typical exchange, and whether it is the one with extra buffers."""
     if isinstance(extra, str):
         return plain, False
-    if isinstance(plain, str) or _exchange_s(extra) < WORTH * _exchange_s(plain):
+    if isinstance(plain, str) or _exchange_s(bench, kind, extra) < WORTH * _exchange_s(bench, kind, plain):
         return extra, True
     return plain, False
 
 
-def _exchange_s(timings: Timings) -> float:
-    prefill_s = statistics.median(timings.prefill_s) / PREFILL_ROWS
-    return PROMPT_ROWS * prefill_s + ANSWER_TOKENS * statistics.median(timings.decode_s)
+def _exchange_s(bench: Bench, kind: str, timings: Timings) -> float:
+    """Seconds a layer of a typical exchange."""
+    prefill_s = statistics.median(timings.prefill_s) / PREFILL_ROWS / bench.layers_to_compute
+    decode_s = statistics.median(timings.decode_s) / bench.layers_to_read(BIG, kind)
+    return PROMPT_ROWS * prefill_s + ANSWER_TOKENS * decode_s
 
 
 def speed(
-    kind: str, timings: Timings, fixed: Fixed, shape: LayerShape, layers: int, *, extra_buffers: bool
+    bench: Bench, kind: str, timings: Timings, step_s: float, layer_s: float, *, extra_buffers: bool
 ) -> TypeSpeed:
-    """The rates of type ``kind`` from a window of ``layers`` layers, less what the fixed costs take."""
-    fixed_s = fixed.step_s + layers * fixed.layer_s
-    size = layers * shape.weight_bytes(kind)
+    """The rates of type ``kind``, less what the fixed costs take."""
+    layer_bytes, to_read, to_compute = BIG.weight_bytes(kind), bench.layers_to_read(BIG, kind), bench.layers_to_compute
     # Attention is computed for the whole square of rows and columns, masked or not.
-    flop = layers * PREFILL_ROWS * (2 * shape.weights + 4 * PREFILL_ROWS * shape.width)
+    flop = to_compute * PREFILL_ROWS * (2 * BIG.weights + 4 * PREFILL_ROWS * BIG.width)
 
-    def weights_s(times: Sequence[float]) -> float:
+    def weights_s(times: Sequence[float], layers: int) -> float:
         median = statistics.median(times)
-        return max(median - fixed_s, median / 10)
+        return max(median - step_s - layers * layer_s, median / 10)
 
     return TypeSpeed(
         type=kind,
-        decode_bytes_per_s=size / weights_s(timings.decode_s),
-        batch_bytes_per_s=size / weights_s(timings.batch_s),
-        prefill_flop_per_s=flop / weights_s(timings.prefill_s),
+        decode_bytes_per_s=to_read * layer_bytes / weights_s(timings.decode_s, to_read),
+        batch_bytes_per_s=to_compute * layer_bytes / weights_s(timings.batch_s, to_compute),
+        prefill_flop_per_s=flop / weights_s(timings.prefill_s, to_compute),
         extra_buffers=extra_buffers,
         decode_spread=spread(timings.decode_s),
         prefill_spread=spread(timings.prefill_s),

@@ -70,7 +70,7 @@ class LayerShape:
         return self.weights // block * block_bytes
 
 
-BIG: Final = LayerShape(width=1280, feed_forward=4096, heads=10, heads_kv=2)
+BIG: Final = LayerShape(width=2048, feed_forward=8192, heads=32, heads_kv=8)
 """A layer as those of models of a billion weights and more."""
 MIDDLE: Final = LayerShape(width=768, feed_forward=2560, heads=12, heads_kv=4)
 """A layer as those of models of some hundred million weights."""
@@ -95,7 +95,9 @@ def write_window(folder: Path, shape: LayerShape, kind: str, layers: int, gpu_la
         paths.append(str(path))
     metadata = folder / "window.gguf"
     metadata.write_bytes(_metadata(shape, layers, len(tensors)))
-    return WindowFiles(metadata=str(metadata), layers=tuple(paths), layer_count=layers, gpu_layers=gpu_layers)
+    return WindowFiles(
+        metadata=str(metadata), layers=tuple(paths), layer_count=layers, gpu_layers=gpu_layers, output_on_gpu=False
+    )
 
 
 def _fill(file: BinaryIO, piece: bytes, size: int) -> None:

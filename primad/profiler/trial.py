@@ -1,8 +1,8 @@
 """The child process that times windows: ``python -m primad.profiler.trial`` with tasks as lines of JSON on standard input.
 
 It answers each line with one line. It may crash or hang in one (llama.cpp's extra buffers do on some builds): that is for
-its parent (``trials.py``) to judge. Decode steps are timed with swept caches, since one layer alone would stay where a
-model's layers never do, and with the pause that the sweep makes, after which compute threads sleep as they do in a ring.
+its parent (``trials.py``) to judge. Small windows are timed with swept caches, since they would stay where a model's layers
+never do, and with the pause that the sweep makes, after which compute threads sleep as they do in a ring.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
-    """Time the window of ``files``; ``sweep_bytes`` are read between two decode steps.
+    """Time the window of ``files``; ``sweep_bytes`` are read between two steps (0: the window itself is larger than caches).
 
-    ``decode_runs`` of ``_RUN_STEPS`` steps each; half as many with ``BATCH_ROWS``, and ``prefill_runs``.
+    ``decode_runs`` and ``batch_runs`` are of ``_RUN_STEPS`` steps each, ``prefill_runs`` of one.
     """
 
     files: WindowFiles
@@ -48,6 +48,7 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     extra_buffers: bool
     sweep_bytes: int
     decode_runs: int
+    batch_runs: int
     prefill_runs: int
 
 
@@ -116,7 +117,7 @@ def _time(task: TimeWindow) -> Timings:
 
     timings = Timings(
         decode_s=tuple(run(1) for _ in range(task.decode_runs)),
-        batch_s=tuple(run(BATCH_ROWS) for _ in range(task.decode_runs // 2)),
+        batch_s=tuple(run(BATCH_ROWS) for _ in range(task.batch_runs)),
         prefill_s=tuple(_several(prefill, task.prefill_runs)),
     )
     window.release()

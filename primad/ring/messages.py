@@ -243,13 +243,13 @@ class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
 
 
 class OpenWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """One window to load: its route index and files; ``files`` is None for the window that is the whole model.
+    """One window to load: its route index and files.
 
     ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of its weights.
     """
 
     window: int
-    files: WindowFiles | None
+    files: WindowFiles
     extra_buffers: bool
 
 

@@ -180,7 +180,6 @@ def _limits(opening: Open) -> Limits:
 def _open_worker(opening: Open, channel: RingChannel) -> Worker:
     windows: dict[int, HiddenWindow] = {}
     for window in opening.windows:
-        assert window.files is not None
         windows[window.window] = MiddleWindow(
             window.files, opening.options, width=opening.width, extra_buffers=window.extra_buffers
         )
@@ -197,10 +196,8 @@ def _open_head(opening: Open, channel: RingChannel) -> Head:
     windows: dict[int, HiddenWindow] = {}
     tail: LogitsWindow | None = None
     for window in opening.windows:
-        if window.files is None:
-            tail = WholeModel(
-                Path(opening.model), opening.options, ends, vocabulary=size, extra_buffers=window.extra_buffers
-            )
+        if opening.route == 1:
+            tail = WholeModel(window.files, opening.options, ends, vocabulary=size, extra_buffers=window.extra_buffers)
         elif window.window == 0:
             embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
             windows[0] = FirstWindow(window.files, opening.options, embedding, extra_buffers=window.extra_buffers)

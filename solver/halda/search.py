@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any, Final
 
 import pulp
 
 from halda import milp
+from halda.cuts import good_cuts, weights
 from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, spread
 from halda.instance import Instance, instance
 from halda.orders import (
@@ -26,14 +28,17 @@ from halda.orders import (
     hops_around,
     induced_orders,
     least_hops,
+    ring_order,
 )
 from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
 from halda.profile import DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
 from halda.solving import Outcome, SolverName, available, run
 
-EXACT_CUTS: Final = 600
+EXACT_CUTS: Final = 160
 """Binaries up to which windows are cut exactly where layers differ; beyond, the gap is reported."""
 _HOP_TRIALS: Final = 3
+_CUTS_TRIED: Final = 5
+_ORDERS_OF: Final = 5
 _LEAST_S: Final = 0.05
 _FIRST_S: Final = 5.0
 _ELASTIC_ORDERS: Final = 6
@@ -185,6 +190,7 @@ class _Search:
             self._alone()
         if len(self._instance.devices) > 1:
             orders = exact_orders(self._instance) if len(self._instance.devices) <= EXACT_DEVICES else None
+            # More rounds only add hops to what the bound leaves open, so the first that cannot win ends the search.
             for rounds in range(1, blocks + 1):
                 if rounds > 1 and not self._may_win(rounds, orders):
                     break
@@ -232,9 +238,6 @@ class _Search:
 
     def _may_win(self, rounds: int, orders: Sequence[RingOrder] | None) -> bool:
         """Whether any ring of ``rounds`` rounds or more can be better than the best so far."""
-        if self._left_s <= 0 and self._best is not None:
-            self._open_bound_s = 0.0
-            return False
         problem = milp.new_problem("bound")
         layout = self._even(problem, rounds, orders, loose=True)
         outcome, _ = self._run(problem, layout)
@@ -255,6 +258,8 @@ class _Search:
             ring = self._take_even(program)
             if orders is None and bound_s < self._best_s * (1 - _SAME):
                 self._try_hops(rounds, ring)
+        if len(self._instance.kinds) > 1:
+            self._offer_cuts(rounds, ring if outcome.found else None)
         if bound_s >= self._best_s * (1 - _SAME):
             return
         if len(self._instance.kinds) > 1 and self._is_small(rounds):
@@ -287,6 +292,24 @@ class _Search:
             before, ring = ring, self._take_even(program)
             if set(ring) == set(before):
                 return
+
+    def _offer_cuts(self, rounds: int, ring: Sequence[int] | None) -> None:
+        """Where layers differ: windows cut for the ring that the even layout chose, in several orders, and for all."""
+        instance, weighs = self._instance, weights(self._objective, self._instance)
+        everyone = good_order(instance, range(len(instance.devices))).members
+        orders = [everyone]
+        if ring is not None and len(ring) > 1:
+            others = permutations(ring[1:]) if len(ring) <= _ORDERS_OF else [ring[1:]]
+            orders += [(ring[0], *order) for order in others]
+        found = []
+        for members in dict.fromkeys(orders):
+            if self._required <= set(members):
+                order = ring_order(instance, members)
+                hops = rounds * (weighs.decode * order.hops_s + weighs.prefill * order.chunk_hops_s)
+                for price, route in good_cuts(instance, members, rounds, self._objective):
+                    found.append((price + hops, route))
+        for _, route in sorted(found, key=lambda pair: pair[0])[:_CUTS_TRIED]:
+            self._offer_route(rounds, route)
 
     def _is_small(self, rounds: int) -> bool:
         devices, layers = len(self._instance.devices), len(self._instance.model.layers)

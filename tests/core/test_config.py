@@ -34,7 +34,7 @@ def test_without_a_word_of_the_owner(home):
     config = load(home)
     assert (config.home, config.cluster, config.host, config.port) == (home, "home", "127.0.0.1", None)
     assert (config.insecure_lan, config.devices) == (False, ())
-    assert config.threads >= 1
+    assert config.threads is None, "the profile says how many"
     assert config.name
     assert not home.exists(), "reading a configuration leaves nothing behind"
 

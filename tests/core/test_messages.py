@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from halda import LinkProfile
 from primad.cluster import messages as cluster
 from primad.errors import ProtocolError
 from primad.gguf.layers import HEADER_BYTES, LayerRef, LayerTensor, check_ref, layer_header
@@ -322,6 +324,15 @@ def a_window(**changes: Any) -> WindowSpec:
     return msgspec.structs.replace(a_load().windows[0], **changes)
 
 
+def a_link(**changes: Any) -> LinkProfile:
+    link = LinkProfile(source="desk", target="lap", address="192.168.1.20", round_trip_s=2e-3, bytes_per_s=1e8)
+    return dataclasses.replace(link, **changes)
+
+
+def a_target(**changes: Any) -> cluster.LinkTarget:
+    return msgspec.structs.replace(cluster.LinkTarget(device="lap", addresses=["127.0.0.1"], port=1), **changes)
+
+
 STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[0.1], rss_bytes=1, private_bytes=1, refused=0)
 
 FROM_HEAD = [
@@ -331,6 +342,12 @@ FROM_HEAD = [
     cluster.Link(epoch=1, address="tcp://127.0.0.1:1"),
     cluster.Release(epoch=1),
     cluster.Ping(status=True),
+    cluster.MeasureLinks(targets=[]),
+    cluster.MeasureLinks(
+        targets=[cluster.LinkTarget(device="lap", addresses=["127.0.0.1", "::1", "fe80::1%eth0"], port=7770)]
+    ),
+    cluster.Echo(session=1, device="lap", payload=b"", answer_bytes=cluster.MAX_ECHO_BYTES),
+    cluster.Echo(session=1, device="lap", payload=bytes(cluster.MAX_ECHO_BYTES), answer_bytes=0),
 ]
 FROM_WORKER = [
     cluster.Welcome(protocol=1, version="0", build="b", profile=PROFILE),
@@ -341,6 +358,9 @@ FROM_WORKER = [
     cluster.Broken(epoch=1, error="no memory"),
     cluster.Pong(),
     cluster.WorkerStatus(epoch=1, status=STATUS, daemon_rss_bytes=1),
+    cluster.LinksMeasured(links=[]),
+    cluster.LinksMeasured(links=[a_link(), a_link(address="")]),
+    cluster.Echoed(b"123"),
 ]
 TRANSFER = [
     cluster.FetchChunk(digest="ab" * 32, offset=0, size=1),
@@ -438,6 +458,7 @@ def assert_loadable(load: cluster.Load) -> None:
         {"gpu_layers": []},
         {"gpu_layers": [0, 0]},
         {"gpu_layers": [-1]},
+        {"gpu_layers": [3]},
         {"gpu_layers": [1 << 40]},
         {"windows": [a_window(), a_window()], "gpu_layers": [0, 0]},
         {"windows": [a_window(window=0)]},
@@ -457,6 +478,64 @@ def assert_loadable(load: cluster.Load) -> None:
 def test_an_impossible_plan_is_refused(changes):
     with pytest.raises(ProtocolError):
         cluster.decode_from_head(encode(a_load(**changes)))
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [a_target(device="")],
+        [a_target(device="\x1b[2J")],
+        [a_target(port=0)],
+        [a_target(port=1 << 16)],
+        [a_target(port=-1)],
+        [a_target(addresses=["lap.local"])],
+        [a_target(addresses=["127.0.0.1", "127.0.0.1:80"])],
+        [a_target(addresses=["tcp://127.0.0.1"])],
+        [a_target(addresses=[""])],
+        [a_target(addresses=["127.0.0.1"] * (cluster.MAX_ADDRESSES + 1))],
+        [a_target()] * (cluster.MAX_LINK_TARGETS + 1),
+    ],
+    ids=range(11),
+)
+def test_links_to_impossible_targets_are_not_measured(targets):
+    with pytest.raises(ProtocolError):
+        cluster.decode_from_head(encode(cluster.MeasureLinks(targets=targets)))
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        cluster.Echo(session=1, device="lap", payload=b"", answer_bytes=-1),
+        cluster.Echo(session=1, device="lap", payload=b"", answer_bytes=cluster.MAX_ECHO_BYTES + 1),
+        cluster.Echo(session=1, device="lap", payload=b"", answer_bytes=1 << 62),
+        cluster.Echo(session=1, device="lap", payload=bytes(cluster.MAX_ECHO_BYTES + 1), answer_bytes=0),
+        cluster.Echo(session=1, device="\x1b[2J", payload=b"", answer_bytes=0),
+    ],
+    ids=range(5),
+)
+def test_an_echo_that_is_too_large_or_for_nobody_is_refused(echo):
+    with pytest.raises(ProtocolError):
+        cluster.decode_from_head(encode(echo))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"source": ""},
+        {"target": "a b"},
+        {"target": "\x1b[2J"},
+        {"address": "lap.local"},
+        {"address": "192.168.1.20:80"},
+        *({"round_trip_s": value} for value in (0.0, -1e-3, math.nan, math.inf, cluster.MAX_ROUND_TRIP_S)),
+        *({"bytes_per_s": value} for value in (0.0, -1e8, math.nan, math.inf, cluster.MAX_LINK_BYTES_PER_S)),
+    ],
+    ids=str,
+)
+def test_an_impossible_link_is_refused(changes):
+    for links in ([a_link(**changes)], [a_link(), a_link(**changes)]):
+        with pytest.raises(ProtocolError) as refused:
+            cluster.decode_from_worker(encode(cluster.LinksMeasured(links=links)))
+        assert_one_line(str(refused.value))
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------

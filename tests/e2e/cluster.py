@@ -235,10 +235,14 @@ def serving(model: Path, home: Path, cluster: str, *arguments: object) -> Iterat
 
 @contextmanager
 def ring(model: Path, homes: list[Path], cluster: str, *arguments: object) -> Iterator[tuple[Head, list[Primad]]]:
-    """A head in the first home and workers in the others, serving."""
+    """A head in the first home and workers in the others, serving; all of them compute.
+
+    Processes of one machine are no faster together than one alone, so the plan of its own accord would leave workers out.
+    """
+    everyone = () if "--windows" in arguments else ("--use-all",)
     with ExitStack() as stack:
         workers = [stack.enter_context(joined(home, cluster)) for home in homes[1:]]
-        head = stack.enter_context(serving(model, homes[0], cluster, "--wait", len(workers), *arguments))
+        head = stack.enter_context(serving(model, homes[0], cluster, "--wait", len(workers), *everyone, *arguments))
         yield head, workers
 
 

@@ -198,6 +198,9 @@ def test_windows_that_do_not_fit(tiny, new_home, cluster, temporary):
         (("--rounds", "2"), "--rounds 2"),
         (("--rounds", "0", "--windows", "1"), "--rounds"),
         (("--alone", "--wait", "1"), "--alone"),
+        (("--alone", "--use-all"), "--use-all"),
+        (("--windows", "3", "--use-all"), "--use-all"),
+        (("--objective", "speed"), "--objective speed"),
         (("--extra-buffers", "maybe"), "--extra-buffers maybe"),
         (("--context", "1000000"), "--context 1000000"),
         (("--port", "99999"), "--port"),
@@ -319,7 +322,7 @@ def test_worker_killed_while_loading(large, new_home, cluster, temporary):
     home, worker_home = new_home("head"), new_home("worker")
     with (
         joined(worker_home, cluster) as worker,
-        heading(large, home, cluster, "--wait", 1, temporary=temporary) as head,
+        heading(large, home, cluster, "--wait", 1, "--windows", "4,10", temporary=temporary) as head,
     ):
         head.run.wait_for("reading layers: done")
         worker.send_signal(signal.SIGKILL)
@@ -337,7 +340,10 @@ def test_worker_killed_while_loading(large, new_home, cluster, temporary):
 def test_a_busy_worker_refuses_another_head(tiny, new_home, cluster, temporary):
     """It says for whom it works; the head that has it is not disturbed."""
     home, port = new_home("second"), free_port()
-    with joined(new_home("worker"), cluster), serving(tiny, new_home("first"), cluster, "--wait", 1) as head:
+    with (
+        joined(new_home("worker"), cluster),
+        serving(tiny, new_home("first"), cluster, "--wait", 1, "--use-all") as head,
+    ):
         arguments = ("--cluster", cluster, "--port", port, "--name", "second", "--wait", 1, "--wait-timeout", 2)
         run = ended("serve", "--model", tiny, "--home", home, *arguments, temporary=temporary)
         assert_refused(run, "--wait 1", "works for the head first")

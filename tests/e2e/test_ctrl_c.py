@@ -21,6 +21,8 @@ pytestmark = pytest.mark.slow
 
 interrupted = pytest.mark.parametrize("number", [signal.SIGINT], ids=["SIGINT"])
 terminated = pytest.mark.parametrize("number", [signal.SIGTERM], ids=["SIGTERM"])
+SHARED = ("--windows", "4,10")
+"""Of the large model the worker gets enough to be interrupted in."""
 both_signals = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 
 
@@ -61,7 +63,7 @@ def assert_ends(run: Primad, number: int, temporary: Path, home: Path | None = N
     if home is not None:
         assert sorted(path.name for path in (home / "run").glob("*") if path.name != "ring.log") == []
         assert list(home.glob("cache/layers/partial/*")) == []
-        assert list(home.glob("disk-trial-*")) == []
+        assert list(home.glob("profile-trial-*")) == []
 
 
 def listening(run: Primad) -> set[int]:
@@ -120,6 +122,20 @@ def test_head_that_waits_for_devices(smollm2, new_home, cluster, temporary, numb
 
 
 @both_signals
+def test_head_and_worker_that_measure_links(smollm2, new_home, cluster, temporary, number):
+    home, other = new_home("head"), new_home("first")
+    with (
+        joined(other, cluster, temporary=temporary) as worker,
+        joined(new_home("second"), cluster) as second,
+        heading(smollm2, home, cluster, "--wait", 2, temporary=temporary) as head,
+    ):
+        head.wait_health("measuring links")
+        second.process.send_signal(signal.SIGSTOP)  # it answers nobody any more, so whoever measures waits for it
+        assert_ends(head.run, number, temporary, home)
+        assert_ends(worker, number, temporary, other)
+
+
+@both_signals
 def test_head_that_loads(large, new_home, cluster, temporary, number):
     home = new_home("head")
     with heading(large, home, cluster, "--alone", temporary=temporary) as head:
@@ -133,7 +149,7 @@ def test_head_that_reads_layers(large, new_home, cluster, temporary, number):
     home, worker_home = new_home("head"), new_home("worker")
     with (
         joined(worker_home, cluster),
-        heading(large, home, cluster, "--wait", 1, temporary=temporary) as head,
+        heading(large, home, cluster, "--wait", 1, *SHARED, temporary=temporary) as head,
     ):
         head.wait_health("loading")
         assert_ends(head.run, number, temporary, home)
@@ -144,7 +160,7 @@ def test_head_and_worker_that_ship_layers(large, new_home, cluster, temporary, n
     home, worker_home = new_home("head"), new_home("worker")
     with (
         joined(worker_home, cluster, temporary=temporary) as worker,
-        heading(large, home, cluster, "--wait", 1, temporary=temporary) as head,
+        heading(large, home, cluster, "--wait", 1, *SHARED, temporary=temporary) as head,
     ):
         head.run.wait_for("reading layers: done")
         assert_ends(head.run, number, temporary, home)
@@ -156,7 +172,7 @@ def test_worker_that_fetches(large, new_home, cluster, temporary, number):
     worker_home = new_home("worker")
     with (
         joined(worker_home, cluster, temporary=temporary) as worker,
-        heading(large, new_home("head"), cluster, "--wait", 1) as head,
+        heading(large, new_home("head"), cluster, "--wait", 1, *SHARED) as head,
     ):
         head.run.wait_for("reading layers: done")
         wait_until(lambda: any(worker_home.glob("cache/layers/partial/*")), "a layer is on its way")
@@ -194,7 +210,7 @@ def test_head_and_worker_that_generate(smollm2, new_home, cluster, temporary, nu
     home, worker_home = new_home("head"), new_home("worker")
     with (
         joined(worker_home, cluster, temporary=temporary) as worker,
-        heading(smollm2, home, cluster, "--wait", 1, temporary=temporary) as head,
+        heading(smollm2, home, cluster, "--wait", 1, "--use-all", temporary=temporary) as head,
     ):
         head.wait_serving()
         with streaming(head):
@@ -207,7 +223,7 @@ def test_worker_that_generates(smollm2, new_home, cluster, temporary, number):
     worker_home = new_home("worker")
     with (
         joined(worker_home, cluster, temporary=temporary) as worker,
-        heading(smollm2, new_home("head"), cluster, "--wait", 1) as head,
+        heading(smollm2, new_home("head"), cluster, "--wait", 1, "--use-all") as head,
     ):
         head.wait_serving()
         with streaming(head) as lines:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 
 import httpx
@@ -71,7 +72,7 @@ def served(smollm2: Path, module_home) -> Iterator[Served]:
     with (
         joined(module_home("first"), cluster),
         joined(module_home("second"), cluster),
-        heading(smollm2, module_home("head"), cluster, "--wait", 2, "--context", CONTEXT) as head,
+        heading(smollm2, module_home("head"), cluster, "--wait", 2, "--use-all", "--context", CONTEXT) as head,
     ):
         head.wait_health("loading")
         loading = head.health()[1]
@@ -92,6 +93,16 @@ def test_who_computes_what_is_said(served):
     for device in ("head", "first", "second"):
         served.head.run.wait_for(rf"^{device}: \d+ layers \(")
     assert "Traceback" not in served.head.run.output
+
+
+def test_what_the_plan_promises_is_said_and_stands_beside_what_is_measured(served):
+    served.head.run.wait_for(r"^predicted \S+ tokens/s, first token of an answer to 512 tokens after \S+ s$")
+    status = httpx.get(f"{served.head.url}/status", timeout=10).json()
+    assert status["predicted"].keys() == {"tokens_per_s", "tpot_ms", "ttft_ms"}
+    assert all(value > 0 for value in status["predicted"].values())
+    names = {device["name"] for device in status["devices"]}
+    assert {(link["source"], link["target"]) for link in status["links"]} == set(permutations(names, 2))
+    assert all(0 < link["round_trip_ms"] < 1000 and link["mbit_per_s"] > 1 for link in status["links"])
 
 
 def test_models(served):
@@ -285,6 +296,14 @@ def test_windows_by_hand(served, smollm2, new_home, cluster):
         head.run.wait_for(r"^worker: 14 layers \(3-9, 13-19\)$")
 
 
+def test_who_only_slows_the_ring_is_left_out(served, smollm2, new_home, cluster):
+    """Two processes share the cores of one machine: alone the head is faster."""
+    with joined(new_home("worker"), cluster), serving(smollm2, new_home("head"), cluster, "--wait", 1) as head:
+        assert greedy(head) == served.complete().choices[0].text
+        head.run.wait_for(r"^head: 30 layers \(0-29\)$")
+        head.run.wait_for(r"^worker is left out: ")
+
+
 def test_no_worker_in_sight(served, smollm2, new_home, cluster):
     with serving(smollm2, new_home("head"), cluster) as head:
         assert greedy(head) == served.complete().choices[0].text
@@ -295,7 +314,7 @@ def test_a_device_named_by_address(served, smollm2, new_home, cluster):
     """It is of another cluster, so mDNS alone would not lead to it."""
     with joined(new_home("worker"), f"{cluster}-other") as worker:
         address = f"127.0.0.1:{control_port(worker)}"
-        with serving(smollm2, new_home("head"), cluster, "--device", address) as head:
+        with serving(smollm2, new_home("head"), cluster, "--device", address, "--use-all") as head:
             assert greedy(head) == served.complete().choices[0].text
             head.run.wait_for(r"^worker: \d+ layers")
             # The named device leaves: the endpoint goes on with what is left.

@@ -50,7 +50,7 @@ class Route:
                     + b"".join(cutter.source(ref.digest).chunks())
                 )
                 paths.append(str(path))
-            files = WindowFiles(metadata=str(metadata), layers=tuple(paths), layer_count=last - first, gpu_layers=0)
+            files = files_of(metadata, paths, last - first)
             if last == layers:
                 window = TailWindow(
                     files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False
@@ -73,6 +73,11 @@ class Route:
             window.release()
 
 
+def files_of(metadata, layers, count, **on_gpu):
+    where = {"gpu_layers": 0, "output_on_gpu": False, **on_gpu}
+    return WindowFiles(metadata=str(metadata), layers=tuple(layers), layer_count=count, **where)
+
+
 def rows(content, position):
     count = len(content)
     return Rows(
@@ -85,7 +90,8 @@ def rows(content, position):
 
 def whole_logits(header):
     """The prompt, ``DECODED`` greedy tokens, and the whole model's logits after each chunk."""
-    model = WholeModel(header.path, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False)
+    files = files_of(header.path, (), layer_count(header))
+    model = WholeModel(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False)
     chunks, position, expected = [PROMPT[:64], PROMPT[64:]], 0, []
     for step in range(2 + DECODED):
         tokens = chunks[step]

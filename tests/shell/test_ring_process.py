@@ -23,6 +23,7 @@ from tests.fakes.ring import generate
 
 PATIENCE_S = 60
 OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1)
+WHOLE = WindowFiles(metadata="/nowhere/model.gguf", layers=(), layer_count=1, gpu_layers=0, output_on_gpu=False)
 
 
 @asynccontextmanager
@@ -42,7 +43,7 @@ def an_open(**changes) -> Open:
     opening = Open(
         ring=1,
         epoch=1,
-        windows=[OpenWindow(window=0, files=None, extra_buffers=False)],
+        windows=[OpenWindow(window=0, files=WHOLE, extra_buffers=False)],
         route=1,
         width=8,
         model="/nowhere/model.gguf",
@@ -154,7 +155,11 @@ def test_a_host_that_is_not_this_machines_breaks_it(tmp_path):
 def test_layer_files_that_are_none_break_it(tmp_path):
     (tmp_path / "window.gguf").write_bytes(b"not a model")
     files = WindowFiles(
-        metadata=str(tmp_path / "window.gguf"), layers=(str(tmp_path / "none.gguf"),), layer_count=1, gpu_layers=0
+        metadata=str(tmp_path / "window.gguf"),
+        layers=(str(tmp_path / "none.gguf"),),
+        layer_count=1,
+        gpu_layers=0,
+        output_on_gpu=False,
     )
     window = OpenWindow(window=1, files=files, extra_buffers=False)
     words = broken_by(tmp_path, an_open(model=None, route=3, windows=[window]))

@@ -165,9 +165,10 @@ def random_instance(
     memory: Memory | None = None,
     shared_hosts: bool = True,
     workload: Workload | None = None,
+    model: ModelProfile | None = None,
 ) -> Instance:
     """A fleet of 2 to 8 devices (or so many), the first is the head, with a model that its memory suits more or less."""
-    model = random_model(rng, layers=layers)
+    model = model or random_model(rng, layers=layers)
     count = devices if devices is not None else rng.randint(2, 8)
     room = rng.uniform(*ROOM[memory or rng.choice(["short", "about", "ample"])]) * model.size_bytes
     weights = [log_uniform(rng, 1, 8) for _ in range(count)]

@@ -1,0 +1,237 @@
+"""Where to cut a model whose layers differ: a shortest path over window boundaries, near the best in milliseconds.
+
+The integer program of the even layout knows how many layers a device should have, but not which; a real window may then
+not fit. Here the devices of a ring stand in a fixed order and each window range is priced by itself: as many layers on the
+GPU as fit, or none; what overflows the RAM streams through as few slots as can be, or through so many that nothing waits.
+The cheapest chain of windows is found exactly under these prices. Which layers then stream is left to an integer program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halda.evaluate import Objective
+from halda.instance import MIN_SLOTS, Instance, Member, Phase
+from halda.plan import Window
+
+Floats = NDArray[np.float64]
+_DISK_TRIALS: Final = 6
+_MOST_TAILS: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a second of decode and of a prompt's chunk counts for in the objective."""
+
+    decode: float
+    prefill: float
+
+
+def weights(objective: Objective, instance: Instance) -> Weights:
+    """The weights that stand for ``objective`` where times of devices add up."""
+    match objective:
+        case "latency" | "throughput":
+            return Weights(1.0, 0.0)
+        case "ttft":
+            return Weights(0.0, 1.0)
+        case "balanced":
+            return Weights(float(instance.workload.answer_tokens), 1.0)
+
+
+def good_cuts(
+    instance: Instance, order: Sequence[int], rounds: int, objective: Objective
+) -> list[tuple[float, tuple[Window, ...]]]:
+    """Routes of ``rounds`` rounds through the members ``order``, the head first, with their prices."""
+    found = []
+    for columns, tail in _shapes(instance, len(order), rounds):
+        pricing = _Pricing(instance, rounds, columns, tail, weights(objective, instance))
+        cut = pricing.cheapest(order)
+        if cut is not None:
+            found.append((cut[0], _route(instance, order, rounds, columns, tail, cut[1])))
+    return found
+
+
+def _shapes(instance: Instance, devices: int, rounds: int) -> Iterator[tuple[int, int]]:
+    """Layers of a round and where the tail begins, the shortest tails first."""
+    total, cut = len(instance.model.layers), instance.model.cut_multiple
+    longest = (total - 1) // (rounds * cut) * cut
+    for step in range(_MOST_TAILS):
+        # In one round a longer tail only moves windows, so sizes far apart are looked at.
+        columns = longest - cut * ((1 << step) - 1 if rounds == 1 else step)
+        if columns < devices * cut:
+            return
+        yield columns, rounds * columns
+
+
+def _route(
+    instance: Instance, order: Sequence[int], rounds: int, columns: int, tail: int, cuts: Sequence[tuple[int, int, int]]
+) -> tuple[Window, ...]:
+    """``cuts`` are (end, GPU layers of the window, GPU layers of the tail) of each member."""
+    names = [instance.devices[m].device for m in order]
+    windows, firsts = [], [0, *(end for end, _, _ in cuts[:-1])]
+    for r in range(rounds):
+        for name, first, (end, gpu, _) in zip(names, firsts, cuts, strict=True):
+            at = r * columns
+            windows.append(Window(device=name, first=at + first, last=at + end, gpu_layers=gpu))
+    total = len(instance.model.layers)
+    return (*windows, Window(device=names[0], first=tail, last=total, gpu_layers=cuts[0][2]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """For every first column i and end j of one member: price, seconds of its disk, GPU layers, GPU layers of the tail."""
+
+    price: Floats
+    disk_s: Floats
+    gpu: Any
+    tail_gpu: Any
+
+
+class _Pricing:
+    """Prices of windows for rounds of ``columns`` layers and a tail from layer ``tail`` on."""
+
+    def __init__(self, instance: Instance, rounds: int, columns: int, tail: int, weights: Weights) -> None:
+        self._instance = instance
+        self._rounds = rounds
+        self._columns = columns
+        self._weights = weights
+        kinds = np.array(instance.kind_of)
+        by_column = kinds[: rounds * columns].reshape(rounds, columns)
+        self._sizes = np.array([kind.size_bytes for kind in instance.kinds], np.float64)
+        self._held = self._sizes + np.array(instance.kv_bytes, np.float64)
+        self._by_column, self._tail = by_column, kinds[tail:]
+        self._at = np.arange(columns + 1)
+
+    def cheapest(self, order: Sequence[int]) -> tuple[float, list[tuple[int, int, int]]] | None:
+        """The cheapest chain for the members ``order``: its price and for each (end, GPU layers, GPU layers of the tail)."""
+        priced = [self._member(self._instance.members[m], is_head=not place) for place, m in enumerate(order)]
+        best = self._chain(priced, math.inf)
+        if best is None or not self._weights.decode:
+            return best
+        # A disk may take longer than all windows together: look for the least time in which both are done.
+        low, high = best[0], max(best[0], self._slowest_disk(priced, best[1]) * self._weights.decode)
+        for _ in range(_DISK_TRIALS if high > low * 1.001 else 0):
+            middle = (low + high) / 2
+            found = self._chain(priced, middle / self._weights.decode)
+            if found is None or found[0] > middle:
+                low = middle
+            else:
+                best, high = found, middle
+        return high, best[1]
+
+    def _chain(self, priced: Sequence[_Priced], disk_s: float) -> tuple[float, list[tuple[int, int, int]]] | None:
+        cut, size = self._instance.model.cut_multiple, self._columns + 1
+        allowed = (
+            (self._at % cut == 0)[:, None] & (self._at % cut == 0)[None, :] & (self._at[:, None] < self._at[None, :])
+        )
+        costs = np.full(size, math.inf)
+        costs[0] = 0.0
+        came = []
+        for member in priced:
+            step = np.where(allowed & (member.disk_s <= disk_s), member.price, math.inf)
+            total = costs[:, None] + step
+            came.append(total.argmin(axis=0))
+            costs = total.min(axis=0)
+        if not math.isfinite(costs[-1]):
+            return None
+        ends, at = [], self._columns
+        for member, froms in zip(reversed(priced), reversed(came), strict=True):
+            first = int(froms[at])
+            ends.append((at, int(member.gpu[first, at]), int(member.tail_gpu[first, at])))
+            at = first
+        return float(costs[-1]), ends[::-1]
+
+    def _slowest_disk(self, priced: Sequence[_Priced], cuts: Sequence[tuple[int, int, int]]) -> float:
+        firsts = [0, *(end for end, _, _ in cuts[:-1])]
+        return max(
+            float(member.disk_s[first, end]) for member, first, (end, _, _) in zip(priced, firsts, cuts, strict=True)
+        )
+
+    def _member(self, member: Member, *, is_head: bool) -> _Priced:
+        """The cheapest way to hold each range: with the GPU as full as it gets, or without it; the tail on it or not."""
+        ways = [self._way(member, is_head=is_head, use_gpu=False, tail_on_gpu=False)]
+        if member.has_gpu:
+            ways.append(self._way(member, is_head=is_head, use_gpu=True, tail_on_gpu=False))
+            if is_head:
+                ways.append(self._way(member, is_head=True, use_gpu=True, tail_on_gpu=True))
+        best = np.stack([way.price for way in ways]).argmin(axis=0)
+        return _Priced(*(np.choose(best, [getattr(way, name) for way in ways]) for name in _Priced.__slots__))
+
+    def _way(self, member: Member, *, is_head: bool, use_gpu: bool, tail_on_gpu: bool) -> _Priced:
+        instance, model = self._instance, self._instance.model
+        tail = self._tail if is_head else self._tail[:0]
+        tail_gpu = len(tail) if tail_on_gpu else 0
+        vram = float(member.vram_limit - instance.gpu_runtime_bytes)
+        if tail_on_gpu:
+            vram -= model.output_bytes + float(self._held[tail].sum())
+        size = self._columns + 1
+        nowhere = _Priced(*(np.full((size, size), value) for value in (math.inf, 0.0, 0, 0)))
+        if use_gpu and vram < 0:
+            return nowhere
+        starts = self._gpu_starts(vram) if use_gpu else self._at
+        start = np.maximum(self._at[:, None], starts[None, :])
+        start = np.minimum(start, self._at[None, :])
+        gpu = self._at[None, :] - start
+        uses_gpu = (gpu > 0) | tail_on_gpu
+        fixed = instance.runtime_bytes + (instance.head_bytes + (0 if tail_on_gpu else model.output_bytes)) * is_head
+        on_cpu = self._sum(self._held, self._at[:, None], start) + (0 if tail_on_gpu else self._held[tail].sum())
+        in_vram = self._sum(self._held, start, self._at[None, :]) + instance.gpu_runtime_bytes * uses_gpu
+        if tail_on_gpu:
+            in_vram = in_vram + model.output_bytes + self._held[tail].sum()
+        overflow = fixed + on_cpu + (in_vram if member.shares_memory else 0) - member.ram_limit
+        layers = self._rounds * (start - self._at[:, None]) + (0 if tail_on_gpu else len(tail))
+        windows = self._rounds + is_head
+        price, disk_s = np.zeros((size, size)), np.zeros((size, size))
+        for weight, phase, output in (
+            (self._weights.decode, member.decode, True),
+            (self._weights.prefill, member.prefill, False),
+        ):
+            if weight:
+                rest = self._sum(np.array(phase.gpu), start, self._at[None, :])
+                rest = rest + windows * (member.step_s + member.gpu_step_s * uses_gpu)
+                compute = self._sum(np.array(phase.cpu), self._at[:, None], start)
+                if is_head:
+                    of_tail = np.array(phase.gpu if tail_on_gpu else phase.cpu)[tail].sum()
+                    rest = rest + (member.gpu_output_s if tail_on_gpu else member.cpu_output_s) * output
+                    compute = compute + of_tail
+                seconds, disk_s = self._streamed(member, phase, compute, rest, overflow, layers)
+                price = price + weight * seconds
+        return _Priced(price, disk_s, gpu, np.full((size, size), tail_gpu))
+
+    def _streamed(
+        self, member: Member, phase: Phase, compute: Floats, rest: Floats, overflow: Floats, layers: Any
+    ) -> tuple[Floats, Floats]:
+        """Seconds of the windows and of the disk when ``overflow`` bytes do not fit; infinite where nothing helps."""
+        slot, k, rate = float(self._instance.slot_bytes), self._rounds, member.disk_bytes_per_s
+        mean = float(self._sizes[np.array(self._instance.kind_of)].mean())
+        edge = min(phase.cpu) + min(*phase.cpu, float(self._sizes.min()) / rate)
+        best, best_disk = np.full(compute.shape, math.inf), np.zeros(compute.shape)
+        ways = [np.full(compute.shape, float(MIN_SLOTS))]
+        if k > 1:
+            ways.append(np.maximum(MIN_SLOTS, np.ceil(np.maximum(overflow, 0) / ((k - 1) * slot))))
+        for slots in ways:
+            count = np.ceil((overflow + slots * slot) / mean)
+            waiting = (count * mean - k * slots * slot) / rate
+            seconds = np.maximum(compute + rest, rest + k * edge + waiting)
+            seconds = np.where((count <= layers) & (count > slots), seconds, math.inf)
+            best_disk = np.where(seconds < best, count * mean / rate, best_disk)
+            best = np.minimum(best, seconds)
+        fits = overflow <= 0
+        return np.where(fits, compute + rest, best), np.where(fits, 0.0, best_disk)
+
+    def _gpu_starts(self, vram: float) -> Any:
+        """For each end j the first column from which on all up to j fit into ``vram`` bytes."""
+        sums = self._sum(self._held, np.zeros(1, int), self._at)
+        return np.searchsorted(sums, sums - vram, side="left")
+
+    def _sum(self, values: Floats, first: Any, end: Any) -> Floats:
+        """The sum of ``values`` by kind over all layers of the columns from ``first`` to ``end``."""
+        sums = np.concatenate([[0.0], np.cumsum(values[self._by_column].sum(axis=0))])
+        difference: Floats = sums[end] - sums[first]
+        return difference

@@ -1,0 +1,65 @@
+"""What goes to the GPU, as llama.cpp counts it: the output matrix is one more layer, the last, and is offloaded first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from halda import Plan, Window
+from primad.daemon.shard import Place, place_windows, whole_model
+from primad.engine.llama import MiddleWindow, TailWindow, WholeModel, n_gpu_layers
+from primad.engine.protocol import EngineOptions, WindowFiles
+from primad.gguf.cache import LayerCache
+from primad.gguf.windows import WindowSpec
+
+OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1)
+FILES = WindowFiles(metadata="none.gguf", layers=(), layer_count=8, gpu_layers=0, output_on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("layers", "output", "told"),
+    [
+        (0, False, 0),
+        (1, False, 2),  # hidden states: the stand-in of the output goes along
+        (8, False, 9),
+        (0, True, 1),
+        (1, True, 2),
+        (8, True, 9),
+    ],
+)
+def test_the_output_counts_as_the_last_layer(layers, output, told):
+    files = msgspec.structs.replace(FILES, gpu_layers=layers, output_on_gpu=output)
+    assert n_gpu_layers(files) == told
+
+
+def test_what_llama_cpp_cannot_do_is_our_mistake():
+    with pytest.raises(AssertionError):
+        MiddleWindow(msgspec.structs.replace(FILES, output_on_gpu=True), OPTIONS, width=8, extra_buffers=False)
+    for kind in (TailWindow, WholeModel):
+        with pytest.raises(AssertionError):
+            kind(
+                msgspec.structs.replace(FILES, gpu_layers=1), OPTIONS, frozenset(), vocabulary=8, extra_buffers=False
+            )
+
+
+@pytest.mark.parametrize(("gpu_layers", "output"), [(0, False), (0, True), (3, True), (8, True)])
+def test_a_plan_of_one_window_reaches_the_whole_model(gpu_layers, output):
+    window = Window(device="desk", first=0, last=8, gpu_layers=gpu_layers)
+    plan = Plan(rounds=1, route=(window,), output_on_gpu=output, streaming=(), left_out=())
+    files = whole_model(Path("model.gguf"), plan)
+    assert files == WindowFiles(
+        metadata="model.gguf", layers=(), layer_count=8, gpu_layers=gpu_layers, output_on_gpu=output
+    )
+
+
+def test_only_the_tail_has_an_output(tmp_path):
+    place = Place(cache=LayerCache(tmp_path), run=tmp_path, verdicts=tmp_path / "verdicts", build="b")
+    specs = [WindowSpec(window=i, first=2 * i, last=2 * i + 2, metadata=b"GGUF", layers=()) for i in (0, 2, 4)]
+
+    def placed(**options: bool) -> list[tuple[int, bool]]:
+        return [(files.gpu_layers, files.output_on_gpu) for files in place_windows(place, specs, [2, 1, 0], 1, **options)]
+
+    assert placed(output_on_gpu=True) == [(2, False), (1, False), (0, True)]
+    assert placed() == [(2, False), (1, False), (0, False)]

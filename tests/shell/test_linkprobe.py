@@ -1,0 +1,315 @@
+"""Links are measured over real sockets; what does not answer, or is another device, is passed over."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+import zmq.asyncio
+
+from halda import LinkProfile
+from primad.cluster import linkprobe
+from primad.cluster.control import WorkerEnd
+from primad.cluster.linkprobe import UNREACHABLE_S, measure_links
+from primad.cluster.messages import (
+    MAX_ADDRESSES,
+    PROTOCOL,
+    Echo,
+    Echoed,
+    Hello,
+    LinksMeasured,
+    LinkTarget,
+    MeasureLinks,
+    Ping,
+    Pong,
+    Refused,
+    Welcome,
+)
+from primad.daemon import links as links_module
+from primad.daemon import worker_link
+from primad.daemon.links import LinkBook
+from primad.daemon.worker_link import DeviceLostError, Worker, greet
+from tests.fakes.profile import PROFILE
+
+PATIENCE_S = 30
+SESSION = 7
+
+
+class Lines:
+    """A reporter that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.measured = 0
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def progress(self, device: str, phase: str, done: int, total: int) -> None:
+        assert (device, phase) == ("desk", "links")
+        if done == total:
+            self.measured += total
+
+    def settle(self) -> None:
+        pass
+
+
+class Device:
+    """A worker's control link: greets, answers echoes of ``SESSION`` and measures links, as the daemon does."""
+
+    def __init__(self, context: zmq.asyncio.Context, name: str) -> None:
+        self._context = context
+        self.name = name
+        self.end = WorkerEnd(context, "127.0.0.1", None, 0)
+        self.asked: list[list[str]] = []
+        self._task = asyncio.create_task(self._run())
+
+    def target(self, *addresses: str) -> LinkTarget:
+        return LinkTarget(device=self.name, addresses=list(addresses) or ["127.0.0.1"], port=self.end.port)
+
+    async def leave(self) -> None:
+        """It is gone without a word."""
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        self.end.close()
+
+    async def _run(self) -> None:
+        while True:
+            peer, message = await self.end.receive()
+            match message:
+                case Hello():
+                    profile = dataclasses.replace(PROFILE, device=self.name)
+                    await self.end.send(peer, Welcome(protocol=PROTOCOL, version="1", build="b", profile=profile))
+                case Echo(session=session, device=device, answer_bytes=size):
+                    known = (session, device) == (SESSION, self.name)
+                    await self.end.send(peer, Echoed(bytes(size)) if known else Refused("a stranger"))
+                case MeasureLinks(targets=targets):
+                    if targets:
+                        self.asked.append([target.device for target in targets])
+                    links = await measure_links(self._context, self.name, targets, SESSION)
+                    await self.end.send(peer, LinksMeasured(links=links))
+                case Ping():
+                    await self.end.send(peer, Pong())
+
+
+@asynccontextmanager
+async def devices(*names: str) -> AsyncIterator[tuple[zmq.asyncio.Context, list[Device]]]:
+    context = zmq.asyncio.Context()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            made = [Device(context, name) for name in names]
+            yield context, made
+            for device in made:
+                await device.leave()
+    finally:
+        context.destroy(linger=0)
+
+
+async def greeted(context: zmq.asyncio.Context, *made: Device, host: str = "127.0.0.1") -> list[Worker]:
+    return [await greet(context, host, device.end.port, "desk", SESSION) for device in made]
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(linkprobe, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(links_module, "GONE_AFTER_S", 0.2)
+
+
+def plausible(link: LinkProfile) -> bool:
+    return 1e-6 < link.round_trip_s < 1 and 1e6 < link.bytes_per_s < 1e12
+
+
+def test_both_ways_are_measured():
+    async def once() -> None:
+        async with devices("a", "b") as (context, (a, b)):
+            links = await measure_links(context, "desk", [a.target(), b.target()], SESSION)
+            ends = [(link.source, link.target, link.address) for link in links]
+            assert ends == [
+                ("desk", "a", "127.0.0.1"),
+                ("a", "desk", ""),
+                ("desk", "b", "127.0.0.1"),
+                ("b", "desk", ""),
+            ]
+            assert all(map(plausible, links))
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize("bad", ["127.0.0.9", "fe80::1%nowhere0"])
+def test_an_address_that_does_not_work_is_passed_over(impatient, bad):
+    async def once() -> None:
+        async with devices("a") as (context, (a,)):
+            there, back = await measure_links(context, "desk", [a.target(bad, "127.0.0.1")], SESSION)
+            assert there.address == "127.0.0.1"
+            assert plausible(there)
+            assert plausible(back)
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize("addresses", [["127.0.0.9", "127.0.0.8"], ["fe80::1%nowhere0"], []])
+def test_a_device_that_no_address_reaches_has_a_link_that_no_plan_takes(impatient, addresses):
+    async def once() -> None:
+        async with devices("a") as (context, (a,)):
+            target = LinkTarget(device="a", addresses=addresses, port=a.end.port)
+            there, back = await measure_links(context, "desk", [target], SESSION)
+            assert (there.address, there.round_trip_s, back.round_trip_s) == ("", UNREACHABLE_S, UNREACHABLE_S)
+
+    asyncio.run(once())
+
+
+def test_a_stranger_gets_no_echo():
+    async def once() -> None:
+        async with devices("a") as (context, (a,)):
+            there, _ = await measure_links(context, "desk", [a.target()], SESSION + 1)
+            assert there.round_trip_s == UNREACHABLE_S
+
+    asyncio.run(once())
+
+
+def test_an_address_that_leads_to_another_device_is_passed_over():
+    """As loopback does: where the head meets a worker of its own machine, another machine meets itself."""
+
+    async def once() -> None:
+        async with devices("a", "b") as (context, (a, _)):
+            wrong = LinkTarget(device="b", addresses=["127.0.0.1"], port=a.end.port)
+            there, _back = await measure_links(context, "desk", [wrong], SESSION)
+            assert there.round_trip_s == UNREACHABLE_S
+
+    asyncio.run(once())
+
+
+# ---- the book -------------------------------------------------------------------------------------------------------
+
+
+def pairs(links: list[LinkProfile]) -> set[tuple[str, str]]:
+    return {(link.source, link.target) for link in links}
+
+
+def every(*names: str) -> set[tuple[str, str]]:
+    return {(a, b) for a in names for b in names if a != b}
+
+
+def test_only_what_is_missing_is_measured():
+    async def once() -> None:
+        async with devices("a", "b", "c") as (context, (a, b, c)):
+            book, lines = LinkBook(context, "desk", SESSION), Lines()
+            workers = await greeted(context, a, b)
+            first = await book.measure(workers, {}, lines)
+            assert pairs(first) == every("desk", "a", "b")
+            assert all(map(plausible, first))
+            assert (a.asked, b.asked, lines.measured) == ([["b"]], [], 3)
+
+            assert await book.measure(workers, {}, lines) == first
+            assert lines.measured == 3
+
+            workers += await greeted(context, c)
+            third = await book.measure(workers, {}, lines)
+            assert pairs(third) == every("desk", "a", "b", "c")
+            assert set(first) < set(third)
+            assert (a.asked, b.asked, lines.measured) == ([["b"], ["c"]], [["c"]], 6)
+            assert book.address("a", "b") == "127.0.0.1"
+            assert book.address("b", "a") is None
+            assert pairs(book.between(["a", "desk"])) == every("a", "desk")
+            assert not lines.said
+            for worker in workers:
+                worker.close()
+
+    asyncio.run(once())
+
+
+def test_a_device_that_is_forgotten_absent_or_elsewhere_is_measured_anew():
+    async def once() -> None:
+        async with devices("a", "b") as (context, (a, b)):
+            book, lines = LinkBook(context, "desk", SESSION), Lines()
+            workers = await greeted(context, a, b)
+            await book.measure(workers, {}, lines)
+            book.forget("b")
+            assert pairs(book.between(["desk", "a", "b"])) == every("desk", "a")
+            await book.measure(workers, {}, lines)
+            assert (a.asked, lines.measured) == ([["b"], ["b"]], 5)
+
+            assert pairs(await book.measure(workers[:1], {}, lines)) == every("desk", "a")
+            assert lines.measured == 5
+            await book.measure(workers, {}, lines)
+            assert lines.measured == 7, "b was away"
+
+            await book.measure(workers, {"b": ["127.0.0.1", "127.0.0.1"]}, lines)
+            assert lines.measured == 7
+            workers[1].close()
+            await b.leave()
+            moved = Device(context, "b")
+            workers[1:] = await greeted(context, moved)
+            assert pairs(await book.measure(workers, {}, lines)) == every("desk", "a", "b")
+            assert lines.measured == 9
+            await moved.leave()
+            for worker in workers:
+                worker.close()
+
+    asyncio.run(once())
+
+
+def test_a_device_that_was_named_by_its_host_is_found_by_the_others(monkeypatch):
+    async def once() -> None:
+        async with devices("a") as (context, (a,)):
+            (worker,) = await greeted(context, a, host="localhost")
+            target = await links_module._target(worker, ["127.0.0.1", "192.0.2.1"])
+            assert target.addresses[-1] == "192.0.2.1"
+            assert "127.0.0.1" in target.addresses
+            assert "localhost" not in target.addresses
+            assert len(set(target.addresses)) == len(target.addresses)
+            many = await links_module._target(worker, [f"10.0.0.{i}" for i in range(200)])
+            assert len(many.addresses) == MAX_ADDRESSES
+
+            async def nobody(*_: object, **__: object) -> list[object]:
+                raise OSError("no such host")
+
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", nobody, raising=False)
+            assert (await links_module._target(worker, ["192.0.2.1"])).addresses == ["192.0.2.1"]
+            worker.close()
+
+    asyncio.run(once())
+
+
+def test_a_device_that_is_gone_is_lost_and_the_rest_is_kept(impatient, monkeypatch):
+    monkeypatch.setattr(worker_link, "PING_INTERVAL_S", 0.05)
+
+    async def once() -> None:
+        async with devices("a", "b") as (context, (a, b)):
+            book, lines = LinkBook(context, "desk", SESSION), Lines()
+            workers = await greeted(context, a, b)
+            await b.leave()
+            with pytest.raises(DeviceLostError, match=r"^b ") as lost:
+                await book.measure(workers, {}, lines)
+            assert lost.value.device == "b"
+            assert pairs(book.between(["desk", "a", "b"])) == every("desk", "a")
+            assert pairs(await book.measure(workers[:1], {}, lines)) == every("desk", "a")
+            for worker in workers:
+                worker.close()
+
+    asyncio.run(once())
+
+
+def test_a_device_that_is_there_but_not_reached_stays_and_is_named(impatient, monkeypatch):
+    async def once() -> None:
+        async with devices("a", "b") as (context, (a, b)):
+            book, lines = LinkBook(context, "desk", SESSION), Lines()
+            workers = await greeted(context, a, b)
+            targets = {"a": a.target(), "b": b.target("127.0.0.9")}
+
+            async def target(worker: Worker, _: object) -> LinkTarget:
+                return targets[worker.name]
+
+            monkeypatch.setattr(links_module, "_target", target)
+            links = {(link.source, link.target): link for link in await book.measure(workers, {}, lines)}
+            assert plausible(links["desk", "a"])
+            assert links["desk", "b"].round_trip_s == links["a", "b"].round_trip_s == UNREACHABLE_S
+            assert lines.said == [f"{one} does not reach b; plans avoid sending over this link" for one in ("desk", "a")]
+            for worker in workers:
+                worker.close()
+
+    asyncio.run(once())

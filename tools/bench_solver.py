@@ -1,0 +1,313 @@
+"""``tools/bench predict`` and ``tools/bench solve``: is the cost model right on this machine, and how long does solving take?
+
+``predict``: rings of 1 to 4 local processes for four models. In each round the device is profiled (the types that the model
+has), then every ring decodes; profiles and rings take turns, since this machine may change its speed from minute to minute.
+Prediction from the medians of the profiles against the medians of the measurements.
+
+``solve``: median seconds for random fleets, over their size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import zmq.asyncio
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from halda import (  # noqa: E402
+    CpuProfile,
+    DeviceProfile,
+    DiskProfile,
+    Infeasible,
+    LinkProfile,
+    ModelProfile,
+    TypeSpeed,
+    Workload,
+    evaluate,
+    instance,
+    solve,
+)
+from primad.cluster.control import WorkerEnd  # noqa: E402
+from primad.cluster.linkprobe import measure_links  # noqa: E402
+from primad.cluster.messages import Echo, Echoed, LinkTarget  # noqa: E402
+from primad.gguf.model import open_model  # noqa: E402
+from primad.gguf.profile import model_profile  # noqa: E402
+from primad.gguf.shapes import shape  # noqa: E402
+from primad.measuring import measuring  # noqa: E402
+from primad.profiler.measure import ram_read_bytes_per_s  # noqa: E402
+from primad.profiler.processors import measure_cpu  # noqa: E402
+from primad.profiler.speeds import TYPES  # noqa: E402
+from tests.solver.random_fleets import random_instance  # noqa: E402
+from tools.local_ring import LocalRing  # noqa: E402
+from tools.plain_llama import PROMPT  # noqa: E402
+
+PROMPT_TOKENS = 40
+ANSWER_TOKENS = 96
+CONTEXT = 1024
+GIB = 1 << 30
+
+out = Console(highlight=False)
+
+
+@dataclass
+class Predicted:
+    """One line of the result, milliseconds a token; ``error`` is predicted / measured - 1."""
+
+    model: str
+    processes: int
+    measured_ms: float
+    predicted_ms: float
+    error: float
+    measured_rounds_ms: list[float]
+
+
+async def predict_model(path: Path, processes: Sequence[int], rounds: int, threads: int) -> list[Predicted]:
+    model = model_profile(open_model(path))
+    kinds = _kinds(model)
+    measured: dict[int, list[float]] = {count: [] for count in processes}
+    profiles, rates, links = [], [], []
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-predict-")))
+        rings = {}
+        for count in processes:
+            ring = LocalRing(
+                path,
+                _even(len(model.layers), count),
+                context=CONTEXT,
+                threads=threads,
+                extra_buffers=None,
+                folder=folder / str(count),
+            )
+            rings[count] = await stack.enter_async_context(ring)
+            await ring.generate(PROMPT[:PROMPT_TOKENS], 8)
+        for _ in range(rounds):
+            with measuring():
+                profiles.append(await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, kinds))
+                rates.append(await asyncio.to_thread(ram_read_bytes_per_s, threads))
+            links.append(await _loopback())
+            for count, ring in rings.items():
+                sampled, finished = await ring.generate(PROMPT[:PROMPT_TOKENS], ANSWER_TOKENS + 1)
+                measured[count].append(finished.decode_s / (len(sampled) - 1))
+        cpu = _median_cpu(profiles)
+        rows = []
+        for count, ring in rings.items():
+            question = _question(count, cpu, statistics.median(rates), links, model)
+            predicted = evaluate(ring.plan, question).tpot_s
+            real = statistics.median(measured[count])
+            rounds_ms = [seconds * 1e3 for seconds in measured[count]]
+            rows.append(Predicted(path.stem, count, real * 1e3, predicted * 1e3, predicted / real - 1, rounds_ms))
+        return rows
+
+
+def _kinds(model: ModelProfile) -> list[str]:
+    """The types that make up the model, and F16 and the main one, which every profile has."""
+    sizes: dict[str, int] = dict(model.output_bytes_by_type)
+    for layer in model.layers:
+        for kind, size in layer.bytes_by_type.items():
+            sizes[kind] = sizes.get(kind, 0) + size
+    return [kind for kind in TYPES if sizes.get(kind, 0) > 0.01 * sum(sizes.values())]
+
+
+def _even(layers: int, devices: int) -> list[int] | None:
+    if devices == 1:
+        return None
+    share, more = divmod(layers - 1, devices)
+    return [share + (devices - i <= more) for i in range(devices)]
+
+
+def _median_cpu(profiles: Sequence[CpuProfile]) -> CpuProfile:
+    def speed(kind: str) -> TypeSpeed:
+        found = [speed for profile in profiles for speed in profile.speeds if speed.type == kind]
+        return replace(
+            found[0],
+            decode_bytes_per_s=statistics.median(speed.decode_bytes_per_s for speed in found),
+            batch_bytes_per_s=statistics.median(speed.batch_bytes_per_s for speed in found),
+            prefill_flop_per_s=statistics.median(speed.prefill_flop_per_s for speed in found),
+        )
+
+    return replace(
+        profiles[0],
+        step_s=statistics.median(profile.step_s for profile in profiles),
+        layer_s=statistics.median(profile.layer_s for profile in profiles),
+        speeds=tuple(speed(speeds.type) for speeds in profiles[0].speeds),
+    )
+
+
+def _question(count: int, cpu: CpuProfile, rate: float, links: Sequence[LinkProfile], model: ModelProfile):  # noqa: ANN202
+    names = [f"d{i}" for i in range(count)]
+    devices = [
+        DeviceProfile(
+            device=name,
+            host="here",
+            system="Linux",
+            machine="",
+            cpu=cpu,
+            ram_total_bytes=64 * GIB,
+            ram_available_bytes=64 * GIB,
+            ram_read_bytes_per_s=rate,
+            disk=DiskProfile(
+                prefetch_bytes_per_s=1e9, fault_bytes_per_s=1e9, random_bytes_per_s=1e8, free_bytes=64 * GIB
+            ),
+            gpu=None,
+        )
+        for name in names
+    ]
+    round_trip_s = statistics.median(link.round_trip_s for link in links)
+    bytes_per_s = statistics.median(link.bytes_per_s for link in links)
+    between = [
+        LinkProfile(source=a, target=b, address="", round_trip_s=round_trip_s, bytes_per_s=bytes_per_s)
+        for a in names
+        for b in names
+        if a != b
+    ]
+    work = Workload(
+        context_tokens=CONTEXT,
+        sequences=1,
+        prompt_tokens=PROMPT_TOKENS,
+        answer_tokens=ANSWER_TOKENS,
+        chunk_rows=512,
+    )
+    return instance(devices, between, model, work, {})
+
+
+async def _loopback() -> LinkProfile:
+    """The link between two processes here, as daemons measure it."""
+    with _echo_process() as port:
+        context = zmq.asyncio.Context()
+        target = LinkTarget(device="there", addresses=["127.0.0.1"], port=port)
+        try:
+            there, _ = await measure_links(context, "here", [target], 1)
+        finally:
+            context.term()
+        return there
+
+
+@contextmanager
+def _echo_process() -> Iterator[int]:
+    with subprocess.Popen(
+        [sys.executable, __file__, "echo"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as child:
+        try:
+            assert child.stdout is not None
+            yield int(child.stdout.readline())
+        finally:
+            child.kill()
+
+
+async def _echo() -> None:
+    end = WorkerEnd(zmq.asyncio.Context(), "127.0.0.1", None, 0)
+    print(end.port, flush=True)
+    while True:
+        peer, message = await end.receive()
+        assert isinstance(message, Echo)
+        await end.send(peer, Echoed(bytes(message.answer_bytes)))
+
+
+def predict(models: Sequence[Path], processes: Sequence[int], rounds: int, threads: int) -> list[Predicted]:
+    """Measure and predict; prints a table with the median error."""
+    rows = [row for path in models for row in asyncio.run(predict_model(path, processes, rounds, threads))]
+    table = Table("model", "processes", "measured ms", "rounds", "predicted ms", "error")
+    for row in rows:
+        spread = f"{min(row.measured_rounds_ms):.1f}-{max(row.measured_rounds_ms):.1f}"
+        cells = (f"{row.measured_ms:.2f}", spread, f"{row.predicted_ms:.2f}", f"{row.error:+.1%}")
+        table.add_row(row.model, str(row.processes), *cells)
+    out.print(table)
+    out.print(f"median error {statistics.median(abs(row.error) for row in rows):.1%}")
+    return rows
+
+
+@dataclass
+class Solved:
+    """Solve times of one size of fleet, seconds; ``gaps`` of those that were not proven best."""
+
+    devices: int
+    layers: int
+    fleets: int
+    median_s: float
+    slowest_s: float
+    infeasible: int
+    gaps: list[float]
+
+
+def solve_times(sizes: Sequence[int], fleets: int, layers: int) -> list[Solved]:
+    """Solve random fleets with a model of ``layers`` like layers; prints a table over the number of devices."""
+    model = replace_layers(shape("llama3-70b-q4k"), layers)
+    rows = []
+    for count in sizes:
+        times, gaps, infeasible = [], [], 0
+        for seed in range(fleets):
+            rng = random.Random(seed)
+            memory = rng.choice(["short", "about", "ample"])
+            question = random_instance(rng, devices=count, layers=layers, memory=memory, model=model)
+            start = time.perf_counter()
+            try:
+                found = solve(
+                    question.devices,
+                    list(question.links.values()),
+                    question.model,
+                    question.workload,
+                    limits=question.limits,
+                    time_limit_s=60,
+                )
+                if not found.proven:
+                    gaps.append(found.gap)
+            except Infeasible:
+                infeasible += 1
+            times.append(time.perf_counter() - start)
+        rows.append(Solved(count, layers, fleets, statistics.median(times), max(times), infeasible, gaps))
+    table = Table("devices", "median s", "slowest s", "without a plan", "not proven", "largest gap")
+    for row in rows:
+        gap = f"{max(row.gaps):.1%}" if row.gaps else "-"
+        cells = (f"{row.median_s:.2f}", f"{row.slowest_s:.2f}", str(row.infeasible), str(len(row.gaps)), gap)
+        table.add_row(str(row.devices), *cells)
+    out.print(table)
+    return rows
+
+
+def replace_layers(model: ModelProfile, layers: int) -> ModelProfile:
+    """The same model with another number of layers."""
+    return replace(model, layers=model.layers[:1] * layers)
+
+
+def add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``predict`` and ``solve`` to the command line."""
+    one = benches.add_parser("predict", help="predicted against measured milliseconds a token")
+    one.add_argument("--model", type=Path, action="append", help="GGUF file (default: four models)")
+    one.add_argument("--processes", type=int, nargs="+", default=[1, 2, 3, 4])
+    one.add_argument("--rounds", type=int, default=3)
+    one.add_argument("--threads", type=int, default=2)
+    one.add_argument("--json", help="also write the figures to this file")
+    two = benches.add_parser("solve", help="seconds that solving takes, over the number of devices")
+    two.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
+    two.add_argument("--fleets", type=int, default=15)
+    two.add_argument("--layers", type=int, default=80)
+    two.add_argument("--json", help="also write the figures to this file")
+
+
+def as_rows(rows: Sequence[Predicted] | Sequence[Solved]) -> list[dict[str, object]]:
+    """Plain data for ``--json``."""
+    return [asdict(row) for row in rows]
+
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["echo"]
+    asyncio.run(_echo())
