@@ -1,4 +1,4 @@
-"""``tools/bench predict`` and ``tools/bench solve``: is the cost model right on this machine, and how long does solving take?
+"""``tools/bench predict`` and ``solve``: is the cost model right on this machine, and how long does solving take?
 
 ``predict``: rings of 1 to 4 local processes for four models. In each round the device is profiled (the types that the model
 has), then every ring decodes; profiles and rings take turns, since this machine may change its speed from minute to minute.
@@ -35,6 +35,7 @@ from halda import (  # noqa: E402
     DeviceProfile,
     DiskProfile,
     Infeasible,
+    Instance,
     LinkProfile,
     ModelProfile,
     TypeSpeed,
@@ -149,7 +150,7 @@ def _median_cpu(profiles: Sequence[CpuProfile]) -> CpuProfile:
     )
 
 
-def _question(count: int, cpu: CpuProfile, rate: float, links: Sequence[LinkProfile], model: ModelProfile):  # noqa: ANN202
+def _question(count: int, cpu: CpuProfile, rate: float, links: Sequence[LinkProfile], model: ModelProfile) -> Instance:
     names = [f"d{i}" for i in range(count)]
     devices = [
         DeviceProfile(
@@ -257,7 +258,7 @@ def solve_times(sizes: Sequence[int], fleets: int, layers: int) -> list[Solved]:
         for seed in range(fleets):
             rng = random.Random(seed)
             memory = rng.choice(["short", "about", "ample"])
-            question = random_instance(rng, devices=count, layers=layers, memory=memory, model=model)
+            question = _with_a_head(random_instance(rng, devices=count, layers=layers, memory=memory, model=model))
             start = time.perf_counter()
             try:
                 found = solve(
@@ -281,6 +282,13 @@ def solve_times(sizes: Sequence[int], fleets: int, layers: int) -> list[Solved]:
         table.add_row(str(row.devices), *cells)
     out.print(table)
     return rows
+
+
+def _with_a_head(question: Instance) -> Instance:
+    """Room on the head for the output matrix, which a random share of a large fleet's memory mostly lacks."""
+    head, *others = question.devices
+    more = question.model.output_bytes + question.head_bytes
+    return replace(question, devices=(replace(head, ram_available_bytes=head.ram_available_bytes + more), *others))
 
 
 def replace_layers(model: ModelProfile, layers: int) -> ModelProfile:

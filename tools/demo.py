@@ -92,7 +92,11 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         _process(
             ["serve", "--model", str(options.model), "--home", str(homes / "head"), "--name", "head"]
             + ["--cluster", cluster, "--port", str(port)]
-            + (["--wait", str(options.devices - 1), "--use-all"] if options.devices > 1 else ["--alone"]),
+            + (
+                ["--wait", str(options.devices - 1), "--wait-timeout", "300", "--use-all"]
+                if options.devices > 1
+                else ["--alone"]
+            ),
             stderr=None,
         )
     )

@@ -1,7 +1,7 @@
-"""The paper's fleet under our plan: predicted token latencies beside the published ones. Writes docs/PAPER.md.
+"""The paper's fleet under our plan: predicted token latencies beside the published ones. Writes profiles/PAPER.md.
 
 .venv/bin/python tools/paper_table.py            print
-.venv/bin/python tools/paper_table.py --write    write docs/PAPER.md
+.venv/bin/python tools/paper_table.py --write    write profiles/PAPER.md
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def main() -> int:
     fleet = read_fleet(FLEET)
     found = tables([row(name, fleet) for name in MODELS])
     if "--write" in sys.argv[1:]:
-        path = ROOT / "docs" / "PAPER.md"
+        path = ROOT / "profiles" / "PAPER.md"
         path.write_text(with_tables(path.read_text(encoding="utf-8"), found), encoding="utf-8")
     else:
         print("\n\n".join(found.values()))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import Final, NamedTuple
 
+from halda.evaluate import Objective
 from halda.instance import Instance
 
 EXACT_DEVICES: Final = 8
@@ -31,9 +32,19 @@ class RingOrder:
     link_s: float
     chunk_link_s: float
 
-    @property
-    def costs(self) -> tuple[float, float, float, float]:
-        return (self.hops_s, self.chunk_hops_s, self.link_s, self.chunk_link_s)
+
+def _costs(order: RingOrder, objective: Objective, chunks: int) -> tuple[float, ...]:
+    """What of an order's costs ``objective`` looks at; links are occupied by several chunks only."""
+    busy = (order.chunk_link_s,) if chunks > 1 else ()
+    match objective:
+        case "latency":
+            return (order.hops_s,)
+        case "throughput":
+            return (order.hops_s, order.link_s)
+        case "ttft":
+            return (order.chunk_hops_s, *busy)
+        case "balanced":
+            return (order.hops_s, order.chunk_hops_s, *busy)
 
 
 class HopShare(NamedTuple):
@@ -56,15 +67,17 @@ def ring_order(instance: Instance, members: Sequence[int]) -> RingOrder:
     )
 
 
-def exact_orders(instance: Instance) -> list[RingOrder]:
-    """Every order of two devices or more that is not beaten by another of the same devices."""
+def exact_orders(instance: Instance, objective: Objective) -> list[RingOrder]:
+    """Every order of two devices or more that is not beaten for ``objective`` by another of the same devices."""
     others = range(1, len(instance.devices))
     alike = _links_are_alike(instance)
     found = []
     for count in range(1, len(instance.devices)):
         for subset in combinations(others, count):
             choices = [subset] if alike else permutations(subset)
-            found += _undominated([ring_order(instance, (0, *choice)) for choice in choices])
+            found += _undominated(
+                [ring_order(instance, (0, *choice)) for choice in choices], objective, instance.chunks
+            )
     return found
 
 
@@ -137,9 +150,10 @@ def _links_are_alike(instance: Instance) -> bool:
     return len({(instance.hops_s[a][b], instance.transfers_s[a][b]) for a, b in pairs}) <= 1
 
 
-def _undominated(orders: Sequence[RingOrder]) -> list[RingOrder]:
-    kept: list[RingOrder] = []
-    for order in sorted(orders, key=lambda order: order.costs):
-        if not any(all(a <= b for a, b in zip(other.costs, order.costs, strict=True)) for other in kept):
-            kept.append(order)
-    return kept
+def _undominated(orders: Sequence[RingOrder], objective: Objective, chunks: int) -> list[RingOrder]:
+    kept: list[tuple[tuple[float, ...], RingOrder]] = []
+    priced = ((_costs(order, objective, chunks), order) for order in orders)
+    for costs, order in sorted(priced, key=lambda pair: pair[0]):
+        if not any(all(a <= b for a, b in zip(other, costs, strict=True)) for other, _ in kept):
+            kept.append((costs, order))
+    return [order for _, order in kept]

@@ -189,7 +189,9 @@ class _Search:
         if not self._required - {0}:
             self._alone()
         if len(self._instance.devices) > 1:
-            orders = exact_orders(self._instance) if len(self._instance.devices) <= EXACT_DEVICES else None
+            orders = (
+                exact_orders(self._instance, self._objective) if len(self._instance.devices) <= EXACT_DEVICES else None
+            )
             # More rounds only add hops to what the bound leaves open, so the first that cannot win ends the search.
             for rounds in range(1, blocks + 1):
                 if rounds > 1 and not self._may_win(rounds, orders):
@@ -509,7 +511,7 @@ class _Search:
                 yield problem, milp.cut_layout(problem, instance, 1, orders, sequence, len(instance.model.layers))
             return
         problem = milp.new_problem("short_ring")
-        rings = exact_orders(instance) if len(instance.devices) <= EXACT_DEVICES else None
+        rings = exact_orders(instance, self._objective) if len(instance.devices) <= EXACT_DEVICES else None
         yield problem, milp.even_layout(problem, instance, 1, rings)
 
     def _elastic(self, problem: Any, layout: milp.Layout) -> tuple[float, str] | None:

@@ -39,9 +39,7 @@ def test_what_llama_cpp_cannot_do_is_our_mistake():
         MiddleWindow(msgspec.structs.replace(FILES, output_on_gpu=True), OPTIONS, width=8, extra_buffers=False)
     for kind in (TailWindow, WholeModel):
         with pytest.raises(AssertionError):
-            kind(
-                msgspec.structs.replace(FILES, gpu_layers=1), OPTIONS, frozenset(), vocabulary=8, extra_buffers=False
-            )
+            kind(msgspec.structs.replace(FILES, gpu_layers=1), OPTIONS, frozenset(), vocabulary=8, extra_buffers=False)
 
 
 @pytest.mark.parametrize(("gpu_layers", "output"), [(0, False), (0, True), (3, True), (8, True)])
@@ -59,7 +57,9 @@ def test_only_the_tail_has_an_output(tmp_path):
     specs = [WindowSpec(window=i, first=2 * i, last=2 * i + 2, metadata=b"GGUF", layers=()) for i in (0, 2, 4)]
 
     def placed(**options: bool) -> list[tuple[int, bool]]:
-        return [(files.gpu_layers, files.output_on_gpu) for files in place_windows(place, specs, [2, 1, 0], 1, **options)]
+        return [
+            (files.gpu_layers, files.output_on_gpu) for files in place_windows(place, specs, [2, 1, 0], 1, **options)
+        ]
 
     assert placed(output_on_gpu=True) == [(2, False), (1, False), (0, True)]
     assert placed() == [(2, False), (1, False), (0, False)]

@@ -308,7 +308,9 @@ def test_a_device_that_is_there_but_not_reached_stays_and_is_named(impatient, mo
             links = {(link.source, link.target): link for link in await book.measure(workers, {}, lines)}
             assert plausible(links["desk", "a"])
             assert links["desk", "b"].round_trip_s == links["a", "b"].round_trip_s == UNREACHABLE_S
-            assert lines.said == [f"{one} does not reach b; plans avoid sending over this link" for one in ("desk", "a")]
+            assert lines.said == [
+                f"{one} does not reach b; plans avoid sending over this link" for one in ("desk", "a")
+            ]
             for worker in workers:
                 worker.close()
 

@@ -25,7 +25,16 @@ from primad.profiler import disk, measure, processors, speeds, trials
 from primad.profiler.measure import STEPS, is_profiled, profile_device
 from primad.profiler.memory import Memory
 from primad.profiler.records import home_file, machine_file, read_home, read_machine, write
-from primad.profiler.speeds import TYPES, Bench, Fixed, Patience, choose, fit, measure_fixed, measure_types, speed
+from primad.profiler.speeds import (
+    TYPES,
+    Bench,
+    Patience,
+    choose,
+    fit_layer,
+    measure_step,
+    measure_types,
+    speed,
+)
 from primad.profiler.store import load_profiles
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
 from primad.profiler.trial import TimeWindow, Timings
@@ -38,6 +47,10 @@ TINY = LayerShape(width=256, feed_forward=512, heads=4, heads_kv=2)
 
 def steady(decode_s: float, batch_s: float = 1.0, prefill_s: float = 1.0) -> Timings:
     return Timings(decode_s=(decode_s,) * 3, batch_s=(batch_s,), prefill_s=(prefill_s,) * 2)
+
+
+def shape_of(task: TimeWindow) -> LayerShape:
+    return next(shape for shape in (BIG, MIDDLE, SMALL) if shape.width == task.width)
 
 
 class Machine:
@@ -53,7 +66,7 @@ class Machine:
         self.asked.append(task)
         if task.extra_buffers and self.extra_factor is None:
             return "a trial ended with code -11"
-        shape = next(shape for shape in (BIG, MIDDLE, SMALL) if shape.width == task.width)
+        shape = shape_of(task)
         size = sum(Path(path).stat().st_size for path in task.files.layers)
         weights = task.files.layer_count * min(
             (shape.weight_bytes(kind) for kind in TYPES), key=lambda b: abs(b * task.files.layer_count - size)
@@ -80,6 +93,7 @@ def bench(folder: Path, machine: Any, *, on_gpu: bool = False, patience_s: float
         batch_threads=2,
         on_gpu=on_gpu,
         weights=1,
+        model_bytes=1,
         sweep_bytes=8,
         patience=Patience(patience_s),
     )
@@ -89,28 +103,32 @@ def bench(folder: Path, machine: Any, *, on_gpu: bool = False, patience_s: float
 
 
 @pytest.mark.parametrize(("step_s", "layer_s"), [(2e-4, 3e-5), (1e-3, 5e-4), (5e-5, 2e-6)])
-def test_the_fit_finds_what_the_times_were_made_of(step_s, layer_s):
-    rate = 2e10
-    small = SMALL.weight_bytes("Q4_K") / rate + layer_s
-    found = fit(step_s + 2 * small, step_s + 12 * small, step_s + layer_s + BIG.weight_bytes("Q4_K") / rate, 1)
-    assert found.step_s == pytest.approx(step_s, rel=1e-3)
-    assert found.layer_s == pytest.approx(layer_s, rel=1e-3)
+def test_the_fixed_costs_are_what_the_times_were_made_of(tmp_path, step_s, layer_s):
+    place = bench(tmp_path, Machine(step_s, layer_s))
+    assert measure_step(place) == pytest.approx(step_s, rel=1e-3)
+    found, _ = measure_types(place, step_s, lambda _: None, TYPES[:3])
+    assert found == pytest.approx(layer_s, rel=1e-3)
 
 
-def test_absurd_times_still_give_positive_figures():
-    found = fit(1.0, 0.5, 1e-9, 1)
-    assert found.step_s > 0
-    assert found.layer_s > 0
-    figures = speed("Q4_K", steady(1e-9), Fixed(step_s=1.0, layer_s=1.0), BIG, 1, extra_buffers=False)
-    assert figures.decode_bytes_per_s > 0
+def test_absurd_times_still_give_positive_figures(tmp_path):
+    class Absurd(Machine):
+        def time(self, task: TimeWindow) -> Timings:
+            return steady(1.0 / task.files.layer_count)
+
+    place = bench(tmp_path, Absurd())
+    assert measure_step(place) > 0
+    assert fit_layer(place, "Q4_K", 0.0, steady(1.0), steady(0.5)) > 0
+    layer_s, found = measure_types(place, 1.0, lambda _: None)
+    assert layer_s > 0
+    assert all(figures.decode_bytes_per_s > 0 for figures in found)
+    assert speed(place, "Q4_K", steady(1e-9), 1.0, 1.0, extra_buffers=False).decode_bytes_per_s > 0
 
 
 def test_every_type_gets_the_rate_of_the_machine(tmp_path):
     machine = Machine()
-    place = bench(tmp_path, machine)
-    fixed = measure_fixed(place, steady(machine.step_s + machine.layer_s + BIG.weight_bytes("Q4_K") / machine.rate))
     told: list[str] = []
-    found = measure_types(place, fixed, told.append)
+    layer_s, found = measure_types(bench(tmp_path, machine), machine.step_s, told.append)
+    assert layer_s == pytest.approx(machine.layer_s, rel=0.01)
     assert [figures.type for figures in found] == told == list(TYPES)
     for figures in found:
         assert figures.decode_bytes_per_s == pytest.approx(machine.rate, rel=0.01)
@@ -118,10 +136,22 @@ def test_every_type_gets_the_rate_of_the_machine(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_one_row_is_timed_on_more_than_the_caches_hold(tmp_path):
+    machine = Machine()
+    place = replace(bench(tmp_path, machine), model_bytes=3 * BIG.weight_bytes("Q4_K"), sweep_bytes=4096)
+    measure_types(place, machine.step_s, lambda _: None, TYPES[:1])
+    decode = [task for task in machine.asked if task.decode_runs]
+    assert {task.files.layer_count * shape_of(task).weight_bytes("Q4_K") >= place.model_bytes for task in decode} == {
+        True
+    }
+    assert {task.sweep_bytes for task in decode} == {0}
+    assert {task.sweep_bytes for task in machine.asked if task.prefill_runs} == {4096}
+
+
 def test_extra_buffers_that_are_faster_are_kept(tmp_path):
     machine = Machine()
     machine.extra_factor = 0.5
-    found = measure_types(bench(tmp_path, machine), Fixed(step_s=2e-4, layer_s=3e-5), lambda _: None)
+    _, found = measure_types(bench(tmp_path, machine), machine.step_s, lambda _: None)
     assert all(figures.extra_buffers for figures in found)
     assert found[0].decode_bytes_per_s == pytest.approx(2 * machine.rate, rel=0.01)
 
@@ -129,14 +159,14 @@ def test_extra_buffers_that_are_faster_are_kept(tmp_path):
 def test_a_crash_with_extra_buffers_leaves_them_out(tmp_path):
     machine = Machine()
     machine.extra_factor = None
-    found = measure_types(bench(tmp_path, machine), Fixed(step_s=2e-4, layer_s=3e-5), lambda _: None)
+    _, found = measure_types(bench(tmp_path, machine), machine.step_s, lambda _: None)
     assert len(found) == len(TYPES)
     assert not any(figures.extra_buffers for figures in found)
 
 
 def test_a_gpu_is_not_asked_about_extra_buffers_and_holds_every_layer(tmp_path):
     machine = Machine()
-    measure_types(bench(tmp_path, machine, on_gpu=True), Fixed(step_s=2e-4, layer_s=3e-5), lambda _: None)
+    measure_types(bench(tmp_path, machine, on_gpu=True), machine.step_s, lambda _: None)
     assert not any(task.extra_buffers for task in machine.asked)
     assert all(task.files.gpu_layers == task.files.layer_count for task in machine.asked)
 
@@ -147,20 +177,20 @@ def test_what_crashes_always_is_one_clear_error(tmp_path):
             return "a trial ended with code -9"
 
     with pytest.raises(EngineError, match="cannot compute any"):
-        measure_types(bench(tmp_path, Dead()), Fixed(step_s=1e-4, layer_s=1e-5), lambda _: None)
+        measure_types(bench(tmp_path, Dead()), 1e-4, lambda _: None)
     with pytest.raises(EngineError, match="ended with code -9"):
-        measure_fixed(bench(tmp_path, Dead()), steady(1.0))
+        measure_step(bench(tmp_path, Dead()))
 
 
 def test_a_disturbed_trial_is_repeated_while_there_is_patience(tmp_path):
     machine = Machine()
     machine.disturbed = 2
-    (found,) = bench(tmp_path, machine, patience_s=60).time(SMALL, "Q4_K", 2, extra=(False,), prefill=False)
+    found = bench(tmp_path, machine, patience_s=60).time_small(2)
     assert isinstance(found, Timings)
     assert len(machine.asked) == 3
     assert len(set(found.decode_s)) == 1
     machine.disturbed = 2
-    bench(tmp_path, machine).time(SMALL, "Q4_K", 2, extra=(False,), prefill=False)
+    bench(tmp_path, machine).time_small(2)
     assert len(machine.asked) == 4
 
 
@@ -174,8 +204,8 @@ def test_a_disturbed_trial_is_repeated_while_there_is_patience(tmp_path):
         ("crashed", steady(0.010), True),
     ],
 )
-def test_extra_buffers_are_chosen_by_the_time_of_an_exchange(plain, extra, chosen):
-    assert choose(plain, extra) == (extra if chosen else plain, chosen)
+def test_extra_buffers_are_chosen_by_the_time_of_an_exchange(tmp_path, plain, extra, chosen):
+    assert choose(bench(tmp_path, Machine()), "Q4_K", plain, extra) == (extra if chosen else plain, chosen)
 
 
 def test_fewer_threads_are_taken_only_where_they_are_clearly_faster():
@@ -196,6 +226,7 @@ def a_task(folder: Path, kind: str = "Q4_K", *, extra_buffers: bool = False) -> 
         extra_buffers=extra_buffers,
         sweep_bytes=8,
         decode_runs=2,
+        batch_runs=1,
         prefill_runs=1,
     )
 

@@ -1,14 +1,100 @@
-"""The solver in a process of its own: same answer, the loop stays free, and nothing is left when it is stopped."""
+"""The solver in a process of its own: the same answer, the loop stays free, and nothing is left when it is stopped."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
+from itertools import pairwise
 
 import psutil
 import pytest
 
 from halda import Infeasible, solve
 from primad.daemon import solving
+from primad.daemon.head import default_workload
 from primad.daemon.solving import Question, solve_apart
+from primad.engine.probe import Stop
 from primad.errors import PlanError
+from tests.fakes.planning import GB, device, link, model
+
+
+def question(count: int, *, ram: int = 3 * GB, require: frozenset[str] = frozenset()) -> Question:
+    names = [f"d{i}" for i in range(count)]
+    toy = model()
+    return Question(
+        devices=[device(name, ram=ram, rate=(10 + i) * 1e9) for i, name in enumerate(names)],
+        links=[link(a, b) for a in names for b in names if a != b],
+        model=toy,
+        workload=default_workload(toy.context_tokens, 512),
+        objective="balanced",
+        require=require,
+        time_limit_s=20.0,
+    )
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "primad.daemon.solving" in child.cmdline()]
+
+
+@pytest.mark.parametrize("require", [frozenset(), frozenset({"d1"})])
+def test_the_answer_is_the_solvers(require):
+    asked = question(2, ram=8 * GB, require=require)
+    answer = asyncio.run(solve_apart(asked))
+    expected = solve(
+        asked.devices, asked.links, asked.model, asked.workload, objective="balanced", require=asked.require
+    )
+    assert answer.plan == expected.plan
+    assert answer.prediction == expected.prediction
+    assert require <= set(answer.plan.devices)
+
+
+def test_what_is_short_is_said_as_the_solver_says_it():
+    asked = question(1, ram=GB // 8)
+    with pytest.raises(Infeasible) as expected:
+        solve(asked.devices, asked.links, asked.model, asked.workload)
+    with pytest.raises(Infeasible) as said:
+        asyncio.run(solve_apart(asked))
+    assert (str(said.value), said.value.short_bytes) == (str(expected.value), expected.value.short_bytes)
+
+
+def test_a_solver_that_breaks_or_hangs_is_one_error(monkeypatch):
+    monkeypatch.setattr(solving, "GRACE_S", -19.95)
+    with pytest.raises(PlanError, match=r"no plan within 0\.05 s"):
+        asyncio.run(solve_apart(question(2)))
+    assert children() == []
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(PlanError, match="the solver ended with code 1; set the plan with --windows"):
+        asyncio.run(solve_apart(question(1)))
+
+
+class Endless(Stop):
+    """Lets the child never answer."""
+
+    def watch(self, child: subprocess.Popen[bytes]) -> None:
+        super().watch(child)
+        psutil.Process(child.pid).suspend()
+
+
+def test_the_loop_stays_free_and_stopping_ends_the_child_at_once(monkeypatch):
+    monkeypatch.setattr(solving, "Stop", Endless)
+
+    async def once() -> float:
+        task = asyncio.create_task(solve_apart(question(1)))
+        beats = [time.monotonic()]
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+            beats.append(time.monotonic())
+        assert len(children()) == 1
+        assert not task.done()
+        assert max(after - before for before, after in pairwise(beats)) < 0.5
+        task.cancel()
+        start = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return start
+
+    start = asyncio.run(once())
+    assert time.monotonic() - start < 1, "the loop closed without waiting for the solver"
+    assert children() == []

@@ -87,7 +87,7 @@ def test_the_papers_plan_is_legal_and_its_formula_agrees_where_all_fits(name: st
 
 
 def test_the_page_has_the_tables_as_they_come_out() -> None:
-    page = (paper_table.ROOT / "docs" / "PAPER.md").read_text(encoding="utf-8")
+    page = (paper_table.ROOT / "profiles" / "PAPER.md").read_text(encoding="utf-8")
     paper = paper_table.tables([row(name) for name in MODELS])["paper"]
     assert paper in page, "make the tables anew: tools/paper_table.py --write"
     for name in MODELS:
