@@ -127,6 +127,12 @@ class Instance:
             by_host.setdefault(device.host, []).append(index)
         return tuple(tuple(indices) for indices in by_host.values())
 
+    def gpu_room(self, member: int) -> int:
+        """How many layers the GPU of a member can hold at most."""
+        smallest = min(kind.size_bytes + kv for kind, kv in zip(self.kinds, self.kv_bytes, strict=True))
+        free = self.members[member].vram_limit - self.gpu_runtime_bytes
+        return max(0, min(len(self.model.layers), free // smallest)) if self.members[member].has_gpu else 0
+
     @property
     def chunks(self) -> int:
         """Chunks of a typical prompt."""

@@ -30,6 +30,8 @@ from halda.orders import HopShare, RingOrder, ring_order
 from halda.plan import Plan
 
 MS: Final = 1000.0
+TIE: Final = 1e-8
+"""Of plans with the same time to the first token or between tokens, the one with the quicker token is better."""
 Expression = Any
 """A PuLP expression; PuLP has no types."""
 
@@ -132,9 +134,10 @@ def even_layout(
         problem += w[m] >= least * used[m], f"{m} has a window if it takes part"
         if m:
             problem += w[m] <= most * used[m], f"{m} has none if it does not"
-    tail_gpu = integer(problem, "tail_gpu", 0, total if instance.members[0].has_gpu else 0)
+    room = [instance.gpu_room(m) for m in members]
+    tail_gpu = integer(problem, "tail_gpu", 0, room[0])
     problem += tail_gpu <= tail, "GPU layers of the tail"
-    n = [integer(problem, f"n_{m}", 0, most * cut if instance.members[m].has_gpu else 0) for m in members]
+    n = [integer(problem, f"n_{m}", 0, min(most * cut, room[m] // k)) for m in members]
     for m in members:
         problem += n[m] <= cut * w[m], f"GPU layers of {m}"
     on_gpu: list[Expression] = [k * n[m] + (tail_gpu if m == 0 else 0) for m in members]
@@ -323,7 +326,7 @@ def build(
     streams = _streaming(problem, instance, layout)
     uses_gpu = [integer(problem, f"gpu_used_{m}", 0, int(instance.members[m].has_gpu)) for m in members]
     for m in members:
-        problem += pulp.lpSum(layout.gpu[m]) <= len(instance.model.layers) * uses_gpu[m], f"{m} uses its GPU"
+        problem += pulp.lpSum(layout.gpu[m]) <= instance.gpu_room(m) * uses_gpu[m], f"{m} uses its GPU"
     output_on_gpu = integer(problem, "output_on_gpu", 0, int(instance.members[0].has_gpu))
     problem += (
         layout.tail_on_gpu <= len(instance.model.layers) * output_on_gpu,
@@ -445,7 +448,7 @@ class _Time:
             case "latency":
                 return self._token()
             case "ttft":
-                return self._first_token()
+                return self._first_token() + TIE * self._token()
             case "throughput":
                 return self._period()
             case "balanced":

@@ -44,6 +44,8 @@ _FIRST_S: Final = 5.0
 _ELASTIC_ORDERS: Final = 6
 _SAME: Final = 1e-9
 """Relative difference that is no difference."""
+_PROVEN: Final = 1e-6
+"""Relative gap below which a plan counts as the best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,7 @@ def solve_heads(
     names = list(heads) if heads is not None else [device.device for device in devices]
     best: Solution | None = None
     failure: Infeasible | None = None
+    bound_s = float("inf")
     for head in names:
         try:
             found = solve(
@@ -126,12 +129,14 @@ def solve_heads(
             if failure is None or exc.short_bytes < failure.short_bytes:
                 failure = exc
             continue
+        bound_s = min(bound_s, found.bound_s)
         if best is None or found.objective_s < best.objective_s * (1 - _SAME):
             best = found
     if best is None:
         assert failure is not None
         raise failure
-    return best
+    proven = bound_s >= best.objective_s * (1 - _PROVEN)
+    return replace(best, bound_s=min(bound_s, best.objective_s), proven=proven)
 
 
 def solve_alone(
@@ -207,15 +212,17 @@ class _Search:
 
     def _solution(self) -> Solution:
         assert self._best is not None
-        value, plan = self._best
+        _, plan = self._best
+        prediction = evaluate(plan, self._instance)
+        value = self._objective_s(prediction)
         bound = min(value, self._open_bound_s)
         return Solution(
             plan=replace(plan, left_out=self._left_out(plan)),
-            prediction=evaluate(plan, self._instance),
+            prediction=prediction,
             objective=self._objective,
             objective_s=value,
             bound_s=bound,
-            proven=bound >= value * (1 - 1e-6),
+            proven=bound >= value * (1 - _PROVEN),
             solver=self._solver,
             programs=self._programs,
             solver_s=self._limit_s - self._left_s,
@@ -445,9 +452,12 @@ class _Search:
             left_out=(),
         )
         prediction = evaluate(plan, self._instance)
-        value = prediction.objective_s(self._objective, self._instance.workload.answer_tokens)
+        value = self._objective_s(prediction) + milp.TIE * prediction.tpot_s
         if not prediction.short and value < self._best_s * (1 - _SAME):
             self._best = (value, plan)
+
+    def _objective_s(self, prediction: Prediction) -> float:
+        return prediction.objective_s(self._objective, self._instance.workload.answer_tokens)
 
     def _streamed(self, device: str, route: Sequence[Window], counts: Sequence[int]) -> tuple[int, ...]:
         layers = [layer for window in route if window.device == device for layer in cpu_layers(window)]
