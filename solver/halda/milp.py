@@ -32,6 +32,8 @@ from halda.plan import Plan
 MS: Final = 1000.0
 TIE: Final = 1e-8
 """Of plans with the same time to the first token or between tokens, the one with the quicker token is better."""
+EVEN_MS: Final = 2e-6
+"""Of plans that take the same time, the one that leaves the fullest device the most memory is better."""
 Expression = Any
 """A PuLP expression; PuLP has no types."""
 
@@ -335,12 +337,13 @@ def build(
     problem += output_on_gpu <= uses_gpu[0], "the head uses its GPU for the output"
     for m in required - {0}:
         problem += layout.used[m] == 1, f"{m} is required"
-    short = _memory(problem, instance, layout, streams, uses_gpu, output_on_gpu, elastic=elastic)
+    fullest = positive(problem, "fullest")
+    short = _memory(problem, instance, layout, streams, uses_gpu, output_on_gpu, fullest, elastic=elastic)
     if elastic:
         wanted: Expression = pulp.lpSum(short)
     else:
         time = _Time(problem, instance, layout, uses_gpu, output_on_gpu, streams)
-        wanted = time.objective(objective)
+        wanted = time.objective(objective) + EVEN_MS * fullest
     problem += wanted
     return Program(problem, layout, streams.layers, streams.slots, output_on_gpu, wanted)
 
@@ -377,10 +380,14 @@ def _memory(
     streams: Streams,
     uses_gpu: Sequence[Any],
     output_on_gpu: Any,
+    fullest: Any,
     *,
     elastic: bool,
 ) -> list[Expression]:
-    """RAM, VRAM and disk of every device and machine are hard limits; the slacks where ``elastic``. Unit: slots."""
+    """RAM, VRAM and disk of every device and machine are hard limits; the slacks where ``elastic``. Unit: slots.
+
+    ``fullest`` is at least the share of its RAM that each device gives.
+    """
     unit = instance.slot_bytes
     sizes = [kind.size_bytes / unit for kind in instance.kinds]
     with_kv = [size + kv / unit for size, kv in zip(sizes, instance.kv_bytes, strict=True)]
@@ -407,6 +414,7 @@ def _memory(
 
     for m, member in enumerate(instance.members[: len(layout.cpu)]):
         limit("RAM", str(m), ram[m], member.ram_limit)
+        problem.addConstraint(ram[m] <= max(1, member.ram_limit) / unit * fullest, f"{m} is as full as the fullest")
         limit("VRAM", str(m), vram[m], member.vram_limit)
         limit("disk", str(m), disk[m], member.disk_limit)
     for host in instance.hosts:
