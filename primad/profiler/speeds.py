@@ -226,11 +226,14 @@ def measure_types(
 
 
 def fit_layer(bench: Bench, kind: str, step_s: float, middle: Timings, big: Timings) -> float:
-    """Seconds of a layer of type ``kind`` without bytes, from the times of middle-sized and of big layers."""
+    """Seconds of a layer of type ``kind`` without bytes, from the times of middle-sized and of big layers.
+
+    A difference again, so the least of the runs counts.
+    """
     points = []
     for shape, timings in ((MIDDLE, middle), (BIG, big)):
         layers = bench.layers_to_read(shape, kind)
-        points.append((shape.weight_bytes(kind), (statistics.median(timings.decode_s) - step_s) / layers))
+        points.append((shape.weight_bytes(kind), (min(timings.decode_s) - step_s) / layers))
     (few_bytes, few_s), (many_bytes, many_s) = points
     return few_s - few_bytes * (many_s - few_s) / (many_bytes - few_bytes)
 

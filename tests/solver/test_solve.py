@@ -55,8 +55,8 @@ def check_against_brute_force(question: Instance, objective: Objective) -> Solut
 
 
 def test_no_plan_is_better_on_small_fleets():
-    answers = [check_against_brute_force(*small_instance(random.Random(seed))) for seed in range(60)]
-    assert sum(answer is not None for answer in answers) > 40
+    answers = [check_against_brute_force(*small_instance(random.Random(seed))) for seed in range(40)]
+    assert sum(answer is not None for answer in answers) > 25
 
 
 def small_answer(seed: int) -> Solution | None:
@@ -104,18 +104,18 @@ def test_the_paper_is_never_better():
     assert sum(ratio > 1.01 for ratio in ratios) > 100
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 1 << 48))
 def test_hypothesis_finds_no_better_plan(seed):
     check_against_brute_force(*small_instance(random.Random(seed)))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_plan_is_whole_and_holds_every_limit(seed, objective):
     question = random_instance(random.Random(seed), devices=4)
     try:
-        solution = solved(question, objective, time_limit_s=5.0)
+        solution = solved(question, objective, time_limit_s=1.0)
     except Infeasible:
         return
     plan = solution.plan
@@ -136,28 +136,28 @@ def feasible(seed: int, **options: object) -> tuple[Instance, Solution]:
     while True:
         question = random_instance(random.Random(seed), **options)
         try:
-            return question, solved(question, "latency", time_limit_s=5.0)
+            return question, solved(question, "latency", time_limit_s=2.0)
         except Infeasible:
             seed += 1000
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_more_memory_is_never_slower(seed):
     question, before = feasible(seed, devices=3, memory="about")
     roomier = tuple(
         replace(device, ram_available_bytes=2 * device.ram_available_bytes, ram_total_bytes=2 * device.ram_total_bytes)
         for device in question.devices
     )
-    after = solved(replace(question, devices=roomier), "latency", time_limit_s=20.0)
+    after = solved(replace(question, devices=roomier), "latency", time_limit_s=3.0)
     assert after.objective_s <= before.objective_s * (1 + CLOSE) or not after.proven
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_one_device_more_is_never_slower(seed):
     question, with_all = feasible(seed, devices=4, memory="about")
     fewer = replace(question, devices=question.devices[:3])
     try:
-        without = solved(fewer, "latency", time_limit_s=20.0)
+        without = solved(fewer, "latency", time_limit_s=3.0)
     except Infeasible:
         return
     assert with_all.objective_s <= without.objective_s * (1 + CLOSE) or not with_all.proven
