@@ -3,12 +3,13 @@
     tools/bench ring [--json FILE] [--quick] [--model FILE.gguf ...]
     tools/bench predict [--json FILE] [--rounds N]
     tools/bench solve [--json FILE] [--sizes N ...]
+    tools/bench paper [--json FILE] [--fleets N]
 
 ``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
 Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
 a core each); decode and prefill are each compared with the best of the four. All processes are loaded before the first run
-and take turns, so that whatever else the machine does disturbs all of them alike. ``predict`` and ``solve``: see
-``bench_solver.py``.
+and take turns, so that whatever else the machine does disturbs all of them alike. ``predict``, ``solve`` and
+``paper``: see ``bench_solver.py``.
 """
 
 from __future__ import annotations
@@ -312,6 +313,12 @@ def ring(options: argparse.Namespace) -> int:
     return 0
 
 
+def paper(options: argparse.Namespace) -> int:
+    rows = bench_solver.beside_paper(options.fleets)
+    write_json(options.json, "paper", {}, bench_solver.as_rows(rows))
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/bench", description="Speed and memory, measured side by side.")
     benches = parser.add_subparsers(dest="bench", required=True)
@@ -326,6 +333,7 @@ def main() -> int:
     bench_solver.add_benches(benches)
     benches.choices["predict"].set_defaults(run=predict)
     benches.choices["solve"].set_defaults(run=solve)
+    benches.choices["paper"].set_defaults(run=paper)
     options = parser.parse_args()
     return int(options.run(options))
 

@@ -1,10 +1,10 @@
-"""``tools/bench predict`` and ``solve``: is the cost model right on this machine, and how long does solving take?
+"""``tools/bench predict``, ``solve``, ``paper``: is the cost model right, how long does solving take, is it worth it?
 
 ``predict``: rings of 1 to 4 local processes for four models. In each round the device is profiled (the types that the model
 has), then every ring decodes; profiles and rings take turns, since this machine may change its speed from minute to minute.
 Prediction from the medians of the profiles against the medians of the measurements.
 
-``solve``: median seconds for random fleets, over their size.
+``solve``: median seconds for random fleets, over their size. ``paper``: our plans beside Halda as published.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import zmq.asyncio
@@ -54,12 +56,14 @@ from primad.measuring import measuring  # noqa: E402
 from primad.profiler.measure import ram_read_bytes_per_s  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.profiler.speeds import TYPES  # noqa: E402
+from tests.solver.beside import SEEDS, beside_published  # noqa: E402
 from tests.solver.random_fleets import random_instance  # noqa: E402
 from tools.local_ring import LocalRing  # noqa: E402
 from tools.plain_llama import PROMPT  # noqa: E402
 
 PROMPT_TOKENS = 40
 ANSWER_TOKENS = 96
+BETTER = 1.01
 CONTEXT = 1024
 GIB = 1 << 30
 
@@ -296,6 +300,36 @@ def replace_layers(model: ModelProfile, layers: int) -> ModelProfile:
     return replace(model, layers=model.layers[:1] * layers)
 
 
+@dataclass
+class Beside:
+    """Seconds a token of the paper's plans over ours, under our evaluator, on fleets where the paper's holds all limits."""
+
+    fleets: int
+    compared: int
+    better: float
+    largest: float
+    median: float
+    quarter: float
+    tenth: float
+
+
+def beside_paper(fleets: int) -> list[Beside]:
+    """Both solvers on random fleets; prints how often ours is better and by how much."""
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        answers = list(pool.map(beside_published, SEEDS[:fleets], chunksize=10))
+    ratios = sorted(ratio for ratio in answers if ratio is not None)
+    cuts = statistics.quantiles(ratios, n=20)
+    better = sum(ratio > BETTER for ratio in ratios) / len(ratios)
+    row = Beside(fleets, len(ratios), better, ratios[-1], statistics.median(ratios), cuts[14], cuts[17])
+    out.print(
+        f"{row.compared} of {fleets} fleets compared; on the others the paper's plan breaks a limit. Ours is better by "
+        f"more than 1 % on {row.better:.0%}. The paper's token takes {ratios[0]:.6f} times as long at the least, "
+        f"{row.median:.2f} at the median, {row.quarter:.2f} or more on a quarter, {row.tenth:.2f} or more on a tenth, "
+        f"{row.largest:.1f} at most"
+    )
+    return [row]
+
+
 def add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``predict`` and ``solve`` to the command line."""
     one = benches.add_parser("predict", help="predicted against measured milliseconds a token")
@@ -304,6 +338,9 @@ def add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     one.add_argument("--rounds", type=int, default=3)
     one.add_argument("--threads", type=int, default=2)
     one.add_argument("--json", help="also write the figures to this file")
+    three = benches.add_parser("paper", help="our plans beside the paper's on random fleets")
+    three.add_argument("--fleets", type=int, default=500)
+    three.add_argument("--json", help="also write the figures to this file")
     two = benches.add_parser("solve", help="seconds that solving takes, over the number of devices")
     two.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     two.add_argument("--fleets", type=int, default=15)
@@ -311,7 +348,7 @@ def add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     two.add_argument("--json", help="also write the figures to this file")
 
 
-def as_rows(rows: Sequence[Predicted] | Sequence[Solved]) -> list[dict[str, object]]:
+def as_rows(rows: Sequence[Predicted] | Sequence[Solved] | Sequence[Beside]) -> list[dict[str, object]]:
     """Plain data for ``--json``."""
     return [asdict(row) for row in rows]
 
