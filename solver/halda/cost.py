@@ -37,6 +37,9 @@ GPU_RUNTIME_BYTES: Final = 256 << 20
 """What a GPU backend keeps for itself (context, kernels)."""
 BUFFER_BYTES_PER_VALUE: Final = 52
 """Compute buffer over rows and width: two feed-forward rows of 3.5 widths and six of one width, float32."""
+TOKEN_S: Final = 0.00025
+"""What the head does for a token besides: sample it, tell the daemon, begin the next step. (Measured as what a ring of one
+process takes more than plain llama.cpp.)"""
 SAMPLED_VALUE_S: Final = 1.2e-9
 """What a token of the vocabulary costs between the output matrix and the sampled token."""
 
@@ -108,7 +111,7 @@ def layer_s(
 
 def output_s(processor: CpuProfile | GpuProfile, model: ModelProfile) -> float:
     """Seconds from the last hidden state to a token; prefill wants the logits of one row only (paper: part of kappa)."""
-    return weights_s(processor.speeds, model.output_bytes_by_type, 1) + SAMPLED_VALUE_S * model.vocabulary
+    return weights_s(processor.speeds, model.output_bytes_by_type, 1) + SAMPLED_VALUE_S * model.vocabulary + TOKEN_S
 
 
 def hop_s(link: LinkProfile, rows: float, width: int) -> float:
