@@ -21,6 +21,7 @@ from halda import (
     TypeSpeed,
     Window,
     Workload,
+    cost,
 )
 from halda.evaluate import cpu_layers, evaluate, spread
 from halda.instance import Instance
@@ -34,6 +35,12 @@ HOP_S = 0.5
 
 
 # ---- hand-worked: a layer takes 1 s, a read as long as we say, a hop 0.5 s of which 0.1 s the link is occupied ----------
+
+
+@pytest.fixture(autouse=True)
+def _tokens_cost_nothing_besides(monkeypatch):
+    """So that times of toys are whole seconds."""
+    monkeypatch.setattr(cost, "TOKEN_S", 0.0)
 
 
 def toy(layers: int, devices: int, *, read_s: float = 1.0, sequences: int = 1, chunks: int = 1) -> Instance:
