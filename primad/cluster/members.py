@@ -1,0 +1,337 @@
+"""What the membership core speaks of: the devices of a cluster, what happens to them, and what is to be done.
+
+Values only. ``cluster/membership.py`` decides with them, the head's daemon tells it events and does its effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+
+class Phase(StrEnum):
+    """Where a device stands."""
+
+    DISCOVERED = "discovered"
+    """Announces itself; its key is not trusted."""
+    PAIRED = "paired"
+    """Trusted, not spoken to yet."""
+    PROFILED = "profiled"
+    """Said welcome and gave its profile; links to it are not measured."""
+    READY = "ready"
+    """May take part in a plan."""
+    LOADING = "loading"
+    """Has a part in the ring that is being formed."""
+    SERVING = "serving"
+    """Has a part in the ring that serves."""
+    SUSPECTED = "suspected"
+    """Silent for a while."""
+    GONE = "gone"
+    """Silent for too long, or its link broke, or it left."""
+
+
+PRESENT: Final = (Phase.PROFILED, Phase.READY)
+"""Phases of a device's own, apart from rings, in which it is spoken to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the owner decided.
+
+    Without a sign of life for ``suspect_after_s`` a device is suspected, after ``gone_after_s`` gone. A better plan is taken
+    when it gains at least the share ``gain``. ``wanted`` is the number of workers to wait for at the start, None to take
+    who is there after ``look_s``. ``hold_s`` is how long open answers wait for a new ring. ``solo``: no worker is awaited.
+    """
+
+    head: str
+    suspect_after_s: float
+    gone_after_s: float
+    gain: float
+    wanted: int | None
+    look_s: float
+    hold_s: float
+    solo: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A worker as the head knows it.
+
+    ``phase`` is its own (discovered, paired, profiled, ready, suspected or gone; see ``membership.phase_of`` for the one to
+    show). A suspected device was in ``before``. It is greeted when ``greet_at_s`` has come and ``greeting`` is not under
+    way; after ``failures`` it gets no part until ``barred_until_s``. ``leaving``: it asked to go. ``reason`` is why it is
+    where it is, one line or empty.
+    """
+
+    phase: Phase
+    heard_s: float
+    before: Phase = Phase.READY
+    in_sight: bool = True
+    greeting: bool = False
+    greet_at_s: float = 0.0
+    greets: int = 0
+    failures: int = 0
+    barred_until_s: float = 0.0
+    leaving: bool = False
+    reason: str = ""
+
+
+class Why(StrEnum):
+    """What a ring is formed for."""
+
+    FIRST = "the first ring"
+    RECOVERY = "a ring that broke"
+    SUSPICION = "a device that went silent"
+    LEAVING = "a device that leaves"
+    GAIN = "a better plan"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A ring on its way: of the workers ``candidates``, of ``members`` once it is solved; ``formed`` when it could serve."""
+
+    epoch: int
+    why: Why
+    candidates: frozenset[str]
+    members: frozenset[str] | None = None
+    value: float = 0.0
+    formed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """The ring that serves: its workers, those it was solved from, and its objective (less is better)."""
+
+    epoch: int
+    members: frozenset[str]
+    candidates: frozenset[str]
+    value: float
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """All that the core knows. ``considered`` are candidates whose plan was no better or did not exist.
+
+    ``holding_s`` is since when open answers wait for a ring, None when none waits. ``last_resort``: devices that are barred
+    may take part, since there is no plan without them.
+    """
+
+    settings: Settings
+    started_s: float
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    serving: Ring | None = None
+    attempt: Attempt | None = None
+    epoch: int = 0
+    has_served: bool = False
+    holding_s: float | None = None
+    measuring: bool = False
+    considered: frozenset[str] | None = None
+    last_resort: bool = False
+    retry_at_s: float = 0.0
+    failures: int = 0
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A worker announces itself; ``trusted`` when its key is."""
+
+    device: str
+    trusted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Vanished:
+    """It is not announced any more."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcomed:
+    """It said welcome and is spoken to from now on."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """It did not answer, or does not work for this head now."""
+
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The links of ``devices`` are known; ``lost`` is one that went away over it."""
+
+    devices: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A sign of life."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Its link broke for good: its process ended, or it works for another head."""
+
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """It asks to go once its work was handed over."""
+
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The plan of attempt ``epoch`` gives work to the workers ``members`` and has the objective ``value``."""
+
+    epoch: int
+    members: frozenset[str]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlan:
+    """The candidates of attempt ``epoch`` cannot hold the model."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """Every device of ring ``epoch`` has loaded its windows and a lap went round."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Ring ``epoch`` broke, or could not be formed. ``device`` is to blame if that is known.
+
+    ``lasting``: the device will not do better soon (as with a full disk).
+    """
+
+    epoch: int
+    device: str | None
+    reason: str
+    lasting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time went by."""
+
+
+Event = (
+    Seen | Vanished | Welcomed | Refused | Measured | Heard | Lost | Leaving | Solved | NoPlan | Formed | Broken | Tick
+)
+
+
+# ---- effects --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Greet:
+    """Say hello to the device; answer with ``Welcomed`` or ``Refused``."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Close the link to the device."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Measure what is missing of the links between the head and ``devices``; answer with ``Measured``."""
+
+    devices: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Solve:
+    """Plan for the head and ``candidates``; answer with ``Solved`` or ``NoPlan``."""
+
+    epoch: int
+    candidates: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Form the ring that was solved for ``epoch``; answer with ``Formed`` or ``Broken``."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Forget attempt ``epoch``: stop solving or forming, let its devices go."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Ring ``epoch`` serves from now on; the steps of ``instead`` end first, and its answers go on here."""
+
+    epoch: int
+    instead: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Ring ``epoch`` is broken: close it; open answers wait."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """End all open answers with ``reason``; there is no ring to wait for."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Tell a device that asked to leave that it may."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """One line for the owner."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """There is no first ring: end the program with ``reason``."""
+
+    reason: str
+
+
+Effect = Greet | Drop | Measure | Solve | Form | Abandon | Serve | Close | Fail | Dismiss | Say | GiveUp
