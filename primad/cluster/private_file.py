@@ -1,0 +1,68 @@
+"""Small files that only their owner may read: written whole or not at all, bounded when read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from primad.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES: Final = 1 << 20
+PRIVATE: Final = 0o600
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Put ``data`` in place of ``path`` at once, mode 0600 from its first byte. Raises ``ConfigError``."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # made with mode 0600
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(path)
+        except OSError:
+            with suppress(OSError):
+                Path(name).unlink()
+            raise
+    except OSError as exc:
+        raise ConfigError(
+            f"{path}: cannot be written: {exc.strerror or exc}; make its folder writable or choose another --home"
+        ) from exc
+
+
+def read_private(path: Path) -> bytes | None:
+    """What stands in ``path``, or None when there is no such file. One that others may read is closed to them.
+
+    Raises ``ConfigError`` for one that cannot be read or is larger than ``MAX_FILE_BYTES``.
+    """
+    try:
+        with path.open("rb") as file:
+            _tighten(path, file.fileno())
+            data = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}; it must be a file of your own") from exc
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: is larger than {MAX_FILE_BYTES} bytes, so it is not ours; move it away")
+    return data
+
+
+def _tighten(path: Path, descriptor: int) -> None:
+    if sys.platform == "win32":  # no mode bits: the folder's access list decides
+        return
+    mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+    if mode & _OTHERS:
+        os.fchmod(descriptor, PRIVATE)
+        logger.warning("%s could be read or written by others (mode %03o); it is 600 now", path, mode)
