@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from primad.config import Flags, load_config
+from primad.options import Cluster, Devices, Home, Interface, Name
 
 if TYPE_CHECKING:
     from primad.planning.question import Question, Wishes
@@ -90,18 +91,12 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw a picture to this file (.png, .svg, .pdf).", show_default=False)
     ] = None,
-    device: Annotated[
-        list[str] | None, typer.Option(help="Live: address host:port of a device; may be repeated.", show_default=False)
-    ] = None,
+    device: Devices = None,
     seconds: Annotated[float, typer.Option(help="Live: how long to look for devices.", min=0, max=600)] = 2.0,
-    home: Annotated[
-        Path | None, typer.Option(help="Live: this device's folder.", envvar="PRIMAD_HOME", show_default=False)
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Live: this device's name.", show_default=False)] = None,
-    cluster: Annotated[str | None, typer.Option(help="Live: the cluster to look for.", show_default=False)] = None,
-    insecure_lan: Annotated[
-        bool | None, typer.Option("--insecure-lan", help="Live: look beyond this machine.", show_default=False)
-    ] = None,
+    home: Home = None,
+    name: Name = None,
+    cluster: Cluster = None,
+    interface: Interface = None,
 ) -> None:
     """Say who would compute what and how fast, before any device does anything.
 
@@ -140,7 +135,7 @@ def plan(
         "home": home,
         "name": name,
         "cluster": cluster,
-        "insecure_lan": insecure_lan,
+        "interface": interface,
         "devices": tuple(device or ()),
     }
     asked = _ask(wishes, model, model_shape, [*(devices or ()), *(files or ())], fleet, live, seconds)

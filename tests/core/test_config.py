@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from primad.config import Config, check_address, check_host, default_home, is_loopback, load_config, open_home
+from primad import config as config_module
+from primad.config import Config, any_host, check_address, check_host, default_home, is_loopback, load_config, open_home
 from primad.errors import ConfigError
+from primad.limits import NO_LIMITS, OwnerLimits
+from primad.values import Share
 
 
 @pytest.fixture
@@ -32,8 +38,11 @@ def refusal(home: Path, **sources) -> str:
 
 def test_without_a_word_of_the_owner(home):
     config = load(home)
-    assert (config.home, config.cluster, config.host, config.port) == (home, "home", "127.0.0.1", None)
-    assert (config.insecure_lan, config.devices) == (False, ())
+    assert (config.home, config.cluster, config.host, config.port) == (home, "home", any_host(), None)
+    assert (config.interface, config.devices, config.nice, config.limits) == (None, (), 0, NO_LIMITS)
+    assert (config.pause_on_battery, config.transfer_limit_bytes_per_s) == (False, None)
+    assert (config.heartbeat_interval_s, config.suspect_after_s, config.gone_after_s) == (0.5, 1.5, 4.0)
+    assert (config.replan_gain, config.keep_loaded_s) == (0.10, 600.0)
     assert config.threads is None, "the profile says how many"
     assert config.name
     assert not home.exists(), "reading a configuration leaves nothing behind"
@@ -45,6 +54,8 @@ EVERY = [
     ("host", "127.0.0.2", "127.0.0.3", "127.0.0.4"),
     ("port", 1, 2, 3),
     ("threads", 4, 5, 6),
+    ("nice", 7, 8, 9),
+    ("interface", "eth0", "wlan0", "en0"),
 ]
 
 
@@ -69,15 +80,85 @@ def test_devices_come_from_one_place_only(home):
 
 @pytest.mark.parametrize("yes", [True, "true", "1", "yes", "TRUE"])
 @pytest.mark.parametrize("no", [False, "false", "0", "no", "No"])
-def test_insecure_lan_over_all_sources(home, yes, no):
-    assert load(home, flags={"insecure_lan": yes}, environ={"PRIMAD_INSECURE_LAN": str(no)}).insecure_lan
-    assert not load(home, flags={"insecure_lan": no}, environ={"PRIMAD_INSECURE_LAN": str(yes)}).insecure_lan
-    assert load(home, environ={"PRIMAD_INSECURE_LAN": str(yes)}, file="insecure_lan = false").insecure_lan
-    assert load(home, file="insecure_lan = true").insecure_lan
+def test_pause_on_battery_over_all_sources(home, yes, no):
+    assert load(home, flags={"pause_on_battery": yes}, environ={"PRIMAD_PAUSE_ON_BATTERY": str(no)}).pause_on_battery
+    assert not load(
+        home, flags={"pause_on_battery": no}, environ={"PRIMAD_PAUSE_ON_BATTERY": str(yes)}
+    ).pause_on_battery
+    assert load(home, environ={"PRIMAD_PAUSE_ON_BATTERY": str(yes)}, file="pause_on_battery = false").pause_on_battery
+    assert load(home, file="pause_on_battery = true").pause_on_battery
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field", "expected"),
+    [
+        ("max_disk", "40GB", "limits.disk_bytes", 40_000_000_000),
+        ("max_ram", "8GiB", "limits.ram", 8 << 30),
+        ("max_ram", "50%", "limits.ram", Share(0.5)),
+        ("max_vram", "0B", "limits.vram", 0),
+        ("transfer_limit", "100Mbit", "transfer_limit_bytes_per_s", 12.5e6),
+        ("transfer_limit", "20MB/s", "transfer_limit_bytes_per_s", 20e6),
+        ("keep_loaded", "2h", "keep_loaded_s", 7200.0),
+        ("keep_loaded", "0", "keep_loaded_s", 0.0),
+        ("replan_gain", "25%", "replan_gain", 0.25),
+        ("heartbeat_interval", "250ms", "heartbeat_interval_s", 0.25),
+        ("suspect_after", "2", "suspect_after_s", 2.0),
+        ("gone_after", "1min", "gone_after_s", 60.0),
+    ],
+)
+def test_quantities_from_every_source(home, key, value, field, expected):
+    def read(config: Config) -> object:
+        found: object = config
+        for name in field.split("."):
+            found = getattr(found, name)
+        return found
+
+    assert read(load(home, flags={key: value})) == expected
+    assert read(load(home, environ={f"PRIMAD_{key.upper()}": value})) == expected
+    assert read(load(home, file=f'{key} = "{value}"')) == expected
+
+
+def test_numbers_of_the_file_are_bytes_and_seconds(home):
+    config = load(home, file="max_disk = 5000\nmax_ram = 7000\nkeep_loaded = 30\ngone_after = 6.5\nreplan_gain = 0.2")
+    assert (config.limits.disk_bytes, config.limits.ram, config.keep_loaded_s) == (5000, 7000, 30.0)
+    assert (config.gone_after_s, config.replan_gain) == (6.5, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"suspect_after": "0.9"}, "suspect_after: 0.9 s is less than two heartbeat_interval, 1 s"),
+        ({"heartbeat_interval": "2"}, "suspect_after: 1.5 s is less than two heartbeat_interval, 4 s"),
+        ({"gone_after": "1.9"}, "gone_after: 1.9 s is less than suspect_after and a heartbeat_interval, 2 s"),
+        ({"suspect_after": "9"}, "gone_after: 4 s is less than suspect_after and a heartbeat_interval, 9.5 s"),
+    ],
+)
+def test_patience_that_contradicts_itself_is_refused(home, values, named):
+    text = refusal(home, environ={f"PRIMAD_{key.upper()}": value for key, value in values.items()})
+    assert named.split(": ", 1)[1] in text
+    assert text.upper().removeprefix("PRIMAD_").startswith(named.split(":")[0].upper())
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            key: st.one_of(st.text(max_size=12), st.floats(), st.integers(), st.booleans(), st.lists(st.text()))
+            for key in config_module._KEYS
+            if key != "host"  # a name would be looked up
+        },
+    )
+)
+def test_no_value_breaks_the_configuration(flags):
+    try:
+        config = load_config({"home": "/nonexistent", **flags}, {})
+    except ConfigError:
+        return
+    assert 2 * config.heartbeat_interval_s <= config.suspect_after_s + 1e-6 <= config.gone_after_s
 
 
 def test_an_option_that_was_not_given_decides_nothing(home):
-    flags = dict.fromkeys(("name", "cluster", "host", "port", "threads", "insecure_lan"))
+    flags = dict.fromkeys(("name", "cluster", "host", "port", "threads", "max_ram", "nice"))
     assert load(home, flags=flags, file='name = "desk"').name == "desk"
 
 
@@ -112,8 +193,6 @@ BAD = [
     ("host", "nowhere..example", "no address of this machine"),
     ("host", "a" * 70, "no address of this machine"),
     ("host", "256.1.1.1.1", "no address of this machine"),
-    ("host", "0.0.0.0", "can be reached from other machines"),
-    ("host", "::", "can be reached from other machines"),
     ("port", "x", "not a whole number from 0 to 65535"),
     ("port", "-1", "not a whole number"),
     ("port", "65536", "not a whole number"),
@@ -121,7 +200,27 @@ BAD = [
     ("port", "9" * 5000, "not a whole number"),
     ("threads", "0", "not a whole number from 1 to 1024"),
     ("threads", "1025", "not a whole number"),
-    ("insecure_lan", "maybe", "neither true nor false"),
+    ("pause_on_battery", "maybe", "neither true nor false"),
+    ("nice", "20", "not a whole number from 0 to 19"),
+    ("nice", "-5", "not a whole number"),
+    ("interface", "eth0\n", "no interface"),
+    ("interface", " ", "no interface"),
+    ("max_ram", "8", "no size; give one such as 16GiB, 500MB or 50%"),
+    ("max_ram", "0%", "no share"),
+    ("max_ram", "101%", "no share"),
+    ("max_ram", "0GB", "computes nothing"),
+    ("max_vram", "-1GB", "no size"),
+    ("max_disk", "50%", "no size"),
+    ("max_disk", "1e9GB", "no size"),
+    ("transfer_limit", "fast", "no rate"),
+    ("transfer_limit", "0MB/s", "no rate"),
+    ("keep_loaded", "forever", "no time from 0 to 604800 s"),
+    ("keep_loaded", "8d", "no time"),
+    ("replan_gain", "1001%", "no gain"),
+    ("replan_gain", "-0.1", "no gain"),
+    ("heartbeat_interval", "0.01", "no time from 0.05 to 60 s"),
+    ("suspect_after", "0", "no time"),
+    ("gone_after", "2h", "no time"),
     ("devices", "desk", "no device address"),
     ("devices", "desk:0", "no device address"),
     ("devices", "desk:65536", "no device address"),
@@ -146,7 +245,6 @@ TOML = [
     ("name", '""', "no device name"),
     ("cluster", "[]", "no cluster name"),
     ("host", "5", "no address"),
-    ("host", '"8.8.8.8"', "can be reached from other machines"),
     ("port", "true", "not a whole number"),
     ("port", "80.5", "not a whole number"),
     ("port", "80.0", "not a whole number"),
@@ -155,8 +253,17 @@ TOML = [
     ("port", "[80]", "not a whole number"),
     ("port", "1979-05-27", "not a whole number"),
     ("threads", "{a = 1}", "not a whole number"),
-    ("insecure_lan", "2", "neither true nor false"),
-    ("insecure_lan", "[]", "neither true nor false"),
+    ("pause_on_battery", "2", "neither true nor false"),
+    ("pause_on_battery", "[]", "neither true nor false"),
+    ("max_ram", "true", "no size"),
+    ("max_disk", "-1", "no size"),
+    ("max_disk", "1.5", "no size"),
+    ("transfer_limit", "5", "no rate"),
+    ("keep_loaded", "nan", "no time"),
+    ("gone_after", "inf", "no time"),
+    ("gone_after", "true", "no time"),
+    ("replan_gain", "[]", "no gain"),
+    ("interface", "0", "no interface"),
     ("devices", "5", "not a list"),
     ("devices", "[5]", "no device address"),
     ("devices", '["desk"]', "no device address"),
@@ -192,32 +299,39 @@ def test_an_unknown_key_in_the_file_is_refused(home, key):
     assert f"unknown key '{key}'; known are name, cluster" in text
 
 
+@pytest.mark.parametrize(
+    ("sources", "named"),
+    [
+        ({"environ": {"PRIMAD_INSECURE_LAN": "1"}}, "PRIMAD_INSECURE_LAN: is not needed any more"),
+        ({"file": "insecure_lan = true"}, "'insecure_lan' in "),
+    ],
+)
+def test_leave_to_be_insecure_is_not_needed_any_more(home, sources, named):
+    text = refusal(home, **sources)
+    assert text.startswith(named)
+    assert "only devices that were paired are heard; remove it" in text
+
+
 # ---- who may hear this device ---------------------------------------------------------------------------------------
 
 
-def test_a_daemon_leaves_this_machine_only_with_leave(home):
-    assert "use 127.0.0.1, or add --insecure-lan" in refusal(home, flags={"host": "0.0.0.0"})
-    assert load(home, flags={"host": "0.0.0.0", "insecure_lan": True}).host == "0.0.0.0"
-
-
-def test_with_leave_a_daemon_listens_everywhere_unless_told_otherwise(home):
-    assert load(home, flags={"insecure_lan": True}).host == "0.0.0.0"
-    assert load(home, flags={"insecure_lan": True, "host": "127.0.0.1"}).host == "127.0.0.1"
+def test_a_daemon_hears_all_networks_unless_told_otherwise(home, monkeypatch):
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
+    assert load(home).host == "::"
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    assert load(home).host == "0.0.0.0"
+    assert load(home, flags={"host": "127.0.0.1"}).host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
-def test_loopback_needs_no_leave(host):
+def test_loopback_stays_on_this_machine(host):
     assert is_loopback(host)
-    check_host(host, "--host", insecure_lan=False)
+    assert check_host(host, "--host") == host
 
 
-@pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "192.168.1.20", "8.8.8.8", "", "127.1", "127.0.0.1.example", "fe80::1"]
-)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.20", "", "127.1", "127.0.0.1.example", "fe80::1"])
 def test_anything_else_is_not_loopback(host):
     assert not is_loopback(host)
-    with pytest.raises(ConfigError):
-        check_host(host, "--host", insecure_lan=False)
 
 
 @pytest.mark.parametrize("address", ["desk:7770", "192.168.1.20:1", "[::1]:65535", "[fe80::1%eth0]:7770", "a-b.c:80"])
@@ -249,3 +363,19 @@ def test_a_home_that_cannot_be_made_is_refused(tmp_path):
     config = dataclasses.replace(load(tmp_path), home=tmp_path / "file" / "home")
     with pytest.raises(ConfigError, match=f"^--home {config.home}: cannot be used: Not a directory; choose another"):
         open_home(config)
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_limits_all_that_is_free_may_be_used():
+    assert NO_LIMITS.ram_bytes(5, 10) == NO_LIMITS.vram_bytes(5, 10) == NO_LIMITS.new_disk_bytes(5, 10) == 5
+
+
+@given(st.integers(0, 1 << 50), st.integers(0, 1 << 50), st.integers(0, 1 << 50), st.floats(0.01, 1.0))
+def test_a_limit_only_takes_away(available, total, limit, share):
+    limits = OwnerLimits(ram=limit, vram=Share(share), disk_bytes=limit)
+    assert limits.ram_bytes(available, total) == min(available, limit)
+    assert limits.vram_bytes(available, total) == min(available, int(share * total))
+    assert 0 <= limits.new_disk_bytes(available, total) <= available
+    assert limits.new_disk_bytes(available, total) <= max(0, limit - total)

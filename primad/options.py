@@ -1,0 +1,45 @@
+"""Options that several commands share: one definition, one help text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Home = Annotated[
+    Path | None,
+    typer.Option(help="Folder for configuration, profile and layer cache.", envvar="PRIMAD_HOME", show_default=False),
+]
+Name = Annotated[str | None, typer.Option(help="This device's name [default: host name].", show_default=False)]
+Cluster = Annotated[
+    str | None, typer.Option(help="Devices of one cluster find each other [default: home].", show_default=False)
+]
+Interface = Annotated[
+    str | None,
+    typer.Option(help="Use this network only: an interface such as eth0, or its address.", show_default=False),
+]
+Threads = Annotated[
+    int | None, typer.Option(help="Compute threads [default: as many as the profile found best].", show_default=False)
+]
+Nice = Annotated[
+    int | None,
+    typer.Option(help="Stand back for other programs, 0 (not at all) to 19 [default: 0].", show_default=False),
+]
+MaxRam = Annotated[
+    str | None,
+    typer.Option(
+        help="Use at most so much memory: 8GB, 8GiB or 50% of all [default: what is free].", show_default=False
+    ),
+]
+MaxVram = Annotated[
+    str | None,
+    typer.Option(help="Use at most so much of the GPU's memory: 6GB or 50%; 0B leaves it alone.", show_default=False),
+]
+MaxDisk = Annotated[
+    str | None, typer.Option(help="Keep layers of at most so many bytes on disk: 40GB.", show_default=False)
+]
+Devices = Annotated[
+    list[str] | None,
+    typer.Option("--device", help="Address host:port of a device; may be repeated.", show_default=False),
+]

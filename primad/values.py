@@ -1,0 +1,153 @@
+"""What people write into options, variables and files: sizes, rates, times, numbers, yes and no.
+
+One function a kind. Each takes the value as it came (text of a flag or variable, a value of a TOML file) and ``source``,
+which names where it came from; each raises ``ConfigError`` that opens with ``source`` for what it cannot take.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from primad.errors import ConfigError, printable
+
+_DIGITS: Final = r"(\d{1,15}(?:\.\d{1,9})?)"
+_SIZE: Final = re.compile(_DIGITS + r"\s*([kKMGT]?)(i?)B")
+_RATE: Final = re.compile(_DIGITS + r"\s*([kKMGT]?)(i?)(B|bit)(?:/s)?")
+_PERCENT: Final = re.compile(_DIGITS + r"\s*%")
+_TIME: Final = re.compile(_DIGITS + r"\s*(us|µs|ms|s|min|h|d|)")
+_POWERS: Final[dict[str, int]] = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+_SECONDS: Final = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_MOST_BYTES: Final = 1 << 59
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of all that a device has, such as half of its memory: more than 0, at most 1."""
+
+    of_total: float
+
+
+Amount = int | Share
+"""So many bytes, or a share of all there is."""
+
+
+def bytes_of(amount: Amount, total_bytes: int) -> int:
+    """``amount`` in bytes where all there is are ``total_bytes``."""
+    return int(amount.of_total * total_bytes) if isinstance(amount, Share) else amount
+
+
+def parse_bytes(value: Any, source: str) -> int:
+    """Bytes of ``16GiB``, ``1.5GB`` or ``800MB``; a bare number only where it is one already (TOML), in bytes."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_BYTES:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    size = -1.0 if match is None else _scaled(match)
+    if not 0 <= size <= _MOST_BYTES:
+        raise ConfigError(f"{source}: {_shown(value)} is no size; give one such as 16GiB or 500MB")
+    return round(size)
+
+
+def parse_amount(value: Any, source: str) -> Amount:
+    """A size as ``parse_bytes`` takes it, or a share such as ``50%``, up to 100%."""
+    match = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is not None:
+        share = float(match[1]) / 100
+        if not 0 < share <= 1:
+            raise ConfigError(f"{source}: {_shown(value)} is no share; give more than 0% and at most 100%")
+        return Share(share)
+    try:
+        return parse_bytes(value, source)
+    except ConfigError as exc:
+        raise ConfigError(
+            f"{source}: {_shown(value)} is no size; give one such as 16GiB, 500MB or 50% of what the device has"
+        ) from exc
+
+
+def parse_rate(value: Any, source: str) -> float:
+    """Bytes per second of ``1Gbit/s``, ``300Mbit`` or ``20MB``; more than nothing."""
+    match = _RATE.fullmatch(value.strip()) if isinstance(value, str) else None
+    rate = 0.0 if match is None else _scaled(match) / (8 if match[4] == "bit" else 1)
+    if not 0 < rate <= _MOST_BYTES:
+        raise ConfigError(f"{source}: {_shown(value)} is no rate; give one such as 100Mbit/s or 20MB/s")
+    return rate
+
+
+def parse_duration(value: Any, source: str, *, least: float = 0.0, most: float) -> float:
+    """Seconds of a number, ``0.5s``, ``500ms``, ``10min`` or ``2h``, from ``least`` to ``most`` seconds."""
+    seconds = math.nan
+    if isinstance(value, str):
+        match = _TIME.fullmatch(value.strip())
+        seconds = math.nan if match is None else float(match[1]) * _SECONDS[match[2]]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value) if abs(value) <= _MOST_BYTES else math.inf
+    if not least <= seconds <= most:
+        raise ConfigError(
+            f"{source}: {_shown(value)} is no time from {least:g} to {most:g} s; give one such as 2s, 500ms or 10min"
+        )
+    return seconds
+
+
+def parse_gain(value: Any, source: str) -> float:
+    """A gain such as ``0.1`` or ``10%``, from nothing to tenfold."""
+    match = re.fullmatch(_DIGITS + r"\s*(%?)", value.strip()) if isinstance(value, str) else None
+    gain = math.nan
+    if match is not None:
+        gain = float(match[1]) / (100 if match[2] else 1)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        gain = float(value) if abs(value) <= _MOST_BYTES else math.inf
+    if not 0 <= gain <= 10:
+        raise ConfigError(f"{source}: {_shown(value)} is no gain; give one such as 0.1 or 10%")
+    return gain
+
+
+def parse_whole(value: Any, source: str, *, least: int = 0, most: int) -> int:
+    """A whole number from ``least`` to ``most``."""
+    try:
+        number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else least - 1
+    except ValueError:
+        number = least - 1
+    if not least <= number <= most:
+        raise ConfigError(f"{source}: {_shown(value)} is not a whole number from {least} to {most}")
+    return number
+
+
+def parse_yes_no(value: Any, source: str) -> bool:
+    """Whether ``value`` says true, yes or 1, or false, no or 0."""
+    match str(value).lower():
+        case "true" | "1" | "yes":
+            return True
+        case "false" | "0" | "no":
+            return False
+        case _:
+            raise ConfigError(f"{source}: {_shown(value)} is neither true nor false")
+
+
+def parse_list(value: Any, source: str) -> list[Any]:
+    """A list, or the parts of a text between commas."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{source}: {_shown(value)} is not a list")
+    return list(value)
+
+
+def _scaled(match: re.Match[str]) -> float:
+    return float(match[1]) * (1024.0 if match[3] else 1000.0) ** _POWERS[match[2]]
+
+
+def _shown(value: Any) -> str:
+    """``value`` as part of a line, however long it is."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 70 else value[:70] + "...")
+    return printable(_named(value), 70)
+
+
+def _named(value: Any) -> str:
+    """A value's text; that of a number of thousands of digits costs Python an error."""
+    try:
+        return repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
