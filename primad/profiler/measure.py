@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import shutil
 import statistics
@@ -17,8 +18,10 @@ from typing import Final
 import numpy as np
 
 from halda import DeviceProfile
+from primad.config import layer_folder
 from primad.engine.build import build_id
 from primad.errors import ConfigError
+from primad.limits import NO_LIMITS, OwnerLimits
 from primad.measuring import measuring
 from primad.profiler import processors
 from primad.profiler.disk import measure_disk
@@ -35,17 +38,24 @@ _TRIALS: Final = "profile-trial-"
 
 
 def profile_device(
-    name: str, home: Path, threads: int | None, advance: Advance, *, again: bool = False
+    name: str,
+    home: Path,
+    threads: int | None,
+    advance: Advance,
+    *,
+    again: bool = False,
+    limits: OwnerLimits = NO_LIMITS,
 ) -> DeviceProfile:
     """The profile of this device, measured now unless it was before (``again`` measures anyway).
 
-    ``threads`` pins the count of compute threads; None takes the best of those that are tried. Raises ``ConfigError`` when
+    ``threads`` pins the count of compute threads; None takes the best of those that are tried. What is free is capped by
+    the owner's ``limits``; what was measured and the totals stay the machine's. Raises ``ConfigError`` when
     the home folder cannot hold the trials or the figures make no sense, ``EngineError`` when llama.cpp fails.
     """
     if not again:
         machine, disk = read_machine(home, threads), read_home(home)
         if machine is not None and disk is not None:
-            return _compose(name, home, machine, disk)
+            return within(limits, _compose(name, home, machine, disk), cached_bytes(home))
     with measuring(), _trial_folder(home) as folder:
         # Another home of this machine may have measured it meanwhile.
         machine = None if again else read_machine(home, threads)
@@ -55,7 +65,7 @@ def profile_device(
     profile = _compose(name, home, machine, disk)
     _check(profile)
     write(machine, disk, home)
-    return profile
+    return within(limits, profile, cached_bytes(home))
 
 
 def is_profiled(home: Path, threads: int | None) -> bool:
@@ -144,6 +154,39 @@ def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord) ->
         disk=replace(disk.disk, free_bytes=shutil.disk_usage(home).free),
         gpu=None if machine.gpu is None else gpu_now(machine.gpu, list_gpus()),
     )
+
+
+def within(limits: OwnerLimits, profile: DeviceProfile, cached_bytes: int) -> DeviceProfile:
+    """``profile`` as the plan may use it, where the layer cache holds ``cached_bytes`` already.
+
+    Memory that the GPU shares with the processor is bounded by the owner's limit for RAM too.
+    """
+    gpu = profile.gpu
+    if gpu is not None:
+        free = limits.vram_bytes(gpu.vram_available_bytes, gpu.vram_total_bytes)
+        if gpu.unified_memory:
+            free = limits.ram_bytes(free, profile.ram_total_bytes)
+        gpu = replace(gpu, vram_available_bytes=free)
+    return replace(
+        profile,
+        ram_available_bytes=limits.ram_bytes(profile.ram_available_bytes, profile.ram_total_bytes),
+        disk=replace(profile.disk, free_bytes=limits.new_disk_bytes(profile.disk.free_bytes, cached_bytes)),
+        gpu=gpu,
+    )
+
+
+def cached_bytes(home: Path) -> int:
+    """What the layer cache of ``home`` holds, files on their way among it."""
+    size = 0
+    for folder in (layer_folder(home), layer_folder(home) / "partial"):
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # a file that arrived or was pruned meanwhile
+                        size += entry.stat().st_size if entry.is_file(follow_symlinks=False) else 0
+        except OSError:  # no cache yet, or one that cannot be read: whoever uses it says so
+            continue
+    return size
 
 
 def _check(profile: DeviceProfile) -> None:

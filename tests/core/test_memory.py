@@ -1,15 +1,22 @@
-"""The memory of a device is the machine's or that of the tightest cgroup, version 1 or 2."""
+"""The memory of a device is the machine's or that of the tightest cgroup, version 1 or 2; its owner may lend less of it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from primad.limits import NO_LIMITS, OwnerLimits
+from primad.profiler.measure import cached_bytes, profile_device, within
 from primad.profiler.memory import Memory, memory
+from primad.profiles import check_profile
+from primad.values import Share
+from tests.fakes.profile import GPU, PROFILE, seed
 
 MIB = 1 << 20
+GIB = 1 << 30
 NO_LIMIT_V1 = 9_223_372_036_854_771_712
 
 
@@ -130,3 +137,66 @@ def test_a_damaged_statistic_reclaims_nothing(cgroups, statistic):
     cgroups.v2("/a", 64 * MIB, 24 * MIB)
     (cgroups.root / "a" / "memory.stat").write_text(statistic)
     assert cgroups.memory("0::/a") == Memory(64 * MIB, 40 * MIB)
+
+
+# ---- the owner's limits ---------------------------------------------------------------------------------------------
+
+
+def limits(ram=None, vram=None, disk=None) -> OwnerLimits:
+    return OwnerLimits(ram=ram, vram=vram, disk_bytes=disk)
+
+
+def test_without_limits_a_profile_is_as_it_was():
+    assert within(NO_LIMITS, PROFILE, 5 * GIB) == PROFILE
+
+
+def test_a_limit_caps_what_is_free_and_leaves_what_the_machine_has():
+    capped = within(limits(ram=8 * GIB, vram=6 * GIB, disk=40 * GIB), PROFILE, 15 * GIB)
+    assert (capped.ram_available_bytes, capped.ram_total_bytes) == (8 * GIB, PROFILE.ram_total_bytes)
+    assert capped.gpu is not None
+    assert (capped.gpu.vram_available_bytes, capped.gpu.vram_total_bytes) == (6 * GIB, GPU.vram_total_bytes)
+    assert capped.disk.free_bytes == 25 * GIB
+    assert (capped.cpu, capped.host) == (PROFILE.cpu, PROFILE.host)
+
+
+def test_a_share_is_of_what_the_machine_has():
+    capped = within(limits(ram=Share(0.25), vram=Share(0.5)), PROFILE, 0)
+    assert capped.ram_available_bytes == 4 * GIB
+    assert capped.gpu is not None
+    assert capped.gpu.vram_available_bytes == 12 * GIB
+
+
+def test_a_limit_beyond_what_is_free_gives_nothing_more():
+    assert within(limits(ram=1 << 50, vram=1 << 50, disk=1 << 50), PROFILE, 0) == PROFILE
+
+
+def test_a_cache_beyond_its_limit_leaves_no_room():
+    assert within(limits(disk=10 * GIB), PROFILE, 11 * GIB).disk.free_bytes == 0
+
+
+def test_a_gpu_in_shared_memory_keeps_to_both_limits():
+    shared = replace(PROFILE, gpu=replace(GPU, unified_memory=True))
+    for ram, vram, expected in ((2 * GIB, 6 * GIB, 2 * GIB), (6 * GIB, 2 * GIB, 2 * GIB), (Share(0.5), None, 8 * GIB)):
+        gpu = within(limits(ram=ram, vram=vram), shared, 0).gpu
+        assert gpu is not None
+        assert gpu.vram_available_bytes == expected
+
+
+def test_the_tightest_limits_are_still_a_believable_profile():
+    check_profile(within(limits(ram=1, vram=0, disk=0), PROFILE, 1))
+
+
+def test_the_cache_is_counted_with_files_on_their_way(tmp_path):
+    assert cached_bytes(tmp_path) == 0
+    partial = tmp_path / "cache" / "layers" / "partial"
+    partial.mkdir(parents=True)
+    (partial.parent / "a.gguf").write_bytes(bytes(100))
+    (partial / "b").write_bytes(bytes(20))
+    assert cached_bytes(tmp_path) == 120
+
+
+def test_the_profile_of_this_device_keeps_to_the_limits(tmp_path):
+    seed(tmp_path)
+    profile = profile_device("desk", tmp_path, None, lambda _: None, limits=limits(ram=1 << 20, disk=1 << 20))
+    assert (profile.ram_available_bytes, profile.disk.free_bytes) == (1 << 20, 1 << 20)
+    assert profile.ram_total_bytes == memory().total_bytes

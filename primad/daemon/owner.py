@@ -1,0 +1,172 @@
+"""What the owner of this device wants of it now: computing paused by hand or on battery, computing that stands back.
+
+The policy decides from what it was told and the time; the shell reads the battery, keeps the pause that was made by hand in
+``paused.json`` so that it outlives a restart, and sets priorities.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from primad.cluster.private_file import write_private
+from primad.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+BATTERY_EVERY_S: Final = 15.0
+SETTLED_S: Final = 10.0
+"""A change between mains and battery counts when it has lasted so long: plugs and their contacts are not quick."""
+BY_HAND: Final = "paused by its owner; 'primad resume' ends that"
+ON_BATTERY: Final = "runs on battery; it goes on when it is plugged in"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PausePolicy:
+    """Whether this device computes. Every change is a new value.
+
+    ``on_battery`` is what counts now; ``other_since_s`` is when the battery began to say otherwise, None while it agrees.
+    """
+
+    pause_on_battery: bool
+    by_hand: bool
+    on_battery: bool = False
+    other_since_s: float | None = None
+
+    @property
+    def paused(self) -> str | None:
+        """Why this device computes nothing, as the end of "DEVICE ..."; None while it computes."""
+        if self.by_hand:
+            return BY_HAND
+        return ON_BATTERY if self.pause_on_battery and self.on_battery else None
+
+    def pause(self) -> PausePolicy:
+        """The owner paused it."""
+        return replace(self, by_hand=True)
+
+    def resume(self) -> PausePolicy:
+        """The owner let it go on; a battery may still keep it paused."""
+        return replace(self, by_hand=False)
+
+    def power(self, plugged: bool | None, now_s: float) -> PausePolicy:
+        """The battery says whether it is ``plugged`` in; None, where there is none or it cannot tell, is mains."""
+        on_battery = plugged is False
+        if on_battery == self.on_battery:
+            return replace(self, other_since_s=None)
+        since_s = now_s if self.other_since_s is None else self.other_since_s
+        if now_s - since_s < SETTLED_S:
+            return replace(self, other_since_s=since_s)
+        return replace(self, on_battery=on_battery, other_since_s=None)
+
+    def next_look_s(self, now_s: float) -> float:
+        """In how many seconds the battery should be asked again: sooner when a change is about to count."""
+        if self.other_since_s is None:
+            return BATTERY_EVERY_S
+        return max(0.0, self.other_since_s + SETTLED_S - now_s)
+
+
+class OwnerPause:
+    """The pause of one daemon. ``changed`` hears each new reason, None for "computes again", in the event loop."""
+
+    def __init__(self, home: Path, *, pause_on_battery: bool, changed: Callable[[str | None], None]) -> None:
+        self._path = home / "paused.json"
+        self._changed = changed
+        self._policy = PausePolicy(pause_on_battery=pause_on_battery, by_hand=self._path.exists())
+
+    @property
+    def paused(self) -> str | None:
+        """Why this device computes nothing; None while it computes."""
+        return self._policy.paused
+
+    def pause(self) -> str:
+        """Pause by hand, also after a restart; one line about it. Raises ``ConfigError`` when that cannot be kept."""
+        if self._policy.by_hand:
+            return "paused already; 'primad resume' ends that"
+        write_private(self._path, b"{}\n")  # that it is there says all
+        self._become(self._policy.pause())
+        return "paused until 'primad resume', also after a restart"
+
+    def resume(self) -> str:
+        """End the pause by hand; one line about it. Raises ``ConfigError`` when that cannot be kept."""
+        if not self._policy.by_hand:
+            return "was not paused" if self.paused is None else f"was not paused by hand, but {self.paused}"
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as exc:
+            raise ConfigError(f"{self._path}: cannot be removed: {exc.strerror or exc}; remove it yourself") from exc
+        self._become(self._policy.resume())
+        return "computes again" if self.paused is None else f"not paused by hand any more, but {self.paused}"
+
+    async def watch_battery(
+        self, read: Callable[[], bool | None] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Follow the battery until cancelled; ends at once when it does not matter or there is none.
+
+        No system tells of a plug that is pulled in a way that works everywhere, so the battery is asked now and then.
+        """
+        read = is_plugged if read is None else read
+        if not self._policy.pause_on_battery:
+            return
+        if await asyncio.to_thread(read) is None:
+            logger.debug("pause_on_battery: no battery here")
+            return
+        while True:
+            plugged = await asyncio.to_thread(read)
+            self._become(self._policy.power(plugged, clock()))
+            await asyncio.sleep(self._policy.next_look_s(clock()))
+
+    def _become(self, policy: PausePolicy) -> None:
+        before, self._policy = self.paused, policy
+        if self.paused != before:
+            self._changed(self.paused)
+
+
+def is_plugged() -> bool | None:
+    """Whether this device runs on mains; None where it has no battery or that cannot be told."""
+    sensors: Callable[[], object] | None = getattr(psutil, "sensors_battery", None)  # not on every system
+    if sensors is None:
+        return None
+    try:
+        battery = sensors()
+    except (OSError, RuntimeError, ValueError, NotImplementedError) as exc:
+        logger.debug("the battery cannot be read: %s", exc)
+        return None
+    plugged = getattr(battery, "power_plugged", None)
+    return None if plugged is None else bool(plugged)
+
+
+def apply_nice(pid: int, nice: int) -> None:
+    """Let process ``pid`` stand back for others: ``nice`` 0 to 19, on Windows the nearest priority class.
+
+    Priority is only ever given up. On Linux it is each thread's own, so that all there are get it; those they start later
+    inherit it. A process that has ended, or will not let us, costs a log line.
+    """
+    if nice <= 0:
+        return
+    try:
+        process = psutil.Process(pid)
+        if sys.platform == "win32":
+            process.nice(psutil.IDLE_PRIORITY_CLASS if nice >= 10 else psutil.BELOW_NORMAL_PRIORITY_CLASS)
+        elif int(process.nice()) < nice:
+            for thread in _threads(process):
+                with contextlib.suppress(ProcessLookupError):  # one that ended meanwhile
+                    os.setpriority(os.PRIO_PROCESS, thread, nice)
+    except (psutil.Error, OSError) as exc:
+        logger.warning("process %d does not stand back (nice %d): %s", pid, nice, exc)
+
+
+def _threads(process: psutil.Process) -> list[int]:
+    """What to set the priority of: the threads where each has its own, the process elsewhere. Its own id comes first."""
+    if not sys.platform.startswith("linux"):
+        return [process.pid]
+    return [process.pid, *(thread.id for thread in process.threads() if thread.id != process.pid)]
