@@ -1,0 +1,110 @@
+"""What a lab writes down about itself, for the commands that come later and for whoever cleans up after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.lab.cgroups import Hierarchies
+from tools.lab.fleet import DeviceSpec
+from tools.lab.names import ROOTS, LabError, lab_ids, root
+
+_FILE = "lab.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A process, told from a later one of the same id by when it started."""
+
+    pid: int
+    started: int
+
+    @classmethod
+    def this(cls) -> Owner:
+        """The process that runs this."""
+        started = _started(os.getpid())
+        assert started is not None
+        return cls(pid=os.getpid(), started=started)
+
+    def lives(self) -> bool:
+        """Whether it still runs."""
+        return _started(self.pid) == self.started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A lab. ``owner`` is the process that takes it down at its end; None for one that stays until ``homelab down``.
+
+    ``holders`` hold the namespaces of the devices, in order, ``switch`` those of the bridge; none while it is being built.
+    """
+
+    lab: str
+    owner: Owner | None
+    devices: tuple[DeviceSpec, ...]
+    ready: bool = False
+    switch: int | None = None
+    relay: int | None = None
+    holders: tuple[int, ...] = ()
+    netem: bool = False
+
+    def create(self) -> None:
+        """Make the lab's folder with the record in it, both at once, so that nobody sees one without the other."""
+        part = root(self.lab).with_suffix(".new")
+        part.mkdir(parents=True)
+        (part / _FILE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        part.rename(root(self.lab))
+
+    def save(self) -> None:
+        """Replace the record."""
+        part = root(self.lab) / f"{_FILE}.new"
+        part.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        part.rename(root(self.lab) / _FILE)
+
+
+def read(lab: str) -> Record:
+    """The record of a lab. Raises ``LabError`` when there is none that can be read."""
+    try:
+        fields = json.loads((root(lab) / _FILE).read_text(encoding="utf-8"))
+        owner = fields.pop("owner")
+        devices = tuple(DeviceSpec(**spec) for spec in fields.pop("devices"))
+        holders = tuple(fields.pop("holders"))
+        return Record(owner=owner and Owner(**owner), devices=devices, holders=holders, **fields)
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise LabError(
+            f"lab {lab}: not there, or broken; see homelab status, remove it with homelab down {lab}"
+        ) from exc
+
+
+def labs(hierarchies: Hierarchies) -> list[str]:
+    """Every lab of which this machine still has something, running or left over."""
+    return sorted(set().union(*(lab_ids(folder) for folder in (ROOTS, *hierarchies.tops()))))
+
+
+def owned(lab: str) -> bool:
+    """Whether a process that still runs will take the lab down."""
+    try:
+        owner = read(lab).owner
+    except LabError:
+        return False
+    return owner is not None and owner.lives()
+
+
+def abandoned(lab: str) -> bool:
+    """Whether nobody will take the lab down any more: its owner is gone, or its record is."""
+    try:
+        owner = read(lab).owner
+    except LabError:
+        return True
+    return owner is not None and not owner.lives()
+
+
+def _started(pid: int) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])

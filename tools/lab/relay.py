@@ -1,0 +1,122 @@
+"""Adds latency to links where the kernel has no netem: takes Ethernet frames from one interface, holds them, passes them on.
+
+    relay.py '[{"outer": "x0", "inner": "y0", "delay_s": 0.002, "multicast": true}, ...]'
+
+One process a lab, in the namespace of its bridge. Every link is a pair of interfaces; what comes in at one goes out at the
+other ``delay_s`` later, in order, broadcast and multicast included. Without ``multicast`` the frames that mDNS needs are
+dropped both ways: IPv4 multicast, and mDNS's group of IPv6, whose other groups carry neighbour discovery.
+
+Frames travel with their virtio header (``PACKET_VNET_HDR``): the kernel hands over up to 64 KiB of a TCP stream as one
+frame, not yet cut nor summed, and takes it so on the other side; without it Python could not keep up with a home network.
+A link holds at most ``MOST_BYTES`` each way and drops what is more, as a router does. The wait is ``select`` because its
+timeout is in microseconds; that of ``poll`` is in milliseconds. Run with ``python -I -S``: standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections import deque
+
+MOST_BYTES = 16 << 20
+_BATCH = 64
+_SOL_PACKET = 263
+_PACKET_VNET_HDR = 15
+_PACKET_IGNORE_OUTGOING = 23
+_SO_SNDBUFFORCE = 32
+_SO_RCVBUFFORCE = 33
+_ETH_P_ALL = 3
+_HEADER_BYTES = 10
+_LARGEST_FRAME = _HEADER_BYTES + 14 + 65_536
+_IPV4_MULTICAST = bytes.fromhex("01005e")
+_IPV6_MDNS = bytes.fromhex("3333000000fb")
+_DROPPED = (errno.ENOBUFS, errno.EAGAIN, errno.ENETDOWN, errno.ENXIO, errno.EINVAL, errno.EMSGSIZE)
+"""A full or closed interface, or a frame that it cannot carry: networks lose those."""
+
+
+class Way:
+    """One direction of a link: the frames under way, oldest first."""
+
+    def __init__(self, sink: socket.socket, delay_s: float, multicast: bool) -> None:
+        self.sink = sink
+        self.delay_s = delay_s
+        self.multicast = multicast
+        self.held: deque[tuple[float, bytes]] = deque()
+        self.held_bytes = 0
+
+    def accept(self, frame: bytes, now: float) -> None:
+        """Take a frame that just arrived."""
+        group = frame[_HEADER_BYTES : _HEADER_BYTES + 6]
+        if not self.multicast and (group[:3] == _IPV4_MULTICAST or group == _IPV6_MDNS):
+            return
+        if self.held_bytes + len(frame) > MOST_BYTES:
+            return
+        self.held.append((now + self.delay_s, frame))
+        self.held_bytes += len(frame)
+
+    def release(self, now: float) -> None:
+        """Send what is due."""
+        while self.held and self.held[0][0] <= now:
+            _, frame = self.held.popleft()
+            self.held_bytes -= len(frame)
+            try:
+                self.sink.send(frame)
+            except OSError as exc:
+                if exc.errno not in _DROPPED:
+                    raise
+
+
+def port(name: str) -> socket.socket:
+    """A socket for whole frames that come in at interface ``name``."""
+    opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    opened.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+    opened.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+    opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, MOST_BYTES)
+    opened.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, MOST_BYTES)
+    opened.bind((name, _ETH_P_ALL))
+    opened.setblocking(False)
+    return opened
+
+
+def receive(source: socket.socket, way: Way) -> None:
+    """Take the frames that wait at ``source``."""
+    for _ in range(_BATCH):
+        try:
+            frame = source.recv(_LARGEST_FRAME)
+        except OSError as exc:
+            if exc.errno not in _DROPPED:
+                raise
+            return
+        way.accept(frame, time.monotonic())
+
+
+def run(links: list[dict[str, object]]) -> None:
+    """Relay until killed."""
+    ways: dict[socket.socket, Way] = {}
+    for link in links:
+        outer, inner = port(str(link["outer"])), port(str(link["inner"]))
+        delay_s, multicast = float(str(link["delay_s"])), bool(link["multicast"])
+        ways[outer] = Way(inner, delay_s, multicast)
+        ways[inner] = Way(outer, delay_s, multicast)
+    print("ready", flush=True)
+    sources, all_ways = list(ways), list(ways.values())
+    while True:
+        due = min((way.held[0][0] for way in all_ways if way.held), default=None)
+        timeout = None if due is None else max(0.0, due - time.monotonic())
+        for source in select.select(sources, [], [], timeout)[0]:
+            receive(source, ways[source])
+        now = time.monotonic()
+        for way in all_ways:
+            way.release(now)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, -15)  # a late relay is a slow network that nobody asked for
+    run(json.loads(sys.argv[1]))
