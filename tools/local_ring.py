@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from primad.ring.messages import (
     Open,
     Opened,
     OpenWindow,
+    Overdue,
     Report,
     Sampled,
     Serving,
@@ -150,10 +151,16 @@ class LocalRing:
                     options=options,
                 )
             )
-        endpoints = {name: await self._endpoint(name) for name in plan.devices}
+        await self.link({name: await self.opened(name) for name in plan.devices})
+
+    async def link(self, opened: Mapping[str, Opened]) -> None:
+        """Join the processes into a ring, where each has answered with ``opened``, and wait until it computes."""
+        plan = self.plan
         if len(plan.devices) > 1:
+            before = {plan.after(name): name for name in plan.devices}
             for name in reversed(plan.devices):
-                await self.processes[name].send(Connect(endpoints[plan.after(name)]))
+                following = opened[plan.after(name)]
+                await self.processes[name].send(Connect(following.endpoint, following.key, opened[before[name]].key))
         event = await self._next(plan.head)
         assert isinstance(event, Serving), event
 
@@ -172,7 +179,7 @@ class LocalRing:
     async def _pump(self, name: str, process: RingProcess) -> None:
         try:
             async for event in process.events():
-                if not isinstance(event, Loading):
+                if not isinstance(event, Loading | Overdue):
                     await self._events[name].put(event)
         except Exception as exc:  # noqa: BLE001  (handed to whoever waits)
             await self._events[name].put(exc)
@@ -183,21 +190,29 @@ class LocalRing:
             raise event
         return event
 
-    async def _endpoint(self, name: str) -> str:
+    async def opened(self, name: str) -> Opened:
+        """The next event of device ``name``, which opens or reopens."""
         event = await self._next(name)
         assert isinstance(event, Opened), event
-        return event.endpoint
+        return event
 
     async def generate(
-        self, prompt: Sequence[int], max_tokens: int, *, sampling: Sampling = GREEDY, logprobs: int | None = None
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        drawn: Sequence[int] = (),
+        sampling: Sampling = GREEDY,
+        logprobs: int | None = None,
     ) -> tuple[list[Sampled], Finished]:
-        """Continue ``prompt``: what was sampled, and how it ended."""
+        """Continue ``prompt`` behind what was ``drawn`` for it: what was sampled, and how it ended."""
         self._requests += 1
         head = self.plan.head
         await self.processes[head].send(
             Generate(
                 request=self._requests,
                 prompt=list(prompt),
+                drawn=list(drawn),
                 max_tokens=max_tokens,
                 sampling=sampling,
                 logprobs=logprobs,

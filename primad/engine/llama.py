@@ -29,7 +29,7 @@ import llama_cpp as llama
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.protocol import EngineOptions, Hidden, LogitsWindow, Rows, Sampling, WindowFiles
+from primad.engine.protocol import EngineOptions, Hidden, LogitsWindow, Rows, Sampling, WindowFiles, draw_seed
 from primad.errors import EngineError
 from primad.gguf.header import TensorInfo
 
@@ -378,10 +378,10 @@ class _LogitsWindow(_Model):
             raise EngineError(f"row {row} of the last step has no logits")
         return np.ctypeslib.as_array(pointer, shape=(self._vocabulary,))
 
-    def sampler(self, sampling: Sampling, prompt: Sequence[int]) -> GreedySampler | ChainSampler:
+    def sampler(self, sampling: Sampling, prompt: Sequence[int], drawn: Sequence[int]) -> GreedySampler | ChainSampler:
         if sampling.is_greedy and not sampling.changes_logits:
             return GreedySampler(self)
-        return ChainSampler(self._context, sampling, prompt, vocabulary=self._vocabulary)
+        return ChainSampler(self._context, sampling, prompt, drawn, vocabulary=self._vocabulary)
 
     def is_end(self, token: int) -> bool:
         return token in self._ends
@@ -409,18 +409,30 @@ class GreedySampler:
 
 
 class ChainSampler:
-    """llama.cpp's sampler chain: bias, penalties, top-k, top-p, min-p, temperature, draw."""
+    """llama.cpp's sampler chain: bias, penalties, top-k, top-p, min-p, temperature, draw.
 
-    def __init__(self, context: Any, sampling: Sampling, prompt: Sequence[int], *, vocabulary: int) -> None:
+    The chain's last sampler, which draws, is made anew for each token with the seed that ``draw_seed`` gives it.
+    """
+
+    def __init__(
+        self, context: Any, sampling: Sampling, prompt: Sequence[int], drawn: Sequence[int], *, vocabulary: int
+    ) -> None:
         self._context = context
+        self._seed = None if sampling.is_greedy else sampling.seed
+        self._drawn = len(drawn)
+        self._draws = False
         self._chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
         for sampler in self._samplers(sampling, vocabulary):
-            if not sampler:
-                raise EngineError("llama.cpp refused a sampler; check the sampling parameters")
-            llama.llama_sampler_chain_add(self._chain, sampler)
+            self._add(sampler)
         if sampling.changes_logits:
-            for token in prompt[-max(0, sampling.penalty_tokens) :] if sampling.penalty_tokens > 0 else prompt:
+            known = [*prompt, *drawn]
+            for token in known[-sampling.penalty_tokens :] if sampling.penalty_tokens > 0 else known:
                 llama.llama_sampler_accept(self._chain, token)
+
+    def _add(self, sampler: Any) -> None:
+        if not sampler:
+            raise EngineError("llama.cpp refused a sampler; check the sampling parameters")
+        llama.llama_sampler_chain_add(self._chain, sampler)
 
     @staticmethod
     def _samplers(sampling: Sampling, vocabulary: int) -> Iterable[Any]:
@@ -447,9 +459,16 @@ class ChainSampler:
         if sampling.min_p > 0:
             yield llama.llama_sampler_init_min_p(sampling.min_p, 1)
         yield llama.llama_sampler_init_temp(sampling.temperature)
-        yield llama.llama_sampler_init_dist(sampling.seed)
 
     def sample(self, row: int) -> int:
+        if self._seed is not None:
+            if self._draws:
+                llama.llama_sampler_free(
+                    llama.llama_sampler_chain_remove(self._chain, llama.llama_sampler_chain_n(self._chain) - 1)
+                )
+            self._add(llama.llama_sampler_init_dist(draw_seed(self._seed, self._drawn)))
+            self._draws = True
+        self._drawn += 1
         return int(llama.llama_sampler_sample(self._chain, self._context, row))
 
     def release(self) -> None:

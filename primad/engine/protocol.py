@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
@@ -52,6 +52,23 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         """Whether bias or penalties change the order of the tokens."""
         penalised = self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return bool(self.logit_bias) or (penalised and self.penalty_tokens != 0)
+
+
+_MASK_64: Final = (1 << 64) - 1
+
+
+def draw_seed(seed: int, index: int) -> int:
+    """The seed (0 to 2**32 - 2) of the draw of token ``index`` of an answer whose sampling has ``seed``.
+
+    Each draw has a generator of its own, so that what is drawn depends on the tokens before it and on nothing that a ring
+    process remembers: another process that is given those tokens draws the same. The mix is that of splitmix64 (Steele,
+    Lea and Flood, "Fast splittable pseudorandom number generators", 2014): number ``index`` of the stream that starts at
+    ``seed``, of which the upper half is taken. 2**32 - 1 asks llama.cpp for a random seed and becomes 0.
+    """
+    mixed = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK_64
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
+    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & _MASK_64
+    return ((mixed ^ mixed >> 31) >> 32) % 0xFFFFFFFF
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +140,7 @@ class HiddenWindow(Window, Protocol):
 
 
 class Sampler(Protocol):
-    """Draws tokens for one generation; remembers what it drew."""
+    """Draws tokens for one generation; remembers what it drew. Token ``i`` of the answer is drawn with ``draw_seed``."""
 
     def sample(self, row: int) -> int:
         """The next token from the logits of row ``row`` of the last ``LogitsWindow.forward``."""
@@ -141,8 +158,8 @@ class LogitsWindow(Window, Protocol):
     def logits(self, row: int) -> NDArray[np.float32]:
         """Logits (vocabulary,) of row ``row`` of the last forward; a view that the next forward overwrites."""
 
-    def sampler(self, sampling: Sampling, prompt: Sequence[int]) -> Sampler:
-        """A sampler whose penalties already know ``prompt``."""
+    def sampler(self, sampling: Sampling, prompt: Sequence[int], drawn: Sequence[int]) -> Sampler:
+        """A sampler that goes on behind ``prompt`` and the tokens ``drawn`` for it so far: its penalties know them all."""
 
     def is_end(self, token: int) -> bool:
         """Whether ``token`` ends a generation."""

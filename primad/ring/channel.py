@@ -41,10 +41,11 @@ class RingChannel:
         self._buffer = bytearray()
         self.is_open = True
 
-    def tell(self, event: RingEvent) -> None:
-        """Send an event; when the daemon is gone, only ``is_open`` changes."""
+    def tell(self, *events: RingEvent) -> None:
+        """Send events; when the daemon is gone, only ``is_open`` changes."""
         try:
-            self.connection.sendall(frame(event))
+            for event in events:
+                self.connection.sendall(frame(event))
         except OSError:
             self.is_open = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,13 +17,16 @@ from numpy.typing import NDArray
 
 from primad.engine.protocol import Hidden, HiddenWindow, LogitsWindow, Sampler, Sampling, Tokens
 from primad.errors import ProtocolError, RingError
+from primad.ring.laps import Laps
 from primad.ring.messages import (
     HIDDEN_DTYPE,
     PROTOCOL,
     Cancel,
+    Drained,
     Finished,
     Generate,
     Limits,
+    Overdue,
     Sampled,
     Serving,
     Step,
@@ -40,11 +43,14 @@ class Send:
     hidden: Hidden
 
 
+HeadEvent = Sampled | Finished | Serving | Overdue | Drained
+
+
 @dataclass(frozen=True, slots=True)
 class Tell:
     """Give ``events`` to the daemon."""
 
-    events: list[Sampled | Finished | Serving]
+    events: Sequence[HeadEvent]
 
 
 Outcome = Send | Tell
@@ -67,8 +73,8 @@ class Head:
     """The head's windows, its scheduler and the steps on their way.
 
     ``windows`` maps route indices to the head's windows but the last, ``tail`` is the last one (the whole model when
-    ``route`` is 1). ``limits`` names the ring. A step that is not back ``step_timeout_s`` after its last sign of life
-    breaks the ring. ``clock`` gives seconds on any scale.
+    ``route`` is 1). ``limits`` names the ring. A step that takes much longer than such steps did is told as ``Overdue``; one
+    that is not back ``step_timeout_s`` after its last sign of life breaks the ring. ``clock`` gives seconds on any scale.
     """
 
     def __init__(
@@ -93,21 +99,33 @@ class Head:
         self._arrived: deque[tuple[Step, Hidden]] = deque()
         self._deadlines: dict[int, float] = {}
         self._under_way: dict[int, Step] = {}
+        self._laps = Laps()
+        self._news: list[HeadEvent] = []
+        self._is_draining = False
         self._sampler: tuple[int, Sampler] | None = None
         self._clock = clock
 
     def warm_up(self) -> None:
         """Send one row around before anything else; ``Serving`` is told when it is back and forgotten everywhere."""
-        generate = Generate(request=-1, prompt=[0], max_tokens=1, sampling=_GREEDY, logprobs=None)
+        generate = Generate(request=-1, prompt=[0], drawn=[], max_tokens=1, sampling=_GREEDY, logprobs=None)
         self._scheduler.submit(generate)
 
     def submit(self, generate: Generate) -> None:
-        """Queue a generation."""
-        self._scheduler.submit(generate)
+        """Queue a generation. Raises ``RingError`` after ``drain``."""
+        finished = self._scheduler.submit(generate)
+        if finished is not None:
+            self._news.append(finished)
 
     def cancel(self, cancel: Cancel) -> None:
         """Stop a generation."""
         self._scheduler.cancel(cancel)
+
+    def drain(self) -> None:
+        """Begin no further step; ``Drained`` is told, once, when those under way are back."""
+        if not self._is_draining:
+            self._is_draining = True
+            self._scheduler.drain()
+            self._tell_drained()
 
     def receive(self, step: Step, hidden: Hidden) -> None:
         """Take a judged step from the ring; it is computed by a later ``turn``.
@@ -121,16 +139,18 @@ class Head:
             raise ProtocolError(f"step {step.step} came back for window {step.window}, where it has been already")
         if msgspec.structs.replace(sent, window=step.window) != step:
             raise ProtocolError(f"step {step.step} came back with other rows than it left with")
+        now = self._clock()
         self._under_way[step.step] = step
-        self._deadlines[step.step] = self._clock() + self._step_timeout_s
+        self._deadlines[step.step] = now + self._step_timeout_s
+        self._laps.back(step.step, now)
         self._arrived.append((step, hidden))
 
-    def wait_s(self) -> float:
+    def wait_s(self, *, may_compute: bool = True) -> float:
         """Seconds until something is due without a message: 0 when there is work, infinity when all is quiet.
 
-        Raises ``RingError`` when a step is overdue.
+        Without ``may_compute``, steps that could be computed are no work. Raises ``RingError`` when a step's time is up.
         """
-        if self._arrived:
+        if self._news or (self._arrived and may_compute):
             return 0.0
         if not self._deadlines:
             return math.inf
@@ -138,13 +158,21 @@ class Head:
         now = self._clock()
         if deadline <= now:
             raise RingError(f"step {step} did not come back within {self._step_timeout_s:g} s; a device hangs")
-        return deadline - now
+        return max(0.0, min(deadline, self._laps.due_s()) - now)
+
+    def news(self) -> Sequence[HeadEvent]:
+        """What the daemon is to be told before anything else is computed."""
+        overdue = self._laps.overdue(self._clock())
+        told, self._news = self._news, []
+        return told if overdue is None else [*told, overdue]
 
     def turn(self) -> Outcome | None:
-        """Compute one window's worth of work, what came furthest first; None when there is none.
+        """Tell the news, or compute one window's worth of work, what came furthest first; None when there is neither.
 
         Raises ``EngineError`` when a window fails.
         """
+        if news := self.news():
+            return Tell(news)
         if self._arrived:
             furthest = max(step.window for step, _ in self._arrived)
             index = next(i for i, (step, _) in enumerate(self._arrived) if step.window == furthest)
@@ -180,6 +208,7 @@ class Head:
         while step.window in self._windows:
             step, content = visit(self._windows[step.window], step, content)
         if step.window < self._last:
+            self._laps.left(step.step, step.rows, self._clock())
             return Send(step, content)  # type: ignore[arg-type]
         for op in step.ops:
             apply(self._tail, op)
@@ -187,20 +216,27 @@ class Head:
         del self._deadlines[step.step], self._under_way[step.step]
         generate = self._scheduler.wants_draw(step.step)
         draw = self._draw(generate, step.rows - 1) if generate is not None and step.outputs[-1] else None
-        return Tell(self._announce(self._scheduler.commit(step.step, draw, self._clock())))
+        events = self._announce(self._scheduler.commit(step.step, draw, self._clock()))
+        self._tell_drained()
+        return Tell(events)
 
-    def _announce(self, events: list[Sampled | Finished]) -> list[Sampled | Finished | Serving]:
+    def _announce(self, events: list[Sampled | Finished]) -> list[HeadEvent]:
         """The warm-up's own events become one ``Serving``."""
-        told: list[Sampled | Finished | Serving] = [event for event in events if event.request >= 0]
+        told: list[HeadEvent] = [event for event in events if event.request >= 0]
         if any(isinstance(event, Finished) and event.request < 0 for event in events):
             told.append(Serving())
         return told
+
+    def _tell_drained(self) -> None:
+        if self._scheduler.is_drained:
+            self._news.append(Drained())
 
     def _draw(self, generate: Generate, row: int) -> Draw:
         if self._sampler is None or self._sampler[0] != generate.request:
             if self._sampler is not None:
                 self._sampler[1].release()
-            self._sampler = (generate.request, self._tail.sampler(generate.sampling, generate.prompt))
+            sampler = self._tail.sampler(generate.sampling, generate.prompt, generate.drawn)
+            self._sampler = (generate.request, sampler)
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
         if generate.logprobs is not None:

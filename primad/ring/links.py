@@ -1,18 +1,29 @@
-"""The ZeroMQ side of a ring process: one PULL for what arrives, one PUSH to the next device.
+"""The ZeroMQ side of a ring process: one PULL for what arrives, one PUSH to the next device, both encrypted.
 
-Both have high-water marks, so a slow device pushes back on the one before it instead of filling memory, and deadlines, so
-nothing waits unbounded. A hidden state is a frame of its own: it is computed into one buffer, handed to ZeroMQ from
-there, and on the other side given to llama.cpp from the frame it arrived in. ZeroMQ sets TCP_NODELAY on every connection.
+Every ring process makes a key pair for itself when it listens (CurveZMQ); the secret never leaves the process. Only who was
+told the public key gets as far as a handshake, and of those only the device before this one gets in: libzmq asks for each
+connection (ZAP, RFC 27), and the process's own loop answers, since handshakes are rare and a thread for them would cost
+every hop. Questions that come before the sender is known wait for it, so it does not matter which device of a ring is linked
+first.
+
+Both sockets have high-water marks, so a slow device pushes back on the one before it instead of filling memory. A step that
+the next device does not take yet is kept, one at a time, and nothing here ever blocks: whoever sends waits for ``watched``,
+together with all else that may happen. A hidden state is a frame of its own: it is computed into one buffer and handed to
+ZeroMQ from there, and on the other side given to llama.cpp from the frame it arrived in. ZeroMQ sets TCP_NODELAY on every
+connection.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import struct
 import time
 from typing import Final
 
 import numpy as np
 import zmq
+from zmq.utils import z85
 
 from primad.engine.protocol import Hidden
 from primad.errors import ProtocolError, RingError
@@ -24,26 +35,57 @@ HIGH_WATER_STEPS: Final = 64
 SEND_TIMEOUT_S: Final = 30.0
 LOG_INTERVAL_S: Final = 1.0
 KEEPALIVE_IDLE_S: Final = 10
+HANDSHAKE_S: Final = 3.0
+RECONNECT_MOST_S: Final = 1.0
+CURVE_BYTES: Final = 33
+"""What encryption adds to a frame: command name, nonce, flags and authenticator."""
+
+_ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN: Final = b"primad-ring"
 
 
 class Links:
-    """The two sockets of a ring process. ``endpoint`` is where the device before it sends to."""
+    """The sockets of a ring process. ``endpoint`` is where the device before it sends to, ``key`` its public key.
 
-    def __init__(self, host: str, limits: Limits) -> None:
+    ``pull`` is readable when a step may have arrived, ``zap`` when ``admit`` is to be called.
+    A step that is not taken within ``patience_s`` breaks the ring.
+    """
+
+    def __init__(self, host: str, limits: Limits, *, patience_s: float = SEND_TIMEOUT_S) -> None:
         self._limits = limits
+        self._patience_s = patience_s
+        public, self._secret = zmq.curve_keypair()
+        self._public = public
+        self.key = public.decode()
+        self._sender: str | None = None
         self._context = zmq.Context()
         self._push: zmq.Socket[bytes] | None = None
-        self.pull = self._socket(zmq.PULL)
-        self.pull.setsockopt(zmq.RCVHWM, HIGH_WATER_STEPS)
-        self.pull.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_BYTES, limits.rows * limits.width * 4))
-        try:
-            self.pull.bind(f"tcp://{_bracketed(host)}:*")
-        except zmq.ZMQError as exc:
-            self.close()
-            raise RingError(f"cannot listen for the ring on {host}: {exc.strerror}; check --host") from exc
+        self._waiting: tuple[Step, Hidden, float] | None = None
+        self.zap: zmq.Socket[bytes] = self._context.socket(zmq.REP)
+        self.zap.setsockopt(zmq.LINGER, 0)
+        self.zap.bind(_ZAP_ENDPOINT)
+        self.pull = self._listening(host)
         self.endpoint = self.pull.getsockopt_string(zmq.LAST_ENDPOINT)
         self.refused = 0
         self._logged_s = -LOG_INTERVAL_S
+
+    def _listening(self, host: str) -> zmq.Socket[bytes]:
+        pull = self._socket(zmq.PULL)
+        pull.curve_server = True
+        pull.curve_secretkey = self._secret
+        pull.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        pull.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        pull.setsockopt(zmq.RCVHWM, HIGH_WATER_STEPS)
+        most_bytes = max(MAX_HEADER_BYTES, self._limits.rows * self._limits.width * 4)
+        pull.setsockopt(zmq.MAXMSGSIZE, most_bytes + CURVE_BYTES)
+        try:
+            pull.bind(f"tcp://{_bracketed(host)}:*")
+        except zmq.ZMQError as exc:
+            pull.close()
+            self.zap.close()
+            self._context.term()
+            raise RingError(f"cannot listen for the ring on {host}: {exc.strerror}; check --host") from exc
+        return pull
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -51,14 +93,24 @@ class Links:
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         return socket
 
-    def connect(self, address: str) -> None:
-        """Send to ``address`` from now on. Raises ``RingError`` when it is no ZeroMQ endpoint."""
+    def connect(self, address: str, key: str, sender: str) -> None:
+        """Send to ``address``, whose owner has the public key ``key``, and take steps of the owner of ``sender`` only.
+
+        A step that is still waiting goes to the new address. Raises ``RingError`` for what is no ZeroMQ endpoint or no key.
+        """
+        if not _is_key(sender):
+            raise RingError("cannot take steps of the device before this one: what was given as its public key is none")
+        if not _is_key(key):
+            raise RingError(f"cannot send to the next device at {address!r}: what was given as its public key is none")
         push = self._socket(zmq.PUSH)
         push.setsockopt(zmq.SNDHWM, HIGH_WATER_STEPS)
-        push.setsockopt(zmq.SNDTIMEO, int(SEND_TIMEOUT_S * 1000))
         push.setsockopt(zmq.IMMEDIATE, 1)
+        push.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MOST_S * 1000))
+        push.curve_serverkey = key.encode()
+        push.curve_publickey, push.curve_secretkey = self._public, self._secret
         try:
             push.connect(address)
         except zmq.ZMQError as exc:
@@ -67,16 +119,79 @@ class Links:
         if self._push is not None:
             self._push.close()
         self._push = push
+        self._sender = sender
+        if self._waiting is not None:
+            self._waiting = (*self._waiting[:2], time.monotonic() + self._patience_s)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a step waits to be taken by the next device; ``send`` must not be called then."""
+        return self._waiting is not None
+
+    def wait_s(self) -> float:
+        """Seconds until the next device's time to take the waiting step is up; infinity when none waits."""
+        return math.inf if self._waiting is None else max(0.0, self._waiting[2] - time.monotonic())
+
+    def watched(self, *, receiving: bool) -> list[tuple[zmq.Socket[bytes], int]]:
+        """The sockets and events (as ``zmq.zmq_poll`` takes them) that there is something to do for.
+
+        Steps that arrive are among them when ``receiving``.
+        """
+        watched: list[tuple[zmq.Socket[bytes], int]] = []
+        if self._sender is not None:
+            watched.append((self.zap, zmq.POLLIN))
+        if receiving:
+            watched.append((self.pull, zmq.POLLIN))
+        if self._waiting is not None and self._push is not None:
+            watched.append((self._push, zmq.POLLOUT))
+        return watched
 
     def send(self, step: Step, hidden: Hidden) -> None:
-        """Give a step to the next device. Raises ``RingError`` when it takes nothing for ``SEND_TIMEOUT_S``."""
+        """Give a step to the next device, or keep it until ``flush`` can. Raises ``RingError`` before ``connect``."""
+        assert self._waiting is None
         if self._push is None:
             raise RingError(f"step {step.step} arrived before this device knew its next device")
+        if not self._send(step, hidden):
+            self._waiting = (step, hidden, time.monotonic() + self._patience_s)
+
+    def flush(self) -> bool:
+        """Whether nothing waits any more. Raises ``RingError`` when the next device took nothing for too long."""
+        if self._waiting is None:
+            return True
+        step, hidden, deadline = self._waiting
+        if self._send(step, hidden):
+            self._waiting = None
+            return True
+        if time.monotonic() >= deadline:
+            raise RingError(f"the next device took no step for {self._patience_s:g} s; it is gone or hangs")
+        return False
+
+    def _send(self, step: Step, hidden: Hidden) -> bool:
+        assert self._push is not None
         try:
-            self._push.send(encode(step), zmq.SNDMORE)
-            self._push.send(hidden.data, copy=False)
-        except zmq.Again as exc:
-            raise RingError(f"the next device took no step for {SEND_TIMEOUT_S:g} s; it is gone or hangs") from exc
+            self._push.send(encode(step), zmq.SNDMORE | zmq.NOBLOCK)
+            # If the connection ends between the two frames, ZeroMQ takes the first one back.
+            self._push.send(hidden.data, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def admit(self) -> None:
+        """Answer libzmq's questions who may connect; call it when ``watched`` says that there are some.
+
+        The refusal is that of a temporary failure: a device that was told another sender's key first tries again.
+        """
+        while self._sender is not None:
+            try:
+                question = self.zap.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            version, number, *_, key = question
+            is_sender = len(key) == 32 and z85.encode(key).decode() == self._sender
+            answer = [b"200", b"", z85.encode(key)] if is_sender else [b"300", b"not the device before this one", b""]
+            if not is_sender:
+                self._warn("refused a connection to the ring: it is not the device before this one")
+            self.zap.send_multipart([version, number, *answer, b""])
 
     def receive(self) -> tuple[Step, Hidden] | None:
         """The next step that has arrived, or None. A message that is no valid step is refused with a log line."""
@@ -88,6 +203,8 @@ class Links:
             try:
                 if len(frames) != 2:
                     raise ProtocolError(f"message of {len(frames)} frames; a step has 2")
+                if frames[0].get("User-Id") != self._sender:
+                    raise ProtocolError("a step of a device that is no longer before this one")
                 payload = frames[1].buffer
                 step = decode_step(frames[0].buffer, payload.nbytes, self._limits)
             except StaleEpochError as exc:
@@ -102,17 +219,32 @@ class Links:
     def refuse(self, why: ProtocolError) -> None:
         """Count a message that is not used, with a log line at most every ``LOG_INTERVAL_S``."""
         self.refused += 1
+        self._warn("refused a message on the ring (%d so far): %s", self.refused, why)
+
+    def _warn(self, text: str, *values: object) -> None:
         now = time.monotonic()
         if now - self._logged_s >= LOG_INTERVAL_S:
             self._logged_s = now
-            logger.warning("refused a message on the ring (%d so far): %s", self.refused, why)
+            logger.warning(text, *values)
 
     def close(self) -> None:
-        """Close both sockets; what was not sent yet is dropped."""
+        """Close the sockets; what was not sent yet is dropped."""
         if self._push is not None:
             self._push.close()
         self.pull.close()
+        self.zap.close()
         self._context.term()
+
+
+def _is_key(text: str) -> bool:
+    """Whether ``text`` can be a public key in Z85."""
+    if len(text) != 40 or not text.isascii():
+        return False
+    try:
+        z85.decode(text.encode())
+    except (KeyError, ValueError, struct.error):
+        return False
+    return True
 
 
 def _bracketed(host: str) -> str:

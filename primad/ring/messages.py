@@ -2,8 +2,8 @@
 
 Three conversations use this file:
 
-* **Along the route** (ZeroMQ PUSH/PULL, one hop a message): a ``Step`` header frame and one payload frame with the rows'
-  hidden states. KV operations ride in the same ordered stream, so every window applies the same log.
+* **Along the route** (encrypted ZeroMQ PUSH/PULL, one hop a message): a ``Step`` header frame and one payload frame with
+  the rows' hidden states. KV operations ride in the same ordered stream, so every window applies the same log.
 * **Between a daemon and its ring process** (a private socket pair): ``RingCommand`` down, ``RingEvent`` up.
 * **Between the API and the head's scheduler**: ``Generate`` and ``Cancel`` down, ``Sampled`` and ``Finished`` up; they are
   ring commands and ring events themselves.
@@ -21,7 +21,7 @@ from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError, printable
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """The version of every message in this file. It grows when an older peer could misread a newer one."""
 
 HIDDEN_DTYPE: Final = "f32"
@@ -188,11 +188,14 @@ def _check_op(op: KvOp, limits: Limits) -> None:
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Continue ``prompt`` (token ids, at least one) by at most ``max_tokens`` tokens.
 
-    ``logprobs`` is None, or how many of the most likely tokens each ``Sampled`` lists (0 to 20).
+    ``drawn`` are those of its tokens that were drawn under an earlier epoch: they are computed again, count as if this
+    ring had drawn them, and are not told again. ``logprobs`` is None, or how many of the most likely tokens each
+    ``Sampled`` lists (0 to 20).
     """
 
     request: int
     prompt: list[int]
+    drawn: list[int]
     max_tokens: int
     sampling: Sampling
     logprobs: int | None
@@ -220,8 +223,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """The last message for ``request``.
 
     ``reason`` is ``stop`` (the model ended its answer; its end-of-generation token is not sent as ``Sampled``), ``length``
-    (``max_tokens`` or the context reached) or ``error`` with a one-line ``error``. ``prompt_s`` is the time from the first
-    prefill step to the first token, ``decode_s`` the time from there to the last.
+    (``max_tokens`` or the context reached) or ``error`` with a one-line ``error``. ``completion_tokens`` counts the tokens
+    of earlier epochs too. ``prompt_s`` is the time from the first prefill step to the first token that this ring drew,
+    ``decode_s`` the time from there to the last.
     """
 
     request: int
@@ -272,10 +276,38 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     options: EngineOptions
 
 
+class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
+    """To a worker's ring process: serve another ring or epoch with windows that are loaded already.
+
+    ``windows`` are pairs (old route index, new route index); a window that none of them names is released. Everything of
+    the epoch before is dropped: KV cells, links and their keys, steps on their way. The answer is another ``Opened``, and
+    a ``Connect`` must follow. The other fields are as in ``Open``; context, rows and threads stay as they were opened.
+    """
+
+    ring: int
+    epoch: int
+    windows: list[tuple[int, int]]
+    route: int
+    host: str
+    step_timeout_s: float
+
+
 class Connect(msgspec.Struct, frozen=True, tag="connect"):
-    """Send to the ring process at ``address`` (a ZeroMQ endpoint) from now on; the head then runs a warm-up lap."""
+    """The neighbours in the ring: send to the ring process at ``address`` (a ZeroMQ endpoint), whose public key is ``key``,
+    and take steps from the one whose public key is ``sender`` and from nobody else. The head then runs a warm-up lap.
+    """
 
     address: str
+    key: str
+    sender: str
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """To the head's ring process: begin no further step; ``Drained`` is told once those on their way are back.
+
+    Generations that are not over stay with the daemon, which has seen every token of theirs by then. No ``Generate`` may
+    follow.
+    """
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -289,17 +321,36 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """Every window is loaded; the next device's steps are received at ``endpoint`` (empty without a ring)."""
+    """Every window is loaded; steps of the device before this one are received at ``endpoint``.
+
+    ``key`` is the public key of this ring process (Z85, 40 characters), new with every ``Opened``. Both are empty without
+    a ring.
+    """
 
     endpoint: str
+    key: str
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
     """The head's warm-up lap came back: the ring computes."""
 
 
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """The answer to ``Drain``: no step is under way and none will be."""
+
+
+class Overdue(msgspec.Struct, frozen=True, kw_only=True, tag="overdue"):
+    """Step ``step`` is out since ``waited_s``, much longer than such steps took before; told again at every doubling.
+
+    It may still come: a slow device is not a dead one. ``Open.step_timeout_s`` is where the ring breaks.
+    """
+
+    step: int
+    waited_s: float
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
-    """What this ring process did and holds.
+    """What this ring process did and holds since it was opened, or reopened, last.
 
     ``hop_s`` are the software times of its latest hops in seconds: received to compute started plus compute ended to
     sent. ``rss_bytes`` is its resident memory, shared file pages included; ``private_bytes`` leaves those out.
@@ -314,8 +365,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     refused: int
 
 
-RingCommand = Open | Connect | Generate | Cancel | Report
-RingEvent = Loading | Opened | Serving | Sampled | Finished | Status | RingBroken
+RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report
+RingEvent = Loading | Opened | Serving | Sampled | Finished | Overdue | Drained | Status | RingBroken
 
 command_decoder = msgspec.msgpack.Decoder(RingCommand)
 event_decoder = msgspec.msgpack.Decoder(RingEvent)

@@ -5,14 +5,19 @@ log) and takes back what was drawn for each. One sequence generates at a time; o
 
 Prompts are fed in chunks of at most ``rows`` rows. Chunks follow each other into the ring without waiting (up to
 ``depth`` in flight), since only the last one's output is needed; decode steps wait for the token before them.
+
+A generation that an earlier epoch began comes with the tokens it has drawn already. They are fed one by one, as they were
+fed then: llama.cpp computes a batch of several rows in another order than single rows, and its sums would differ in the
+last bits. Like chunks they do not wait for each other.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
+from primad.errors import RingError
 from primad.ring.messages import Cancel, Finished, Generate, KvOp, KvRemove, Sampled
 
 SEQUENCE: Final = 0
@@ -47,9 +52,10 @@ class _Running:
 
     generate: Generate
     started_s: float
+    drawn: list[int]
+    """All tokens after the prompt, those of earlier epochs first."""
     fed: int = 0
-    """Prompt tokens handed out."""
-    drawn: list[int] = field(default_factory=list)
+    """Tokens of prompt and ``drawn`` handed out."""
     first_token_s: float | None = None
 
 
@@ -65,6 +71,7 @@ class Scheduler:
         self._ops: list[KvOp] = []
         self._in_flight: dict[int, int] = {}
         self._steps = 0
+        self._drains = False
 
     @property
     def in_flight(self) -> int:
@@ -76,11 +83,29 @@ class Scheduler:
         """Whether there is nothing to compute and nothing to wait for."""
         return self._running is None and not self._waiting and not self._in_flight
 
-    def submit(self, generate: Generate) -> None:
-        """Queue a generation. Its prompt has at least one token and fits the context with one token to spare."""
+    @property
+    def is_drained(self) -> bool:
+        """Whether ``drain`` was called and every step is back."""
+        return self._drains and not self._in_flight
+
+    def submit(self, generate: Generate) -> Finished | None:
+        """Queue a generation; its end, when the tokens of earlier epochs are all that it may have.
+
+        Its prompt has at least one token and fits the context with one token to spare. Raises ``RingError`` after
+        ``drain``.
+        """
         assert 0 < len(generate.prompt) < self._context
         assert generate.max_tokens > 0
+        if self._drains:
+            raise RingError(f"request {generate.request} was given to a ring that drains; give it to the next one")
+        if self._is_full(generate, len(generate.drawn)):
+            return _finished(generate, len(generate.drawn), "length", prompt_s=0.0, decode_s=0.0)
         self._waiting.append(generate)
+        return None
+
+    def drain(self) -> None:
+        """Hand out no step from now on."""
+        self._drains = True
 
     def cancel(self, cancel: Cancel) -> None:
         """Forget a generation, wherever it is; what is in flight for it is dropped when it comes back."""
@@ -91,22 +116,21 @@ class Scheduler:
 
     def next_step(self, now: float) -> Planned | None:
         """The next step of the log, or None when the ring must answer first or there is nothing to do."""
-        if len(self._in_flight) >= self._depth:
+        if self._drains or len(self._in_flight) >= self._depth:
             return None
         if self._running is None:
             if not self._waiting:
                 return None
-            self._running = _Running(generate=self._waiting.popleft(), started_s=now)
+            generate = self._waiting.popleft()
+            self._running = _Running(generate=generate, started_s=now, drawn=list(generate.drawn))
         running = self._running
-        prompt = running.generate.prompt
-        if running.fed < len(prompt):
-            tokens = prompt[running.fed : running.fed + self._rows]
-            first = running.fed
-            running.fed += len(tokens)
-            return self._plan(tokens, first, wants_output=running.fed == len(prompt))
-        if running.generate.request in self._in_flight.values() or not running.drawn:
+        prompt, first = running.generate.prompt, running.fed
+        total = len(prompt) + len(running.drawn)
+        if first == total:
             return None
-        return self._plan([running.drawn[-1]], len(prompt) + len(running.drawn) - 1, wants_output=True)
+        tokens = prompt[first : first + self._rows] or [running.drawn[first - len(prompt)]]
+        running.fed += len(tokens)
+        return self._plan(tokens, first, wants_output=running.fed == total)
 
     def commit(self, step: int, draw: Draw | None, now: float) -> list[Sampled | Finished]:
         """Take back step ``step`` with what was drawn for it (None when it wanted no output, or nobody does any more)."""
@@ -120,9 +144,7 @@ class Scheduler:
             return [self._finish(running, "stop", now)]
         running.drawn.append(draw.token)
         sampled = Sampled(request=request, token=draw.token, logprob=draw.logprob, top=draw.top)
-        generate = running.generate
-        total = len(generate.prompt) + len(running.drawn)
-        if len(running.drawn) >= generate.max_tokens or total >= self._context:
+        if self._is_full(running.generate, len(running.drawn)):
             return [sampled, self._finish(running, "length", now)]
         return [sampled]
 
@@ -149,20 +171,33 @@ class Scheduler:
         self._steps += 1
         return step
 
+    def _is_full(self, generate: Generate, drawn: int) -> bool:
+        """Whether ``drawn`` tokens are all that ``generate`` may have."""
+        return drawn >= generate.max_tokens or len(generate.prompt) + drawn >= self._context
+
     def _finish(self, running: _Running, reason: str, now: float) -> Finished:
         first_token_s = running.first_token_s if running.first_token_s is not None else now
-        finished = Finished(
-            request=running.generate.request,
-            reason=reason,
-            error=None,
-            prompt_tokens=len(running.generate.prompt),
-            completion_tokens=len(running.drawn),
+        self._free()
+        return _finished(
+            running.generate,
+            len(running.drawn),
+            reason,
             prompt_s=first_token_s - running.started_s,
             decode_s=now - first_token_s,
         )
-        self._free()
-        return finished
 
     def _free(self) -> None:
         self._running = None
         self._ops = [KvRemove(SEQUENCE, 0, -1)]
+
+
+def _finished(generate: Generate, drawn: int, reason: str, *, prompt_s: float, decode_s: float) -> Finished:
+    return Finished(
+        request=generate.request,
+        reason=reason,
+        error=None,
+        prompt_tokens=len(generate.prompt),
+        completion_tokens=drawn,
+        prompt_s=prompt_s,
+        decode_s=decode_s,
+    )

@@ -125,7 +125,7 @@ def test_a_released_window_and_a_released_sampler_are_not_used():
     fake = model()
     window = fake.whole()
     window.forward(rows([1]))
-    sampler = window.sampler(GREEDY, [1])
+    sampler = window.sampler(GREEDY, [1], [])
     sampler.release()
     with pytest.raises(AssertionError, match="after its release"):
         sampler.sample(0)

@@ -129,8 +129,8 @@ def test_another_ring_or_epoch_is_stale(changes):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"protocol": 0}, "protocol 0"),
-        ({"protocol": 2}, "protocol 2"),
+        ({"protocol": PROTOCOL - 1}, f"protocol {PROTOCOL - 1}"),
+        ({"protocol": PROTOCOL + 1}, f"protocol {PROTOCOL + 1}"),
         ({"step": -1}, "step number -1"),
         ({"window": 3}, "window 3"),
         ({"window": -1}, "window -1"),

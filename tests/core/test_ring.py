@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from primad.errors import EngineError, ProtocolError, RingError
 from primad.ring.head import log_softmax, most_likely
-from primad.ring.messages import Finished, KvKeep, KvRemove, Sampled, Serving, Step
+from primad.ring.messages import PROTOCOL, Finished, KvKeep, KvRemove, Sampled, Serving, Step
 from primad.ring.worker import Worker
 from tests.fakes.engine import VOCABULARY, WIDTH, FakeModel
 from tests.fakes.ring import GREEDY, STEP_TIMEOUT_S, FakeRing, generate
@@ -340,7 +340,7 @@ def test_times_are_those_of_the_clock():
 
 def a_step(number: int, window: int, rows: int = 1) -> Step:
     return Step(
-        protocol=1,
+        protocol=PROTOCOL,
         ring=7,
         epoch=3,
         step=number,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.protocol import EngineOptions, Hidden, Rows, Sampling
+from primad.engine.protocol import EngineOptions, Hidden, Rows, Sampling, draw_seed
 from primad.errors import EngineError
 
 WIDTH = 8
@@ -108,7 +108,7 @@ class FakeModel:
     def answer(self, prompt: Sequence[int], count: int, sampling: Sampling) -> list[int]:
         """The first ``count`` tokens of the answer, or those before the one that ends it. Runs no window."""
         tokens = list(prompt)
-        draws = _Draws(sampling, tokens)
+        draws = _Draws(sampling, tokens, [])
         for _ in range(count):
             token = draws.draw(self.logits(tokens))
             if token in self.ends:
@@ -270,21 +270,21 @@ class FakeLogitsWindow(_Window):
         assert row in self._logits, f"row {row} of the last step wanted no logits"
         return self._logits[row]
 
-    def sampler(self, sampling: Sampling, prompt: Sequence[int]) -> FakeSampler:
+    def sampler(self, sampling: Sampling, prompt: Sequence[int], drawn: Sequence[int]) -> FakeSampler:
         self._check_open()
-        return FakeSampler(self, self._model, sampling, prompt)
+        return FakeSampler(self, self._model, sampling, prompt, drawn)
 
     def is_end(self, token: int) -> bool:
         return token in self._model.ends
 
 
 class _Draws:
-    """The draws of one generation: greedy, or by a seeded generator; bias and presence penalty change the logits."""
+    """The draws of one generation, each by a generator of its own; bias and presence penalty change the logits."""
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], drawn: Sequence[int]) -> None:
         self._sampling = sampling
-        self._seen = list(prompt)
-        self._random = np.random.default_rng(sampling.seed)
+        self._seen = [*prompt, *drawn]
+        self._index = len(drawn)
 
     def draw(self, logits: NDArray[np.float32]) -> int:
         """The next token; remembers it."""
@@ -294,8 +294,10 @@ class _Draws:
         if self._sampling.penalty_tokens > 0:
             scores[list(set(self._seen[-self._sampling.penalty_tokens :]))] -= self._sampling.presence_penalty
         if not self._sampling.is_greedy:
-            scores = scores / self._sampling.temperature + self._random.gumbel(size=len(scores))
+            random = np.random.default_rng(draw_seed(self._sampling.seed, self._index))
+            scores = scores / self._sampling.temperature + random.gumbel(size=len(scores))
         token = int(scores.argmax())
+        self._index += 1
         self._seen.append(token)
         return token
 
@@ -303,9 +305,16 @@ class _Draws:
 class FakeSampler:
     """Draws for one generation; ``FakeModel.answer`` draws the same."""
 
-    def __init__(self, window: FakeLogitsWindow, model: FakeModel, sampling: Sampling, prompt: Sequence[int]) -> None:
+    def __init__(
+        self,
+        window: FakeLogitsWindow,
+        model: FakeModel,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        drawn: Sequence[int],
+    ) -> None:
         self._window, self._model = window, model
-        self._draws = _Draws(sampling, prompt)
+        self._draws = _Draws(sampling, prompt, drawn)
         self._open = True
         model.open_samplers += 1
 

@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow, LogitsWindow, Sampling
-from primad.ring.head import Head, Send, Tell
-from primad.ring.messages import Cancel, Finished, Generate, Limits, Sampled, Serving, Step, decode_step, encode
+from primad.ring.head import Head, HeadEvent, Send, Tell
+from primad.ring.messages import Cancel, Finished, Generate, Limits, Sampled, Step, decode_step, encode
 from primad.ring.scheduler import Scheduler
 from primad.ring.worker import Worker
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeLogitsWindow, FakeModel
@@ -37,10 +37,23 @@ STEP_TIMEOUT_S = 10.0
 
 
 def generate(
-    request: int, prompt: Sequence[int], *, tokens: int = 8, sampling: Sampling = GREEDY, logprobs: int | None = None
+    request: int,
+    prompt: Sequence[int],
+    *,
+    drawn: Sequence[int] = (),
+    tokens: int = 8,
+    sampling: Sampling = GREEDY,
+    logprobs: int | None = None,
 ) -> Generate:
-    """A generation of ``tokens`` tokens at most."""
-    return Generate(request=request, prompt=list(prompt), max_tokens=tokens, sampling=sampling, logprobs=logprobs)
+    """A generation of ``tokens`` tokens at most, of which an earlier ring has ``drawn`` some."""
+    return Generate(
+        request=request,
+        prompt=list(prompt),
+        drawn=list(drawn),
+        max_tokens=tokens,
+        sampling=sampling,
+        logprobs=logprobs,
+    )
 
 
 class FakeRing:
@@ -65,7 +78,7 @@ class FakeRing:
         options = EngineOptions(context=context, sequences=1, rows=rows, threads=1, batch_threads=1)
         self.model = FakeModel(cuts[-1], ends, options=options)
         self.now_s = 100.0
-        self.events: list[Sampled | Finished | Serving] = []
+        self.events: list[HeadEvent] = []
         self.windows: list[FakeHiddenWindow | FakeLogitsWindow] = []
         held: list[dict[int, HiddenWindow]] = [{} for _ in range(max(owners) + 1)]
         for index, (owner, (first, last)) in enumerate(zip(owners[:-1], list(pairwise(cuts))[:-1], strict=True)):
@@ -123,7 +136,7 @@ class FakeRing:
 
     def answer(self, request: int) -> tuple[list[int], Finished]:
         """What was told about generation ``request``, which is over."""
-        told = [event for event in self.events if not isinstance(event, Serving) and event.request == request]
+        told = [event for event in self.events if isinstance(event, Sampled | Finished) and event.request == request]
         *sampled, finished = told
         assert isinstance(finished, Finished)
         assert all(isinstance(event, Sampled) for event in sampled)
@@ -131,7 +144,7 @@ class FakeRing:
 
     def told(self, request: int) -> int:
         """How many events there were of ``request``."""
-        return sum(not isinstance(event, Serving) and event.request == request for event in self.events)
+        return sum(isinstance(event, Sampled | Finished) and event.request == request for event in self.events)
 
     def cancel(self, request: int) -> None:
         """Cancel a generation."""

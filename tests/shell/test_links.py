@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import select
 import socket
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 import numpy as np
@@ -44,39 +49,109 @@ def hidden(rows: int = 2) -> np.ndarray:
 VALID = [encode(a_step()), hidden().tobytes()]
 
 
+class Sender:
+    """The key pair of a ZeroMQ peer that sends what it likes."""
+
+    def __init__(self) -> None:
+        public, self.secret = zmq.curve_keypair()
+        self.key = public.decode()
+
+    @contextmanager
+    def to(self, links: Links, **options: object) -> Iterator[zmq.Socket[bytes]]:
+        """A socket that is connected to ``links``; ``options`` change its own."""
+        with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+            push.setsockopt(zmq.LINGER, 0)
+            push.setsockopt(zmq.IPV6, 1)
+            push.setsockopt(zmq.SNDTIMEO, PATIENCE_MS)
+            curve = {"curve_publickey": self.key.encode(), "curve_secretkey": self.secret, "curve_serverkey": links.key}
+            for name, value in (curve | options).items():
+                if value is not None:
+                    setattr(push, name, value.encode() if isinstance(value, str) else value)
+            push.connect(links.endpoint)
+            yield push
+
+
+BEFORE = Sender()
+"""The device before ``receiver``."""
+NOBODY = Sender().key
+"""A key that no device has."""
+
+
+def with_sender(links: Links, sender: str = BEFORE.key) -> Links:
+    """``links`` that takes steps of ``sender`` and sends to nobody."""
+    links.connect("tcp://127.0.0.1:1", NOBODY, sender)
+    return links
+
+
 @pytest.fixture
 def receiver(monkeypatch) -> Iterator[Links]:
     monkeypatch.setattr(links_module, "LOG_INTERVAL_S", 0.0)
-    made = Links("127.0.0.1", LIMITS)
+    made = with_sender(Links("127.0.0.1", LIMITS))
     yield made
     made.close()
 
 
 @contextmanager
-def stranger(to: Links) -> Iterator[zmq.Socket[bytes]]:
-    """A ZeroMQ peer that sends what it likes."""
-    with zmq.Context() as context, context.socket(zmq.PUSH) as push:
-        push.setsockopt(zmq.LINGER, 0)
-        push.setsockopt(zmq.SNDTIMEO, PATIENCE_MS)
-        push.connect(to.endpoint)
-        yield push
+def opened(**options: float) -> Iterator[Links]:
+    """More links."""
+    made = Links("127.0.0.1", LIMITS, **options)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
-def wait_step(links: Links) -> tuple[Step, np.ndarray]:
-    """The next valid step; refuses what comes before it."""
-    while True:
-        assert links.pull.poll(PATIENCE_MS), "no step came"
+def stranger(to: Links) -> AbstractContextManager[zmq.Socket[bytes]]:
+    """A ZeroMQ peer that has the key of the device before ``receiver``, and sends what it likes."""
+    return BEFORE.to(to)
+
+
+def turn(*all_links: Links, timeout_ms: int) -> bool:
+    """Do what there is to do for ``all_links``, as their processes would; whether a step arrived."""
+    watched = [entry for links in all_links for entry in links.watched(receiving=True)]
+    wait_s = min(timeout_ms / 1000, *(links.wait_s() for links in all_links), math.inf)
+    ready = [socket for socket, _ in zmq.zmq_poll(watched, math.ceil(wait_s * 1000))]
+    for links in all_links:
+        if links.zap in ready:
+            links.admit()
+        links.flush()
+    return any(links.pull in ready for links in all_links)
+
+
+def wait_step(links: Links, *others: Links) -> tuple[Step, np.ndarray]:
+    """The next valid step; refuses what comes before it, and lets ``others`` send meanwhile."""
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while time.monotonic() < deadline:
+        turn(links, *others, timeout_ms=PATIENCE_MS)
         received = links.receive()
         if received is not None:
             return received
+    raise AssertionError("no step came")
 
 
-def test_a_step_arrives_as_it_was_sent(receiver):
-    sender = Links("127.0.0.1", LIMITS)
-    try:
-        sender.connect(receiver.endpoint)
+def assert_nothing_comes(links: Links, *others: Links, within_ms: int = 400) -> None:
+    """No step arrives although there is time for it; what this proves is only as good as the time is long."""
+    deadline = time.monotonic() + within_ms / 1000
+    while (left := deadline - time.monotonic()) > 0:
+        turn(links, *others, timeout_ms=math.ceil(left * 1000))
+        assert links.receive() is None
+
+
+def flush(links: Links, *others: Links) -> None:
+    """Wait until ``links`` has sent what it has."""
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while links.is_waiting:
+        assert time.monotonic() < deadline, "nothing takes the step"
+        turn(links, *others, timeout_ms=PATIENCE_MS)
+
+
+def test_a_step_arrives_as_it_was_sent():
+    with opened() as receiver, opened() as sender:
+        receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
+        sender.connect(receiver.endpoint, receiver.key, NOBODY)
         for number in range(3):
             sender.send(a_step(number), hidden() + number)
+            flush(sender, receiver)
         for number in range(3):
             step, content = wait_step(receiver)
             assert step == a_step(number)
@@ -84,32 +159,158 @@ def test_a_step_arrives_as_it_was_sent(receiver):
             assert np.array_equal(content, hidden() + number)
         assert receiver.receive() is None
         assert receiver.refused == 0
-    finally:
-        sender.close()
 
 
-def test_a_step_without_rows_arrives(receiver):
-    sender = Links("127.0.0.1", LIMITS)
-    try:
-        sender.connect(receiver.endpoint)
+def test_a_step_without_rows_arrives():
+    with opened() as receiver, opened() as sender:
+        receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
+        sender.connect(receiver.endpoint, receiver.key, NOBODY)
         sender.send(a_step(0, rows=0), hidden(0))
-        step, content = wait_step(receiver)
+        step, content = wait_step(receiver, sender)
         assert (step.rows, content.shape) == (0, (0, 4))
-    finally:
-        sender.close()
 
 
-def test_a_received_step_can_be_sent_on(receiver):
-    middle, sender = Links("127.0.0.1", LIMITS), Links("127.0.0.1", LIMITS)
+def test_the_largest_step_that_the_limits_allow_arrives():
+    limits = msgspec.structs.replace(LIMITS, width=1 << 17)
+    receiver, sender = (Links("127.0.0.1", limits) for _ in range(2))
     try:
-        sender.connect(middle.endpoint)
-        middle.connect(receiver.endpoint)
-        sender.send(a_step(), hidden())
-        middle.send(*wait_step(middle))
-        assert np.array_equal(wait_step(receiver)[1], hidden())
+        receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
+        sender.connect(receiver.endpoint, receiver.key, NOBODY)
+        content = np.ones((8, 1 << 17), np.float32)
+        assert content.nbytes > MAX_HEADER_BYTES
+        sender.send(msgspec.structs.replace(a_step(0, rows=8), shape=content.shape), content)
+        assert np.array_equal(wait_step(receiver, sender)[1], content)
     finally:
+        receiver.close()
         sender.close()
-        middle.close()
+
+
+def test_a_received_step_can_be_sent_on():
+    with opened() as receiver, opened() as middle, opened() as sender:
+        sender.connect(middle.endpoint, middle.key, NOBODY)
+        middle.connect(receiver.endpoint, receiver.key, sender.key)
+        receiver.connect("tcp://127.0.0.1:1", NOBODY, middle.key)
+        sender.send(a_step(), hidden())
+        middle.send(*wait_step(middle, sender))
+        assert np.array_equal(wait_step(receiver, middle)[1], hidden())
+
+
+# ---- who may send ---------------------------------------------------------------------------------------------------
+
+
+def test_every_opening_has_a_key_of_its_own():
+    with opened() as one, opened() as other:
+        assert one.key != other.key
+        assert len(one.key) == len(other.key) == 40
+
+
+def test_a_device_that_connects_before_it_is_known_gets_in_once_it_is():
+    with opened() as receiver, opened() as sender:
+        sender.connect(receiver.endpoint, receiver.key, NOBODY)
+        sender.send(a_step(), hidden())
+        assert sender.is_waiting
+        assert_nothing_comes(receiver, sender)
+        receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
+        began = time.monotonic()
+        assert wait_step(receiver, sender)[0] == a_step()
+        assert time.monotonic() - began < 2, "it was not waited for, but tried again"
+
+
+def test_a_device_that_was_refused_gets_in_when_it_becomes_the_one_before(receiver):
+    with opened() as sender:
+        sender.connect(receiver.endpoint, receiver.key, NOBODY)
+        sender.send(a_step(), hidden())
+        assert_nothing_comes(receiver, sender)
+        receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
+        assert wait_step(receiver, sender)[0] == a_step()
+
+
+def test_a_device_that_is_no_longer_before_this_one_is_refused_though_it_is_connected(receiver):
+    with stranger(receiver) as push, opened() as sender:
+        push.send_multipart(VALID)
+        assert wait_step(receiver)[0] == a_step()
+        receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
+        push.send_multipart(VALID)
+        sender.connect(receiver.endpoint, receiver.key, NOBODY)
+        sender.send(a_step(5), hidden())
+        assert wait_step(receiver, sender)[0] == a_step(5)
+        assert receiver.refused == 1
+
+
+INTRUDERS = {
+    "without encryption": {"curve_publickey": None, "curve_secretkey": None, "curve_serverkey": None},
+    "with a password": {
+        "curve_publickey": None,
+        "curve_secretkey": None,
+        "curve_serverkey": None,
+        "plain_username": b"primad",
+        "plain_password": b"primad",
+    },
+    "with another server in mind": {"curve_serverkey": NOBODY},
+    "with a key of its own": dict(zip(("curve_publickey", "curve_secretkey"), zmq.curve_keypair(), strict=True)),
+    "with the public key of the sender and another secret": {"curve_secretkey": zmq.curve_keypair()[1]},
+}
+
+
+@pytest.mark.parametrize("options", INTRUDERS.values(), ids=INTRUDERS.keys())
+def test_an_intruder_gets_no_step_through_and_disturbs_nobody(receiver, options):
+    with BEFORE.to(receiver, **options) as intruder, stranger(receiver) as push:
+        with contextlib.suppress(zmq.Again):  # until its own buffer is full
+            for _ in range(2000):
+                intruder.send_multipart([encode(a_step(66)), VALID[1]], zmq.NOBLOCK)
+        assert_nothing_comes(receiver)
+        push.send_multipart(VALID)
+        assert wait_step(receiver)[0] == a_step()
+        assert_nothing_comes(receiver, within_ms=100)
+    assert receiver.refused == 0
+
+
+def test_nothing_on_the_wire_is_readable():
+    """What goes between two links, seen by a relay in the middle, holds neither header nor hidden states."""
+    with opened() as receiver, opened() as sender, socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        door.listen(1)
+        receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
+        sender.connect(f"tcp://127.0.0.1:{door.getsockname()[1]}", receiver.key, NOBODY)
+        seen: list[bytes] = []
+        relay = threading.Thread(target=pass_on, args=(door, receiver.endpoint, seen))
+        relay.start()
+        content = np.full((2, 4), 1234.5, np.float32)
+        sender.send(a_step(), content)
+        assert np.array_equal(wait_step(receiver, sender)[1], content)
+        sender.close()
+        relay.join(PATIENCE_MS / 1000)
+        wire = b"".join(seen)
+        assert len(wire) > len(VALID[0]) + content.nbytes
+        assert VALID[0][:12] not in wire
+        assert content.tobytes()[:8] not in wire
+
+
+def pass_on(door: socket.socket, endpoint: str, seen: list[bytes]) -> None:
+    """Be the wire of one connection, both ways, until its first end closes it."""
+    near, _ = door.accept()
+    with near, socket.create_connection(("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))) as far:
+        while True:
+            for end in select.select([near, far], [], [], PATIENCE_MS / 1000)[0]:
+                data = end.recv(1 << 16)
+                if not data:
+                    return
+                seen.append(data)
+                (far if end is near else near).sendall(data)
+
+
+KEYS = ["", "x", "x" * 39, "x" * 41, " " * 40, "é" * 40, "#" * 40]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_that_is_none_breaks_the_ring(receiver, key):
+    with pytest.raises(RingError, match=r"cannot send to the next device at 'tcp://127\.0\.0\.1:1': what was given"):
+        receiver.connect("tcp://127.0.0.1:1", key, NOBODY)
+    with pytest.raises(RingError, match="cannot take steps of the device before this one"):
+        receiver.connect("tcp://127.0.0.1:1", NOBODY, key)
+
+
+# ---- what may arrive ------------------------------------------------------------------------------------------------
 
 
 REFUSED = {
@@ -160,7 +361,7 @@ def test_a_stale_step_is_dropped_and_counted_in_silence(receiver, caplog, change
 
 def test_many_refusals_are_one_line(caplog, monkeypatch):
     monkeypatch.setattr(links_module, "LOG_INTERVAL_S", 1e9)
-    receiver = Links("127.0.0.1", LIMITS)
+    receiver = with_sender(Links("127.0.0.1", LIMITS))
     try:
         with caplog.at_level(logging.WARNING, "primad.ring.links"), stranger(receiver) as push:
             for _ in range(50):
@@ -202,37 +403,57 @@ def test_raw_bytes_on_the_port_disturb_nobody(receiver, garbage):
         assert receiver.receive() is None
 
 
-def test_a_step_before_the_next_device_is_known_breaks_the_ring(receiver):
-    with pytest.raises(RingError, match="step 4 arrived before this device knew its next device"):
-        receiver.send(a_step(4), hidden())
+def test_a_step_before_the_next_device_is_known_breaks_the_ring():
+    with opened() as links, pytest.raises(RingError, match="step 4 arrived before this device knew its next device"):
+        links.send(a_step(4), hidden())
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "tcp://", "tcp://x:y", "http://127.0.0.1:1"])
 def test_an_address_that_is_none_breaks_the_ring(receiver, address):
     with pytest.raises(RingError, match="cannot send to the next device at"):
-        receiver.connect(address)
+        receiver.connect(address, NOBODY, NOBODY)
 
 
-def test_a_next_device_that_takes_nothing_breaks_the_ring(receiver, monkeypatch):
-    monkeypatch.setattr(links_module, "SEND_TIMEOUT_S", 0.05)
-    with socket.socket() as silent:
+def test_a_next_device_that_takes_nothing_breaks_the_ring():
+    with socket.socket() as silent, opened(patience_s=0.05) as sender:
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
-        receiver.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        sender.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}", NOBODY, NOBODY)
+        assert sender.wait_s() == math.inf
+        sender.send(a_step(), hidden())
+        assert 0 < sender.wait_s() <= 0.05
         with pytest.raises(RingError, match=r"took no step for 0\.05 s; it is gone or hangs"):
-            receiver.send(a_step(), hidden())
+            flush(sender)
 
 
-def test_the_next_device_may_change(receiver):
-    other, sender = Links("127.0.0.1", LIMITS), Links("127.0.0.1", LIMITS)
-    try:
-        for number, target in enumerate((other, receiver)):
-            sender.connect(target.endpoint)
+def test_the_next_device_may_change():
+    with opened() as first, opened() as second, opened() as sender:
+        for number, target in enumerate((first, second)):
+            target.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
+            sender.connect(target.endpoint, target.key, NOBODY)
             sender.send(a_step(number), hidden())
-            assert wait_step(target)[0].step == number
-    finally:
-        sender.close()
-        other.close()
+            assert wait_step(target, sender)[0].step == number
+
+
+def test_a_step_that_waits_goes_to_the_device_that_is_next_then():
+    with opened() as receiver, opened(patience_s=60) as sender:
+        receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
+        sender.connect("tcp://127.0.0.1:1", NOBODY, NOBODY)
+        sender.send(a_step(7), hidden())
+        assert sender.is_waiting
+        sender.connect(receiver.endpoint, receiver.key, NOBODY)
+        assert wait_step(receiver, sender)[0] == a_step(7)
+        assert not sender.is_waiting
+
+
+def test_nothing_is_watched_in_vain():
+    with opened() as links:
+        assert links.watched(receiving=False) == []
+        assert links.watched(receiving=True) == [(links.pull, zmq.POLLIN)]
+        with_sender(links)
+        assert links.watched(receiving=False) == [(links.zap, zmq.POLLIN)]
+        links.send(a_step(), hidden())
+        assert [events for _, events in links.watched(receiving=False)] == [zmq.POLLIN, zmq.POLLOUT]
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
@@ -249,12 +470,9 @@ def test_ipv6_is_listened_on_where_the_machine_has_it():
             probe.bind(("::1", 0))
         except OSError:
             pytest.skip("no IPv6 loopback")
-    receiver = Links("::1", LIMITS)
+    receiver = with_sender(Links("::1", LIMITS))
     try:
-        with zmq.Context() as context, context.socket(zmq.PUSH) as push:
-            push.setsockopt(zmq.IPV6, 1)
-            push.setsockopt(zmq.LINGER, 0)
-            push.connect(receiver.endpoint)
+        with BEFORE.to(receiver) as push:
             push.send_multipart(VALID)
             assert wait_step(receiver)[0] == a_step()
     finally:

@@ -13,15 +13,29 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import zmq
 
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.errors import ProtocolError, RingError
 from primad.ring.channel import LENGTH, frame
-from primad.ring.messages import Cancel, Connect, Open, Opened, OpenWindow, Report, RingCommand, Status
+from primad.ring.messages import (
+    Cancel,
+    Connect,
+    Drain,
+    Open,
+    Opened,
+    OpenWindow,
+    Reopen,
+    Report,
+    RingCommand,
+    RingEvent,
+    Status,
+)
 from primad.ring.spawn import SPIN_COUNT, RingProcess, environment
 from tests.fakes.ring import generate
 
 PATIENCE_S = 60
+KEY = zmq.curve_keypair()[0].decode()
 OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1)
 WHOLE = WindowFiles(metadata="/nowhere/model.gguf", layers=(), layer_count=1, gpu_layers=0, output_on_gpu=False)
 
@@ -53,6 +67,11 @@ def an_open(**changes) -> Open:
         options=OPTIONS,
     )
     return msgspec.structs.replace(opening, **changes)
+
+
+def a_reopen(**changes) -> Reopen:
+    reopen = Reopen(ring=2, epoch=5, windows=[(1, 1)], route=3, host="127.0.0.1", step_timeout_s=5)
+    return msgspec.structs.replace(reopen, **changes)
 
 
 async def last_words(process: RingProcess) -> str:
@@ -166,7 +185,9 @@ def test_layer_files_that_are_none_break_it(tmp_path):
     assert words.startswith(f"llama.cpp cannot load {tmp_path / 'window.gguf'}: ")
 
 
-@pytest.mark.parametrize("command", [Report(), Connect("tcp://127.0.0.1:1"), Cancel(1), generate(1, [1])])
+@pytest.mark.parametrize(
+    "command", [Report(), Connect("tcp://127.0.0.1:1", KEY, KEY), Cancel(1), generate(1, [1]), Drain(), a_reopen()]
+)
 def test_a_first_command_other_than_open_breaks_it(tmp_path, command):
     assert broken_by(tmp_path, command) == f"the first command was {type(command).__name__}, not Open"
 

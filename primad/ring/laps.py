@@ -1,0 +1,78 @@
+"""How long laps of the ring take, and which one takes much longer than it should.
+
+Every hop keeps the order of the steps, so of all that are out only the one that left first can be late; the others wait
+behind it. Its clock starts when it left, or when the step before it came back. Laps of one row (decode) and of several
+(prefill) are told apart: the first are expected to take as long as the longest of late, the others that and a time for
+each row. "Of late" is a maximum that fades, so that one bad lap does not excuse the next for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from primad.ring.messages import Overdue
+
+PATIENCE: Final = 8.0
+"""A lap may take so many times what is expected of it."""
+LEAST_WAIT_S: Final = 1.0
+"""No lap is late before that, however quick laps are."""
+FADE: Final = 0.9
+"""What is left of a maximum at the next lap."""
+
+
+class Laps:
+    """The steps that are out, in the order in which they left. Time is passed in, in seconds on any scale."""
+
+    def __init__(self) -> None:
+        self._out: dict[int, tuple[int, float]] = {}
+        self._returned_s = -math.inf
+        self._notices = 0
+        self._one_row_s: float | None = None
+        self._per_row_s: float | None = None
+
+    def left(self, step: int, rows: int, now: float) -> None:
+        """``step`` left for the next device."""
+        self._out[step] = (rows, now)
+
+    def back(self, step: int, now: float) -> None:
+        """``step`` came back; what it took is learned from."""
+        rows, left_s = self._out.pop(step)
+        self._learn(rows, now - max(left_s, self._returned_s))
+        self._returned_s = now
+        self._notices = 0
+
+    def expected_s(self, rows: int) -> float | None:
+        """What a lap of ``rows`` rows took of late; None before one like it was measured."""
+        if rows <= 1:
+            return self._one_row_s
+        if self._per_row_s is None:
+            return None
+        return (self._one_row_s or 0.0) + rows * self._per_row_s
+
+    def due_s(self) -> float:
+        """When ``overdue`` has something to say next; infinity when nothing that was measured tells."""
+        if not self._out:
+            return math.inf
+        rows, left_s = next(iter(self._out.values()))
+        expected_s = self.expected_s(rows)
+        if expected_s is None:
+            return math.inf
+        patience_s = math.ldexp(max(LEAST_WAIT_S, PATIENCE * expected_s), self._notices)
+        return max(left_s, self._returned_s) + patience_s
+
+    def overdue(self, now: float) -> Overdue | None:
+        """The step that is late, at first and at each doubling of the wait; None otherwise."""
+        if now < self.due_s():
+            return None
+        while self.due_s() <= now:
+            self._notices += 1
+        step, (_, left_s) = next(iter(self._out.items()))
+        return Overdue(step=step, waited_s=now - max(left_s, self._returned_s))
+
+    def _learn(self, rows: int, took_s: float) -> None:
+        if rows <= 1:
+            self._one_row_s = max(took_s, FADE * (self._one_row_s or 0.0))
+        else:
+            per_row_s = max(0.0, took_s - (self._one_row_s or 0.0)) / rows
+            self._per_row_s = max(per_row_s, FADE * (self._per_row_s or 0.0))
