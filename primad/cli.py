@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -12,11 +11,25 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from primad import __version__
-from primad.config import DEFAULT_HTTP_PORT, LOOPBACK, check_host, load_config
+from primad.config import DEFAULT_HTTP_PORT, LOOPBACK, check_address, check_host, is_loopback, load_config
+from primad.device_commands import leave, pair, pause, resume
+from primad.devices_command import devices_app
+from primad.doctor_command import doctor
 from primad.errors import ConfigError, PrimadError, Stopped
+from primad.options import (
+    Cluster,
+    Devices,
+    Home,
+    Interface,
+    MaxDisk,
+    MaxRam,
+    MaxVram,
+    Name,
+    Nice,
+    Threads,
+)
 from primad.plan_command import plan
 from primad.reporting import RichReporter
 
@@ -37,31 +50,6 @@ _INTERRUPTED = 130
 _out = Console(highlight=False, soft_wrap=True)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
-Home = Annotated[
-    Path | None,
-    typer.Option(help="Folder for configuration, profile and layer cache.", envvar="PRIMAD_HOME", show_default=False),
-]
-Name = Annotated[str | None, typer.Option(help="This device's name [default: host name].", show_default=False)]
-Cluster = Annotated[
-    str | None, typer.Option(help="Devices of one cluster find each other [default: home].", show_default=False)
-]
-Threads = Annotated[
-    int | None, typer.Option(help="Compute threads [default: as many as the profile found best].", show_default=False)
-]
-InsecureLan = Annotated[
-    bool | None,
-    typer.Option(
-        "--insecure-lan",
-        help="Listen and announce beyond this machine. Nothing is encrypted or checked yet: anyone on the network can "
-        "read prompts and answers and use this device.",
-        show_default=False,
-    ),
-]
-Devices = Annotated[
-    list[str] | None,
-    typer.Option("--device", help="Address host:port of a device; may be repeated.", show_default=False),
-]
-
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -78,7 +66,8 @@ def _options(
 ) -> None:
     """The machines you own run one large language model together.
 
-    Start `primad join` on each device, then `primad serve --model FILE.gguf` on the one that has the model.
+    Start `primad serve --model FILE.gguf` on the device that has the model; it shows a code. Then start
+    `primad join --code CODE` on each other device, and from then on plain `primad join`.
     """
     del version
     level = (os.environ.get("PRIMAD_LOG") or ("DEBUG" if verbose else "WARNING")).upper()
@@ -93,25 +82,57 @@ def join(
     home: Home = None,
     name: Name = None,
     cluster: Cluster = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default=False)] = None,
+    code: Annotated[
+        str | None, typer.Option(help="The code that the head shows, the first time.", show_default=False)
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="With --code: host:port that the head shows beside it, where multicast is blocked.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on [default: all of this machine].", show_default=False)
+    ] = None,
     port: Annotated[
         int | None, typer.Option(help="Control port [default: 7770, or any when it is taken].", show_default=False)
     ] = None,
+    interface: Interface = None,
     threads: Threads = None,
-    insecure_lan: InsecureLan = None,
+    nice: Nice = None,
+    max_ram: MaxRam = None,
+    max_vram: MaxVram = None,
+    max_disk: MaxDisk = None,
+    pause_on_battery: Annotated[
+        bool | None,
+        typer.Option(
+            "--pause-on-battery/--no-pause-on-battery",
+            help="Compute nothing while this device runs on battery.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Lend this device to a head: announce it, wait for work, serve until stopped.
 
+    The first time with the code that 'primad serve' or 'primad pair' shows on the head; from then on they know each other.
+
     Examples:
+
+        primad join --code 7-lamp-river
 
         primad join
 
-        primad join --name desk --insecure-lan
+        primad join --max-ram 8GB --max-disk 40GB --nice 10 --pause-on-battery
 
-        primad join --home /tmp/second --name second --port 7781
+        primad join --home /tmp/second --name second --port 7781 --host 127.0.0.1
     """
     from primad.daemon.run import join as run_join
 
+    if device is not None:
+        if code is None:
+            raise ConfigError(f"--device {device}: says where to pair; give the head's --code too, or leave it out")
+        check_address(device, "--device")
     config = load_config(
         {
             "home": home,
@@ -119,12 +140,16 @@ def join(
             "cluster": cluster,
             "host": host,
             "port": port,
+            "interface": interface,
             "threads": threads,
-            "insecure_lan": insecure_lan,
+            "nice": nice,
+            "max_ram": max_ram,
+            "max_vram": max_vram,
+            "max_disk": max_disk,
+            "pause_on_battery": pause_on_battery,
         }
     )
-    _warn_lan(config.insecure_lan)
-    run_join(config, RichReporter(_err))
+    run_join(config, RichReporter(_err), code=code, pair_at=device)
 
 
 @app.command()
@@ -135,6 +160,11 @@ def serve(
     cluster: Cluster = None,
     host: Annotated[str, typer.Option(help="Address of the HTTP server.")] = LOOPBACK,
     port: Annotated[int, typer.Option(help="Port of the HTTP server.", min=0, max=65_535)] = DEFAULT_HTTP_PORT,
+    listen: Annotated[
+        str | None,
+        typer.Option(help="Address to hear the other devices on [default: all of this machine].", show_default=False),
+    ] = None,
+    interface: Interface = None,
     device: Devices = None,
     wait: Annotated[
         int | None, typer.Option(help="Wait for this many devices besides this one.", min=0, show_default=False)
@@ -175,9 +205,14 @@ def serve(
         float, typer.Option(help="Seconds after which a step that is not back breaks the ring.", min=1, max=86_400)
     ] = 120.0,
     threads: Threads = None,
-    insecure_lan: InsecureLan = None,
+    nice: Nice = None,
+    max_ram: MaxRam = None,
+    max_vram: MaxVram = None,
+    max_disk: MaxDisk = None,
 ) -> None:
-    """Serve a model with all devices in sight; any OpenAI client talks to it.
+    """Serve a model with all paired devices in sight; any OpenAI client talks to it.
+
+    Shows a code; 'primad join --code' with it on another device pairs the two for good.
 
     Examples:
 
@@ -185,28 +220,31 @@ def serve(
 
         primad serve --model llama3-70b.gguf --wait 3 --context 8192
 
-        primad serve --model qwen2.5-7b.gguf --device 192.168.1.20:7770 --insecure-lan
+        primad serve --model qwen2.5-7b.gguf --device 192.168.1.20:7770
 
         primad serve --model qwen2.5-7b.gguf --objective ttft --use-all
 
         primad serve --model smollm2.gguf --windows 10,12,7 --rounds 1
     """
-    from primad.daemon.head import ServeOptions
-    from primad.daemon.run import serve as run_serve
-    from primad.planning.question import check_objective
-
+    check_host(host, "--host")
+    if listen is not None:
+        check_host(listen, "--listen")
     config = load_config(
         {
             "home": home,
             "name": name,
             "cluster": cluster,
-            "threads": threads,
-            "insecure_lan": insecure_lan,
+            "host": listen,
+            "interface": interface,
             "devices": tuple(device or ()),
+            "threads": threads,
+            "nice": nice,
+            "max_ram": max_ram,
+            "max_vram": max_vram,
+            "max_disk": max_disk,
         },
-        {key: value for key, value in os.environ.items() if key not in ("PRIMAD_HOST", "PRIMAD_PORT")},
+        {key: value for key, value in os.environ.items() if key != "PRIMAD_PORT"},  # a head has no control port
     )
-    check_host(host, "--host", insecure_lan=config.insecure_lan)
     if extra_buffers not in ("auto", "on", "off"):
         raise ConfigError(f"--extra-buffers {extra_buffers}: choose auto, on or off")
     if rounds is not None and windows is None:
@@ -215,7 +253,18 @@ def serve(
         raise ConfigError("--alone: contradicts --wait and --device; leave one of them out")
     if use_all and (alone or windows is not None):
         raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
-    _warn_lan(config.insecure_lan)
+    if not is_loopback(host):
+        _err.print(
+            f"warning: --host {host}: the HTTP endpoint has no password and no encryption; everyone who reaches this "
+            "address can use it and read along",
+            markup=False,
+        )
+    if config.pause_on_battery:
+        _err.print("pause_on_battery: means nothing to the head, without which nothing is served", markup=False)
+    from primad.daemon.head import ServeOptions
+    from primad.daemon.run import serve as run_serve
+    from primad.planning.question import check_objective
+
     options = ServeOptions(
         wait=wait,
         wait_timeout_s=wait_timeout,
@@ -231,40 +280,6 @@ def serve(
         use_all=use_all,
     )
     run_serve(config, model, options, host, RichReporter(_err))
-
-
-@app.command()
-def devices(
-    cluster: Cluster = None,
-    insecure_lan: InsecureLan = None,
-    seconds: Annotated[float, typer.Option(help="How long to look.", min=0.1, max=600)] = 2.0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """List the devices in sight.
-
-    Examples:
-
-        primad devices
-
-        primad devices --insecure-lan --seconds 5 --json
-    """
-    from primad.cluster.discovery import look
-
-    config = load_config({"cluster": cluster, "insecure_lan": insecure_lan})
-    peers = asyncio.run(look(config.host, seconds))
-    if json:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.encode(peers).decode() + "\n")
-        return
-    if not peers:
-        _out.print("no device in sight; start 'primad join' on one")
-        return
-    table = Table("device", "role", "cluster", "address", "version")
-    for peer in peers:
-        address = ", ".join(f"{address}:{peer.port}" for address in peer.addresses)
-        table.add_row(peer.device, peer.role, peer.cluster, address, peer.version)
-    _out.print(table)
 
 
 @app.command()
@@ -303,6 +318,9 @@ def profile(
 
 
 app.command()(plan)
+app.add_typer(devices_app, name="devices")
+for command in (pair, leave, pause, resume, doctor):
+    app.command()(command)
 
 
 @app.command()
@@ -339,14 +357,6 @@ def _windows(text: str) -> tuple[int, ...]:
     if not 1 <= len(windows) <= 1000 or min(windows) < 1:
         raise ConfigError(f"--windows {text}: every window needs at least one layer")
     return windows
-
-
-def _warn_lan(insecure_lan: bool) -> None:
-    if insecure_lan:
-        _err.print(
-            "warning: --insecure-lan: nothing is encrypted or checked yet; everyone on this network can read prompts and "
-            "answers, use this device, and send it layers to load"
-        )
 
 
 def _fail(message: str) -> NoReturn:

@@ -1,0 +1,343 @@
+"""The command line of a cluster's owner: what each command hands on, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from primad import cli, device_commands, devices_command
+from primad.cluster import admin
+from primad.cluster.admin import AdminRequest, Described, Done, Leave, OpenPairing, PairingCode, Pause, Refusal, Resume
+from primad.cluster.identity import fingerprint, key_hex, load_identity, new_identity
+from primad.cluster.peer import Peer
+from primad.cluster.trust import TrustStore, trusted_now
+from primad.config import any_host
+from primad.values import Share
+
+DESK, LAMP, ATTIC = (new_identity().public for _ in range(3))
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path, monkeypatch):
+    """Neither this user's home folder nor the daemons that run here."""
+    monkeypatch.setenv("PRIMAD_LOG", "WARNING")
+    monkeypatch.setenv("PRIMAD_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PRIMAD_LOCAL_TRUST", str(tmp_path / "local"))
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("PRIMAD_HOST", "PRIMAD_PORT", "PRIMAD_NAME", "PRIMAD_CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+
+@pytest.fixture
+def home(tmp_path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def primad(capsys, monkeypatch):
+    """Runs primad with the arguments; gives exit code, output and error output."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["primad", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def joined(monkeypatch) -> list[tuple]:
+    """What ``primad join`` hands to the daemon: (config, keyword arguments)."""
+    calls: list[tuple] = []
+    run = SimpleNamespace(join=lambda config, reporter, **more: calls.append((config, more)))
+    monkeypatch.setitem(sys.modules, "primad.daemon.run", run)  # the daemon itself is heavy to import
+    return calls
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[tuple]:
+    """What ``primad serve`` hands to the daemon: (config, HTTP host)."""
+    calls: list[tuple] = []
+    run = SimpleNamespace(serve=lambda config, model, options, host, reporter: calls.append((config, host)))
+    monkeypatch.setitem(sys.modules, "primad.daemon.run", run)
+    monkeypatch.setitem(sys.modules, "primad.daemon.head", SimpleNamespace(ServeOptions=SimpleNamespace))
+    return calls
+
+
+def assert_refused(run: tuple[int, str, str], *named: str) -> None:
+    code, out, err = run
+    assert (code, out) == (2, "")
+    assert err.startswith("primad: error: ")
+    assert err.count("\n") == 1
+    for words in named:
+        assert words in err
+
+
+# ---- join and serve -------------------------------------------------------------------------------------------------
+
+
+def test_join_hands_on_what_its_owner_decided(primad, joined):
+    limits = ("--max-ram", "50%", "--max-vram", "6GB", "--max-disk", "40GB", "--nice", 10, "--pause-on-battery")
+    pairing = ("--code", "7-lamp-river", "--device", "192.168.1.20:4711")
+    assert primad("join", *limits, *pairing, "--interface", "eth0", "--host", "127.0.0.1")[0] == 0
+    ((config, more),) = joined
+    assert (config.limits.ram, config.limits.vram, config.limits.disk_bytes) == (Share(0.5), 6 * 10**9, 40 * 10**9)
+    assert (config.nice, config.pause_on_battery) == (10, True)
+    assert (config.interface, config.host, config.devices) == ("eth0", "127.0.0.1", ())
+    assert more == {"code": "7-lamp-river", "pair_at": "192.168.1.20:4711"}
+
+
+def test_join_without_a_word_hears_all_networks(primad, joined):
+    assert primad("join")[0] == 0
+    ((config, more),) = joined
+    assert config.host == any_host()
+    assert more == {"code": None, "pair_at": None}
+
+
+def test_a_flag_can_switch_off_what_the_file_switches_on(primad, joined, home):
+    home.mkdir()
+    (home / "config.toml").write_text("pause_on_battery = true")
+    primad("join", "--no-pause-on-battery")
+    primad("join")
+    assert [config.pause_on_battery for config, _ in joined] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--device", "desk:1"), "give the head's --code too"),
+        (("--code", "7-lamp-river", "--device", "desk"), "--device: 'desk' is no device address"),
+        (("--max-ram", "8"), "--max-ram: '8' is no size"),
+        (("--max-vram", "many"), "--max-vram: "),
+        (("--max-disk", "50%"), "--max-disk: "),
+        (("--nice", "20"), "--nice: "),
+        (("--nice", "low"), "--nice"),
+        (("--interface", ""), "--interface: "),
+        (("--host", "nowhere..example"), "--host: "),
+        (("--insecure-lan",), "--insecure-lan"),
+    ],
+)
+def test_options_that_join_refuses(primad, joined, home, arguments, named):
+    assert_refused(primad("join", *arguments), named)
+    assert joined == []
+    assert not home.exists()
+
+
+def test_serve_hands_on_limits_and_two_addresses(primad, served, monkeypatch):
+    monkeypatch.setenv("PRIMAD_PORT", "nonsense")  # a head has no control port
+    options = ("--max-ram", "8GiB", "--nice", 5, "--interface", "eth0", "--listen", "127.0.0.1")
+    code, _, err = primad("serve", "--model", "x.gguf", *options)
+    assert (code, err) == (0, "")
+    ((config, http_host),) = served
+    assert (config.limits.ram, config.nice, config.interface) == (8 << 30, 5, "eth0")
+    assert (config.host, http_host) == ("127.0.0.1", "127.0.0.1")
+
+
+def test_the_variable_is_where_devices_are_heard_not_http(primad, served, monkeypatch):
+    monkeypatch.setenv("PRIMAD_HOST", "127.0.0.2")
+    primad("serve", "--model", "x.gguf")
+    ((config, http_host),) = served
+    assert (config.host, http_host) == ("127.0.0.2", "127.0.0.1")
+
+
+def test_an_open_http_endpoint_is_warned_of(primad, served):
+    _, _, err = primad("serve", "--model", "x.gguf", "--host", "0.0.0.0")
+    assert err.startswith("warning: --host 0.0.0.0: the HTTP endpoint has no password and no encryption; ")
+    assert served[0][1] == "0.0.0.0"
+
+
+def test_the_head_says_that_it_does_not_pause_on_battery(primad, served, home):
+    home.mkdir()
+    (home / "config.toml").write_text("pause_on_battery = true")
+    assert "means nothing to the head" in primad("serve", "--model", "x.gguf")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--listen", "nowhere..example"), "--listen: "),
+        (("--host", "nowhere..example"), "--host: "),
+        (("--max-ram", "0B"), "--max-ram: without memory"),
+        (("--pause-on-battery",), "--pause-on-battery"),
+    ],
+)
+def test_options_that_serve_refuses(primad, served, arguments, named):
+    assert_refused(primad("serve", "--model", "x.gguf", *arguments), named)
+    assert served == []
+
+
+# ---- pair, leave, pause, resume -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def daemon(monkeypatch, home):
+    """A daemon that answers what the test puts into the dictionary, by type of request."""
+    answers: dict[type, object] = {}
+    home.mkdir()
+
+    def ask(folder: Path, request: AdminRequest, timeout_s: float = 5.0) -> object:
+        assert folder == home
+        assert timeout_s > 0
+        return answers[type(request)]
+
+    monkeypatch.setattr(admin, "ask", ask)
+    monkeypatch.setattr(admin, "is_running", lambda folder: folder == home)
+    return answers
+
+
+def test_pair_shows_the_code_and_what_to_type(primad, daemon):
+    daemon[OpenPairing] = PairingCode(code="7-lamp-river", expires_s=600.0, port=4711)
+    code, out, err = primad("pair")
+    assert (code, err) == (0, "")
+    assert "code 7-lamp-river, good for 10 minutes" in out
+    assert "  primad join --code 7-lamp-river\n" in out
+    assert "--device ADDRESS:4711" in out
+
+
+@pytest.mark.parametrize(("command", "request_type"), [("leave", Leave), ("pause", Pause), ("resume", Resume)])
+def test_what_was_done_is_said_and_a_refusal_is_an_error(primad, daemon, command, request_type):
+    daemon[request_type] = Done(text="it is done [really]")
+    assert primad(command) == (0, "it is done [really]\n", "")
+    daemon[request_type] = Refusal(reason="the head does not pause")
+    assert_refused(primad(command), "the head does not pause")
+    daemon[request_type] = Described(status={})
+    assert_refused(primad(command), "answered Described; start it again")
+
+
+@pytest.mark.parametrize("command", ["pair", "leave", "pause", "resume"])
+def test_without_a_daemon_it_says_what_to_start(primad, home, command):
+    assert_refused(
+        primad(command), f"--home {home}: no primad runs with this folder", "'primad join' or 'primad serve'"
+    )
+    assert not home.exists()
+
+
+def test_a_device_whose_daemon_is_off_is_paused_for_the_next_start(primad, home):
+    home.mkdir()
+    code, out, _ = primad("pause")
+    assert code == 0
+    assert "paused until 'primad resume', also after a restart (no primad runs here now)" in out
+    assert (home / "paused.json").exists()
+    assert primad("resume")[1].startswith("computes again")
+    assert not (home / "paused.json").exists()
+
+
+def test_lifetimes_are_shown_in_words():
+    assert [device_commands._minutes(seconds) for seconds in (5, 89, 90, 600)] == [
+        "5 s",
+        "89 s",
+        "2 minutes",
+        "10 minutes",
+    ]
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+PEER = Peer(
+    device="desk",
+    cluster="home",
+    role="worker",
+    version="1.2.3",
+    protocol=2,
+    addresses=("192.168.1.20", "fe80::1%eth0"),
+    port=7770,
+    key=DESK,
+    pairing=None,
+)
+
+
+@pytest.fixture
+def sight(monkeypatch) -> list[Peer]:
+    """The devices in sight; the test fills it."""
+    peers: list[Peer] = []
+
+    async def look(host: str, seconds: float, interface: str | None = None) -> list[Peer]:
+        return peers
+
+    monkeypatch.setattr("primad.cluster.discovery.look", look)
+    return peers
+
+
+def listed(primad, *arguments: str) -> dict[str, dict]:
+    code, out, err = primad("devices", "--json", *arguments)
+    assert (code, err) == (0, "")
+    return {row["device"]: row for row in json.loads(out)}
+
+
+def test_nobody_in_sight(primad, sight, home):
+    code, out, _ = primad("devices")
+    assert code == 0
+    assert "no device in sight; start 'primad join' on one" in out
+    own = load_identity(home).public
+    assert f"its key: {key_hex(own)}" in out
+    assert fingerprint(own) in out
+
+
+def test_devices_are_listed_with_trust_and_state(primad, sight, home):
+    store = TrustStore(home, load_identity(home))
+    for name, key in (("desk", DESK), ("lamp", LAMP), ("attic", ATTIC)):
+        store.add(trusted_now(name, key, "paired"))
+    store.revoke("lamp")
+    stranger, old = new_identity().public, ""
+    sight += [
+        PEER,
+        replace(PEER, device="lamp", key=LAMP, role="head", pairing=(7, 4711)),
+        replace(PEER, device="stranger", key=stranger),
+        replace(PEER, device="old", key=old, protocol=1),
+    ]
+    rows = listed(primad)
+    assert {name: (row["trusted"], row["state"]) for name, row in rows.items()} == {
+        "desk": ("yes", "in sight"),
+        "lamp": ("revoked", "shows a code"),
+        "stranger": ("no", "in sight"),
+        "old": ("no", "in sight"),
+        "attic": ("yes", "not in sight"),
+    }
+    assert rows["desk"]["addresses"] == ["192.168.1.20", "fe80::1%eth0"]
+    assert (rows["desk"]["fingerprint"], rows["desk"]["key"]) == (fingerprint(DESK), key_hex(DESK))
+    assert rows["old"]["fingerprint"] == ""
+    table = primad("devices")[1]
+    for words in ("trusted", "revoked", fingerprint(DESK), "192.168.1.20:7770", "attic"):
+        assert words in table
+
+
+def test_a_cluster_that_is_asked_for_is_all_that_is_listed(primad, sight):
+    sight += [PEER, replace(PEER, device="other", cluster="work", key=LAMP)]
+    assert set(listed(primad)) == {"desk", "other"}
+    assert set(listed(primad, "--cluster", "work")) == {"other"}
+
+
+def test_the_state_is_the_daemons_word_where_one_runs(primad, sight, daemon):
+    sight += [PEER, replace(PEER, device="lamp", key=LAMP)]
+    daemon[admin.Describe] = Described(status={"devices": {"desk": "serving layers 0-9"}})
+    states = {name: row["state"] for name, row in listed(primad).items()}
+    assert states == {"desk": "serving layers 0-9", "lamp": "in sight"}
+
+
+@pytest.mark.parametrize("answer", [Described(status={}), Described(status={"devices": 5}), Refusal(reason="x")])
+def test_a_daemon_that_says_nothing_of_devices_changes_nothing(daemon, home, answer):
+    daemon[admin.Describe] = answer
+    assert devices_command.states(home) == {}
+
+
+def test_a_name_from_the_network_is_no_markup(primad, sight):
+    sight.append(replace(PEER, version="[red]1[/red]"))
+    assert "[red]1[/red]" in primad("devices")[1]
+
+
+def test_every_command_has_help_with_examples(primad):
+    commands = ["join", "serve", "profile", "plan", "pair", "leave", "pause", "resume", "chat", "devices", "doctor"]
+    for command in commands:
+        code, out, err = primad(command, "--help")
+        assert (code, err) == (0, "")
+        assert "Examples:" in out
+        assert "insecure" not in out
