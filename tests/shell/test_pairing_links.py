@@ -1,0 +1,257 @@
+"""Pairing over real sockets: strangers cost nothing, the right code gets through, each failure is one clear line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from primad.cluster import pairing_links
+from primad.cluster.identity import new_identity
+from primad.cluster.pairing import MAX_BYTES, MAX_TRIES, Outcome, Who
+from primad.cluster.pairing_links import MAX_PEERS_OF_ADDRESS, PairingServer, pair_with
+from primad.cluster.trust import PAIRED, TrustedDevice
+from primad.cluster.words import Code
+from primad.errors import ClusterError, ConfigError
+
+HOST = "127.0.0.1"
+PATIENCE_S = 20
+CODE = Code(7, "lamp", "river")
+OTHER = Code(8, "lamp", "river")
+DESK = Who(device="desk", key=new_identity().public, cluster="home", version="0.1")
+PI = Who(device="pi", key=new_identity().public, cluster="home", version="0.1")
+
+
+class Invited:
+    """A server that runs, whom it paired with, and how it ends."""
+
+    def __init__(self, uses: int = 1) -> None:
+        self.paired: list[TrustedDevice] = []
+        self.server = PairingServer(HOST, CODE, DESK, self.paired.append, uses=uses)
+        self.port = self.server.port
+        self.end = asyncio.create_task(self.server.run())
+
+
+@asynccontextmanager
+async def invited(uses: int = 1) -> AsyncIterator[Invited]:
+    """A server that runs, for as long as the test; and a limit on the test's time."""
+    running = Invited(uses)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield running
+    finally:
+        running.end.cancel()
+        await asyncio.wait([running.end])
+
+
+async def stranger(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(HOST, port)
+
+
+async def reads_end(reader: asyncio.StreamReader) -> bool:
+    """Whether the other side has nothing more to say."""
+    try:
+        return await reader.read() == b""
+    except ConnectionError:
+        return True
+
+
+def test_who_knows_the_code_is_let_in_and_the_port_is_closed_then():
+    async def once() -> None:
+        async with invited() as desk:
+            found = await pair_with(HOST, desk.port, CODE, PI)
+            assert (found.device, found.key, found.how) == ("desk", DESK.key, PAIRED)
+            assert await desk.end is Outcome.USED
+            assert [(each.device, each.key, each.how) for each in desk.paired] == [("pi", PI.key, PAIRED)]
+            with pytest.raises(ClusterError, match="nobody waits for a device there"):
+                await pair_with(HOST, desk.port, CODE, PI)
+
+    asyncio.run(once())
+
+
+def test_a_wrong_code_is_said_and_the_right_one_waits_for_its_turn(caplog):
+    async def once() -> None:
+        async with invited() as desk:
+            with pytest.raises(ClusterError, match=r"pairing with 127\.0\.0\.1:\d+: the code is not the one .*4 tries"):
+                await pair_with(HOST, desk.port, OTHER, PI)
+            assert desk.paired == []
+            await pair_with(HOST, desk.port, CODE, PI)
+
+    with caplog.at_level(logging.DEBUG):
+        asyncio.run(once())
+    assert "lamp" not in caplog.text
+    assert "river" not in caplog.text
+
+
+@pytest.mark.slow
+def test_guessing_burns_the_code():
+    async def once() -> None:
+        async with invited() as desk:
+            for _ in range(MAX_TRIES - 1):
+                with pytest.raises(ClusterError, match="tries are left"):
+                    await pair_with(HOST, desk.port, OTHER, PI)
+            with pytest.raises(ClusterError, match="the code is void"):
+                await pair_with(HOST, desk.port, OTHER, PI)
+            assert await desk.end is Outcome.BURNT
+            assert desk.paired == []
+
+    asyncio.run(once())
+
+
+def test_an_expired_code_closes_the_port(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("primad.cluster.pairing.LIFETIME_S", 0.2)
+
+    async def once() -> None:
+        async with invited() as desk:
+            assert await desk.end is Outcome.EXPIRED
+
+    asyncio.run(once())
+
+
+def test_several_devices_may_join_with_a_code_that_is_for_several():
+    async def once() -> None:
+        async with invited(uses=2) as desk:
+            nas = msgspec.structs.replace(PI, device="nas", key=new_identity().public)
+            await asyncio.gather(pair_with(HOST, desk.port, CODE, PI), pair_with(HOST, desk.port, CODE, nas))
+            assert {each.device for each in desk.paired} == {"pi", "nas"}
+            assert await desk.end is Outcome.USED
+
+    asyncio.run(once())
+
+
+def test_a_key_that_cannot_be_kept_is_said_on_both_sides(caplog):
+    def full(device: TrustedDevice) -> None:
+        raise ConfigError("trust.json: No space left on device")
+
+    async def once() -> None:
+        server = PairingServer(HOST, CODE, DESK, full)
+        end = asyncio.create_task(server.run())
+        with pytest.raises(ClusterError, match="cannot store the key"):
+            await pair_with(HOST, server.port, CODE, PI)
+        await end
+
+    asyncio.run(once())
+    assert "No space left" in caplog.text
+
+
+def test_nobody_there_is_one_line():
+    async def once() -> None:
+        server = PairingServer(HOST, CODE, DESK, lambda _: None)
+        server.close()
+        with pytest.raises(ClusterError, match="nobody waits for a device there"):
+            await pair_with(HOST, server.port, CODE, PI)
+
+    asyncio.run(once())
+
+
+def test_a_host_that_is_none_is_one_line():
+    with pytest.raises(ClusterError, match="cannot listen on"):
+        PairingServer("192.0.2.1", CODE, DESK, lambda _: None)
+
+
+ANSWERS = {
+    "nothing": b"",
+    "garbage": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "a message that is none": b"\x00\x03abc",
+    "half a message": b"\x00\x30abc",
+    "an empty one": b"\x00\x00",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
+def test_something_else_on_the_port_is_one_line(answer: bytes):
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(answer)
+        writer.close()
+
+    async def once() -> None:
+        server = await asyncio.start_server(serve, HOST, 0)
+        async with server:
+            with pytest.raises(ClusterError) as error:
+                await pair_with(HOST, server.sockets[0].getsockname()[1], CODE, PI)
+            assert "\n" not in str(error.value)
+
+    asyncio.run(once())
+
+
+def test_a_silent_other_side_is_given_up():
+    async def once() -> None:
+        with socket.create_server((HOST, 0)) as silent, pytest.raises(ClusterError, match="no answer within"):
+            await pair_with(HOST, silent.getsockname()[1], CODE, PI, patience_s=0.2)
+
+    asyncio.run(once())
+
+
+GARBAGE = {
+    "a message that is none": b"\x00\x03abc",
+    "an empty message": b"\x00\x00",
+    "a message that is too long": (MAX_BYTES + 1).to_bytes(2, "big") + bytes(MAX_BYTES + 1),
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "a flood": b"\x00\x01\x00" * 10_000,
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_ends_its_connection_and_nothing_else(data: bytes):
+    async def once() -> None:
+        async with invited() as desk:
+            reader, writer = await stranger(desk.port)
+            writer.write(data)
+            assert await reads_end(reader)
+            writer.close()
+            await pair_with(HOST, desk.port, CODE, PI)
+
+    asyncio.run(once())
+
+
+def test_who_sends_a_byte_at_a_time_is_cut_off_at_its_deadline(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pairing_links, "RUN_S", 0.3)
+
+    async def once() -> None:
+        async with invited() as desk:
+            reader, writer = await stranger(desk.port)
+            writer.write(b"\x00")
+            await pair_with(HOST, desk.port, CODE, PI)
+            assert await reads_end(reader)
+            writer.close()
+
+    asyncio.run(once())
+
+
+def test_a_crowd_of_strangers_is_kept_out_and_leaves_room_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pairing_links, "RUN_S", 0.5)
+
+    async def once() -> None:
+        async with invited() as desk:
+            crowd = [await stranger(desk.port) for _ in range(300)]
+            with pytest.raises(ClusterError, match="nobody waits for a device there"):
+                await pair_with(HOST, desk.port, CODE, PI)
+            assert len(desk.server._peers) == MAX_PEERS_OF_ADDRESS
+            for reader, writer in crowd:
+                assert await reads_end(reader)
+                writer.close()
+            await pair_with(HOST, desk.port, CODE, PI)
+            assert await desk.end is Outcome.USED
+
+    asyncio.run(once())
+
+
+def test_a_server_that_is_cancelled_closes_everything():
+    async def once() -> None:
+        async with invited() as desk:
+            reader, writer = await stranger(desk.port)
+            await asyncio.sleep(0)
+            desk.end.cancel()
+            assert await reads_end(reader)
+            writer.close()
+            await asyncio.wait([desk.end])
+            with pytest.raises(ClusterError):
+                await pair_with(HOST, desk.port, CODE, PI)
+
+    asyncio.run(once())
