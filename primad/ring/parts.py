@@ -74,6 +74,9 @@ class Part(Protocol):
     def wait_s(self) -> float:
         """Seconds until the next ``turn`` has something to do, or to say, though nothing came."""
 
+    def close(self) -> None:
+        """Close the links; the windows end with the process."""
+
 
 class WorkerPart:
     """Computes what arrives."""
@@ -153,6 +156,9 @@ class WorkerPart:
     def wait_s(self) -> float:
         return self._links.wait_s()
 
+    def close(self) -> None:
+        self._links.close()
+
 
 class HeadPart:
     """Drives the step log and the tail; the whole model when there is no ring."""
@@ -231,6 +237,10 @@ class HeadPart:
             return self._head.wait_s()
         may_compute = self._is_connected and not self._links.is_waiting
         return min(self._head.wait_s(may_compute=may_compute), self._links.wait_s())
+
+    def close(self) -> None:
+        if self._links is not None:
+            self._links.close()
 
 
 def _patience_s(step_timeout_s: float) -> float:

@@ -20,7 +20,7 @@ import zmq
 from primad.errors import PrimadError, RingError
 from primad.ring.channel import RingChannel
 from primad.ring.messages import Open, RingBroken, RingCommand
-from primad.ring.parts import open_part
+from primad.ring.parts import Part, open_part
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,15 @@ def _serve(channel: RingChannel) -> None:
         return
     opening, commands = opened
     part = open_part(opening, channel)
-    channel.tell(part.opened())
+    try:
+        channel.tell(part.opened())
+        _attend(part, channel, commands)
+    finally:
+        part.close()
+
+
+def _attend(part: Part, channel: RingChannel, commands: list[RingCommand]) -> None:
+    """Drive ``part`` until the daemon closes the connection; ``commands`` have arrived already."""
     daemon = channel.connection.fileno()
     while channel.is_open:
         for command in commands:

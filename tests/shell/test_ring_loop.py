@@ -1,0 +1,494 @@
+"""The loop of a ring process with fake windows: it hears its daemon whatever the ring does, and is reopened in place."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from primad.engine.protocol import EngineOptions, Rows, WindowFiles
+from primad.errors import RingError
+from primad.ring import parts
+from primad.ring.channel import LENGTH, RingChannel, frame, frame_bytes
+from primad.ring.head import Head
+from primad.ring.links import Links
+from primad.ring.messages import (
+    PROTOCOL,
+    Connect,
+    Drain,
+    Drained,
+    Finished,
+    Generate,
+    Limits,
+    Open,
+    Opened,
+    OpenWindow,
+    Overdue,
+    Reopen,
+    Report,
+    RingCommand,
+    RingEvent,
+    Sampled,
+    Serving,
+    Status,
+    Step,
+    event_decoder,
+)
+from primad.ring.opening import limits_of_open
+from primad.ring.process import _serve
+from primad.ring.scheduler import Scheduler
+from primad.ring.worker import Worker
+from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeModel
+from tests.fakes.ring import GREEDY, generate
+
+PATIENCE_S = 30
+ROUTE = 4
+"""Head, worker 1, worker 2, head: a layer each."""
+OPTIONS = EngineOptions(context=128, sequences=1, rows=8, threads=1, batch_threads=1)
+NOBODY = zmq.curve_keypair()[0].decode()
+NOWHERE = "tcp://127.0.0.1:1"
+DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0, seed=5)
+
+
+def an_open(**changes) -> Open:
+    opening = Open(
+        ring=1,
+        epoch=1,
+        windows=[],
+        route=ROUTE,
+        width=WIDTH,
+        model=None,
+        host="127.0.0.1",
+        depth=2,
+        step_timeout_s=PATIENCE_S,
+        options=OPTIONS,
+    )
+    return msgspec.structs.replace(opening, **changes)
+
+
+def a_reopen(**changes) -> Reopen:
+    reopen = Reopen(ring=1, epoch=2, windows=[(1, 1)], route=ROUTE, host="127.0.0.1", step_timeout_s=PATIENCE_S)
+    return msgspec.structs.replace(reopen, **changes)
+
+
+def a_step(window: int, rows: int = 2, *, epoch: int = 1, start: int = 0) -> Step:
+    return Step(
+        protocol=PROTOCOL,
+        ring=1,
+        epoch=epoch,
+        step=start,
+        window=window,
+        dtype="f32",
+        shape=(rows, WIDTH),
+        positions=list(range(start, start + rows)),
+        sequences=[[0]] * rows,
+        outputs=[False] * rows,
+        ops=[],
+    )
+
+
+class Process:
+    """The loop of a ring process in a thread, and the daemon's end of its connection."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair()
+        self._ours.settimeout(PATIENCE_S)
+        self._events = self._ours.makefile("rb")
+        self.failure: RingError | None = None
+        self._thread = threading.Thread(target=self._run, args=(RingChannel(theirs), theirs))
+        self._thread.start()
+
+    def _run(self, channel: RingChannel, theirs: socket.socket) -> None:
+        with theirs:
+            try:
+                _serve(channel)
+            except RingError as exc:
+                self.failure = exc
+
+    def send(self, *commands: RingCommand) -> None:
+        """Give it commands, all at once."""
+        self._ours.sendall(b"".join(map(frame, commands)))
+
+    def event(self) -> RingEvent:
+        """Its next event."""
+        length = self._events.read(LENGTH.size)
+        assert length, f"the loop ended: {self.failure}"
+        return event_decoder.decode(self._events.read(frame_bytes(length)))
+
+    def expect(self, kind: type) -> RingEvent:
+        """Its next event, which is of ``kind``."""
+        event = self.event()
+        assert isinstance(event, kind), event
+        return event
+
+    def failed(self) -> str:
+        """Wait for the error that ends the loop."""
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "the loop goes on"
+        assert self.failure is not None
+        return str(self.failure)
+
+    def close(self) -> float:
+        """Close the connection; seconds until the loop has ended."""
+        began = time.monotonic()
+        self._ours.shutdown(socket.SHUT_RDWR)
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "the loop goes on without its daemon"
+        self._events.close()
+        self._ours.close()
+        return time.monotonic() - began
+
+
+@contextmanager
+def started(command: Open) -> Iterator[tuple[Process, Opened]]:
+    """A process that has opened."""
+    process = Process()
+    try:
+        process.send(command)
+        yield process, process.expect(Opened)
+    finally:
+        if process._ours.fileno() >= 0:
+            process.close()
+
+
+@contextmanager
+def neighbour(*windows: int, epoch: int = 1) -> Iterator[Links]:
+    """Links as a device beside the process has them, which holds ``windows``."""
+    limits = Limits(ring=1, epoch=epoch, windows=frozenset(windows), width=WIDTH, rows=8, context=128, sequences=1)
+    links = Links("127.0.0.1", limits)
+    try:
+        yield links
+    finally:
+        links.close()
+
+
+@pytest.fixture
+def model() -> FakeModel:
+    return FakeModel(ROUTE, options=OPTIONS)
+
+
+@pytest.fixture
+def windows(monkeypatch, model) -> dict[int, FakeHiddenWindow]:
+    """The windows that a worker loads: those of both workers."""
+    made = {index: model.middle(index, index + 1) for index in (1, 2)}
+    monkeypatch.setattr(parts, "open_worker", lambda opening, loaded: dict(made))
+    return made
+
+
+def hidden(model: FakeModel, tokens: list[int]) -> np.ndarray:
+    """The hidden states that arrive at window 1 for ``tokens``, which begin a text."""
+    count = len(tokens)
+    rows = Rows(
+        content=np.array(tokens, np.int32), positions=range(count), sequences=[[0]] * count, outputs=[False] * count
+    )
+    return model.first(1).forward(rows)
+
+
+def opening_of_two(**changes) -> Open:
+    """Opens windows 1 and 2; their files do not matter."""
+    files = WindowFiles(metadata="", layers=(), layer_count=1, gpu_layers=0, output_on_gpu=False)
+    return an_open(windows=[OpenWindow(window=index, files=files, extra_buffers=False) for index in (1, 2)], **changes)
+
+
+def exchange(sender: Links, receiver: Links, *, until: Callable[[], bool]) -> None:
+    """Let two links do what there is to do until ``until``."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not until():
+        assert time.monotonic() < deadline, "nothing moves"
+        watched = [*sender.watched(receiving=False), *receiver.watched(receiving=True)]
+        ready = [found for found, _ in zmq.zmq_poll(watched, 1000)]
+        for links in (sender, receiver):
+            if links.zap in ready:
+                links.admit()
+            links.flush()
+
+
+def through(before: Links, after: Links, step: Step, content: np.ndarray) -> tuple[Step, np.ndarray]:
+    """Send a step from ``before`` and take what arrives at ``after``."""
+    arrived: list[tuple[Step, np.ndarray]] = []
+
+    def here() -> bool:
+        message = after.receive()
+        if message is not None:
+            arrived.append(message)
+        return bool(arrived)
+
+    before.send(step, content)
+    exchange(before, after, until=here)
+    return arrived[0]
+
+
+def test_a_worker_computes_and_sends_on(model, windows):
+    with neighbour() as before, neighbour(3) as after, started(opening_of_two()) as (process, opened):
+        process.send(Connect(after.endpoint, after.key, before.key))
+        before.connect(opened.endpoint, opened.key, NOBODY)
+        after.connect(NOWHERE, NOBODY, opened.key)
+        step, content = through(before, after, a_step(1), hidden(model, [4, 5]))
+        assert (step, content.shape) == (msgspec.structs.replace(a_step(1), window=3), (2, WIDTH))
+        process.send(Report())
+        status = process.expect(Status)
+        assert (status.steps, status.rows, status.refused) == (1, 2, 0)
+
+
+@contextmanager
+def blocked(model: FakeModel) -> Iterator[tuple[Process, Links, Opened]]:
+    """A worker that has computed a step, whose next device is gone; the device before it."""
+    with neighbour() as before, started(opening_of_two()) as (process, opened):
+        process.send(Connect(NOWHERE, NOBODY, before.key))
+        before.connect(opened.endpoint, opened.key, NOBODY)
+        before.send(a_step(1), hidden(model, [4, 5]))
+        exchange(before, before, until=lambda: not before.is_waiting)
+        while True:
+            process.send(Report())
+            if process.expect(Status).steps == 1:
+                break
+        yield process, before, opened
+
+
+def test_a_worker_whose_next_device_is_gone_hears_its_daemon_and_ends_with_it(model, windows):
+    with blocked(model) as (process, _, _):
+        for _ in range(3):
+            process.send(Report(), Report())
+            assert process.expect(Status).steps == 1
+            process.expect(Status)
+        assert process.close() < 5
+
+
+def test_a_worker_sends_to_the_next_device_that_it_is_told_while_it_waits(model, windows):
+    with blocked(model) as (process, before, opened), neighbour(3) as after:
+        after.connect(NOWHERE, NOBODY, opened.key)
+        process.send(Connect(after.endpoint, after.key, before.key))
+        step, _ = through(before, after, a_step(1, start=2), follow_on(model))
+        assert step.step == 0, "the step that waited comes first"
+
+
+def follow_on(model: FakeModel) -> np.ndarray:
+    return hidden(model, [4, 5, 6, 7])[2:].copy()
+
+
+def test_a_worker_is_reopened_in_another_place_of_another_epoch_without_its_past(model, windows):
+    with neighbour() as before, neighbour(1, epoch=9) as after, started(opening_of_two()) as (process, first):
+        process.send(Connect(after.endpoint, after.key, before.key))
+        before.connect(first.endpoint, first.key, NOBODY)
+        before.send(a_step(1), hidden(model, [4, 5]))
+        exchange(before, before, until=lambda: not before.is_waiting)
+        while windows[2].held(0) == 0:
+            process.send(Report())
+            process.expect(Status)
+        process.send(a_reopen(epoch=9, windows=[(1, 7), (2, 8)], route=12))
+        opened = process.expect(Opened)
+        assert opened.key != first.key
+        assert [windows[index].held(0) for index in (1, 2)] == [0, 0]
+        assert model.open_windows >= 2
+        after.close()
+        with neighbour(9, epoch=9) as later:
+            process.send(Connect(later.endpoint, later.key, before.key))
+            later.connect(NOWHERE, NOBODY, opened.key)
+            before.connect(opened.endpoint, opened.key, NOBODY)
+            stale = a_step(1)
+            before.send(stale, hidden(model, [4, 5]))
+            exchange(before, later, until=lambda: not before.is_waiting)
+            step, _ = through(before, later, a_step(7, epoch=9), hidden(model, [8, 9]))
+            assert (step.window, step.epoch) == (9, 9)
+            process.send(Report())
+            status = process.expect(Status)
+            assert (status.steps, status.refused) == (1, 1), "the stale step is refused, and the meter starts anew"
+
+
+def test_a_reopening_ends_the_wait_for_a_next_device_and_drops_the_step(model, windows):
+    with blocked(model) as (process, before, _), neighbour(3, epoch=2) as after:
+        process.send(a_reopen(windows=[(1, 1), (2, 2)]))
+        opened = process.expect(Opened)
+        process.send(Connect(after.endpoint, after.key, before.key))
+        before.connect(opened.endpoint, opened.key, NOBODY)
+        after.connect(NOWHERE, NOBODY, opened.key)
+        step, _ = through(before, after, a_step(1, epoch=2), hidden(model, [1, 2]))
+        assert step.epoch == 2
+        assert after.refused == 0
+
+
+def test_windows_that_a_reopening_does_not_name_are_released(model, windows):
+    with started(opening_of_two()) as (process, _):
+        before = model.open_windows
+        process.send(a_reopen(windows=[(2, 1)]))
+        process.expect(Opened)
+        assert model.open_windows == before - 1
+        process.send(a_reopen(epoch=3, windows=[(2, 1)]))
+        assert "window 2 cannot be reopened as window 1: it is not loaded here" in process.failed()
+
+
+@pytest.mark.parametrize(
+    ("pairs", "why"),
+    [
+        ([], "cannot be reopened without a window"),
+        ([(5, 1)], "window 5 cannot be reopened as window 1: it is not loaded here"),
+        ([(1, 0)], "window 1 cannot be reopened as window 0 of a route of 4"),
+        ([(1, 3)], "window 1 cannot be reopened as window 3 of a route of 4"),
+        ([(1, 1), (1, 2)], "named twice"),
+        ([(1, 1), (2, 1)], "named twice"),
+    ],
+)
+def test_a_reopening_that_makes_no_sense_breaks_it_with_a_reason(windows, pairs, why):
+    with started(opening_of_two()) as (process, _):
+        process.send(a_reopen(windows=pairs))
+        assert why in process.failed()
+
+
+@pytest.mark.parametrize("command", [generate(1, [1]), Drain()])
+def test_a_worker_that_is_given_the_heads_work_breaks(windows, command):
+    with started(opening_of_two()) as (process, _):
+        process.send(command)
+        assert process.failed() == f"a worker was given {type(command).__name__}, which is the head's"
+
+
+def test_a_second_open_breaks_it(windows):
+    with started(opening_of_two()) as (process, _):
+        process.send(opening_of_two())
+        assert process.failed().startswith("a ring process is opened once")
+
+
+# ---- the head, and whole rings --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def head_windows(monkeypatch, model) -> None:
+    """Heads of the route, or of the whole model, have new windows of ``model``."""
+
+    def open_head(opening: Open, loaded: Callable[[int], None]) -> Head:
+        alone = opening.route == 1
+        return Head(
+            windows={} if alone else {0: model.first(1)},
+            tail=model.whole() if alone else model.tail(ROUTE - 1),
+            route=opening.route,
+            limits=msgspec.structs.replace(limits_of_open(opening), windows=frozenset({opening.route - 1})),
+            scheduler=Scheduler(context=128, rows=8, depth=opening.depth),
+            step_timeout_s=opening.step_timeout_s,
+            clock=time.monotonic,
+        )
+
+    monkeypatch.setattr(parts, "open_head", open_head)
+    monkeypatch.setattr(parts, "limits_of_open", head_limits)
+
+
+def head_limits(opening: Open) -> Limits:
+    limits = limits_of_open(opening)
+    if opening.model is None:
+        return limits
+    return msgspec.structs.replace(limits, windows=frozenset({opening.route - 1}))
+
+
+def a_head(**changes) -> Open:
+    return an_open(model="fake", **changes)
+
+
+def link(ring: list[tuple[Process, Opened]]) -> None:
+    """Tell every process its neighbours, the head last."""
+    for index in (*range(1, len(ring)), 0):
+        following = ring[(index + 1) % len(ring)][1]
+        ring[index][0].send(Connect(following.endpoint, following.key, ring[index - 1][1].key))
+
+
+def answer(head: Process, asked: Generate) -> tuple[list[int], Finished]:
+    head.send(asked)
+    tokens = []
+    while isinstance(event := head.event(), Sampled):
+        tokens.append(event.token)
+    assert isinstance(event, Finished), event
+    return tokens, event
+
+
+def test_the_next_epoch_goes_on_with_the_same_workers_and_another_head(model, windows, head_windows):
+    with ExitStack() as stack:
+        worker, opened = stack.enter_context(started(opening_of_two()))
+        first, first_opened = stack.enter_context(started(a_head()))
+        link([(first, first_opened), (worker, opened)])
+        first.expect(Serving)
+        whole, _ = answer(first, generate(1, [1, 2, 3], tokens=9, sampling=DRAWN))
+        assert whole == model.answer([1, 2, 3], 9, DRAWN)
+
+        first.send(generate(2, [1, 2, 3], tokens=9, sampling=DRAWN))
+        told = [first.expect(Sampled).token]
+        first.send(Drain())
+        while isinstance(event := first.event(), Sampled):
+            told.append(event.token)
+        if isinstance(event, Finished):
+            event = first.event()
+        assert event == Drained()
+        first.close()
+
+        worker.send(a_reopen(windows=[(1, 1), (2, 2)]))
+        second, second_opened = stack.enter_context(started(a_head(epoch=2)))
+        link([(second, second_opened), (worker, worker.expect(Opened))])
+        second.expect(Serving)
+        rest, finished = answer(second, generate(2, [1, 2, 3], drawn=told, tokens=9, sampling=DRAWN))
+        assert told + rest == whole
+        assert finished.completion_tokens == 9
+
+
+def test_a_head_alone_drains_and_has_no_ring(model, head_windows):
+    with started(a_head(route=1)) as (head, opened):
+        assert opened == Opened("", "")
+        head.expect(Serving)
+        assert answer(head, generate(1, [1, 2]))[0] == model.answer([1, 2], 8, GREEDY)
+        head.send(Drain())
+        assert head.event() == Drained()
+        head.send(generate(2, [1]))
+        assert head.failed() == "request 2 was given to a ring that drains; give it to the next one"
+
+
+def test_a_head_alone_is_given_no_neighbours(head_windows):
+    with started(a_head(route=1)) as (head, _):
+        head.send(Connect(NOWHERE, NOBODY, NOBODY))
+        assert head.failed() == "a device that computes the whole model was given a next device"
+
+
+def test_a_head_is_not_reopened(head_windows):
+    with started(a_head()) as (head, _):
+        head.send(a_reopen())
+        assert head.failed() == "the head's ring process was given Reopen, which is a worker's"
+
+
+def test_a_head_that_is_not_linked_yet_drains(head_windows):
+    with started(a_head()) as (head, _):
+        head.send(Drain())
+        assert head.event() == Drained()
+
+
+def test_a_head_whose_next_device_is_gone_hears_its_daemon(head_windows):
+    with started(a_head()) as (head, opened):
+        head.send(Connect(NOWHERE, NOBODY, opened.key), generate(1, [1]), Report())
+        head.expect(Status)
+        assert head.close() < 5
+
+
+def test_a_head_tells_of_a_device_that_stopped_and_hears_its_daemon(model, windows, head_windows):
+    with started(a_head()) as (head, opened), neighbour(1) as worker:
+        head.send(Connect(worker.endpoint, worker.key, worker.key))
+        worker.connect(opened.endpoint, opened.key, opened.key)
+        compute_one(model, windows, worker)
+        head.expect(Serving)
+        head.send(generate(1, [1]))
+        overdue = head.expect(Overdue)
+        assert overdue.step == 1
+        assert 1 <= overdue.waited_s < 10
+        head.send(Report())
+        head.expect(Status)
+        assert head.expect(Overdue).waited_s >= 2
+
+
+def compute_one(model: FakeModel, windows: dict[int, FakeHiddenWindow], worker: Links) -> None:
+    """Be both workers for one step."""
+    while (message := worker.receive()) is None:
+        ready = [found for found, _ in zmq.zmq_poll(worker.watched(receiving=True), PATIENCE_S * 1000)]
+        assert ready, "no step came"
+        if worker.zap in ready:
+            worker.admit()
+    worker.send(*Worker(dict(windows)).receive(*message))
+    exchange(worker, worker, until=lambda: not worker.is_waiting)
