@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from primad import __version__
-from primad.config import DEFAULT_HTTP_PORT, LOOPBACK, check_address, check_host, is_loopback, load_config
+from primad.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_address, check_host, is_loopback, load_config
 from primad.device_commands import leave, pair, pause, resume
 from primad.devices_command import devices_app
 from primad.doctor_command import doctor
@@ -127,8 +127,10 @@ def join(
 
         primad join --home /tmp/second --name second --port 7781 --host 127.0.0.1
     """
-    from primad.daemon.run import join as run_join
+    if code is not None:
+        from primad.cluster.words import parse_code
 
+        parse_code(code)
     if device is not None:
         if code is None:
             raise ConfigError(f"--device {device}: says where to pair; give the head's --code too, or leave it out")
@@ -149,6 +151,9 @@ def join(
             "pause_on_battery": pause_on_battery,
         }
     )
+    _check_interface(config)
+    from primad.daemon.run import join as run_join
+
     run_join(config, RichReporter(_err), code=code, pair_at=device)
 
 
@@ -245,6 +250,7 @@ def serve(
         },
         {key: value for key, value in os.environ.items() if key != "PRIMAD_PORT"},  # a head has no control port
     )
+    _check_interface(config)
     if extra_buffers not in ("auto", "on", "off"):
         raise ConfigError(f"--extra-buffers {extra_buffers}: choose auto, on or off")
     if rounds is not None and windows is None:
@@ -357,6 +363,13 @@ def _windows(text: str) -> tuple[int, ...]:
     if not 1 <= len(windows) <= 1000 or min(windows) < 1:
         raise ConfigError(f"--windows {text}: every window needs at least one layer")
     return windows
+
+
+def _check_interface(config: Config) -> None:
+    """This machine has it, said before anything is measured or loaded."""
+    from primad.cluster.addresses import chosen_interfaces, read_interfaces
+
+    chosen_interfaces(read_interfaces(), config.interface)
 
 
 def _fail(message: str) -> NoReturn:

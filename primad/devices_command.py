@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from primad import __version__
 from primad.config import Config, load_config
 from primad.errors import ClusterError
 from primad.options import Cluster, Home, Interface
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _DESCRIBE_S = 2.0
 """How long to wait for what the daemon that runs here knows besides."""
+_HALF = 19
+"""Characters of half a fingerprint."""
 
 _out = Console(highlight=False, soft_wrap=True)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -161,11 +164,16 @@ def _peers(config: Config, seconds: float) -> list[Peer]:
 
 
 def _table(found: Sequence[Row]) -> Table:
+    """Everything in full, on as many lines as it takes: an address that is cut is none."""
+    from rich.box import SIMPLE_HEAD
     from rich.text import Text
 
-    table = Table("device", "role", "cluster", "trusted", "fingerprint", "state", "address", "version")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    for column in ("device", "role", "cluster", "trusted", "fingerprint", "state", "address"):
+        table.add_column(column, overflow="fold", no_wrap=column == "fingerprint")
     for row in found:
         address = "\n".join(f"{address}:{row.port}" for address in row.addresses)
-        texts = (row.device, row.role, row.cluster, row.trusted, row.fingerprint, row.state, address, row.version)
-        table.add_row(*map(Text, texts))
+        halves = f"{row.fingerprint[:_HALF]}\n{row.fingerprint[_HALF + 1 :]}".strip()
+        state = row.state if row.version in ("", __version__) else f"{row.state}, has primad {row.version}"
+        table.add_row(*map(Text, (row.device, row.role, row.cluster, row.trusted, halves, state, address)))
     return table

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from primad import cli, device_commands, devices_command
@@ -20,6 +21,7 @@ from primad.cluster.trust import TrustStore, trusted_now
 from primad.config import any_host
 from primad.values import Share
 
+INTERFACE = next(iter(psutil.net_if_addrs()))
 DESK, LAMP, ATTIC = (new_identity().public for _ in range(3))
 
 
@@ -88,11 +90,11 @@ def assert_refused(run: tuple[int, str, str], *named: str) -> None:
 def test_join_hands_on_what_its_owner_decided(primad, joined):
     limits = ("--max-ram", "50%", "--max-vram", "6GB", "--max-disk", "40GB", "--nice", 10, "--pause-on-battery")
     pairing = ("--code", "7-lamp-river", "--device", "192.168.1.20:4711")
-    assert primad("join", *limits, *pairing, "--interface", "eth0", "--host", "127.0.0.1")[0] == 0
+    assert primad("join", *limits, *pairing, "--interface", INTERFACE, "--host", "127.0.0.1")[0] == 0
     ((config, more),) = joined
     assert (config.limits.ram, config.limits.vram, config.limits.disk_bytes) == (Share(0.5), 6 * 10**9, 40 * 10**9)
     assert (config.nice, config.pause_on_battery) == (10, True)
-    assert (config.interface, config.host, config.devices) == ("eth0", "127.0.0.1", ())
+    assert (config.interface, config.host, config.devices) == (INTERFACE, "127.0.0.1", ())
     assert more == {"code": "7-lamp-river", "pair_at": "192.168.1.20:4711"}
 
 
@@ -122,6 +124,8 @@ def test_a_flag_can_switch_off_what_the_file_switches_on(primad, joined, home):
         (("--nice", "20"), "--nice: "),
         (("--nice", "low"), "--nice"),
         (("--interface", ""), "--interface: "),
+        (("--interface", "no-such0"), "--interface no-such0: this machine has no such interface"),
+        (("--code", "lamp"), "--code: 'lamp' is no code"),
         (("--host", "nowhere..example"), "--host: "),
         (("--insecure-lan",), "--insecure-lan"),
     ],
@@ -134,11 +138,11 @@ def test_options_that_join_refuses(primad, joined, home, arguments, named):
 
 def test_serve_hands_on_limits_and_two_addresses(primad, served, monkeypatch):
     monkeypatch.setenv("PRIMAD_PORT", "nonsense")  # a head has no control port
-    options = ("--max-ram", "8GiB", "--nice", 5, "--interface", "eth0", "--listen", "127.0.0.1")
+    options = ("--max-ram", "8GiB", "--nice", 5, "--interface", INTERFACE, "--listen", "127.0.0.1")
     code, _, err = primad("serve", "--model", "x.gguf", *options)
     assert (code, err) == (0, "")
     ((config, http_host),) = served
-    assert (config.limits.ram, config.nice, config.interface) == (8 << 30, 5, "eth0")
+    assert (config.limits.ram, config.nice, config.interface) == (8 << 30, 5, INTERFACE)
     assert (config.host, http_host) == ("127.0.0.1", "127.0.0.1")
 
 
@@ -167,6 +171,7 @@ def test_the_head_says_that_it_does_not_pause_on_battery(primad, served, home):
         (("--listen", "nowhere..example"), "--listen: "),
         (("--host", "nowhere..example"), "--host: "),
         (("--max-ram", "0B"), "--max-ram: without memory"),
+        (("--interface", "no-such0"), "--interface no-such0: "),
         (("--pause-on-battery",), "--pause-on-battery"),
     ],
 )
@@ -306,7 +311,7 @@ def test_devices_are_listed_with_trust_and_state(primad, sight, home):
     assert (rows["desk"]["fingerprint"], rows["desk"]["key"]) == (fingerprint(DESK), key_hex(DESK))
     assert rows["old"]["fingerprint"] == ""
     table = primad("devices")[1]
-    for words in ("trusted", "revoked", fingerprint(DESK), "192.168.1.20:7770", "attic"):
+    for words in ("trusted", "revoked", fingerprint(DESK)[:19], fingerprint(DESK)[20:], "192.168.1.20:7770", "attic"):
         assert words in table
 
 
