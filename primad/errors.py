@@ -5,6 +5,7 @@
     ├── ConfigError       a flag, an environment variable or a line of the configuration file
     ├── PlanError         no plan: too few devices, windows that do not fit the model, a memory that is short
     ├── ClusterError      a device: not found, busy, another version, lost while loading
+    │   └── DiskError     this device's disk: full, over its limit, refusing to read or write layers
     ├── ProtocolError     bytes from a peer that are not a message of ours
     ├── EngineError       llama.cpp refused or failed
     ├── RingError         the ring broke while serving: a device, a deadline, a process
@@ -45,6 +46,10 @@ class PlanError(PrimadError):
 
 class ClusterError(PrimadError):
     """A device is missing, busy, of another version, or was lost while loading."""
+
+
+class DiskError(ClusterError):
+    """This device's disk cannot take or give the layers it should: full, over the owner's limit, or failing."""
 
 
 class ProtocolError(PrimadError):

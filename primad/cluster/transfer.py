@@ -1,116 +1,281 @@
-"""Ship layer files by content: a device that has layers answers chunk requests, one that lacks some asks for them.
+"""Fetch layers by content, from all devices at once that hold them.
 
-The asking side keeps a few requests under way and hashes as it writes; a layer appears in its cache only when the digest is
-right. Nothing is sent that was not asked for, so nobody's memory fills.
+Each source is asked which of the layers it holds and keeps a few requests under way; whoever is quicker gives more
+(``cluster/chunks.py``). Every chunk is compared with the layer's tree and the tree with the layer's digest, so no source
+can put anything else into the cache: one that dies, stalls or sends other bytes is left out, and the rest goes on. What
+arrived stays in the cache when the fetch ends early, and is not sent again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import Final
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Final, TypeVar
 
-import zmq
 import zmq.asyncio
 
-from primad.cluster.messages import CHUNK_BYTES, Chunk, FetchChunk, NoChunk, TransferMessage, decode_transfer
-from primad.cluster.sockets import listen, open_socket
-from primad.errors import ClusterError, ModelError, ProtocolError, printable
+from primad.cluster.chunks import TREE, ChunkQueue, Piece
+from primad.cluster.identity import Identity
+from primad.cluster.layer_server import FindLayer as FindLayer
+from primad.cluster.layer_server import LayerServer as LayerServer
+from primad.cluster.sharing import TokenBucket
+from primad.cluster.source_link import SourceError, SourceLink, reach
+from primad.cluster.transfer_messages import (
+    CHUNK_BYTES,
+    Chunk,
+    Digests,
+    FetchChunk,
+    FetchDigests,
+    NoChunk,
+    Source,
+    TransferMessage,
+)
+from primad.errors import ClusterError, DiskError, ProtocolError, printable
 from primad.gguf.cache import LayerCache
-from primad.gguf.layers import LayerCut, LayerRef
-from primad.ring.messages import encode
+from primad.gguf.layers import LayerRef, chunk_size, is_chunk_of, is_tree_of
+from primad.gguf.partial import LayerPart
 
 logger = logging.getLogger(__name__)
 
-REQUESTS_UNDER_WAY: Final = 4
-CHUNK_TIMEOUT_S: Final = 20.0
+UNDER_WAY: Final = 4
+"""Pieces asked of one source at a time."""
+UNDER_WAY_TOTAL: Final = 16
+"""Pieces asked of all sources together where there are many: so much memory a fetch takes, in chunks."""
+MOST_SOURCES: Final = 64
+STALL_S: Final = 5.0
+STALL_CHUNKS: Final = 4
+"""A source is left out when it is silent for as long as it took for so many chunks, at least ``STALL_S``."""
+FIRST_STALL_S: Final = 30.0
+"""The same before its rate is known, and while nobody could take its place."""
 
-FindLayer = Callable[[str], LayerCut | None]
-
-
-class LayerServer:
-    """Answers chunk requests for the layers that ``find`` knows by digest."""
-
-    def __init__(self, context: zmq.asyncio.Context, host: str, find: FindLayer) -> None:
-        self._socket, self.port = listen(context, zmq.ROUTER, host, None)
-        self._find = find
-
-    async def run(self) -> None:
-        """Serve until cancelled."""
-        try:
-            while True:
-                peer, *frames = await self._socket.recv_multipart()
-                try:
-                    reply = await self._answer(frames)
-                except ProtocolError as exc:
-                    logger.warning("refused a message on the layer link: %s", exc)
-                    continue
-                await self._socket.send_multipart([peer, *reply])
-        finally:
-            self._socket.close()
-
-    async def _answer(self, frames: Sequence[bytes]) -> list[bytes]:
-        request = decode_transfer(frames[0]) if len(frames) == 1 else None
-        if not isinstance(request, FetchChunk):
-            raise ProtocolError(f"{len(frames)} frames that are no chunk request")
-        digest, offset = request.digest, request.offset
-        cut = self._find(digest)
-        if cut is None:
-            return [encode(NoChunk(digest=digest, offset=offset, reason="this device does not have the layer"))]
-        if not 0 <= offset < cut.size_bytes or not 0 < request.size <= CHUNK_BYTES:
-            raise ProtocolError(f"request for {request.size} bytes at {offset} of a layer of {cut.size_bytes}")
-        try:
-            data = await asyncio.to_thread(cut.read, offset, min(request.size, cut.size_bytes - offset))
-        except ModelError as exc:
-            return [encode(NoChunk(digest=digest, offset=offset, reason=str(exc)))]
-        return [encode(Chunk(digest=digest, offset=offset)), data]
+Answer = TypeVar("Answer")
 
 
 async def fetch_layers(
     context: zmq.asyncio.Context,
-    source: str,
+    identity: Identity,
+    sources: Sequence[Source],
     refs: Sequence[LayerRef],
     cache: LayerCache,
     progress: Callable[[int], None],
+    *,
+    bytes_per_s: float | None = None,
 ) -> None:
-    """Fetch the layers ``refs`` from the endpoint ``source`` into ``cache``; ``progress`` is told bytes as they arrive.
+    """Fetch the layers ``refs`` into ``cache``, ``bytes_per_s`` at most (None: no cap).
 
-    Raises ``ClusterError`` when the source does not have one, goes silent, or sends bytes that are not the layer's.
+    ``progress`` is told bytes as they arrive, and first those that an earlier fetch left; together the size of ``refs``.
+    Cancelling waits for one chunk to be written. Raises ``ClusterError`` that names the layers and the reasons when no
+    source is left that has what is missing, ``DiskError`` when this device's disk does not take it.
     """
-    socket = open_socket(context, zmq.DEALER)
+    async with cache.turn:
+        wanted = []
+        for ref in dict.fromkeys(refs):
+            if await in_thread(cache.holds, ref):
+                progress(ref.size_bytes)
+            else:
+                wanted.append(ref)
+        if not wanted:
+            return
+        with ExitStack() as parts:
+            begun = {ref.digest: await in_thread(parts.enter_context, cache.part(ref)) for ref in wanted}
+            lacking = sum(part.ref.file_bytes - part.present_bytes for part in begun.values())
+            await in_thread(cache.make_room, lacking)
+            await _Fetch(sources, begun, cache, progress, bytes_per_s).run(context, identity)
+
+
+async def in_thread(function: Callable[..., Answer], *arguments: object) -> Answer:
+    """Run ``function`` in a thread and wait for its end even when this task is cancelled meanwhile.
+
+    So nothing is written any more once a cancelled caller has ended.
+    """
+    task = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # nobody is interested any more
+        raise
+
+
+class _Fetch:
+    """One fetch: the layers begun, and the sources that have not failed."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        parts: Mapping[str, LayerPart],
+        cache: LayerCache,
+        progress: Callable[[int], None],
+        bytes_per_s: float | None,
+    ) -> None:
+        self._sources = {source.key: source for source in sources[:MOST_SOURCES]}
+        under_way = max(1, min(UNDER_WAY, UNDER_WAY_TOTAL // max(1, len(self._sources))))
+        self.queue = ChunkQueue(self._sources, under_way)
+        self.bucket = TokenBucket(bytes_per_s)
+        self.parts = parts
+        self._cache = cache
+        self._progress = progress
+        self._unfinished = set(parts)
+        self._changed = asyncio.Event()
+        self._reasons: dict[str, str] = {}
+        self._disk_error: DiskError | None = None
+
+    async def run(self, context: zmq.asyncio.Context, identity: Identity) -> None:
+        """Fetch until all is here. Raises ``ClusterError``, of the disk too."""
+        await self._resume()
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._draw(context, identity, source)) for source in self._sources.values()]
+            while self._disk_error is None and self._unfinished and not self.queue.unavailable():
+                await self.wait_change()
+            for task in tasks:
+                task.cancel()
+        if self._disk_error is not None:
+            raise self._disk_error
+        if self._unfinished:
+            raise self._unavailable()
+
+    async def wait_change(self) -> None:
+        """Wait until there may be something to ask for that there was not before."""
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _resume(self) -> None:
+        for digest, part in self.parts.items():
+            if part.tree is None:
+                self.queue.add(digest, [TREE])
+                continue
+            self._progress(part.present_bytes)
+            lacking = part.lacking()
+            self.queue.add(digest, lacking)
+            if not lacking:
+                await self._finish(part)
+
+    async def _draw(self, context: zmq.asyncio.Context, identity: Identity, source: Source) -> None:
+        """Ask ``source`` for pieces until cancelled or until it fails."""
         try:
-            socket.connect(source)
-        except zmq.ZMQError as exc:
-            raise ClusterError(f"layers cannot be fetched from {printable(source)!r}: {exc.strerror}") from exc
-        for ref in refs:
-            with cache.writing(ref) as writer:
-                asked = 0
-                while writer.written < ref.size_bytes:
-                    while asked < ref.size_bytes and asked - writer.written < REQUESTS_UNDER_WAY * CHUNK_BYTES:
-                        request = FetchChunk(digest=ref.digest, offset=asked, size=CHUNK_BYTES)
-                        await socket.send(encode(request))
-                        asked += CHUNK_BYTES
-                    data = await _chunk(socket, ref, writer.written, source)
-                    await asyncio.to_thread(writer.write, data)
-                    progress(len(data))
-                await asyncio.to_thread(writer.finish)
-    finally:
-        socket.close()
+            async with reach(context, identity, source, list(self.parts)) as (link, held):
+                self.queue.holds(source.key, held)
+                self._wake()
+                await _Draw(self, source.key, link).run()
+        except (SourceError, ProtocolError) as exc:
+            self.queue.drop(source.key)
+            self._reasons[source.key] = str(exc)
+            logger.warning("no more layers are fetched from %s: %s", source.device, exc)
+        except DiskError as exc:
+            self._disk_error = exc
+        self._wake()
+
+    def refused(self, key: str, digest: str, reason: str) -> None:
+        """The source ``key`` does not give layer ``digest`` after all."""
+        self._reasons[key] = f"cannot give layer {digest[:12]}: {reason}"
+        self.queue.refused(key, digest)
+        self._wake()
+
+    async def begin(self, digest: str, tree: bytes) -> None:
+        """The tree of a layer arrived: its chunks can be asked for."""
+        part = self.parts[digest]
+        await in_thread(part.begin, tree)
+        self.queue.add(digest, part.lacking())
+        self._wake()
+
+    async def keep(self, piece: Piece, data: memoryview) -> None:
+        """The right bytes of a chunk arrived."""
+        part = self.parts[piece.digest]
+        complete = await in_thread(part.write, piece.number, data)
+        self._progress(len(data))
+        if complete:
+            await self._finish(part)
+
+    async def _finish(self, part: LayerPart) -> None:
+        await in_thread(self._cache.finish, part)
+        self._unfinished.discard(part.ref.digest)
+        self._wake()
+
+    def _unavailable(self) -> ClusterError:
+        lost = self.queue.unavailable()
+        names = ", ".join(digest[:12] for digest in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+        reasons = [
+            f"{source.device} {self._reasons.get(key, 'does not have it')}" for key, source in self._sources.items()
+        ]
+        why = printable("; ".join(reasons), 600) or "no device was named that has it"
+        return ClusterError(f"layer {names} cannot be fetched: {why}")
 
 
-async def _chunk(socket: zmq.asyncio.Socket, ref: LayerRef, offset: int, source: str) -> bytes:
-    try:
-        async with asyncio.timeout(CHUNK_TIMEOUT_S):
-            frames = await socket.recv_multipart()
-    except TimeoutError as exc:
-        raise ClusterError(f"{source} sent nothing of layer {ref.digest[:12]} for {CHUNK_TIMEOUT_S:g} s") from exc
-    message: TransferMessage = decode_transfer(frames[0])
-    match message:
-        case Chunk(digest=ref.digest, offset=at) if at == offset and len(frames) == 2 and frames[1]:
-            return frames[1]
-        case NoChunk(digest=ref.digest, reason=reason):
-            raise ClusterError(f"{source} cannot give layer {ref.digest[:12]}: {reason}")
-        case _:
-            raise ProtocolError(f"{source} answered with another chunk than the one that was asked for")
+class _Draw:
+    """What is asked of one source, and how quick it is."""
+
+    def __init__(self, fetch: _Fetch, key: str, link: SourceLink) -> None:
+        self._fetch = fetch
+        self._key = key
+        self._link = link
+        self._chunk_s: float | None = None
+        self._heard_s = time.monotonic()
+
+    async def run(self) -> None:
+        """Ask and take in until cancelled. Raises ``SourceError``, ``ProtocolError`` or ``DiskError``."""
+        while True:
+            await self._ask()
+            if not self._fetch.queue.under_way(self._key):
+                await self._fetch.wait_change()
+                self._heard_s = time.monotonic()
+                continue
+            message, data = await self._link.answer(self._patience_s())
+            self._measure(data)
+            await self._take_in(message, data)
+
+    async def _ask(self) -> None:
+        while (piece := self._fetch.queue.take(self._key)) is not None:
+            digest, number = piece
+            if number == TREE:
+                await self._link.ask(FetchDigests(digest=digest))
+                continue
+            size = chunk_size(self._fetch.parts[digest].ref.size_bytes, number)
+            if (wait_s := self._fetch.bucket.take(size, time.monotonic())) > 0:
+                await asyncio.sleep(wait_s)
+            await self._link.ask(FetchChunk(digest=digest, offset=number * CHUNK_BYTES, size=size))
+
+    def _patience_s(self) -> float:
+        if self._chunk_s is not None and self._fetch.queue.replaceable(self._key):
+            return max(STALL_S, STALL_CHUNKS * self._chunk_s)
+        return FIRST_STALL_S
+
+    def _measure(self, data: memoryview | None) -> None:
+        """Note how long the last answer took, as the time for a whole chunk."""
+        now_s = time.monotonic()
+        if data:
+            took_s = (now_s - self._heard_s) * CHUNK_BYTES / max(len(data), CHUNK_BYTES // 16)
+            self._chunk_s = took_s if self._chunk_s is None else 0.7 * self._chunk_s + 0.3 * took_s
+        self._heard_s = now_s
+
+    async def _take_in(self, message: TransferMessage, data: memoryview | None) -> None:
+        match message:
+            case Digests(digest=digest, tree=tree) if data is None:
+                self._expect(piece := Piece(digest, TREE))
+                if not is_tree_of(tree, digest, self._fetch.parts[digest].ref.size_bytes):
+                    raise SourceError(f"sent digests of chunks that are not those of layer {digest[:12]}")
+                if self._fetch.queue.arrived(piece):
+                    await self._fetch.begin(digest, tree)
+            case Chunk(digest=digest, offset=offset) if data and offset % CHUNK_BYTES == 0:
+                self._expect(piece := Piece(digest, offset // CHUNK_BYTES))
+                known = self._fetch.parts[digest].tree
+                assert known is not None
+                if not await in_thread(is_chunk_of, data, known, piece.number):
+                    raise SourceError(f"sent bytes that are not those of layer {digest[:12]}")
+                if self._fetch.queue.arrived(piece):
+                    await self._fetch.keep(piece, data)
+            case NoChunk(digest=digest, offset=offset, reason=reason) if data is None:
+                self._expect(Piece(digest, TREE if offset is None else offset // CHUNK_BYTES))
+                self._fetch.refused(self._key, digest, reason)
+            case _:
+                raise ProtocolError(f"answered with a {type(message).__name__} that was not asked for")
+
+    def _expect(self, piece: Piece) -> None:
+        if not self._fetch.queue.answered(self._key, piece):
+            raise ProtocolError(f"answered with another piece than it was asked for: {printable(piece.digest[:12])}")

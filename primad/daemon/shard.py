@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halda import Plan
+from primad.cluster.transfer import in_thread
 from primad.engine.probe import Stop, Trial, Verdict, probe
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.errors import ClusterError
@@ -43,19 +44,32 @@ async def missing_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> list[La
 async def copy_layers(
     cutter: ModelCutter, cache: LayerCache, refs: Iterable[LayerRef], copied: Callable[[int], None]
 ) -> None:
-    """Cut ``refs`` out of the model file into ``cache``; ``copied`` is told bytes. Stopping waits for one chunk.
+    """Cut ``refs`` out of the model file into ``cache``; ``copied`` is told bytes, together the size of ``refs``.
 
-    Raises ``ModelError`` or ``ClusterError`` when a disk refuses.
+    Makes room first. Stopping waits for one chunk. Raises ``ModelError`` when the model file cannot be read or changed,
+    ``DiskError`` when the cache's disk refuses or has no room.
     """
-    for ref in refs:
-        source = cutter.source(ref.digest)
-        assert source is not None
-        with cache.writing(ref) as writer:
-            chunks = source.chunks()
-            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-                await asyncio.to_thread(writer.write, chunk)
-                copied(len(chunk))
-            await asyncio.to_thread(writer.finish)
+    async with cache.turn:
+        wanted = []
+        for ref in dict.fromkeys(refs):
+            if await asyncio.to_thread(cache.holds, ref):
+                copied(ref.size_bytes)
+            else:
+                wanted.append(ref)
+        await asyncio.to_thread(cache.make_room, sum(ref.file_bytes for ref in wanted))
+        for ref in wanted:
+            await _copy_layer(cutter, cache, ref, copied)
+
+
+async def _copy_layer(cutter: ModelCutter, cache: LayerCache, ref: LayerRef, copied: Callable[[int], None]) -> None:
+    source = cutter.source(ref.digest)
+    assert source is not None
+    with cache.writing(ref) as writer:
+        chunks = source.chunks()
+        while (chunk := await in_thread(next, chunks, None)) is not None:
+            await in_thread(writer.write, chunk)
+            copied(len(chunk))
+        await in_thread(writer.finish)
 
 
 def place_windows(

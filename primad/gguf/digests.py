@@ -1,6 +1,7 @@
-"""Remember the digests of a model file's layers: a head that starts again need not read the whole model to name them.
+"""Remember the trees of a model file's layers: a head that starts again need not read the whole model to name them.
 
-An entry holds for a file of the same path, size and modification time; anything else is hashed anew.
+An entry holds for a file of the same path, size and modification time; anything else is hashed anew. The version of the
+entries is in their key too, so that digests of another making are never taken for these.
 """
 
 from __future__ import annotations
@@ -12,26 +13,27 @@ from typing import Final
 import msgspec
 
 from primad.gguf.header import Header
-from primad.gguf.layers import DIGEST_BYTES
 
 MODELS_KEPT: Final = 16
+VERSION: Final = 2
+"""1 kept one digest a layer over all of its weights."""
 
 
 class LayerDigests:
-    """The known digests of one model's layers, kept in the JSON file ``memory``."""
+    """The known trees (see ``gguf/layers.py``) of one model's layers, kept in the JSON file ``memory``."""
 
     def __init__(self, header: Header, memory: Path) -> None:
         self._memory = memory
         self._key = _key(header)
         self._known = _read(memory).get(self._key, {})
 
-    def get(self, layer: int) -> str | None:
-        """The digest of ``layer``, if it is known."""
+    def get(self, layer: int) -> bytes | None:
+        """The tree of ``layer``, if it is known."""
         return self._known.get(layer)
 
-    def put(self, layer: int, digest: str) -> None:
-        """Remember the digest of ``layer``; ``save`` keeps it."""
-        self._known[layer] = digest
+    def put(self, layer: int, tree: bytes) -> None:
+        """Remember the tree of ``layer``; ``save`` keeps it."""
+        self._known[layer] = tree
 
     def save(self) -> None:
         """Write what is known. A disk that refuses costs a second reading, nothing else."""
@@ -49,15 +51,15 @@ class LayerDigests:
 def _key(header: Header) -> str:
     files = sorted({tensor.path for tensor in header.tensors.values()} | {header.path})
     facts = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+    return f"{VERSION}:" + blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
-def _read(memory: Path) -> dict[str, dict[int, str]]:
+def _read(memory: Path) -> dict[str, dict[int, bytes]]:
+    known = {}
     try:
-        models = msgspec.json.decode(memory.read_bytes(), type=dict[str, dict[int, str]])
+        for key, trees in msgspec.json.decode(memory.read_bytes(), type=dict[str, msgspec.Raw]).items():
+            if key.startswith(f"{VERSION}:"):
+                known[key] = msgspec.json.decode(trees, type=dict[int, bytes])
     except (OSError, msgspec.DecodeError):
         return {}
-    return {
-        key: {layer: digest for layer, digest in digests.items() if len(digest) == 2 * DIGEST_BYTES}
-        for key, digests in models.items()
-    }
+    return known

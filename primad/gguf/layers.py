@@ -2,8 +2,11 @@
 
 A layer file is a fixed-size header (``HEADER_BYTES``, filled up with a padding key) and the layer's tensors behind it.
 Only the header says which ``blk.N`` of which window the tensors are, so moving a layer to another window rewrites 16 KiB
-and copies nothing. The weights behind the header never change: their BLAKE2b digest is the layer's name in every cache
-and on every wire.
+and copies nothing. The weights behind the header never change: the layer's name in every cache and on every wire is their
+digest, of two storeys so that each chunk can be verified by itself:
+
+    tree      the BLAKE2b digests of the chunks of ``CHUNK_BYTES``, one behind the other
+    digest    BLAKE2b of the size and the tree
 
 The head cuts layers straight out of the model file (``LayerCut.read``); nobody else needs that file. The output matrix
 travels the same way, as one more layer file that only the tail window loads.
@@ -13,9 +16,9 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Final
 
@@ -28,9 +31,11 @@ from primad.gguf.header import MAGIC, Header, TensorInfo, Value, scalar_value
 HEADER_BYTES: Final = 16_384
 ALIGNMENT: Final = 32
 DIGEST_BYTES: Final = 32
-READ_BYTES: Final = 4 << 20
+CHUNK_BYTES: Final = 4 << 20
+"""What a digest of the tree covers: all chunks of a layer but its last have this size."""
 MAX_LAYER_BYTES: Final = 1 << 40
 MAX_LAYER_TENSORS: Final = 100
+_TREE: Final = b"primad layer tree 2"
 _VERSION: Final = 3
 _PADDING_KEY: Final = "primad.padding"
 _LAYER: Final = "*"
@@ -66,18 +71,57 @@ class LayerRef(msgspec.Struct, frozen=True, array_like=True):
         return HEADER_BYTES + self.size_bytes
 
 
+def chunk_count(size_bytes: int) -> int:
+    """How many chunks a layer of ``size_bytes`` has."""
+    return -(-size_bytes // CHUNK_BYTES)
+
+
+def chunk_size(size_bytes: int, number: int) -> int:
+    """Bytes of chunk ``number`` of a layer of ``size_bytes``."""
+    return min(CHUNK_BYTES, size_bytes - number * CHUNK_BYTES)
+
+
+def chunk_digest(chunk: bytes | bytearray | memoryview) -> bytes:
+    """The ``DIGEST_BYTES`` of one chunk."""
+    return blake2b(chunk, digest_size=DIGEST_BYTES).digest()
+
+
+def tree_of(chunks: Iterable[bytes | memoryview]) -> bytes:
+    """The tree of a layer from its chunks, ``DIGEST_BYTES`` each."""
+    return b"".join(map(chunk_digest, chunks))
+
+
+def layer_digest(size_bytes: int, tree: bytes) -> str:
+    """The digest (hex) of a layer of ``size_bytes`` with this tree."""
+    return blake2b(_TREE + struct.pack("<Q", size_bytes) + tree, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def is_tree_of(tree: bytes, digest: str, size_bytes: int) -> bool:
+    """Whether ``tree`` has as many digests as a layer of ``size_bytes`` has chunks, and ``digest`` is theirs."""
+    return len(tree) == chunk_count(size_bytes) * DIGEST_BYTES and layer_digest(size_bytes, tree) == digest
+
+
+def is_chunk_of(chunk: bytes | memoryview, tree: bytes, number: int) -> bool:
+    """Whether ``chunk`` is chunk ``number`` of the layer with this tree."""
+    return chunk_digest(chunk) == tree[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """A layer as it lies in the model file: its tensors in order, each with its place in the layer file."""
+    """A layer as it lies in the model file: its tensors in order, each with its place in the layer file.
+
+    ``known`` is its tree where the weights were hashed before.
+    """
 
     sources: tuple[TensorInfo, ...]
     tensors: tuple[LayerTensor, ...]
     size_bytes: int
+    known: bytes | None = None
 
     def chunks(self) -> Iterator[bytes]:
-        """The weights from start to end in pieces of at most ``READ_BYTES``."""
-        for offset in range(0, self.size_bytes, READ_BYTES):
-            yield self.read(offset, min(READ_BYTES, self.size_bytes - offset))
+        """The weights from start to end in pieces of at most ``CHUNK_BYTES``."""
+        for offset in range(0, self.size_bytes, CHUNK_BYTES):
+            yield self.read(offset, min(CHUNK_BYTES, self.size_bytes - offset))
 
     def read(self, offset: int, size: int) -> bytes:
         """``size`` bytes of the weights from ``offset``, padding between tensors included.
@@ -101,14 +145,18 @@ class LayerCut:
                     raise ModelError(f"{source.path}: became shorter while it was read; fetch the file again")
         return bytes(out)
 
-    def ref(self, known: str | None = None) -> LayerRef:
-        """What identifies this layer; hashes the weights (reads them all, about 1 GB/s) unless the digest is ``known``."""
-        if known is not None:
-            return LayerRef(known, self.size_bytes, self.tensors)
-        digest = blake2b(digest_size=DIGEST_BYTES)
-        for chunk in self.chunks():
-            digest.update(chunk)
-        return LayerRef(digest.hexdigest(), self.size_bytes, self.tensors)
+    def tree(self) -> bytes:
+        """The digests of the chunks; reads and hashes all weights (about 1 GB/s) unless they are ``known``."""
+        return tree_of(self.chunks()) if self.known is None else self.known
+
+    def hashed(self, known: bytes | None = None) -> LayerCut:
+        """The same layer with its tree; ``known`` is believed where it has the right length, else the weights are read."""
+        fits = known is not None and len(known) == chunk_count(self.size_bytes) * DIGEST_BYTES
+        return replace(self, known=known if fits else self.tree())
+
+    def ref(self) -> LayerRef:
+        """What identifies this layer; reads all weights unless they were hashed."""
+        return LayerRef(layer_digest(self.size_bytes, self.tree()), self.size_bytes, self.tensors)
 
 
 def cut(tensors: Mapping[str, TensorInfo]) -> LayerCut:

@@ -61,11 +61,11 @@ class ModelCutter:
     def ref(self, layer: int) -> LayerRef:
         """The layer file of ``layer``, hashed on first use. ``layer`` equal to the layer count is the output matrix."""
         if layer not in self._refs:
-            layer_cut = self.cut(layer)
             known = self.digests.get(layer) if self.digests is not None else None
-            ref = layer_cut.ref(known)
+            layer_cut = self.cut(layer).hashed(known)
+            ref = layer_cut.ref()
             if self.digests is not None:
-                self.digests.put(layer, ref.digest)
+                self.digests.put(layer, layer_cut.tree())
             self._refs[layer] = ref
             self._cuts[ref.digest] = layer_cut
         return self._refs[layer]

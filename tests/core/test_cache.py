@@ -61,7 +61,7 @@ def test_what_was_written_is_there_now_and_later(folder, layers):
     ref = store(cache, layers[0])
     assert cache.holds(ref)
     assert LayerCache(folder).missing([ref, layers[1].ref()]) == [layers[1].ref()]
-    assert files(folder) == [f"{ref.digest}.gguf"]
+    assert files(folder) == [f"{ref.digest}.gguf", f"{ref.digest}.tree"]
     assert cache.path(ref.digest).stat().st_size == ref.file_bytes
 
 
@@ -257,7 +257,7 @@ def test_a_copy_on_a_full_disk_is_one_clear_error(folder, layers):
     (folder / "partial" / f"{ref.digest}-1.gguf").symlink_to("/dev/full")
     with pytest.raises(ClusterError, match=r"-1\.gguf: the layer file cannot be prepared: No space left"):
         cache.place(ref, number=3, split=4, copy=1)
-    assert files(folder) == [f"{ref.digest}.gguf"]
+    assert files(folder) == [f"{ref.digest}.gguf", f"{ref.digest}.tree"]
 
 
 def test_a_layer_that_went_away_cannot_be_placed(folder, layers):

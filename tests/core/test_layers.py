@@ -14,13 +14,17 @@ from primad.errors import ModelError
 from primad.gguf.header import read_header, scalar_value
 from primad.gguf.layers import (
     ALIGNMENT,
+    CHUNK_BYTES,
     HEADER_BYTES,
-    READ_BYTES,
     LayerTensor,
     SmallTensor,
     check_ref,
+    chunk_count,
+    chunk_size,
     cut,
     cut_layer,
+    is_chunk_of,
+    is_tree_of,
     layer_header,
     metadata_split,
 )
@@ -50,9 +54,11 @@ def test_weights_are_those_of_the_model_with_zeros_between_tensors(model):
     assert weights_of(cut_layer(model, 1)) == norm.tobytes() + bytes(28) + query.tobytes()
 
 
-def test_the_digest_is_blake2b_of_the_weights(model):
+def test_the_digest_is_that_of_the_size_and_the_digests_of_the_chunks(model):
     layer = cut_layer(model, 2)
-    assert layer.ref().digest == blake2b(weights_of(layer), digest_size=32).hexdigest()
+    tree = blake2b(weights_of(layer), digest_size=32).digest()
+    top = blake2b(b"primad layer tree 2" + layer.size_bytes.to_bytes(8, "little") + tree, digest_size=32)
+    assert layer.ref().digest == top.hexdigest()
     assert layer.ref().size_bytes == layer.size_bytes
     assert layer.ref().file_bytes == HEADER_BYTES + layer.size_bytes
     check_ref(layer.ref())
@@ -89,10 +95,41 @@ def test_any_range_of_the_weights_can_be_read(tmp_path_factory, first, second):
 
 
 def test_chunks_are_of_bounded_size(tmp_path):
-    rows = READ_BYTES // 4096 + 3
+    rows = CHUNK_BYTES // 4096 + 3
     model = read_header(write_gguf(tmp_path / "big.gguf", {"blk.0.w.weight": np.zeros((rows, 1024), np.float32)}))
     sizes = [len(chunk) for chunk in cut_layer(model, 0).chunks()]
-    assert sizes == [READ_BYTES, rows * 4096 - READ_BYTES]
+    assert sizes == [CHUNK_BYTES, rows * 4096 - CHUNK_BYTES]
+
+
+def test_every_chunk_is_verified_by_itself(tmp_path):
+    rows = 2 * CHUNK_BYTES // 4096 + 3
+    layer = cut_layer(read_header(write_gguf(tmp_path / "big.gguf", {"blk.0.w.weight": array(rows, 1024)})), 0)
+    tree = layer.tree()
+    chunks = list(layer.chunks())
+    assert is_tree_of(tree, layer.ref().digest, layer.size_bytes)
+    assert [len(chunk) for chunk in chunks] == [chunk_size(layer.size_bytes, number) for number in range(3)]
+    assert chunk_count(layer.size_bytes) == 3
+    for number, chunk in enumerate(chunks):
+        assert [is_chunk_of(chunk, tree, other) for other in range(3)] == [other == number for other in range(3)]
+        assert not is_chunk_of(chunk[:-1], tree, number)
+
+
+def test_a_tree_of_another_layer_or_size_is_refused(model):
+    first, second = cut_layer(model, 0), cut_layer(model, 1)
+    digest = first.ref().digest
+    assert not is_tree_of(second.tree(), digest, first.size_bytes)
+    assert not is_tree_of(first.tree(), digest, first.size_bytes + 32)
+    assert not is_tree_of(first.tree() * 2, digest, first.size_bytes)
+    assert not is_tree_of(b"", digest, first.size_bytes)
+
+
+def test_a_known_tree_is_believed_without_reading_and_one_of_another_length_is_not(model):
+    layer = cut_layer(model, 0)
+    ref = layer.ref()
+    assert layer.hashed(bytes(31)).ref() == layer.hashed().ref() == ref
+    known = layer.hashed(layer.tree())
+    model.path.unlink()
+    assert known.ref() == ref
 
 
 def test_a_model_file_that_became_shorter_is_noticed(model):

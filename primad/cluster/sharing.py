@@ -1,0 +1,73 @@
+"""Who may send how much and when, decided without clock or socket: fair turns, a bandwidth cap, a bound on complaints."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, Generic, TypeVar
+
+Item = TypeVar("Item")
+
+BURST_S: Final = 0.25
+COMPLAINT_INTERVAL_S: Final = 10.0
+
+
+class FairQueue(Generic[Item]):
+    """Items of several owners, at most ``most`` of each, taken in turns: an owner with many makes only itself wait."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: dict[str, deque[Item]] = {}
+
+    def put(self, owner: str, item: Item) -> bool:
+        """Add ``item`` behind the others of ``owner``; False, and nothing is added, when it has too many."""
+        waiting = self._waiting.setdefault(owner, deque())
+        if len(waiting) >= self._most:
+            return False
+        waiting.append(item)
+        return True
+
+    def take(self) -> Item | None:
+        """The next item of the owner whose turn it is; None when there is none."""
+        for owner in self._waiting:
+            waiting = self._waiting.pop(owner)
+            item = waiting.popleft()
+            if waiting:
+                self._waiting[owner] = waiting  # behind all others
+            return item
+        return None
+
+
+class TokenBucket:
+    """At most ``bytes_per_s`` on average; None: no cap. After a pause a quarter of a second's worth goes at once."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        assert bytes_per_s is None or bytes_per_s > 0
+        self._rate = bytes_per_s
+        self._saved = 0.0
+        self._at_s: float | None = None
+
+    def take(self, size_bytes: int, now_s: float) -> float:
+        """Book ``size_bytes`` at ``now_s``; the seconds to wait before sending them. Bookings are served in their order."""
+        if self._rate is None:
+            return 0.0
+        burst = self._rate * BURST_S
+        earned = burst if self._at_s is None else max(0.0, now_s - self._at_s) * self._rate
+        self._saved = min(burst, self._saved + earned) - size_bytes
+        self._at_s = now_s
+        return max(0.0, -self._saved / self._rate)
+
+
+class Complaints:
+    """Lets one line through every ``COMPLAINT_INTERVAL_S``, so that nobody fills the log by sending nonsense."""
+
+    def __init__(self) -> None:
+        self._last_s: float | None = None
+        self._swallowed = 0
+
+    def allow(self, now_s: float) -> int | None:
+        """How many were swallowed since the last line when one may be written now; None when this one is swallowed."""
+        if self._last_s is not None and now_s - self._last_s < COMPLAINT_INTERVAL_S:
+            self._swallowed += 1
+            return None
+        swallowed, self._swallowed, self._last_s = self._swallowed, 0, now_s
+        return swallowed

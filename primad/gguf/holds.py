@@ -1,0 +1,105 @@
+"""Which layers are in use, and by which process: nobody prunes what a running daemon computes with.
+
+    <folder>/in-use-<pid>.json    what the process ``pid`` holds; worth nothing once that process has ended
+
+A process id comes back sooner or later, so the file also says when its process started.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+
+logger = logging.getLogger(__name__)
+
+_PATTERN: Final = "in-use-*.json"
+
+
+class _InUse(msgspec.Struct, frozen=True, kw_only=True):
+    pid: int
+    started: int
+    holds: dict[str, list[str]]
+
+
+class Holds:
+    """The layers (digests) that processes hold of the cache in ``folder``, by owner: a name for what uses them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._own: dict[str, frozenset[str]] = {}
+
+    def hold(self, owner: str, digests: Iterable[str]) -> None:
+        """Protect ``digests`` for ``owner``, instead of what it held before."""
+        self._own[owner] = frozenset(digests)
+        self._save()
+
+    def let_go(self, owner: str) -> None:
+        """``owner`` uses no layer any more."""
+        if self._own.pop(owner, None) is not None:
+            self._save()
+
+    def held(self) -> frozenset[str]:
+        """What any living process holds."""
+        found = set().union(*self._own.values())
+        for other in self._others():
+            found.update(*other.holds.values())
+        return frozenset(found)
+
+    def others_live(self) -> bool:
+        """Whether another living process holds anything."""
+        return any(other.holds for other in self._others())
+
+    def _others(self) -> list[_InUse]:
+        living = []
+        for path in sorted(self._folder.glob(_PATTERN)):
+            if path == self._path():
+                continue
+            try:
+                other = msgspec.json.decode(path.read_bytes(), type=_InUse)
+            except FileNotFoundError:
+                continue  # let go in this moment
+            except (OSError, msgspec.DecodeError) as exc:
+                logger.warning("%s: cannot be read (%s), so it protects no layer; remove it", path, exc)
+                continue
+            if _started(other.pid) == other.started:
+                living.append(other)
+            else:
+                path.unlink(missing_ok=True)
+        return living
+
+    def _path(self) -> Path:
+        return self._folder / f"in-use-{os.getpid()}.json"
+
+    def _save(self) -> None:
+        path, started = self._path(), _started(os.getpid())
+        try:
+            if not self._own or started is None:
+                path.unlink(missing_ok=True)
+                return
+            holds = {owner: sorted(digests) for owner, digests in self._own.items()}
+            partial = path.with_suffix(".new")
+            partial.write_bytes(msgspec.json.encode(_InUse(pid=os.getpid(), started=started, holds=holds)))
+            partial.replace(path)
+        except OSError as exc:  # this process still knows; only a prune from another one would not
+            logger.warning("%s: cannot be written: %s; do not prune while this daemon runs", path, exc.strerror or exc)
+
+
+def _started(pid: int) -> int | None:
+    """When process ``pid`` started, in a unit that no setting of the clock changes; None when there is no such process."""
+    if Path("/proc/self/stat").exists():
+        # psutil's time moves with the clock, which on a machine without a battery is set minutes after the start.
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if fields[0] in "ZX" else int(fields[19])
+    try:
+        return round(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return None

@@ -1,0 +1,119 @@
+"""A layer file on its way: chunks in any order and from any source, and what survives a stop.
+
+    <digest>.part       the file, of full length from the start
+    <digest>.journal    the tree, and behind it a byte a chunk: 1 when the chunk was written
+
+The journal is believed where its tree hashes to the digest, and a chunk that it calls written is hashed before it counts:
+after a power cut the two files need not agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+from primad.gguf.layer_file import hash_file, read_chunk, write_at
+from primad.gguf.layers import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    LayerRef,
+    chunk_count,
+    chunk_size,
+    is_chunk_of,
+    is_tree_of,
+    layer_header,
+)
+
+
+class LayerPart:
+    """The part of layer ``ref`` that is here, in ``folder``. Its methods block and may be called from several threads.
+
+    All raise ``OSError`` as the disk does; ``LayerCache`` translates.
+    """
+
+    def __init__(self, folder: Path, ref: LayerRef) -> None:
+        self.ref = ref
+        self.path = folder / f"{ref.digest}.part"
+        self._journal = folder / f"{ref.digest}.journal"
+        self._written: set[int] = set()
+        self._lock = threading.Lock()
+        self.tree: bytes | None = None
+
+    def resume(self) -> None:
+        """Take over what an earlier run left, as far as it hashes; anything else is removed."""
+        try:
+            content = self._journal.read_bytes()
+            whole = self.path.stat().st_size == self.ref.file_bytes
+        except FileNotFoundError:
+            content, whole = b"", False
+        count = chunk_count(self.ref.size_bytes)
+        tree, flags = content[: count * DIGEST_BYTES], content[count * DIGEST_BYTES :]
+        if not whole or len(flags) != count or not is_tree_of(tree, self.ref.digest, self.ref.size_bytes):
+            self.discard()
+            return
+        self.tree = tree
+        for number in range(count):
+            if flags[number] and is_chunk_of(read_chunk(self.path, self.ref.size_bytes, number), tree, number):
+                self._written.add(number)
+        with self._journal.open("r+b") as journal:
+            journal.write(tree + bytes(number in self._written for number in range(count)))
+
+    def begin(self, tree: bytes) -> None:
+        """Start with the tree of the layer, which the caller has compared with its digest."""
+        assert is_tree_of(tree, self.ref.digest, self.ref.size_bytes)
+        with self.path.open("wb") as file:
+            file.write(layer_header(self.ref.tensors, number=0, split=1))
+            file.truncate(self.ref.file_bytes)
+        self._journal.write_bytes(tree + bytes(chunk_count(self.ref.size_bytes)))
+        self.tree = tree
+
+    def lacking(self) -> list[int]:
+        """The numbers of the chunks that are not here."""
+        with self._lock:
+            return [number for number in range(chunk_count(self.ref.size_bytes)) if number not in self._written]
+
+    @property
+    def present_bytes(self) -> int:
+        """Bytes of the chunks that are here."""
+        with self._lock:
+            return sum(chunk_size(self.ref.size_bytes, number) for number in self._written)
+
+    def write(self, number: int, chunk: bytes | memoryview) -> bool:
+        """Write chunk ``number``, which the caller has compared with the tree; whether the layer is complete now."""
+        assert self.tree is not None
+        write_at(self.path, number * CHUNK_BYTES, chunk)
+        with self._journal.open("r+b", buffering=0) as journal:
+            journal.seek(len(self.tree) + number)
+            journal.write(b"\x01")
+        with self._lock:
+            self._written.add(number)
+            return len(self._written) == chunk_count(self.ref.size_bytes)
+
+    def finish(self, path: Path, tree_path: Path) -> bool:
+        """Flush the complete file, hash all of it once more and give it its name ``path``; its tree goes to ``tree_path``.
+
+        False, and everything is removed, when the disk does not give back what was written.
+        """
+        assert self.tree is not None
+        with self.path.open("r+b") as file:
+            os.fsync(file.fileno())
+        tree, _ = hash_file(self.path)
+        if tree != self.tree:
+            self.discard()
+            return False
+        with self._journal.open("r+b") as journal:
+            journal.truncate(len(tree))
+        self._journal.replace(tree_path)
+        self.path.replace(path)
+        return True
+
+    def discard(self) -> None:
+        """Remove what is here; the next ``resume`` finds nothing."""
+        for path in (self.path, self._journal):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+        with self._lock:
+            self._written.clear()
+        self.tree = None
