@@ -1,140 +1,158 @@
-"""Announce this device and see others by mDNS (``_primad._tcp.local.``), on loopback or on the LAN.
+"""Announce this device and see others by mDNS (``_primad._tcp.local.``), on loopback or on the LAN, over IPv4 and IPv6.
 
-Nothing secret is announced: the device's name, its cluster, its role, the protocol and the version.
+Nothing secret is announced: the device's name, its cluster, its role, the protocol, the version, its public key, and while a
+pairing code is open, where to bring it. Whatever others announce is hearsay until a connection proves it.
+
+Nothing tells a process, on every system alike, that an interface came or went, so the addresses are looked at every
+``LOOK_EVERY_S``: a laptop that comes back to its Wi-Fi is announced there within that time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
-import re
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Final
 
-import psutil
 from zeroconf import Error as ZeroconfError
-from zeroconf import IPVersion, NonUniqueNameException, ServiceStateChange, Zeroconf
+from zeroconf import NonUniqueNameException, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
+from primad.cluster.addresses import (
+    Interface,
+    multicast_addresses,
+    read_interfaces,
+    resolved_host,
+    usable_addresses,
+)
 from primad.cluster.messages import PROTOCOL
-from primad.config import LOOPBACK, NAME, is_loopback
-from primad.errors import ClusterError, printable
+from primad.cluster.multicast import can_multicast
+from primad.cluster.peer import SERVICE, Peer, peer_of
+from primad.errors import ClusterError
+
+__all__ = ["SERVICE", "Discovery", "Peer", "look", "peer_of"]
 
 logger = logging.getLogger(__name__)
 
-SERVICE: Final = "_primad._tcp.local."
 RESOLVE_TIMEOUT_MS: Final = 2000
-_PROTOCOL: Final = re.compile(r"[0-9]{1,9}")
+LOOK_EVERY_S: Final = 10.0
+MAX_PEERS: Final = 512
+"""More devices than this are not looked at: announcing costs nothing, and memory does."""
+_TTL_S: Final = 120
+_RESOLVE_TRIES: Final = 3
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """A device that announces itself. ``role`` is worker or head; ``port`` is its control port (a head's HTTP port)."""
-
-    device: str
-    cluster: str
-    role: str
-    version: str
-    protocol: int
-    addresses: tuple[str, ...]
-    port: int
-
-
-def announced_addresses(host: str) -> list[str]:
-    """The IPv4 addresses to announce for a daemon that listens on ``host``: every one that others could reach.
-
-    Raises ``ClusterError`` when there is none.
-    """
-    try:
-        address = "0.0.0.0" if host == "::" else socket.gethostbyname(host)
-    except (OSError, UnicodeError) as exc:
-        raise ClusterError(f"--host {host}: mDNS announces IPv4 addresses, and this has none; use another one") from exc
-    if not ipaddress.ip_address(address).is_unspecified:
-        return [address]
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    return [
-        address.address
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in up
-        for address in addresses
-        if address.family == socket.AF_INET and not is_loopback(address.address)
-    ] or [LOOPBACK]
+Changed = Callable[[dict[str, Peer]], None]
+"""Gets all devices in sight, by the names that mDNS knows them under."""
 
 
 class Discovery:
-    """This device's place in mDNS. ``open`` it, ``announce`` and ``browse``, ``close`` it."""
+    """This device's place in mDNS. ``open`` it, ``announce`` and ``browse``, ``close`` it.
 
-    def __init__(self, host: str) -> None:
-        self._addresses = announced_addresses(host)
-        try:
-            self._zeroconf = AsyncZeroconf(interfaces=self._addresses, ip_version=IPVersion.V4Only)
-        except OSError as exc:
+    ``host`` is the address that the daemon listens on, ``interface`` (a name or an address) leaves only one interface.
+    Needs a running event loop. Raises ``ClusterError`` when there is no way to speak mDNS.
+    """
+
+    def __init__(self, host: str, interface: str | None = None) -> None:
+        self._host = resolved_host(host)
+        self._interface = interface
+        self._own = read_interfaces()
+        self._addresses = usable_addresses(self._own, self._host, interface)
+        self._places = _places(self._own, self._host, interface)
+        if not self._addresses or not self._places:
             raise ClusterError(
-                f"mDNS cannot be used on {', '.join(self._addresses)}: {exc.strerror or exc}; name devices with --device"
+                f"mDNS cannot be used{_on(interface)}: no address there has multicast; name devices with --device"
+            )
+        _quiet()
+        try:
+            self._zeroconf = AsyncZeroconf(interfaces=self._places)
+        except (OSError, RuntimeError) as exc:
+            why = (exc.strerror if isinstance(exc, OSError) else None) or exc
+            raise ClusterError(
+                f"mDNS cannot be used on {', '.join(self._places)}: {why}; name devices with --device"
             ) from exc
         self._browser: AsyncServiceBrowser | None = None
+        self._changed: Changed | None = None
+        self._announced: dict[str, str] = {}
+        self._port = 0
         self._info: AsyncServiceInfo | None = None
         self._peers: dict[str, Peer] = {}
+        self._resolving: dict[str, asyncio.Task[None]] = {}
+        self._watching: asyncio.Task[None] | None = None
 
-    async def announce(self, peer_name: str, *, cluster: str, role: str, version: str, port: int) -> str:
-        """Announce this device; its name, with a number behind it when another device had the name first."""
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses that are announced now."""
+        return tuple(self._addresses)
+
+    async def announce(self, peer_name: str, *, cluster: str, role: str, version: str, port: int, key: str) -> str:
+        """Announce this device; its name, with a number behind it when another device had the name first.
+
+        ``port`` is where it listens, ``key`` its public key (40 characters). Raises ``ClusterError`` when no name is free.
+        """
+        self._port = port
         for number in range(1, 100):
             device = peer_name if number == 1 else f"{peer_name[:59]}-{number}"
-            info = AsyncServiceInfo(
-                SERVICE,
-                f"{device}.{SERVICE}",
-                addresses=[socket.inet_aton(address) for address in self._addresses],
-                port=port,
-                properties={
-                    "device": device,
-                    "cluster": cluster,
-                    "role": role,
-                    "version": version,
-                    "protocol": str(PROTOCOL),
-                },
-                server=f"primad-{blake2b(device.encode(), digest_size=8).hexdigest()}-{port}.local.",
-            )
+            self._announced |= {
+                "device": device,
+                "cluster": cluster,
+                "role": role,
+                "version": version,
+                "protocol": str(PROTOCOL),
+                "key": key,
+            }
+            info = self._to_announce()
             try:
                 await self._zeroconf.async_register_service(info)
             except NonUniqueNameException:
                 continue
             self._info = info
+            self._watch()
             return device
         raise ClusterError(f"--name {peer_name}: a hundred devices have this name already; choose another")
 
-    async def browse(self, changed: Callable[[dict[str, Peer]], None]) -> None:
-        """Call ``changed`` with every device in sight whenever one comes or goes."""
-        pending: set[str] = set()
+    async def set_pairing(self, channel: int, port: int | None) -> None:
+        """Announce that a code of ``channel`` can be brought to ``port``; None: that it cannot any more."""
+        self._announced.pop("pair", None)
+        if port is not None:
+            self._announced["pair"] = f"{channel}:{port}"
+        await self._announce_again()
 
-        async def resolve(zeroconf: Zeroconf, name: str) -> None:
-            info = AsyncServiceInfo(SERVICE, name)
-            found = await info.async_request(zeroconf, RESOLVE_TIMEOUT_MS)
-            peer = peer_of(info) if found else None
-            if peer is not None and name in pending:
-                self._peers[name] = peer
-                changed(dict(self._peers))
+    async def browse(self, changed: Changed) -> None:
+        """Call ``changed`` with every device in sight whenever one comes, changes or goes."""
+        self._changed = changed
+        self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
+        self._watch()
 
-        def on_change(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-            if state_change is ServiceStateChange.Removed:
-                pending.discard(name)
-                if self._peers.pop(name, None) is not None:
-                    changed(dict(self._peers))
-                return
-            pending.add(name)
-            assert self._zeroconf.zeroconf.loop is not None
-            task = self._zeroconf.zeroconf.loop.create_task(resolve(zeroconf, name))
-            _tasks.add(task)
-            task.add_done_callback(_tasks.discard)
-
-        _tasks: set[object] = set()
-        self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[on_change])
+    async def refresh(self) -> None:
+        """Look at this machine's addresses now; speak through those that are new, and announce what changed."""
+        addresses, places = self._addresses, self._places
+        self._own = read_interfaces()
+        try:
+            self._addresses = usable_addresses(self._own, self._host, self._interface)
+            self._places = _places(self._own, self._host, self._interface)
+        except ClusterError as exc:
+            logger.debug("%s", exc)  # the interface that was asked for is away, as an unplugged adapter
+            self._places = []
+        try:
+            await self._zeroconf.async_update_interfaces(self._places)
+        except OSError as exc:
+            logger.debug("mDNS on %s: %s", self._places, exc)  # an interface went while it was taken up: next time
+        if addresses != self._addresses and self._addresses:
+            await self._announce_again()
+        if set(self._places) - set(places) and self._browser is not None:
+            await self._browser.async_cancel()  # a new browser asks at once, this one would when its answers are old
+            self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
+        self._doubt_silent_peers()
 
     async def close(self) -> None:
         """Say goodbye and stop."""
+        tasks = [task for task in (self._watching, *self._resolving.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._browser is not None:
             await self._browser.async_cancel()
         try:
@@ -144,31 +162,94 @@ class Discovery:
             logger.debug("mDNS goodbye: %s", exc)
         await self._zeroconf.async_close()
 
+    def _to_announce(self) -> AsyncServiceInfo:
+        """The records of now, with a revision that none had before.
 
-def peer_of(info: AsyncServiceInfo) -> Peer | None:
-    """What a peer announces, or None when it is not what a primad device announces."""
-    texts = info.decoded_properties
-    device, cluster, role = (texts.get(key) or "" for key in ("device", "cluster", "role"))
-    protocol = texts.get("protocol") or ""
-    addresses = tuple(info.parsed_addresses(IPVersion.V4Only))
-    if not NAME.fullmatch(device) or not NAME.fullmatch(cluster) or role not in ("worker", "head"):
-        return None
-    if not _PROTOCOL.fullmatch(protocol) or not addresses or info.port is None or not 0 < info.port < 65_536:
-        return None
-    return Peer(
-        device=device,
-        cluster=cluster,
-        role=role,
-        version=printable(texts.get("version") or "", 40),
-        protocol=int(protocol),
-        addresses=addresses,
-        port=info.port,
-    )
+        Those who listen keep the former records for a while, and see no change in one that they have; so whatever is
+        announced differs from all before, and its addresses are those of a host name of its own.
+        """
+        device = self._announced["device"]
+        revision = time.time_ns() // 1_000_000
+        return AsyncServiceInfo(
+            SERVICE,
+            f"{device}.{SERVICE}",
+            addresses=[_packed(address) for address in self._addresses],
+            port=self._port,
+            properties=self._announced | {"rev": str(revision)},
+            server=f"primad-{blake2b(f'{device} {revision}'.encode(), digest_size=8).hexdigest()}-{self._port}.local.",
+            host_ttl=_TTL_S,
+            other_ttl=_TTL_S,
+        )
+
+    async def _announce_again(self) -> None:
+        if self._info is None:
+            return
+        self._info = self._to_announce()
+        try:
+            await (await self._zeroconf.async_update_service(self._info))
+        except (ZeroconfError, OSError) as exc:
+            logger.debug("mDNS announcement: %s", exc)
+
+    def _watch(self) -> None:
+        if self._watching is None:
+            self._watching = asyncio.get_running_loop().create_task(self._keep_looking())
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.refresh()
+
+    def _on_change(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        task = self._resolving.pop(name, None)
+        if task is not None:
+            task.cancel()
+        if state_change is ServiceStateChange.Removed:
+            self._forget(name)
+        elif name in self._peers or len(self._peers) + len(self._resolving) < MAX_PEERS:
+            self._resolve_soon(name)
+
+    def _resolve_soon(self, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._resolve(name))
+        self._resolving[name] = task
+        task.add_done_callback(lambda task: self._resolving.pop(name) if self._resolving.get(name) is task else None)
+
+    async def _resolve(self, name: str) -> None:
+        """Ask for what ``name`` announces; one that does not answer is gone."""
+        for _ in range(_RESOLVE_TRIES):
+            info = AsyncServiceInfo(SERVICE, name)
+            if await info.async_request(self._zeroconf.zeroconf, RESOLVE_TIMEOUT_MS):
+                break
+        else:
+            return self._forget(name)
+        peer = peer_of(info, self._own)
+        if peer is None:
+            self._forget(name)
+        elif self._peers.get(name) != peer:
+            self._peers[name] = peer
+            self._tell()
+
+    def _doubt_silent_peers(self) -> None:
+        """Ask again for devices whose announcement ran out; one that died said no goodbye, and does not answer."""
+        for name in self._peers:
+            fresh = AsyncServiceInfo(SERVICE, name).load_from_cache(self._zeroconf.zeroconf)
+            if not fresh and name not in self._resolving:
+                self._resolve_soon(name)
+
+    def _forget(self, name: str) -> None:
+        if self._peers.pop(name, None) is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._changed is not None:
+            self._changed(dict(self._peers))
 
 
-async def look(host: str, seconds: float) -> list[Peer]:
-    """The devices in sight within ``seconds`` of looking from an address like ``host``, by name."""
-    discovery = Discovery(host)
+async def look(host: str, seconds: float, interface: str | None = None) -> list[Peer]:
+    """The devices in sight within ``seconds`` of looking from an address like ``host``, by name.
+
+    Raises ``ClusterError`` when there is no way to look.
+    """
+    discovery = Discovery(host, interface)
     peers: dict[str, Peer] = {}
 
     def changed(current: dict[str, Peer]) -> None:
@@ -181,3 +262,23 @@ async def look(host: str, seconds: float) -> list[Peer]:
     finally:
         await discovery.close()
     return sorted(peers.values(), key=lambda peer: (peer.cluster, peer.device))
+
+
+def _places(own: Sequence[Interface], host: str, interface: str | None) -> list[str]:
+    """The addresses through which mDNS can be spoken. Raises ``ClusterError`` as ``multicast_addresses``."""
+    return [place for place in multicast_addresses(own, host, interface) if can_multicast(place, own)]
+
+
+def _packed(address: str) -> bytes:
+    return socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
+
+
+def _on(interface: str | None) -> str:
+    return "" if interface is None else f" on --interface {interface}"
+
+
+def _quiet() -> None:
+    """An interface that comes and goes is no news to the owner: zeroconf warns of each with a trace."""
+    noisy = logging.getLogger("zeroconf")
+    if noisy.level == logging.NOTSET and not logger.isEnabledFor(logging.DEBUG):
+        noisy.setLevel(logging.ERROR)

@@ -7,10 +7,10 @@ import socket
 import pytest
 from zeroconf.asyncio import AsyncServiceInfo
 
-from primad.cluster.discovery import SERVICE, Peer, announced_addresses, peer_of
-from primad.errors import ClusterError
+from primad.cluster.peer import MAX_ADDRESSES, SERVICE, Peer, peer_of
 
-GOOD = {"device": "desk", "cluster": "home", "role": "worker", "version": "0.1", "protocol": "1"}
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+GOOD = {"device": "desk", "cluster": "home", "role": "worker", "version": "0.1", "protocol": "2", "key": KEY}
 
 
 def announced(*, port: int | None = 7770, addresses=("192.168.1.20",), **texts) -> Peer | None:
@@ -19,7 +19,7 @@ def announced(*, port: int | None = 7770, addresses=("192.168.1.20",), **texts) 
         AsyncServiceInfo(
             SERVICE,
             f"x.{SERVICE}",
-            addresses=[socket.inet_aton(address) for address in addresses],
+            addresses=[socket.inet_pton(socket.AF_INET6 if ":" in it else socket.AF_INET, it) for it in addresses],
             port=port,
             properties=properties,
         )
@@ -32,10 +32,43 @@ def test_a_device_is_what_it_announces():
         cluster="home",
         role="worker",
         version="0.1",
-        protocol=1,
+        protocol=2,
         addresses=("192.168.1.20",),
         port=7770,
+        key=KEY,
+        pairing=None,
     )
+
+
+def test_a_key_comes_back_as_it_was_whatever_its_characters():
+    for key in (KEY, "a=b:c" * 8, "0:+=^0!/*?0&<>(0)[]{0}@%$0#.-a" + "a" * 10):
+        peer = announced(key=key)
+        assert peer is not None
+        assert peer.key == key
+
+
+def test_a_device_of_protocol_1_has_no_key_and_is_still_a_device():
+    peer = announced(key=None, protocol="1")
+    assert peer is not None
+    assert (peer.key, peer.protocol) == ("", 1)
+
+
+def test_an_open_code_is_where_to_bring_it():
+    peer = announced(pair="7:49152")
+    assert peer is not None
+    assert peer.pairing == (7, 49152)
+
+
+def test_both_kinds_of_addresses_are_kept_with_ipv4_first():
+    peer = announced(addresses=("fd00::20", "192.168.1.20", "fe80::1", "0.0.0.0", "224.0.0.1", "127.0.0.1"))
+    assert peer is not None
+    assert peer.addresses == ("192.168.1.20", "fd00::20")  # a link-local address without a scope is of no use
+
+
+def test_nobody_makes_us_try_addresses_without_end():
+    peer = announced(addresses=[f"10.0.{i // 250}.{i % 250 + 1}" for i in range(500)])
+    assert peer is not None
+    assert len(peer.addresses) == MAX_ADDRESSES
 
 
 @pytest.mark.parametrize(
@@ -46,7 +79,10 @@ def test_a_device_is_what_it_announces():
         *({"cluster": name} for name in ("", "a/b", "home\n")),
         *({"role": role} for role in ("", "boss", "Worker")),
         *({"protocol": number} for number in ("", "x", "-1", "1.0", "²", "9" * 200)),
+        *({"key": key} for key in ("short", "x" * 41, KEY[:39] + "~", KEY[:39] + "\n", b"\xff" * 40)),
+        *({"pair": pair} for pair in ("", "7", "7:", ":49152", "7:0", "7:65536", "-7:1", "7:1\n", "12345:1")),
         {"addresses": ()},
+        {"addresses": ("fe80::1",)},
         {"port": None},
         {"port": 0},
     ],
@@ -60,22 +96,3 @@ def test_the_version_of_a_peer_can_be_shown():
     assert peer is not None
     assert peer.version.isprintable()
     assert len(peer.version) < 50
-
-
-def test_loopback_announces_itself():
-    assert announced_addresses("127.0.0.1") == ["127.0.0.1"]
-    assert announced_addresses("localhost") == ["127.0.0.1"]
-    assert announced_addresses("127.0.0.9") == ["127.0.0.9"]
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_listening_everywhere_announces_addresses_that_others_can_reach(host):
-    addresses = announced_addresses(host)
-    assert addresses
-    assert len(addresses) == 1 or not any(address.startswith("127.") for address in addresses)
-
-
-@pytest.mark.parametrize("host", ["::1", "fe80::1", "a..b", "x" * 70])
-def test_a_host_without_an_ipv4_address_cannot_be_announced(host):
-    with pytest.raises(ClusterError, match=r"^--host .*: mDNS announces IPv4 addresses, and this has none"):
-        announced_addresses(host)

@@ -15,6 +15,7 @@ from primad.cluster.messages import PROTOCOL
 from primad.errors import ClusterError
 
 HOST = "127.0.0.1"
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 PATIENCE_S = 30
 
 
@@ -61,7 +62,7 @@ async def device() -> AsyncIterator[Discovery]:
 
 
 async def announce(discovery: Discovery, name: str, cluster: str, *, role: str = "worker", port: int = 7770) -> str:
-    return await discovery.announce(name, cluster=cluster, role=role, version="1.2", port=port)
+    return await discovery.announce(name, cluster=cluster, role=role, version="1.2", port=port, key=KEY)
 
 
 def test_a_device_is_seen_as_it_announces_itself_and_until_it_leaves(cluster):
@@ -80,6 +81,8 @@ def test_a_device_is_seen_as_it_announces_itself_and_until_it_leaves(cluster):
                     protocol=PROTOCOL,
                     addresses=(HOST,),
                     port=4321,
+                    key=KEY,
+                    pairing=None,
                 )
             await sight.wait(lambda: not sight.of(cluster))
 
@@ -160,6 +163,100 @@ def test_looking_around_gives_devices_in_order(cluster):
             assert seen == [f"{cluster}-a", f"{cluster}-b"]
 
     asyncio.run(once())
+
+
+def test_an_open_code_is_announced_while_it_is_open(cluster):
+    async def once() -> None:
+        sight = Sight()
+
+        def pairing() -> list[tuple[int, int] | None]:
+            return [peer.pairing for peer in sight.of(cluster).values()]
+
+        async with device() as desk, device() as viewer:
+            await viewer.browse(sight.changed)
+            await announce(desk, cluster, cluster)
+            await sight.wait(lambda: pairing() == [None])
+            await desk.set_pairing(7, 49152)
+            await sight.wait(lambda: pairing() == [(7, 49152)])
+            await desk.set_pairing(7, None)
+            await sight.wait(lambda: pairing() == [None])
+
+    asyncio.run(once())
+
+
+def test_new_addresses_are_announced_and_those_withdrawn_are_forgotten(cluster, monkeypatch):
+    async def once() -> None:
+        sight = Sight()
+
+        def addresses() -> list[set[str]]:
+            return [set(peer.addresses) for peer in sight.of(cluster).values()]
+
+        async with device() as desk, device() as viewer:
+            await viewer.browse(sight.changed)
+            await announce(desk, cluster, cluster)
+            await sight.wait(lambda: addresses() == [{HOST}])
+            monkeypatch.setattr(discovery_module, "usable_addresses", lambda *_: ["10.0.0.7", "fd00::7"])
+            await desk.refresh()
+            await sight.wait(lambda: addresses() == [{"10.0.0.7", "fd00::7"}])
+            monkeypatch.setattr(discovery_module, "usable_addresses", lambda *_: ["10.0.0.7"])
+            await desk.refresh()
+            await sight.wait(lambda: addresses() == [{"10.0.0.7"}])
+
+    asyncio.run(once())
+
+
+def test_a_device_whose_announcement_ran_out_is_asked_again_and_forgotten_when_it_is_silent(cluster, monkeypatch):
+    monkeypatch.setattr(discovery_module, "_TTL_S", 1)
+    monkeypatch.setattr(discovery_module, "RESOLVE_TIMEOUT_MS", 200)
+
+    async def once() -> None:
+        sight = Sight()
+        async with device() as viewer:
+            await viewer.browse(sight.changed)
+            async with device() as desk:
+                await announce(desk, cluster, cluster)
+                await sight.wait(lambda: bool(sight.of(cluster)))
+                desk._info = None  # it dies without a goodbye
+            async with asyncio.timeout(PATIENCE_S):
+                while sight.of(cluster):
+                    await asyncio.sleep(0.2)
+                    await viewer.refresh()
+
+    asyncio.run(once())
+
+
+def test_an_interface_that_comes_later_is_taken_up(cluster, monkeypatch):
+    monkeypatch.setattr(discovery_module, "LOOK_EVERY_S", 0.1)
+    there = False
+    real = discovery_module.multicast_addresses
+    monkeypatch.setattr(discovery_module, "multicast_addresses", lambda *args: real(*args) if there else ["127.0.0.2"])
+
+    async def once() -> None:
+        nonlocal there
+        sight = Sight()
+        async with device() as viewer:
+            await viewer.browse(sight.changed)
+            there = True
+            async with device() as desk:
+                await announce(desk, cluster, cluster)
+                await sight.wait(lambda: bool(sight.of(cluster)))
+            await sight.wait(lambda: not sight.of(cluster))
+
+    asyncio.run(once())
+
+
+def test_an_interface_that_is_not_there_is_one_clear_error():
+    async def once() -> None:
+        Discovery("0.0.0.0", "eth-none")
+
+    with pytest.raises(ClusterError, match=r"^--interface eth-none: this machine has no such interface or address"):
+        asyncio.run(once())
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+def test_a_host_that_is_no_address_is_one_clear_error(host):
+    with pytest.raises(ClusterError, match=r"^--host .*: this is no address that could be announced"):
+        Discovery(host)
 
 
 def test_a_device_that_did_nothing_yet_can_be_closed():
