@@ -1,0 +1,142 @@
+"""Every check at once, each with a deadline; one that fails says so and stops no other."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from primad import __version__
+from primad.cluster.addresses import read_interfaces
+from primad.cluster.discovery import look
+from primad.cluster.messages import PROTOCOL
+from primad.config import DEFAULT_CONTROL_PORT, is_loopback
+from primad.doctor import firewall, gpus, machine, network, peers, storage
+from primad.doctor.findings import Finding, finding, in_thread
+from primad.errors import PrimadError, printable
+
+LIMIT_S: Final = 8.0
+LOOK_S: Final = 2.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is examined: this device as its owner set it up.
+
+    ``host`` is the address that its daemons listen on, ``control_port`` None where the owner left it open. ``own_key`` is
+    its public key, "" before it has one; ``trusts`` says of another's whether it is trusted.
+    """
+
+    home: Path
+    host: str
+    interface: str | None
+    cluster: str
+    control_port: int | None
+    http_port: int
+    own_key: str
+    trusts: Callable[[str], bool]
+
+
+Check = Callable[[Subject], Awaitable[list[Finding]]]
+
+
+async def examine(subject: Subject, checks: dict[str, Check] | None = None, limit_s: float = LIMIT_S) -> list[Finding]:
+    """All findings, in the order of the checks; ``checks`` by name are all there are when left out."""
+    chosen = CHECKS if checks is None else checks
+    return [
+        found
+        for part in await asyncio.gather(*(_run(name, check, subject, limit_s) for name, check in chosen.items()))
+        for found in part
+    ]
+
+
+async def _run(name: str, check: Check, subject: Subject, limit_s: float) -> list[Finding]:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await check(subject)
+    except TimeoutError:
+        return [finding(name, "warning", f"could not be checked within {limit_s:g} s")]
+    except (OSError, PrimadError, psutil.Error, ValueError, RuntimeError) as exc:
+        return [finding(name, "warning", f"could not be checked: {printable(str(exc) or type(exc).__name__)}")]
+
+
+async def _system(subject: Subject) -> list[Finding]:
+    return machine.judge_platform(*machine.gather_platform()) + machine.judge_files(machine.gather_files())
+
+
+async def _llama_cpp(subject: Subject) -> list[Finding]:
+    return gpus.judge_engine(await in_thread(gpus.gather_engine), platform.system(), sys.executable)
+
+
+async def _memory(subject: Subject) -> list[Finding]:
+    return machine.judge_memory(await in_thread(machine.gather_memory), platform.system())
+
+
+async def _disk(subject: Subject) -> list[Finding]:
+    return storage.judge_disk(await in_thread(lambda: storage.gather_disk(subject.home)))
+
+
+async def _identity(subject: Subject) -> list[Finding]:
+    return storage.judge_identity(await in_thread(lambda: storage.gather_identity(subject.home)))
+
+
+async def _battery(subject: Subject) -> list[Finding]:
+    return machine.judge_battery(await in_thread(machine.gather_battery))
+
+
+async def _clock(subject: Subject) -> list[Finding]:
+    return machine.judge_clock(await in_thread(machine.gather_clock), platform.system())
+
+
+async def _ports(subject: Subject) -> list[Finding]:
+    number = subject.control_port or DEFAULT_CONTROL_PORT
+    wanted = subject.control_port is not None
+    return network.judge_ports(
+        await in_thread(lambda: network.gather_ports(subject.host, number, wanted, subject.http_port))
+    )
+
+
+async def _multicast(subject: Subject) -> list[Finding]:
+    found = network.judge_places(await network.gather_places(subject.host, subject.interface))
+    if is_loopback(subject.host):
+        text = f"daemons listen on {subject.host}: no other machine can reach this device or is looked for"
+        found.append(finding("multicast", "note", text, "primad doctor --host 0.0.0.0"))
+    return found
+
+
+async def _firewall(subject: Subject) -> list[Finding]:
+    if is_loopback(subject.host):
+        return [finding("firewall", "ok", "daemons listen on this machine only, where no firewall is in the way")]
+    facts = await in_thread(firewall.gather_firewall)
+    own = await in_thread(read_interfaces)
+    return firewall.judge_firewall(facts, firewall.needed(subject.control_port or DEFAULT_CONTROL_PORT, own))
+
+
+async def _devices(subject: Subject) -> list[Finding]:
+    seen = await look(subject.host, LOOK_S, subject.interface)
+    return [
+        *peers.judge_sight(seen, subject.cluster, subject.own_key),
+        *peers.judge_versions(seen, subject.cluster, __version__, PROTOCOL),
+        *peers.judge_trust(seen, subject.cluster, subject.own_key, subject.trusts),
+    ]
+
+
+CHECKS: Final[dict[str, Check]] = {
+    "system": _system,
+    "llama.cpp": _llama_cpp,
+    "memory": _memory,
+    "disk": _disk,
+    "identity": _identity,
+    "battery": _battery,
+    "clock": _clock,
+    "ports": _ports,
+    "firewall": _firewall,
+    "multicast": _multicast,
+    "devices": _devices,
+}

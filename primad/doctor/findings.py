@@ -1,0 +1,77 @@
+"""What a check says, and how it asks the system without ever waiting for long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, TypeVar
+
+COMMAND_TIMEOUT_S: Final = 3.0
+_MOST_OUTPUT: Final = 1 << 20
+
+Level = Literal["ok", "note", "warning", "error"]
+"""A note is worth knowing, a warning costs something, an error keeps this device from serving."""
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report. ``check`` is the group it belongs to, ``next`` the command that helps, or None."""
+
+    check: str
+    level: Level
+    text: str
+    next: str | None
+
+
+def finding(check: str, level: Level, text: str, next_command: str | None = None) -> Finding:
+    """A ``Finding``."""
+    return Finding(check=check, level=level, text=text, next=next_command)
+
+
+async def in_thread(ask: Callable[[], Result]) -> Result:
+    """``ask`` in a thread that nobody waits for at the end: a dead network file system blocks its reader for good."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = ask()
+        except BaseException as exc:  # noqa: BLE001  (raised again where the answer is awaited)
+            error = exc
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody asks any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="primad-doctor", daemon=True).start()
+    return await answer
+
+
+def output_of(*command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str | None:
+    """What ``command`` prints when it succeeds, in English; None where it is missing, fails or takes too long."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"LC_ALL": "C"},
+            timeout=timeout_s,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return done.stdout[:_MOST_OUTPUT].decode("utf-8", errors="replace")

@@ -1,0 +1,187 @@
+"""What llama.cpp was built with, and whether a GPU of this machine stays unused because of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from primad.doctor.findings import Finding, Level, finding, output_of
+from primad.engine.build import PACKAGE
+from primad.errors import printable
+from primad.profiler.trial import Gpus, ListGpus
+from primad.ring.spawn import environment
+
+_LIST_TIMEOUT_S: Final = 7.0
+_LIBRARIES: Final = {
+    "cuda": "CUDA",
+    "metal": "Metal",
+    "vulkan": "Vulkan",
+    "hip": "HIP",
+    "sycl": "SYCL",
+    "opencl": "OpenCL",
+    "musa": "MUSA",
+    "cann": "CANN",
+}
+"""What a backend's library has in its name, and what the backend is called."""
+_VENDORS: Final = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
+_SUITED: Final = {
+    "NVIDIA": ("CUDA", "Vulkan"),
+    "AMD": ("HIP", "Vulkan"),
+    "Intel": ("SYCL", "Vulkan"),
+    "Apple": ("Metal",),
+}
+"""By vendor the backends that can use its GPUs, the best first."""
+_INSTALLED: Final = {"NVIDIA": "CUDA", "AMD": "VULKAN", "Intel": "VULKAN", "Apple": "METAL"}
+"""By vendor what to build: Vulkan where the vendor's own needs a large toolkit."""
+
+
+_OTHER_NAMES: Final = {"AMD": ("ROCm",)}
+"""What ggml calls a backend's devices, where that is not the backend's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """A GPU that the system knows; ``usable`` is False where its driver does not answer."""
+
+    vendor: str
+    name: str
+    usable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """``package`` is the version of llama-cpp-python ("" when missing), ``backends`` those whose libraries it has.
+
+    ``devices`` are the GPUs that llama.cpp itself lists as (backend, name), or in words why it could not be asked.
+    """
+
+    package: str
+    backends: tuple[str, ...]
+    devices: tuple[tuple[str, str], ...] | str
+    hardware: tuple[Hardware, ...]
+
+
+def gather_engine() -> EngineFacts:
+    """Looks at the libraries' names; asks llama.cpp itself for its devices in a child process (a second or two)."""
+    try:
+        package = version(PACKAGE)
+    except PackageNotFoundError:
+        package = ""
+    devices: tuple[tuple[str, str], ...] | str = ()
+    if package:
+        devices = _devices()
+    return EngineFacts(package=package, backends=_backends(), devices=devices, hardware=tuple(_hardware()))
+
+
+def judge_engine(facts: EngineFacts, system: str, python: str) -> list[Finding]:
+    """``python`` is the interpreter to install with. A GPU that no backend can use is the finding that pays most."""
+    if not facts.package:
+        text = f"{PACKAGE} is not installed: this device cannot compute"
+        return [finding("llama.cpp", "error", text, f"{python} -m pip install {PACKAGE}")]
+    if isinstance(facts.devices, str):
+        text = f"{PACKAGE} {facts.package} does not run here: {printable(facts.devices, 160)}"
+        return [finding("llama.cpp", "error", text, _install(facts.package, None, system, python))]
+    built = ", ".join(("CPU", *facts.backends))
+    found = [finding("llama.cpp", "ok", f"{PACKAGE} {facts.package} with {built}")]
+    found += [finding("gpu", "ok", f"{name} by {backend}") for backend, name in facts.devices]
+    used = {backend for backend, _ in facts.devices}
+    for gpu in facts.hardware:
+        if used.isdisjoint((*_SUITED[gpu.vendor], *_OTHER_NAMES.get(gpu.vendor, ()))):
+            found.append(_judge_unused(gpu, facts, system, python))
+    if not facts.hardware and not facts.devices:
+        found.append(finding("gpu", "ok", "this machine has no GPU that the system knows; the CPU computes"))
+    return found
+
+
+def _judge_unused(gpu: Hardware, facts: EngineFacts, system: str, python: str) -> Finding:
+    """Why llama.cpp has no device by any backend that suits ``gpu``."""
+    suited = _SUITED[gpu.vendor]
+    look = "nvidia-smi" if gpu.vendor == "NVIDIA" else "vulkaninfo --summary"
+    if not gpu.usable:
+        text = f"{gpu.name}: its driver does not answer, so it stays unused; install or repair the driver"
+        return finding("gpu", "warning", text, look)
+    if set(facts.backends).isdisjoint(suited):
+        text = f"{gpu.name} stays unused: llama.cpp was built without {' or '.join(suited)}"
+        level: Level = "note" if gpu.vendor == "Intel" else "warning"  # most are no faster than the CPU beside them
+        return finding("gpu", level, text, _install(facts.package, _INSTALLED[gpu.vendor], system, python))
+    text = f"{gpu.name} stays unused: llama.cpp was built with {', '.join(facts.backends)}, but sees no device by it"
+    return finding("gpu", "warning", text, look)
+
+
+def _install(package: str, backend: str | None, system: str, python: str) -> str:
+    """The command that builds llama-cpp-python again, with ``backend`` of ggml's options."""
+    pip = (
+        f"{python} -m pip install --force-reinstall --no-cache-dir --no-deps --no-binary {PACKAGE} {PACKAGE}=={package}"
+    )
+    if backend is None:
+        return pip
+    if system == "Windows":
+        return f"$env:CMAKE_ARGS='-DGGML_{backend}=on'; {pip}"
+    return f'CMAKE_ARGS="-DGGML_{backend}=on" {pip}'
+
+
+def _devices() -> tuple[tuple[str, str], ...] | str:
+    """What the installed llama.cpp lists, in a child: a crash of it is an answer."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "primad.profiler.trial"],
+            input=msgspec.json.encode(ListGpus()) + b"\n",
+            capture_output=True,
+            env=environment(os.environ, 1, 0),
+            timeout=_LIST_TIMEOUT_S,
+            check=False,
+        )
+        answer = msgspec.json.decode(done.stdout, type=Gpus)
+    except subprocess.TimeoutExpired:
+        return f"it does not answer within {_LIST_TIMEOUT_S:g} s"
+    except msgspec.DecodeError:
+        said = done.stderr.decode("utf-8", errors="replace").strip().splitlines()
+        return f"it ended with code {done.returncode}" + (f": {said[-1]}" if said else "")
+    return tuple((gpu.backend, gpu.name) for gpu in answer.gpus)
+
+
+def _backends() -> tuple[str, ...]:
+    """The backends whose libraries lie in the package; nothing is loaded."""
+    spec = find_spec("llama_cpp")
+    if spec is None or spec.origin is None:
+        return ()
+    names = [path.name.lower() for path in (Path(spec.origin).parent / "lib").glob("*ggml-*")]
+    return tuple(name for part, name in _LIBRARIES.items() if any(f"ggml-{part}" in library for library in names))
+
+
+def _hardware() -> list[Hardware]:
+    if platform.system() == "Darwin":
+        return [Hardware(vendor="Apple", name="Apple GPU", usable=True)] if platform.machine() == "arm64" else []
+    listed = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    found = [
+        Hardware(vendor="NVIDIA", name=printable(line.strip(), 80), usable=True) for line in (listed or "").splitlines()
+    ]
+    return found + [gpu for gpu in _cards() if gpu.vendor != "NVIDIA" or not found]
+
+
+def _cards(folder: Path = Path("/sys/class/drm")) -> list[Hardware]:
+    """The GPUs that Linux's kernel knows; NVIDIA's are usable only by the vendor's own driver."""
+    found: Sequence[Path] = sorted(folder.glob("card[0-9]*/device/vendor"))
+    vendors = []
+    for path in found:
+        if "-" in path.parts[-3]:
+            continue  # a connector of a card
+        try:
+            vendor = _VENDORS.get(path.read_text().strip())
+        except OSError:
+            continue
+        if vendor is not None:
+            vendors.append(vendor)
+    if "NVIDIA" not in vendors and sys.platform == "linux" and Path("/proc/driver/nvidia/version").exists():
+        vendors.append("NVIDIA")
+    return [Hardware(vendor=vendor, name=f"{vendor} GPU", usable=vendor != "NVIDIA") for vendor in vendors]

@@ -1,0 +1,164 @@
+"""The machine: memory, swap, battery, file descriptors, clock, Python and the operating system."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from primad.doctor.findings import Finding, finding, output_of
+from primad.profiler.memory import memory
+
+if sys.platform != "win32":
+    import resource
+
+LEAST_PYTHON: Final = (3, 11)
+LEAST_FILES: Final = 1024
+_SYSTEMS: Final = ("Linux", "Darwin", "Windows")
+_LITTLE_BYTES: Final = 1 << 30
+_LITTLE_PART: Final = 0.1
+_SWAPPING_PART: Final = 0.25
+_DAY_S: Final = 86_400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """Bytes. ``total_bytes`` and ``available_bytes`` are what this process may use, ``machine_bytes`` all there is."""
+
+    machine_bytes: int
+    total_bytes: int
+    available_bytes: int
+    swap_total_bytes: int
+    swap_used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockFacts:
+    """``synchronized`` is None where the system does not tell; ``behind_s`` is how far the clock is before our install."""
+
+    synchronized: bool | None
+    behind_s: float
+
+
+def gather_memory() -> MemoryFacts:
+    """The memory of now."""
+    ours, swap = memory(), psutil.swap_memory()
+    return MemoryFacts(
+        machine_bytes=int(psutil.virtual_memory().total),
+        total_bytes=ours.total_bytes,
+        available_bytes=ours.available_bytes,
+        swap_total_bytes=int(swap.total),
+        swap_used_bytes=int(swap.used),
+    )
+
+
+def judge_memory(facts: MemoryFacts, system: str) -> list[Finding]:
+    """Layers that do not fit into what is available are read from disk for every token."""
+    amount = f"{_gib(facts.available_bytes)} of {_gib(facts.total_bytes)} are available"
+    users = {"Windows": "taskmgr", "Darwin": "top -o mem"}.get(system, "ps aux --sort=-rss | head")
+    if facts.available_bytes < max(_LITTLE_BYTES, _LITTLE_PART * facts.total_bytes):
+        text = f"only {amount}: layers beyond them are read from disk for every token; close what you do not need"
+        found = [finding("memory", "warning", text, users)]
+    else:
+        found = [finding("memory", "ok", amount)]
+    if facts.total_bytes < facts.machine_bytes:
+        text = (
+            f"a cgroup (container or service) limits memory to {_gib(facts.total_bytes)} of {_gib(facts.machine_bytes)}"
+        )
+        found.append(finding("memory", "note", text))
+    if facts.swap_total_bytes and facts.swap_used_bytes > _SWAPPING_PART * facts.swap_total_bytes:
+        text = f"swap is in use: {_gib(facts.swap_used_bytes)}; what is swapped out is slow, layers among it"
+        found.append(finding("memory", "note", text, users))
+    return found
+
+
+def gather_battery() -> tuple[float, bool] | None:
+    """(percent, plugged in), or None without a battery."""
+    ask = getattr(psutil, "sensors_battery", None)  # not on every system
+    battery = ask() if ask is not None else None
+    return None if battery is None else (float(battery.percent), battery.power_plugged is not False)
+
+
+def judge_battery(battery: tuple[float, bool] | None) -> list[Finding]:
+    """On battery a device is slower and soon gone."""
+    if battery is None:
+        return []
+    percent, plugged = battery
+    if plugged:
+        return [finding("battery", "ok", f"plugged in, {percent:.0f} %")]
+    text = f"on battery, {percent:.0f} %: slower, and gone when it is empty"
+    return [finding("battery", "note", text, "primad join --pause-on-battery")]
+
+
+def gather_files() -> int | None:
+    """How many files this process may have open; None where that is not limited."""
+    if sys.platform == "win32":
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def judge_files(limit: int | None) -> list[Finding]:
+    """Each link and each layer file is one."""
+    if limit is None:
+        return []
+    if limit >= LEAST_FILES:
+        return [finding("system", "ok", f"{limit} files may be open")]
+    text = f"only {limit} files may be open at once: links to many devices fail"
+    return [finding("system", "warning", text, f"ulimit -n {4 * LEAST_FILES}")]
+
+
+def gather_clock() -> ClockFacts:
+    """What the system says of its clock, and whether it lies before the day that primad was installed."""
+    said = output_of("timedatectl", "show", "--property=NTPSynchronized", "--value")
+    answer = {"yes": True, "no": False}.get((said or "").strip())
+    return ClockFacts(synchronized=answer, behind_s=Path(__file__).stat().st_mtime - time.time())
+
+
+def judge_clock(facts: ClockFacts, system: str) -> list[Finding]:
+    """Nothing that devices agree on hangs on the clock; logs and the dates of trust do."""
+    command = {
+        "Linux": "sudo timedatectl set-ntp true",
+        "Darwin": "sudo sntp -sS time.apple.com",
+        "Windows": "w32tm /resync",
+    }.get(system)
+    if facts.behind_s > _DAY_S:
+        text = (
+            f"the clock is {facts.behind_s / _DAY_S:.0f} days behind: downloads of certificates and dates in logs fail"
+        )
+        return [finding("clock", "warning", text, command)]
+    if facts.synchronized is False:
+        text = "the clock is not synchronized: dates in logs differ between devices (serving does not depend on it)"
+        return [finding("clock", "note", text, command)]
+    if facts.synchronized is None:
+        return [finding("clock", "ok", "the clock looks right; this system does not tell whether it is synchronized")]
+    return [finding("clock", "ok", "the clock is synchronized")]
+
+
+def gather_platform() -> tuple[str, str, tuple[int, ...], bool]:
+    """(system, machine, version of Python, whether it is of 64 bits)."""
+    return platform.system(), platform.machine(), sys.version_info[:3], sys.maxsize > 1 << 32
+
+
+def judge_platform(system: str, machine: str, python: Sequence[int], wide: bool) -> list[Finding]:
+    """What primad is made for."""
+    version = ".".join(str(part) for part in python)
+    if tuple(python[:2]) < LEAST_PYTHON:
+        text = f"Python {version} is too old; primad needs {LEAST_PYTHON[0]}.{LEAST_PYTHON[1]} or later"
+        return [finding("system", "error", text, "https://www.python.org/downloads/")]
+    if not wide:
+        text = f"Python {version} is of 32 bits: models beyond 2 GiB cannot be mapped; install a 64-bit Python"
+        return [finding("system", "error", text, "https://www.python.org/downloads/")]
+    if system not in _SYSTEMS:
+        return [finding("system", "note", f"{system or 'this system'} was never tried; Linux, macOS and Windows were")]
+    return [finding("system", "ok", f"{system} on {machine}, Python {version}")]
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"

@@ -1,0 +1,79 @@
+"""The devices in sight: do their versions fit, and are they trusted?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from primad.cluster.peer import Peer
+from primad.doctor.findings import Finding, finding
+
+OLDEST_PROTOCOL: Final = 2
+"""Protocol 1 was not encrypted: nothing that is speaks it."""
+_UPDATE: Final = "pip install --upgrade primad"
+
+
+def judge_sight(peers: Sequence[Peer], cluster: str, own_key: str) -> list[Finding]:
+    """Whether anybody else is there at all."""
+    others = [peer for peer in peers if peer.cluster == cluster and not _is_own(peer, own_key)]
+    foreign = sorted({peer.cluster for peer in peers if peer.cluster != cluster})
+    found = []
+    if others:
+        names = ", ".join(f"{peer.device} ({peer.role}, {peer.addresses[0]})" for peer in others)
+        found.append(finding("devices", "ok", f"in sight: {names}"))
+    else:
+        text = f"no other device of cluster '{cluster}' is in sight; where one runs, compare networks and firewalls"
+        found.append(finding("devices", "note", text, "primad join    (on another device)"))
+    if foreign:
+        text = f"devices of other clusters are in sight: {', '.join(foreign)}"
+        found.append(finding("devices", "note", text, f"primad devices --cluster {foreign[0]}"))
+    return found
+
+
+def judge_versions(peers: Sequence[Peer], cluster: str, version: str, protocol: int) -> list[Finding]:
+    """Devices of another protocol than one before ours do not work with us; another version may differ in bugs."""
+    found = []
+    for peer in peers:
+        if peer.cluster != cluster:
+            continue
+        both = (
+            f"{peer.device} has version {peer.version} (protocol {peer.protocol}), this device {version} ({protocol})"
+        )
+        older = peer.protocol < protocol or (peer.protocol == protocol and _numbers(peer.version) < _numbers(version))
+        command = f"{_UPDATE}    ({'on ' + peer.device if older else 'here'})"
+        if peer.protocol < OLDEST_PROTOCOL or abs(peer.protocol - protocol) > 1:
+            found.append(finding("versions", "warning", f"{both}: they do not work together", command))
+        elif peer.protocol != protocol or peer.version != version:
+            found.append(finding("versions", "note", f"{both}: they work together", command))
+    return found or [
+        finding("versions", "ok", f"this device has version {version} (protocol {protocol}); no other differs")
+    ]
+
+
+def judge_trust(peers: Sequence[Peer], cluster: str, own_key: str, trusts: Callable[[str], bool]) -> list[Finding]:
+    """Devices of our cluster that are not trusted stay outside until a code was typed."""
+    found = []
+    for peer in peers:
+        if peer.cluster != cluster or not peer.key or _is_own(peer, own_key):
+            continue
+        if trusts(peer.key):
+            found.append(finding("trust", "ok", f"{peer.device} is trusted"))
+        elif peer.role == "head" and peer.pairing is not None:
+            text = f"{peer.device} is not trusted yet, and has a code open; it shows it"
+            found.append(finding("trust", "warning", text, f"primad join --code {peer.pairing[0]}-WORD-WORD"))
+        elif peer.role == "head":
+            text = f"{peer.device} is not trusted yet; 'primad pair' there shows a code to type here"
+            found.append(finding("trust", "warning", text, "primad join --code CODE"))
+        else:
+            text = f"{peer.device} is not trusted yet; show a code here and type it there"
+            found.append(finding("trust", "warning", text, "primad pair"))
+    return found
+
+
+def _is_own(peer: Peer, own_key: str) -> bool:
+    return bool(own_key) and peer.key == own_key
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part[:9]) for part in re.findall(r"[0-9]+", version)]

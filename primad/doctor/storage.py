@@ -1,0 +1,128 @@
+"""The home folder: what kind of disk it lies on, how fast and how full that is, and who may read the identity."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from primad.doctor.findings import Finding, finding
+from primad.profiler.records import read_home
+
+FILE_NAME: Final = "identity.json"
+_NETWORK: Final = ("nfs", "cifs", "smb", "sshfs", "fuse.sshfs", "9p", "afpfs", "webdav", "davfs", "ceph", "glusterfs")
+_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
+_SLOW_BYTES_PER_S: Final = 150e6
+_LITTLE_BYTES: Final = 10 << 30
+_NOTHING_BYTES: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskFacts:
+    """``kind`` is the file system ("" when unknown), ``read_bytes_per_s`` what the profile measured (None: never)."""
+
+    home: str
+    writable: bool
+    kind: str
+    free_bytes: int
+    read_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFacts:
+    """``identity.json``: its mode, and whether another user owns it."""
+
+    path: str
+    mode: int
+    foreign: bool
+
+
+def gather_disk(home: Path) -> DiskFacts:
+    """The disk under ``home``, which need not exist yet."""
+    folder = home
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    record = read_home(home)
+    return DiskFacts(
+        home=str(home),
+        writable=folder.is_dir() and os.access(folder, os.W_OK | os.X_OK),
+        kind=_kind(folder.resolve()),
+        free_bytes=shutil.disk_usage(folder).free,
+        read_bytes_per_s=None if record is None else record.disk.prefetch_bytes_per_s,
+    )
+
+
+def judge_disk(facts: DiskFacts) -> list[Finding]:
+    """The disk must take layers, and give those back fast that do not fit into memory."""
+    found = []
+    if not facts.writable:
+        found.append(finding("disk", "error", f"{facts.home} cannot be written", "primad doctor --home FOLDER"))
+    free = f"{facts.free_bytes / (1 << 30):.1f} GiB are free under {facts.home}"
+    if facts.free_bytes < _NOTHING_BYTES:
+        found.append(finding("disk", "error", f"{free}: no layer fits", "primad cache prune"))
+    elif facts.free_bytes < _LITTLE_BYTES:
+        found.append(finding("disk", "warning", f"{free}: few layers fit", "primad cache prune"))
+    else:
+        found.append(finding("disk", "ok", free))
+    if facts.kind.lower().startswith(_NETWORK):
+        text = f"{facts.home} lies on a network file system ({facts.kind}): layers are read through the network"
+        found.append(finding("disk", "warning", text, "primad join --home FOLDER    (on a disk of this machine)"))
+    elif facts.kind in _MEMORY:
+        text = (
+            f"{facts.home} lies in memory ({facts.kind}): layers there take it from the model, and a restart loses them"
+        )
+        found.append(finding("disk", "warning", text, "primad join --home FOLDER    (on a disk)"))
+    return found + _judge_speed(facts.read_bytes_per_s)
+
+
+def _judge_speed(rate: float | None) -> list[Finding]:
+    if rate is None:
+        return [finding("disk", "note", "the disk was never measured", "primad profile")]
+    speed = f"layers are read at {rate / 1e6:.0f} MB/s"
+    if rate < _SLOW_BYTES_PER_S:
+        text = f"{speed}: slow for layers that do not fit into memory; use another disk, if there is one"
+        return [finding("disk", "note", text, "primad profile --again --home FOLDER")]
+    return [finding("disk", "ok", speed)]
+
+
+def gather_identity(home: Path) -> FileFacts | None:
+    """The identity file; None before it exists, and on Windows, where access lists guard the user's folders."""
+    path = home / FILE_NAME
+    if sys.platform == "win32":
+        return None
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return FileFacts(path=str(path), mode=stat.S_IMODE(found.st_mode), foreign=found.st_uid != os.geteuid())
+
+
+def judge_identity(facts: FileFacts | None) -> list[Finding]:
+    """Who reads the secret key is this device for all others."""
+    if facts is None:
+        return [
+            finding("identity", "ok", "no identity yet, or none that this system lets others read; made at first use")
+        ]
+    if facts.foreign:
+        text = f"{facts.path} belongs to another user"
+        return [finding("identity", "error", text, f"sudo chown $USER '{facts.path}'")]
+    if facts.mode & 0o077:
+        text = f"{facts.path} can be read by others (mode {facts.mode:04o}): who reads it can pose as this device"
+        return [finding("identity", "error", text, f"chmod 600 '{facts.path}'")]
+    return [finding("identity", "ok", f"{facts.path} is this user's alone")]
+
+
+def _kind(folder: Path) -> str:
+    """The type of the file system that holds ``folder``: that of the deepest mount point above it."""
+    best, kind = -1, ""
+    for partition in psutil.disk_partitions(all=True):
+        mount = Path(partition.mountpoint)
+        if (folder == mount or mount in folder.parents) and len(mount.parts) >= best:
+            best, kind = len(mount.parts), partition.fstype
+    return kind
