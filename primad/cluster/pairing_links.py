@@ -28,6 +28,7 @@ PATIENCE_S: Final = 10.0
 """What a joiner waits for all of a pairing, its turn included."""
 _MESSAGES: Final = 4
 _FLUSH_S: Final = 1.0
+WARN_EVERY_S: Final = 1.0
 _BACKLOG: Final = 64
 _HEADER: Final = 2
 
@@ -54,6 +55,7 @@ class PairingServer:
         self.port: int = self._listener.getsockname()[1]
         self._peers: set[_Peer] = set()
         self._addresses: Counter[str] = Counter()
+        self._refused, self._warn_at = 0, 0.0
 
     async def run(self) -> Outcome:
         """Serve until the code is used, burnt or expired; returns which. The port is closed afterwards."""
@@ -108,6 +110,14 @@ class PairingServer:
             self._inviter.forget(peer)
             self._changed.set()
 
+    def refused(self, address: str, why: ProtocolError) -> None:
+        """Say that ``address`` sent what is no message, once in ``WARN_EVERY_S`` at most."""
+        self._refused += 1
+        now = asyncio.get_running_loop().time()
+        if now >= self._warn_at:
+            logger.warning("refused a pairing message from %s (%d so far): %s", address, self._refused, why)
+            self._warn_at = now + WARN_EVERY_S
+
     def receive(self, peer: _Peer, data: bytes, address: str) -> bytes:
         """The reply to a message. Raises ``ProtocolError``."""
         reply, who = self._inviter.receive(peer, data, asyncio.get_running_loop().time())
@@ -160,7 +170,7 @@ class _Peer(asyncio.Protocol):
         try:
             self.transport.write(_framed(self._server.receive(self, frame, self._address)))
         except ProtocolError as exc:
-            logger.warning("refused a pairing message from %s: %s", self._address, exc)
+            self._server.refused(self._address, exc)
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -137,7 +137,7 @@ class TrustStore:
             known = {each.key: each for each in here} | self._trusted
             gone = [each for each in known.values() if name_or_key in (each.device, each.key)]
             if not gone and is_key(name_or_key) and name_or_key != self._own:
-                gone = [trusted_now("unknown", name_or_key, BY_HAND)]
+                gone = [self._revoked.get(name_or_key) or trusted_now("unknown", name_or_key, BY_HAND)]
             if not gone:
                 raise ConfigError(f"no device {printable(name_or_key, 70)!r} is trusted; 'primad devices' lists them")
             if len(self._revoked) + len(gone) > MAX_REVOKED:
