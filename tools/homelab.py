@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from primad.errors import PrimadError  # noqa: E402
 from tools.lab import Homelab, LabError, load_fleet, record  # noqa: E402
 from tools.lab.cgroups import here  # noqa: E402
-from tools.lab.homelab import remove  # noqa: E402
+from tools.lab.removal import remove  # noqa: E402
 from tools.lab.requirements import require  # noqa: E402
 
 EXAMPLES = """examples:

@@ -19,8 +19,11 @@ def make_image(path: Path, size_bytes: int) -> None:
     maker = tool_path("mkfs.ext4")
     if maker is None:
         raise LabError("disk_bytes: requires mkfs.ext4; install it (apt install e2fsprogs) or leave disk_bytes out")
-    with path.open("wb") as image:
-        image.truncate(size_bytes)
+    try:
+        with path.open("wb") as image:
+            image.truncate(size_bytes)
+    except OSError as exc:
+        raise LabError(f"disk_bytes = {size_bytes}: {path}: {exc.strerror}; choose another size") from exc
     done = subprocess.run(
         [maker, "-q", "-F", "-m", "0", str(path)], capture_output=True, text=True, timeout=60, check=False
     )

@@ -8,10 +8,8 @@ remove those, remove the folder. That works as well half-way through building an
 from __future__ import annotations
 
 import select
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,11 +24,11 @@ from tools.lab.furnish import furnish
 from tools.lab.names import LabError, new_id, root
 from tools.lab.network import SWITCH_SYSCTLS, Cable, Network, has_netem
 from tools.lab.record import Owner, Record
+from tools.lab.removal import remove, remove_abandoned
 from tools.lab.requirements import require
 
 _READY_S: Final = 60.0
 _OWN: Final = "lab"
-_GONE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +109,8 @@ class Homelab:
         """Take it down; it may be half built or gone already."""
         remove(self.id, self._hierarchies)
         for child in self._children:
+            assert child.stdout is not None
+            child.stdout.close()
             child.wait()
         self._children.clear()
 
@@ -234,29 +234,3 @@ def _wait_ready(what: str, child: subprocess.Popen[str]) -> None:
         line = output.readline().strip() if said else f"nothing within {_READY_S:g} s"
     if line != "ready":
         raise LabError(f"{what}: could not be set up: {line or 'it ended'}")
-
-
-def remove(lab: str, hierarchies: Hierarchies) -> None:
-    """Take away everything that a lab has on this machine, however far it got. Raises ``LabError`` when something stays."""
-    Cgroups(lab, hierarchies).remove()
-    folder = root(lab)
-    deadline = time.monotonic() + _GONE_S
-    while disk.detach_loops(folder) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    while folder.exists():
-        try:
-            shutil.rmtree(folder)
-        except FileNotFoundError:
-            continue
-        except OSError as exc:  # a mount goes a moment after the last process of its namespace
-            if time.monotonic() >= deadline:
-                raise LabError(f"{folder}: cannot be removed: {exc.strerror}; see what is mounted there") from exc
-            time.sleep(0.02)
-
-
-def remove_abandoned(hierarchies: Hierarchies) -> list[str]:
-    """Remove the labs whose owner is gone; which."""
-    gone = [lab for lab in record.labs(hierarchies) if record.abandoned(lab)]
-    for lab in gone:
-        remove(lab, hierarchies)
-    return gone

@@ -1,0 +1,25 @@
+"""Labs for tests; where none can be built, the tests that need one are skipped by name, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.homelab.running import MakeLab
+from tools.lab import DeviceSpec, Fleet, Homelab, missing
+
+
+@pytest.fixture
+def make_lab(request: pytest.FixtureRequest) -> Iterator[MakeLab]:
+    if (reason := missing()) is not None:
+        pytest.skip(f"{request.node.name}: {reason}")
+    with ExitStack() as stack:
+        yield lambda *specs: stack.enter_context(Homelab(Fleet(specs)))
+
+
+@pytest.fixture
+def pair(make_lab: MakeLab) -> Homelab:
+    """A lab of two devices, ``a`` and ``b``, without limits."""
+    return make_lab(DeviceSpec(name="a"), DeviceSpec(name="b"))

@@ -1,0 +1,180 @@
+"""Whatever happens to a lab or to the program that built it, nothing of it stays on the machine."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.homelab.running import MakeLab, probe
+from tools.lab import DeviceSpec, Fleet, Homelab, LabError, missing
+from tools.lab.network import Network
+
+REPOSITORY = Path(__file__).parents[2]
+TOOL = (sys.executable, str(REPOSITORY / "tools" / "homelab.py"))
+FLEET = Fleet((DeviceSpec(name="a", disk_bytes=32 << 20, latency_ms=1), DeviceSpec(name="b")))
+FLEET_TEXT = '[[device]]\nname = "a"\ndisk_bytes = "32MB"\nlatency_ms = 1\n[[device]]\nname = "b"\n'
+
+START = """
+import os, signal, sys
+from tests.homelab.test_leftovers import FLEET
+from tools.lab import Homelab
+from tools.lab.network import Network
+
+lab = Homelab(FLEET)
+print(lab.id, flush=True)
+if sys.argv[1] == "halfway":
+    Network.build = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+lab.up()
+lab.device("a").popen(["sleep", "1000"])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def traces(lab: str) -> set[str]:
+    """What this machine has of a lab: mounts, loop devices, cgroups, folders, processes."""
+    found = set(Path("/proc/self/mountinfo").read_text().splitlines())
+    found |= {path.read_text() for path in Path("/sys/block").glob("loop*/loop/backing_file")}
+    found |= {str(path) for path in Path("/sys/fs/cgroup").glob("**/primad-lab-*")}
+    found |= {str(path) for path in Path("/var/tmp").iterdir()}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            found.add((path / "cgroup").read_text() + (path / "cmdline").read_bytes().decode(errors="replace"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return {entry for entry in found if f"primad-lab-{lab}" in entry}
+
+
+def interfaces() -> set[str]:
+    return {path.name for path in Path("/sys/class/net").iterdir()} | set(
+        Path("/proc/net/route").read_text().splitlines()
+    )
+
+
+def crash(when: str) -> str:
+    """Build a lab in a process that is killed; the lab's id."""
+    done = subprocess.run(
+        [sys.executable, "-c", START, when], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    lab = done.stdout.strip()
+    assert traces(lab)
+    return lab
+
+
+def tool(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run ``homelab`` as from a shell."""
+    return subprocess.run([*TOOL, *words], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_lab_is_gone_after_its_block(make_lab: MakeLab) -> None:
+    before = interfaces()
+    with Homelab(FLEET) as lab, probe(lab.device("a"), "serve", "a"):
+        assert traces(lab.id)
+        assert interfaces() == before
+    assert not traces(lab.id)
+    assert interfaces() == before
+    lab.down()  # again is no error
+
+
+def test_a_lab_that_cannot_be_finished_undoes_itself(make_lab: MakeLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Network) -> None:
+        assert traces(lab.id)
+        raise KeyboardInterrupt
+
+    lab = Homelab(FLEET)
+    monkeypatch.setattr(Network, "build", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        lab.up()
+    assert not traces(lab.id)
+
+
+def test_a_disk_that_cannot_be_made_is_told(make_lab: MakeLab) -> None:
+    lab = Homelab(Fleet((DeviceSpec(name="a", disk_bytes=(1 << 59)),)))
+    with pytest.raises(LabError, match="disk_bytes"):
+        lab.up()
+    assert not traces(lab.id)
+
+
+@pytest.mark.parametrize("when", ["halfway", "up"])
+def test_down_finds_what_a_killed_program_left(make_lab: MakeLab, when: str) -> None:
+    lab = crash(when)
+    done = tool("down", lab)
+    assert done.stdout == f"lab {lab}: gone\n", done.stderr
+    assert not traces(lab)
+
+
+def test_the_next_lab_removes_what_a_killed_program_left(make_lab: MakeLab) -> None:
+    lab = crash("up")
+    make_lab(DeviceSpec(name="a"))
+    assert not traces(lab)
+
+
+def test_the_tool_builds_breaks_and_removes_a_lab(make_lab: MakeLab, tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(FLEET_TEXT)
+    done = tool("up", str(fleet))
+    assert done.returncode == 0, done.stderr
+    lab = done.stdout.split()[1].rstrip(":")
+    try:
+        make_lab(DeviceSpec(name="other"))  # neither takes the other away
+        assert tool("--lab", lab, "exec", "b", "hostname").stdout == "b\n"
+        assert tool("--lab", lab, "exec", "b", "--", "sh", "-c", "exit 7").returncode == 7
+        for words in (
+            ("partition", "a | b"),
+            ("heal",),
+            ("cut", "a"),
+            ("plug", "a"),
+            ("half-open", "a", "b"),
+            ("freeze", "a"),
+            ("thaw", "a"),
+            ("slow", "a", "0.5"),
+            ("fill-disk", "a"),
+            ("free-disk", "a"),
+            ("kill", "a"),
+        ):
+            done = tool("--lab", lab, *words)
+            assert done.returncode == 0, done.stderr
+        assert "half-open" in tool("status").stdout
+        for words, named in (
+            (("cut", "x"), "'x': not in lab"),
+            (("kill", "b", "--ring"), "no ring process"),
+            (("fill-disk", "b"), "disk_bytes"),
+            (("exec", "b"), "no command"),
+            (("up", str(tmp_path / "none.toml")), "none.toml"),
+        ):
+            done = tool("--lab", lab, *words)
+            assert done.returncode == 2
+            assert done.stderr.startswith("homelab: error: ")
+            assert named in done.stderr
+            assert done.stderr.count("\n") == 1
+    finally:
+        assert tool("down", lab).returncode == 0
+    assert not traces(lab)
+
+
+def test_an_interrupted_tool_leaves_nothing(make_lab: MakeLab, tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text("".join(f'[[device]]\nname = "d{number}"\ndisk_bytes = "8MB"\n' for number in range(16)))
+    before = set(Path("/var/tmp").glob("primad-lab-*"))
+    with subprocess.Popen([*TOOL, "up", str(fleet)], stderr=subprocess.PIPE, text=True) as building:
+        while not (new := set(Path("/var/tmp").glob("primad-lab-*[0-9a-f]")) - before):
+            assert building.poll() is None
+        building.send_signal(signal.SIGINT)
+        _, told = building.communicate(timeout=60)
+    assert building.returncode == 130, told
+    assert not traces(new.pop().name.removeprefix("primad-lab-"))
+
+
+def test_without_root_the_tool_says_so(tmp_path: Path) -> None:
+    if missing() is not None:
+        done = tool("status")
+        assert done.returncode == 2
+        assert done.stderr.startswith("homelab: error: requires ")
+        return
+    code = "import os, sys; os.setuid(65534); from tools.lab import missing; print(missing())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("requires root"), done.stderr

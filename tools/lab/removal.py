@@ -1,0 +1,39 @@
+"""Taking away what a lab has on this machine, by its name alone: it may be up, half built, crashed or gone already."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import Final
+
+from tools.lab import disk, record
+from tools.lab.cgroups import Cgroups, Hierarchies
+from tools.lab.names import LabError, root
+
+_GONE_S: Final = 10.0
+
+
+def remove(lab: str, hierarchies: Hierarchies) -> None:
+    """Take away everything that a lab has on this machine, however far it got. Raises ``LabError`` when something stays."""
+    Cgroups(lab, hierarchies).remove()
+    folder = root(lab)
+    deadline = time.monotonic() + _GONE_S
+    while disk.detach_loops(folder) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    while folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            continue
+        except OSError as exc:  # a mount goes a moment after the last process of its namespace
+            if time.monotonic() >= deadline:
+                raise LabError(f"{folder}: cannot be removed: {exc.strerror}; see what is mounted there") from exc
+            time.sleep(0.02)
+
+
+def remove_abandoned(hierarchies: Hierarchies) -> list[str]:
+    """Remove the labs whose owner is gone; which."""
+    gone = [lab for lab in record.labs(hierarchies) if record.abandoned(lab)]
+    for lab in gone:
+        remove(lab, hierarchies)
+    return gone
