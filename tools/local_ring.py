@@ -10,6 +10,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
 from halda import arrange
 from primad.daemon.extra import choose_extra_buffers
 from primad.daemon.shard import Place, open_windows, place_windows, whole_model
@@ -29,6 +31,7 @@ from primad.ring.messages import (
     Opened,
     OpenWindow,
     Overdue,
+    Reopen,
     Report,
     Sampled,
     Serving,
@@ -84,6 +87,8 @@ class LocalRing:
         self._stack = AsyncExitStack()
         self._ring = random.getrandbits(62)
         self._requests = 0
+        self._opens: dict[str, Open] = {}
+        self._epoch = 1
         self.processes: dict[str, RingProcess] = {}
         self.extra_buffers: list[bool] = []
         self._events: dict[str, asyncio.Queue[object]] = {}
@@ -129,26 +134,54 @@ class LocalRing:
                 windows = [OpenWindow(window=0, files=whole_model(self._model, plan), extra_buffers=extra[0])]
             else:
                 windows = self._windows(cutter, name, place, extra)
-            process = await RingProcess.start(
-                run / "log", threads=options.threads, place=(len(plan.devices) - number) if number else 0
+            self._opens[name] = Open(
+                ring=self._ring,
+                epoch=self._epoch,
+                windows=windows,
+                route=len(plan.route),
+                width=width,
+                model=str(self._model) if name == plan.head else None,
+                host="127.0.0.1",
+                depth=len(plan.devices),
+                step_timeout_s=self._step_timeout_s,
+                options=options,
             )
-            self._stack.push_async_callback(process.close)
-            self.processes[name] = process
-            self._events[name] = asyncio.Queue()
-            pump = asyncio.create_task(self._pump(name, process))
-            self._stack.callback(pump.cancel)
-            await process.send(
-                Open(
+            await self._start(name)
+        await self.link({name: await self.opened(name) for name in plan.devices})
+
+    async def _start(self, name: str) -> None:
+        """Start a process for device ``name`` and let it load its windows."""
+        assert self._folder is not None
+        number = self.plan.devices.index(name)
+        process = await RingProcess.start(
+            self._folder / f"run-{self._ring}-{name}" / "log",
+            threads=self._threads[number],
+            place=(len(self.plan.devices) - number) if number else 0,
+        )
+        self._stack.push_async_callback(process.close)
+        self.processes[name] = process
+        self._events[name] = asyncio.Queue()
+        pump = asyncio.create_task(self._pump(name, process))
+        self._stack.callback(pump.cancel)
+        await process.send(self._opens[name])
+
+    async def replace_head(self) -> None:
+        """End the head's process and form the next epoch from a new one and the workers as they are."""
+        plan = self.plan
+        await self.processes[plan.head].close()
+        self._epoch += 1
+        self._opens[plan.head] = msgspec.structs.replace(self._opens[plan.head], epoch=self._epoch)
+        await self._start(plan.head)
+        for name in plan.devices[1:]:
+            indices = [(index, index) for index, _ in plan.windows_of(name)]
+            await self.processes[name].send(
+                Reopen(
                     ring=self._ring,
-                    epoch=1,
-                    windows=windows,
+                    epoch=self._epoch,
+                    windows=indices,
                     route=len(plan.route),
-                    width=width,
-                    model=str(self._model) if name == plan.head else None,
                     host="127.0.0.1",
-                    depth=len(plan.devices),
                     step_timeout_s=self._step_timeout_s,
-                    options=options,
                 )
             )
         await self.link({name: await self.opened(name) for name in plan.devices})

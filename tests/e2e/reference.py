@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import llama_cpp as llama
 import numpy as np
@@ -15,6 +17,16 @@ CHUNK = 512
 CONTEXT = 2048
 THREADS = 1
 TOP = 20
+
+
+def splitmix64(seed: int, index: int) -> int:
+    """Number ``index`` of the stream that starts at ``seed``: the published generator, stepped as it is published."""
+    state, mask = seed, 2**64 - 1
+    for _ in range(index + 1):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+    mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+    return mixed ^ (mixed >> 31)
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,62 @@ class Plain:
             self._decode([token], len(prompt) + len(tokens) - 1)
             logits.append(self._logits())
         return Continuation(tokens, np.array(logits))
+
+    def draw(
+        self,
+        prompt: list[int],
+        count: int,
+        *,
+        seed: int,
+        temperature: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
+        penalty_tokens: int = 0,
+    ) -> list[int]:
+        """``count`` tokens drawn after ``prompt`` by one chain of llama.cpp's samplers; fewer where the model ends.
+
+        Neutral samplers are left in the chain. What draws is seeded anew for each token, with number i of splitmix64's
+        stream from ``seed`` (the upper 32 bits).
+        """
+        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+        for start in range(0, len(prompt), CHUNK):
+            self._decode(prompt[start : start + CHUNK], start)
+        shaping = [
+            llama.llama_sampler_init_penalties(self.vocabulary, penalty_tokens, repeat_penalty, 0.0, 0.0),
+            llama.llama_sampler_init_top_k(top_k),
+            llama.llama_sampler_init_top_p(top_p, 1),
+            llama.llama_sampler_init_min_p(min_p, 1),
+            llama.llama_sampler_init_temp(temperature),
+        ]
+        for token in prompt:
+            llama.llama_sampler_accept(shaping[0], token)
+        tokens: list[int] = []
+        while len(tokens) < count:
+            token = self._drawn(shaping, splitmix64(seed, len(tokens)) >> 32)
+            if self.is_end(token):
+                break
+            tokens.append(token)
+            llama.llama_sampler_accept(shaping[0], token)
+            if len(tokens) < count:
+                self._decode([token], len(prompt) + len(tokens) - 1)
+        for sampler in shaping:
+            llama.llama_sampler_free(sampler)
+        return tokens
+
+    def _drawn(self, shaping: list[Any], seed: int) -> int:
+        """A token of the latest logits, shaped by ``shaping`` in turn and drawn by a generator of ``seed``."""
+        logits = self._logits()
+        entries = (llama.llama_token_data * self.vocabulary)()
+        view = np.ctypeslib.as_array(entries)
+        view["id"], view["logit"] = np.arange(self.vocabulary), logits
+        candidates = llama.llama_token_data_array(entries, self.vocabulary, -1, False)
+        last = llama.llama_sampler_init_dist(seed)
+        for sampler in (*shaping, last):
+            llama.llama_sampler_apply(sampler, ctypes.byref(candidates))
+        llama.llama_sampler_free(last)
+        return int(candidates.data[candidates.selected].id)
 
     def _decode(self, tokens: list[int], position: int) -> None:
         batch = llama.llama_batch_init(len(tokens), 0, 1)

@@ -77,7 +77,15 @@ class Model:
         self.greedy = plain.continue_(self.prompt, 24).tokens
         self.probabilities = self._distribution(plain, self.start)
         self.order = np.argsort(-self.probabilities, kind="stable")
-        plain.release()
+        self._plain = plain
+
+    def drawn(self, seed: int, chain: dict[str, float]) -> list[int]:
+        """What plain llama.cpp draws after ``prompt``."""
+        return self._plain.draw(self.prompt, 24, seed=seed, **chain)
+
+    def release(self) -> None:
+        """Give back its memory."""
+        self._plain.release()
 
     @staticmethod
     def _distribution(plain: Plain, prompt: list[int]) -> np.ndarray:
@@ -91,8 +99,10 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def model(smollm2: Path) -> Model:
-    return Model(smollm2)
+def model(smollm2: Path) -> Iterator[Model]:
+    model = Model(smollm2)
+    yield model
+    model.release()
 
 
 def test_temperature_0_top_k_1_and_greedy_agree(ring, model):
@@ -113,6 +123,20 @@ def test_every_ring_size_draws_the_same(smollm2, ring, model):
     with opened(smollm2, (4, 20)) as other:
         for seed in (5, 2**32 - 2):
             assert other.tokens(model.prompt, 12, DRAWN, seed=seed) == ring.tokens(model.prompt, 12, DRAWN, seed=seed)
+
+
+CHAINS = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
+    {"temperature": 1.2, "top_p": 0.8, "repeat_penalty": 1.3, "penalty_tokens": 24},
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=["temperature", "truncated", "penalised"])
+def test_every_draw_is_that_of_plain_llama_cpp(ring, model, chain):
+    for seed in (0, 11, 2**32 - 2):
+        plain = model.drawn(seed, chain)
+        assert ring.tokens(model.prompt, len(plain), DRAWN, seed=seed, **chain) == plain
 
 
 def test_draws_fit_the_distribution_of_the_model(ring, model):

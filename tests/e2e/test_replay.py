@@ -1,0 +1,79 @@
+"""A generation that goes on in another ring is bit for bit the one that was not disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from primad.ring.messages import Sampled
+from tools.local_ring import GREEDY, LocalRing
+
+pytestmark = pytest.mark.slow
+
+COUNT = 24
+PROMPT = [(7 * place + 11) % 900 + 20 for place in range(530)]
+"""Longer than one chunk, so that chunk boundaries matter."""
+DRAWN = msgspec.structs.replace(
+    GREEDY, temperature=1.1, top_p=0.95, seed=99, repeat_penalty=1.2, presence_penalty=0.3, penalty_tokens=16
+)
+
+
+class Rings:
+    """A ring of each shape over the same model."""
+
+    def __init__(self, model: Path) -> None:
+        self._runner = asyncio.Runner()
+        self._rings = {
+            shape: LocalRing(model, shape, rounds=rounds, context=640, threads=1)
+            for shape, rounds in ((None, 1), ((10, 12, 7), 1), ((8, 6), 2))
+        }
+        for ring in self._rings.values():
+            self._runner.run(ring.__aenter__())
+
+    def close(self) -> None:
+        for ring in self._rings.values():
+            self._runner.run(ring.__aexit__(None, None, None))
+        self._runner.close()
+
+    def answer(self, shape: object, sampling: object, drawn: list[int]) -> list[Sampled]:
+        """What the ring of ``shape`` answers behind ``drawn``, with its most likely tokens."""
+        ring = self._rings[shape]
+        sampled, finished = self._runner.run(ring.generate(PROMPT, COUNT, drawn=drawn, sampling=sampling, logprobs=20))
+        assert finished.completion_tokens == len(drawn) + len(sampled)
+        return [msgspec.structs.replace(event, request=0) for event in sampled]
+
+    def replace_head(self, shape: object) -> None:
+        self._runner.run(self._rings[shape].replace_head())
+
+    @property
+    def shapes(self) -> list[object]:
+        return list(self._rings)
+
+
+@pytest.fixture(scope="module")
+def rings(smollm2: Path) -> Iterator[Rings]:
+    made = Rings(smollm2)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "sampled"])
+def test_every_ring_goes_on_where_another_one_ended(rings, sampling):
+    whole = rings.answer(None, sampling, [])
+    tokens = [event.token for event in whole]
+    assert len(tokens) == COUNT
+    for shape in rings.shapes:
+        for cut in (1, 13, COUNT):
+            assert rings.answer(shape, sampling, tokens[:cut]) == whole[cut:], (shape, cut)
+
+
+def test_a_new_head_goes_on_with_workers_that_kept_their_windows(rings):
+    whole = rings.answer(None, DRAWN, [])
+    for shape in rings.shapes[1:]:
+        rings.answer(shape, GREEDY, [])
+        rings.replace_head(shape)
+        assert rings.answer(shape, DRAWN, [event.token for event in whole[:9]]) == whole[9:]
