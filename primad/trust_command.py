@@ -57,7 +57,7 @@ def revoke(
         device = parse_key(device)
     for each in store.revoke(device):
         _out.print(f"{each.device} is not trusted here any more ({fingerprint(each.key)})")
-    _out.print("revoke it on your other devices as well, or they go on trusting it")
+    _out.print("a head tells the devices that work for it; if this is no head, revoke it on the others as well")
 
 
 def _store(home: Path | None) -> tuple[TrustStore, TrustedDevice]:

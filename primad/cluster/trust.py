@@ -140,11 +140,24 @@ class TrustStore:
                 gone = [self._revoked.get(name_or_key) or trusted_now("unknown", name_or_key, BY_HAND)]
             if not gone:
                 raise ConfigError(f"no device {printable(name_or_key, 70)!r} is trusted; 'primad devices' lists them")
-            if len(self._revoked) + len(gone) > MAX_REVOKED:
-                raise ConfigError(f"{self._path}: holds {len(self._revoked)} revoked keys, which is the most; {_CURE}")
-            for device in gone:
-                self._trusted.pop(device.key, None)
-                self._revoked[device.key] = device
+            self._put_out(gone)
+        return gone
+
+    def withdraw(self, keys: Iterable[str], by: str) -> list[TrustedDevice]:
+        """Revoke those of ``keys`` that are not revoked yet, because device ``by`` has done so; returns who lost it.
+
+        Malformed keys and our own are left out. Raises ``ConfigError`` when that cannot be kept.
+        """
+        self._refresh()
+        wanted = {key for key in keys if is_key(key) and key != self._own}
+        if wanted <= self._revoked.keys():
+            return []
+        with self._changing():
+            gone = [
+                self._trusted.get(key) or trusted_now("unknown", key, f"revoked by {by}")
+                for key in sorted(wanted - self._revoked.keys())
+            ]
+            self._put_out(gone)
         return gone
 
     @contextlib.contextmanager
@@ -161,6 +174,13 @@ class TrustStore:
         if device.key not in self._trusted and len(self._trusted) >= MAX_DEVICES:
             raise ConfigError(f"{self._path}: holds {MAX_DEVICES} devices, which is the most; revoke some first")
         self._trusted[device.key] = device
+
+    def _put_out(self, devices: list[TrustedDevice]) -> None:
+        if len(self._revoked) + len(devices) > MAX_REVOKED:
+            raise ConfigError(f"{self._path}: holds {len(self._revoked)} revoked keys, which is the most; {_CURE}")
+        for device in devices:
+            self._trusted.pop(device.key, None)
+            self._revoked[device.key] = device
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

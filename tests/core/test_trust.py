@@ -207,6 +207,17 @@ def test_a_key_that_is_not_known_yet_can_be_revoked_but_a_name_cannot(store: Tru
         store.revoke("nobody")
 
 
+def test_what_the_head_revoked_is_revoked_here_too_and_written_once(store: TrustStore, identity: Identity, home: Path):
+    store.add(trusted_now("pi", PI, PAIRED))
+    gone = store.withdraw([PI, NAS, identity.public, "short"], by="desk")
+    assert {(each.device, each.key) for each in gone} == {("pi", PI), ("unknown", NAS)}
+    assert store.revoked() == {PI, NAS}
+    assert store.trusts(identity.public)
+    written = (home / "trust.json").stat().st_ino
+    assert store.withdraw([PI, NAS], by="desk") == []
+    assert (home / "trust.json").stat().st_ino == written
+
+
 def test_oneself_can_be_neither_added_nor_revoked(store: TrustStore, identity: Identity):
     with pytest.raises(ConfigError, match="own"):
         store.add(trusted_now("me", identity.public, BY_HAND))
