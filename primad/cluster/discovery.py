@@ -136,16 +136,16 @@ class Discovery:
         except ClusterError as exc:
             logger.debug("%s", exc)  # the interface that was asked for is away, as an unplugged adapter
             self._places = []
+        if addresses != self._addresses and self._addresses:
+            await self._announce_again()  # before new interfaces are taken up, which repeats the announcement on them
         try:
             await self._zeroconf.async_update_interfaces(self._places)
         except OSError as exc:
             logger.debug("mDNS on %s: %s", self._places, exc)  # an interface went while it was taken up: next time
-        if addresses != self._addresses and self._addresses:
-            await self._announce_again()
         if set(self._places) - set(places) and self._browser is not None:
             await self._browser.async_cancel()  # a new browser asks at once, this one would when its answers are old
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
-        self._doubt_silent_peers()
+        self._look_again_at_peers()
 
     async def close(self) -> None:
         """Say goodbye and stop."""
@@ -228,11 +228,16 @@ class Discovery:
             self._peers[name] = peer
             self._tell()
 
-    def _doubt_silent_peers(self) -> None:
-        """Ask again for devices whose announcement ran out; one that died said no goodbye, and does not answer."""
-        for name in self._peers:
-            fresh = AsyncServiceInfo(SERVICE, name).load_from_cache(self._zeroconf.zeroconf)
-            if not fresh and name not in self._resolving:
+    def _look_again_at_peers(self) -> None:
+        """Ask again for devices of which something ran out or changed without a word.
+
+        One that died said no goodbye, and does not answer; the scope of a link-local address may be learnt late; and the
+        order of addresses hangs on our own.
+        """
+        for name, peer in self._peers.items():
+            info = AsyncServiceInfo(SERVICE, name)
+            fresh = info.load_from_cache(self._zeroconf.zeroconf)
+            if (not fresh or peer_of(info, self._own) != peer) and name not in self._resolving:
                 self._resolve_soon(name)
 
     def _forget(self, name: str) -> None:
