@@ -19,7 +19,7 @@ FLEET = Fleet((DeviceSpec(name="a", disk_bytes=32 << 20, latency_ms=1), DeviceSp
 FLEET_TEXT = '[[device]]\nname = "a"\ndisk_bytes = "32MB"\nlatency_ms = 1\n[[device]]\nname = "b"\n'
 
 START = """
-import os, signal, sys
+import os, signal, subprocess, sys
 from tests.homelab.test_leftovers import FLEET
 from tools.lab import Homelab
 from tools.lab.network import Network
@@ -29,7 +29,8 @@ print(lab.id, flush=True)
 if sys.argv[1] == "halfway":
     Network.build = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 lab.up()
-lab.device("a").popen(["sleep", "1000"])
+words = ["bash", "-c", "echo in; sleep 1000"]
+lab.device("a").popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout.readline()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -175,6 +176,6 @@ def test_without_root_the_tool_says_so(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert done.stderr.startswith("homelab: error: requires ")
         return
-    code = "import os, sys; os.setuid(65534); from tools.lab import missing; print(missing())"
+    code = "import os; from tools.lab import missing; os.setuid(65534); print(missing())"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("requires root"), done.stderr

@@ -182,13 +182,22 @@ class Cgroups:
                 raise LabError(f"{name}: processes {sorted(pids)} do not die; look at them with ps")
 
     def remove(self) -> None:
-        """Kill all there is and remove every group; nothing to remove is no error."""
-        for name in self.names():
-            self.kill(name)
-        for top in self._at.tops():
-            ours = top / f"{PREFIX}{self._lab}"
-            for folder in [*(entry for entry in ours.glob("*") if entry.is_dir()), ours]:
-                _remove_folder(folder)
+        """Kill all there is and remove every group; nothing to remove is no error.
+
+        A process that was just starting may still join, until its group is gone; then it ends by itself (``inside.py``).
+        """
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            for name in self.names():
+                self.kill(name)
+            left = [error for top in self._at.tops() if (error := _remove_groups(top / f"{PREFIX}{self._lab}"))]
+            if not left:
+                return
+            if time.monotonic() >= deadline:
+                raise LabError(
+                    f"cgroup {left[0].filename}: cannot be removed: {left[0].strerror}; remove it with rmdir"
+                )
+            time.sleep(0.01)  # the kernel lets go of a dead process a moment after it is gone
 
 
 def end(pids: set[int], deadline: float) -> None:
@@ -213,16 +222,13 @@ def _handles(pids: set[int]) -> Iterator[int]:
             os.close(handle)
 
 
-def _remove_folder(folder: Path) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
+def _remove_groups(ours: Path) -> OSError | None:
+    """Remove a lab's groups in one hierarchy; what the first that stays says."""
+    for folder in [*(entry for entry in ours.glob("*") if entry.is_dir()), ours]:
         try:
             folder.rmdir()
         except FileNotFoundError:
-            return
-        except OSError as exc:  # the kernel lets go of a dead process a moment after it is gone
-            if time.monotonic() >= deadline:
-                raise LabError(f"cgroup {folder}: cannot be removed: {exc.strerror}; remove it with rmdir") from exc
-            time.sleep(0.01)
             continue
-        return
+        except OSError as exc:
+            return exc
+    return None

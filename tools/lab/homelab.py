@@ -8,6 +8,7 @@ remove those, remove the folder. That works as well half-way through building an
 from __future__ import annotations
 
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -154,10 +155,20 @@ class Homelab:
     def _start(self, command: list[str]) -> subprocess.Popen[str]:
         """Start a process of the lab's own; Ctrl-C on the terminal does not reach it."""
         with (self.root / "lab.log").open("a", encoding="utf-8") as log:
-            child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-            )
-        self._children.append(child)
+            # An interrupt inside Popen would lose the child that it just started.
+            held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            try:
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    start_new_session=True,
+                )
+                self._children.append(child)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, held)
         return child
 
     def _limit(self) -> None:
