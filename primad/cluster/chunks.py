@@ -76,7 +76,10 @@ class ChunkQueue:
         return next((piece for piece in candidates if piece.digest in holds), None)
 
     def answered(self, source: str, piece: Piece) -> bool:
-        """``source`` sent ``piece``, right or wrong, and may be asked for another; False when it was not asked for it."""
+        """``source`` sent ``piece``, right or wrong, and may be asked for another; False when it was not asked for it.
+
+        The piece is awaited until it ``arrived`` or the source is dropped.
+        """
         given = self._given.get(source, {})
         if piece not in given:
             return False
@@ -90,7 +93,8 @@ class ChunkQueue:
     def drop(self, source: str) -> None:
         """Ask ``source`` for nothing more; what only it was asked for is lacking again, and goes first."""
         self._holds.pop(source, None)
-        for piece in self._given.pop(source, {}):
+        self._given.pop(source, None)
+        for piece in [piece for piece, asked in self._asked.items() if source in asked]:
             self._unask(source, piece)
 
     def refused(self, source: str, digest: str) -> None:

@@ -181,14 +181,14 @@ class _Fetch:
     async def begin(self, digest: str, tree: bytes) -> None:
         """The tree of a layer arrived: its chunks can be asked for."""
         part = self.parts[digest]
-        await in_thread(part.begin, tree)
+        await in_thread(self._cache.begin, part, tree)
         self.queue.add(digest, part.lacking())
         self._wake()
 
     async def keep(self, piece: Piece, data: memoryview) -> None:
         """The right bytes of a chunk arrived."""
         part = self.parts[piece.digest]
-        complete = await in_thread(part.write, piece.number, data)
+        complete = await in_thread(self._cache.write, part, piece.number, data)
         self._progress(len(data))
         if complete:
             await self._finish(part)

@@ -20,7 +20,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -138,7 +138,7 @@ class LayerCache:
         """
         partial = self._partial / ref.digest
         try:
-            with self._disk_errors(f"layer {ref.digest[:12]} ({ref.size_bytes} bytes) cannot be written"):
+            with self._write_errors(ref):
                 with partial.open("wb") as file:
                     file.write(layer_header(ref.tensors, number=0, split=1))
                     writer = LayerWriter(file, ref)
@@ -154,15 +154,15 @@ class LayerCache:
     def part(self, ref: LayerRef) -> Iterator[LayerPart]:
         """The layer with what of it is here already, to add chunks to; safe from ``make_room`` while the block runs.
 
-        What arrived stays for the next time, but not on a disk that is full. Raises ``DiskError`` for every ``OSError``
-        of the block.
+        What arrived stays for the next time, but not on a disk that refused: a ``DiskError`` of the block removes it.
+        Raises ``DiskError`` when what is here cannot be read.
         """
         part = LayerPart(self._partial, ref)
         self._active.add(ref.digest)
         try:
-            with self._disk_errors(f"layer {ref.digest[:12]} ({ref.size_bytes} bytes) cannot be written"):
+            with self._write_errors(ref):
                 part.resume()
-                yield part
+            yield part
         except DiskError:
             with contextlib.suppress(OSError):
                 part.discard()
@@ -170,10 +170,20 @@ class LayerCache:
         finally:
             self._active.discard(ref.digest)
 
+    def begin(self, part: LayerPart, tree: bytes) -> None:
+        """As ``part.begin``. Raises ``DiskError``."""
+        with self._write_errors(part.ref):
+            part.begin(tree)
+
+    def write(self, part: LayerPart, number: int, chunk: bytes | memoryview) -> bool:
+        """As ``part.write``. Raises ``DiskError``."""
+        with self._write_errors(part.ref):
+            return part.write(number, chunk)
+
     def finish(self, part: LayerPart) -> None:
         """Give the complete ``part`` its name. Raises ``DiskError`` when the disk does not give back what was written."""
         path = self.path(part.ref.digest)
-        with self._disk_errors(f"layer {part.ref.digest[:12]} ({part.ref.size_bytes} bytes) cannot be written"):
+        with self._write_errors(part.ref):
             if not part.finish(path, self._tree_path(part.ref.digest)):
                 raise DiskError(
                     f"{path}: the disk gave back other bytes than were written; check the disk or use another --home"
@@ -230,6 +240,9 @@ class LayerCache:
             raise DiskError(
                 f"{self._folder}: {what}: {exc.strerror or exc}; make room, check that folder or use another --home"
             ) from exc
+
+    def _write_errors(self, ref: LayerRef) -> AbstractContextManager[None]:
+        return self._disk_errors(f"layer {ref.digest[:12]} ({ref.size_bytes} bytes) cannot be written")
 
     # ---- use and room ------------------------------------------------------------------------------------------------
 

@@ -156,6 +156,12 @@ class Fetching(RuleBasedStateMachine):
         self.owed[source] = []
         self.chunks.drop(source)
 
+    @rule(source=st.sampled_from(SOURCES))
+    def lie(self, source) -> None:
+        if self.owed[source]:
+            assert self.chunks.answered(source, self.owed[source].pop(0))
+            self.die(source)
+
     @precondition(lambda self: self.living())
     @rule(data=st.data())
     def refuse(self, data) -> None:
