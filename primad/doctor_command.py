@@ -106,13 +106,15 @@ def _count(number: int, what: str) -> str:
 def _trust(home: Path) -> tuple[str, Callable[[str], bool]]:
     """This device's public key and whom it trusts; "" and the daemons of this user before it has a key of its own.
 
-    An identity that cannot be read is a finding, so no error here.
+    An identity that others can read is left alone: it is a finding, and loading it would mend it unseen.
     """
-    from primad.cluster.identity import FILE_NAME, load_identity
+    from primad.cluster.identity import load_identity
     from primad.cluster.local_trust import LocalTrust, default_folder
     from primad.cluster.trust import TrustStore
+    from primad.doctor.storage import gather_identity, judge_identity
 
-    if (home / FILE_NAME).exists():
+    facts = gather_identity(home)
+    if facts is not None and judge_identity(facts)[0].level == "ok":
         try:
             identity = load_identity(home)
             return identity.public, TrustStore(home, identity).trusts

@@ -12,10 +12,10 @@ from typing import Final
 
 import psutil
 
+from primad.cluster.identity import FILE_NAME
 from primad.doctor.findings import Finding, finding
 from primad.profiler.records import read_home
 
-FILE_NAME: Final = "identity.json"
 _NETWORK: Final = ("nfs", "cifs", "smb", "sshfs", "fuse.sshfs", "9p", "afpfs", "webdav", "davfs", "ceph", "glusterfs")
 _MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
 _SLOW_BYTES_PER_S: Final = 150e6
@@ -92,23 +92,21 @@ def _judge_speed(rate: float | None) -> list[Finding]:
 
 
 def gather_identity(home: Path) -> FileFacts | None:
-    """The identity file; None before it exists, and on Windows, where access lists guard the user's folders."""
+    """The identity file; None before it exists. On Windows a mode says nothing: access lists guard the user's folders."""
     path = home / FILE_NAME
-    if sys.platform == "win32":
-        return None
     try:
         found = path.stat()
     except FileNotFoundError:
         return None
+    if sys.platform == "win32":
+        return FileFacts(path=str(path), mode=0o600, foreign=False)
     return FileFacts(path=str(path), mode=stat.S_IMODE(found.st_mode), foreign=found.st_uid != os.geteuid())
 
 
 def judge_identity(facts: FileFacts | None) -> list[Finding]:
     """Who reads the secret key is this device for all others."""
     if facts is None:
-        return [
-            finding("identity", "ok", "no identity yet, or none that this system lets others read; made at first use")
-        ]
+        return [finding("identity", "ok", "this device has no identity yet; it is made at first use")]
     if facts.foreign:
         text = f"{facts.path} belongs to another user"
         return [finding("identity", "error", text, f"sudo chown $USER '{facts.path}'")]
