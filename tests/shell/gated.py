@@ -1,0 +1,103 @@
+"""A gated server and its clients: what tests of attacks share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from primad.cluster.gate import Gate
+from primad.cluster.identity import Identity, new_identity
+from primad.cluster.sockets import endpoint, listen, open_socket
+
+HOST = "127.0.0.1"
+PATIENCE_S = 40
+NOTHING_S = 0.4
+"""How long nothing has to come where nothing may come; a trusted client gets through in a tenth of it."""
+SERVER, FRIEND, SECOND, STRANGER = (new_identity() for _ in range(4))
+ZMTP_CURVE = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(15) + b"\x00" + bytes(31)
+"""What a client says first; no byte of it is secret."""
+ZMTP_NULL = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\x00" + bytes(31)
+
+
+class House:
+    """A gated server that trusts some, and its clients."""
+
+    def __init__(self, allows: Callable[[str], bool]) -> None:
+        self.context = zmq.asyncio.Context()
+        self._clients: list[zmq.asyncio.Socket] = []
+        self.gate = Gate(self.context, allows)
+        self.server, self.port = listen(self.context, zmq.ROUTER, HOST, None, identity=SERVER)
+
+    def client(
+        self, who: Identity = FRIEND, server: str = SERVER.public, port: int | None = None
+    ) -> zmq.asyncio.Socket:
+        client = open_socket(self.context, zmq.DEALER, identity=who, server=server)
+        self._clients.append(client)
+        client.connect(endpoint(HOST, port or self.port))
+        return client
+
+    def close(self) -> None:
+        """Give everything back."""
+        for client in self._clients:
+            client.close()
+        self.server.close()
+        self.context.destroy(linger=0)
+
+    async def hears(self) -> list[bytes]:
+        """The next message that the server gets, without the peer."""
+        return (await self.server.recv_multipart())[1:]
+
+    async def hears_nothing(self) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(NOTHING_S):
+                raise AssertionError(await self.hears())
+
+    async def serves_its_friend(self) -> None:
+        """A new connection of the friend is heard and answered, and it is the next that is heard."""
+        friend = self.client()
+        await friend.send(b"hello")
+        peer, message = await self.server.recv_multipart()
+        assert message == b"hello"
+        await self.server.send_multipart([peer, b"welcome"])
+        assert await friend.recv() == b"welcome"
+        friend.close()
+
+
+@asynccontextmanager
+async def house(*trusted: Identity, allows: Callable[[str], bool] | None = None) -> AsyncIterator[House]:
+    """A house that trusts the friend and ``trusted``, and a limit on the test's time."""
+    keys = {each.public for each in (FRIEND, *trusted)}
+    here = House(allows or keys.__contains__)
+    try:
+        async with asyncio.timeout(PATIENCE_S), here.gate:
+            yield here
+    finally:
+        here.close()
+
+
+def run(test: Callable[[House], Awaitable[None]], *trusted: Identity) -> None:
+    """Do ``test`` in a house."""
+
+    async def once() -> None:
+        async with house(*trusted) as here:
+            await test(here)
+
+    asyncio.run(once())
+
+
+async def raw(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(HOST, port)
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    """All that the other side says until it closes the connection."""
+    said = b""
+    with suppress(ConnectionError):
+        while data := await reader.read(65536):
+            said += data
+    return said

@@ -1,0 +1,228 @@
+"""Attacks of somebody on the wire: garbage, recorded handshakes, changed bytes. Nobody hears a word of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from primad.cluster.messages import MAX_MESSAGE_BYTES
+from tests.shell.gated import (
+    HOST,
+    NOTHING_S,
+    SECOND,
+    SERVER,
+    ZMTP_CURVE,
+    ZMTP_NULL,
+    House,
+    raw,
+    run,
+    until_closed,
+)
+
+GARBAGE = {
+    "nothing": b"",
+    "HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "random bytes": bytes(range(256)) * 100,
+    "zeros": bytes(100_000),
+    "an older ZMTP": b"\x01\x00",
+    "a greeting without encryption": ZMTP_NULL + b"\x04\x05\x05READY",
+    "a message before the handshake": ZMTP_CURVE + b"\x00\x05hello",
+    "a frame of 8 EiB": ZMTP_CURVE + b"\x06\x7f" + b"\xff" * 7 + bytes(1000),
+    "a frame over the limit": ZMTP_CURVE + b"\x06" + (MAX_MESSAGE_BYTES + 1).to_bytes(8, "big") + bytes(1000),
+    "a hello that is none": ZMTP_CURVE + b"\x04\xc8\x05HELLO" + bytes(194),
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_is_heard_by_nobody_and_disturbs_nobody(data: bytes):
+    async def test(here: House) -> None:
+        _, writer = await raw(here.port)
+        writer.write(data)
+        with suppress(OSError):  # the server may have closed it already
+            writer.write_eof()
+        await here.serves_its_friend()
+        await here.hears_nothing()
+        writer.close()
+
+    run(test)
+
+
+def test_a_message_over_the_limit_of_a_trusted_device_ends_its_connection_only():
+    async def test(here: House) -> None:
+        client = here.client(SECOND)
+        await client.send(bytes(MAX_MESSAGE_BYTES + 1))
+        await here.hears_nothing()
+        client.close()
+        await here.serves_its_friend()
+
+    run(test, SECOND)
+
+
+class Relay:
+    """Passes bytes between a client and the server on, keeps those of the client, and changes one byte when told."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.recorded = bytearray()
+        self.flip_up: int | None = None
+        """The byte to change of those that the next connection's client sends; None for none."""
+        self.flip_down: int | None = None
+        self.flip_next_up = False
+        self.flip_next_down = False
+        self.closed = asyncio.Event()
+        """Set when a connection ended."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server_reader, server_writer = await raw(self._port)
+        both = [
+            asyncio.create_task(self._pass(reader, server_writer, up=True)),
+            asyncio.create_task(self._pass(server_reader, writer, up=False)),
+        ]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in both:
+                task.cancel()
+            writer.transport.abort()
+            server_writer.transport.abort()
+            self.closed.set()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
+        passed = 0
+        with suppress(ConnectionError):
+            while data := bytearray(await reader.read(65536)):
+                at = self._flips(passed, len(data), up=up)
+                if at is not None:
+                    data[at] ^= 0x01
+                passed += len(data)
+                if up:
+                    self.recorded += data
+                writer.write(data)
+
+    def _flips(self, passed: int, size: int, *, up: bool) -> int | None:
+        """Where in the next ``size`` bytes one is changed; each order is carried out once."""
+        if self.flip_next_up if up else self.flip_next_down:
+            if up:
+                self.flip_next_up = False
+            else:
+                self.flip_next_down = False
+            return size - 1
+        wanted = self.flip_up if up else self.flip_down
+        if wanted is None or not passed <= wanted < passed + size:
+            return None
+        if up:
+            self.flip_up = None
+        else:
+            self.flip_down = None
+        return wanted - passed
+
+
+@asynccontextmanager
+async def relay_to(here: House) -> AsyncIterator[tuple[Relay, int]]:
+    """A relay to the house, and its port."""
+    relay = Relay(here.port)
+    tasks: set[asyncio.Task[None]] = set()
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.create_task(relay.serve(reader, writer)))
+
+    server = await asyncio.start_server(connected, HOST, 0)
+    try:
+        yield relay, server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+def test_a_recorded_conversation_is_worth_nothing():
+    async def test(here: House) -> None:
+        async with relay_to(here) as (relay, port):
+            client = here.client(port=port)
+            await client.send(b"the words of a friend")
+            assert await here.hears() == [b"the words of a friend"]
+            client.close()
+            recorded = bytes(relay.recorded)
+        assert b"the words of a friend" not in recorded
+        assert SERVER.public.encode() not in recorded
+        reader, writer = await raw(here.port)
+        writer.write(recorded)
+        await until_closed(reader)  # as soon as the server sees an old cookie
+        writer.close()
+        await here.hears_nothing()
+        await here.serves_its_friend()
+
+    run(test)
+
+
+def test_what_was_changed_on_the_way_to_the_server_is_never_heard():
+    async def test(here: House) -> None:
+        async with relay_to(here) as (relay, port):
+            client = here.client(port=port)
+            await client.send(b"one")
+            assert await here.hears() == [b"one"]
+            relay.flip_next_up = True
+            await client.send(b"two")
+            await relay.closed.wait()
+            client.close()
+            await here.hears_nothing()
+        await here.serves_its_friend()
+
+    run(test)
+
+
+def test_what_was_changed_on_the_way_from_the_server_is_never_heard():
+    async def test(here: House) -> None:
+        async with relay_to(here) as (relay, port):
+            client = here.client(port=port)
+            await client.send(b"one")
+            peer, _ = await here.server.recv_multipart()
+            relay.flip_next_down = True
+            await here.server.send_multipart([peer, b"two"])
+            await relay.closed.wait()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(NOTHING_S):
+                    raise AssertionError(await client.recv())
+            client.close()
+        await here.serves_its_friend()
+
+    run(test)
+
+
+@pytest.mark.parametrize("place", [0, 14, 64 + 2 + 90, 64 + 2 + 190, 64 + 202 + 60, 64 + 202 + 250])
+def test_a_handshake_that_was_changed_on_the_way_up_comes_to_nothing(place: int):
+    async def test(here: House) -> None:
+        async with relay_to(here) as (relay, port):
+            relay.flip_up = place
+            client = here.client(port=port)
+            await client.send(b"hello")
+            await relay.closed.wait()
+            client.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NOTHING_S):
+                assert await here.hears() == [b"hello"]  # of its next connection, which nobody changed
+        await here.serves_its_friend()
+
+    run(test)
+
+
+@pytest.mark.parametrize("place", [14, 64 + 60, 64 + 170 + 20])
+def test_a_handshake_that_was_changed_on_the_way_down_comes_to_nothing(place: int):
+    async def test(here: House) -> None:
+        async with relay_to(here) as (relay, port):
+            relay.flip_down = place
+            client = here.client(port=port)
+            await client.send(b"hello")
+            await relay.closed.wait()
+            client.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NOTHING_S):
+                assert await here.hears() == [b"hello"]
+        await here.serves_its_friend()
+
+    run(test)
