@@ -113,10 +113,13 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """All that the core knows. ``considered`` are candidates whose plan was no better or did not exist.
+    """All that the core knows.
 
-    ``holding_s`` is since when open answers wait for a ring, None when none waits. ``last_resort``: devices that are barred
-    may take part, since there is no plan without them.
+    ``holding_s`` is since when open answers wait for a ring, None when none waits. ``measuring``: the devices whose links
+    are being measured; from ``measure_at_s`` on the next may be. ``tried``: the candidates that were tried last in vain, for
+    what. ``last_resort``: there is no plan without devices that are barred, so they may take part. Until ``retry_at_s``
+    the candidates that were tried are not tried again; ``failures`` is the number of attempts in a row that broke,
+    ``breaks`` that of rings in a row that broke soon after they began to serve. ``ended``: the core gave up.
     """
 
     settings: Settings
@@ -127,11 +130,14 @@ class State:
     epoch: int = 0
     has_served: bool = False
     holding_s: float | None = None
-    measuring: bool = False
-    considered: frozenset[str] | None = None
+    measuring: frozenset[str] = frozenset()
+    measure_at_s: float = 0.0
+    tried: Mapping[Why, frozenset[str]] = field(default_factory=dict)
     last_resort: bool = False
     retry_at_s: float = 0.0
     failures: int = 0
+    breaks: int = 0
+    ended: bool = False
 
 
 # ---- events ---------------------------------------------------------------------------------------------------------
@@ -169,7 +175,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The links of ``devices`` are known; ``lost`` is one that went away over it."""
+    """The links of ``devices`` are known. Of those that were to be measured, the others could not be."""
 
     devices: frozenset[str]
 
@@ -270,7 +276,10 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Solve:
-    """Plan for the head and ``candidates``; answer with ``Solved`` or ``NoPlan``."""
+    """Plan for the head and ``candidates``; answer with ``Solved`` or ``NoPlan``.
+
+    A plan is kept until ``Form`` or ``Abandon`` of its epoch.
+    """
 
     epoch: int
     candidates: frozenset[str]
@@ -285,7 +294,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Forget attempt ``epoch``: stop solving or forming, let its devices go."""
+    """Forget attempt ``epoch`` and its plan: stop solving or forming, let its devices go. It may have ended by itself."""
 
     epoch: int
 
@@ -315,7 +324,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Tell a device that asked to leave that it may."""
+    """Tell a device that asked to leave that it may. It may be told again."""
 
     device: str
 

@@ -1,0 +1,282 @@
+"""Whatever happens and in whatever order: one ring serves, of devices that are there, and every open answer ends.
+
+``Shell`` checks each effect; here a world is invented around it: devices that come, go, fall silent and fail, work that ends
+well, badly or never, and messages about rings of long ago.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from primad.cluster import members as m
+from primad.cluster.membership import step, wake_at
+from tests.fakes.membership import SETTINGS, Shell
+
+NAMES = ("ada", "bo", "cy", "di")
+names = st.sampled_from(NAMES)
+subsets = st.frozensets(names)
+blames = st.one_of(st.none(), names, st.just("head"))
+values = st.sampled_from((1.0, 0.95, 0.8, 0.5))
+pauses_s = st.one_of(st.sampled_from((0.0, 0.1, 0.5, 1.5, 2.5, 4.0, 5.0)), st.floats(0.0, 20.0))
+sleeps_s = [0.01, 0.2, 0.7, 1.9, 3.3, 9.0, 31.0, 400.0]
+starts = st.builds(
+    replace,
+    st.just(SETTINGS),
+    wanted=st.sampled_from((None, None, 0, 1, 2)),
+    solo=st.booleans(),
+    hold_s=st.sampled_from((8.0, 20.0)),
+)
+quick = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
+MOST_AT_ONCE = 60
+"""More answers than that at one instant, of a shell that needs no time, are a loop without an end."""
+
+
+def answer(shell: Shell, chance: random.Random, *, honest: bool) -> bool:
+    """Answer one effect that is outstanding, well if ``honest`` and else by ``chance``; False if none is."""
+    fails = not honest and chance.random() < 0.6
+    blame = chance.choice((None, "head", *NAMES, *NAMES))
+    if shell.greets:
+        device = min(shell.greets)
+        shell.tell(m.Refused(device, "busy") if fails else m.Welcomed(device))
+    elif shell.measuring is not None:
+        shell.tell(m.Measured(frozenset() if fails else shell.measuring))
+    elif shell.attempt is None:
+        return False
+    elif not shell.forming and fails and chance.random() < 0.5:
+        shell.tell(m.NoPlan(shell.attempt, "too large"))
+    elif fails:
+        shell.tell(m.Broken(shell.attempt, blame, "it broke", lasting=chance.random() < 0.1))
+    elif not shell.forming:
+        shell.tell(m.Solved(shell.attempt, shell.candidates, chance.choice((1.0, 0.8))))
+    elif not shell.formed:
+        shell.tell(m.Formed(shell.attempt))
+    else:
+        return False
+    return True
+
+
+def answer_all(shell: Shell, chance: random.Random, *, honest: bool, poison: bool = False) -> None:
+    """Answer at once whatever is outstanding; with ``poison`` every ring breaks the moment it serves."""
+    for _ in range(MOST_AT_ONCE):
+        if answer(shell, chance, honest=honest):
+            continue
+        if not poison or shell.serving is None:
+            return
+        shell.tell(m.Broken(shell.serving, chance.choice((None, *NAMES)), "it broke"))
+    raise AssertionError("a loop at one instant")
+
+
+def rest(shell: Shell, seconds: float, alive: frozenset[str], chance: random.Random, **how: bool) -> None:
+    """From now on no device does anything, but those ``alive`` are heard; the shell answers all it is asked."""
+    end = shell.now + seconds
+    told = len(shell.effects)
+    answer_all(shell, chance, **how)
+    while shell.now < end:
+        due = wake_at(shell.state, shell.now)
+        shell.now = min(end, shell.now + 0.5, end if due is None else due)
+        for name in sorted(alive):
+            shell.tell(m.Heard(name))
+        shell.tell(m.Tick())
+        answer_all(shell, chance, **how)
+    assert len(shell.effects) - told < MOST_AT_ONCE + 30 * seconds, "restless"
+
+
+class Cluster(RuleBasedStateMachine):
+    """A world whose shell keeps to its contract, in any order and with any delay."""
+
+    @initialize(config=starts, now=st.floats(0.0, 1e5))
+    def start(self, config: m.Settings, now: float) -> None:
+        self.shell = Shell.start(config, now)
+
+    @rule(name=names, trusted=st.sampled_from((True, True, True, False)))
+    def announce(self, name, trusted):
+        self.shell.tell(m.Seen(name, trusted))
+
+    @rule(name=names)
+    def vanish(self, name):
+        self.shell.tell(m.Vanished(name))
+
+    @rule()
+    def everybody_comes(self):
+        for name in NAMES:
+            self.shell.tell(m.Seen(name, True))
+            if name in self.shell.greets:
+                self.shell.tell(m.Welcomed(name))
+        if self.shell.measuring is not None:
+            self.shell.tell(m.Measured(self.shell.measuring))
+
+    @precondition(lambda self: self.shell.greets)
+    @rule(data=st.data(), welcome=st.booleans())
+    def answer_greeting(self, data, welcome):
+        name = data.draw(st.sampled_from(sorted(self.shell.greets)))
+        self.shell.tell(m.Welcomed(name) if welcome else m.Refused(name, "busy"))
+
+    @precondition(lambda self: self.shell.measuring is not None)
+    @rule(missed=subsets)
+    def end_measuring(self, missed):
+        self.shell.tell(m.Measured(self.shell.measuring - missed))
+
+    @precondition(lambda self: self.shell.linked)
+    @rule(silent=subsets)
+    def hear(self, silent):
+        for name in sorted(self.shell.linked - silent):
+            self.shell.tell(m.Heard(name))
+
+    @rule(name=names)
+    def lose(self, name):
+        self.shell.tell(m.Lost(name, "its process ended"))
+
+    @rule(name=names)
+    def leave(self, name):
+        self.shell.tell(m.Leaving(name, "Ctrl-C"))
+
+    @precondition(lambda self: self.shell.attempt is not None and self.shell.solved is None)
+    @rule(unused=subsets, value=values)
+    def solve(self, unused, value):
+        self.shell.tell(m.Solved(self.shell.attempt, self.shell.candidates - unused, value))
+
+    @precondition(lambda self: self.shell.attempt is not None and self.shell.solved is None)
+    @rule()
+    def find_no_plan(self):
+        self.shell.tell(m.NoPlan(self.shell.attempt, "too large"))
+
+    @precondition(lambda self: self.shell.attempt is not None and self.shell.forming)
+    @rule()
+    def form(self):
+        self.shell.tell(m.Formed(self.shell.attempt))
+
+    @precondition(lambda self: self.shell.attempt is not None)
+    @rule(blame=blames, lasting=st.booleans())
+    def break_attempt(self, blame, lasting):
+        self.shell.tell(m.Broken(self.shell.attempt, blame, "it broke", lasting))
+
+    @precondition(lambda self: self.shell.serving is not None)
+    @rule(blame=blames)
+    def break_ring(self, blame):
+        self.shell.tell(m.Broken(self.shell.serving, blame, "it broke"))
+
+    @rule(age=st.integers(1, 3), blame=blames, members=subsets)
+    def hear_of_long_ago(self, age, blame, members):
+        """Messages of rings that are neither attempted nor serving change nothing."""
+        epoch = self.shell.state.epoch - age
+        if epoch in (self.shell.serving, self.shell.attempt):
+            return
+        before = self.shell.state
+        self.shell.tell(m.Tick())
+        before = self.shell.state
+        for event in (
+            m.Solved(epoch, members, 0.1),
+            m.NoPlan(epoch, "too large"),
+            m.Formed(epoch),
+            m.Broken(epoch, blame, "it broke"),
+        ):
+            assert self.shell.tell(event) == []
+            assert self.shell.state == before
+
+    @rule(seconds=pauses_s)
+    def wait(self, seconds):
+        self.shell.wake(self.shell.now + seconds)
+
+    @rule(seconds=pauses_s)
+    def wait_with_signs_of_life(self, seconds):
+        end = self.shell.now + seconds
+        while self.shell.now < end:
+            for name in sorted(self.shell.linked):
+                self.shell.tell(m.Heard(name))
+            self.shell.wake(min(end, self.shell.now + 1.0))
+
+    @rule(
+        alive=subsets,
+        chance=st.randoms(use_true_random=False),
+        honest=st.booleans(),
+        poison=st.sampled_from((False, False, True)),
+    )
+    def come_to_rest(self, alive, chance, honest, poison):
+        """No answer waits for ever, however the work ends."""
+        waiting_s = self.shell.state.holding_s
+        rest(self.shell, self.shell.state.settings.hold_s, alive, chance, honest=honest, poison=poison)
+        assert waiting_s is None or self.shell.state.holding_s != waiting_s
+
+    @invariant()
+    def sleeps_past_nothing(self):
+        if hasattr(self, "shell"):
+            self.shell.check_sleep(sleeps_s)
+
+    def teardown(self):
+        """Once all work ends well a ring serves, with everybody who is there and does not leave."""
+        if not hasattr(self, "shell") or self.shell.ended:
+            return
+        present = frozenset(self.shell.linked)
+        rest(self.shell, 30.0, present, random.Random(1), honest=True)
+        assert self.shell.ended or self.shell.serving is not None
+        assert self.shell.state.holding_s is None
+
+
+Cluster.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    phases=quick,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestCluster = Cluster.TestCase
+
+epochs = st.integers(-1, 6)
+reasons = st.just("a reason")
+events = st.one_of(
+    st.builds(m.Seen, names, st.booleans()),
+    st.builds(m.Vanished, names),
+    st.builds(m.Welcomed, names),
+    st.builds(m.Refused, names, reasons),
+    st.builds(m.Measured, subsets),
+    st.builds(m.Heard, names),
+    st.builds(m.Lost, names, reasons),
+    st.builds(m.Leaving, names, reasons),
+    st.builds(m.Solved, epochs, subsets, values),
+    st.builds(m.NoPlan, epochs, reasons),
+    st.builds(m.Formed, epochs),
+    st.builds(m.Broken, epochs, blames, reasons, st.booleans()),
+    st.just(m.Tick()),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(config=starts, now=st.floats(0.0, 1e5), story=st.lists(st.tuples(events, pauses_s), max_size=60))
+def test_any_events_in_any_order_leave_one_sound_ring_at_most(config, now, story):
+    shell = Shell.start(config, now)
+    for event, pause_s in story:
+        if isinstance(event, m.Solved) and event.epoch == shell.attempt:
+            event = m.Solved(event.epoch, event.members & shell.candidates, event.value)
+        shell.tell(event)
+        shell.wake(shell.now + pause_s / 10)
+
+
+@settings(max_examples=50, deadline=None)
+@given(chance=st.randoms(use_true_random=False), now=st.floats(0.0, 1e5))
+def test_ticks_every_ten_milliseconds_find_nothing_to_do_before_the_core_asked(chance, now):
+    shell = Shell.start(now=now)
+    for name in NAMES[:3]:
+        shell.tell(m.Seen(name, True))
+    answer_all(shell, chance, honest=True)
+    for _ in range(12):
+        if chance.random() < 0.5:
+            for name in sorted(shell.linked):
+                if chance.random() < 0.7:
+                    shell.tell(m.Heard(name))
+        if chance.random() < 0.7:
+            answer_all(shell, chance, honest=chance.random() < 0.7)
+        due = wake_at(shell.state, shell.now)
+        end = min(due or shell.now + 20.0, shell.now + 20.0)
+        moment, state = shell.now + 0.01, shell.state
+        while moment < end:
+            state, effects = step(state, m.Tick(), moment)
+            assert effects == (), f"due at {moment}, but asked for {due}"
+            moment += 0.01
+        assert state == shell.state
+        shell.now = end
+        shell.tell(m.Tick())
