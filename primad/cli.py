@@ -32,6 +32,7 @@ from primad.options import (
 )
 from primad.plan_command import plan
 from primad.reporting import RichReporter
+from primad.trust_command import revoke, trust
 
 app = typer.Typer(
     name="primad",
@@ -324,6 +325,8 @@ def profile(
 
 
 app.command()(plan)
+devices_app.command()(trust)
+devices_app.command()(revoke)
 app.add_typer(devices_app, name="devices")
 for command in (pair, leave, pause, resume, doctor):
     app.command()(command)

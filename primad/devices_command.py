@@ -15,7 +15,7 @@ from rich.table import Table
 
 from primad import __version__
 from primad.config import Config, load_config
-from primad.errors import ClusterError
+from primad.errors import ClusterError, ConfigError
 from primad.options import Cluster, Home, Interface
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def devices(
         primad devices revoke desk
     """
     if context.invoked_subcommand is not None:
+        _nothing_before(context, context.invoked_subcommand)
         return
     from primad.cluster.identity import fingerprint, key_hex, load_identity
     from primad.cluster.trust import TrustStore
@@ -99,6 +100,16 @@ def devices(
         _out.print("no device in sight; start 'primad join' on one")
     own = f"this device is {config.name}, {fingerprint(identity.public)}\nits key: {key_hex(identity.public)}"
     _out.print(own, markup=False, emoji=False)
+
+
+def _nothing_before(context: typer.Context, command: str) -> None:
+    """An option before ``command`` would be the listing's, and do nothing. Raises ``ConfigError``."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(
+                f"--{name}: goes behind '{command}', if {command} has it: primad devices {command} --help"
+            )
 
 
 def rows(peers: Sequence[Peer], trust: TrustStore, states: Mapping[str, str]) -> list[Row]:

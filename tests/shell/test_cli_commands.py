@@ -339,10 +339,32 @@ def test_a_name_from_the_network_is_no_markup(primad, sight):
     assert "[red]1[/red]" in primad("devices")[1]
 
 
+def test_trust_by_hand_is_given_and_taken_back(primad, sight, home):
+    sight.append(PEER)
+    assert primad("devices", "trust", "desk", "--key", key_hex(DESK))[0] == 0
+    assert listed(primad)["desk"]["trusted"] == "yes"
+    assert primad("devices", "revoke", "desk")[0] == 0
+    assert listed(primad)["desk"]["trusted"] == "revoked"
+
+
+def test_what_is_listed_here_is_what_another_device_trusts_by(primad, sight, home, tmp_path):
+    own = primad("devices")[1].split("its key: ")[1].strip()
+    other = tmp_path / "other"
+    assert primad("devices", "trust", "desk", "--key", own, "--home", other)[0] == 0
+    assert TrustStore(other, load_identity(other)).trusts(load_identity(home).public)
+
+
+def test_an_option_before_the_command_is_not_lost_in_silence(primad, home, tmp_path):
+    run = primad("devices", "--home", tmp_path / "other", "trust", "desk", "--key", key_hex(DESK))
+    assert_refused(run, "--home: goes behind 'trust'")
+    assert not home.exists()
+
+
 def test_every_command_has_help_with_examples(primad):
     commands = ["join", "serve", "profile", "plan", "pair", "leave", "pause", "resume", "chat", "devices", "doctor"]
-    for command in commands:
-        code, out, err = primad(command, "--help")
+    below = [("devices", "trust"), ("devices", "revoke")]
+    for command in [(name,) for name in commands] + below:
+        code, out, err = primad(*command, "--help")
         assert (code, err) == (0, "")
         assert "Examples:" in out
         assert "insecure" not in out
