@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from primad import __version__
+from primad.cache_command import cache_app
 from primad.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_address, check_host, is_loopback, load_config
 from primad.device_commands import leave, pair, pause, resume
 from primad.devices_command import devices_app
@@ -328,6 +329,7 @@ app.command()(plan)
 devices_app.command()(trust)
 devices_app.command()(revoke)
 app.add_typer(devices_app, name="devices")
+app.add_typer(cache_app, name="cache")
 for command in (pair, leave, pause, resume, doctor):
     app.command()(command)
 

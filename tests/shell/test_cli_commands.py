@@ -362,7 +362,7 @@ def test_an_option_before_the_command_is_not_lost_in_silence(primad, home, tmp_p
 
 def test_every_command_has_help_with_examples(primad):
     commands = ["join", "serve", "profile", "plan", "pair", "leave", "pause", "resume", "chat", "devices", "doctor"]
-    below = [("devices", "trust"), ("devices", "revoke")]
+    below = [("devices", "trust"), ("devices", "revoke"), ("cache", "list"), ("cache", "verify"), ("cache", "prune")]
     for command in [(name,) for name in commands] + below:
         code, out, err = primad(*command, "--help")
         assert (code, err) == (0, "")
