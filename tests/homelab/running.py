@@ -69,6 +69,12 @@ class Running:
                 assert self._reader.is_alive(), f"it ended without a line {pattern!r}; printed:\n{self.output}"
                 self._news.wait(min(left, 0.5))
 
+    def wait_news(self, timeout_s: float) -> None:
+        """Wait until it prints something or ends, at most ``timeout_s``; may return early."""
+        with self._news:
+            if self._reader.is_alive():
+                self._news.wait(timeout_s)
+
     def ask(self, line: str, pattern: str = ".*", timeout_s: float = PATIENCE_S) -> str:
         """Write a line to it; the next line that it prints and that matches."""
         assert self.process.stdin is not None

@@ -1,0 +1,92 @@
+"""The client that tests run on the head's device: prints one JSON line for every event, with its time.
+
+    client.py health URL                status and body of the health check, status 0 while nobody answers
+    client.py wait URL SECONDS          the same, as soon as it is 200 or the time is over
+    client.py chat URL BODY             ask for a streamed chat completion; BODY is JSON
+    client.py status URL                what /status says
+
+Lines of ``chat``: ``{"at": seconds, "status": 200}``, then for each event ``{"at": ..., "event": {...}}``, at last
+``{"at": ..., "end": how}`` where how is ``done`` (the stream said [DONE]), ``closed`` (it stopped without a word) or the
+connection's error. Times are ``time.monotonic``'s, which is one clock for the whole machine. Run with ``python -I``.
+"""
+
+# ruff: noqa: T201
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import time
+import urllib.parse
+
+_SILENCE_S = 300.0
+_LOOK_S = 0.05
+"""Between two health checks; how exactly the moment of serving is known."""
+
+
+def _connect(url: str, timeout_s: float) -> http.client.HTTPConnection:
+    parts = urllib.parse.urlsplit(url)
+    return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+
+
+def _get(url: str, path: str) -> dict[str, object]:
+    connection = _connect(url, 10)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = json.loads(answer.read())
+        return {
+            "at": time.monotonic(),
+            "status": answer.status,
+            "retry_after": answer.getheader("Retry-After"),
+            "body": body,
+        }
+    except (OSError, http.client.HTTPException) as exc:
+        return {"at": time.monotonic(), "status": 0, "retry_after": None, "body": {"detail": repr(exc)}}
+    finally:
+        connection.close()
+
+
+def _wait(url: str, seconds: float) -> dict[str, object]:
+    deadline = time.monotonic() + seconds
+    while True:
+        found = _get(url, "/health")
+        if found["status"] == 200 or time.monotonic() >= deadline:
+            return found
+        time.sleep(_LOOK_S)
+
+
+def _chat(url: str, body: str) -> None:
+    def tell(**what: object) -> None:
+        print(json.dumps({"at": time.monotonic(), **what}), flush=True)
+
+    connection = _connect(url, _SILENCE_S)
+    end = "closed"
+    try:
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        tell(sent=True)
+        answer = connection.getresponse()
+        tell(status=answer.status, retry_after=answer.getheader("Retry-After"))
+        if answer.status != 200:
+            tell(event=json.loads(answer.read()))
+        for line in iter(answer.readline, b""):
+            data = line.decode().rstrip("\r\n").removeprefix("data: ")
+            if data == "[DONE]":
+                end = "done"
+            elif line.startswith(b"data: "):
+                tell(event=json.loads(data))
+    except (OSError, http.client.HTTPException) as exc:
+        end = repr(exc)
+    finally:
+        connection.close()
+    tell(end=end)
+
+
+if __name__ == "__main__":
+    action, url, *rest = sys.argv[1:]
+    if action == "chat":
+        _chat(url, *rest)
+    elif action == "wait":
+        print(json.dumps(_wait(url, float(rest[0]))), flush=True)
+    else:
+        print(json.dumps(_get(url, f"/{action}")), flush=True)

@@ -1,0 +1,202 @@
+"""A primad cluster on the devices of a lab: daemons as their owners start them, faults between them, streams through them.
+
+    with Homelab(fleet) as lab, Cluster(lab, model) as cluster:
+        cluster.start()
+        stream = cluster.stream("Why is the sky blue?", max_tokens=64)
+        stream.wait_tokens(8)
+        died = cluster.now()
+        lab.device("b").kill()
+        stream.wait_end()
+        stream.next_token_s(died)
+
+The first device of the lab is the head unless told otherwise. Devices count as measured, with the made-up figures of
+``tests/fakes/profile.py``, and trust each other by what is written in their homes; ``pair`` does it as people do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.homelab.running import PATIENCE_S, Running
+from tests.homelab.stream import Stream
+from tools.lab import Homelab
+from tools.lab.device import Device
+
+REPOSITORY = Path(__file__).parents[2]
+PRIMAD = Path(sys.executable).with_name("primad")
+CLIENT = Path(__file__).with_name("client.py")
+HTTP_PORT = 8080
+URL = f"http://127.0.0.1:{HTTP_PORT}"
+START_S = 120.0
+CODE = r"\b[0-9]{1,2}-[a-z]+-[a-z]+\b"
+
+_SEED = """
+import os
+from pathlib import Path
+from tests.fakes.profile import seed
+home = Path(os.environ["PRIMAD_HOME"])
+home.mkdir(parents=True, exist_ok=True)
+seed(home)
+"""
+
+
+class Cluster:
+    """The daemons of one lab. ``daemons`` has the running or ended one of each device by name.
+
+    ``trusting`` devices know each other's keys from the start. Extra arguments are those of ``primad serve`` and
+    ``primad join``; ``repository`` is the checkout whose primad runs, ``environment`` is added to that of every daemon.
+    """
+
+    def __init__(
+        self,
+        lab: Homelab,
+        model: Path,
+        *,
+        head: str | None = None,
+        trusting: bool = True,
+        serve: Sequence[object] = (),
+        join: Sequence[object] = (),
+        repository: Path = REPOSITORY,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.lab = lab
+        self.model = model
+        self.head = lab.device(head) if head is not None else lab.devices[0]
+        self.workers = tuple(device for device in lab.devices if device is not self.head)
+        self.daemons: dict[str, Running] = {}
+        self._trusting = trusting
+        self._serve, self._join = tuple(serve), tuple(join)
+        self._repository = repository
+        self._environment = dict(environment or {})
+        self._clients: list[Running] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for running in (*self._clients, *self.daemons.values()):
+            running.end()
+
+    @staticmethod
+    def now() -> float:
+        """The time, on the clock of every stream."""
+        return time.monotonic()
+
+    def start(self, timeout_s: float = START_S) -> None:
+        """Have every worker wait for a head, then start the head and wait until it serves with all of them."""
+        self.prepare()
+        for daemon in [self._start(worker, "join", *self._join) for worker in self.workers]:
+            daemon.wait_for("waiting for a head")
+        self.start_head("--wait", len(self.workers), "--use-all")
+        self.wait_serving(timeout_s)
+
+    def prepare(self) -> None:
+        """Make homes: measured, and trusting if the cluster is."""
+        seeding = [
+            device.popen([sys.executable, "-c", _SEED], cwd=self._repository, env=self._env(), stdin=subprocess.DEVNULL)
+            for device in self.lab.devices
+        ]
+        for child in seeding:
+            assert child.wait(PATIENCE_S) == 0, "a device could not be seeded; its error stands above"
+        if self._trusting:
+            introduce(self.lab.devices)
+
+    def start_worker(self, name: str, *arguments: object) -> Running:
+        """Start ``primad join`` on a device, again after an end, and wait until it waits for a head."""
+        worker = self._start(self.lab.device(name), "join", *self._join, *arguments)
+        worker.wait_for("waiting for a head")
+        return worker
+
+    def start_head(self, *arguments: object) -> Running:
+        """Start ``primad serve`` on the head, again after an end; does not wait."""
+        plain = ("--model", self.model, "--port", HTTP_PORT, "--extra-buffers", "off")
+        return self._start(self.head, "serve", *plain, *self._serve, *arguments)
+
+    def _start(self, device: Device, command: str, *arguments: object) -> Running:
+        if (earlier := self.daemons.pop(device.name, None)) is not None:
+            earlier.end()
+        words = (PRIMAD, command, "--name", device.name, "--cluster", f"lab-{self.lab.id}", *arguments)
+        self.daemons[device.name] = Running(device, *words, **self._env())
+        return self.daemons[device.name]
+
+    def _env(self) -> dict[str, str]:
+        # The checkout goes first on the path of whatever primad starts; its colours would get between words.
+        return {"PYTHONPATH": f"{self._repository}:{self._repository / 'solver'}", "NO_COLOR": "1", **self._environment}
+
+    def pair(self, name: str, timeout_s: float = PATIENCE_S) -> Running:
+        """Pair a device as people do: ``primad pair`` on the head, ``primad join --code`` on the device."""
+        done = self.head.run([PRIMAD, "pair"], env=self._env(), timeout_s=timeout_s)
+        code = re.search(CODE, done.stdout)
+        assert code is not None, f"primad pair shows no code: {done.stdout}{done.stderr}"
+        worker = self._start(self.lab.device(name), "join", *self._join, "--code", code[0])
+        worker.wait_for("paired with", timeout_s)
+        return worker
+
+    def stream(self, prompt: str, max_tokens: int, **body: Any) -> Stream:
+        """Ask the head for a streamed chat completion, greedy unless ``body`` says otherwise; does not wait."""
+        asked = {
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            **body,
+        }
+        running = Running(self.head, sys.executable, "-I", CLIENT, "chat", URL, json.dumps(asked))
+        self._clients.append(running)
+        return Stream(running)
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """Status and body of the health check; status 0 while nobody answers."""
+        said = self._client("health")
+        return int(said["status"]), said["body"]
+
+    def status(self) -> dict[str, Any]:
+        """What the head's ``/status`` says."""
+        return dict(self._client("status")["body"])
+
+    def wait_serving(self, timeout_s: float = START_S) -> float:
+        """Wait until the head can serve; the time when it could."""
+        said = self._client("wait", f"{timeout_s:g}", timeout_s=timeout_s + PATIENCE_S)
+        assert said["status"] == 200, f"not serving within {timeout_s:g} s: {said['body']}\n{self.logs()}"
+        return float(said["at"])
+
+    def _client(self, action: str, *words: str, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
+        done = self.head.run([sys.executable, "-I", CLIENT, action, URL, *words], timeout_s=timeout_s)
+        assert done.returncode == 0, done.stderr
+        said: dict[str, Any] = json.loads(done.stdout)
+        return said
+
+    def logs(self) -> str:
+        """What every daemon printed, for a failing test to show."""
+        return "\n".join(f"--- {name}\n{daemon.output}" for name, daemon in self.daemons.items())
+
+
+def home(device: Device) -> Path:
+    """The home folder of a device's primad, as this process sees it."""
+    return device.outside / "primad"
+
+
+def introduce(devices: Sequence[Device]) -> None:
+    """Write into the home of each device that it trusts all the others."""
+    from primad.cluster.identity import load_identity
+    from primad.cluster.local_trust import LocalTrust
+    from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
+
+    for device in devices:
+        home(device).mkdir(parents=True, exist_ok=True)
+    identities = {device.name: load_identity(home(device)) for device in devices}
+    for device in devices:
+        store = TrustStore(home(device), identities[device.name], LocalTrust(device.outside / "local-trust"))
+        for name, identity in identities.items():
+            if name != device.name:
+                store.add(trusted_now(name, identity.public, BY_HAND))

@@ -1,0 +1,104 @@
+"""A chat completion as it comes: every token with its time, and how it ended."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from typing import Any
+
+from tests.homelab.running import PATIENCE_S, Running
+
+
+class Stream:
+    """One streamed answer; ``running`` is ``client.py chat``. All times are ``time.monotonic``'s.
+
+    ``times`` has the time of each event that brought text; the head sends one a token, so they count as tokens.
+    """
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+
+    def _said(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for _, line in list(self._running.lines) if line.startswith("{")]
+
+    def _texts(self) -> list[tuple[float, str]]:
+        found = []
+        for said in self._said():
+            for choice in said.get("event", {}).get("choices", []):
+                if text := choice.get("delta", {}).get("content"):
+                    found.append((float(said["at"]), str(text)))
+        return found
+
+    @property
+    def text(self) -> str:
+        """What was answered so far."""
+        return "".join(text for _, text in self._texts())
+
+    @property
+    def times(self) -> list[float]:
+        """When each token came."""
+        return [at for at, _ in self._texts()]
+
+    @property
+    def status(self) -> int | None:
+        """The HTTP status; None while there is none."""
+        return next((int(said["status"]) for said in self._said() if "status" in said), None)
+
+    @property
+    def retry_after(self) -> str | None:
+        """The header of a refusal."""
+        return next((said["retry_after"] for said in self._said() if "status" in said), None)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the answer ended; None for one that has not, or ended by an error."""
+        for said in self._said():
+            for choice in said.get("event", {}).get("choices", []):
+                if choice.get("finish_reason"):
+                    return str(choice["finish_reason"])
+        return None
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """OpenAI's error object, if one came."""
+        return next((said["event"]["error"] for said in self._said() if "error" in said.get("event", {})), None)
+
+    @property
+    def end(self) -> str | None:
+        """``done``, ``closed`` or the connection's error; None while it goes on."""
+        return next((str(said["end"]) for said in self._said() if "end" in said), None)
+
+    @property
+    def longest_gap_s(self) -> float:
+        """The longest time between two tokens; 0 for fewer than two."""
+        return max((later - earlier for earlier, later in itertools.pairwise(self.times)), default=0.0)
+
+    def next_token_s(self, since: float) -> float | None:
+        """How long after ``since`` the next token came; None when none did yet."""
+        return next((at - since for at in self.times if at > since), None)
+
+    def wait_tokens(self, count: int, timeout_s: float = PATIENCE_S) -> None:
+        """Wait until ``count`` tokens are there. Fails when the stream ends before."""
+        deadline = time.monotonic() + timeout_s
+        while len(self.times) < count:
+            assert self.end is None, f"it ended ({self.end}) after {len(self.times)} tokens: {self.error}"
+            left = deadline - time.monotonic()
+            assert left > 0, f"{len(self.times)} of {count} tokens within {timeout_s:g} s"
+            self._running.wait_news(min(left, 0.5))
+
+    def wait_end(self, timeout_s: float = PATIENCE_S) -> str:
+        """Wait until the stream is over; how it ended."""
+        self._running.wait_for('"end"', timeout_s)
+        assert self.end is not None
+        return self.end
+
+
+def settled(stream: Stream) -> bool:
+    """Whether a stream ended as every stream must: with a finish_reason or with an error, never silently.
+
+    After a finish_reason the server says [DONE]; an error is the last it says.
+    """
+    if stream.error is not None:
+        return stream.finish_reason is None and stream.end in ("done", "closed")
+    return stream.finish_reason is not None and stream.end == "done"
