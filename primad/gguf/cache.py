@@ -41,7 +41,8 @@ class LayerCache:
     """The layer files under ``folder``, at most ``limit_bytes`` of them.
 
     One process at a time owns it: it writes, and at its start removes what an earlier one left on the way. Any other
-    opens it with ``owner=False`` to look and to prune. Every method but ``hold`` and ``let_go`` may block on the disk.
+    opens it with ``owner=False`` to look and to prune, and creates nothing. Every method but ``hold`` and ``let_go`` may
+    block on the disk.
     """
 
     def __init__(self, folder: Path, limit_bytes: int | None = None, *, owner: bool = True) -> None:
@@ -54,8 +55,8 @@ class LayerCache:
         self.turn = asyncio.Lock()
         """Who fills the cache takes turns: two writers of one layer would undo each other's work."""
         try:
-            self._partial.mkdir(parents=True, exist_ok=True)
             if owner:
+                self._partial.mkdir(parents=True, exist_ok=True)
                 self._sweep()
         except OSError as exc:
             raise DiskError(f"{folder}: the layer cache cannot be opened: {exc.strerror or exc}") from exc
@@ -83,18 +84,26 @@ class LayerCache:
 
         Raises ``DiskError`` when the disk refuses to read or remove it.
         """
-        return self.check(ref.digest, ref.size_bytes)
+        with self._disk_errors(f"layer {ref.digest[:12]} cannot be read"):
+            whole = self._is_whole(self.path(ref.digest), ref.digest, ref.size_bytes)
+            if not whole:
+                self._drop(ref.digest)
+            return whole
 
-    def check(self, digest: str, size_bytes: int | None = None, *, fix: bool = True) -> bool:
-        """As ``holds``, for a layer of which only the digest is known; without ``fix`` nothing is removed.
+    def damaged(self, digest: str, *, fix: bool) -> list[Path]:
+        """The files of the layer, copies among them, that are not the layer; ``fix`` removes them.
 
-        A copy that is damaged is removed and no loss: ``place`` makes it again.
+        For a layer of which only the digest is known. Raises ``DiskError``.
         """
         with self._disk_errors(f"layer {digest[:12]} cannot be read"):
-            whole = self._is_whole(self.path(digest), digest, size_bytes)
-            if not whole and fix:
+            files = sorted(self._folder.glob(f"{digest}*.gguf"))
+            bad = [path for path in files if not self._is_whole(path, digest, None)]
+            if fix and self.path(digest) in bad:
                 self._drop(digest)
-            return whole
+            elif fix:
+                for path in bad:
+                    path.unlink(missing_ok=True)
+            return bad
 
     def _is_whole(self, path: Path, digest: str, size_bytes: int | None) -> bool:
         """Whether ``path`` holds the weights of ``digest``; hashes them the first time and after a change."""
@@ -266,7 +275,7 @@ class LayerCache:
         """What is here, least recently used first. Raises ``DiskError``."""
         held, sizes, used = self._holds.held(), dict[str, int](), dict[str, float]()
         with self._disk_errors("cannot be listed"):
-            for path in self._folder.iterdir():
+            for path in _inside(self._folder):
                 if (match := _FILE.fullmatch(path.name)) is None:
                     continue
                 try:
@@ -286,7 +295,7 @@ class LayerCache:
     def partial_bytes(self) -> int:
         """Disk that layers on their way take. Raises ``DiskError``."""
         with self._disk_errors("cannot be listed"):
-            return sum(map(_taken, self._partial.iterdir()))
+            return sum(map(_taken, _inside(self._partial)))
 
     def remove(self, layers: Iterable[CachedLayer]) -> None:
         """Remove these layers. Raises ``DiskError`` when the disk refuses."""
@@ -308,7 +317,7 @@ class LayerCache:
         if self._holds.others_live():
             return []
         with self._disk_errors("cannot be listed"):
-            paths = [path for path in self._partial.iterdir() if path.stem.partition("-")[0] not in self._active]
+            paths = [path for path in _inside(self._partial) if path.stem.partition("-")[0] not in self._active]
             return [(path, _taken(path)) for path in paths]
 
     def make_room(self, needed_bytes: int) -> None:
@@ -345,6 +354,10 @@ class LayerCache:
             f"({disk.reserve_bytes} stay free), the cache takes {disk.used_bytes}{limit}, {held} of it in use; make room "
             "there, raise the limit or use another --home"
         )
+
+
+def _inside(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.exists() else []
 
 
 def _taken(path: Path) -> int:

@@ -169,7 +169,7 @@ def assert_clean(home: Path) -> None:
     """No temporary file is left in a home that was used."""
     files = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
     assert files <= {"profile.json", "daemon.lock", "digests.json", "run/ring.log", "extra-buffers.json"} | {
-        name for name in files if name.startswith("cache/layers/") and name.endswith(".gguf")
+        name for name in files if name.startswith("cache/layers/") and name.endswith((".gguf", ".tree"))
     }
 
 
