@@ -360,6 +360,14 @@ def test_an_option_before_the_command_is_not_lost_in_silence(primad, home, tmp_p
     assert not home.exists()
 
 
+@pytest.mark.parametrize("arguments", [(), ("cache",)])
+def test_a_group_alone_shows_its_help_and_no_error(primad, arguments):
+    code, out, err = primad(*arguments)
+    assert code == 2
+    assert "Commands" in out + err
+    assert "error" not in out + err
+
+
 def test_every_command_has_help_with_examples(primad):
     commands = ["join", "serve", "profile", "plan", "pair", "leave", "pause", "resume", "chat", "devices", "doctor"]
     below = [("devices", "trust"), ("devices", "revoke"), ("cache", "list"), ("cache", "verify"), ("cache", "prune")]
