@@ -1,0 +1,157 @@
+"""Floods of connections against a server in a process of its own: it goes on serving, and its memory stays small."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import psutil
+import pytest
+import zmq
+import zmq.asyncio
+
+from primad.cluster.gate import Gate
+from primad.cluster.identity import Identity
+from primad.cluster.messages import MAX_MESSAGE_BYTES
+from primad.cluster.sockets import HANDSHAKE_S, endpoint, listen, open_socket, raise_descriptor_limit
+from tests.shell.gated import FRIEND, HOST, PATIENCE_S, SERVER, STRANGER, ZMTP_CURVE, raw, until_closed
+
+logger = logging.getLogger(__name__)
+
+
+def serve(ready: Connection, server: Identity, trusted: set[str]) -> None:
+    """Echo what trusted devices say, until the process is ended."""
+
+    async def echo() -> None:
+        raise_descriptor_limit()
+        context = zmq.asyncio.Context()
+        router, port = listen(context, zmq.ROUTER, HOST, None, identity=server)
+        async with Gate(context, trusted.__contains__):
+            ready.send(port)
+            while True:
+                await router.send_multipart(await router.recv_multipart())
+
+    asyncio.run(echo())
+
+
+@contextmanager
+def server_process() -> Iterator[tuple[int, psutil.Process]]:
+    """The port of a server that trusts the friend, and its process."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, SERVER, {FRIEND.public}))
+    process.start()
+    try:
+        assert ours.poll(PATIENCE_S), "the server did not start"
+        yield ours.recv(), psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.join(PATIENCE_S)
+        ours.close()
+        theirs.close()
+
+
+@contextmanager
+def client_of(port: int, who: Identity = FRIEND, kind: int = zmq.DEALER) -> Iterator[zmq.asyncio.Socket]:
+    """A client of the server at ``port``, and an end to all that belongs to it."""
+    context = zmq.asyncio.Context()
+    client = open_socket(context, kind, identity=who, server=SERVER.public)
+    client.connect(endpoint(HOST, port))
+    try:
+        yield client
+    finally:
+        client.close()
+        context.destroy(linger=0)
+
+
+async def asks(client: zmq.asyncio.Socket) -> float:
+    """Seconds until ``client`` is answered."""
+    asked_at = asyncio.get_running_loop().time()
+    await client.send(b"hello")
+    assert await client.recv() == b"hello"
+    return asyncio.get_running_loop().time() - asked_at
+
+
+async def under_attack(port: int, attack: Callable[[], Awaitable[None]]) -> list[float]:
+    """How long each answer to the friend took while ``attack`` went on, and then to a new connection, seconds."""
+    async with asyncio.timeout(PATIENCE_S):
+        with client_of(port) as friend:
+            attacking = asyncio.ensure_future(attack())
+            answers = [await asks(friend)]
+            while not attacking.done():
+                answers.append(await asks(friend))
+                await asyncio.wait([attacking], timeout=0.01)
+            await attacking
+        with client_of(port) as later:
+            return [*answers, await asks(later)]
+
+
+async def thousand_silent(port: int) -> None:
+    """A thousand connections that say nothing, until the server has had enough of them."""
+    found = await asyncio.gather(*(raw(port) for _ in range(1000)))
+    for reader, writer in found:
+        await until_closed(reader)
+        writer.close()
+
+
+async def thousand_greetings(port: int) -> None:
+    """A thousand that greet and then promise a large frame, of which they send a megabyte together."""
+    found = await asyncio.gather(*(raw(port) for _ in range(1000)))
+    for _, writer in found:
+        writer.write(ZMTP_CURVE + b"\x06" + MAX_MESSAGE_BYTES.to_bytes(8, "big") + bytes(1000))
+    for reader, writer in found:
+        await until_closed(reader)
+        writer.close()
+
+
+async def thousand_strangers(port: int) -> None:
+    """A thousand complete handshakes with a key that is not trusted."""
+    with client_of(port, STRANGER, zmq.ROUTER) as stranger:  # a DEALER would connect once only
+        watch = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        for _ in range(999):
+            stranger.connect(endpoint(HOST, port))
+        for _ in range(1000):
+            await watch.recv_multipart()
+        stranger.disable_monitor()
+
+
+async def hundred_dribblers(port: int) -> None:
+    """A hundred that send the greeting a byte at a time and never come to its end in time."""
+
+    async def dribble() -> None:
+        reader, writer = await raw(port)
+        end = asyncio.ensure_future(until_closed(reader))
+        for byte in ZMTP_CURVE * 10:
+            writer.write(bytes([byte]))
+            await asyncio.wait([end], timeout=0.1)
+            if end.done():
+                break
+        assert end.done()
+        writer.close()
+
+    await asyncio.gather(*(dribble() for _ in range(100)))
+
+
+FLOODS = [thousand_silent, thousand_greetings, thousand_strangers, hundred_dribblers]
+MOST_GROWTH_BYTES = 128 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_costs_little_and_its_connections_are_dropped(flood: Callable[[int], Awaitable[None]]):
+    raise_descriptor_limit()
+    with server_process() as (port, process):
+        before = process.memory_info().rss
+
+        answers = asyncio.run(under_attack(port, lambda: flood(port)))
+        growth = process.memory_info().rss - before
+        logger.info("%d answers, the slowest after %.3f s; %.1f MiB more", len(answers), max(answers), growth / 2**20)
+        assert len(answers) > 2
+        assert max(answers) < HANDSHAKE_S
+        assert growth < MOST_GROWTH_BYTES
+        if sys.platform == "linux":
+            assert process.num_fds() < 100

@@ -1,0 +1,59 @@
+"""``primad devices trust`` and ``revoke``, without the rest of the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from primad.cluster.identity import fingerprint, key_hex, load_identity, new_identity
+from primad.cluster.local_trust import LocalTrust
+from primad.cluster.trust import BY_HAND, TrustStore
+from primad.errors import ConfigError
+from primad.trust_command import revoke, trust
+
+KEY = new_identity().public
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRIMAD_LOCAL_TRUST", str(tmp_path / "local"))
+    return tmp_path / "home"
+
+
+def primad(*words: str) -> None:
+    app = typer.Typer()
+    app.command()(trust)
+    app.command()(revoke)
+    app(words, standalone_mode=False)
+
+
+def test_a_device_is_trusted_by_its_key_in_either_spelling_and_revoked_by_name_or_key(home: Path, capsys):
+    own = load_identity(home)
+    store = TrustStore(home, own, LocalTrust(home / "local"))
+    for key in (KEY, key_hex(KEY)):
+        for name in ("pi", key):
+            primad("trust", "pi", "--key", key, "--home", str(home))
+            assert [(each.device, each.key, each.how) for each in store.entries()] == [("pi", KEY, BY_HAND)]
+            said = capsys.readouterr().out
+            assert fingerprint(KEY) in said
+            assert f"--key {key_hex(own.public)}" in said
+            assert own.secret not in said
+            primad("revoke", name, "--home", str(home))
+            assert not store.trusts(KEY)
+            assert "pi is not trusted here any more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("trust", "pi", "--key", "x"), "no device key"),
+        (("trust", "a b", "--key", KEY), "no device name"),
+        (("revoke", "pi"), "no device 'pi' is trusted"),
+    ],
+)
+def test_what_cannot_be_is_one_line(home: Path, words: tuple[str, ...], error: str):
+    with pytest.raises(ConfigError, match=error) as raised:
+        primad(*words, "--home", str(home))
+    assert "\n" not in str(raised.value)
