@@ -15,6 +15,7 @@ from rich.text import Text
 
 from primad.config import DEFAULT_HTTP_PORT, load_config
 from primad.errors import PrimadError
+from primad.options import Cluster, Home, Interface
 
 if TYPE_CHECKING:
     from primad.doctor.findings import Finding
@@ -26,19 +27,12 @@ _COLUMN: Final = 4
 
 
 def doctor(
-    home: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for configuration, profile and layer cache.", envvar="PRIMAD_HOME", show_default=False
-        ),
-    ] = None,
+    home: Home = None,
     host: Annotated[
         str | None, typer.Option(help="Address that daemons listen on [default: as configured].", show_default=False)
     ] = None,
-    interface: Annotated[
-        str | None, typer.Option(help="Look at this network interface only: a name or an address.", show_default=False)
-    ] = None,
-    cluster: Annotated[str | None, typer.Option(help="The cluster [default: home].", show_default=False)] = None,
+    interface: Interface = None,
+    cluster: Cluster = None,
     port: Annotated[
         int | None, typer.Option(help="Control port [default: 7770].", min=1, max=65_535, show_default=False)
     ] = None,
@@ -53,7 +47,7 @@ def doctor(
 
         primad doctor
 
-        primad doctor --host 0.0.0.0 --interface eth0
+        primad doctor --interface eth0
 
         primad doctor --json
     """
@@ -62,16 +56,17 @@ def doctor(
     from primad.cluster.addresses import chosen_interfaces, read_interfaces, resolved_host
     from primad.doctor.examine import Subject, examine
 
-    config = load_config({"home": home, "cluster": cluster, "port": port})
-    chosen_interfaces(read_interfaces(), interface)  # a slip of the pen is an error here, and no finding
+    config = load_config({"home": home, "host": host, "interface": interface, "cluster": cluster, "port": port})
+    chosen_interfaces(read_interfaces(), config.interface)  # a slip of the pen is an error here, and no finding
     own_key, trusts = _trust(config.home)
     subject = Subject(
         home=config.home,
-        host=resolved_host(host or ("0.0.0.0" if interface else config.host)),
-        interface=interface,
+        host=resolved_host(config.host),
+        interface=config.interface,
         cluster=config.cluster,
         control_port=config.port,
         http_port=http_port,
+        devices=config.devices,
         own_key=own_key,
         trusts=trusts,
     )

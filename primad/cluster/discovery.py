@@ -49,7 +49,7 @@ Changed = Callable[[dict[str, Peer]], None]
 
 
 class Discovery:
-    """This device's place in mDNS. ``open`` it, ``announce`` and ``browse``, ``close`` it.
+    """This device's place in mDNS. Make one, ``announce`` and ``browse``, ``close`` it.
 
     ``host`` is the address that the daemon listens on, ``interface`` (a name or an address) leaves only one interface.
     Needs a running event loop. Raises ``ClusterError`` when there is no way to speak mDNS.

@@ -16,8 +16,8 @@ from primad import __version__
 from primad.cluster.addresses import read_interfaces
 from primad.cluster.discovery import look
 from primad.cluster.messages import PROTOCOL
-from primad.config import DEFAULT_CONTROL_PORT, is_loopback
-from primad.doctor import firewall, gpus, machine, network, peers, storage
+from primad.config import DEFAULT_CONTROL_PORT, any_host, is_loopback
+from primad.doctor import firewall, gpus, machine, network, peers, reach, storage
 from primad.doctor.findings import Finding, finding, in_thread
 from primad.errors import PrimadError, printable
 
@@ -29,8 +29,9 @@ LOOK_S: Final = 2.5
 class Subject:
     """What is examined: this device as its owner set it up.
 
-    ``host`` is the address that its daemons listen on, ``control_port`` None where the owner left it open. ``own_key`` is
-    its public key, "" before it has one; ``trusts`` says of another's whether it is trusted.
+    ``host`` is the address that its daemons listen on, ``control_port`` None where the owner left it open; ``devices`` are
+    those that the configuration names as host:port. ``own_key`` is its public key, "" before it has one; ``trusts`` says
+    of another's whether it is trusted.
     """
 
     home: Path
@@ -39,6 +40,7 @@ class Subject:
     cluster: str
     control_port: int | None
     http_port: int
+    devices: tuple[str, ...]
     own_key: str
     trusts: Callable[[str], bool]
 
@@ -106,7 +108,7 @@ async def _multicast(subject: Subject) -> list[Finding]:
     found = network.judge_places(await network.gather_places(subject.host, subject.interface))
     if is_loopback(subject.host):
         text = f"daemons listen on {subject.host}: no other machine can reach this device or is looked for"
-        found.append(finding("multicast", "note", text, "primad doctor --host 0.0.0.0"))
+        found.append(finding("multicast", "note", text, f"primad doctor --host {any_host()}"))
     return found
 
 
@@ -124,7 +126,12 @@ async def _devices(subject: Subject) -> list[Finding]:
         *peers.judge_sight(seen, subject.cluster, subject.own_key),
         *peers.judge_versions(seen, subject.cluster, __version__, PROTOCOL),
         *peers.judge_trust(seen, subject.cluster, subject.own_key, subject.trusts),
+        *reach.judge_reached(await reach.gather_reached(reach.targets(seen, subject.cluster, ()))),
     ]
+
+
+async def _named(subject: Subject) -> list[Finding]:
+    return reach.judge_reached(await reach.gather_reached(reach.targets((), subject.cluster, subject.devices)))
 
 
 CHECKS: Final[dict[str, Check]] = {
@@ -138,5 +145,6 @@ CHECKS: Final[dict[str, Check]] = {
     "ports": _ports,
     "firewall": _firewall,
     "multicast": _multicast,
+    "reach": _named,
     "devices": _devices,
 }

@@ -100,8 +100,9 @@ def gather_files() -> int | None:
     """How many files this process may have open; None where that is not limited."""
     if sys.platform == "win32":
         return None
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
+    else:  # for mypy, which knows no resource module there
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return None if limit == resource.RLIM_INFINITY else limit
 
 
 def judge_files(limit: int | None) -> list[Finding]:

@@ -123,6 +123,8 @@ def _bind_problem(host: str, number: int) -> str:
         with socket.socket(family, socket.SOCK_STREAM) as found:
             if os.name == "posix":  # elsewhere the option means: take it whoever has it
                 found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:  # as the daemons listen: :: is IPv4, too
+                found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             found.bind((host, number))
             found.listen(1)
     except OSError as exc:

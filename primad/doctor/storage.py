@@ -100,7 +100,8 @@ def gather_identity(home: Path) -> FileFacts | None:
         return None
     if sys.platform == "win32":
         return FileFacts(path=str(path), mode=0o600, foreign=False)
-    return FileFacts(path=str(path), mode=stat.S_IMODE(found.st_mode), foreign=found.st_uid != os.geteuid())
+    else:
+        return FileFacts(path=str(path), mode=stat.S_IMODE(found.st_mode), foreign=found.st_uid != os.geteuid())
 
 
 def judge_identity(facts: FileFacts | None) -> list[Finding]:

@@ -23,6 +23,7 @@ from primad.doctor.machine import (
 )
 from primad.doctor.network import Place, Port, judge_places, judge_ports
 from primad.doctor.peers import judge_sight, judge_trust, judge_versions
+from primad.doctor.reach import MAX_TARGETS, judge_reached, targets
 from primad.doctor.storage import DiskFacts, FileFacts, judge_disk, judge_identity
 from primad.doctor_command import lines
 
@@ -163,6 +164,35 @@ def test_nobody_in_sight_is_worth_a_note():
     assert levels(judge_sight([], "home", "")) == ["note"]
     assert levels(judge_sight([peer()], "home", KEY)) == ["note"]
     assert levels(judge_sight([peer()], "home", "")) == ["ok"]
+
+
+# -- reach
+
+
+def test_a_device_is_reached_when_one_of_its_addresses_answers():
+    near, bridge = targets([replace(peer(), addresses=("192.168.1.20", "172.17.0.1"))], "home", ())
+    (found,) = judge_reached({near: "", bridge: "no answer within 2 s"})
+    assert (found.level, found.text) == ("ok", "desk answers on 192.168.1.20 port 7770")
+
+
+def test_a_device_in_sight_that_does_not_answer_may_have_a_firewall():
+    (near,) = targets([peer()], "home", ())
+    (found,) = judge_reached({near: "no answer within 2 s"})
+    assert (found.level, found.next) == ("warning", "primad doctor    (on desk)")
+    assert "192.168.1.20 port 7770: no answer within 2 s" in found.text
+
+
+def test_a_named_device_that_does_not_answer_is_to_be_started():
+    (far,) = targets((), "home", ["[fd00::5]:7771"])
+    assert (far.address, far.port) == ("fd00::5", 7771)
+    (found,) = judge_reached({far: "Connection refused"})
+    assert (found.level, found.next) == ("warning", "primad join --port 7771    (over there)")
+
+
+def test_heads_and_other_clusters_are_not_tried_and_nobody_makes_us_try_without_end():
+    many = [replace(peer(f"d{i}"), addresses=tuple(f"10.0.{i}.{j}" for j in range(30))) for i in range(30)]
+    assert targets([peer(role="head"), replace(peer(), cluster="theirs")], "home", ()) == []
+    assert len(targets(many, "home", ())) == MAX_TARGETS
 
 
 # -- firewall

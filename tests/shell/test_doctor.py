@@ -21,6 +21,7 @@ from primad.doctor import gpus, machine, network, storage
 from primad.doctor.examine import CHECKS, Subject, examine
 from primad.doctor.findings import finding, in_thread, output_of
 from primad.doctor.firewall import gather_firewall, judge_firewall, needed
+from primad.doctor.reach import gather_reached, targets
 from primad.doctor_command import doctor
 from primad.errors import ClusterError
 
@@ -40,6 +41,7 @@ def subject(home: Path, *, cluster: str = "home", trusts=lambda key: False) -> S
         cluster=cluster,
         control_port=None,
         http_port=8080,
+        devices=(),
         own_key="",
         trusts=trusts,
     )
@@ -176,6 +178,15 @@ def test_a_taken_port_is_seen_and_its_owner_named():
     assert (control.problem, http.problem) == ("in use", "in use")
     (free, _) = network.gather_ports(HOST, number, True, 1)
     assert free.problem == ""
+
+
+def test_a_device_that_is_named_is_tried():
+    with socket.create_server((HOST, 0)) as server, socket.create_server((HOST, 0)) as gone:
+        port, closed = server.getsockname()[1], gone.getsockname()[1]
+        gone.close()
+        wanted = targets((), "home", (f"{HOST}:{port}", f"{HOST}:{closed}"))
+        reached = asyncio.run(gather_reached(wanted))
+    assert [problem == "" for problem in reached.values()] == [True, False]
 
 
 def test_facts_of_this_machine_make_findings(tmp_path):
