@@ -23,7 +23,8 @@ from primad.cluster.private_file import read_private, write_private
 from primad.errors import ConfigError
 
 FILE_NAME: Final = "identity.json"
-LOCK_PATIENCE_S: Final = 10.0
+LOCK_PATIENCE_S: Final = 3.0
+"""Whoever holds a lock of ours writes one small file; a daemon waits no longer than its peers have patience with it."""
 _KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _HEX: Final = re.compile(r"[0-9a-fA-F]{64}")
 _CURE: Final = "move it away to get a new identity, and pair this device again"
