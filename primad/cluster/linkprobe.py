@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from halda import LinkProfile
+from primad.cluster.identity import Identity
 from primad.cluster.messages import MAX_ECHO_BYTES, Echo, Echoed, LinkTarget, decode_from_worker
 from primad.cluster.sockets import endpoint, open_socket
 from primad.errors import ClusterError, ProtocolError
@@ -34,7 +35,7 @@ _FAST_S: Final = 0.02
 
 
 async def measure_links(
-    context: zmq.asyncio.Context, source: str, targets: Sequence[LinkTarget], session: int
+    context: zmq.asyncio.Context, identity: Identity, source: str, targets: Sequence[LinkTarget]
 ) -> list[LinkProfile]:
     """Both directions of the links from this device, ``source``, to each of ``targets``, one after the other.
 
@@ -45,7 +46,7 @@ async def measure_links(
         best: tuple[float, float, float, str] | None = None
         for address in target.addresses:
             try:
-                found = (*await _measure(context, address, target, session), address)
+                found = (*await _measure(context, identity, address, target), address)
             except ClusterError:
                 continue
             if best is None or _there_and_back_s(*found) < _there_and_back_s(*best):
@@ -69,13 +70,13 @@ def _profiles(source: str, target: str, found: tuple[float, float, float, str] |
 
 
 async def _measure(
-    context: zmq.asyncio.Context, host: str, target: LinkTarget, session: int
+    context: zmq.asyncio.Context, identity: Identity, host: str, target: LinkTarget
 ) -> tuple[float, float, float]:
     """Round trip in seconds, bytes per second there and back. Raises ``ClusterError`` when it does not answer in time."""
-    socket = open_socket(context, zmq.DEALER)
+    socket = open_socket(context, zmq.DEALER, identity=identity, server=target.key)
 
     async def exchange(count: int, send_bytes: int, answer_bytes: int) -> float:
-        echo = Echo(session=session, device=target.device, payload=bytes(send_bytes), answer_bytes=answer_bytes)
+        echo = Echo(payload=bytes(send_bytes), answer_bytes=answer_bytes)
         return await _exchange(socket, echo, count)
 
     try:

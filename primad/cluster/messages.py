@@ -1,8 +1,12 @@
-"""What head and worker say to each other on the control link, and what a device asks of another that has layers.
+"""What head and worker say to each other on the control link; what a device asks of others is in ``transfer_messages``.
 
-One msgpack frame a message; layer chunks carry their bytes in a second frame. The head opens the conversation with
-``Hello``; the worker answers ``Welcome`` or ``Refused``. Between them at least a ``Ping`` and its ``Pong`` pass every
-second, so that either side notices the other's end.
+One msgpack frame a message. The head opens with ``Knock``, which anyone who is let in may say: it tells versions apart and
+which address works. ``Hello`` then makes the worker this head's; it answers ``Welcome`` or ``Refused``. From then on a
+``Ping`` and its ``Pong`` pass several times a second, so that either side notices the other's end.
+
+Versions. A device speaks ``PROTOCOL`` and the one before it, down to ``OLDEST``; both sides use the newer one that both
+speak. A field that is added has a default, and a field that is not known is skipped, so that neighbours understand each
+other; a change that cannot be made so takes two versions. Protocol 1 was not encrypted and is not spoken any more.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from typing import Final, TypeVar
 import msgspec
 
 from halda import DeviceProfile, LinkProfile
+from primad.cluster.identity import is_key
+from primad.cluster.transfer_messages import Source, check_source
 from primad.config import NAME
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
@@ -21,26 +27,58 @@ from primad.gguf.windows import WindowSpec
 from primad.profiles import Implausible, check_profile
 from primad.ring.messages import Status
 
-PROTOCOL: Final = 1
-PING_INTERVAL_S: Final = 1.0
+PROTOCOL: Final = 2
+OLDEST: Final = 2
 GONE_AFTER_S: Final = 4.0
+"""How long an answer on the control link is awaited where nothing else is said."""
 MAX_MESSAGE_BYTES: Final = 64 << 20
-CHUNK_BYTES: Final = 4 << 20
 PHASES: Final = ("fetch", "probe", "load")
+FAULTS: Final = ("fetch", "disk", "load", "ring")
+MAX_DEVICES: Final = 1024
+MAX_SOURCES: Final = 256
 MAX_ECHO_BYTES: Final = 1 << 20
 MAX_LINK_TARGETS: Final = 1024
 MAX_ROUND_TRIP_S: Final = 3600.0
 MAX_LINK_BYTES_PER_S: Final = 1e13
 MAX_ADDRESSES: Final = 64
+MAX_GONE_AFTER_S: Final = 3600.0
+
+
+class Knock(msgspec.Struct, frozen=True, kw_only=True, tag="knock"):
+    """Who is there? Answered by ``Knocked``; nothing else follows from it."""
+
+    protocol: int
+    oldest: int
+    version: str
+    device: str
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """The head introduces itself; ``session`` tells its restarts apart."""
+    """The head introduces itself; ``session`` tells its restarts apart, ``build`` names its llama.cpp.
+
+    The worker may take it for gone when it is silent for ``gone_after_s``.
+    """
 
     protocol: int
     version: str
     device: str
     session: int
+    build: str
+    gone_after_s: float
+
+
+class Introduction(msgspec.Struct, frozen=True, array_like=True):
+    """A device that the head trusts, and its public key."""
+
+    device: str
+    key: str
+
+
+class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
+    """The devices that this head trusts, so that they trust each other; and the keys that it does not trust any more."""
+
+    devices: list[Introduction]
+    revoked: list[str]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
@@ -48,7 +86,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
     ``probe`` is a one-layer window of the same layers to try extra buffers with, or None when they are not to be used.
     ``force_extra_buffers`` skips the probe. ``place`` tells devices of this ring that share a machine apart
-    (see ``ring.spawn.environment``). The last ``gpu_layers[i]`` layers of ``windows[i]`` go to the GPU.
+    (see ``ring.spawn.environment``). The last ``gpu_layers[i]`` layers of ``windows[i]`` go to the GPU. A worker may have
+    parts in several epochs at a time: the next ring is loaded while the last one serves.
     """
 
     ring: int
@@ -59,7 +98,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     gpu_layers: list[int]
     probe: WindowSpec | None
     force_extra_buffers: bool
-    sources: list[str]
+    sources: list[Source]
     context: int
     sequences: int
     rows: int
@@ -68,10 +107,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
-    """Send steps of ``epoch`` to ``address``."""
+    """Send steps of ``epoch`` to the ring process at ``address``, whose key is ``key``; take them from ``sender`` only."""
 
     epoch: int
     address: str
+    key: str
+    sender: str
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
@@ -87,9 +128,10 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class LinkTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """A device to measure the link to: its addresses and control port."""
+    """A device to measure the link to: its addresses and control port, and its public key."""
 
     device: str
+    key: str
     addresses: list[str]
     port: int
 
@@ -101,27 +143,36 @@ class MeasureLinks(msgspec.Struct, frozen=True, kw_only=True, tag="measure-links
 
 
 class Echo(msgspec.Struct, frozen=True, kw_only=True, tag="echo"):
-    """Answer with ``answer_bytes`` bytes. Any device may ask that knows the ``session`` of the head here.
+    """Answer with ``answer_bytes`` bytes. Any trusted device may ask."""
 
-    ``device`` is whom it is for: an address may lead to another device than its sender believes.
-    """
-
-    session: int
-    device: str
     payload: bytes
     answer_bytes: int
 
 
-HeadMessage = Hello | Load | Link | Release | Ping | MeasureLinks | Echo
+class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
+    """The worker asked to leave, and may: others do its work."""
+
+
+HeadMessage = Knock | Hello | Introduce | Load | Link | Release | Ping | MeasureLinks | Echo | Dismiss
+
+
+class Knocked(msgspec.Struct, frozen=True, kw_only=True, tag="knocked"):
+    """This device, and the versions that it speaks."""
+
+    protocol: int
+    oldest: int
+    version: str
+    device: str
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The worker is free and has this profile."""
+    """The worker is free and has this profile; it gives layers on TCP port ``layer_port``."""
 
     protocol: int
     version: str
     build: str
     profile: DeviceProfile
+    layer_port: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -140,10 +191,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """All windows of ``epoch`` are loaded; steps are received on TCP port ``port``."""
+    """All windows of ``epoch`` are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``."""
 
     epoch: int
     port: int
+    key: str
 
 
 class Linked(msgspec.Struct, frozen=True, tag="linked"):
@@ -153,10 +205,17 @@ class Linked(msgspec.Struct, frozen=True, tag="linked"):
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
-    """The worker's part of ``epoch`` ended; ``error`` is one line."""
+    """The worker's part of ``epoch`` ended; ``error`` is one line, ``fault`` (one of ``FAULTS``) is what it was doing."""
 
     epoch: int
     error: str
+    fault: str
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The worker wants to go, or its owner paused it: please hand its work over and send ``Dismiss``."""
+
+    reason: str
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
@@ -183,39 +242,26 @@ class Echoed(msgspec.Struct, frozen=True, tag="echoed"):
     payload: bytes
 
 
-WorkerMessage = Welcome | Refused | Progress | Loaded | Linked | Broken | Pong | WorkerStatus | LinksMeasured | Echoed
+WorkerMessage = (
+    Knocked
+    | Welcome
+    | Refused
+    | Progress
+    | Loaded
+    | Linked
+    | Broken
+    | Leaving
+    | Pong
+    | WorkerStatus
+    | LinksMeasured
+    | Echoed
+)
 
-
-class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Ask for ``size`` bytes of the weights of layer ``digest`` from ``offset``."""
-
-    digest: str
-    offset: int
-    size: int
-
-
-class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
-    """The answer; the bytes are the frame behind it."""
-
-    digest: str
-    offset: int
-
-
-class NoChunk(msgspec.Struct, frozen=True, kw_only=True, tag="no-chunk"):
-    """The asked device cannot give it; ``reason`` is one line."""
-
-    digest: str
-    offset: int
-    reason: str
-
-
-TransferMessage = FetchChunk | Chunk | NoChunk
 
 Message = TypeVar("Message")
 
 _head_decoder = msgspec.msgpack.Decoder(HeadMessage)
 _worker_decoder = msgspec.msgpack.Decoder(WorkerMessage)
-_transfer_decoder = msgspec.msgpack.Decoder(TransferMessage)
 
 
 def decode_from_head(data: bytes) -> HeadMessage:
@@ -224,16 +270,21 @@ def decode_from_head(data: bytes) -> HeadMessage:
     match message:
         case Load():
             _check_load(message)
-        case Hello(device=device) if not NAME.fullmatch(device):
+        case Hello(device=device) | Knock(device=device) if not NAME.fullmatch(device):
             raise ProtocolError(f"hello of {printable(device, 70)!r}, which is no device name")
+        case Hello(gone_after_s=gone_after_s) if not 0.1 <= gone_after_s <= MAX_GONE_AFTER_S:
+            raise ProtocolError(f"hello of a head with a patience of {gone_after_s} s")
+        case Introduce():
+            _check_introductions(message)
+        case Link(key=key, sender=sender):
+            _check_key(key)
+            _check_key(sender)
         case MeasureLinks(targets=targets):
             _check_targets(targets)
         case Echo(payload=payload, answer_bytes=size) if (
             len(payload) > MAX_ECHO_BYTES or not 0 <= size <= MAX_ECHO_BYTES
         ):
             raise ProtocolError(f"echo of {len(payload)} bytes for {size} bytes; at most {MAX_ECHO_BYTES} are allowed")
-        case Echo(device=device) if not NAME.fullmatch(device):
-            raise ProtocolError(f"echo for {printable(device, 70)!r}, which is no device name")
     return message
 
 
@@ -241,26 +292,28 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
     """A message of a worker, its texts fit to be shown. Raises ``ProtocolError``."""
     message: WorkerMessage = _decode(_worker_decoder, data)
     match message:
-        case Welcome(profile=profile):
+        case Welcome(profile=profile, layer_port=port):
             _check_profile(profile)
-        case Loaded(port=port) if not 0 < port < 65_536:
-            raise ProtocolError(f"windows loaded on the impossible port {port}")
+            _check_port(port)
+        case Knocked(device=device) if not NAME.fullmatch(device):
+            raise ProtocolError(f"answer of {printable(device, 70)!r}, which is no device name")
+        case Knocked():
+            return msgspec.structs.replace(message, version=printable(message.version, 40))
+        case Loaded(port=port, key=key):
+            _check_port(port)
+            _check_key(key)
         case Progress(phase=phase, done=done, total=total) if phase not in PHASES or not 0 <= done <= total:
             raise ProtocolError(f"impossible progress: {done} of {total} in phase {printable(phase, 20)!r}")
         case Refused(reason):
             return Refused(printable(reason))
-        case Broken(epoch=epoch, error=error):
-            return Broken(epoch=epoch, error=printable(error))
+        case Broken(epoch=epoch, error=error, fault=fault):
+            if fault not in FAULTS:
+                raise ProtocolError(f"impossible fault {printable(fault, 20)!r}")
+            return Broken(epoch=epoch, error=printable(error), fault=fault)
+        case Leaving(reason):
+            return Leaving(printable(reason, 100))
         case LinksMeasured(links=links):
             _check_links(links)
-    return message
-
-
-def decode_transfer(data: bytes) -> TransferMessage:
-    """A message about layer chunks. Raises ``ProtocolError``."""
-    message: TransferMessage = _decode(_transfer_decoder, data)
-    if isinstance(message, NoChunk):
-        return NoChunk(digest=message.digest, offset=message.offset, reason=printable(message.reason))
     return message
 
 
@@ -271,6 +324,33 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
         raise ProtocolError(f"not a control message: {printable(exc)}") from exc
 
 
+def agreed_protocol(protocol: int, oldest: int) -> int | None:
+    """The newest protocol that this device and one that speaks ``oldest`` to ``protocol`` both speak, None without one."""
+    common = min(PROTOCOL, protocol)
+    return common if common >= max(OLDEST, oldest) else None
+
+
+def _check_port(port: int) -> None:
+    if not 0 < port < 65_536:
+        raise ProtocolError(f"impossible port {port}")
+
+
+def _check_key(key: str) -> None:
+    if not is_key(key):
+        raise ProtocolError(f"{printable(key, 50)!r} is no public key")
+
+
+def _check_introductions(message: Introduce) -> None:
+    if len(message.devices) > MAX_DEVICES or len(message.revoked) > MAX_DEVICES:
+        raise ProtocolError(f"introduction of {len(message.devices)} devices; at most {MAX_DEVICES} are allowed")
+    for introduction in message.devices:
+        if not NAME.fullmatch(introduction.device):
+            raise ProtocolError(f"introduction of {printable(introduction.device, 70)!r}, which is no device name")
+        _check_key(introduction.key)
+    for key in message.revoked:
+        _check_key(key)
+
+
 def _check_targets(targets: list[LinkTarget]) -> None:
     if len(targets) > MAX_LINK_TARGETS:
         raise ProtocolError(f"links to {len(targets)} devices asked for; at most {MAX_LINK_TARGETS} are allowed")
@@ -279,13 +359,16 @@ def _check_targets(targets: list[LinkTarget]) -> None:
             raise ProtocolError(f"link to {printable(target.device, 70)!r}, which is no device name")
         if len(target.addresses) > MAX_ADDRESSES or not 0 < target.port < 65_536:
             raise ProtocolError(f"link to {target.device} at {len(target.addresses)} addresses, port {target.port}")
+        _check_key(target.key)
         for address in target.addresses:
-            try:
-                ip_address(address.partition("%")[0])
-            except ValueError as exc:
-                raise ProtocolError(
-                    f"link to {target.device} at {printable(address, 50)!r}, which is no address"
-                ) from exc
+            _check_address(target.device, address)
+
+
+def _check_address(device: str, address: str) -> None:
+    try:
+        ip_address(address.partition("%")[0])
+    except ValueError as exc:
+        raise ProtocolError(f"link to {device} at {printable(address, 50)!r}, which is no address") from exc
 
 
 def _check_links(links: list[LinkProfile]) -> None:
@@ -298,7 +381,7 @@ def _check_links(links: list[LinkProfile]) -> None:
                 f"link from {link.source} to {link.target} of {link.round_trip_s} s and {link.bytes_per_s} bytes/s"
             )
         if link.address:
-            _check_targets([LinkTarget(device=link.target, addresses=[link.address], port=1)])
+            _check_address(link.target, link.address)
 
 
 def _check_profile(profile: DeviceProfile) -> None:
@@ -323,6 +406,10 @@ def _check_load(load: Load) -> None:
         raise ProtocolError("plan with two windows at one place of the route")
     if any(not 0 <= count <= spec.last - spec.first for count, spec in zip(load.gpu_layers, load.windows, strict=True)):
         raise ProtocolError("plan with more layers on the GPU than a window has")
+    if len(load.sources) > MAX_SOURCES:
+        raise ProtocolError(f"plan with {len(load.sources)} sources; at most {MAX_SOURCES} are allowed")
+    for source in load.sources:
+        check_source(source)
     for spec in [*load.windows, *([load.probe] if load.probe else [])]:
         if not 0 <= spec.first < spec.last or len(spec.layers) < spec.last - spec.first:
             raise ProtocolError(f"window {spec.window} of layers {spec.first} to {spec.last} is impossible")

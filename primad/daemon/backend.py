@@ -1,12 +1,19 @@
-"""The daemon as the HTTP API sees it: requests go to the head's ring process, tokens come back."""
+"""The daemon as the HTTP API sees it: requests go to the head's ring process, tokens come back.
+
+A generation outlives the ring that computes it: its prompt and the tokens drawn so far are here, and the next ring goes on
+from them. It ends with an error only when there is no ring to wait for.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
+
+import msgspec
 
 from primad.api.backend import Health, ServedModel
 from primad.errors import RequestError, RingError
@@ -19,41 +26,89 @@ Send = Callable[[RingCommand], Awaitable[None]]
 StatusOf = Callable[[], Awaitable[dict[str, Any]]]
 
 
+@dataclass(slots=True)
+class _Open:
+    """A generation: what was asked for, what was drawn, and where its events go (bounded by its tokens and one end)."""
+
+    generate: Generate
+    events: asyncio.Queue[Sampled | Finished]
+    drawn: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def to_go_on(self) -> Generate:
+        """The request to a ring that has not seen it yet."""
+        return msgspec.structs.replace(self.generate, drawn=list(self.drawn))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """The ring that serves."""
+
+    epoch: int
+    send: Send
+    status: StatusOf
+
+
 class RingBackend:
-    """Serves the API from a ring that comes and goes: ``attach`` it when it serves, ``detach`` it when it is gone."""
+    """Serves the API from rings that come and go.
+
+    ``attach`` the one that serves; ``hold`` while open generations wait for the next one; ``fail`` when there is none.
+    """
 
     def __init__(self) -> None:
         self._served: ServedModel | None = None
-        self._send: Send | None = None
-        self._status: StatusOf | None = None
+        self._ring: _Ring | None = None
+        self._holding = False
+        self._handing_over = False
         self._detail = "starting"
         self._requests = count(1)
-        self._open: dict[int, asyncio.Queue[Sampled | Finished]] = {}
+        self._open: dict[int, _Open] = {}
         self.created = int(time.time())
 
     def health(self) -> Health:
-        return Health(serving=self._send is not None, detail=self._detail)
+        return Health(serving=self._ring is not None or self._holding, detail=self._detail)
 
     def model(self) -> ServedModel | None:
         return self._served
 
     async def status(self) -> dict[str, Any]:
         """What the ring did and holds; an empty object while there is none."""
-        return await self._status() if self._status is not None else {}
+        return await self._ring.status() if self._ring is not None else {}
+
+    @property
+    def generations(self) -> int:
+        """How many are open."""
+        return len(self._open)
 
     def describe(self, detail: str) -> None:
         """What the health check says goes on."""
         self._detail = detail
 
-    def attach(self, served: ServedModel, send: Send, status: StatusOf, detail: str) -> None:
-        """The ring serves from now on."""
-        self._served, self._send, self._status, self._detail = served, send, status, detail
+    async def attach(self, served: ServedModel, epoch: int, send: Send, status: StatusOf, detail: str) -> None:
+        """Ring ``epoch`` serves from now on: every open generation goes on there, in the order of their requests."""
+        self._served, self._ring, self._detail = served, _Ring(epoch, send, status), detail
+        self._holding = False
+        self._handing_over = False
+        for generation in list(self._open.values()):
+            if not generation.ended:
+                await send(generation.to_go_on())
 
-    def detach(self, error: str) -> None:
-        """The ring is gone: every open generation ends with ``error``."""
-        self._send, self._status, self._detail = None, None, error
-        for request, queue in self._open.items():
-            queue.put_nowait(
+    def hand_over(self) -> None:
+        """The ring that serves ends its steps; it gets no new generation, the next one does."""
+        self._handing_over = True
+
+    def hold(self, detail: str) -> None:
+        """No ring serves, but one will: open generations and new ones wait."""
+        self._ring, self._holding, self._handing_over, self._detail = None, True, False, detail
+
+    def fail(self, error: str) -> None:
+        """No ring serves and none is awaited: every open generation ends with ``error``."""
+        self._ring, self._holding, self._handing_over, self._detail = None, False, False, error
+        for request, generation in self._open.items():
+            if generation.ended:
+                continue
+            generation.ended = True
+            generation.events.put_nowait(
                 Finished(
                     request=request,
                     reason="error",
@@ -65,36 +120,46 @@ class RingBackend:
                 )
             )
 
-    def deliver(self, event: Sampled | Finished) -> None:
-        """Give an event of the ring to whoever asked; what nobody asks for any more is dropped."""
-        queue = self._open.get(event.request)
-        if queue is not None:
-            queue.put_nowait(event)
+    def deliver(self, epoch: int, event: Sampled | Finished) -> None:
+        """Give an event of ring ``epoch`` to whoever asked; what an older ring says, or nobody asked for, is dropped."""
+        generation = self._open.get(event.request)
+        if generation is None or generation.ended or self._ring is None or self._ring.epoch != epoch:
+            return
+        if isinstance(event, Sampled):
+            generation.drawn.append(event.token)
+        else:
+            generation.ended = True
+        generation.events.put_nowait(event)
 
     async def generate(
         self, prompt: list[int], *, max_tokens: int, sampling: Sampling, logprobs: int | None
     ) -> AsyncGenerator[Sampled | Finished, None]:
-        send = self._send
-        if send is None:
+        if self._ring is None and not self._holding:
             raise RingError(f"the model cannot be served now: {self._detail}")
         if len(self._open) >= MAX_WAITING:
             raise RequestError(
                 f"{MAX_WAITING} requests are waiting already; try again later", status=429, code="queue_full"
             )
         request = next(self._requests)
-        # Bounded by nature: a generation has at most max_tokens tokens and one end.
-        queue: asyncio.Queue[Sampled | Finished] = asyncio.Queue(max_tokens + 2)
-        self._open[request] = queue
+        generate = Generate(
+            request=request,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            drawn=[],
+            logprobs=logprobs,
+        )
+        generation = _Open(generate=generate, events=asyncio.Queue(max_tokens + 2))
+        self._open[request] = generation
         finished = False
         try:
-            await send(
-                Generate(request=request, prompt=prompt, max_tokens=max_tokens, sampling=sampling, logprobs=logprobs)
-            )
+            if self._ring is not None and not self._handing_over:
+                await self._ring.send(generate)
             while not finished:
-                event = await queue.get()
+                event = await generation.events.get()
                 finished = isinstance(event, Finished)
                 yield event
         finally:
             del self._open[request]
-            if not finished and self._send is send:
-                await send(Cancel(request))
+            if not finished and self._ring is not None:
+                await self._ring.send(Cancel(request))

@@ -1,7 +1,7 @@
-"""``primad serve``: find devices, plan, ship layers, open the ring, serve HTTP; do it again when the ring breaks.
+"""``primad serve``: the shell around the membership core. It tells the core what happens and does what the core decides.
 
-Before it serves for the first time, whatever goes wrong ends the program with one clear line. After that the endpoint
-stays up: requests of a ring that broke end with an error, and a new ring is formed from the devices that are left.
+Devices are found and greeted, plans are solved, rings are formed beside each other and handed over; the HTTP endpoint stays
+up throughout. Before it serves for the first time, what cannot be cured ends the program with one clear line.
 """
 
 from __future__ import annotations
@@ -9,57 +9,62 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import re
-import socket
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import zmq.asyncio
 
-from halda import (
-    DeviceProfile,
-    Infeasible,
-    LinkProfile,
-    ModelProfile,
-    Objective,
-    Plan,
-    Prediction,
-    Workload,
-    arrange,
-)
+from halda import DeviceProfile, Infeasible, ModelProfile, Objective, Plan, Prediction
 from primad import __version__
 from primad.api.backend import ServedModel
-from primad.cluster.discovery import Discovery, Peer
-from primad.cluster.transfer import LayerServer
-from primad.config import Config
+from primad.cluster import members
+from primad.cluster.admin import (
+    AdminAnswer,
+    AdminRequest,
+    AdminServer,
+    Describe,
+    Described,
+    Leave,
+    OpenPairing,
+    Pause,
+    Refusal,
+    Resume,
+)
+from primad.cluster.discovery import Discovery
+from primad.cluster.gate import Gate
+from primad.cluster.identity import Identity
+from primad.cluster.layer_server import LayerServer, LayerSource
+from primad.cluster.membership import phase_of, step, wake_at
+from primad.cluster.peer import Peer
+from primad.cluster.trust import TrustedDevice, TrustStore
+from primad.config import Config, is_loopback
 from primad.daemon.backend import RingBackend
-from primad.daemon.head_ring import HeadRing, RingOptions, RingParts, open_ring
+from primad.daemon.head_ring import HeadRing, RingOptions, RingParts
 from primad.daemon.links import LinkBook
+from primad.daemon.pairing_desk import PairingDesk
+from primad.daemon.questions import default_context, default_workload, model_id, plan_by_hand
 from primad.daemon.reporter import Reporter
 from primad.daemon.shard import Place
 from primad.daemon.solving import Question, solve_apart
 from primad.daemon.vocabulary import ModelVocabulary
-from primad.daemon.worker_link import DeviceLostError, Worker, greet
-from primad.errors import ClusterError, ConfigError, PlanError, PrimadError
+from primad.daemon.worker_link import Caller, DeviceLostError, WorkerLink, greet, knock, version_gap
+from primad.errors import ClusterError, PlanError, PrimadError
 from primad.gguf.architectures import cuttable
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header
-from primad.gguf.layers import LayerCut
 from primad.gguf.windows import ModelCutter
 
 logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 2.0
 """How long the head looks for devices when nobody said how many to wait for."""
-RETRY_S: Final = 2.0
-DEFAULT_CONTEXT_TOKENS: Final = 4096
 SOLVE_S: Final = 5.0
-TYPICAL_PROMPT_TOKENS: Final = 512
-TYPICAL_ANSWER_TOKENS: Final = 256
+HOLD_S: Final = 900.0
+"""Open answers wait at most this long for a ring that is on its way: layers may have to cross a slow network first."""
+TRUST_LOOK_S: Final = 2.0
+_MAX_EVENTS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,47 +99,163 @@ class HeadDaemon:
         config: Config,
         options: ServeOptions,
         place: Place,
+        identity: Identity,
+        trust: TrustStore,
         header: Header,
         model: ModelProfile,
-        profile: DeviceProfile,
+        profile: Callable[[], DeviceProfile],
         backend: RingBackend,
         reporter: Reporter,
     ) -> None:
-        self._config = config
-        self._options = options
-        self._place = place
-        self._header = header
-        self._model = model
-        self._profile = profile
-        self._backend = backend
-        self._reporter = reporter
+        self._config, self._options, self._place = config, options, place
+        self._identity, self._trust = identity, trust
+        self._header, self._model, self._profile = header, model, profile
+        self._backend, self._reporter = backend, reporter
         self._context = zmq.asyncio.Context()
         self._session = random.getrandbits(62)
-        self._context_tokens = default_context(options, model)
+        self._caller = Caller(
+            context=self._context,
+            identity=identity,
+            device=config.name,
+            session=self._session,
+            build=place.build,
+            gone_after_s=config.gone_after_s,
+            ping_interval_s=config.heartbeat_interval_s,
+        )
+        self._context_tokens = default_context(options.context_tokens, model)
         self._workload = default_workload(self._context_tokens, options.rows)
-        self._epoch = 0
         self._cutter: ModelCutter | None = None
-        self._links = LinkBook(self._context, config.name, self._session)
+        self._vocabulary: ModelVocabulary | None = None
+        self._book = LinkBook(self._context, identity, config.name)
+        self._desk = PairingDesk(config, identity, trust, reporter.say, self._on_paired)
+        self._layer_port = 0
         self._peers: dict[str, Peer] = {}
-        self._seen = asyncio.Event()
+        self._named: dict[str, tuple[str, int, str]] = {}
+        self._told: set[tuple[str, str]] = set()
+        self._workers: dict[str, WorkerLink] = {}
+        self._plans: dict[int, tuple[Plan, Prediction | None]] = {}
+        self._rings: dict[int, HeadRing] = {}
+        self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._events: asyncio.Queue[members.Event] = asyncio.Queue(_MAX_EVENTS)
+        self._orders: asyncio.Queue[members.Serve | members.Close | members.Fail] = asyncio.Queue(_MAX_EVENTS)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._state: members.State | None = None
+
+    # ---- life -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Serve until cancelled. Raises ``PrimadError`` when it cannot serve in the first place."""
         async with AsyncExitStack() as stack:
             stack.callback(self._context.term)
-            if not self._options.alone:
-                await self._discover(stack)
-            layers = LayerServer(self._context, self._config.host, self._find_layer)
+            await stack.enter_async_context(Gate(self._context, self._trust.trusts))
+            stack.push_async_callback(self._close)
+            stack.push_async_callback(self._desk.close)
+            stack.enter_context(self._trust.announce_locally(self._config.name))
+            layers = LayerServer(
+                self._context,
+                self._config.host,
+                self._identity,
+                self._find_layer,
+                bytes_per_s=self._config.transfer_limit_bytes_per_s,
+                allows=self._trust.trusts,
+            )
+            self._layer_port = layers.port
             async with asyncio.TaskGroup() as group:
-                server = group.create_task(layers.run())
+                services = [
+                    group.create_task(layers.run()),
+                    group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
+                    group.create_task(self._conduct()),
+                ]
                 try:
-                    await self._serve(layers.port)
+                    if not self._options.alone:
+                        await self._discover(stack)
+                        await self._greet_named()
+                        services.append(group.create_task(self._watch_trust()))
+                    await self._drive()
                 finally:
-                    server.cancel()
+                    for service in services:
+                        service.cancel()
+
+    async def _close(self) -> None:
+        tasks = [*self._tasks, *self._jobs.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await asyncio.gather(*(ring.close() for ring in self._rings.values()))
+        for worker in self._workers.values():
+            worker.close()
+
+    async def _drive(self) -> None:
+        """Ask the core about everything that happens, and do what it says."""
+        loop = asyncio.get_running_loop()
+        state = members.State(settings=self._settings(), started_s=loop.time())
+        event: members.Event = members.Tick()
+        while True:
+            state, effects = step(state, event, loop.time())
+            self._state = state
+            for effect in effects:
+                self._do(effect)
+            wake = wake_at(state, loop.time())
+            event = members.Tick()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(wake):
+                    event = await self._events.get()
+
+    def _settings(self) -> members.Settings:
+        options, config = self._options, self._config
+        patience_s = options.wait_timeout_s if options.wait else (0.0 if config.devices else LOOK_S)
+        return members.Settings(
+            head=config.name,
+            suspect_after_s=config.suspect_after_s,
+            gone_after_s=config.gone_after_s,
+            gain=config.replan_gain,
+            wanted=options.wait or None,
+            look_s=patience_s,
+            hold_s=HOLD_S,
+            solo=options.alone or options.wait == 0,
+        )
+
+    def _post(self, event: members.Event) -> None:
+        self._events.put_nowait(event)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_raise_ours)
+        return task
+
+    def _do(self, effect: members.Effect) -> None:
+        match effect:
+            case members.Greet(device):
+                self._start(self._greet(device))
+            case members.Drop(device):
+                self._drop(device)
+            case members.Measure(devices):
+                self._start(self._measure(devices))
+            case members.Solve(epoch, candidates):
+                self._job(epoch, self._solve(epoch, candidates))
+            case members.Form(epoch):
+                self._job(epoch, self._form(epoch))
+            case members.Abandon(epoch):
+                self._start(self._abandon(epoch))
+            case members.Serve() | members.Close() | members.Fail():
+                self._orders.put_nowait(effect)
+            case members.Dismiss(device):
+                if device in self._workers:
+                    self._start(self._dismiss(self._workers[device]))
+            case members.Say(text):
+                self._reporter.settle()
+                self._reporter.say(text)
+            case members.GiveUp(reason):
+                raise ClusterError(reason)
+
+    # ---- devices ----------------------------------------------------------------------------------------------------
 
     async def _discover(self, stack: AsyncExitStack) -> None:
         try:
-            discovery = Discovery(self._config.host)
+            discovery = Discovery(self._config.host, self._config.interface)
         except ClusterError as exc:
             if not self._config.devices:
                 self._reporter.say(str(exc))
@@ -147,219 +268,299 @@ class HeadDaemon:
             role="head",
             version=__version__,
             port=self._options.http_port,
+            key=self._identity.public,
         )
+        self._desk.use(discovery)
+        if not is_loopback(self._config.host):
+            code = await self._desk.open()
+            self._reporter.say(
+                f"to add a device, run there: primad join --code {code.code} (good for {code.expires_s / 60:.0f} minutes; "
+                "'primad pair' shows a new one)"
+            )
 
     def _on_peers(self, peers: dict[str, Peer]) -> None:
-        self._peers = {
+        seen = {
             peer.device: peer
             for peer in peers.values()
             if peer.cluster == self._config.cluster and peer.role == "worker"
         }
-        self._seen.set()
+        before, self._peers = self._peers, seen
+        for name in before.keys() - seen.keys() - self._named.keys():
+            self._post(members.Vanished(name))
+        for name, peer in seen.items():
+            if before.get(name) != peer:
+                self._see(peer)
 
-    def _find_layer(self, digest: str) -> LayerCut | None:
-        return self._cutter.source(digest) if self._cutter is not None else None
+    def _see(self, peer: Peer) -> None:
+        trusted = bool(peer.key) and self._trust.trusts(peer.key)
+        self._post(members.Seen(peer.device, trusted))
+        if not peer.key:
+            self._tell_once(peer.device, version_gap(self._config.name, peer.device, peer.version, peer.protocol))
+        elif not trusted:
+            self._tell_once(
+                peer.device,
+                f"{peer.device} is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there",
+            )
 
-    async def _serve(self, layer_port: int) -> None:
-        has_served = False
+    def _tell_once(self, device: str, line: str) -> None:
+        if (device, line) not in self._told:
+            self._told.add((device, line))
+            self._reporter.say(line)
+
+    def _on_paired(self, device: TrustedDevice) -> None:
+        del device  # the next look at the trust store sees it
+
+    async def _watch_trust(self) -> None:
+        """Notice what 'primad devices trust' and 'revoke', and pairing, change."""
+        trusted: dict[str, bool] = {}
+        entries: object = None
         while True:
+            for peer in list(self._peers.values()):
+                now = bool(peer.key) and self._trust.trusts(peer.key)
+                if trusted.get(peer.key, now) != now:
+                    self._see(peer)
+                trusted[peer.key] = now
+            for worker in list(self._workers.values()):
+                if not self._trust.trusts(worker.key):
+                    self.lost(worker.name, "it is not trusted any more")
+            latest = [(each.device, each.key) for each in self._trust.entries()], self._trust.revoked()
+            if entries is not None and latest != entries:
+                for worker in list(self._workers.values()):
+                    await self._introduce(worker)
+            entries = latest
+            await asyncio.sleep(TRUST_LOOK_S)
+
+    async def _greet_named(self) -> None:
+        """Say hello to the devices that were named. Raises ``ClusterError`` when one does not answer."""
+        for address in self._config.devices:
+            host, port = address.rsplit(":", 1)
+            place = (host.strip("[]"), int(port))
+            keys = [each.key for each in self._trust.entries()]
             try:
-                workers = await self._gather(first=not has_served)
-                try:
-                    plan, prediction = await self._plan(workers, first=not has_served)
-                    self._epoch += 1
-                    async with open_ring(self._parts(plan, prediction, workers, layer_port)) as ring:
-                        await self._announce(ring)
-                        has_served = True
-                        await asyncio.get_running_loop().create_future()  # until the ring breaks or we are cancelled
-                finally:
-                    for worker in workers:
-                        worker.close()
-            except PrimadError as exc:
-                self._backend.detach(str(exc))
-                self._reporter.settle()
-                if not has_served:
-                    raise
-                if isinstance(exc, DeviceLostError):
-                    self._links.forget(exc.device)
-                self._reporter.say(f"{exc}; forming the ring again")
-                await asyncio.sleep(RETRY_S)
-
-    async def _gather(self, *, first: bool) -> list[Worker]:
-        """Say hello to the devices: those named, and those in sight.
-
-        Raises ``ClusterError`` when too few answer the ``first`` time; later it takes who is left.
-        """
-        if self._options.alone:
-            return []
-        wanted = self._options.wait if first else None
-        named = len(self._config.devices)
-        workers: dict[str, Worker] = {}
-        refusals: dict[str, str] = {}
-        loop = asyncio.get_running_loop()
-        patience_s = self._options.wait_timeout_s if wanted is not None else (0.0 if named else LOOK_S)
-        deadline = loop.time() + patience_s
-        try:
-            for address in self._config.devices:
-                host, port = address.rsplit(":", 1)
-                try:
-                    self._add(workers, await self._greet(host.strip("[]"), int(port)))
-                except ClusterError as exc:
-                    if first:
-                        raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
-                    refusals[address] = str(exc)  # it was lost while serving: what is left goes on
-            while True:
-                await self._greet_peers(workers, refusals)
-                if wanted is not None and len(workers) >= wanted:
-                    break
-                remaining = deadline - loop.time()
-                if remaining <= 0:
-                    break
-                found = f"{len(workers)} of {wanted}" if wanted is not None else str(len(workers))
-                self._backend.describe(f"looking for devices: {found} found")
-                self._seen.clear()
-                with suppress(TimeoutError):
-                    # Looks again twice a second: a device that was busy may be free now.
-                    async with asyncio.timeout(min(remaining, 0.5)):
-                        await self._seen.wait()
-            if wanted is not None and len(workers) < wanted:
-                why = "; ".join(f"{name}: {reason}" for name, reason in sorted(refusals.items()))
-                raise ClusterError(
-                    f"--wait {wanted}: found {len(workers)} of {wanted} devices in {patience_s:g} s"
-                    + (f" ({why})" if why else "")
-                    + "; start 'primad join' on the others or name them with --device"
-                )
-        except BaseException:
-            for worker in workers.values():
-                worker.close()
-            raise
-        for name, reason in refusals.items():
-            self._reporter.say(f"{name} is left out: {reason}")
-        return [workers[name] for name in sorted(workers)]
-
-    async def _greet_peers(self, workers: dict[str, Worker], refusals: dict[str, str]) -> None:
-        """Say hello to all devices in sight at once: one that is gone without a goodbye must not keep the others waiting."""
-        async with asyncio.TaskGroup() as group:
-            for name, peer in self._peers.items():
-                if name not in workers:
-                    group.create_task(self._greet_peer(peer, workers, refusals))
-
-    async def _greet_peer(self, peer: Peer, workers: dict[str, Worker], refusals: dict[str, str]) -> None:
-        for address in peer.addresses:
-            try:
-                self._add(workers, await self._greet(address, peer.port))
+                end, _ = await knock(self._caller, [place], keys)
+                worker = await greet(self._caller, end, self)
             except ClusterError as exc:
-                refusals[peer.device] = str(exc)
-            else:
-                refusals.pop(peer.device, None)
-                return
+                raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
+            self._named[worker.name] = (*place, worker.key)
+            await self._welcome(worker)
 
-    async def _greet(self, host: str, port: int) -> Worker:
-        return await greet(self._context, host, port, self._config.name, self._session)
-
-    def _add(self, workers: dict[str, Worker], worker: Worker) -> None:
-        if worker.name in workers:
-            worker.close()  # the same device, named and seen
-        elif worker.name == self._profile.device:
-            worker.close()
-            raise ClusterError(f"it has the head's name, {worker.name}; give one of them another --name")
-        else:
-            workers[worker.name] = worker
-
-    async def _plan(self, workers: Sequence[Worker], *, first: bool) -> tuple[Plan, Prediction | None]:
-        """The plan, and what it promises; nothing is predicted for one that was set by hand."""
+    async def _greet(self, device: str) -> None:
+        peer, named = self._peers.get(device), self._named.get(device)
+        places = [named[:2]] if named is not None else []
+        keys = {named[2]} if named is not None else set()
+        if peer is not None:
+            places += [(address, peer.port) for address in peer.addresses]
+            keys.add(peer.key)
         try:
-            if self._options.windows is not None:
-                devices = [self._profile, *(worker.profile for worker in workers)]
-                return self._by_hand(devices, self._options.windows), None
-            if workers:
-                cuttable(self._header)
-            present, links = await self._measure_links(workers, first=first)
-            devices = [self._profile, *(worker.profile for worker in present)]
-            self._backend.describe("planning")
-            solution = await solve_apart(
-                Question(
-                    devices=devices,
-                    links=links,
-                    model=self._model,
-                    workload=self._workload,
-                    objective=self._options.objective,
-                    require=frozenset(device.device for device in devices if self._options.use_all),
-                    time_limit_s=SOLVE_S,
-                )
+            end, knocked = await knock(self._caller, places, keys)
+            if knocked.device != device:
+                end.close()
+                raise ClusterError(f"{knocked.device} answers in its place")
+            worker = await greet(self._caller, end, self)
+        except ClusterError as exc:
+            self._tell_once(device, f"{device} is left out: {exc}")
+            self._post(members.Refused(device, str(exc)))
+            return
+        await self._welcome(worker)
+
+    async def _welcome(self, worker: WorkerLink) -> None:
+        """Take up a device that works for this head from now on."""
+        name = worker.name
+        if name == self._config.name:
+            worker.close()
+            reason = f"it has the head's name, {name}; give one of them another --name"
+            self._post(members.Refused(name, reason))
+            raise_named = any(named[2] == worker.key for named in self._named.values())
+            if raise_named:
+                raise ClusterError(f"--device {worker.end.address}: {reason}")
+            return
+        previous = self._workers.pop(name, None)
+        if previous is not None:
+            previous.close()
+        self._workers[name] = worker
+        self._told = {(device, line) for device, line in self._told if device != name}
+        if worker.build != self._place.build:
+            self._reporter.say(
+                f"llama.cpp differs: {self._place.build} here, {worker.build} on {name}; answers may differ from those of "
+                "one build in rare words; install the same version on both"
             )
-        except Infeasible as exc:
-            raise PlanError(str(exc)) from exc
-        return solution.plan, solution.prediction
+        self._post(members.Welcomed(name))
+        await self._introduce(worker)
 
-    async def _measure_links(
-        self, workers: Sequence[Worker], *, first: bool
-    ) -> tuple[Sequence[Worker], list[LinkProfile]]:
-        """Those of ``workers`` that are still there afterwards, and all links between them and this device.
+    async def _introduce(self, worker: WorkerLink) -> None:
+        entries = [(each.device, each.key) for each in self._trust.entries() if each.key != worker.key]
+        with suppress(ClusterError):
+            await worker.introduce(entries, self._trust.revoked() - {worker.key})
 
-        Raises ``DeviceLostError`` when one goes away the ``first`` time, and the owner asked for it.
-        """
+    def _drop(self, device: str) -> None:
+        worker = self._workers.pop(device, None)
+        if worker is not None:
+            worker.close()
+        self._book.forget(device)
+
+    async def _dismiss(self, worker: WorkerLink) -> None:
+        with suppress(ClusterError):
+            await worker.dismiss()
+
+    def heard(self, device: str) -> None:
+        """A worker gave a sign of life."""
+        self._post(members.Heard(device))
+
+    def lost(self, device: str, reason: str) -> None:
+        """The link to a worker is of no use any more."""
+        self._post(members.Lost(device, reason))
+
+    def leaving(self, device: str, reason: str) -> None:
+        """A worker asks to go."""
+        self._post(members.Leaving(device, reason))
+
+    async def _measure(self, devices: frozenset[str]) -> None:
+        left = set(devices)
         announced = {name: peer.addresses for name, peer in self._peers.items()}
-        while workers:
-            self._backend.describe("measuring links")
+        self._describe("measuring links")
+        while workers := [self._workers[name] for name in sorted(left) if name in self._workers]:
             try:
-                return workers, await self._links.measure(workers, announced, self._reporter)
+                await self._book.measure(workers, announced, self._reporter)
+                break
             except DeviceLostError as exc:
-                if first and (self._options.wait or self._config.devices):
-                    raise
-                self._reporter.say(f"{exc.device} is left out: {exc}")
-                workers = [worker for worker in workers if worker.name != exc.device]
-        return [], []
+                self._post(members.Lost(exc.device, str(exc)))
+                left.discard(exc.device)
+        self._post(members.Measured(frozenset(left)))
 
-    def _by_hand(self, devices: Sequence[DeviceProfile], windows: tuple[int, ...]) -> Plan:
-        names = [device.device for device in devices[: len(windows)]]
-        if len(windows) > len(devices):
-            raise PlanError(
-                f"--windows {','.join(map(str, windows))} is for {len(windows)} devices; found {len(devices)}, "
-                "this one among them; start 'primad join' on more or give fewer windows"
+    # ---- plans and rings --------------------------------------------------------------------------------------------
+
+    def _job(self, epoch: int, work: Coroutine[Any, Any, None]) -> None:
+        task = self._start(work)
+        self._jobs[epoch] = task
+        task.add_done_callback(lambda done: self._jobs.pop(epoch, None) if self._jobs.get(epoch) is done else None)
+
+    async def _solve(self, epoch: int, candidates: frozenset[str]) -> None:
+        workers = [self._workers[name] for name in sorted(candidates) if name in self._workers]
+        self._describe("planning")
+        try:
+            own = await asyncio.to_thread(self._profile)
+            devices = [own, *(worker.profile for worker in workers)]
+            plan, prediction, value = await self._plan(devices)
+        except (PlanError, Infeasible) as exc:
+            self._post(members.NoPlan(epoch, str(exc)))
+            return
+        except PrimadError as exc:
+            self._post(members.Broken(epoch, None, str(exc)))
+            return
+        self._plans[epoch] = (plan, prediction)
+        self._post(members.Solved(epoch, frozenset(plan.devices) - {plan.head}, value))
+
+    async def _plan(self, devices: Sequence[DeviceProfile]) -> tuple[Plan, Prediction | None, float]:
+        """The plan, what it promises and its objective; nothing is predicted for one that was set by hand."""
+        windows = self._options.windows
+        if windows is not None:
+            if len(windows) > len(devices):
+                raise PlanError(
+                    f"--windows {','.join(map(str, windows))} is for {len(windows)} devices; found {len(devices)}, "
+                    "this one among them; start 'primad join' on more or give fewer windows"
+                )
+            names = [device.device for device in devices[: len(windows)]]
+            return plan_by_hand(names, windows, self._options.rounds, self._model), None, 0.0
+        if len(devices) > 1:
+            cuttable(self._header)
+        names = [device.device for device in devices]
+        solution = await solve_apart(
+            Question(
+                devices=list(devices),
+                links=self._book.between(names),
+                model=self._model,
+                workload=self._workload,
+                objective=self._options.objective,
+                require=frozenset(names if self._options.use_all else ()),
+                time_limit_s=SOLVE_S,
             )
-        return plan_by_hand(names, windows, self._options.rounds, self._model)
+        )
+        return solution.plan, solution.prediction, solution.objective_s
 
-    def _parts(
-        self, plan: Plan, prediction: Prediction | None, workers: Sequence[Worker], layer_port: int
-    ) -> RingParts:
+    async def _form(self, epoch: int) -> None:
+        self._describe("loading")
+        ring = HeadRing(self._parts(epoch))
+        self._rings[epoch] = ring
+        try:
+            await ring.form()
+            if self._vocabulary is None:
+                self._vocabulary = await asyncio.to_thread(ModelVocabulary, self._header)
+        except PrimadError as exc:
+            device = getattr(exc, "device", None)
+            self._post(members.Broken(epoch, device, str(exc), getattr(exc, "fault", "") == "disk"))
+            return
+        self._post(members.Formed(epoch))
+
+    def _parts(self, epoch: int) -> RingParts:
+        plan, prediction = self._plans[epoch]
         if self._cutter is None and len(plan.route) > 1:
             self._cutter = ModelCutter(self._header, LayerDigests(self._header, self._config.home / "digests.json"))
-        self._backend.describe("loading")
         return RingParts(
             plan=plan,
             prediction=prediction,
-            workers={worker.name: worker for worker in workers if worker.name in plan.devices},
+            workers={name: self._workers[name] for name in plan.devices if name in self._workers},
+            holders=dict(self._workers),
             config=self._config,
+            key=self._identity.public,
+            layer_port=self._layer_port,
             place=self._place,
             header=self._header,
             cutter=self._cutter,
-            profile=self._profile,
+            profile=self._profile(),
             options=RingOptions(
-                epoch=self._epoch,
+                epoch=epoch,
                 session=self._session,
                 context_tokens=self._context_tokens,
                 rows=self._options.rows,
                 extra_buffers=self._options.extra_buffers,
                 step_timeout_s=self._options.step_timeout_s,
-                layer_port=layer_port,
             ),
-            backend=self._backend,
+            deliver=self._backend.deliver,
+            on_broken=self._on_broken,
             reporter=self._reporter,
-            links=self._links,
+            links=self._book,
         )
 
-    async def _announce(self, ring: HeadRing) -> None:
-        path = self._header.path
-        vocabulary = await asyncio.to_thread(ModelVocabulary, self._header)
-        served = ServedModel(
-            id=model_id(path),
-            created=self._backend.created,
-            context_tokens=self._context_tokens,
-            vocabulary=vocabulary,
+    def _on_broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
+        self._post(members.Broken(epoch, device, reason, lasting))
+
+    def _find_layer(self, digest: str) -> LayerSource | None:
+        return self._cutter.source(digest) if self._cutter is not None else None
+
+    async def _abandon(self, epoch: int) -> None:
+        job = self._jobs.pop(epoch, None)
+        if job is not None:
+            job.cancel()
+            await asyncio.wait([job])
+        self._plans.pop(epoch, None)
+        ring = self._rings.pop(epoch, None)
+        if ring is not None:
+            await ring.close()
+
+    async def _conduct(self) -> None:
+        """Hand the endpoint from ring to ring, in the order in which the core decided."""
+        while True:
+            match await self._orders.get():
+                case members.Serve(epoch, instead):
+                    await self._serve(epoch, instead)
+                case members.Close(epoch, reason):
+                    self._backend.hold(f"forming the ring again: {reason}")
+                    self._start(self._abandon(epoch))
+                case members.Fail(reason):
+                    self._backend.fail(reason)
+                    self._reporter.say(f"nothing can be served: {reason}; waiting for devices")
+
+    async def _serve(self, epoch: int, instead: int | None) -> None:
+        ring = self._rings[epoch]
+        if instead is not None and instead in self._rings:
+            self._backend.hand_over()
+            await self._rings[instead].drain()
+        await self._backend.attach(
+            self._served(), epoch, ring.send, self._status_of(ring), f"serving with {len(ring.plan.devices)} devices"
         )
+        if instead is not None:
+            self._start(self._abandon(instead))
         self._reporter.settle()
-        self._backend.attach(served, ring.send, ring.status, f"serving with {len(ring.plan.devices)} devices")
         for line in ring.describe():
             self._reporter.say(line)
         if ring.prediction is not None:
@@ -368,69 +569,56 @@ class HeadDaemon:
                 f"{self._workload.prompt_tokens} tokens after {ring.prediction.ttft_s:.2g} s"
             )
 
-
-def plan_by_hand(names: Sequence[str], windows: tuple[int, ...], rounds: int | None, model: ModelProfile) -> Plan:
-    """The plan in which the devices ``names`` have these layers a round. Raises ``PlanError`` naming the flag."""
-    try:
-        return arrange(names, windows, rounds=rounds or 1, model=model)
-    except Infeasible as exc:
-        raise PlanError(f"--windows {','.join(map(str, windows))}: {exc}; choose other windows") from exc
-
-
-def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
-    """Judge all that can be judged before the network is touched. Raises ``ConfigError``, ``PlanError``, ``ModelError``."""
-    default_context(options, model)
-    windows = options.windows
-    if windows is not None:
-        plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)
-    if (windows is not None and len(windows) > 1) or options.wait or config.devices:
-        cuttable(header)
-
-
-def model_id(path: Path) -> str:
-    """The name that clients call the model by: its file's, without the part number of a split model."""
-    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
-
-
-def default_context(options: ServeOptions, model: ModelProfile) -> int:
-    """The context that was asked for, or what the model was trained for, at most ``DEFAULT_CONTEXT_TOKENS``.
-
-    Raises ``ConfigError`` when more was asked for than the model was trained for.
-    """
-    trained = model.context_tokens or DEFAULT_CONTEXT_TOKENS
-    if options.context_tokens is None:
-        return min(trained, DEFAULT_CONTEXT_TOKENS)
-    if options.context_tokens > trained:
-        raise ConfigError(
-            f"--context {options.context_tokens}: {model.name} was trained for {trained} tokens; give less"
+    def _served(self) -> ServedModel:
+        assert self._vocabulary is not None
+        return ServedModel(
+            id=model_id(self._header.path),
+            created=self._backend.created,
+            context_tokens=self._context_tokens,
+            vocabulary=self._vocabulary,
         )
-    return options.context_tokens
+
+    def _status_of(self, ring: HeadRing) -> Callable[[], Coroutine[Any, Any, dict[str, Any]]]:
+        async def status() -> dict[str, Any]:
+            return await ring.status() | {"cluster": self._cluster()}
+
+        return status
+
+    def _cluster(self) -> list[dict[str, Any]]:
+        state = self._state
+        if state is None:
+            return []
+        return [
+            {"device": name, "phase": str(phase_of(state, name)), "reason": device.reason}
+            for name, device in sorted(state.devices.items())
+        ]
+
+    def _describe(self, what: str) -> None:
+        """What the health check says goes on, while nothing is served."""
+        if not self._backend.health().serving:
+            self._backend.describe(what)
+
+    async def _administer(self, request: AdminRequest) -> AdminAnswer:
+        match request:
+            case OpenPairing():
+                return await self._desk.open()
+            case Describe():
+                epoch = self._state.epoch if self._state is not None else 0
+                return Described(
+                    status={
+                        "device": self._config.name,
+                        "role": "head",
+                        "epoch": epoch,
+                        "serving": self._backend.health().serving,
+                        "detail": self._backend.health().detail,
+                        "cluster": self._cluster(),
+                    }
+                )
+            case Leave() | Pause() | Resume():
+                return Refusal(reason=f"{self._config.name} is the head, and the others need it; Ctrl-C ends it")
 
 
-def default_workload(context_tokens: int, rows: int, sequences: int = 1) -> Workload:
-    """What a plan is made for when nothing else is said: a typical question and answer within the context."""
-    prompt = min(TYPICAL_PROMPT_TOKENS, max(1, context_tokens // 2))
-    return Workload(
-        context_tokens=context_tokens,
-        sequences=sequences,
-        prompt_tokens=prompt,
-        answer_tokens=min(TYPICAL_ANSWER_TOKENS, max(1, context_tokens - prompt)),
-        chunk_rows=rows,
-    )
-
-
-def bind_http(host: str, port: int) -> socket.socket:
-    """The listening socket of the HTTP server. Raises ``ConfigError`` when the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    if sys.platform != "win32":  # there it would share a taken port
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(128)
-    except OSError as exc:
-        listener.close()
-        raise ConfigError(
-            f"--port {port}: cannot listen on {host}: {exc.strerror or exc}; choose another --port"
-        ) from exc
-    return listener
+def _raise_ours(task: asyncio.Task[None]) -> None:
+    """A task that fails is our mistake: say so where it is seen."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a task of the head failed", exc_info=error)

@@ -1,28 +1,29 @@
 """Form one ring for one plan and keep it: the workers' parts, the head's own ring process, the links between them.
 
-``open_ring`` is a context: inside it the ring serves; a device that goes away, a ring process that ends or a step that
-hangs ends the body with one ``PrimadError``, and everything that was opened is closed.
+A ``HeadRing`` is formed (``form``), given work (``send``), emptied before another ring takes over (``drain``) and closed.
+Two may exist at a time: one serves while the next is formed. What ends one, at any time, is told once to ``on_broken``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import statistics
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import psutil
 
 from halda import DeviceProfile, LinkProfile, Plan, Prediction
-from primad.cluster.messages import Load, Progress
+from primad.cluster.messages import MAX_SOURCES, Load, Progress
 from primad.cluster.sockets import endpoint
+from primad.cluster.transfer_messages import MAX_ENDPOINTS, Source, is_endpoint
 from primad.config import LOOPBACK, Config, is_loopback
-from primad.daemon.backend import RingBackend
 from primad.daemon.extra import TRIALS, choose_extra_buffers
 from primad.daemon.links import LinkBook
+from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Reporter
 from primad.daemon.shard import (
     Place,
@@ -33,18 +34,21 @@ from primad.daemon.shard import (
     remove_metadata,
     whole_model,
 )
-from primad.daemon.worker_link import Worker, WorkerRing
+from primad.daemon.worker_link import DeviceLostError, PartError, WorkerLink, WorkerPart
 from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, ModelError, PrimadError, RingError
 from primad.gguf.header import Header
 from primad.gguf.windows import ModelCutter, WindowSpec, token_embedding
 from primad.ring.messages import (
     Connect,
+    Drain,
+    Drained,
     Finished,
     Loading,
     Open,
     Opened,
     OpenWindow,
+    Overdue,
     Report,
     RingCommand,
     Sampled,
@@ -53,13 +57,23 @@ from primad.ring.messages import (
 )
 from primad.ring.spawn import RingProcess
 
+logger = logging.getLogger(__name__)
+
 LOAD_TIMEOUT_S: Final = 3600.0
 STATUS_TIMEOUT_S: Final = 5.0
+OVERDUE_ANSWER_S: Final = 2.0
+"""When a step is overdue, a ring process that does not answer for so long hangs; a slow one answers between two steps."""
+DRAIN_TIMEOUT_S: Final = 10.0
+
+Deliver = Callable[[int, Sampled | Finished], None]
+"""Takes an event of a generation, with the epoch that it comes from."""
+OnBroken = Callable[[int, str | None, str, bool], None]
+"""Hears that ring ``epoch`` broke: the device to blame or None, the reason, and whether it will last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingOptions:
-    """What all devices of a ring must agree on, and where the head serves layers."""
+    """What all devices of a ring must agree on."""
 
     epoch: int
     session: int
@@ -67,71 +81,51 @@ class RingOptions:
     rows: int
     extra_buffers: str
     step_timeout_s: float
-    layer_port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingParts:
-    """What a ring is formed from; ``prediction`` is what the plan promises, None when it was set by hand."""
+    """What a ring is formed from; ``prediction`` is what the plan promises, None when it was set by hand.
+
+    ``workers`` are those with a window. ``key`` and ``layer_port`` are the head's own as a source of layers; every one of
+    ``holders`` may hold layers and is a source as well.
+    """
 
     plan: Plan
     prediction: Prediction | None
-    workers: Mapping[str, Worker]
+    workers: Mapping[str, WorkerLink]
+    holders: Mapping[str, WorkerLink]
     config: Config
+    key: str
+    layer_port: int
     place: Place
     header: Header
     cutter: ModelCutter | None
     profile: DeviceProfile
     options: RingOptions
-    backend: RingBackend
+    deliver: Deliver
+    on_broken: OnBroken
     reporter: Reporter
     links: LinkBook
 
 
-@asynccontextmanager
-async def open_ring(parts: RingParts) -> AsyncIterator[HeadRing]:
-    """Form the ring and serve in the body. Raises ``PrimadError`` when it cannot be formed or breaks."""
-    ring: HeadRing | None = None
-    try:
-        async with asyncio.TaskGroup() as group:
-            ring = HeadRing(parts, group)
-            try:
-                await ring.form()
-                yield ring
-            finally:
-                ring.stop()
-    except BaseExceptionGroup as failures:
-        raise _first_cause(failures) from failures
-    finally:
-        if ring is not None:
-            await ring.close()
-
-
-def _first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The ``PrimadError`` that ended a ring; anything else is our mistake and stays as it is."""
-    ours, others = failures.split(PrimadError)
-    if others is not None or ours is None:
-        return failures
-    first: BaseException = ours
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    return first
-
-
 class HeadRing:
-    """One ring. Use ``open_ring``."""
+    """One ring."""
 
-    def __init__(self, parts: RingParts, group: asyncio.TaskGroup) -> None:
+    def __init__(self, parts: RingParts) -> None:
         self._parts = parts
-        self._group = group
-        self._tasks: list[asyncio.Task[None]] = []
-        self._workers: dict[str, WorkerRing] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._workers: dict[str, WorkerPart] = {}
         self._process: RingProcess | None = None
+        self._closed = False
         loop = asyncio.get_running_loop()
-        self._endpoint: asyncio.Future[str] = loop.create_future()
+        self._own: asyncio.Future[tuple[str, str]] = loop.create_future()
         self._serving: asyncio.Future[None] = loop.create_future()
+        self._drained: asyncio.Future[None] = loop.create_future()
+        self._broken: asyncio.Future[PrimadError] = loop.create_future()
         self._status: asyncio.Queue[Status] = asyncio.Queue(8)
         self._status_lock = asyncio.Lock()
+        self._finding_fault: asyncio.Task[None] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -143,18 +137,40 @@ class HeadRing:
         """What the plan promises."""
         return self._parts.prediction
 
+    @property
+    def epoch(self) -> int:
+        """The plan's number."""
+        return self._parts.options.epoch
+
     async def form(self) -> None:
-        """Have every device load its windows, link them and run a warm-up lap."""
+        """Have every device load its windows, link them and run a warm-up lap.
+
+        Raises the ``PrimadError`` that it fails for; ``close`` is due in any case.
+        """
+        forming = asyncio.create_task(self._form())
+        try:
+            await _first_of(forming, self._broken)
+        finally:
+            if not forming.done():
+                forming.cancel()
+                await asyncio.wait([forming])
+        if not forming.cancelled() and (error := forming.exception()) is not None:
+            raise error
+        if self._broken.done():
+            raise self._broken.result()
+
+    async def _form(self) -> None:
         specs = await self._specs()
         for name, worker in self._parts.workers.items():
-            ring = WorkerRing(worker, self._load(name, specs), self._on_progress)
-            self._workers[name] = ring
-            self._tasks.append(self._group.create_task(ring.attend()))
+            part = WorkerPart(worker, self._load(name, specs), self._on_progress)
+            self._workers[name] = part
+            self._start(self._watch(part))
+            await part.load()
         await self._start_own(specs.get(self.plan.head, []))
         async with asyncio.timeout(LOAD_TIMEOUT_S):
-            own = await self._endpoint
-            ports = {name: await ring.port for name, ring in self._workers.items()}
-            await self._link(own, ports)
+            own = await self._own
+            loaded = {name: await part.loaded for name, part in self._workers.items()}
+            await self._link(own, loaded)
             await self._serving
 
     async def send(self, command: RingCommand) -> None:
@@ -162,21 +178,56 @@ class HeadRing:
         assert self._process is not None
         await self._process.send(command)
 
-    def stop(self) -> None:
-        """Stop attending to processes and workers, so that the task group can end."""
-        for task in self._tasks:
-            task.cancel()
+    async def drain(self) -> None:
+        """Begin no further step and wait until those on their way are back, or the ring breaks over it."""
+        await self.send(Drain())
+        await _first_of(self._drained, self._broken, timeout_s=DRAIN_TIMEOUT_S)
 
     async def close(self) -> None:
         """Let the workers go and end the head's ring process."""
-        for ring in self._workers.values():
-            try:
-                await ring.release()
-            except ClusterError:
-                continue  # it is gone already, which is why the ring ends
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        for part in self._workers.values():
+            await part.release()
         if self._process is not None:
             await self._process.close()
-        remove_metadata(self._parts.place, self._parts.options.epoch)
+        remove_metadata(self._parts.place, self.epoch)
+        self._parts.place.cache.let_go(self._owner)
+
+    @property
+    def _owner(self) -> str:
+        return f"ring-{self.epoch}"
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, PrimadError):
+            self._break(error)
+        elif error is not None:
+            logger.error("a task of the ring failed", exc_info=error)
+            self._break(RingError(f"internal error of the head: {type(error).__name__}: {error}"))
+
+    def _break(self, error: PrimadError) -> None:
+        if self._closed or self._broken.done():
+            return
+        self._broken.set_result(error)
+        device = error.device if isinstance(error, DeviceLostError | PartError) else None
+        lasting = isinstance(error, PartError) and error.fault == "disk"
+        self._parts.on_broken(self.epoch, device, str(error), lasting)
+
+    async def _watch(self, part: WorkerPart) -> None:
+        raise await part.broken
 
     def describe(self) -> list[str]:
         """Who computes what, a line a device."""
@@ -193,12 +244,12 @@ class HeadRing:
     async def status(self) -> dict[str, Any]:
         """What every device did and holds now, as plain data; a device that does not answer in time has no figures."""
         async with self._status_lock:
-            own = await self._own_status()
+            own = await self._own_status(STATUS_TIMEOUT_S)
             devices = []
             for name in self.plan.devices:
                 status, daemon_rss_bytes = own, psutil.Process().memory_info().rss
                 if name in self._workers:
-                    status, daemon_rss_bytes = await self._worker_status(name)
+                    status, daemon_rss_bytes = await self._worker_status(name, STATUS_TIMEOUT_S)
                 devices.append(
                     {
                         "name": name,
@@ -217,19 +268,19 @@ class HeadRing:
             "links": [_link(link) for link in self._parts.links.between(self.plan.devices)],
         }
 
-    async def _own_status(self) -> Status | None:
+    async def _own_status(self, timeout_s: float) -> Status | None:
         await self.send(Report())
         try:
-            async with asyncio.timeout(STATUS_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await self._status.get()
         except TimeoutError:
             return None
 
-    async def _worker_status(self, name: str) -> tuple[Status | None, int]:
+    async def _worker_status(self, name: str, timeout_s: float) -> tuple[Status | None, int]:
         try:
-            async with asyncio.timeout(STATUS_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 answer = await self._workers[name].wait_status()
-        except TimeoutError:
+        except (TimeoutError, ClusterError):
             return None, 0
         return (None, 0) if answer is None else (answer.status, answer.daemon_rss_bytes)
 
@@ -266,7 +317,7 @@ class HeadRing:
             gpu_layers=[window.gpu_layers for _, window in self.plan.windows_of(name)],
             probe=self._probe_spec(first, first + 1) if options.extra_buffers == "auto" else None,
             force_extra_buffers=options.extra_buffers == "on",
-            sources=[endpoint(self._address_for(worker), options.layer_port)],
+            sources=self._sources(worker),
             context=options.context_tokens,
             sequences=1,
             rows=options.rows,
@@ -274,13 +325,26 @@ class HeadRing:
             place=self._place_of(name),
         )
 
+    def _sources(self, worker: WorkerLink) -> list[Source]:
+        """Who may have layers that ``worker`` lacks: this head, and every worker that it reaches."""
+        own = [endpoint(self._address_for(worker), self._parts.layer_port)]
+        sources = [Source(device=self.plan.head, key=self._parts.key, endpoints=own)]
+        for name, other in self._parts.holders.items():
+            if name == worker.name:
+                continue
+            hosts = [self._parts.links.address(worker.name, name) or other.end.host]
+            endpoints = [endpoint(host, other.layer_port) for host in hosts][:MAX_ENDPOINTS]
+            if all(is_endpoint(each) for each in endpoints):  # a host name means something here only
+                sources.append(Source(device=name, key=other.key, endpoints=endpoints))
+        return sources[:MAX_SOURCES]
+
     def _place_of(self, name: str) -> int:
         """Counts the devices on the machine of ``name`` from its turn in the ring to the ring's end."""
         rest = self.plan.devices[self.plan.devices.index(name) :]
         hosts = {worker: link.profile.host for worker, link in self._parts.workers.items()}
         return sum(hosts.get(other) == hosts[name] for other in rest)
 
-    def _address_for(self, worker: Worker) -> str:
+    def _address_for(self, worker: WorkerLink) -> str:
         """The address of this head that ``worker`` can reach: the one that packets to it leave from."""
         if is_loopback(self._parts.config.host) or is_loopback(worker.end.host):
             return LOOPBACK
@@ -305,9 +369,10 @@ class HeadRing:
             await self._cut_own(specs)
         windows = await self._own_windows(specs, options)
         self._process = await RingProcess.start(
-            parts.place.run / "ring.log", threads=max(options.threads, options.batch_threads)
+            parts.place.run / f"ring-{self.epoch}.log", threads=max(options.threads, options.batch_threads)
         )
-        self._tasks.append(self._group.create_task(self._attend(self._process, len(windows))))
+        apply_nice(self._process.pid, parts.config.nice)
+        self._start(self._attend(self._process, len(windows)))
         await self._process.send(
             Open(
                 ring=parts.options.session,
@@ -325,14 +390,10 @@ class HeadRing:
 
     async def _cut_own(self, specs: list[WindowSpec]) -> None:
         """Cut the head's own layers out of the model file into its cache."""
-        missing = await missing_layers(self._parts.place.cache, (ref for spec in specs for ref in spec.layers))
+        cache = self._parts.place.cache
+        cache.hold(self._owner, {ref.digest for spec in specs for ref in spec.layers})
+        missing = await missing_layers(cache, (ref for spec in specs for ref in spec.layers))
         total, done = sum(ref.size_bytes for ref in missing), 0
-        free = psutil.disk_usage(str(self._parts.config.home)).free
-        if total > free:
-            raise ClusterError(
-                f"--home {self._parts.config.home}: {free} bytes of disk are left, the head's layers take {total}; "
-                "make room there or use another --home"
-            )
         assert self._parts.cutter is not None
 
         def copied(size: int) -> None:
@@ -340,7 +401,8 @@ class HeadRing:
             done += size
             self._parts.reporter.progress(self.plan.head, "fetch", done, total)
 
-        await copy_layers(self._parts.cutter, self._parts.place.cache, missing, copied)
+        await copy_layers(self._parts.cutter, cache, missing, copied)
+        cache.touch({ref.digest for spec in specs for ref in spec.layers})
 
     async def _own_windows(self, specs: list[WindowSpec], options: EngineOptions) -> list[OpenWindow]:
         place, plan = self._parts.place, self.plan
@@ -378,13 +440,17 @@ class HeadRing:
         async for event in process.events():
             match event:
                 case Sampled() | Finished():
-                    self._parts.backend.deliver(event)
+                    self._parts.deliver(self.epoch, event)
                 case Loading(done):
                     self._parts.reporter.progress(self.plan.head, "load", done, windows)
-                case Opened(address):
-                    self._endpoint.set_result(address)
+                case Opened(address, key):
+                    self._own.set_result((address, key))
                 case Serving():
                     self._serving.set_result(None)
+                case Drained():
+                    self._drained.set_result(None)
+                case Overdue(step=step, waited_s=waited_s):
+                    self._look_for_fault(step, waited_s)
                 case Status():
                     if self._status.full():
                         self._status.get_nowait()
@@ -392,27 +458,54 @@ class HeadRing:
                 case _:
                     raise RingError(f"the head's ring process said {type(event).__name__}")
 
-    async def _link(self, own: str, ports: Mapping[str, int]) -> None:
-        """Tell every device where its steps go."""
+    def _look_for_fault(self, step: int, waited_s: float) -> None:
+        logger.info("epoch %d: step %d is out for %.1f s", self.epoch, step, waited_s)
+        if self._finding_fault is None or self._finding_fault.done():
+            self._finding_fault = self._start(self._find_fault(waited_s))
+
+    async def _find_fault(self, waited_s: float) -> None:
+        """A step is late. A worker whose ring process does not even answer hangs; one that answers is slow.
+
+        Raises ``DeviceLostError`` for the one that hangs.
+        """
+        names = list(self._workers)
+        answers = await asyncio.gather(*(self._worker_status(name, OVERDUE_ANSWER_S) for name in names))
+        silent = [name for name, (status, _) in zip(names, answers, strict=True) if status is None]
+        if silent:
+            reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s + OVERDUE_ANSWER_S:.1f} s"
+            raise PartError(reason, silent[0], "ring")
+
+    async def _link(self, own: tuple[str, str], loaded: Mapping[str, tuple[int, str]]) -> None:
+        """Tell every device where its steps go, and from whom they come."""
         if not self._workers:
             return
         assert self._process is not None
-        for name, ring in self._workers.items():
+        head, devices = self.plan.head, list(self.plan.devices)
+        keys = {name: key for name, (_, key) in loaded.items()} | {head: own[1]}
+        before = {self.plan.after(name): name for name in devices}
+        for name, part in self._workers.items():
             following = self.plan.after(name)
-            if following == self.plan.head:
-                address = endpoint(self._address_for(ring.worker), own.rsplit(":", 1)[1])
+            if following == head:
+                address = endpoint(self._address_for(part.link), own[0].rsplit(":", 1)[1])
             else:
-                host = self._parts.links.address(name, following) or self._workers[following].worker.end.host
-                address = endpoint(host, ports[following])
-            await ring.link(address)
-        for ring in self._workers.values():
-            await ring.linked
-        first = self.plan.after(self.plan.head)
-        host = self._parts.links.address(self.plan.head, first) or self._workers[first].worker.end.host
-        await self._process.send(Connect(endpoint(host, ports[first])))
+                address = self._way(name, following, loaded)
+            await part.connect(address, keys[following], keys[before[name]])
+        first = self.plan.after(head)
+        await self._process.send(Connect(self._way(head, first, loaded), keys[first], keys[before[head]]))
+        for part in self._workers.values():
+            await part.linked
+
+    def _way(self, source: str, target: str, loaded: Mapping[str, tuple[int, str]]) -> str:
+        """Where ``source`` reaches the ring process of the worker ``target``."""
+        host = self._parts.links.address(source, target) or self._workers[target].link.end.host
+        return endpoint(host, loaded[target][0])
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._parts.reporter.progress(device, progress.phase, progress.done, progress.total)
+
+
+async def _first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _promises(prediction: Prediction) -> dict[str, float]:

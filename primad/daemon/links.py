@@ -15,35 +15,36 @@ from ipaddress import ip_address
 import zmq.asyncio
 
 from halda import LinkProfile
+from primad.cluster.identity import Identity
 from primad.cluster.linkprobe import TIMEOUT_S, measure_links
 from primad.cluster.messages import GONE_AFTER_S, MAX_ADDRESSES, LinkTarget
 from primad.daemon.reporter import Reporter
-from primad.daemon.worker_link import DeviceLostError, Worker
+from primad.daemon.worker_link import DeviceLostError, WorkerLink
 
 logger = logging.getLogger(__name__)
 
 
 class LinkBook:
-    """The links measured so far, by (source, target). ``session`` is the head's, which workers know it by."""
+    """The links measured so far, by (source, target). ``identity`` is that of ``head``, the device that asks."""
 
-    def __init__(self, context: zmq.asyncio.Context, head: str, session: int) -> None:
+    def __init__(self, context: zmq.asyncio.Context, identity: Identity, head: str) -> None:
         self._context = context
+        self._identity = identity
         self._head = head
-        self._session = session
         self._targets: dict[str, LinkTarget] = {}
         self._links: dict[tuple[str, str], LinkProfile] = {}
 
     async def measure(
-        self, workers: Sequence[Worker], addresses: Mapping[str, Iterable[str]], reporter: Reporter
+        self, workers: Sequence[WorkerLink], addresses: Mapping[str, Iterable[str]], reporter: Reporter
     ) -> list[LinkProfile]:
         """All links between the head and ``workers``. ``addresses`` are those that the devices announced.
 
-        Devices that are not among ``workers`` are forgotten, and so are links of those that moved. Raises
-        ``DeviceLostError`` when a worker goes away over it; then it is forgotten, and what was measured of others is kept.
+        Links of devices that moved are forgotten. Raises ``DeviceLostError`` when a worker goes away over it; then it is
+        forgotten, and what was measured of others is kept.
         """
         targets = {worker.name: await _target(worker, addresses.get(worker.name, ())) for worker in workers}
-        for name, known in list(self._targets.items()):
-            if targets.get(name) != known:
+        for name, target in targets.items():
+            if self._targets.get(name, target) != target:
                 self.forget(name)
         self._targets |= targets
         names = [self._head, *targets]
@@ -84,10 +85,10 @@ class LinkBook:
         self._links = {pair: link for pair, link in self._links.items() if device not in pair}
 
     async def _measure(
-        self, source: str, targets: Sequence[LinkTarget], workers: Mapping[str, Worker], reporter: Reporter
+        self, source: str, targets: Sequence[LinkTarget], workers: Mapping[str, WorkerLink], reporter: Reporter
     ) -> None:
         if source == self._head:
-            found = await measure_links(self._context, source, targets, self._session)
+            found = await measure_links(self._context, self._identity, source, targets)
         else:
             most_s = 60.0 + sum(len(target.addresses) for target in targets) * 40 * TIMEOUT_S
             found = await workers[source].measure_links(targets, most_s)
@@ -98,10 +99,12 @@ class LinkBook:
                 reporter.say(f"{source} does not reach {target.device}; plans avoid sending over this link")
 
 
-async def _target(worker: Worker, announced: Iterable[str]) -> LinkTarget:
+async def _target(worker: WorkerLink, announced: Iterable[str]) -> LinkTarget:
     """Where others find ``worker``. A name is looked up here: elsewhere it may mean another device, or nothing."""
     addresses = dict.fromkeys([*await _resolve(worker.end.host, worker.end.port), *announced])
-    return LinkTarget(device=worker.name, addresses=list(addresses)[:MAX_ADDRESSES], port=worker.end.port)
+    return LinkTarget(
+        device=worker.name, key=worker.key, addresses=list(addresses)[:MAX_ADDRESSES], port=worker.end.port
+    )
 
 
 async def _resolve(host: str, port: int) -> list[str]:

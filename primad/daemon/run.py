@@ -8,24 +8,31 @@ import signal
 import socket
 import statistics
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import filelock
 import uvicorn
 
-from halda import DeviceProfile
+from halda import DeviceProfile, ModelProfile
 from primad.api.app import create_app
+from primad.cluster.identity import load_identity
+from primad.cluster.sockets import raise_descriptor_limit
+from primad.cluster.trust import TrustStore
 from primad.config import Config, open_home
 from primad.daemon.backend import RingBackend
-from primad.daemon.head import HeadDaemon, ServeOptions, bind_http, check_options
+from primad.daemon.head import HeadDaemon, ServeOptions
+from primad.daemon.pairing_desk import pair
+from primad.daemon.questions import bind_http, default_context, plan_by_hand
 from primad.daemon.reporter import Reporter
 from primad.daemon.shard import Place
 from primad.daemon.worker import WorkerDaemon
 from primad.engine.build import build_id
 from primad.errors import ConfigError, PrimadError, Stopped
+from primad.gguf.architectures import cuttable
 from primad.gguf.cache import LayerCache
+from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.profiler.measure import STEPS, is_profiled, profile_device
@@ -35,17 +42,21 @@ DISTURBED_SPREAD: Final = 0.4
 """Runs of one trial that differ by so much of their median were not alone on the machine."""
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a daemon to its end. Raises its ``PrimadError``; a signal ends it in order and raises ``Stopped``."""
+def run(main: Coroutine[Any, Any, None], ask_to_end: Callable[[], bool] | None = None) -> None:
+    """Run a daemon to its end. Raises its ``PrimadError``; a signal ends it in order and raises ``Stopped``.
+
+    ``ask_to_end`` is tried at a signal first: it gives the daemon time to hand its work over, and says False when it was
+    called before, so that a second signal ends the daemon at once.
+    """
     loop_factory = asyncio.SelectorEventLoop if sys.platform == "win32" else None  # ZeroMQ needs one that selects
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         try:
-            runner.run(_until_signalled(main))
+            runner.run(_until_signalled(main, ask_to_end))
         except KeyboardInterrupt as exc:
             raise Stopped from exc
 
 
-async def _until_signalled(main: Coroutine[Any, Any, None]) -> None:
+async def _until_signalled(main: Coroutine[Any, Any, None], ask_to_end: Callable[[], bool] | None) -> None:
     task = asyncio.create_task(main)
     loop = asyncio.get_running_loop()
     signalled = False
@@ -53,7 +64,8 @@ async def _until_signalled(main: Coroutine[Any, Any, None]) -> None:
     def stop() -> None:
         nonlocal signalled
         signalled = True
-        task.cancel()
+        if ask_to_end is None or not ask_to_end():
+            task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C arrives as KeyboardInterrupt
@@ -66,6 +78,8 @@ async def _until_signalled(main: Coroutine[Any, Any, None]) -> None:
         raise
     except BaseExceptionGroup as failures:
         raise _primad_error(failures) from failures
+    if signalled:
+        raise Stopped
 
 
 def _primad_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -95,8 +109,13 @@ def _own_home(config: Config) -> Iterator[None]:
 def _place(config: Config) -> Place:
     for path in config.run.glob("window-*.gguf"):
         path.unlink(missing_ok=True)  # left by a daemon that was killed
+    for path in config.run.glob("ring-*.log"):
+        path.unlink(missing_ok=True)
     return Place(
-        cache=LayerCache(config.layers), run=config.run, verdicts=config.home / "extra-buffers.json", build=build_id()
+        cache=LayerCache(config.layers, config.limits.disk_bytes),
+        run=config.run,
+        verdicts=config.home / "extra-buffers.json",
+        build=build_id(),
     )
 
 
@@ -118,7 +137,7 @@ def _profile(config: Config, reporter: Reporter, *, again: bool = False) -> Devi
         done += 1
 
     try:
-        measured = profile_device(config.name, config.home, config.threads, advance, again=again)
+        measured = profile_device(config.name, config.home, config.threads, advance, again=again, limits=config.limits)
         if done:
             reporter.progress(config.name, "profile", STEPS, STEPS)
     finally:
@@ -131,22 +150,46 @@ def _profile(config: Config, reporter: Reporter, *, again: bool = False) -> Devi
     return measured
 
 
-def join(config: Config, reporter: Reporter) -> None:
-    """Run a worker until it is stopped."""
+def join(config: Config, reporter: Reporter, *, code: str | None, pair_at: str | None) -> None:
+    """Run a worker until it is stopped; first bring ``code`` to the device that shows it, at ``pair_at`` if given."""
     with _own_home(config):
+        raise_descriptor_limit()
+        identity = load_identity(config.home)
+        trust = TrustStore(config.home, identity)
+        if code is not None:
+            bring = code
+
+            async def bring_code() -> None:
+                await pair(config, identity, trust, bring, pair_at, reporter.say)
+
+            run(bring_code())
         place = _place(config)
         _profile(config, reporter)
+        workers: list[WorkerDaemon] = []
 
         async def main() -> None:
             worker = WorkerDaemon(
-                config,
-                place,
-                lambda name: profile_device(name, config.home, config.threads, lambda _: None),
-                reporter.say,
+                config=config,
+                place=place,
+                identity=identity,
+                trust=trust,
+                profile=lambda name: _profile_now(config, name),
+                say=reporter.say,
             )
+            workers.append(worker)
             await worker.run()
 
-        run(main())
+        run(main(), lambda: bool(workers) and workers[0].leave())
+
+
+def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
+    """Judge all that can be judged before the network is touched. Raises ``ConfigError``, ``PlanError``, ``ModelError``."""
+    default_context(options.context_tokens, model)
+    windows = options.windows
+    if windows is not None:
+        plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)
+    if (windows is not None and len(windows) > 1) or options.wait or config.devices:
+        cuttable(header)
 
 
 def serve(config: Config, path: Path, options: ServeOptions, http_host: str, reporter: Reporter) -> None:
@@ -155,8 +198,11 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
     model = model_profile(header)
     check_options(options, config, header, model)
     with _own_home(config), contextlib.closing(bind_http(http_host, options.http_port)) as listener:
+        raise_descriptor_limit()
+        identity = load_identity(config.home)
+        trust = TrustStore(config.home, identity)
         place = _place(config)
-        measured = _profile(config, reporter)
+        _profile(config, reporter)
 
         async def main() -> None:
             backend = RingBackend()
@@ -164,9 +210,11 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
                 config=config,
                 options=options,
                 place=place,
+                identity=identity,
+                trust=trust,
                 header=header,
                 model=model,
-                profile=measured,
+                profile=lambda: _profile_now(config, config.name),
                 backend=backend,
                 reporter=reporter,
             )
@@ -178,7 +226,7 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
                     await asyncio.wait([heading])
                 finally:
                     # Open answers end with an error now, and the server need not wait for them.
-                    backend.detach("primad is stopping")
+                    backend.fail("primad is stopping")
                     http.should_exit = True
                     heading.cancel()
                     await asyncio.wait([serving], timeout=HTTP_GRACE_S)
@@ -186,6 +234,11 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
                 heading.result()
 
         run(main())
+
+
+def _profile_now(config: Config, name: str) -> DeviceProfile:
+    """The profile of this device as of now; everything that takes time was measured before."""
+    return profile_device(name, config.home, config.threads, lambda _: None, limits=config.limits)
 
 
 class _HttpServer(uvicorn.Server):

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import zmq.asyncio
 
 from halda import DeviceProfile, LinkProfile
-from primad.cluster.discovery import Peer, look
+from primad.cluster.discovery import look
+from primad.cluster.identity import load_identity
+from primad.cluster.peer import Peer
+from primad.cluster.trust import TrustStore
 from primad.config import Config
 from primad.daemon.links import LinkBook
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import profile, run
-from primad.daemon.worker_link import Worker, greet
+from primad.daemon.worker_link import Caller, WorkerLink, greet, knock
+from primad.engine.build import build_id
 from primad.errors import ClusterError
 
 
@@ -40,41 +46,68 @@ def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
     devices, links = [own], list[LinkProfile]()
 
     async def main() -> None:
-        visit = _Visit(config, reporter)
-        try:
-            await visit.find(seconds)
-            devices.extend(worker.profile for worker in visit.workers)
-            links.extend(await visit.measure_links())
-        finally:
-            visit.close()
+        with closing_context() as context:
+            visit = _Visit(config, reporter, context)
+            try:
+                with visit.known_here():
+                    await visit.find(seconds)
+                    devices.extend(worker.profile for worker in visit.workers)
+                    links.extend(await visit.measure_links())
+            finally:
+                visit.close()
 
     if seconds > 0 or config.devices:
         run(main())
     return Survey(devices=tuple(devices), links=tuple(links))
 
 
+@contextmanager
+def closing_context() -> Iterator[zmq.asyncio.Context]:
+    """A ZeroMQ context that is gone at the end, with whatever was left open in it."""
+    context = zmq.asyncio.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)
+
+
 class _Visit:
     """The workers that said welcome, until they are let go."""
 
-    def __init__(self, config: Config, reporter: Reporter) -> None:
+    def __init__(self, config: Config, reporter: Reporter, context: zmq.asyncio.Context) -> None:
         self._config = config
         self._reporter = reporter
-        self._context = zmq.asyncio.Context()
-        self._session = random.getrandbits(62)
-        self._workers: dict[str, Worker] = {}
+        identity = load_identity(config.home)
+        self._trust = TrustStore(config.home, identity)
+        self._caller = Caller(
+            context=context,
+            identity=identity,
+            device=config.name,
+            session=random.getrandbits(62),
+            build=build_id(),
+            gone_after_s=config.gone_after_s,
+            ping_interval_s=config.heartbeat_interval_s,
+        )
+        self._workers: dict[str, WorkerLink] = {}
         self._announced: dict[str, tuple[str, ...]] = {}
+        self._gone: dict[str, str] = {}
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[WorkerLink]:
         """By name."""
         return [self._workers[name] for name in sorted(self._workers)]
+
+    def known_here(self) -> AbstractContextManager[None]:
+        """While it lasts, the daemons of this user on this machine let us in."""
+        return self._trust.announce_locally(self._config.name)
 
     async def find(self, seconds: float) -> None:
         """Greet the devices that were named, then at once all those that come in sight in ``seconds``."""
         for address in self._config.devices:
             host, port = address.rsplit(":", 1)
+            keys = [each.key for each in self._trust.entries()]
             try:
-                await self._greet(host.strip("[]"), int(port))
+                await self._greet([(host.strip("[]"), int(port))], keys)
             except ClusterError as exc:
                 raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
         async with asyncio.TaskGroup() as group:
@@ -85,7 +118,11 @@ class _Visit:
 
     async def measure_links(self) -> list[LinkProfile]:
         """The links between this device and the workers; none, and the default for them, when a worker goes silent."""
-        book = LinkBook(self._context, self._config.name, self._session)
+        for worker in self.workers:
+            await worker.introduce(
+                [(other.name, other.key) for other in self.workers if other is not worker], self._trust.revoked()
+            )
+        book = LinkBook(self._caller.context, self._caller.identity, self._config.name)
         try:
             return await book.measure(self.workers, self._announced, self._reporter)
         except ClusterError as exc:
@@ -96,31 +133,40 @@ class _Visit:
         """Let all workers go."""
         for worker in self._workers.values():
             worker.close()
-        self._context.destroy(linger=0)
 
-    async def _greet(self, host: str, port: int) -> None:
-        worker = await greet(self._context, host, port, self._config.name, self._session)
+    def heard(self, device: str) -> None:
+        """A sign of life; nobody counts them in a short visit."""
+
+    def lost(self, device: str, reason: str) -> None:
+        """Whoever waits for an answer of it is told there."""
+        self._gone[device] = reason
+
+    def leaving(self, device: str, reason: str) -> None:
+        """It may go: it computes nothing for us."""
+        self._gone[device] = reason
+
+    async def _greet(self, places: list[tuple[str, int]], keys: list[str]) -> None:
+        end, _ = await knock(self._caller, places, keys)
+        worker = await greet(self._caller, end, self)
         if worker.name in self._workers or worker.name == self._config.name:
             worker.close()  # the same device, named and seen, or a worker on this very device
         else:
             self._workers[worker.name] = worker
 
     async def _greet_peer(self, peer: Peer) -> None:
-        refusal = ""
-        for address in peer.addresses:
-            try:
-                await self._greet(address, peer.port)
-            except ClusterError as exc:
-                refusal = str(exc)
-            else:
-                return
-        self._reporter.say(f"{peer.device} is left out: {refusal}")
+        if not peer.key or not self._trust.trusts(peer.key):
+            self._reporter.say(f"{peer.device} is left out: it is not paired with this device ('primad join --code')")
+            return
+        try:
+            await self._greet([(address, peer.port) for address in peer.addresses], [peer.key])
+        except ClusterError as exc:
+            self._reporter.say(f"{peer.device} is left out: {exc}")
 
     async def _in_sight(self, seconds: float) -> list[Peer]:
         if seconds <= 0:
             return []
         try:
-            peers = await look(self._config.host, seconds)
+            peers = await look(self._config.host, seconds, self._config.interface)
         except ClusterError as exc:
             self._reporter.say(str(exc))
             return []

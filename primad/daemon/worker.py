@@ -1,6 +1,7 @@
 """``primad join``: announce this device, wait for a head, compute its windows, and wait again when it goes away.
 
-One head at a time holds the lease: it keeps it as long as it is heard. Whatever happens to a ring, the daemon goes on.
+One head at a time holds the lease: it keeps it as long as it is heard. Whatever happens to a ring, the daemon goes on, and
+keeps what it has loaded for a head that comes back.
 """
 
 from __future__ import annotations
@@ -9,207 +10,296 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Final
 
-import psutil
 import zmq.asyncio
 
 from halda import DeviceProfile
 from primad import __version__
+from primad.cluster.admin import (
+    AdminAnswer,
+    AdminRequest,
+    AdminServer,
+    Describe,
+    Described,
+    Done,
+    Leave,
+    OpenPairing,
+    Pause,
+    Resume,
+)
 from primad.cluster.control import WorkerEnd
 from primad.cluster.discovery import Discovery
+from primad.cluster.gate import Gate
+from primad.cluster.identity import Identity
+from primad.cluster.layer_server import LayerServer
 from primad.cluster.linkprobe import measure_links
 from primad.cluster.messages import (
-    GONE_AFTER_S,
+    OLDEST,
     PROTOCOL,
-    Broken,
+    Dismiss,
     Echo,
     Echoed,
     HeadMessage,
     Hello,
+    Introduce,
+    Knock,
+    Knocked,
+    Leaving,
     Link,
-    Linked,
     LinksMeasured,
     LinkTarget,
     Load,
-    Loaded,
     MeasureLinks,
     Ping,
     Pong,
-    Progress,
     Refused,
     Release,
     Welcome,
     WorkerMessage,
-    WorkerStatus,
+    agreed_protocol,
 )
-from primad.cluster.transfer import fetch_layers
+from primad.cluster.trust import TrustedDevice, TrustStore
 from primad.config import DEFAULT_CONTROL_PORT, Config
-from primad.daemon.shard import (
-    Place,
-    fits_twice,
-    missing_layers,
-    open_windows,
-    place_windows,
-    remove_metadata,
-    try_extra_buffers,
-)
-from primad.engine.probe import is_worth_it
-from primad.engine.protocol import EngineOptions
-from primad.errors import ClusterError, PrimadError, RingError
-from primad.gguf.header import read_header
-from primad.gguf.layers import LayerRef
-from primad.ring.messages import Connect, Loading, Open, Opened, Report, Status
-from primad.ring.spawn import RingProcess
+from primad.daemon.owner import OwnerPause
+from primad.daemon.pairing_desk import PairingDesk
+from primad.daemon.parts import Parts, Say
+from primad.daemon.shard import Place
+from primad.daemon.worker_link import version_gap
+from primad.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_INTERVAL_S = 0.2
-
-Say = Callable[[str], None]
-"""Tells the owner one line."""
+HAND_OVER_S: Final = 60.0
+"""How long a worker that wants to leave waits for others to take over."""
 
 
 @dataclass(slots=True)
 class _Lease:
-    """The head that this worker works for, and the profile that it was given."""
+    """The head that this worker works for: its connection, key, name and start, and the profile that it was given."""
 
     peer: bytes
+    key: str
     head: str
     session: int
+    gone_after_s: float
     heard_s: float
     profile: DeviceProfile
-
-
-@dataclass(slots=True)
-class _Part:
-    """This device's part in one epoch: its task, and its ring process once that runs."""
-
-    epoch: int
-    task: asyncio.Task[None]
-    ring: RingProcess | None = None
 
 
 class WorkerDaemon:
     """A worker. ``profile`` gives its profile as of now, under the name that it got."""
 
-    def __init__(self, config: Config, place: Place, profile: Callable[[str], DeviceProfile], say: Say) -> None:
+    def __init__(
+        self,
+        *,
+        config: Config,
+        place: Place,
+        identity: Identity,
+        trust: TrustStore,
+        profile: Callable[[str], DeviceProfile],
+        say: Say,
+    ) -> None:
         self._config = config
         self._place = place
+        self._identity = identity
+        self._trust = trust
         self._profile = profile
         self._say = say
-        self._context = zmq.asyncio.Context()
-        self._end = WorkerEnd(self._context, config.host, config.port, DEFAULT_CONTROL_PORT)
         self._name = config.name
+        self._context = zmq.asyncio.Context()
+        self._end = WorkerEnd(self._context, config.host, config.port, DEFAULT_CONTROL_PORT, identity=identity)
+        self._layers = LayerServer(
+            self._context,
+            config.host,
+            identity,
+            place.cache.reader,
+            bytes_per_s=config.transfer_limit_bytes_per_s,
+            allows=trust.trusts,
+        )
+        self._parts = Parts(
+            config=config, place=place, context=self._context, identity=identity, tell=self._tell, say=say
+        )
+        self._pause = OwnerPause(config.home, pause_on_battery=config.pause_on_battery, changed=self._on_pause)
+        self._desk = PairingDesk(config, identity, trust, say, self._on_paired)
         self._lease: _Lease | None = None
-        self._part: _Part | None = None
         self._measuring: asyncio.Task[None] | None = None
+        self._dismissed = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises ``ClusterError`` when mDNS or the port cannot be used."""
-        discovery = Discovery(self._config.host)
+        """Serve until cancelled or ``leave`` was asked for. Raises ``ClusterError`` when a port cannot be used."""
+        async with AsyncExitStack() as stack:
+            stack.callback(self._context.term)
+            await stack.enter_async_context(Gate(self._context, self._trust.trusts))
+            stack.callback(self._end.close)
+            stack.push_async_callback(self._parts.close)
+            stack.push_async_callback(self._desk.close)
+            await self._announce(stack)
+            stack.enter_context(self._trust.announce_locally(self._name))
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._hear(group)),
+                    group.create_task(self._watch_lease()),
+                    group.create_task(self._layers.run()),
+                    group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
+                    group.create_task(self._pause.watch_battery()),
+                ]
+                try:
+                    await self._stop.wait()
+                    await self._hand_over("its owner ended it")
+                finally:
+                    for task in tasks:
+                        task.cancel()
+
+    def leave(self) -> bool:
+        """Hand over what this device computes, then end ``run``. False when that was asked for before."""
+        if self._stop.is_set():
+            return False
+        self._stop.set()
+        return True
+
+    async def _announce(self, stack: AsyncExitStack) -> None:
         try:
-            name = await discovery.announce(
+            discovery = Discovery(self._config.host, self._config.interface)
+        except ClusterError as exc:
+            self._say(f"{exc}; heads find this device by --device only")
+        else:
+            stack.push_async_callback(discovery.close)
+            self._name = await discovery.announce(
                 self._config.name,
                 cluster=self._config.cluster,
                 role="worker",
                 version=__version__,
                 port=self._end.port,
+                key=self._identity.public,
             )
-            self._name = name
-            self._say(f"{name} is waiting for a head (cluster {self._config.cluster}, port {self._end.port})")
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._hear(group))
-                group.create_task(self._watch_lease())
-        finally:
-            await self._drop_part()
-            await discovery.close()
-            self._end.close()
-            self._context.term()
+            self._desk.use(discovery)
+        self._desk.name = self._name
+        self._say(f"{self._name} is waiting for a head (cluster {self._config.cluster}, port {self._end.port})")
+        if self._pause.paused is not None:
+            self._say(f"{self._name} {self._pause.paused}")
+        if not self._trust.entries():
+            self._say("no device is trusted yet; 'primad join --code' takes the code that 'primad serve' shows")
 
     async def _hear(self, group: asyncio.TaskGroup) -> None:
         while True:
-            peer, message = await self._end.receive()
-            if isinstance(message, Hello):
-                await self._greet(peer, message)
+            peer, key, message = await self._end.receive()
+            lease = self._lease
+            if not self._trust.trusts(key):
+                await self._end.send(peer, Refused(f"{self._name} does not trust this device any more"))
+            elif isinstance(message, Knock):
+                await self._knocked(peer, message)
             elif isinstance(message, Echo):
-                await self._echo(peer, message)
-            elif self._lease is None or self._lease.peer != peer:
+                await self._end.send(peer, Echoed(bytes(message.answer_bytes)))
+            elif isinstance(message, Hello):
+                await self._greet(peer, key, message)
+            elif lease is None or lease.key != key:
                 await self._end.send(peer, Refused("this device works for another head now; say hello first"))
             else:
-                self._lease.heard_s = time.monotonic()
-                await self._obey(message, group)
+                # The connection may be another one than at hello: links break and come back.
+                lease.peer, lease.heard_s = peer, time.monotonic()
+                await self._obey(message, lease, group)
 
-    async def _greet(self, peer: bytes, hello: Hello) -> None:
-        if hello.protocol != PROTOCOL:
-            reason = (
-                f"{self._name} runs primad {__version__} (protocol {PROTOCOL}), the head {hello.device} runs "
-                f"{hello.version[:40]} (protocol {hello.protocol}); install the same version on both"
-            )
-            await self._end.send(peer, Refused(reason))
-            return
+    async def _knocked(self, peer: bytes, knock: Knock) -> None:
+        if agreed_protocol(knock.protocol, knock.oldest) is None:
+            self._say(f"refused: {version_gap(self._name, knock.device, knock.version[:40], knock.protocol)}")
+        answer = Knocked(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=self._name)
+        await self._end.send(peer, answer)
+
+    async def _greet(self, peer: bytes, key: str, hello: Hello) -> None:
         lease = self._lease
-        if lease is not None and lease.head != hello.device:
+        if lease is not None and lease.key != key:
             await self._end.send(peer, Refused(f"{self._name} works for the head {lease.head} now"))
+            return
+        if self._pause.paused is not None:
+            await self._end.send(peer, Refused(f"{self._name} {self._pause.paused}"))
+            return
+        if self._stop.is_set():
+            await self._end.send(peer, Refused(f"{self._name} is ending"))
             return
         if lease is None or lease.session != hello.session:
             self._stop_measuring()
-            await self._drop_part()
+            await self._parts.release_all()
             self._say(f"head {hello.device} is here")
+            if hello.build != self._place.build:
+                self._say(
+                    f"llama.cpp differs: {self._place.build} here, {hello.build[:80]} on {hello.device}; answers may differ "
+                    "from those of one build in rare words; install the same version on both"
+                )
         profile = await asyncio.to_thread(self._profile, self._name)
+        self._dismissed.clear()
         self._lease = _Lease(
-            peer=peer, head=hello.device, session=hello.session, heard_s=time.monotonic(), profile=profile
+            peer=peer,
+            key=key,
+            head=hello.device,
+            session=hello.session,
+            gone_after_s=hello.gone_after_s,
+            heard_s=time.monotonic(),
+            profile=profile,
         )
-        await self._end.send(
-            peer,
-            Welcome(protocol=PROTOCOL, version=__version__, build=self._place.build, profile=profile),
+        await self._tell(
+            Welcome(
+                protocol=PROTOCOL,
+                version=__version__,
+                build=self._place.build,
+                profile=profile,
+                layer_port=self._layers.port,
+            )
         )
 
-    async def _echo(self, peer: bytes, echo: Echo) -> None:
-        """Answer another device of the same head, which measures the link to here."""
-        if self._lease is not None and self._lease.session == echo.session and echo.device == self._name:
-            await self._end.send(peer, Echoed(bytes(echo.answer_bytes)))
-        else:
-            await self._end.send(peer, Refused(f"{self._name} does not work for that head now, or is another device"))
-
-    async def _measure_links(self, targets: list[LinkTarget], session: int) -> None:
-        links = await measure_links(self._context, self._name, targets, session)
-        await self._tell(LinksMeasured(links=links))
-
-    async def _obey(self, message: HeadMessage, group: asyncio.TaskGroup) -> None:
-        assert self._lease is not None
+    async def _obey(self, message: HeadMessage, lease: _Lease, group: asyncio.TaskGroup) -> None:
         match message:
             case Load():
-                await self._drop_part()
-                work = group.create_task(self._work(message, self._lease.profile))
-                self._part = _Part(epoch=message.epoch, task=work)
-            case Link(epoch=epoch, address=address):
-                if self._part is not None and self._part.ring is not None and self._part.epoch == epoch:
-                    await self._part.ring.send(Connect(address))
-                    await self._tell(Linked(epoch))
+                await self._parts.start(message, lease.profile)
+            case Link(epoch=epoch, address=address, key=key, sender=sender):
+                await self._parts.link(epoch, address, key, sender)
             case Release(epoch=epoch):
-                if self._part is not None and self._part.epoch == epoch:
-                    await self._drop_part()
+                await self._parts.release(epoch)
             case Ping(status=status):
                 await self._tell(Pong())
-                if status and self._part is not None and self._part.ring is not None:
-                    await self._part.ring.send(Report())
+                if status:
+                    await self._parts.report()
+            case Introduce(devices=devices, revoked=revoked):
+                self._introduced(devices=[(each.device, each.key) for each in devices], revoked=revoked, by=lease.head)
             case MeasureLinks(targets=targets):
                 self._stop_measuring()
-                self._measuring = group.create_task(self._measure_links(targets, self._lease.session))
-            case Hello() | Echo():
+                self._measuring = group.create_task(self._measure_links(targets))
+            case Dismiss():
+                self._dismissed.set()
+            case Knock() | Hello() | Echo():
                 raise AssertionError("answered before")
+
+    def _introduced(self, *, devices: list[tuple[str, str]], revoked: list[str], by: str) -> None:
+        self._trust.introduce(devices, by)
+        for key in revoked:
+            if key != self._identity.public and key not in self._trust.revoked():
+                for device in self._trust.revoke(key):
+                    self._say(f"{by} does not trust {device.device} any more; neither does this device")
+
+    async def _measure_links(self, targets: list[LinkTarget]) -> None:
+        links = await measure_links(self._context, self._identity, self._name, targets)
+        await self._tell(LinksMeasured(links=links))
 
     async def _watch_lease(self) -> None:
         while True:
-            heard_s = self._lease.heard_s if self._lease is not None else time.monotonic()
-            await asyncio.sleep(heard_s + GONE_AFTER_S - time.monotonic())
-            if self._lease is not None and time.monotonic() - self._lease.heard_s >= GONE_AFTER_S:
-                self._say(f"head {self._lease.head} went away; waiting for a head")
-                self._lease = None
-                self._stop_measuring()
-                await self._drop_part()
+            lease = self._lease
+            patience_s = lease.gone_after_s if lease is not None else 1.0
+            heard_s = lease.heard_s if lease is not None else time.monotonic()
+            await asyncio.sleep(max(0.05, heard_s + patience_s - time.monotonic()))
+            lease = self._lease
+            if lease is not None and time.monotonic() - lease.heard_s >= lease.gone_after_s:
+                self._say(f"head {lease.head} went away; waiting for a head")
+                await self._end_lease()
+
+    async def _end_lease(self) -> None:
+        self._lease = None
+        self._dismissed.set()  # nobody is left to hand over to
+        self._stop_measuring()
+        await self._parts.release_all()
 
     def _stop_measuring(self) -> None:
         """Nobody waits any more for the links that are being measured."""
@@ -217,114 +307,61 @@ class WorkerDaemon:
             self._measuring.cancel()
             self._measuring = None
 
-    async def _drop_part(self) -> None:
-        part, self._part = self._part, None
-        if part is not None:
-            part.task.cancel()
-            await asyncio.wait([part.task])
-
     async def _tell(self, message: WorkerMessage) -> None:
         if self._lease is not None:
             await self._end.send(self._lease.peer, message)
 
-    async def _work(self, load: Load, profile: DeviceProfile) -> None:
-        """Load the windows of ``load`` and keep their ring process until it breaks or this task is cancelled."""
+    async def _hand_over(self, reason: str) -> None:
+        """Ask the head to do without this device and wait until it does."""
+        lease = self._lease
+        if lease is None:
+            return
+        if self._parts.is_serving:
+            self._say(f"handing over to the others for at most {HAND_OVER_S:g} s; Ctrl-C again ends at once")
+        await self._tell(Leaving(reason))
         try:
-            await self._fetch(load)
-            await self._compute(load, profile)
-        except PrimadError as exc:
-            logger.warning("epoch %d: %s", load.epoch, exc)
-            await self._tell(Broken(epoch=load.epoch, error=str(exc)))
+            async with asyncio.timeout(HAND_OVER_S):
+                await self._dismissed.wait()
+        except TimeoutError:
+            self._say(f"head {lease.head} found nobody to take over within {HAND_OVER_S:g} s")
 
-    async def _fetch(self, load: Load) -> None:
-        refs = [ref for spec in load.windows for ref in spec.layers]
-        missing = await missing_layers(self._place.cache, refs)
-        total, done, told_s = sum(ref.size_bytes for ref in missing), 0, 0.0
-        self._check_room(missing, total)
-        pending: set[asyncio.Task[None]] = set()
+    def _on_pause(self, paused: str | None) -> None:
+        if paused is None:
+            self._say(f"{self._name} computes again; waiting for a head")
+            return
+        self._say(f"{self._name} {paused}")
+        task = asyncio.create_task(self._stand_down(paused))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-        def arrived(size: int) -> None:
-            nonlocal done, told_s
-            done += size
-            if done == total or time.monotonic() - told_s >= PROGRESS_INTERVAL_S:
-                told_s = time.monotonic()
-                progress = Progress(epoch=load.epoch, phase="fetch", done=done, total=total)
-                task = asyncio.create_task(self._tell(progress))
-                pending.add(task)
-                task.add_done_callback(pending.discard)
+    async def _stand_down(self, reason: str) -> None:
+        await self._hand_over(reason.partition(";")[0])
+        await self._tell(Refused(f"{self._name} {reason}"))
+        await self._end_lease()
+        await self._parts.unload()
 
-        if missing:
-            if not load.sources:
-                raise ClusterError(f"{self._name} lacks {len(missing)} layers and no device was named that has them")
-            await fetch_layers(self._context, load.sources[0], missing, self._place.cache, arrived)
+    def _on_paired(self, device: TrustedDevice) -> None:
+        del device  # its key is trusted from now on; it says hello by itself
 
-    def _check_room(self, missing: list[LayerRef], total: int) -> None:
-        free = psutil.disk_usage(str(self._config.home)).free
-        if total > free:
-            raise ClusterError(
-                f"{self._name} has {free} bytes of disk left in {self._config.home}; {len(missing)} layers of {total} "
-                "bytes do not fit; make room there or use another --home"
-            )
-
-    async def _compute(self, load: Load, profile: DeviceProfile) -> None:
-        options = EngineOptions(
-            context=load.context,
-            sequences=load.sequences,
-            rows=load.rows,
-            threads=profile.cpu.threads,
-            batch_threads=profile.cpu.batch_threads,
-        )
-        extra = [await self._extra_buffers(load, options)] * len(load.windows)
-        files = await asyncio.to_thread(place_windows, self._place, load.windows, load.gpu_layers, load.epoch)
-        for window in files:
-            await asyncio.to_thread(
-                read_header, Path(window.metadata)
-            )  # the head wrote it: judged before llama.cpp sees it
-        ring = await RingProcess.start(
-            self._place.run / "ring.log", threads=max(options.threads, options.batch_threads), place=load.place
-        )
-        try:
-            await ring.send(
-                Open(
-                    ring=load.ring,
-                    epoch=load.epoch,
-                    windows=open_windows(load.windows, files, extra),
-                    route=load.route,
-                    width=load.width,
-                    model=None,
-                    host=self._config.host,
-                    depth=1,
-                    step_timeout_s=load.step_timeout_s,
-                    options=options,
+    async def _administer(self, request: AdminRequest) -> AdminAnswer:
+        match request:
+            case OpenPairing():
+                return await self._desk.open()
+            case Leave():
+                first = self.leave()
+                return Done(text=f"{self._name} hands over and ends" if first else f"{self._name} is ending already")
+            case Pause():
+                return Done(text=f"{self._name} {self._pause.pause()}")
+            case Resume():
+                return Done(text=f"{self._name} {self._pause.resume()}")
+            case Describe():
+                return Described(
+                    status={
+                        "device": self._name,
+                        "role": "worker",
+                        "head": None if self._lease is None else self._lease.head,
+                        "serving": self._parts.is_serving,
+                        "paused": self._pause.paused,
+                        "port": self._end.port,
+                    }
                 )
-            )
-            await self._attend(load, ring)
-        finally:
-            await ring.close()
-            remove_metadata(self._place, load.epoch)
-
-    async def _extra_buffers(self, load: Load, options: EngineOptions) -> bool:
-        if load.force_extra_buffers:
-            return True
-        size = sum(ref.size_bytes for spec in load.windows for ref in spec.layers)
-        if load.probe is None or not fits_twice(size):
-            return False
-        await self._tell(Progress(epoch=load.epoch, phase="probe", done=0, total=1))
-        return is_worth_it(await try_extra_buffers(self._place, load.probe, options, width=load.width), 1)
-
-    async def _attend(self, load: Load, ring: RingProcess) -> None:
-        async for event in ring.events():
-            match event:
-                case Loading(windows):
-                    await self._tell(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
-                case Opened(endpoint):
-                    if self._part is not None:
-                        self._part.ring = ring
-                    layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
-                    self._say(f"computing layers {layers}")
-                    await self._tell(Loaded(epoch=load.epoch, port=int(endpoint.rsplit(":", 1)[1])))
-                case Status():
-                    rss = psutil.Process().memory_info().rss
-                    await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))
-                case _:
-                    raise RingError(f"the ring process of a worker said {type(event).__name__}")

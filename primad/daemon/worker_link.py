@@ -1,22 +1,34 @@
-"""The head's conversation with one worker: greet it, have it load, link it, hear that it lives."""
+"""The head's conversation with one worker: find the address that works, greet it, hear that it lives, give it parts.
+
+``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``WorkerPart``; what is about the
+device itself (a sign of life, that it leaves, that its link broke) goes to the ``Listener``.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import zmq.asyncio
 
 from halda import DeviceProfile, LinkProfile
 from primad import __version__
 from primad.cluster.control import HeadEnd
+from primad.cluster.identity import Identity
 from primad.cluster.messages import (
-    PING_INTERVAL_S,
+    OLDEST,
     PROTOCOL,
     Broken,
-    Echoed,
+    Dismiss,
     Hello,
+    Introduce,
+    Introduction,
+    Knock,
+    Knocked,
+    Leaving,
     Link,
     Linked,
     LinksMeasured,
@@ -25,16 +37,18 @@ from primad.cluster.messages import (
     Loaded,
     MeasureLinks,
     Ping,
-    Pong,
     Progress,
     Refused,
     Release,
     Welcome,
+    WorkerMessage,
     WorkerStatus,
+    agreed_protocol,
 )
 from primad.errors import ClusterError
 
-HELLO_TIMEOUT_S = 3.0
+KNOCK_TIMEOUT_S: Final = 3.0
+HELLO_TIMEOUT_S: Final = 5.0
 
 OnProgress = Callable[[str, Progress], None]
 
@@ -47,147 +61,323 @@ class DeviceLostError(ClusterError):
         self.device = device
 
 
-class Worker:
-    """A worker that said welcome. From then on it is pinged, so that it holds its lease while the head still plans."""
+class PartError(ClusterError):
+    """The part of ``device`` in a ring failed; ``fault`` is what it was doing (``messages.FAULTS``)."""
 
-    def __init__(self, end: HeadEnd, profile: DeviceProfile, build: str) -> None:
-        self.end = end
-        self.profile = profile
-        self.build = build
-        self._pinging = asyncio.create_task(self._ping())
+    def __init__(self, message: str, device: str, fault: str) -> None:
+        super().__init__(message)
+        self.device = device
+        self.fault = fault
 
-    async def _ping(self) -> None:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who greets: the head's name, its keys, this start of it, its llama.cpp, and after what silence it is gone."""
+
+    context: zmq.asyncio.Context
+    identity: Identity
+    device: str
+    session: int
+    build: str
+    gone_after_s: float
+    ping_interval_s: float
+
+
+class Listener(Protocol):
+    """Who hears what becomes of a device."""
+
+    def heard(self, device: str) -> None:
+        """It gave a sign of life."""
+
+    def lost(self, device: str, reason: str) -> None:
+        """Its link is of no use any more."""
+
+    def leaving(self, device: str, reason: str) -> None:
+        """It asks to go."""
+
+
+async def knock(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Collection[str]) -> tuple[HeadEnd, Knocked]:
+    """The link to the first of ``addresses`` (host, port) where a device with one of ``keys`` answers.
+
+    All are tried at once, so that it is the fastest. Raises ``ClusterError`` when none answers, or the one that does speaks
+    no common protocol.
+    """
+    ends: list[HeadEnd] = []
+    refusals: list[str] = []
+    for host, port in addresses:
+        for key in keys:
+            try:
+                ends.append(HeadEnd(caller.context, host, port, identity=caller.identity, key=key))
+            except ClusterError as exc:
+                refusals.append(str(exc))
+    tasks = {asyncio.create_task(_knock(caller, end)): end for end in ends}
+    winner: HeadEnd | None = None
+    try:
+        for done in asyncio.as_completed(tasks):
+            try:
+                winner, knocked = await done
+            except ClusterError as exc:
+                refusals.append(str(exc))
+                continue
+            _check_version(caller, knocked)
+            return winner, knocked
+    except BaseException:
+        winner = None
+        raise
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for end in ends:
+            if end is not winner:
+                end.close()
+    if not keys:
+        raise ClusterError("no device is trusted yet; pair it with 'primad join --code' and the code of 'primad pair'")
+    raise ClusterError("; ".join(sorted(set(refusals))) or "it has no address")
+
+
+async def _knock(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Knocked]:
+    await end.send(Knock(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=caller.device))
+    async with asyncio.timeout(None) as deadline:
+        deadline.reschedule(asyncio.get_running_loop().time() + KNOCK_TIMEOUT_S + 1)
         while True:
-            with suppress(ClusterError):  # that it takes nothing shows where its answers are awaited
-                await self.end.send(Ping(status=False))
-            await asyncio.sleep(PING_INTERVAL_S)
+            message = await end.receive(KNOCK_TIMEOUT_S)
+            if isinstance(message, Knocked):
+                return end, message
 
-    def close(self) -> None:
-        """Stop pinging and close the link."""
-        self._pinging.cancel()
-        self.end.close()
+
+def _check_version(caller: Caller, knocked: Knocked) -> None:
+    if agreed_protocol(knocked.protocol, knocked.oldest) is None:
+        raise ClusterError(version_gap(caller.device, knocked.device, knocked.version, knocked.protocol))
+
+
+def version_gap(ours: str, theirs: str, version: str, protocol: int) -> str:
+    """What to tell the owner of two devices whose versions do not understand each other."""
+    return (
+        f"{theirs} runs primad {version} (protocol {protocol}), {ours} runs {__version__} (protocol {PROTOCOL}), and they "
+        "do not understand each other; install the same version on both"
+    )
+
+
+async def greet(caller: Caller, end: HeadEnd, listener: Listener) -> WorkerLink:
+    """Say hello on ``end``, which ``knock`` found; from then on the device works for this head.
+
+    Raises ``ClusterError`` when it does not answer or is busy; then ``end`` is closed.
+    """
+    hello = Hello(
+        protocol=PROTOCOL,
+        version=__version__,
+        device=caller.device,
+        session=caller.session,
+        build=caller.build,
+        gone_after_s=caller.gone_after_s,
+    )
+    try:
+        await end.send(hello)
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            while True:
+                match await end.receive(HELLO_TIMEOUT_S):
+                    case Welcome() as welcome:
+                        return WorkerLink(end, welcome, caller.ping_interval_s, listener)
+                    case Refused(reason=reason):
+                        raise ClusterError(reason)
+                    case _:
+                        continue  # what it still had to say to this head's last session
+    except TimeoutError as exc:
+        end.close()
+        raise ClusterError(f"no answer from {end.address} within {HELLO_TIMEOUT_S:g} s") from exc
+    except BaseException:
+        end.close()
+        raise
+
+
+class WorkerLink:
+    """A worker that said welcome. It is pinged and read until ``close``; every message is a sign of life."""
+
+    def __init__(self, end: HeadEnd, welcome: Welcome, ping_interval_s: float, listener: Listener) -> None:
+        self.end = end
+        self.profile: DeviceProfile = welcome.profile
+        self.build = welcome.build
+        self.layer_port = welcome.layer_port
+        self._listener = listener
+        self._parts: dict[int, WorkerPart] = {}
+        self._links: asyncio.Future[list[LinkProfile]] | None = None
+        self._lost = False
+        self._tasks = [
+            asyncio.create_task(self._ping(ping_interval_s)),
+            asyncio.create_task(self._read()),
+            asyncio.create_task(self._watch()),
+        ]
 
     @property
     def name(self) -> str:
         """The device's name."""
         return self.profile.device
 
+    @property
+    def key(self) -> str:
+        """The device's public key."""
+        return self.end.key
+
+    def close(self) -> None:
+        """Stop reading and close the link; nothing is reported any more."""
+        self._lost = True
+        for task in self._tasks:
+            task.cancel()
+        if self._links is not None and not self._links.done():
+            self._links.cancel()
+        self.end.close()
+
+    async def introduce(self, devices: Iterable[tuple[str, str]], revoked: Iterable[str]) -> None:
+        """Tell the worker whom this head trusts, and whom it does not trust any more."""
+        known = [Introduction(device, key) for device, key in devices]
+        await self.end.send(Introduce(devices=known, revoked=sorted(revoked)))
+
+    async def dismiss(self) -> None:
+        """Let the worker go that asked for it."""
+        await self.end.send(Dismiss())
+
     async def measure_links(self, targets: Sequence[LinkTarget], timeout_s: float) -> list[LinkProfile]:
         """Have the worker measure its links to ``targets``; without targets it only says that it is there.
 
-        Raises ``DeviceLostError`` when it goes silent or leaves.
+        One measurement at a time. Raises ``DeviceLostError`` when it goes silent.
         """
         asked = {target.device for target in targets}
+        self._links = asyncio.get_running_loop().create_future()
         try:
             await self.end.send(MeasureLinks(targets=list(targets)))
             async with asyncio.timeout(timeout_s):
-                while True:
-                    match await self.end.receive():
-                        case LinksMeasured(links=links):
-                            return [link for link in links if self._is_of(link, asked)]
-                        case Refused(reason=reason):
-                            raise DeviceLostError(f"{self.name} left: {reason}", self.name)
-                        case _:
-                            continue
+                links = await self._links
         except TimeoutError as exc:
             raise DeviceLostError(f"{self.name} did not measure its links within {timeout_s:g} s", self.name) from exc
-        except DeviceLostError:
+        except asyncio.CancelledError:
+            if self._lost and self._links.cancelled():
+                raise DeviceLostError(f"{self.name} went away", self.name) from None
             raise
         except ClusterError as exc:
             raise DeviceLostError(f"{self.name} went away: {exc}", self.name) from exc
+        return [link for link in links if self._is_of(link, asked)]
 
     def _is_of(self, link: LinkProfile, asked: set[str]) -> bool:
         return (link.source == self.name and link.target in asked) or (
             link.target == self.name and link.source in asked
         )
 
+    def attend(self, part: WorkerPart) -> None:
+        """Give ``part`` what the worker says about its epoch."""
+        self._parts[part.epoch] = part
 
-async def greet(context: zmq.asyncio.Context, host: str, port: int, head: str, session: int) -> Worker:
-    """Say hello to the device at ``host:port``.
+    def forget(self, part: WorkerPart) -> None:
+        """``part`` is over."""
+        if self._parts.get(part.epoch) is part:
+            del self._parts[part.epoch]
 
-    Raises ``ClusterError`` when it does not answer, is busy or has another version.
-    """
-    end = HeadEnd(context, host, port)
-    try:
-        await end.send(Hello(protocol=PROTOCOL, version=__version__, device=head, session=session))
+    async def _ping(self, interval_s: float) -> None:
         while True:
-            match await end.receive(HELLO_TIMEOUT_S):
-                case Welcome(profile=profile, build=build):
-                    return Worker(end, profile, build)
-                case Refused(reason=reason):
-                    raise ClusterError(reason)
-                case _:
-                    continue  # what it still had to say to this head's last session
-    except BaseException:
-        end.close()
-        raise
+            with contextlib.suppress(ClusterError):  # that it takes nothing shows where its answers are missed
+                await self.end.send(Ping(status=False))
+            await asyncio.sleep(interval_s)
+
+    async def _watch(self) -> None:
+        await self.end.wait_ended()
+        self._report_lost("its primad ended")
+
+    async def _read(self) -> None:
+        while True:
+            message = await self.end.receive(None)
+            if self._lost:
+                return
+            self._listener.heard(self.name)
+            self._hear(message)
+
+    def _hear(self, message: WorkerMessage) -> None:
+        match message:
+            case Refused(reason=reason):
+                self._report_lost(reason)
+            case Leaving(reason):
+                self._listener.leaving(self.name, reason)
+            case LinksMeasured(links=links):
+                if self._links is not None and not self._links.done():
+                    self._links.set_result(links)
+            case Progress() | Loaded() | Linked() | Broken() | WorkerStatus():
+                part = self._parts.get(message.epoch)
+                if part is not None:
+                    part.hear(message)
+            case _:
+                return  # a sign of life and no more
+
+    def _report_lost(self, reason: str) -> None:
+        if not self._lost:
+            self._lost = True
+            for part in list(self._parts.values()):
+                part.fail(DeviceLostError(f"{self.name} is gone: {reason}", self.name))
+            self._listener.lost(self.name, reason)
 
 
-class WorkerRing:
-    """One worker's part in one epoch, as the head sees it. ``attend`` runs beside everything else."""
+class WorkerPart:
+    """One worker's part in one epoch, as the head sees it.
 
-    def __init__(self, worker: Worker, load: Load, on_progress: OnProgress) -> None:
-        self.worker = worker
+    ``loaded`` becomes its ring process's (port, key), ``linked`` is set when it sends to the next device. ``broken`` gets
+    the ``PartError`` or ``DeviceLostError`` that ends it.
+    """
+
+    def __init__(self, link: WorkerLink, load: Load, on_progress: OnProgress) -> None:
+        self.link = link
+        self.epoch = load.epoch
         self._load = load
         self._on_progress = on_progress
-        self.port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.linked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.loaded: asyncio.Future[tuple[int, str]] = loop.create_future()
+        self.linked: asyncio.Future[None] = loop.create_future()
+        self.broken: asyncio.Future[ClusterError] = loop.create_future()
         self.status: WorkerStatus | None = None
         self._status_news = asyncio.Event()
+        link.attend(self)
 
-    async def attend(self) -> None:
-        """Have the worker load, then listen to it until cancelled.
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return self.link.name
 
-        Raises ``DeviceLostError`` when it goes silent, ``ClusterError`` when its part breaks.
-        """
-        await self.worker.end.send(self._load)
-        while True:
-            await self._hear()
+    async def load(self) -> None:
+        """Have the worker load its windows. Raises ``ClusterError`` when it takes no messages."""
+        await self.link.end.send(self._load)
 
-    async def link(self, address: str) -> None:
-        """Tell the worker where its steps go."""
-        await self.worker.end.send(Link(epoch=self._load.epoch, address=address))
+    async def connect(self, address: str, key: str, sender: str) -> None:
+        """Tell the worker where its steps go, and from whom they come."""
+        await self.link.end.send(Link(epoch=self.epoch, address=address, key=key, sender=sender))
 
     async def wait_status(self) -> WorkerStatus | None:
         """What the worker's ring process did so far, asked for now."""
         self._status_news.clear()
-        await self.worker.end.send(Ping(status=True))
+        await self.link.end.send(Ping(status=True))
         await self._status_news.wait()
         return self.status
 
     async def release(self) -> None:
-        """Let the worker give its windows back."""
-        await self.worker.end.send(Release(epoch=self._load.epoch))
+        """Let the worker give its windows back; nothing more is heard of this part. A worker that is gone has done so."""
+        self.link.forget(self)
+        with contextlib.suppress(ClusterError):
+            await self.link.end.send(Release(epoch=self.epoch))
 
-    async def _hear(self) -> None:
-        name, epoch = self.worker.name, self._load.epoch
-        try:
-            message = await self.worker.end.receive()
-        except ClusterError as exc:
-            raise DeviceLostError(f"{name} went away: {exc}", name) from exc
+    def fail(self, error: ClusterError) -> None:
+        """This part is over."""
+        if not self.broken.done():
+            self.broken.set_result(error)
+
+    def hear(self, message: Progress | Loaded | Linked | Broken | WorkerStatus) -> None:
+        """What the worker says about this epoch."""
         match message:
-            case Progress(epoch=at) if at == epoch:
-                self._on_progress(name, message)
-            case Loaded(epoch=at, port=port) if at == epoch and not self.port.done():
-                self.port.set_result(port)
-            case Linked(epoch=at) if at == epoch and not self.linked.done():
-                self.linked.set_result(None)
-            case Broken(epoch=at, error=error) if at == epoch:
-                raise ClusterError(f"{name}: {error}")
-            case WorkerStatus(epoch=at) if at == epoch:
+            case Progress():
+                self._on_progress(self.name, message)
+            case Loaded(port=port, key=key):
+                if not self.loaded.done():
+                    self.loaded.set_result((port, key))
+            case Linked():
+                if not self.linked.done():
+                    self.linked.set_result(None)
+            case Broken(error=error, fault=fault):
+                self.fail(PartError(f"{self.name}: {error}", self.name, fault))
+            case WorkerStatus():
                 self.status = message
                 self._status_news.set()
-            case Refused(reason=reason):
-                raise DeviceLostError(f"{name} left: {reason}", name)
-            case (
-                Pong()
-                | Welcome()
-                | Progress()
-                | Loaded()
-                | Linked()
-                | Broken()
-                | WorkerStatus()
-                | LinksMeasured()
-                | Echoed()
-            ):
-                pass  # a sign of life, or about an older epoch

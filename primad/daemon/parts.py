@@ -1,0 +1,396 @@
+"""A worker's parts in rings: one for each epoch, the one that serves and the one that is being loaded beside it.
+
+A part whose ring ended leaves its ring process behind, with its windows loaded. When the next plan, or the next head, asks
+for the same windows, that process serves them again at once; else it is ended when something else is loaded, or after
+``keep_loaded_s``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import zmq.asyncio
+
+from halda import DeviceProfile
+from primad.cluster.identity import Identity
+from primad.cluster.messages import Broken, Linked, Load, Loaded, Progress, WorkerMessage, WorkerStatus
+from primad.cluster.transfer import fetch_layers
+from primad.config import Config
+from primad.daemon.owner import apply_nice
+from primad.daemon.shard import (
+    Place,
+    fits_twice,
+    missing_layers,
+    open_windows,
+    place_windows,
+    remove_metadata,
+    try_extra_buffers,
+)
+from primad.engine.probe import is_worth_it
+from primad.engine.protocol import EngineOptions
+from primad.errors import ClusterError, DiskError, PrimadError, RingError
+from primad.gguf.header import read_header
+from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Reopen, Report, RingCommand, RingEvent, Status
+from primad.ring.spawn import RingProcess
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S: Final = 0.2
+_EVENTS: Final = 64
+
+Tell = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
+"""Sends a message to the head."""
+Say = Callable[[str], None]
+"""Tells the owner one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What a ring process has loaded, whatever its place in a route: windows (first, last, layers, GPU layers), and how."""
+
+    windows: tuple[tuple[int, int, tuple[str, ...], int], ...]
+    width: int
+    extra_buffers: bool
+    options: EngineOptions
+
+
+class Host:
+    """A ring process and what it has loaded. ``indices`` are the route indices of its windows, in order."""
+
+    def __init__(self, ring: RingProcess, content: Content, number: int) -> None:
+        self.ring = ring
+        self.content = content
+        self.number = number
+        """Tells its files from those of others; epochs would not, since each head counts its own."""
+        self.indices: list[int] = []
+        self._events: asyncio.Queue[RingEvent] = asyncio.Queue(_EVENTS)
+        self._error: RingError | None = None
+        self._pump = asyncio.create_task(self._read())
+        self._ended = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether its process is no more."""
+        return self._error is not None
+
+    async def _read(self) -> None:
+        try:
+            async for event in self.ring.events():
+                await self._events.put(event)
+        except PrimadError as exc:
+            self._error = RingError(str(exc))
+            self._ended.set()
+
+    async def next_event(self) -> RingEvent:
+        """Its next event. Raises ``RingError`` when it ended."""
+        if self._events.empty() and self._error is None:
+            waits = [asyncio.create_task(self._events.get()), asyncio.create_task(self._ended.wait())]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                if waits[0].done():
+                    return waits[0].result()  # type: ignore[return-value]
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        if not self._events.empty():
+            return self._events.get_nowait()
+        assert self._error is not None
+        raise self._error
+
+    def forget_events(self) -> None:
+        """Drop what it said about an epoch that is over."""
+        while not self._events.empty():
+            self._events.get_nowait()
+
+    async def close(self, place: Place) -> None:
+        """End the process, and let its files go."""
+        self._pump.cancel()
+        await self.ring.close()
+        remove_metadata(place, self.number)
+        place.cache.let_go(_owner(self.number))
+
+
+@dataclass(slots=True)
+class _Part:
+    """This device's part in one epoch: its task, and its ring process once that is loaded."""
+
+    task: asyncio.Task[None]
+    host: Host | None = None
+
+
+class Parts:
+    """All parts of this worker. ``tell`` reaches the head, ``say`` the owner."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        place: Place,
+        context: zmq.asyncio.Context,
+        identity: Identity,
+        tell: Tell,
+        say: Say,
+    ) -> None:
+        self._config, self._place, self._context, self._identity = config, place, context, identity
+        self._tell, self._say = tell, say
+        self._parts: dict[int, _Part] = {}
+        self._kept: Host | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._numbers = count(1)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a head uses this device in a ring."""
+        return bool(self._parts)
+
+    async def start(self, load: Load, profile: DeviceProfile) -> None:
+        """Take part in ``load.epoch``."""
+        await self.release(load.epoch)
+        task = asyncio.create_task(self._work(load, profile))
+        self._parts[load.epoch] = _Part(task=task)
+
+    async def link(self, epoch: int, address: str, key: str, sender: str) -> None:
+        """Connect the ring process of ``epoch`` to its neighbours."""
+        part = self._parts.get(epoch)
+        if part is not None and part.host is not None:
+            await part.host.ring.send(Connect(address, key, sender))
+            await self._tell(Linked(epoch))
+
+    async def report(self) -> None:
+        """Ask all ring processes for their status; the head gets it as it comes."""
+        await self._to_all(Report())
+
+    async def release(self, epoch: int) -> None:
+        """The part in ``epoch`` is over; its windows stay loaded for a while."""
+        part = self._parts.pop(epoch, None)
+        if part is not None:
+            part.task.cancel()
+            await asyncio.wait([part.task])
+
+    async def release_all(self) -> None:
+        """No part goes on."""
+        for epoch in list(self._parts):
+            await self.release(epoch)
+
+    async def unload(self) -> None:
+        """End the process that is kept."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            await kept.close(self._place)
+
+    async def close(self) -> None:
+        """End everything."""
+        await self.release_all()
+        await self.unload()
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    async def _to_all(self, command: RingCommand) -> None:
+        for part in list(self._parts.values()):
+            if part.host is not None:
+                await part.host.ring.send(command)
+
+    async def _work(self, load: Load, profile: DeviceProfile) -> None:
+        """Load the windows of ``load`` and attend to their ring process until it breaks or this task is cancelled."""
+        host: Host | None = None
+        fault, opened, number = "fetch", False, next(self._numbers)
+        try:
+            await self._fetch(load, number)
+            fault = "load"
+            host = await self._open(load, profile, number)
+            async for _ in self._attend(load, host):
+                fault, opened = "ring", True
+        except DiskError as exc:
+            await self._broke(load, exc, "disk")
+        except PrimadError as exc:
+            await self._broke(load, exc, fault)
+        finally:
+            if host is None or host.number != number:
+                self._place.cache.let_go(_owner(number))
+            if host is not None:
+                self._put_away(host, keep=opened)
+
+    async def _broke(self, load: Load, error: PrimadError, fault: str) -> None:
+        logger.warning("epoch %d: %s", load.epoch, error)
+        await self._tell(Broken(epoch=load.epoch, error=str(error), fault=fault))
+
+    def _put_away(self, host: Host, *, keep: bool) -> None:
+        """Keep a process that could serve again, end any other."""
+        if keep and not host.ended and self._config.keep_loaded_s > 0:
+            previous, self._kept = self._kept, host
+            if self._expiry is not None:
+                self._expiry.cancel()
+            self._expiry = asyncio.get_running_loop().call_later(self._config.keep_loaded_s, self._expire, host)
+            if previous is not None:
+                self._end_soon(previous)
+        else:
+            self._end_soon(host)
+
+    def _end_soon(self, host: Host) -> None:
+        task = asyncio.create_task(host.close(self._place))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _expire(self, host: Host) -> None:
+        if self._kept is host:
+            self._kept = self._expiry = None
+            self._end_soon(host)
+
+    async def _fetch(self, load: Load, number: int) -> None:
+        refs = [ref for spec in load.windows for ref in spec.layers]
+        self._place.cache.hold(_owner(number), {ref.digest for ref in refs})
+        missing = await missing_layers(self._place.cache, refs)
+        total, done, told_s = sum(ref.size_bytes for ref in missing), 0, 0.0
+        pending: set[asyncio.Task[None]] = set()
+
+        def arrived(size: int) -> None:
+            nonlocal done, told_s
+            done += size
+            if done == total or time.monotonic() - told_s >= PROGRESS_INTERVAL_S:
+                told_s = time.monotonic()
+                progress = Progress(epoch=load.epoch, phase="fetch", done=min(done, total), total=total)
+                task = asyncio.create_task(self._tell(progress))
+                pending.add(task)
+                task.add_done_callback(pending.discard)
+
+        if missing:
+            if not load.sources:
+                raise ClusterError(f"{len(missing)} layers are missing and no device was named that has them")
+            await fetch_layers(
+                self._context,
+                self._identity,
+                load.sources,
+                missing,
+                self._place.cache,
+                arrived,
+                bytes_per_s=self._config.transfer_limit_bytes_per_s,
+            )
+        self._place.cache.touch({ref.digest for ref in refs})
+
+    async def _open(self, load: Load, profile: DeviceProfile, number: int) -> Host:
+        options = EngineOptions(
+            context=load.context,
+            sequences=load.sequences,
+            rows=load.rows,
+            threads=profile.cpu.threads,
+            batch_threads=profile.cpu.batch_threads,
+        )
+        extra = await self._extra_buffers(load, options)
+        content = Content(
+            windows=tuple(
+                (spec.first, spec.last, tuple(ref.digest for ref in spec.layers), on_gpu)
+                for spec, on_gpu in zip(load.windows, load.gpu_layers, strict=True)
+            ),
+            width=load.width,
+            extra_buffers=extra,
+            options=options,
+        )
+        kept = self._take_kept(content)
+        if kept is not None:
+            await self._reopen(load, kept)
+            return kept
+        await self.unload()
+        return await self._start(load, content, number)
+
+    def _take_kept(self, content: Content) -> Host | None:
+        kept = self._kept
+        if kept is None or kept.ended or kept.content != content:
+            return None
+        self._kept = None
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        return kept
+
+    async def _reopen(self, load: Load, host: Host) -> None:
+        host.forget_events()
+        following = [spec.window for spec in load.windows]
+        await host.ring.send(
+            Reopen(
+                ring=load.ring,
+                epoch=load.epoch,
+                windows=list(zip(host.indices, following, strict=True)),
+                route=load.route,
+                host=self._config.host,
+                step_timeout_s=load.step_timeout_s,
+            )
+        )
+        host.indices = following
+
+    async def _start(self, load: Load, content: Content, number: int) -> Host:
+        files = await asyncio.to_thread(place_windows, self._place, load.windows, load.gpu_layers, number)
+        for window in files:
+            # The head wrote it: judged before llama.cpp sees it.
+            await asyncio.to_thread(read_header, Path(window.metadata))
+        options = content.options
+        ring = await RingProcess.start(
+            self._place.run / f"ring-{number}.log",
+            threads=max(options.threads, options.batch_threads),
+            place=load.place,
+        )
+        apply_nice(ring.pid, self._config.nice)
+        host = Host(ring, content, number)
+        host.indices = [spec.window for spec in load.windows]
+        await ring.send(
+            Open(
+                ring=load.ring,
+                epoch=load.epoch,
+                windows=open_windows(load.windows, files, [content.extra_buffers] * len(load.windows)),
+                route=load.route,
+                width=load.width,
+                model=None,
+                host=self._config.host,
+                depth=1,
+                step_timeout_s=load.step_timeout_s,
+                options=options,
+            )
+        )
+        return host
+
+    async def _extra_buffers(self, load: Load, options: EngineOptions) -> bool:
+        if load.force_extra_buffers:
+            return True
+        size = sum(ref.size_bytes for spec in load.windows for ref in spec.layers)
+        if load.probe is None or not fits_twice(size):
+            return False
+        await self._tell(Progress(epoch=load.epoch, phase="probe", done=0, total=1))
+        return is_worth_it(await try_extra_buffers(self._place, load.probe, options, width=load.width), 1)
+
+    async def _attend(self, load: Load, host: Host) -> AsyncIterator[None]:
+        """Pass on what the ring process says; yields when it has opened. Raises ``RingError`` when it ends."""
+        while True:
+            event = await host.next_event()
+            match event:
+                case Loading(windows):
+                    await self._tell(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
+                case Opened(address, key):
+                    part = self._parts.get(load.epoch)
+                    if part is not None:
+                        part.host = host
+                    layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
+                    self._say(f"computing layers {layers}")
+                    yield None
+                    await self._tell(Loaded(epoch=load.epoch, port=int(address.rsplit(":", 1)[1]), key=key))
+                case Status():
+                    rss = psutil.Process().memory_info().rss
+                    await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))
+                case Overdue():
+                    continue
+                case _:
+                    raise RingError(f"the ring process of a worker said {type(event).__name__}")
+
+
+def _owner(number: int) -> str:
+    return f"part-{number}"

@@ -1,0 +1,72 @@
+"""What can be judged about ``primad serve`` before any device is asked: context, workload, windows by hand, the port."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from halda import Infeasible, ModelProfile, Plan, Workload, arrange
+from primad.errors import ConfigError, PlanError
+
+DEFAULT_CONTEXT_TOKENS: Final = 4096
+TYPICAL_PROMPT_TOKENS: Final = 512
+TYPICAL_ANSWER_TOKENS: Final = 256
+
+
+def plan_by_hand(names: Sequence[str], windows: tuple[int, ...], rounds: int | None, model: ModelProfile) -> Plan:
+    """The plan in which the devices ``names`` have these layers a round. Raises ``PlanError`` naming the flag."""
+    try:
+        return arrange(names, windows, rounds=rounds or 1, model=model)
+    except Infeasible as exc:
+        raise PlanError(f"--windows {','.join(map(str, windows))}: {exc}; choose other windows") from exc
+
+
+def model_id(path: Path) -> str:
+    """The name that clients call the model by: its file's, without the part number of a split model."""
+    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+
+
+def default_context(context_tokens: int | None, model: ModelProfile) -> int:
+    """The context that was asked for, or what the model was trained for, at most ``DEFAULT_CONTEXT_TOKENS``.
+
+    Raises ``ConfigError`` when more was asked for than the model was trained for.
+    """
+    trained = model.context_tokens or DEFAULT_CONTEXT_TOKENS
+    if context_tokens is None:
+        return min(trained, DEFAULT_CONTEXT_TOKENS)
+    if context_tokens > trained:
+        raise ConfigError(f"--context {context_tokens}: {model.name} was trained for {trained} tokens; give less")
+    return context_tokens
+
+
+def default_workload(context_tokens: int, rows: int, sequences: int = 1) -> Workload:
+    """What a plan is made for when nothing else is said: a typical question and answer within the context."""
+    prompt = min(TYPICAL_PROMPT_TOKENS, max(1, context_tokens // 2))
+    return Workload(
+        context_tokens=context_tokens,
+        sequences=sequences,
+        prompt_tokens=prompt,
+        answer_tokens=min(TYPICAL_ANSWER_TOKENS, max(1, context_tokens - prompt)),
+        chunk_rows=rows,
+    )
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """The listening socket of the HTTP server. Raises ``ConfigError`` when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    if sys.platform != "win32":  # there it would share a taken port
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as exc:
+        listener.close()
+        raise ConfigError(
+            f"--port {port}: cannot listen on {host}: {exc.strerror or exc}; choose another --port"
+        ) from exc
+    return listener
