@@ -33,9 +33,14 @@ def probed(device: Device, *words: object) -> str:
     return done.stdout.strip()
 
 
-def reaches(source: Device, address: str) -> bool:
-    """Whether a new connection from a device to the server at ``address`` comes about soon."""
-    return source.run([sys.executable, PROBE, "ask", address, "0.4"]).returncode == 0
+def reaches(source: Device, address: str, wait_s: float = 10.0) -> bool:
+    """Whether a new connection from a device to the server at ``address`` comes about."""
+    return source.run([sys.executable, PROBE, "ask", address, f"{wait_s}"]).returncode == 0
+
+
+def apart(source: Device, address: str) -> bool:
+    """Whether it does not, for as long as tests can wait."""
+    return not reaches(source, address, 0.4)
 
 
 def test_devices_are_strangers_that_reach_each_other(pair: Homelab) -> None:
@@ -58,7 +63,7 @@ def test_addresses_of_version_6_reach_each_other(make_lab: MakeLab) -> None:
     lab = make_lab(DeviceSpec(name="a", ipv6=True), DeviceSpec(name="b", ipv6=True), DeviceSpec(name="c"))
     with probe(lab.device("b"), "serve", "b"):
         assert reaches(lab.device("a"), str(lab.device("b").ip6))
-        assert not reaches(lab.device("c"), str(lab.device("b").ip6))
+        assert apart(lab.device("c"), str(lab.device("b").ip6))
 
 
 def test_latency_is_added_to_a_round_trip(make_lab: MakeLab) -> None:
@@ -77,8 +82,8 @@ def test_a_link_has_its_rate_both_ways(make_lab: MakeLab, latency_ms: int) -> No
     lab = make_lab(DeviceSpec(name="fast"), DeviceSpec(name="slow", mbit_per_s=40, latency_ms=latency_ms))
     fast, slow = lab.device("fast"), lab.device("slow")
     with probe(fast, "serve", "fast"), probe(slow, "serve", "slow"):
-        assert 24 < float(probed(slow, "rate", fast.ip, 1)) < 48
-        assert 24 < float(probed(fast, "rate", slow.ip, 1)) < 48
+        assert 15 < float(probed(slow, "rate", fast.ip, 1)) < 48
+        assert 15 < float(probed(fast, "rate", slow.ip, 1)) < 48
 
 
 def test_the_relay_keeps_up_with_a_home_network(make_lab: MakeLab) -> None:
@@ -135,7 +140,7 @@ def test_a_cut_cable_is_seen_and_comes_back(pair: Homelab) -> None:
     with probe(b, "serve", "b"):
         pair.cut("a")
         assert python(a, "print(open('/sys/class/net/eth0/carrier').read())") == "0"
-        assert not reaches(a, b.ip)
+        assert apart(a, b.ip)
         assert pair.status()[0].link == "cut"
         pair.plug("a")
         assert reaches(a, b.ip)
@@ -160,11 +165,11 @@ def test_a_partition_parts_groups_until_healed(make_lab: MakeLab) -> None:
         lab.partition(["a", "b"], ["c"])
         assert [status.link for status in lab.status()] == ["segment 1", "segment 1", "segment 2", "up"]
         assert reaches(b, a.ip)
-        assert not reaches(b, c.ip)
-        assert not reaches(d, a.ip)
-        assert not reaches(d, c.ip)
+        assert apart(b, c.ip)
+        assert apart(d, a.ip)
+        assert apart(d, c.ip)
         lab.partition(["a"])
-        assert not reaches(b, a.ip)
+        assert apart(b, a.ip)
         assert reaches(d, c.ip)
         lab.heal()
         assert reaches(d, a.ip)

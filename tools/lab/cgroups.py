@@ -93,7 +93,8 @@ class Cgroups:
                     self._lend(ours)
                 (ours / name).mkdir()
         except OSError as exc:
-            raise LabError(f"cgroups: {exc.filename}: {exc.strerror}; a lab needs cgroups that root may write") from exc
+            where = exc.filename or ", ".join(str(top) for top in self._at.tops())
+            raise LabError(f"cgroups: {where}: {exc.strerror}; a lab needs cgroups that root may write") from exc
 
     def _lend(self, folder: Path) -> None:
         names = {"memory": "memory", "cpu": "cpu", "blkio": "io"}
@@ -200,11 +201,11 @@ class Cgroups:
             time.sleep(0.01)  # the kernel lets go of a dead process a moment after it is gone
 
 
-def end(pids: set[int], deadline: float) -> None:
-    """Kill these processes and wait for their end until ``deadline`` (``time.monotonic``)."""
+def end(pids: set[int], deadline: float, number: int = signal.SIGKILL) -> None:
+    """Send these processes a deadly signal and wait for their end until ``deadline`` (``time.monotonic``)."""
     for handle in _handles(pids):
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            signal.pidfd_send_signal(handle, number)
         waiting = select.poll()
         waiting.register(handle, select.POLLIN)
         waiting.poll(max(0.0, deadline - time.monotonic()) * 1000)

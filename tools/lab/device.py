@@ -25,7 +25,7 @@ from tools.lab.network import Cable
 
 INSIDE: Final = Path(__file__).with_name("inside.py")
 _PASSED: Final = ("PATH", "LANG", "LC_ALL", "TERM", "TZ", "PYTHONWARNINGS", "PYTHONDONTWRITEBYTECODE")
-_FREEZE_S: Final = 5.0
+_PATIENCE_S: Final = 5.0
 
 Which = Literal["all", "ring", "daemon"]
 
@@ -109,10 +109,11 @@ class Device:
         """What they use, page cache included."""
         return self._cgroups.memory_bytes(self.name)
 
-    def kill(self, which: Which = "all") -> set[int]:
+    def kill(self, which: Which = "all", number: int = signal.SIGKILL) -> set[int]:
         """Kill -9 its processes, or its primad ring processes or daemons only; those that were killed.
 
-        All: as when the power fails; the network of the device stays. Raises ``LabError`` when there is none to kill.
+        All: as when the power fails; the network of the device stays. Another ``number`` (SIGABRT, say) goes to rings and
+        daemons only. Raises ``LabError`` when there is none to kill.
         """
         if which == "all":
             pids = self.pids()
@@ -121,12 +122,12 @@ class Device:
         pids = {pid for pid in self.pids() if role(pid) == which}
         if not pids:
             raise LabError(f"{self.name}: no {which} process runs there; see homelab status")
-        end(pids, time.monotonic() + _FREEZE_S)
+        end(pids, time.monotonic() + _PATIENCE_S, number)
         return pids
 
     def freeze(self) -> None:
         """SIGSTOP all its processes; returns when every one has stopped."""
-        deadline = time.monotonic() + _FREEZE_S
+        deadline = time.monotonic() + _PATIENCE_S
         while moving := {pid for pid in self.pids() if state(pid) not in "TtZX"}:
             for pid in moving:
                 with suppress(ProcessLookupError):

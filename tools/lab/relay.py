@@ -8,6 +8,8 @@ dropped both ways: IPv4 multicast, and mDNS's group of IPv6, whose other groups 
 
 Frames travel with their virtio header (``PACKET_VNET_HDR``): the kernel hands over up to 64 KiB of a TCP stream as one
 frame, not yet cut nor summed, and takes it so on the other side; without it Python could not keep up with a home network.
+Measured on two cores: 4.9 Gbit/s of one TCP stream over a link of 4 ms, and 2.3 Gbit/s over two; while that runs, the round
+trips of other links take at most 3 ms more than asked, otherwise 0.5 ms.
 A link holds at most ``MOST_BYTES`` each way and drops what is more, as a router does. The wait is ``select`` because its
 timeout is in microseconds; that of ``poll`` is in milliseconds. Run with ``python -I -S``: standard library only.
 """

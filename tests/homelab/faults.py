@@ -1,0 +1,75 @@
+"""What happens to devices at home, each as something to do to one device of a cluster and, where it can be, to undo."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.homelab.cluster import Cluster, home
+from tools.lab.device import Device
+
+SLOW_CPUS: Final = 0.05
+_LEAST_BYTES: Final = 4096
+
+Act = Callable[[Cluster, str], object]
+"""Does something to the device of that name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault. ``undo`` ends it, as far as the device itself does not need its owner (a restart); None where nothing does.
+
+    ``needs_disk``: the device must have ``disk_bytes``.
+    """
+
+    do: Act
+    undo: Act | None = None
+    needs_disk: bool = False
+
+
+def layer_files(device: Device) -> list[Path]:
+    """The files in a device's layer cache, largest first, as this process sees them."""
+    files = [path for path in (home(device) / "cache").rglob("*") if path.is_file()]
+    return sorted(files, key=lambda path: -path.stat().st_size)
+
+
+def corrupt_layer(device: Device) -> Path:
+    """Turn over one byte in the middle of the largest layer file of a device; which file."""
+    largest = next((path for path in layer_files(device) if path.stat().st_size >= _LEAST_BYTES), None)
+    assert largest is not None, f"{device.name} holds no layer"
+    with largest.open("r+b") as file:
+        middle = largest.stat().st_size // 2
+        file.seek(middle)
+        byte = file.read(1)
+        file.seek(middle)
+        file.write(bytes([byte[0] ^ 0xFF]))
+    return largest
+
+
+FAULTS: Final[dict[str, Fault]] = {
+    "killed": Fault(do=lambda cluster, name: cluster.lab.device(name).kill()),
+    "stopped": Fault(
+        do=lambda cluster, name: cluster.lab.device(name).freeze(),
+        undo=lambda cluster, name: cluster.lab.device(name).thaw(),
+    ),
+    "ring aborted": Fault(do=lambda cluster, name: cluster.lab.device(name).kill("ring", signal.SIGABRT)),
+    "cable cut": Fault(
+        do=lambda cluster, name: cluster.lab.cut(name), undo=lambda cluster, name: cluster.lab.plug(name)
+    ),
+    "half-open": Fault(
+        do=lambda cluster, name: cluster.lab.half_open(name), undo=lambda cluster, name: cluster.lab.plug(name)
+    ),
+    "disk full": Fault(
+        do=lambda cluster, name: cluster.lab.device(name).fill_disk(),
+        undo=lambda cluster, name: cluster.lab.device(name).free_disk(),
+        needs_disk=True,
+    ),
+    "layer corrupted": Fault(do=lambda cluster, name: corrupt_layer(cluster.lab.device(name))),
+    "slow": Fault(
+        do=lambda cluster, name: cluster.lab.device(name).slow(SLOW_CPUS),
+        undo=lambda cluster, name: cluster.lab.device(name).slow(1.0),
+    ),
+}
