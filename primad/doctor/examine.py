@@ -23,6 +23,7 @@ from primad.errors import PrimadError, printable
 
 LIMIT_S: Final = 8.0
 LOOK_S: Final = 2.5
+_TELL_MORE: Final = "primad --verbose doctor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +64,11 @@ async def _run(name: str, check: Check, subject: Subject, limit_s: float) -> lis
         async with asyncio.timeout(limit_s):
             return await check(subject)
     except TimeoutError:
-        return [finding(name, "warning", f"could not be checked within {limit_s:g} s")]
+        return [finding(name, "warning", f"could not be checked within {limit_s:g} s", _TELL_MORE)]
     except (OSError, PrimadError, psutil.Error, ValueError, RuntimeError) as exc:
-        return [finding(name, "warning", f"could not be checked: {printable(str(exc) or type(exc).__name__)}")]
+        return [
+            finding(name, "warning", f"could not be checked: {printable(str(exc) or type(exc).__name__)}", _TELL_MORE)
+        ]
 
 
 async def _system(subject: Subject) -> list[Finding]:
