@@ -232,11 +232,10 @@ def _solved(state: State, event: Solved, effects: list[Effect]) -> State:
         return state
     assert event.members <= attempt.candidates, "a plan with devices that nobody offered"
     if attempt.why is Why.GAIN and serving is not None:
-        gain = 1 - event.value / serving.value if serving.value > 0 else 0.0
-        if gain < state.settings.gain:
+        if serving.value <= 0 or event.value > (1 - state.settings.gain) * serving.value:
             return abandon(_in_vain(state, attempt), effects)
         names = ", ".join(sorted(event.members)) or "the head alone"
-        effects.append(Say(f"a plan with {names} is {gain:.0%} better; changing to it"))
+        effects.append(Say(f"a plan with {names} is {1 - event.value / serving.value:.0%} better; changing to it"))
     effects.append(Form(event.epoch))
     return replace(state, attempt=replace(attempt, members=event.members, value=event.value))
 

@@ -1,0 +1,782 @@
+"""The law of the membership core, a rule a test. ``Shell`` fails by itself when the core asks for what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from primad.cluster import members as m
+from primad.cluster.membership import MOST_BREAKS, MOST_STRANGERS, RETRY_S, phase_of, wake_at
+from primad.cluster.moves import BAR_S, FORGIVEN_S, LASTING_BAR_S, MOST_BAR_S
+from primad.cluster.pursuit import GREETING_S, SETTLE_S
+from tests.fakes.membership import SETTINGS, Shell
+
+LOOK_S = SETTINGS.look_s
+
+
+def head(**config) -> Shell:
+    """A head that has just started."""
+    return Shell.start(replace(SETTINGS, **config), now=1000.1)
+
+
+def acts(effects: Iterable[m.Effect]) -> list[m.Effect]:
+    """What is done, without what is said."""
+    return [effect for effect in effects if not isinstance(effect, m.Say)]
+
+
+def welcome(shell: Shell, *names: str) -> None:
+    """The devices ``names`` come and are trusted, greeted and measured."""
+    for name in names:
+        shell.tell(m.Seen(name, True))
+        shell.tell(m.Welcomed(name))
+    if shell.measuring is not None:
+        shell.tell(m.Measured(shell.measuring | set(names)))
+    if shell.measuring is not None:
+        shell.tell(m.Measured(shell.measuring))
+
+
+def live(shell: Shell, seconds: float, *names: str) -> list[m.Effect]:
+    """Time goes by while ``names`` give signs of life; what is done meanwhile."""
+    end, start = shell.now + seconds, len(shell.effects)
+    while shell.now < end:
+        shell.wake(min(end, shell.now + 0.5))
+        for name in names:
+            shell.tell(m.Heard(name))
+    return acts(shell.effects[start:])
+
+
+def solve(shell: Shell, *members: str, value: float = 1.0) -> list[m.Effect]:
+    """The attempt under way is solved, of all candidates if no members are named."""
+    assert shell.attempt is not None
+    return acts(shell.tell(m.Solved(shell.attempt, frozenset(members) or shell.candidates, value)))
+
+
+def form(shell: Shell) -> list[m.Effect]:
+    """The ring that was solved is formed."""
+    assert shell.attempt is not None
+    return acts(shell.tell(m.Formed(shell.attempt)))
+
+
+def serving(*names: str, **config) -> Shell:
+    """A head whose ring of ``names`` has served long enough for a better plan to be looked for."""
+    shell = head(**config)
+    welcome(shell, *names)
+    live(shell, LOOK_S, *names)
+    solve(shell)
+    form(shell)
+    live(shell, SETTLE_S, *names)
+    assert shell.serving is not None
+    assert shell.attempt is None
+    return shell
+
+
+def members(shell: Shell) -> frozenset[str]:
+    assert shell.state.serving is not None
+    return shell.state.serving.members
+
+
+def broken(shell: Shell, device: str | None = None, *, lasting: bool = False) -> list[m.Effect]:
+    """The attempt under way, or else the ring that serves, breaks."""
+    epoch = shell.attempt or shell.serving
+    assert epoch is not None
+    return acts(shell.tell(m.Broken(epoch, device, "it broke", lasting)))
+
+
+def no_plan(shell: Shell) -> list[m.Effect]:
+    assert shell.attempt is not None
+    return acts(shell.tell(m.NoPlan(shell.attempt, "too large")))
+
+
+def solves(effects: Iterable[m.Effect]) -> list[frozenset[str]]:
+    return [effect.candidates for effect in effects if isinstance(effect, m.Solve)]
+
+
+# ---- the first ring -------------------------------------------------------------------------------------------------
+
+
+def test_a_head_that_works_alone_waits_for_nobody():
+    shell = head(solo=True)
+    assert shell.effects == [m.Solve(1, frozenset())]
+    assert solve(shell) == [m.Form(1)]
+    assert form(shell) == [m.Serve(1, None)]
+
+
+def test_the_first_ring_is_of_those_who_came_while_the_head_looked():
+    shell = head()
+    welcome(shell, "ada", "bo")
+    assert live(shell, LOOK_S - 0.1, "ada", "bo") == []
+    assert solves(live(shell, 0.2, "ada", "bo")) == [{"ada", "bo"}]
+
+
+def test_nobody_came_so_the_head_serves_alone():
+    shell = head()
+    assert acts(shell.wake(shell.now + LOOK_S)) == [m.Solve(1, frozenset())]
+
+
+def test_a_device_that_is_being_greeted_is_waited_for_a_little_longer():
+    shell = head()
+    shell.tell(m.Seen("ada", True))
+    assert acts(shell.wake(shell.now + LOOK_S + GREETING_S - 0.1)) == []
+    assert acts(shell.wake(shell.now + 0.2)) == [m.Solve(1, frozenset())]
+
+
+def test_the_first_ring_waits_for_measuring():
+    shell = head()
+    shell.tell(m.Seen("ada", True))
+    assert shell.tell(m.Welcomed("ada")) == [m.Measure(frozenset({"ada"}))]
+    assert live(shell, 30.0, "ada") == []
+    assert acts(shell.tell(m.Measured(frozenset({"ada"})))) == [m.Solve(1, frozenset({"ada"}))]
+
+
+def test_a_device_that_cannot_be_measured_does_not_hold_up_the_others_and_is_not_asked_without_a_pause():
+    shell = head(solo=False)
+    welcome(shell, "ada")
+    shell.tell(m.Seen("bo", True))
+    shell.tell(m.Welcomed("bo"))
+    assert acts(shell.tell(m.Measured(frozenset({"ada"})))) == []
+    assert "measured" in shell.state.devices["bo"].reason
+    assert live(shell, 1.9, "ada", "bo") == []
+    assert live(shell, 0.2, "ada", "bo") == [m.Measure(frozenset({"ada", "bo"}))]
+    live(shell, LOOK_S, "ada", "bo")
+    assert acts(shell.tell(m.Measured(frozenset({"ada"})))) == [m.Solve(1, frozenset({"ada"}))]
+
+
+def test_as_soon_as_the_wanted_devices_are_there_it_begins():
+    shell = head(wanted=2)
+    welcome(shell, "ada")
+    assert shell.attempt is None
+    welcome(shell, "bo")
+    assert shell.candidates == {"ada", "bo"}
+
+
+def test_fewer_than_wanted_is_the_end_with_every_reason():
+    shell = head(wanted=2)
+    welcome(shell, "ada")
+    shell.tell(m.Seen("bo", True))
+    shell.tell(m.Refused("bo", "works for another head"))
+    *_, last = live(shell, LOOK_S + GREETING_S, "ada")
+    assert isinstance(last, m.GiveUp)
+    assert "found 1 of 2" in last.reason
+    assert "bo: works for another head" in last.reason
+
+
+def test_after_the_end_nothing_is_done():
+    shell = head(solo=True)
+    assert no_plan(shell) == [m.GiveUp("too large")]
+    assert shell.wake(shell.now + 100.0) == []
+    assert shell.tell(m.Seen("ada", True)) == []
+    assert wake_at(shell.state, shell.now) is None
+
+
+def test_a_wanted_device_that_is_silent_for_a_moment_is_not_given_up():
+    shell = head(wanted=2)
+    welcome(shell, "ada", "bo")
+    live(shell, LOOK_S, "ada", "bo")
+    live(shell, 2.0, "ada")
+    assert shell.state.devices["bo"].phase is m.Phase.SUSPECTED
+    assert not shell.ended
+    shell.tell(m.Heard("bo"))
+    assert shell.candidates == {"ada", "bo"}
+
+
+def test_an_attempt_at_the_first_ring_that_breaks_by_nobodys_fault_is_the_end():
+    shell = head(solo=True)
+    solve(shell)
+    assert broken(shell) == [m.Abandon(1), m.GiveUp("it broke")]
+
+
+def test_the_first_ring_is_formed_again_without_the_device_to_blame():
+    shell = head(wanted=2)
+    welcome(shell, "ada", "bo")
+    solve(shell)
+    assert broken(shell, "bo") == [m.Abandon(1), m.Solve(2, frozenset({"ada"}))]
+
+
+def test_the_first_ring_takes_a_barred_device_rather_than_none_and_gives_up_after_three_failures():
+    shell = head(wanted=1)
+    welcome(shell, "ada")
+    solve(shell)
+    broken(shell, "ada")
+    assert no_plan(shell) == [m.Solve(3, frozenset({"ada"}))]
+    solve(shell)
+    assert broken(shell, "ada") == [m.Abandon(3)]
+    assert solves(live(shell, 4.1, "ada")) == [{"ada"}]
+    solve(shell)
+    assert broken(shell, "ada")[-1] == m.GiveUp("it broke")
+
+
+@pytest.mark.parametrize("solved", [False, True])
+def test_a_device_lost_before_the_first_ring_serves_is_done_without(solved):
+    shell = head()
+    welcome(shell, "ada", "bo")
+    live(shell, LOOK_S, "ada", "bo")
+    if solved:
+        solve(shell)
+    effects = acts(shell.tell(m.Lost("bo", "its process ended")))
+    assert effects == [m.Drop("bo"), m.Abandon(1), m.Solve(2, frozenset({"ada"}))]
+
+
+# ---- who is spoken to -----------------------------------------------------------------------------------------------
+
+
+def test_a_device_without_trust_is_seen_and_nothing_more():
+    shell = serving("ada")
+    assert shell.tell(m.Seen("eve", False)) == []
+    assert live(shell, 30.0, "ada", "eve") == []
+    assert phase_of(shell.state, "eve") is m.Phase.DISCOVERED
+
+
+def test_a_device_is_greeted_once_it_is_trusted():
+    shell = serving("ada")
+    shell.tell(m.Seen("bo", False))
+    assert shell.tell(m.Seen("bo", True)) == [m.Greet("bo")]
+    assert phase_of(shell.state, "bo") is m.Phase.PAIRED
+
+
+def test_a_welcome_after_trust_was_withdrawn_is_dropped():
+    shell = serving("ada")
+    shell.tell(m.Seen("bo", True))
+    shell.tell(m.Seen("bo", False))
+    assert shell.tell(m.Welcomed("bo")) == [m.Drop("bo")]
+    assert phase_of(shell.state, "bo") is m.Phase.DISCOVERED
+
+
+def test_a_crowd_of_strangers_is_not_remembered():
+    shell = serving("ada")
+    for count in range(10 * MOST_STRANGERS):
+        shell.tell(m.Seen(f"eve{count}", False))
+    assert len(shell.state.devices) == MOST_STRANGERS + 1
+    assert m.Greet("bo") in shell.tell(m.Seen("bo", True))
+
+
+def test_a_device_that_refuses_is_greeted_ever_more_rarely():
+    shell = serving("ada")
+    shell.tell(m.Seen("bo", True))
+    pauses_s = []
+    for _ in range(7):
+        shell.tell(m.Refused("bo", "busy"))
+        start = shell.now
+        while not shell.greets:
+            live(shell, 0.5, "ada")
+        pauses_s.append(shell.now - start)
+    assert pauses_s == pytest.approx([0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0])
+
+
+def test_before_the_first_ring_a_device_that_refuses_is_greeted_every_half_second():
+    shell = head()
+    shell.tell(m.Seen("bo", True))
+    for _ in range(4):
+        shell.tell(m.Refused("bo", "busy"))
+        assert acts(shell.wake(shell.now + 0.5)) == [m.Greet("bo")]
+
+
+def test_a_device_that_vanished_is_forgotten_unless_there_is_a_link_to_it():
+    shell = serving("ada")
+    shell.tell(m.Seen("bo", False))
+    shell.tell(m.Vanished("bo"))
+    shell.tell(m.Vanished("ada"))
+    assert list(shell.state.devices) == ["ada"]
+    assert members(shell) == {"ada"}
+    shell.tell(m.Lost("ada", "its process ended"))
+    assert m.Greet("ada") not in shell.wake(shell.now + 60.0)
+
+
+def test_a_device_that_vanished_while_it_was_greeted_is_forgotten_when_it_refuses():
+    shell = serving("ada")
+    shell.tell(m.Seen("bo", True))
+    shell.tell(m.Vanished("bo"))
+    assert "bo" in shell.state.devices
+    shell.tell(m.Refused("bo", "no answer"))
+    assert "bo" not in shell.state.devices
+
+
+def test_a_device_shows_the_part_it_has():
+    shell = head()
+    welcome(shell, "ada", "bo")
+    assert phase_of(shell.state, "ada") is m.Phase.READY
+    live(shell, LOOK_S, "ada", "bo")
+    solve(shell, "ada")
+    assert [phase_of(shell.state, name) for name in ("ada", "bo")] == [m.Phase.LOADING, m.Phase.READY]
+    form(shell)
+    assert [phase_of(shell.state, name) for name in ("ada", "bo")] == [m.Phase.SERVING, m.Phase.READY]
+
+
+# ---- silence and loss -----------------------------------------------------------------------------------------------
+
+
+def test_a_silent_device_is_suspected_and_a_ring_without_it_is_tried_in_the_shadow():
+    shell = serving("ada", "bo")
+    assert live(shell, 1.4, "ada") == []
+    assert live(shell, 0.2, "ada") == [m.Solve(2, frozenset({"ada"}))]
+    assert phase_of(shell.state, "bo") is m.Phase.SUSPECTED
+    assert solve(shell) == [m.Form(2)]
+    assert form(shell) == []
+    assert shell.serving == 1
+
+
+def test_a_device_that_speaks_again_stays_and_the_shadow_is_forgotten():
+    shell = serving("ada", "bo")
+    live(shell, 2.0, "ada")
+    solve(shell)
+    form(shell)
+    assert acts(shell.tell(m.Heard("bo"))) == [m.Abandon(2)]
+    assert live(shell, 10.0, "ada", "bo") == []
+    assert members(shell) == {"ada", "bo"}
+
+
+def test_the_shadow_serves_the_moment_the_device_is_gone():
+    shell = serving("ada", "bo")
+    live(shell, 2.0, "ada")
+    solve(shell)
+    form(shell)
+    effects = live(shell, 2.1, "ada")
+    assert [type(effect) for effect in effects] == [m.Drop, m.Close, m.Serve]
+    assert effects[-1] == m.Serve(2, None)
+    assert shell.state.holding_s is None
+
+
+def test_a_shadow_that_is_not_ready_when_the_device_is_gone_is_gone_on_with():
+    shell = serving("ada", "bo")
+    live(shell, 2.0, "ada")
+    solve(shell)
+    assert [type(effect) for effect in live(shell, 2.1, "ada")] == [m.Drop, m.Close]
+    assert shell.state.holding_s is not None
+    assert form(shell) == [m.Serve(2, None)]
+
+
+def test_a_ring_on_its_way_after_a_loss_is_not_forgotten_because_another_device_speaks_again():
+    shell = serving("ada", "bo", "cy")
+    live(shell, 2.0, "ada", "cy")
+    solve(shell, "ada")
+    live(shell, 2.1, "ada")
+    assert phase_of(shell.state, "cy") is m.Phase.SUSPECTED
+    assert acts(shell.tell(m.Heard("cy"))) == []
+    assert form(shell) == [m.Serve(2, None)]
+
+
+def test_a_shadow_that_holds_the_last_suspect_is_made_anew():
+    shell = serving("ada", "bo", "cy")
+    live(shell, 1.6, "ada", "cy")
+    solve(shell)
+    live(shell, 2.0, "ada")
+    assert phase_of(shell.state, "cy") is m.Phase.SUSPECTED
+    assert acts(shell.tell(m.Heard("bo"))) == [m.Abandon(2), m.Solve(3, frozenset({"ada", "bo"}))]
+
+
+def test_a_lost_device_is_done_without_at_once():
+    shell = serving("ada", "bo")
+    effects = acts(shell.tell(m.Lost("bo", "its process ended")))
+    assert effects == [m.Drop("bo"), m.Close(1, "bo: its process ended"), m.Solve(2, frozenset({"ada"}))]
+    assert solve(shell) + form(shell) == [m.Form(2), m.Serve(2, None)]
+
+
+def test_a_device_without_a_part_is_lost_without_a_stir():
+    shell = serving("ada")
+    welcome(shell, "bo")
+    solve(shell, "ada", value=1.0)
+    assert acts(shell.tell(m.Lost("bo", "its process ended"))) == [m.Drop("bo")]
+    assert shell.serving == 1
+
+
+def test_a_candidate_that_falls_silent_while_the_plan_is_solved_is_left_out():
+    shell = serving("ada", "bo", "cy")
+    shell.tell(m.Lost("cy", "its process ended"))
+    assert shell.candidates == {"ada", "bo"}
+    effects = live(shell, 1.6, "ada")
+    assert m.Abandon(2) in effects
+    assert solves(effects) == [{"ada"}]
+
+
+@pytest.mark.parametrize("solved", [False, True])
+def test_a_device_lost_during_recovery_is_done_without_too(solved):
+    shell = serving("ada", "bo", "cy")
+    shell.tell(m.Lost("cy", "its process ended"))
+    if solved:
+        solve(shell)
+    assert acts(shell.tell(m.Lost("bo", "unplugged"))) == [m.Drop("bo"), m.Abandon(2), m.Solve(3, frozenset({"ada"}))]
+
+
+def test_a_head_left_alone_serves_alone():
+    shell = serving("ada")
+    assert acts(shell.tell(m.Lost("ada", "unplugged")))[-1] == m.Solve(2, frozenset())
+    assert solve(shell) + form(shell) == [m.Form(2), m.Serve(2, None)]
+
+
+# ---- rings that break -----------------------------------------------------------------------------------------------
+
+
+def test_a_broken_ring_is_formed_again_without_the_device_to_blame():
+    shell = serving("ada", "bo")
+    assert broken(shell, "bo") == [m.Close(1, "it broke"), m.Solve(2, frozenset({"ada"}))]
+
+
+@pytest.mark.parametrize("device", [None, "head", "nobody"])
+def test_a_broken_ring_is_formed_again_of_all_when_no_worker_is_to_blame(device):
+    shell = serving("ada", "bo")
+    assert broken(shell, device) == [m.Close(1, "it broke"), m.Solve(2, frozenset({"ada", "bo"}))]
+
+
+def test_an_attempt_that_needs_the_device_to_blame_is_not_gone_on_with():
+    shell = serving("ada", "bo", "cy")
+    live(shell, 2.0, "ada", "bo")
+    solve(shell)
+    effects = acts(shell.tell(m.Broken(1, "bo", "it broke")))
+    assert effects == [m.Abandon(2), m.Close(1, "it broke"), m.Solve(3, frozenset({"ada"}))]
+
+
+def test_an_attempt_that_breaks_is_made_again_at_once_without_the_device_to_blame():
+    shell = serving("ada", "bo", "cy")
+    shell.tell(m.Lost("cy", "unplugged"))
+    solve(shell)
+    assert broken(shell, "bo") == [m.Abandon(2), m.Solve(3, frozenset({"ada"}))]
+
+
+@pytest.mark.parametrize("device", [None, "head", "cy"])
+def test_an_attempt_that_breaks_by_nobodys_fault_is_made_again_after_a_pause_that_doubles(device):
+    shell = serving("ada", "cy")
+    shell.tell(m.Lost("cy", "unplugged"))
+    for pause_s in (2.0, 4.0, 8.0):
+        solve(shell)
+        assert broken(shell, device) == [m.Abandon(shell.state.epoch)]
+        assert solves(live(shell, pause_s - 0.1, "ada")) == []
+        assert solves(live(shell, 0.2, "ada")) == [{"ada"}]
+
+
+def test_failures_of_the_shadow_do_not_delay_recovery():
+    shell = serving("ada", "bo")
+    live(shell, 2.0, "ada")
+    solve(shell)
+    assert broken(shell) == [m.Abandon(2)]
+    assert solves(shell.tell(m.Lost("bo", "unplugged"))) == [{"ada"}]
+
+
+def test_the_bar_doubles_up_to_a_limit_and_is_forgiven():
+    shell = serving("ada", "bo")
+    bars_s = []
+    for _ in range(8):
+        broken(shell, "bo")
+        bars_s.append(shell.state.devices["bo"].barred_until_s - shell.now)
+        solve(shell)
+        form(shell)
+        live(shell, bars_s[-1] + SETTLE_S + 1.0, "ada", "bo")
+        solve(shell, value=0.1 ** len(bars_s))
+        form(shell)
+        live(shell, SETTLE_S, "ada", "bo")
+        assert members(shell) == {"ada", "bo"}
+    assert bars_s == pytest.approx([BAR_S * 2**count for count in range(6)] + [MOST_BAR_S] * 2)
+    live(shell, FORGIVEN_S + 1.0, "ada", "bo")
+    broken(shell, "bo")
+    assert shell.state.devices["bo"].barred_until_s - shell.now == pytest.approx(BAR_S)
+
+
+def test_a_fault_that_lasts_bars_for_long_and_another_fault_does_not_shorten_that():
+    shell = serving("ada", "bo")
+    shell.tell(m.Broken(1, "bo", "disk full", lasting=True))
+    until_s = shell.now + LASTING_BAR_S
+    shell.tell(m.Broken(2, "bo", "it broke"))
+    assert shell.state.devices["bo"].barred_until_s == until_s
+
+
+def test_a_barred_device_takes_part_if_there_is_no_plan_without_it():
+    shell = serving("ada", "bo")
+    broken(shell, "bo")
+    assert no_plan(shell) == [m.Solve(3, frozenset({"ada", "bo"}))]
+    assert solve(shell) + form(shell) == [m.Form(3), m.Serve(3, None)]
+    assert not shell.state.last_resort
+
+
+def test_no_plan_with_barred_devices_either_ends_the_answers_once():
+    shell = serving("ada", "bo")
+    broken(shell, "bo")
+    no_plan(shell)
+    assert no_plan(shell) == [m.Fail("too large")]
+    assert live(shell, RETRY_S - 0.1, "ada", "bo") == []
+
+
+def test_the_last_resort_breaks_and_is_tried_again_after_a_pause():
+    shell = serving("ada")
+    broken(shell, "ada")
+    no_plan(shell)
+    solve(shell)
+    assert broken(shell, "ada") == [m.Abandon(3)]
+    assert solves(live(shell, 1.9, "ada")) == []
+    assert solves(live(shell, 0.2, "ada")) == [{"ada"}]
+
+
+def test_the_second_ring_that_breaks_soon_is_formed_at_once_a_later_one_after_a_pause():
+    shell = serving("ada", "bo")
+    for pause_s in (0.0, 0.0, 1.0, 2.0):
+        assert broken(shell)[0] == m.Close(shell.state.epoch - (0 if pause_s else 1), "it broke")
+        if pause_s:
+            assert solves(live(shell, pause_s - 0.1, "ada", "bo")) == []
+            live(shell, 0.2, "ada", "bo")
+        solve(shell)
+        form(shell)
+
+
+def test_answers_that_break_ring_after_ring_end():
+    shell = serving("ada", "bo")
+    live(shell, SETTLE_S, "ada", "bo")
+    failed = []
+    for _ in range(MOST_BREAKS + 1):
+        failed += [effect for effect in broken(shell) if isinstance(effect, m.Fail)]
+        live(shell, 5.0, "ada", "bo")
+        solve(shell)
+        form(shell)
+    assert failed == [m.Fail(f"{MOST_BREAKS} rings in a row broke: it broke")]
+    live(shell, SETTLE_S, "ada", "bo")
+    assert not any(isinstance(effect, m.Fail) for effect in broken(shell))
+
+
+# ---- no ring --------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_plan_the_answers_end_at_once_and_the_same_devices_are_asked_again_later():
+    shell = serving("ada", "bo")
+    shell.tell(m.Lost("bo", "unplugged"))
+    assert no_plan(shell) == [m.Fail("too large")]
+    assert shell.state.holding_s is None
+    assert solves(live(shell, RETRY_S - 0.1, "ada")) == []
+    assert solves(live(shell, 0.2, "ada")) == [{"ada"}]
+
+
+def test_a_device_that_returns_while_there_is_no_ring_is_taken_at_once_though_it_is_barred():
+    shell = serving("ada", "bo")
+    shell.tell(m.Lost("bo", "unplugged"))
+    no_plan(shell)
+    live(shell, 0.6, "ada")
+    welcome(shell, "bo")
+    assert shell.state.devices["bo"].barred_until_s > shell.now
+    assert shell.candidates == {"ada", "bo"}
+
+
+def test_devices_that_came_while_no_plan_was_found_are_asked_before_the_answers_end():
+    shell = serving("ada", "bo")
+    shell.tell(m.Seen("cy", True))
+    shell.tell(m.Welcomed("cy"))
+    shell.tell(m.Lost("bo", "unplugged"))
+    shell.tell(m.Measured(frozenset({"ada", "cy"})))
+    assert shell.candidates == {"ada"}
+    assert no_plan(shell) == [m.Solve(3, frozenset({"ada", "cy"}))]
+    assert shell.state.holding_s is not None
+
+
+def test_answers_wait_for_a_ring_for_so_long_and_no_longer():
+    shell = serving("ada", "bo", hold_s=10.0)
+    shell.tell(m.Lost("bo", "unplugged"))
+    solve(shell)
+    assert live(shell, 9.9, "ada") == [m.Greet("bo")]
+    (fail,) = live(shell, 0.2, "ada")
+    assert fail == m.Fail("no ring could be formed within 10 s")
+    assert form(shell) == [m.Serve(2, None)]
+
+
+# ---- a better plan --------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_gains_enough_is_taken():
+    shell = serving("ada")
+    welcome(shell, "bo")
+    assert shell.candidates == {"ada", "bo"}
+    assert solve(shell, value=0.9) == [m.Form(2)]
+    assert form(shell) == [m.Serve(2, 1)]
+
+
+def test_a_plan_that_gains_too_little_is_not_taken_and_not_asked_for_again():
+    shell = serving("ada")
+    welcome(shell, "bo")
+    assert solve(shell, value=0.91) == [m.Abandon(2)]
+    assert live(shell, 1000.0, "ada", "bo") == []
+    shell.tell(m.Lost("bo", "unplugged"))
+    live(shell, 1.0, "ada")
+    welcome(shell, "bo")
+    assert live(shell, 1000.0, "ada", "bo") == []
+
+
+def test_a_silence_does_not_make_the_same_plan_worth_asking_again():
+    shell = serving("ada")
+    welcome(shell, "bo")
+    solve(shell, value=0.95)
+    live(shell, 2.0, "bo")
+    no_plan(shell)
+    shell.tell(m.Heard("ada"))
+    assert live(shell, 100.0, "ada", "bo") == []
+
+
+def test_a_new_device_is_a_reason_to_ask_again():
+    shell = serving("ada")
+    welcome(shell, "bo")
+    solve(shell, value=0.95)
+    welcome(shell, "cy")
+    assert shell.candidates == {"ada", "bo", "cy"}
+
+
+def test_a_ring_settles_before_a_better_plan_is_looked_for():
+    shell = head(solo=True)
+    solve(shell)
+    form(shell)
+    welcome(shell, "ada")
+    assert live(shell, SETTLE_S - 0.1, "ada") == []
+    assert solves(live(shell, 0.2, "ada")) == [{"ada"}]
+
+
+def test_a_device_that_comes_and_goes_is_taken_ever_more_rarely():
+    shell = serving("ada")
+    welcome(shell, "bo")
+    solve(shell, value=0.5)
+    form(shell)
+    waits_s = []
+    for _ in range(4):
+        live(shell, SETTLE_S, "ada", "bo")
+        shell.tell(m.Lost("bo", "Wi-Fi"))
+        start = shell.now
+        solve(shell, value=1.0)
+        form(shell)
+        live(shell, 0.6, "ada")
+        welcome(shell, "bo")
+        while shell.attempt is None:
+            live(shell, 0.5, "ada", "bo")
+        waits_s.append(shell.now - start)
+        solve(shell, value=0.5)
+        form(shell)
+    assert waits_s == pytest.approx([5.0, 10.0, 20.0, 40.0], abs=0.7)
+
+
+def test_a_better_plan_that_cannot_be_formed_leaves_the_ring_as_it_is():
+    shell = serving("ada")
+    welcome(shell, "bo")
+    solve(shell, value=0.5)
+    assert broken(shell) == [m.Abandon(2)]
+    assert live(shell, 1000.0, "ada", "bo") == []
+    assert shell.serving == 1
+
+
+# ---- leaving --------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_leaves_hands_over_first():
+    shell = serving("ada", "bo")
+    assert acts(shell.tell(m.Leaving("bo", "Ctrl-C"))) == [m.Solve(2, frozenset({"ada"}))]
+    assert solve(shell) == [m.Form(2)]
+    assert form(shell) == [m.Serve(2, 1), m.Dismiss("bo")]
+    assert acts(shell.tell(m.Lost("bo", "left"))) == [m.Drop("bo")]
+    assert shell.serving == 2
+
+
+@pytest.mark.parametrize("fails", [no_plan, broken])
+def test_a_device_whose_layers_nobody_can_take_may_go_nonetheless(fails):
+    shell = serving("ada", "bo")
+    shell.tell(m.Leaving("bo", "Ctrl-C"))
+    assert fails(shell)[-1] == m.Dismiss("bo")
+    assert live(shell, 100.0, "ada", "bo") == []
+    assert shell.serving == 1
+
+
+def test_handing_over_goes_on_without_the_device_it_broke_by():
+    shell = serving("ada", "bo", "cy")
+    shell.tell(m.Leaving("cy", "Ctrl-C"))
+    solve(shell)
+    assert broken(shell, "bo") == [m.Abandon(2), m.Solve(3, frozenset({"ada"}))]
+
+
+def test_a_device_without_a_part_may_leave_at_once():
+    shell = serving("ada")
+    welcome(shell, "bo")
+    solve(shell, "ada", value=1.0)
+    assert shell.tell(m.Leaving("bo", "Ctrl-C")) == [m.Dismiss("bo")]
+
+
+def test_a_device_that_leaves_the_ring_on_its_way_is_left_out():
+    shell = head()
+    welcome(shell, "ada", "bo")
+    live(shell, LOOK_S, "ada", "bo")
+    solve(shell)
+    effects = shell.tell(m.Leaving("bo", "Ctrl-C"))
+    assert effects == [m.Abandon(1), m.Dismiss("bo"), m.Solve(2, frozenset({"ada"}))]
+
+
+def test_a_device_that_leaves_without_a_part_does_not_disturb_the_ring_on_its_way():
+    shell = head()
+    welcome(shell, "ada", "bo")
+    live(shell, LOOK_S, "ada", "bo")
+    solve(shell, "ada")
+    assert shell.tell(m.Leaving("bo", "Ctrl-C")) == [m.Dismiss("bo")]
+
+
+def test_who_waits_to_hand_over_may_go_when_the_ring_breaks():
+    shell = serving("ada", "bo", "cy")
+    shell.tell(m.Leaving("cy", "Ctrl-C"))
+    effects = acts(shell.tell(m.Lost("bo", "unplugged")))
+    assert m.Dismiss("cy") in effects
+    assert shell.candidates == {"ada"}
+
+
+def test_a_suspected_device_that_leaves_need_not_be_waited_for():
+    shell = serving("ada", "bo")
+    live(shell, 2.0, "ada")
+    solve(shell)
+    form(shell)
+    assert acts(shell.tell(m.Leaving("bo", "asleep soon"))) == [m.Serve(2, 1), m.Dismiss("bo")]
+
+
+def test_a_plan_that_gained_too_little_does_not_keep_a_device_from_handing_over():
+    shell = serving("ada", "bo")
+    welcome(shell, "cy")
+    solve(shell, value=0.5)
+    broken(shell, "bo")
+    assert shell.candidates == {"ada", "cy"}
+    solve(shell, value=1.0)
+    assert acts(shell.tell(m.Leaving("bo", "Ctrl-C"))) == [m.Solve(4, frozenset({"ada", "cy"}))]
+
+
+# ---- messages of long ago -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        m.Solved(1, frozenset({"ada"}), 0.1),
+        m.NoPlan(1, "too large"),
+        m.Formed(1),
+        m.Broken(1, "ada", "it broke"),
+        m.Formed(7),
+        m.Broken(7, "ada", "it broke"),
+        m.Heard("eve"),
+        m.Lost("eve", "unplugged"),
+        m.Leaving("eve", "Ctrl-C"),
+        m.Vanished("eve"),
+        m.Refused("eve", "busy"),
+        m.Measured(frozenset({"eve"})),
+    ],
+    ids=repr,
+)
+def test_what_is_said_of_other_rings_and_devices_changes_nothing(event):
+    shell = serving("ada", "bo")
+    shell.tell(m.Lost("bo", "unplugged"))
+    solve(shell)
+    form(shell)
+    before = shell.state
+    assert shell.tell(event) == []
+    assert shell.state == before
+
+
+def test_a_plan_counts_once():
+    shell = serving("ada", "bo")
+    shell.tell(m.Lost("bo", "unplugged"))
+    solve(shell)
+    before = shell.state
+    for event in (m.Solved(2, frozenset(), 0.1), m.NoPlan(2, "too large")):
+        assert shell.tell(event) == []
+        assert shell.state == before
+
+
+def test_a_due_moment_is_not_missed_by_rounding():
+    """Of a device heard at such a moment the difference of times is a little less than the patience."""
+    for count in range(1000):
+        now = 1000.0 + count * 0.1
+        shell = Shell.start(replace(SETTINGS, suspect_after_s=1.1, gone_after_s=3.3), now)
+        welcome(shell, "ada")
+        shell.wake(shell.now + 3.4)
+        assert shell.state.devices["ada"].phase is m.Phase.GONE
