@@ -27,9 +27,10 @@ class OwnerLimits:
         """What may be used of a GPU's memory of which so much is available."""
         return available_bytes if self.vram is None else min(available_bytes, bytes_of(self.vram, total_bytes))
 
-    def new_disk_bytes(self, free_bytes: int, cached_bytes: int) -> int:
-        """What new layers may take of a disk with so much free, where the cache holds ``cached_bytes`` already."""
-        return free_bytes if self.disk_bytes is None else min(free_bytes, max(0, self.disk_bytes - cached_bytes))
+    def disk_for_layers(self, free_bytes: int, cached_bytes: int) -> int:
+        """What layers may take of a disk with so much free. Layers that are cached give way to those of a new plan."""
+        room = free_bytes + cached_bytes
+        return room if self.disk_bytes is None else min(room, self.disk_bytes)
 
 
 NO_LIMITS: Final = OwnerLimits(ram=None, vram=None, disk_bytes=None)

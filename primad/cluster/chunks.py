@@ -72,8 +72,11 @@ class ChunkQueue:
         return None
 
     def _overdue(self, holds: frozenset[str]) -> Piece | None:
-        candidates = (piece for piece, asked in self._asked.items() if len(asked) < MOST_ASKED)
-        return next((piece for piece in candidates if piece.digest in holds), None)
+        trees = [piece for piece in self._asked if piece.number == TREE]
+        for piece in trees or self._asked:  # a tree that is awaited brings new chunks: it is not the end yet
+            if piece.digest in holds and len(self._asked[piece]) < MOST_ASKED:
+                return piece
+        return None
 
     def answered(self, source: str, piece: Piece) -> bool:
         """``source`` sent ``piece``, right or wrong, and may be asked for another; False when it was not asked for it.

@@ -109,7 +109,9 @@ class HeadEnd:
         return f"{self.host}:{self.port}"
 
     async def send(self, message: HeadMessage) -> None:
-        """Tell the worker something. Raises ``ClusterError`` when nothing leaves for ``GONE_AFTER_S``."""
+        """Tell the worker something. Raises ``ClusterError`` when nothing leaves for ``GONE_AFTER_S``, or it is closed."""
+        if self._socket.closed:
+            raise ClusterError(f"the link to {self.address} is closed")
         try:
             async with asyncio.timeout(GONE_AFTER_S):
                 await self._socket.send(encode(message))

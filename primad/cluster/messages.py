@@ -31,7 +31,7 @@ PROTOCOL: Final = 2
 OLDEST: Final = 2
 GONE_AFTER_S: Final = 4.0
 """How long an answer on the control link is awaited where nothing else is said."""
-MAX_MESSAGE_BYTES: Final = 64 << 20
+MAX_MESSAGE_BYTES: Final = 16 << 20
 PHASES: Final = ("fetch", "probe", "load")
 FAULTS: Final = ("fetch", "disk", "load", "ring")
 MAX_DEVICES: Final = 1024

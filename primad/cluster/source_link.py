@@ -83,7 +83,9 @@ class SourceLink:
         return decode_transfer(frames[0].buffer), frames[1].buffer if len(frames) == 2 else None
 
     def close(self) -> None:
-        """Close the connection; what was asked for is not answered any more."""
+        """Close the connection; what was asked for is not answered any more. Closing again does nothing."""
+        if self._socket.closed:
+            return
         self._watching.cancel()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)

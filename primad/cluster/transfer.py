@@ -120,18 +120,20 @@ class _Fetch:
         self._cache = cache
         self._progress = progress
         self._unfinished = set(parts)
+        self._complete: asyncio.Queue[LayerPart] = asyncio.Queue(len(parts))
         self._changed = asyncio.Event()
         self._reasons: dict[str, str] = {}
         self._disk_error: DiskError | None = None
 
     async def run(self, context: zmq.asyncio.Context, identity: Identity) -> None:
         """Fetch until all is here. Raises ``ClusterError``, of the disk too."""
-        await self._resume()
         async with asyncio.TaskGroup() as group:
+            finishing = group.create_task(self._finish_complete())
+            self._resume()
             tasks = [group.create_task(self._draw(context, identity, source)) for source in self._sources.values()]
             while self._disk_error is None and self._unfinished and not self.queue.unavailable():
                 await self.wait_change()
-            for task in tasks:
+            for task in (*tasks, finishing):
                 task.cancel()
         if self._disk_error is not None:
             raise self._disk_error
@@ -146,7 +148,7 @@ class _Fetch:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _resume(self) -> None:
+    def _resume(self) -> None:
         for digest, part in self.parts.items():
             if part.tree is None:
                 self.queue.add(digest, [TREE])
@@ -155,7 +157,7 @@ class _Fetch:
             lacking = part.lacking()
             self.queue.add(digest, lacking)
             if not lacking:
-                await self._finish(part)
+                self._complete.put_nowait(part)
 
     async def _draw(self, context: zmq.asyncio.Context, identity: Identity, source: Source) -> None:
         """Ask ``source`` for pieces until cancelled or until it fails."""
@@ -191,12 +193,19 @@ class _Fetch:
         complete = await in_thread(self._cache.write, part, piece.number, data)
         self._progress(len(data))
         if complete:
-            await self._finish(part)
+            self._complete.put_nowait(part)
 
-    async def _finish(self, part: LayerPart) -> None:
-        await in_thread(self._cache.finish, part)
-        self._unfinished.discard(part.ref.digest)
-        self._wake()
+    async def _finish_complete(self) -> None:
+        """Hash and name the layers that are complete, beside the fetching of others, until cancelled."""
+        try:
+            while True:
+                part = await self._complete.get()
+                await in_thread(self._cache.finish, part)
+                self._unfinished.discard(part.ref.digest)
+                self._wake()
+        except DiskError as exc:
+            self._disk_error = exc
+            self._wake()
 
     def _unavailable(self) -> ClusterError:
         lost = self.queue.unavailable()
@@ -244,7 +253,7 @@ class _Draw:
     def _patience_s(self) -> float:
         if self._chunk_s is not None and self._fetch.queue.replaceable(self._key):
             return max(STALL_S, STALL_CHUNKS * self._chunk_s)
-        return FIRST_STALL_S
+        return max(FIRST_STALL_S, 2 * STALL_CHUNKS * (self._chunk_s or 0.0))
 
     def _measure(self, data: memoryview | None) -> None:
         """Note how long the last answer took, as the time for a whole chunk."""

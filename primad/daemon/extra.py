@@ -8,15 +8,19 @@ from collections.abc import Callable, Sequence
 
 from halda import Window
 from primad.daemon.shard import Place, copy_layers, fits_twice, missing_layers, try_extra_buffers
-from primad.engine.probe import is_worth_it
+from primad.engine.probe import Verdict, is_worth_it
 from primad.engine.protocol import EngineOptions
 from primad.errors import ModelError
 from primad.gguf.architectures import cuttable, layer_count
 from primad.gguf.cache import LayerCache
 from primad.gguf.header import Header
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+from primad.limits import OwnerLimits
 
 TRIALS = 2
+
+Tried = dict[int, tuple[Verdict, Verdict]]
+"""Verdicts on a layer and on the tail of one model, by the layer where that tail begins."""
 
 
 async def choose_extra_buffers(
@@ -25,8 +29,13 @@ async def choose_extra_buffers(
     windows: Sequence[Window],
     options: EngineOptions,
     advance: Callable[[int], None],
+    *,
+    limits: OwnerLimits,
+    tried: Tried,
 ) -> list[bool]:
     """For each of ``windows`` whether it uses extra buffers; ``advance`` is told how many of ``TRIALS`` are done.
+
+    What was tried of this model before is in ``tried``, by where the tail begins; what is tried now is added.
 
     An architecture that cannot be cut has no window to try, so it stays without. Raises ``EngineError`` when llama.cpp
     cannot compute the model at all.
@@ -37,9 +46,25 @@ async def choose_extra_buffers(
     except ModelError:
         return [False] * len(windows)
     held = sum(header_bytes(header) * len(window.layers) // total for window in windows)
-    if not fits_twice(held):
+    if not fits_twice(held, limits):
         return [False] * len(windows)
     tail_first = _tail_first(windows, total, cuttable(header).cut_multiple)
+    if tail_first not in tried:
+        tried[tail_first] = await _try(place, header, tail_first, options, advance)
+    layer, tail = tried[tail_first]
+    return [
+        is_worth_it(layer, len(window.layers) - (total - tail_first), tail)
+        if window.last == total
+        else is_worth_it(layer, len(window.layers))
+        for window in windows
+    ]
+
+
+async def _try(
+    place: Place, header: Header, tail_first: int, options: EngineOptions, advance: Callable[[int], None]
+) -> tuple[Verdict, Verdict]:
+    """The verdicts on one layer, and on the tail from layer ``tail_first``."""
+    total = layer_count(header)
     folder = place.run / "probe"
     advance(0)
     try:
@@ -55,12 +80,7 @@ async def choose_extra_buffers(
         advance(TRIALS)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return [
-        is_worth_it(layer, len(window.layers) - (total - tail_first), tail)
-        if window.last == total
-        else is_worth_it(layer, len(window.layers))
-        for window in windows
-    ]
+    return layer, tail
 
 
 def header_bytes(header: Header) -> int:

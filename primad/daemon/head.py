@@ -41,6 +41,7 @@ from primad.cluster.peer import Peer
 from primad.cluster.trust import TrustedDevice, TrustStore
 from primad.config import Config, is_loopback
 from primad.daemon.backend import RingBackend
+from primad.daemon.extra import Tried
 from primad.daemon.head_ring import HeadRing, RingOptions, RingParts
 from primad.daemon.links import LinkBook
 from primad.daemon.pairing_desk import PairingDesk
@@ -64,6 +65,8 @@ SOLVE_S: Final = 5.0
 HOLD_S: Final = 900.0
 """Open answers wait at most this long for a ring that is on its way: layers may have to cross a slow network first."""
 TRUST_LOOK_S: Final = 2.0
+MOST_FORESEEN: Final = 8
+"""In larger rings the loss of one device is planned for when it comes."""
 _MAX_EVENTS: Final = 10_000
 
 
@@ -133,6 +136,10 @@ class HeadDaemon:
         self._named: dict[str, tuple[str, int, str]] = {}
         self._told: set[tuple[str, str]] = set()
         self._workers: dict[str, WorkerLink] = {}
+        self._known_keys: set[str] = set()
+        self._tried: Tried = {}
+        self._foreseen: dict[frozenset[str], tuple[Plan, Prediction | None, float]] = {}
+        self._foreseeing: asyncio.Task[None] | None = None
         self._plans: dict[int, tuple[Plan, Prediction | None]] = {}
         self._rings: dict[int, HeadRing] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
@@ -296,7 +303,7 @@ class HeadDaemon:
         self._post(members.Seen(peer.device, trusted))
         if not peer.key:
             self._tell_once(peer.device, version_gap(self._config.name, peer.device, peer.version, peer.protocol))
-        elif not trusted:
+        elif not trusted and peer.key not in self._known_keys:
             self._tell_once(
                 peer.device,
                 f"{peer.device} is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there",
@@ -378,6 +385,7 @@ class HeadDaemon:
         if previous is not None:
             previous.close()
         self._workers[name] = worker
+        self._known_keys.add(worker.key)
         self._told = {(device, line) for device, line in self._told if device != name}
         if worker.build != self._place.build:
             self._reporter.say(
@@ -438,9 +446,8 @@ class HeadDaemon:
         workers = [self._workers[name] for name in sorted(candidates) if name in self._workers]
         self._describe("planning")
         try:
-            own = await asyncio.to_thread(self._profile)
-            devices = [own, *(worker.profile for worker in workers)]
-            plan, prediction, value = await self._plan(devices)
+            foreseen = self._foreseen.get(candidates)
+            plan, prediction, value = foreseen if foreseen is not None else await self._plan(workers)
         except (PlanError, Infeasible) as exc:
             self._post(members.NoPlan(epoch, str(exc)))
             return
@@ -450,9 +457,26 @@ class HeadDaemon:
         self._plans[epoch] = (plan, prediction)
         self._post(members.Solved(epoch, frozenset(plan.devices) - {plan.head}, value))
 
-    async def _plan(self, devices: Sequence[DeviceProfile]) -> tuple[Plan, Prediction | None, float]:
-        """The plan, what it promises and its objective; nothing is predicted for one that was set by hand."""
+    async def _foresee(self, candidates: frozenset[str], members: frozenset[str]) -> None:
+        """Plan for the loss of each of ``members``, so that no time goes into it when it comes. Nothing waits for this."""
+        for lost in sorted(members):
+            rest = candidates - {lost}
+            workers = [self._workers[name] for name in sorted(rest) if name in self._workers]
+            try:
+                self._foreseen[rest] = await self._plan(workers, background=True)
+            except (PrimadError, Infeasible) as exc:
+                logger.info("without %s there is no plan: %s", lost, exc)
+
+    async def _plan(
+        self, workers: Sequence[WorkerLink], *, background: bool = False
+    ) -> tuple[Plan, Prediction | None, float]:
+        """The plan for the head and ``workers``, what it promises and its objective.
+
+        Nothing is predicted for one that was set by hand. ``background`` lets all other work of this device go first.
+        """
         windows = self._options.windows
+        own = await asyncio.to_thread(self._profile)
+        devices = [own, *(worker.profile for worker in workers)]
         if windows is not None:
             if len(windows) > len(devices):
                 raise PlanError(
@@ -473,7 +497,8 @@ class HeadDaemon:
                 objective=self._options.objective,
                 require=frozenset(names if self._options.use_all else ()),
                 time_limit_s=SOLVE_S,
-            )
+            ),
+            background=background,
         )
         return solution.plan, solution.prediction, solution.objective_s
 
@@ -519,6 +544,7 @@ class HeadDaemon:
             on_broken=self._on_broken,
             reporter=self._reporter,
             links=self._book,
+            tried=self._tried,
         )
 
     def _on_broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
@@ -560,6 +586,7 @@ class HeadDaemon:
         )
         if instead is not None:
             self._start(self._abandon(instead))
+        self._foresee_losses()
         self._reporter.settle()
         for line in ring.describe():
             self._reporter.say(line)
@@ -568,6 +595,14 @@ class HeadDaemon:
                 f"predicted {ring.prediction.tokens_per_s:.3g} tokens/s, first token of an answer to "
                 f"{self._workload.prompt_tokens} tokens after {ring.prediction.ttft_s:.2g} s"
             )
+
+    def _foresee_losses(self) -> None:
+        if self._foreseeing is not None:
+            self._foreseeing.cancel()
+        self._foreseen.clear()
+        serving = self._state.serving if self._state is not None else None
+        if serving is not None and len(serving.members) <= MOST_FORESEEN and self._options.windows is None:
+            self._foreseeing = self._start(self._foresee(serving.candidates, serving.members))
 
     def _served(self) -> ServedModel:
         assert self._vocabulary is not None
@@ -611,11 +646,15 @@ class HeadDaemon:
                         "epoch": epoch,
                         "serving": self._backend.health().serving,
                         "detail": self._backend.health().detail,
-                        "cluster": self._cluster(),
+                        "devices": {each["device"]: _state_text(each) for each in self._cluster()},
                     }
                 )
             case Leave() | Pause() | Resume():
                 return Refusal(reason=f"{self._config.name} is the head, and the others need it; Ctrl-C ends it")
+
+
+def _state_text(each: dict[str, Any]) -> str:
+    return f"{each['phase']}: {each['reason']}" if each["reason"] else str(each["phase"])
 
 
 def _raise_ours(task: asyncio.Task[None]) -> None:

@@ -19,9 +19,9 @@ import psutil
 from halda import DeviceProfile, LinkProfile, Plan, Prediction
 from primad.cluster.messages import MAX_SOURCES, Load, Progress
 from primad.cluster.sockets import endpoint
-from primad.cluster.transfer_messages import MAX_ENDPOINTS, Source, is_endpoint
+from primad.cluster.transfer_messages import Source, is_endpoint
 from primad.config import LOOPBACK, Config, is_loopback
-from primad.daemon.extra import TRIALS, choose_extra_buffers
+from primad.daemon.extra import TRIALS, Tried, choose_extra_buffers
 from primad.daemon.links import LinkBook
 from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Reporter
@@ -88,7 +88,7 @@ class RingParts:
     """What a ring is formed from; ``prediction`` is what the plan promises, None when it was set by hand.
 
     ``workers`` are those with a window. ``key`` and ``layer_port`` are the head's own as a source of layers; every one of
-    ``holders`` may hold layers and is a source as well.
+    ``holders`` may hold layers and is a source as well. ``tried`` is what is known of extra buffers for this model.
     """
 
     plan: Plan
@@ -107,6 +107,7 @@ class RingParts:
     on_broken: OnBroken
     reporter: Reporter
     links: LinkBook
+    tried: Tried
 
 
 class HeadRing:
@@ -332,10 +333,9 @@ class HeadRing:
         for name, other in self._parts.holders.items():
             if name == worker.name:
                 continue
-            hosts = [self._parts.links.address(worker.name, name) or other.end.host]
-            endpoints = [endpoint(host, other.layer_port) for host in hosts][:MAX_ENDPOINTS]
-            if all(is_endpoint(each) for each in endpoints):  # a host name means something here only
-                sources.append(Source(device=name, key=other.key, endpoints=endpoints))
+            way = endpoint(self._parts.links.address(worker.name, name) or other.end.host, other.layer_port)
+            if is_endpoint(way) and "%" not in way:  # host names and scopes mean something here only
+                sources.append(Source(device=name, key=other.key, endpoints=[way]))
         return sources[:MAX_SOURCES]
 
     def _place_of(self, name: str) -> int:
@@ -426,7 +426,9 @@ class HeadRing:
         def advance(done: int) -> None:
             parts.reporter.progress(self.plan.head, "probe", done, TRIALS)
 
-        return await choose_extra_buffers(parts.place, parts.header, windows, options, advance)
+        return await choose_extra_buffers(
+            parts.place, parts.header, windows, options, advance, limits=parts.config.limits, tried=parts.tried
+        )
 
     def _probe_spec(self, first: int, last: int) -> WindowSpec | None:
         assert self._parts.cutter is not None

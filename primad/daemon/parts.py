@@ -363,7 +363,7 @@ class Parts:
         if load.force_extra_buffers:
             return True
         size = sum(ref.size_bytes for spec in load.windows for ref in spec.layers)
-        if load.probe is None or not fits_twice(size):
+        if load.probe is None or not fits_twice(size, self._config.limits):
             return False
         await self._tell(Progress(epoch=load.epoch, phase="probe", done=0, total=1))
         return is_worth_it(await try_extra_buffers(self._place, load.probe, options, width=load.width), 1)

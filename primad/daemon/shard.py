@@ -19,6 +19,7 @@ from primad.errors import ClusterError
 from primad.gguf.cache import LayerCache
 from primad.gguf.layers import LayerRef
 from primad.gguf.windows import ModelCutter, WindowSpec
+from primad.limits import OwnerLimits
 from primad.profiler.memory import memory
 from primad.ring.messages import OpenWindow
 
@@ -137,9 +138,10 @@ async def try_extra_buffers(
         remove_metadata(place, -1)
 
 
-def fits_twice(size_bytes: int) -> bool:
-    """Whether copies of ``size_bytes`` of weights leave this device enough memory."""
-    return size_bytes <= EXTRA_MEMORY_SHARE * memory().available_bytes
+def fits_twice(size_bytes: int, limits: OwnerLimits) -> bool:
+    """Whether copies of ``size_bytes`` of weights leave this device enough of the memory that primad may use."""
+    now = memory()
+    return size_bytes <= EXTRA_MEMORY_SHARE * limits.ram_bytes(now.available_bytes, now.total_bytes)
 
 
 def open_windows(

@@ -14,9 +14,11 @@ from typing import Final
 import msgspec
 
 from halda import DeviceProfile, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload, solve
+from primad.daemon.owner import apply_nice
 from primad.engine.probe import Stop
 from primad.errors import PlanError
 
+LEAST_NICE: Final = 19
 GRACE_S: Final = 60.0
 """The solver keeps to its time limit by and large; this much later it hangs."""
 
@@ -42,16 +44,19 @@ class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
     short_bytes: int
 
 
-async def solve_apart(question: Question) -> Solution:
-    """The answer of ``halda.solve``. Raises ``Infeasible`` as that does, ``PlanError`` when the child fails."""
+async def solve_apart(question: Question, *, background: bool = False) -> Solution:
+    """The answer of ``halda.solve``; in the ``background`` all other work goes first.
+
+    Raises ``Infeasible`` as that does, ``PlanError`` when the child fails.
+    """
     stop = Stop()
     try:
-        return await asyncio.to_thread(_ask, question, stop)
+        return await asyncio.to_thread(_ask, question, stop, background)
     finally:
         stop.set()
 
 
-def _ask(question: Question, stop: Stop) -> Solution:
+def _ask(question: Question, stop: Stop, background: bool) -> Solution:
     with subprocess.Popen(
         [sys.executable, "-m", "primad.daemon.solving"],
         stdin=subprocess.PIPE,
@@ -60,6 +65,8 @@ def _ask(question: Question, stop: Stop) -> Solution:
         start_new_session=True,
     ) as child:
         stop.watch(child)
+        if background:
+            apply_nice(child.pid, LEAST_NICE)
         try:
             answer, errors = child.communicate(msgspec.msgpack.encode(question), question.time_limit_s + GRACE_S)
         except subprocess.TimeoutExpired:

@@ -275,10 +275,8 @@ class WorkerDaemon:
 
     def _introduced(self, *, devices: list[tuple[str, str]], revoked: list[str], by: str) -> None:
         self._trust.introduce(devices, by)
-        for key in revoked:
-            if key != self._identity.public and key not in self._trust.revoked():
-                for device in self._trust.revoke(key):
-                    self._say(f"{by} does not trust {device.device} any more; neither does this device")
+        for device in self._trust.withdraw(revoked, by) or ():
+            self._say(f"{by} does not trust {device.device} any more; neither does this device")
 
     async def _measure_links(self, targets: list[LinkTarget]) -> None:
         links = await measure_links(self._context, self._identity, self._name, targets)
@@ -343,6 +341,14 @@ class WorkerDaemon:
     def _on_paired(self, device: TrustedDevice) -> None:
         del device  # its key is trusted from now on; it says hello by itself
 
+    def _state(self) -> str:
+        """How this device stands, for people."""
+        if self._pause.paused is not None:
+            return self._pause.paused
+        if self._lease is None:
+            return "waiting for a head"
+        return f"{'computes' if self._parts.is_serving else 'ready'} for {self._lease.head}"
+
     async def _administer(self, request: AdminRequest) -> AdminAnswer:
         match request:
             case OpenPairing():
@@ -359,6 +365,7 @@ class WorkerDaemon:
                     status={
                         "device": self._name,
                         "role": "worker",
+                        "devices": {self._name: self._state()},
                         "head": None if self._lease is None else self._lease.head,
                         "serving": self._parts.is_serving,
                         "paused": self._pause.paused,

@@ -170,7 +170,7 @@ def within(limits: OwnerLimits, profile: DeviceProfile, cached_bytes: int) -> De
     return replace(
         profile,
         ram_available_bytes=limits.ram_bytes(profile.ram_available_bytes, profile.ram_total_bytes),
-        disk=replace(profile.disk, free_bytes=limits.new_disk_bytes(profile.disk.free_bytes, cached_bytes)),
+        disk=replace(profile.disk, free_bytes=limits.disk_for_layers(profile.disk.free_bytes, cached_bytes)),
         gpu=gpu,
     )
 

@@ -27,12 +27,13 @@ from zmq.utils import z85
 
 from primad.engine.protocol import Hidden
 from primad.errors import ProtocolError, RingError
-from primad.ring.messages import MAX_HEADER_BYTES, Limits, StaleEpochError, Step, decode_step, encode
+from primad.ring.messages import MAX_HEADER_BYTES, Limits, Overdue, StaleEpochError, Step, decode_step, encode
 
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_STEPS: Final = 64
-SEND_TIMEOUT_S: Final = 30.0
+SEND_TIMEOUT_S: Final = 10.0
+"""A next device that takes no step for so long is not merely slow, since up to the mark steps only go into a buffer."""
 LOG_INTERVAL_S: Final = 1.0
 KEEPALIVE_IDLE_S: Final = 10
 HANDSHAKE_S: Final = 3.0
@@ -48,10 +49,11 @@ class Links:
     """The sockets of a ring process. ``endpoint`` is where the device before it sends to, ``key`` its public key.
 
     ``pull`` is readable when a step may have arrived, ``zap`` when ``admit`` is to be called.
-    A step that is not taken within ``patience_s`` breaks the ring.
+    The next device is late when it has not taken a step within ``patience_s``.
     """
 
     def __init__(self, host: str, limits: Limits, *, patience_s: float = SEND_TIMEOUT_S) -> None:
+        assert patience_s > 0
         self._limits = limits
         self._patience_s = patience_s
         public, self._secret = zmq.curve_keypair()
@@ -61,6 +63,7 @@ class Links:
         self._context = zmq.Context()
         self._push: zmq.Socket[bytes] | None = None
         self._waiting: tuple[Step, Hidden, float] | None = None
+        self._due_s = math.inf
         self.zap: zmq.Socket[bytes] = self._context.socket(zmq.REP)
         self.zap.setsockopt(zmq.LINGER, 0)
         self.zap.bind(_ZAP_ENDPOINT)
@@ -121,7 +124,7 @@ class Links:
         self._push = push
         self._sender = sender
         if self._waiting is not None:
-            self._waiting = (*self._waiting[:2], time.monotonic() + self._patience_s)
+            self._wait(*self._waiting[:2])
 
     @property
     def is_waiting(self) -> bool:
@@ -129,8 +132,22 @@ class Links:
         return self._waiting is not None
 
     def wait_s(self) -> float:
-        """Seconds until the next device's time to take the waiting step is up; infinity when none waits."""
-        return math.inf if self._waiting is None else max(0.0, self._waiting[2] - time.monotonic())
+        """Seconds until ``overdue`` has something to say; infinity when no step waits."""
+        return math.inf if self._waiting is None else max(0.0, self._due_s - time.monotonic())
+
+    def overdue(self) -> Overdue | None:
+        """The waiting step when it is late, at first and at each doubling of the wait; None otherwise."""
+        now = time.monotonic()
+        if self._waiting is None or now < self._due_s:
+            return None
+        step, _, since_s = self._waiting
+        while self._due_s <= now:
+            self._due_s += self._due_s - since_s
+        return Overdue(step=step.step, waited_s=now - since_s)
+
+    def _wait(self, step: Step, hidden: Hidden) -> None:
+        since_s = time.monotonic()
+        self._waiting, self._due_s = (step, hidden, since_s), since_s + self._patience_s
 
     def watched(self, *, receiving: bool) -> list[tuple[zmq.Socket[bytes], int]]:
         """The sockets and events (as ``zmq.zmq_poll`` takes them) that there is something to do for.
@@ -152,19 +169,13 @@ class Links:
         if self._push is None:
             raise RingError(f"step {step.step} arrived before this device knew its next device")
         if not self._send(step, hidden):
-            self._waiting = (step, hidden, time.monotonic() + self._patience_s)
+            self._wait(step, hidden)
 
     def flush(self) -> bool:
-        """Whether nothing waits any more. Raises ``RingError`` when the next device took nothing for too long."""
-        if self._waiting is None:
-            return True
-        step, hidden, deadline = self._waiting
-        if self._send(step, hidden):
+        """Whether nothing waits any more: send the waiting step if the next device takes it now."""
+        if self._waiting is not None and self._send(*self._waiting[:2]):
             self._waiting = None
-            return True
-        if time.monotonic() >= deadline:
-            raise RingError(f"the next device took no step for {self._patience_s:g} s; it is gone or hangs")
-        return False
+        return self._waiting is None
 
     def _send(self, step: Step, hidden: Hidden) -> bool:
         assert self._push is not None

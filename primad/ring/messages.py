@@ -340,9 +340,10 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
 
 
 class Overdue(msgspec.Struct, frozen=True, kw_only=True, tag="overdue"):
-    """Step ``step`` is out since ``waited_s``, much longer than such steps took before; told again at every doubling.
+    """Step ``step`` is late, and told to be so again at every doubling of ``waited_s``.
 
-    It may still come: a slow device is not a dead one. ``Open.step_timeout_s`` is where the ring breaks.
+    From the head: it is out for much longer than such steps were before. It may still come, since a slow device is not a
+    dead one; ``Open.step_timeout_s`` is where the ring breaks. From a worker: its next device does not take the step.
     """
 
     step: int

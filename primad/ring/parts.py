@@ -79,7 +79,11 @@ class Part(Protocol):
 
 
 class WorkerPart:
-    """Computes what arrives."""
+    """Computes what arrives.
+
+    A next device that takes nothing is told as ``Overdue`` and waited for: what this process has loaded is worth more than
+    the ring, and the daemon can reopen it for another one.
+    """
 
     def __init__(self, opening: Open, channel: RingChannel) -> None:
         self._channel = channel
@@ -130,7 +134,12 @@ class WorkerPart:
             self._links.admit()
 
     def turn(self) -> bool:
-        if not self._is_connected or not self._links.flush():
+        if not self._is_connected:
+            return False
+        if not self._links.flush():
+            overdue = self._links.overdue()
+            if overdue is not None:
+                self._channel.tell(overdue)
             return False
         message = self._links.receive()
         if message is None:
@@ -227,7 +236,12 @@ class HeadPart:
                 self._links.refuse(exc)
 
     def _may_compute(self) -> bool:
-        return self._is_connected and (self._links is None or self._links.flush())
+        if not self._is_connected or self._links is None or self._links.flush():
+            return self._is_connected
+        overdue = self._links.overdue()
+        if overdue is not None:
+            raise RingError(f"the next device took no step for {overdue.waited_s:.3g} s; it is gone or hangs")
+        return False
 
     def watched(self) -> Watched:
         return self._links.watched(receiving=self._is_connected) if self._links is not None else []

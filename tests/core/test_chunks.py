@@ -77,6 +77,16 @@ def test_an_idle_source_helps_with_what_is_overdue():
     assert not chunks.arrived(Piece("a", 0)), "it came before"
 
 
+def test_while_a_tree_is_awaited_only_trees_are_asked_for_again():
+    chunks = ChunkQueue(["one", "two"], UNDER_WAY)
+    chunks.holds("one", "ab")
+    chunks.holds("two", "ab")
+    chunks.add("a", [0])
+    chunks.add("b", [TREE])
+    assert [chunks.take("one"), chunks.take("one")] == [Piece("a", 0), Piece("b", TREE)]
+    assert chunks.take("two") == Piece("b", TREE)
+
+
 def test_an_answer_that_was_not_asked_for_is_none():
     chunks = queue(one="a", two="a")
     chunks.take("one")

@@ -369,7 +369,8 @@ def test_a_home_that_cannot_be_made_is_refused(tmp_path):
 
 
 def test_without_limits_all_that_is_free_may_be_used():
-    assert NO_LIMITS.ram_bytes(5, 10) == NO_LIMITS.vram_bytes(5, 10) == NO_LIMITS.new_disk_bytes(5, 10) == 5
+    assert NO_LIMITS.ram_bytes(5, 10) == NO_LIMITS.vram_bytes(5, 10) == 5
+    assert NO_LIMITS.disk_for_layers(5, 10) == 15
 
 
 @given(st.integers(0, 1 << 50), st.integers(0, 1 << 50), st.integers(0, 1 << 50), st.floats(0.01, 1.0))
@@ -377,5 +378,5 @@ def test_a_limit_only_takes_away(available, total, limit, share):
     limits = OwnerLimits(ram=limit, vram=Share(share), disk_bytes=limit)
     assert limits.ram_bytes(available, total) == min(available, limit)
     assert limits.vram_bytes(available, total) == min(available, int(share * total))
-    assert 0 <= limits.new_disk_bytes(available, total) <= available
-    assert limits.new_disk_bytes(available, total) <= max(0, limit - total)
+    assert 0 <= limits.disk_for_layers(available, total) <= available + total
+    assert limits.disk_for_layers(available, total) <= limit

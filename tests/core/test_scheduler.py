@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from primad.errors import RingError
 from primad.ring.messages import Cancel, Finished, KvRemove, Sampled
 from primad.ring.scheduler import Draw, Planned, Scheduler
 from tests.fakes.ring import generate
@@ -210,6 +211,111 @@ def test_a_draw_is_wanted_by_the_generation_of_the_step():
     planned = next_step(made)
     assert made.wants_draw(planned.step) == generate(1, [1, 2])
     assert made.wants_draw(99) is None
+
+
+# ---- what an earlier epoch has drawn ---------------------------------------------------------------------------------
+
+
+def continued(prompt, drawn, *, tokens: int = 8, **options) -> Scheduler:
+    made = scheduler(**options)
+    assert made.submit(generate(1, prompt, drawn=drawn, tokens=tokens)) is None
+    return made
+
+
+def test_the_prompt_goes_in_the_same_chunks_and_each_drawn_token_alone():
+    made = continued(range(6), [20, 21, 22], depth=9)
+    steps = [next_step(made) for _ in range(5)]
+    assert [(step.tokens, step.positions) for step in steps] == [
+        ([0, 1, 2, 3], [0, 1, 2, 3]),
+        ([4, 5], [4, 5]),
+        ([20], [6]),
+        ([21], [7]),
+        ([22], [8]),
+    ]
+    assert [step.wants_output for step in steps] == [False, False, False, False, True]
+    assert made.next_step(0) is None
+    (sampled,) = made.commit(4, drawn(23), 0)
+    assert isinstance(sampled, Sampled)
+    assert next_step(made).tokens == [23]
+
+
+def test_a_replay_keeps_to_the_depth():
+    made = continued([1], range(10), tokens=20, depth=2)
+    next_step(made)
+    next_step(made)
+    assert made.next_step(0) is None
+    assert made.commit(0, None, 0) == []
+    assert next_step(made).tokens == [1]
+
+
+def test_tokens_of_earlier_epochs_count():
+    made = continued([1, 2], [5, 6], tokens=3)
+    for _ in range(3):
+        last = next_step(made)
+    _, finished = made.commit(last.step, drawn(7), 0)
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", 2, 3)
+
+
+def test_the_context_ends_a_continued_answer_where_it_would_have_ended():
+    made = continued([1, 2], [5], tokens=50, context=4)
+    last = [next_step(made) for _ in range(2)][-1]
+    _, finished = made.commit(last.step, drawn(6), 0)
+    assert isinstance(finished, Finished)
+    assert finished.completion_tokens == 2
+
+
+@pytest.mark.parametrize(("drawn", "tokens", "context"), [([5, 6], 2, 100), ([5, 6, 7], 2, 100), ([5, 6], 50, 4)])
+def test_a_complete_answer_ends_when_it_is_submitted(drawn, tokens, context):
+    made = scheduler(context=context)
+    finished = made.submit(generate(1, [1, 2], drawn=drawn, tokens=tokens))
+    assert finished is not None
+    assert (finished.reason, finished.completion_tokens) == ("length", len(drawn))
+    assert made.is_idle
+
+
+def test_the_time_to_the_first_token_is_that_of_the_first_new_one():
+    made = continued([1], [5], tokens=3)
+    last = [next_step(made, now=10.0) for _ in range(2)][-1]
+    made.commit(0, None, 11.0)
+    made.commit(last.step, drawn(6), 12.0)
+    finished = made.commit(next_step(made).step, drawn(7), 20.0)[-1]
+    assert isinstance(finished, Finished)
+    assert (finished.prompt_s, finished.decode_s) == (2.0, 8.0)
+
+
+# ---- draining -------------------------------------------------------------------------------------------------------
+
+
+def test_a_drain_hands_out_nothing_and_takes_everything_back():
+    made = with_prompt(range(12), depth=2)
+    next_step(made)
+    next_step(made)
+    made.drain()
+    assert not made.is_drained
+    assert made.commit(0, None, 0) == []
+    assert made.next_step(0) is None
+    assert made.commit(1, None, 0) == []
+    assert made.is_drained
+    assert made.next_step(0) is None
+
+
+def test_a_token_that_was_under_way_at_the_drain_is_told():
+    made = with_prompt([1, 2])
+    step = next_step(made).step
+    made.drain()
+    assert made.commit(step, drawn(9), 0) == [Sampled(request=1, token=9, logprob=None, top=())]
+    assert made.is_drained
+
+
+def test_nothing_is_submitted_after_a_drain():
+    made = scheduler()
+    made.drain()
+    with pytest.raises(RingError, match="request 3 was given to a ring that drains"):
+        made.submit(generate(3, [1]))
+
+
+# ---- our mistakes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prompt", [[], range(100), range(101)])

@@ -247,7 +247,8 @@ def blocked(model: FakeModel) -> Iterator[tuple[Process, Links, Opened]]:
         exchange(before, before, until=lambda: not before.is_waiting)
         while True:
             process.send(Report())
-            if process.expect(Status).steps == 1:
+            event = process.event()
+            if isinstance(event, Status) and event.steps == 1:
                 break
         yield process, before, opened
 
@@ -259,6 +260,23 @@ def test_a_worker_whose_next_device_is_gone_hears_its_daemon_and_ends_with_it(mo
             assert process.expect(Status).steps == 1
             process.expect(Status)
         assert process.close() < 5
+
+
+def test_a_worker_tells_of_a_next_device_that_takes_nothing_and_can_be_reopened(model, windows, monkeypatch):
+    monkeypatch.setattr(parts, "SEND_TIMEOUT_S", 0.05)
+    with blocked(model) as (process, _, _):
+        assert process.expect(Overdue).waited_s >= 0.05
+        assert process.expect(Overdue).waited_s >= 0.1
+        process.send(a_reopen(windows=[(1, 1), (2, 2)]))
+        while not isinstance(process.event(), Opened):
+            continue
+
+
+def test_a_head_breaks_when_its_next_device_takes_nothing(head_windows, monkeypatch):
+    monkeypatch.setattr(parts, "SEND_TIMEOUT_S", 0.05)
+    with started(a_head()) as (head, opened):
+        head.send(Connect(NOWHERE, NOBODY, opened.key))
+        assert "the next device took no step for 0.0" in head.failed()
 
 
 def test_a_worker_sends_to_the_next_device_that_it_is_told_while_it_waits(model, windows):

@@ -283,6 +283,18 @@ def test_the_first_address_that_answers_is_used(layers, cache):
     whole(cache, layers)
 
 
+def test_addresses_that_lead_to_one_device_are_one_source(layers, cache):
+    log: list[int] = []
+
+    async def once() -> None:
+        async with links() as context, served(context, layers, log=log) as source:
+            await fetch(context, [Source("head", source.key, source.endpoints * 16)], layers, cache)
+
+    run(once())
+    whole(cache, layers)
+    assert len(log) == BIG_CHUNKS + 2
+
+
 # ---- several sources ------------------------------------------------------------------------------------------------
 
 
@@ -300,7 +312,7 @@ def test_two_sources_share_the_work(layers, cache):
     run(once())
     whole(cache, layers)
     assert all(logs)
-    assert len(logs[0]) + len(logs[1]) <= BIG_CHUNKS + 2 + 2, "what is sent twice at the end is a chunk or two"
+    assert len(logs[0]) + len(logs[1]) <= BIG_CHUNKS + 2 + 3, "few chunks are sent twice at the end"
 
 
 def test_each_source_gives_what_only_it_has(layers, cache):
