@@ -1,0 +1,64 @@
+"""The head's own layers: cut out of the model file into the cache, with room made for them first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from primad.daemon.shard import copy_layers, missing_layers
+from primad.errors import DiskError, ModelError
+from primad.gguf.cache import LayerCache
+from primad.gguf.header import read_header
+from primad.gguf.layers import HEADER_BYTES, LayerCut, cut_layer
+from tests.fakes.gguf import toy_arrays, write_gguf
+
+
+class Cutter:
+    """What ``copy_layers`` needs of a ``ModelCutter``."""
+
+    def __init__(self, layers: Sequence[LayerCut]) -> None:
+        self.source = {layer.ref().digest: layer for layer in layers}.get
+
+
+@pytest.fixture
+def layers(tmp_path) -> list[LayerCut]:
+    model = read_header(write_gguf(tmp_path / "toy.gguf", toy_arrays()))
+    return [cut_layer(model, layer).hashed() for layer in range(3)]
+
+
+def copy(layers: Sequence[LayerCut], cache: LayerCache) -> list[int]:
+    """Copy ``layers``; what progress was told."""
+    told: list[int] = []
+    refs = [layer.ref() for layer in layers]
+    asyncio.run(copy_layers(Cutter(layers), cache, [*refs, *refs], told.append))
+    return told
+
+
+def test_layers_are_copied_once_and_counted(layers, tmp_path):
+    cache = LayerCache(tmp_path / "cache")
+    refs = [layer.ref() for layer in layers]
+    assert asyncio.run(missing_layers(cache, [*refs, *refs])) == refs
+    assert sum(copy(layers[:1], cache)) == layers[0].size_bytes
+    assert sum(copy(layers, cache)) == sum(layer.size_bytes for layer in layers)
+    assert asyncio.run(missing_layers(cache, refs)) == []
+
+
+def test_room_is_made_before_anything_is_written(layers, tmp_path):
+    cache = LayerCache(tmp_path / "cache", 3 * HEADER_BYTES)
+    copy(layers[:2], cache)
+    copy(layers[2:], cache)
+    assert len(cache.layers()) == 2
+    cache.hold("ring", [layer.ref().digest for layer in layers])
+    with pytest.raises(DiskError, match="do not fit"):
+        copy(layers, cache)
+    assert len(cache.layers()) == 2
+
+
+def test_a_model_file_that_went_away_leaves_nothing(layers, tmp_path):
+    cache = LayerCache(tmp_path / "cache")
+    layers[0].sources[0].path.unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        copy(layers[:1], cache)
+    assert cache.layers() == []
