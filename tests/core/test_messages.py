@@ -13,8 +13,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from halda import LinkProfile
+from halda import DeviceProfile, LinkProfile
 from primad.cluster import messages as cluster
+from primad.cluster import transfer_messages as transfer
 from primad.errors import ProtocolError
 from primad.gguf.layers import HEADER_BYTES, LayerRef, LayerTensor, check_ref, layer_header
 from primad.gguf.windows import WindowSpec
@@ -23,6 +24,11 @@ from tests.fakes.profile import PROFILE
 from tests.fakes.wire import anything, assert_one_line, numbers, outcome
 
 # ---- the control and layer links ------------------------------------------------------------------------------------
+
+
+KEY = "k" * 40
+HOSTILE = "\x1b[2J\r\nyou won" + "x" * 5000
+SOURCE = transfer.Source(device="lap", key=KEY, endpoints=["tcp://127.0.0.1:1", "tcp://[fe80::1%eth0]:7771"])
 
 
 def a_tensor(**changes: Any) -> LayerTensor:
@@ -47,7 +53,7 @@ def a_load(**changes: Any) -> cluster.Load:
         gpu_layers=[0],
         probe=msgspec.structs.replace(window, window=0, last=3, layers=(a_ref(),)),
         force_extra_buffers=False,
-        sources=["tcp://127.0.0.1:1"],
+        sources=[SOURCE],
         context=128,
         sequences=1,
         rows=64,
@@ -67,32 +73,46 @@ def a_link(**changes: Any) -> LinkProfile:
 
 
 def a_target(**changes: Any) -> cluster.LinkTarget:
-    return msgspec.structs.replace(cluster.LinkTarget(device="lap", addresses=["127.0.0.1"], port=1), **changes)
+    target = cluster.LinkTarget(device="lap", key=KEY, addresses=["127.0.0.1"], port=1)
+    return msgspec.structs.replace(target, **changes)
+
+
+def a_hello(**changes: Any) -> cluster.Hello:
+    hello = cluster.Hello(protocol=2, version="0", device="desk", session=1, build="b", gone_after_s=4.0)
+    return msgspec.structs.replace(hello, **changes)
+
+
+def a_welcome(profile: DeviceProfile = PROFILE, layer_port: int = 7771) -> cluster.Welcome:
+    return cluster.Welcome(protocol=2, version="0", build="b", profile=profile, layer_port=layer_port)
 
 
 STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[0.1], rss_bytes=1, private_bytes=1, refused=0)
 
 FROM_HEAD = [
-    cluster.Hello(protocol=1, version="0", device="desk", session=1),
+    cluster.Knock(protocol=2, oldest=2, version="0", device="desk"),
+    a_hello(),
+    cluster.Introduce(devices=[], revoked=[]),
+    cluster.Introduce(devices=[cluster.Introduction("lap", KEY)], revoked=[KEY]),
     a_load(),
-    a_load(probe=None),
-    cluster.Link(epoch=1, address="tcp://127.0.0.1:1"),
+    a_load(probe=None, sources=[]),
+    cluster.Link(epoch=1, address="tcp://127.0.0.1:1", key=KEY, sender=KEY),
     cluster.Release(epoch=1),
     cluster.Ping(status=True),
     cluster.MeasureLinks(targets=[]),
-    cluster.MeasureLinks(
-        targets=[cluster.LinkTarget(device="lap", addresses=["127.0.0.1", "::1", "fe80::1%eth0"], port=7770)]
-    ),
-    cluster.Echo(session=1, device="lap", payload=b"", answer_bytes=cluster.MAX_ECHO_BYTES),
-    cluster.Echo(session=1, device="lap", payload=bytes(cluster.MAX_ECHO_BYTES), answer_bytes=0),
+    cluster.MeasureLinks(targets=[a_target(addresses=["127.0.0.1", "::1", "fe80::1%eth0"], port=7770)]),
+    cluster.Echo(payload=b"", answer_bytes=cluster.MAX_ECHO_BYTES),
+    cluster.Echo(payload=bytes(cluster.MAX_ECHO_BYTES), answer_bytes=0),
+    cluster.Dismiss(),
 ]
 FROM_WORKER = [
-    cluster.Welcome(protocol=1, version="0", build="b", profile=PROFILE),
+    cluster.Knocked(protocol=2, oldest=2, version="0", device="lap"),
+    a_welcome(),
     cluster.Refused("busy"),
     cluster.Progress(epoch=1, phase="fetch", done=1, total=2),
-    cluster.Loaded(epoch=1, port=4000),
+    cluster.Loaded(epoch=1, port=4000, key=KEY),
     cluster.Linked(1),
-    cluster.Broken(epoch=1, error="no memory"),
+    cluster.Broken(epoch=1, error="no memory", fault="load"),
+    cluster.Leaving("paused"),
     cluster.Pong(),
     cluster.WorkerStatus(epoch=1, status=STATUS, daemon_rss_bytes=1),
     cluster.LinksMeasured(links=[]),
@@ -100,14 +120,19 @@ FROM_WORKER = [
     cluster.Echoed(b"123"),
 ]
 TRANSFER = [
-    cluster.FetchChunk(digest="ab" * 32, offset=0, size=1),
-    cluster.Chunk(digest="ab" * 32, offset=0),
-    cluster.NoChunk(digest="ab" * 32, offset=0, reason="gone"),
+    transfer.AskHolds(digests=["ab" * 32]),
+    transfer.Holds(held=[True, False]),
+    transfer.FetchDigests(digest="ab" * 32),
+    transfer.Digests(digest="ab" * 32, tree=b"1"),
+    transfer.FetchChunk(digest="ab" * 32, offset=0, size=1),
+    transfer.Chunk(digest="ab" * 32, offset=0),
+    transfer.NoChunk(digest="ab" * 32, offset=0, reason="gone"),
+    transfer.NoChunk(digest="ab" * 32, offset=None, reason="gone"),
 ]
 EVERY = [
     *((cluster.decode_from_head, message) for message in FROM_HEAD),
     *((cluster.decode_from_worker, message) for message in FROM_WORKER),
-    *((cluster.decode_transfer, message) for message in TRANSFER),
+    *((transfer.decode_transfer, message) for message in TRANSFER),
 ]
 
 
@@ -116,13 +141,13 @@ def test_every_message_of_the_cluster_arrives_as_it_was_sent(decode, message):
     assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize("decode", [cluster.decode_from_head, cluster.decode_from_worker, cluster.decode_transfer])
+@pytest.mark.parametrize("decode", [cluster.decode_from_head, cluster.decode_from_worker, transfer.decode_transfer])
 def test_a_message_of_another_conversation_is_refused(decode):
     accepted = [message for _, message in EVERY if not isinstance(outcome(decode, encode(message)), str)]
     assert accepted in (FROM_HEAD, FROM_WORKER, TRANSFER)
 
 
-decoders = st.sampled_from([cluster.decode_from_head, cluster.decode_from_worker, cluster.decode_transfer])
+decoders = st.sampled_from([cluster.decode_from_head, cluster.decode_from_worker, transfer.decode_transfer])
 
 
 @given(decoders, st.binary(max_size=200))
@@ -131,7 +156,7 @@ decoders = st.sampled_from([cluster.decode_from_head, cluster.decode_from_worker
 @example(cluster.decode_from_head, b"\x81\xa4type\xa4load" * 50_000)
 @example(cluster.decode_from_worker, b"\x82\xa4type\xa6status\xa6status\xdf\xff\xff\xff\xff")
 @example(cluster.decode_from_head, b"\x82\xa4type\xa4load\xa7windows\xdd\xff\xff\xff\xff")
-@example(cluster.decode_transfer, b"\x82\xa4type\xa5fetch\xa6digest\xa2\xff\xfe")
+@example(transfer.decode_transfer, b"\x82\xa4type\xa5fetch\xa6digest\xa2\xff\xfe")
 def test_random_bytes_on_the_control_and_layer_links_are_refused(decode, data):
     received = outcome(decode, data)
     if isinstance(received, str):
@@ -242,15 +267,14 @@ def test_links_to_impossible_targets_are_not_measured(targets):
 @pytest.mark.parametrize(
     "echo",
     [
-        cluster.Echo(session=1, device="lap", payload=b"", answer_bytes=-1),
-        cluster.Echo(session=1, device="lap", payload=b"", answer_bytes=cluster.MAX_ECHO_BYTES + 1),
-        cluster.Echo(session=1, device="lap", payload=b"", answer_bytes=1 << 62),
-        cluster.Echo(session=1, device="lap", payload=bytes(cluster.MAX_ECHO_BYTES + 1), answer_bytes=0),
-        cluster.Echo(session=1, device="\x1b[2J", payload=b"", answer_bytes=0),
+        cluster.Echo(payload=b"", answer_bytes=-1),
+        cluster.Echo(payload=b"", answer_bytes=cluster.MAX_ECHO_BYTES + 1),
+        cluster.Echo(payload=b"", answer_bytes=1 << 62),
+        cluster.Echo(payload=bytes(cluster.MAX_ECHO_BYTES + 1), answer_bytes=0),
     ],
-    ids=range(5),
+    ids=range(4),
 )
-def test_an_echo_that_is_too_large_or_for_nobody_is_refused(echo):
+def test_an_echo_that_is_too_large_is_refused(echo):
     with pytest.raises(ProtocolError):
         cluster.decode_from_head(encode(echo))
 
@@ -273,6 +297,49 @@ def test_an_impossible_link_is_refused(changes):
         with pytest.raises(ProtocolError) as refused:
             cluster.decode_from_worker(encode(cluster.LinksMeasured(links=links)))
         assert_one_line(str(refused.value))
+
+
+@pytest.mark.parametrize("key", ["", "k" * 39, "k" * 41, " " * 40, "#" * 40, "é" * 40, HOSTILE])
+@pytest.mark.parametrize(
+    "with_key",
+    [
+        lambda key: cluster.Link(epoch=1, address="tcp://127.0.0.1:1", key=key, sender=KEY),
+        lambda key: cluster.Link(epoch=1, address="tcp://127.0.0.1:1", key=KEY, sender=key),
+        lambda key: cluster.MeasureLinks(targets=[a_target(key=key)]),
+        lambda key: cluster.Introduce(devices=[cluster.Introduction("lap", key)], revoked=[]),
+        lambda key: cluster.Introduce(devices=[], revoked=[key]),
+        lambda key: a_load(sources=[msgspec.structs.replace(SOURCE, key=key)]),
+    ],
+    ids=["link to", "link from", "target", "introduced", "revoked", "source"],
+)
+def test_what_is_no_key_is_refused(with_key, key):
+    with pytest.raises(ProtocolError) as refused:
+        cluster.decode_from_head(encode(with_key(key)))
+    assert_one_line(str(refused.value))
+
+
+@pytest.mark.parametrize("gone_after_s", [0.0, -1.0, math.nan, math.inf, 1e9])
+def test_a_head_with_an_impossible_patience_is_refused(gone_after_s):
+    with pytest.raises(ProtocolError, match="a patience of"):
+        cluster.decode_from_head(encode(a_hello(gone_after_s=gone_after_s)))
+
+
+@pytest.mark.parametrize(
+    "endpoints",
+    [
+        [],
+        ["tcp://127.0.0.1:0"],
+        ["tcp://127.0.0.1"],
+        ["tcp://0.0.0.0:1"],
+        ["tcp://*:1"],
+        ["ipc:///tmp/x"],
+        ["tcp://desk.local:1"],
+    ],
+)
+def test_layers_are_not_fetched_from_impossible_places(endpoints):
+    source = msgspec.structs.replace(SOURCE, endpoints=endpoints)
+    with pytest.raises(ProtocolError, match="source of layers lap"):
+        cluster.decode_from_head(encode(a_load(sources=[source])))
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
@@ -372,31 +439,40 @@ def test_the_largest_layer_that_is_accepted_has_a_header():
 
 # ---- what is shown to people ----------------------------------------------------------------------------------------
 
-HOSTILE = "\x1b[2J\r\nyou won" + "x" * 5000
 
-
-@pytest.mark.parametrize("message", [cluster.Refused(HOSTILE), cluster.Broken(epoch=1, error=HOSTILE)])
+@pytest.mark.parametrize(
+    "message",
+    [cluster.Refused(HOSTILE), cluster.Broken(epoch=1, error=HOSTILE, fault="ring"), cluster.Leaving(HOSTILE)],
+)
 def test_the_texts_of_a_worker_are_one_printable_line(message):
     received = cluster.decode_from_worker(encode(message))
-    text = received.reason if isinstance(received, cluster.Refused) else received.error
+    text = received.error if isinstance(received, cluster.Broken) else received.reason
     assert text.isprintable()
     assert "you won" in text
     assert len(text) < 400
 
 
 def test_the_reason_for_no_chunk_is_one_printable_line():
-    received = cluster.decode_transfer(encode(cluster.NoChunk(digest="ab", offset=0, reason=HOSTILE)))
-    assert isinstance(received, cluster.NoChunk)
+    received = transfer.decode_transfer(encode(transfer.NoChunk(digest="ab", offset=0, reason=HOSTILE)))
+    assert isinstance(received, transfer.NoChunk)
     assert received.reason.isprintable()
 
 
 @pytest.mark.parametrize("name", ["", HOSTILE, "a b", "[red]", "-x", "x" * 63, "é"])
 def test_a_device_without_a_proper_name_is_refused(name):
     with pytest.raises(ProtocolError, match="no device name"):
-        cluster.decode_from_head(encode(cluster.Hello(protocol=1, version="0", device=name, session=1)))
+        cluster.decode_from_head(encode(a_hello(device=name)))
+    with pytest.raises(ProtocolError, match="no device name"):
+        cluster.decode_from_head(encode(cluster.Knock(protocol=2, oldest=2, version="0", device=name)))
+    with pytest.raises(ProtocolError, match="no device name"):
+        cluster.decode_from_worker(encode(cluster.Knocked(protocol=2, oldest=2, version="0", device=name)))
+    with pytest.raises(ProtocolError, match="no device name"):
+        cluster.decode_from_head(encode(cluster.Introduce(devices=[cluster.Introduction(name, KEY)], revoked=[])))
+    with pytest.raises(ProtocolError, match="no device name"):
+        cluster.decode_from_head(encode(a_load(sources=[msgspec.structs.replace(SOURCE, device=name)])))
     profile = dataclasses.replace(PROFILE, device=name)
     with pytest.raises(ProtocolError, match="no device name"):
-        cluster.decode_from_worker(encode(cluster.Welcome(protocol=1, version="0", build="b", profile=profile)))
+        cluster.decode_from_worker(encode(a_welcome(profile)))
 
 
 @pytest.mark.parametrize(
@@ -408,14 +484,16 @@ def test_a_device_without_a_proper_name_is_refused(name):
 def test_a_profile_with_impossible_figures_is_refused(figures):
     profile = dataclasses.replace(PROFILE, **figures)
     with pytest.raises(ProtocolError, match="impossible"):
-        cluster.decode_from_worker(encode(cluster.Welcome(protocol=1, version="0", build="b", profile=profile)))
+        cluster.decode_from_worker(encode(a_welcome(profile)))
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        cluster.Loaded(epoch=1, port=0),
-        cluster.Loaded(epoch=1, port=65_536),
+        cluster.Loaded(epoch=1, port=0, key=KEY),
+        cluster.Loaded(epoch=1, port=65_536, key=KEY),
+        a_welcome(layer_port=0),
+        cluster.Broken(epoch=1, error="no memory", fault="dance"),
         cluster.Progress(epoch=1, phase="dance", done=0, total=1),
         cluster.Progress(epoch=1, phase="load", done=2, total=1),
         cluster.Progress(epoch=1, phase="load", done=-1, total=1),
