@@ -36,6 +36,15 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Daemons stay on loopback, and trust nobody whom this user runs beside the tests, nor are they trusted there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRIMAD_HOST", "127.0.0.1")
+        patch.setenv("PRIMAD_LOCAL_TRUST", str(tmp_path_factory.mktemp("trust") / "local-devices"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct Q4_1: 30 layers."""

@@ -1,4 +1,4 @@
-"""Quantities as people write and read them; SI inside, one place where they are parsed and shown."""
+"""Quantities as people write and read them; SI inside. Sizes and rates are read as everywhere (``primad/values.py``)."""
 
 from __future__ import annotations
 
@@ -6,34 +6,11 @@ import re
 from typing import Final
 
 from primad.errors import ConfigError
+from primad.values import parse_bytes as parse_bytes
+from primad.values import parse_rate as parse_rate
 
-_NUMBER: Final = r"(\d{1,15}(?:\.\d{1,9})?)"
-_SIZE: Final = re.compile(_NUMBER + r"\s*([kKMGT]?)(i?)B")
-_RATE: Final = re.compile(_NUMBER + r"\s*([kKMGT]?)(i?)(B|bit)/s")
-_TIME: Final = re.compile(_NUMBER + r"\s*(us|µs|ms|s)")
-_POWERS: Final[dict[str, float]] = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+_TIME: Final = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(us|µs|ms|s)")
 _SECONDS: Final = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-_MOST: Final = 1 << 59
-
-
-def parse_bytes(text: str, source: str) -> int:
-    """Bytes of ``16GiB``, ``1.5GB`` or ``800MB``. Raises ``ConfigError`` naming ``source``."""
-    match = _SIZE.fullmatch(text.strip())
-    size = -1.0 if match is None else float(match[1]) * (1024.0 if match[3] else 1000.0) ** _POWERS[match[2]]
-    if not 0 <= size <= _MOST:
-        raise ConfigError(f"{source}: {text!r} is no size; give one such as 16GiB or 500MB")
-    return round(size)
-
-
-def parse_rate(text: str, source: str) -> float:
-    """Bytes per second of ``1Gbit/s``, ``300Mbit/s`` or ``2.5GB/s``. Raises ``ConfigError`` naming ``source``."""
-    match = _RATE.fullmatch(text.strip())
-    rate = 0.0
-    if match is not None:
-        rate = float(match[1]) * (1024.0 if match[3] else 1000.0) ** _POWERS[match[2]] / (8 if match[4] == "bit" else 1)
-    if not 0 < rate <= _MOST:
-        raise ConfigError(f"{source}: {text!r} is no rate; give one such as 1Gbit/s or 500MB/s")
-    return rate
 
 
 def parse_seconds(text: str, source: str) -> float:
