@@ -19,8 +19,6 @@ import zmq.asyncio
 
 from primad.cluster.chunks import TREE, ChunkQueue, Piece
 from primad.cluster.identity import Identity
-from primad.cluster.layer_server import FindLayer as FindLayer
-from primad.cluster.layer_server import LayerServer as LayerServer
 from primad.cluster.sharing import TokenBucket
 from primad.cluster.source_link import SourceError, SourceLink, reach
 from primad.cluster.transfer_messages import (

@@ -16,8 +16,9 @@ import zmq.asyncio
 
 from primad.cluster.gate import Gate
 from primad.cluster.identity import new_identity
+from primad.cluster.layer_server import LayerServer
 from primad.cluster.source_link import REACH_S
-from primad.cluster.transfer import LayerServer, fetch_layers
+from primad.cluster.transfer import fetch_layers
 from primad.cluster.transfer_messages import CHUNK_BYTES, Source
 from primad.errors import ClusterError
 from primad.gguf.cache import LayerCache
@@ -32,7 +33,7 @@ from pathlib import Path
 import zmq.asyncio
 from primad.cluster.gate import Gate
 from primad.cluster.identity import new_identity
-from primad.cluster.transfer import LayerServer
+from primad.cluster.layer_server import LayerServer
 from primad.gguf.header import read_header
 from primad.gguf.layers import cut_layer
 
