@@ -41,8 +41,9 @@ class Settings:
     """What the owner decided.
 
     Without a sign of life for ``suspect_after_s`` a device is suspected, after ``gone_after_s`` gone. A better plan is taken
-    when it gains at least the share ``gain``. ``wanted`` is the number of workers to wait for at the start, None to take
-    who is there after ``look_s``. ``hold_s`` is how long open answers wait for a new ring. ``solo``: no worker is awaited.
+    when it gains at least the share ``gain``; with ``-inf`` any plan is, since every device is to have layers. ``wanted`` is
+    the number of workers to wait for at the start, None to take who is there after ``look_s``. ``hold_s`` is how long open
+    answers wait for a new ring. ``solo``: no worker is awaited.
     """
 
     head: str

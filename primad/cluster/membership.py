@@ -235,7 +235,11 @@ def _solved(state: State, event: Solved, effects: list[Effect]) -> State:
         if serving.value <= 0 or event.value > (1 - state.settings.gain) * serving.value:
             return abandon(_in_vain(state, attempt), effects)
         names = ", ".join(sorted(event.members)) or "the head alone"
-        effects.append(Say(f"a plan with {names} is {1 - event.value / serving.value:.0%} better; changing to it"))
+        better = 1 - event.value / serving.value
+        how = (
+            f"is {better:.0%} better; changing to it" if better > 0 else "takes over, as every device is to have layers"
+        )
+        effects.append(Say(f"a plan with {names} {how}"))
     effects.append(Form(event.epoch))
     return replace(state, attempt=replace(attempt, members=event.members, value=event.value))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -197,7 +198,8 @@ class HeadDaemon:
         """Ask the core about everything that happens, and do what it says."""
         loop = asyncio.get_running_loop()
         state = members.State(settings=self._settings(), started_s=loop.time())
-        event: members.Event = members.Tick()
+        # Named devices said welcome already: they are known before it is asked whether all are there.
+        event: members.Event = members.Tick() if self._events.empty() else self._events.get_nowait()
         while True:
             state, effects = step(state, event, loop.time())
             self._state = state
@@ -216,7 +218,7 @@ class HeadDaemon:
             head=config.name,
             suspect_after_s=config.suspect_after_s,
             gone_after_s=config.gone_after_s,
-            gain=config.replan_gain,
+            gain=-math.inf if options.use_all else config.replan_gain,
             wanted=options.wait or None,
             look_s=patience_s,
             hold_s=HOLD_S,

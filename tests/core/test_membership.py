@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -593,6 +594,13 @@ def test_a_plan_that_gains_too_little_is_not_taken_and_not_asked_for_again():
     live(shell, 1.0, "ada")
     welcome(shell, "bo")
     assert live(shell, 1000.0, "ada", "bo") == []
+
+
+def test_where_every_device_is_to_have_layers_a_new_one_is_taken_whatever_it_costs():
+    shell = serving("ada", gain=-inf)
+    welcome(shell, "bo")
+    assert solve(shell, value=3.0) == [m.Form(2)]
+    assert form(shell) == [m.Serve(2, 1)]
 
 
 def test_a_silence_does_not_make_the_same_plan_worth_asking_again():
