@@ -23,6 +23,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from primad.cluster.local_trust import VARIABLE as LOCAL_TRUST
+from primad.config import LOOPBACK
+
 PRIMAD = Path(sys.executable).with_name("primad")
 PATIENCE_S = 60.0
 STOP_S = 2.0
@@ -46,8 +49,9 @@ def free_port() -> int:
 
 
 def environment(mark: str, temporary: Path | None = None, **more: str) -> dict[str, str]:
-    """This environment without the user's own settings of primad."""
+    """This environment without the user's own settings of primad: on loopback, trusted by who has the same folder."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PRIMAD_")}
+    kept |= {"PRIMAD_HOST": LOOPBACK, LOCAL_TRUST: os.environ[LOCAL_TRUST]}
     if temporary is not None:
         kept |= {"TMPDIR": str(temporary)}
     return kept | {_MARK: mark} | more
