@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primad.errors import DiskError
@@ -332,6 +332,7 @@ cached = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(cached), st.integers(-10, 500))
 def test_as_few_as_needed_go_and_never_what_is_held(layers, excess):
     chosen = oldest_first(layers, excess)

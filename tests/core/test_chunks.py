@@ -219,6 +219,7 @@ TestFetching = Fetching.TestCase
 TestFetching.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(SOURCES), max_size=40))
 def test_one_source_alone_is_asked_for_each_chunk_once(asks):
     chunks = ChunkQueue(["one"], UNDER_WAY)

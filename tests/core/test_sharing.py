@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primad.cluster.sharing import BURST_S, COMPLAINT_INTERVAL_S, Complaints, FairQueue, TokenBucket
@@ -36,6 +36,7 @@ def test_after_a_pause_a_burst_goes_at_once_and_no_more():
     assert bucket.take(100, 3600.0) == pytest.approx(0.1)
 
 
+@settings(deadline=None)
 @given(
     st.floats(1.0, 1e9),
     st.lists(st.tuples(st.integers(1, 4 << 20), st.floats(0.0, 100.0)), min_size=1, max_size=50),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primad.cluster.identity import new_identity
@@ -45,6 +45,7 @@ def test_a_message_comes_through_as_it_was(message):
     assert decode_transfer(memoryview(encode(message))) == message
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_one_clear_error(data):
     error = ""
