@@ -502,3 +502,29 @@ def test_a_profile_with_impossible_figures_is_refused(figures):
 def test_impossible_news_of_a_worker_are_refused(message):
     with pytest.raises(ProtocolError, match="impossible"):
         cluster.decode_from_worker(encode(message))
+
+
+# ---- versions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "agreed"),
+    [
+        ((5, 4), (5, 4), 5),
+        ((5, 4), (4, 3), 4),
+        ((5, 4), (6, 5), 5),
+        ((5, 4), (3, 2), None),
+        ((5, 4), (7, 6), None),
+        ((5, 4), (9, 1), 5),
+    ],
+)
+def test_a_version_talks_to_its_neighbours_and_to_no_other_whoever_asks(monkeypatch, ours, theirs, agreed):
+    for (protocol, oldest), other in ((ours, theirs), (theirs, ours)):
+        monkeypatch.setattr(cluster, "PROTOCOL", protocol)
+        monkeypatch.setattr(cluster, "OLDEST", oldest)
+        assert cluster.agreed_protocol(*other) == agreed
+
+
+def test_a_field_of_a_newer_version_is_skipped():
+    content = msgspec.msgpack.decode(encode(a_hello())) | {"a_field_of_tomorrow": [1, 2]}
+    assert cluster.decode_from_head(msgspec.msgpack.encode(content)) == a_hello()

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -13,57 +18,50 @@ import zmq
 import zmq.asyncio
 
 from primad.cluster.control import HeadEnd, WorkerEnd
-from primad.cluster.messages import (
-    MAX_MESSAGE_BYTES,
-    Hello,
-    Linked,
-    Ping,
-    Pong,
-    Refused,
-    Release,
-)
-from primad.cluster.sockets import endpoint
+from primad.cluster.identity import new_identity
+from primad.cluster.messages import MAX_MESSAGE_BYTES, Linked, Ping, Pong, Refused, Release
+from primad.cluster.sockets import endpoint, listen, open_socket
 from primad.errors import ClusterError
 from primad.ring.messages import encode
+from tests.fakes.control import HEAD, HOST, gated, head_end
 
-PATIENCE_S = 20
-HELLO = Hello(protocol=1, version="0", device="desk", session=5)
+WORKER, SECOND = new_identity(), new_identity()
+HELLO = Ping(status=True)
 
 
 @asynccontextmanager
 async def worker_end(port: int | None = None) -> AsyncIterator[tuple[zmq.asyncio.Context, WorkerEnd]]:
     """A worker's end on a free port, and a limit on the test's time."""
-    context = zmq.asyncio.Context()
-    end = WorkerEnd(context, "127.0.0.1", port, 0)
-    try:
-        async with asyncio.timeout(PATIENCE_S):
+    async with gated() as context:
+        end = WorkerEnd(context, HOST, port, 0, identity=WORKER)
+        try:
             yield context, end
-    finally:
-        end.close()
-        context.destroy(linger=0)
+        finally:
+            end.close()
 
 
 @asynccontextmanager
 async def silent_worker() -> AsyncIterator[tuple[zmq.asyncio.Socket, HeadEnd]]:
     """A socket in place of a worker, and a head's end to it."""
-    context = zmq.asyncio.Context()
-    router = context.socket(zmq.ROUTER)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    head = HeadEnd(context, "127.0.0.1", port)
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            yield router, head
-    finally:
-        context.destroy(linger=0)
+    async with gated() as context:
+        router, port = listen(context, zmq.ROUTER, HOST, None, identity=WORKER)
+        yield router, HeadEnd(context, HOST, port, identity=HEAD, key=WORKER.public)
+
+
+def stranger_to(context: zmq.asyncio.Context, worker: WorkerEnd) -> zmq.asyncio.Socket:
+    """A device that was let in and sends what it likes."""
+    stranger = open_socket(context, zmq.DEALER, identity=SECOND, server=WORKER.public)
+    stranger.connect(endpoint(HOST, worker.port))
+    return stranger
 
 
 def test_messages_pass_both_ways():
     async def once() -> None:
         async with worker_end() as (context, worker):
-            head = HeadEnd(context, "127.0.0.1", worker.port)
+            head = head_end(context, worker, WORKER.public)
             await head.send(HELLO)
-            peer, message = await worker.receive()
-            assert message == HELLO
+            peer, key, message = await worker.receive()
+            assert (key, message) == (HEAD.public, HELLO)
             await worker.send(peer, Refused("busy"))
             assert await head.receive() == Refused("busy")
             assert head.address == f"127.0.0.1:{worker.port}"
@@ -75,12 +73,13 @@ def test_messages_pass_both_ways():
 def test_two_heads_are_told_apart():
     async def once() -> None:
         async with worker_end() as (context, worker):
-            heads = [HeadEnd(context, "127.0.0.1", worker.port) for _ in range(2)]
+            heads = [head_end(context, worker, WORKER.public, identity) for identity in (HEAD, SECOND)]
             peers = []
             for number, head in enumerate(heads):
                 await head.send(Release(epoch=number))
-                peer, message = await worker.receive()
+                peer, key, message = await worker.receive()
                 assert message == Release(epoch=number)
+                assert key == (HEAD, SECOND)[number].public
                 peers.append(peer)
             assert peers[0] != peers[1]
             for number in (1, 0):
@@ -101,7 +100,6 @@ GARBAGE = {
     "the other side's": [encode(Pong())],
     "nested without end": [b"\x91" * 100_000],
     "a length without content": [b"\x82\xa4type\xa4load\xa7windows\xdd\xff\xff\xff\xff"],
-    "a device without a name": [encode(Hello(protocol=1, version="0", device="\x1b[2J", session=5))],
 }
 
 
@@ -109,18 +107,32 @@ GARBAGE = {
 def test_garbage_for_the_worker_is_refused_with_a_line_and_it_hears_the_next_head(caplog, frames: Sequence[bytes]):
     async def once() -> None:
         async with worker_end() as (context, worker):
-            stranger = context.socket(zmq.DEALER)
-            stranger.connect(endpoint("127.0.0.1", worker.port))
+            stranger = stranger_to(context, worker)
             await stranger.send_multipart(frames)
             await stranger.send(encode(HELLO))
-            assert (await worker.receive())[1] == HELLO
+            assert (await worker.receive())[2] == HELLO
             stranger.close()
 
     with caplog.at_level(logging.WARNING, "primad.cluster.control"):
         asyncio.run(once())
     (record,) = caplog.records
-    assert record.getMessage().startswith("refused a message on the control link: ")
+    assert record.getMessage().startswith("refused a message on the control link (1 so far): ")
     assert record.getMessage().isprintable()
+
+
+def test_a_flood_of_garbage_is_one_line_a_second(caplog):
+    async def once() -> None:
+        async with worker_end() as (context, worker):
+            stranger = stranger_to(context, worker)
+            for _ in range(300):
+                await stranger.send(b"garbage")
+            await stranger.send(encode(HELLO))
+            assert (await worker.receive())[2] == HELLO
+
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING, "primad.cluster.control"):
+        asyncio.run(once())
+    assert 1 <= len(caplog.records) <= 1 + time.monotonic() - start
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"garbage"], [encode(Pong()), b""], [encode(HELLO)]])
@@ -146,9 +158,9 @@ def test_raw_bytes_on_the_control_port_disturb_nobody(garbage):
             _, writer = await asyncio.open_connection("127.0.0.1", worker.port)
             writer.write(garbage)
             await writer.drain()
-            head = HeadEnd(context, "127.0.0.1", worker.port)
+            head = head_end(context, worker, WORKER.public)
             await head.send(HELLO)
-            assert (await worker.receive())[1] == HELLO
+            assert (await worker.receive())[2] == HELLO
             head.close()
             writer.close()
 
@@ -158,13 +170,11 @@ def test_raw_bytes_on_the_control_port_disturb_nobody(garbage):
 def test_an_oversized_message_never_arrives_and_others_do():
     async def once() -> None:
         async with worker_end() as (context, worker):
-            stranger = context.socket(zmq.DEALER)
-            stranger.setsockopt(zmq.LINGER, 0)
-            stranger.connect(endpoint("127.0.0.1", worker.port))
+            stranger = stranger_to(context, worker)
             await stranger.send(bytes(MAX_MESSAGE_BYTES + 1))
-            head = HeadEnd(context, "127.0.0.1", worker.port)
+            head = head_end(context, worker, WORKER.public)
             await head.send(HELLO)
-            assert (await worker.receive())[1] == HELLO
+            assert (await worker.receive())[2] == HELLO
             head.close()
             stranger.close()
 
@@ -182,7 +192,7 @@ def test_an_answer_to_a_head_that_is_gone_is_lost_in_silence():
 def test_a_worker_that_says_nothing_is_given_up():
     async def once() -> None:
         async with silent_worker() as (_, head):
-            with pytest.raises(ClusterError, match=r"the device at 127\.0\.0\.1:\d+ has not answered for 0\.05 s"):
+            with pytest.raises(ClusterError, match=r"no answer from 127\.0\.0\.1:\d+ within 0\.05 s"):
                 await head.receive(0.05)
 
     asyncio.run(once())
@@ -190,17 +200,124 @@ def test_a_worker_that_says_nothing_is_given_up():
 
 def test_a_worker_that_comes_later_hears_what_was_said_before():
     async def once() -> None:
-        context = zmq.asyncio.Context()
         with socket.socket() as reserved:
-            reserved.bind(("127.0.0.1", 0))
+            reserved.bind((HOST, 0))
             port = reserved.getsockname()[1]
-            head = HeadEnd(context, "127.0.0.1", port)
+        async with gated() as context:
+            head = HeadEnd(context, HOST, port, identity=HEAD, key=WORKER.public)
             await head.send(Ping(status=False))
+            worker = WorkerEnd(context, HOST, port, 0, identity=WORKER)
+            assert (await worker.receive())[2] == Ping(status=False)
+
+    asyncio.run(once())
+
+
+def test_a_device_that_owns_another_key_hears_nothing():
+    async def once() -> None:
+        async with worker_end() as (context, worker):
+            wrong = head_end(context, worker, SECOND.public)
+            await wrong.send(Release(epoch=1))
+            right = head_end(context, worker, WORKER.public)
+            await right.send(Release(epoch=2))
+            assert (await worker.receive())[2] == Release(epoch=2)
+            with pytest.raises(ClusterError, match="no answer"):
+                await wrong.receive(0.2)
+
+    asyncio.run(once())
+
+
+def test_a_link_that_is_closed_says_so():
+    async def once() -> None:
+        async with worker_end() as (context, worker):
+            head = head_end(context, worker, WORKER.public)
+            head.close()
+            with pytest.raises(ClusterError, match=rf"the link to 127\.0\.0\.1:{worker.port} is closed"):
+                await head.send(Ping(status=False))
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize("host", ["tcp://x", "a b", "x\n"])
+def test_what_is_no_address_is_one_clear_error(host):
+    async def once() -> None:
+        async with gated() as context:
+            with pytest.raises(ClusterError, match="is no address to connect to: Invalid argument"):
+                HeadEnd(context, host, 1, identity=HEAD, key=WORKER.public)
+
+    asyncio.run(once())
+
+
+# ---- whether the other side's process has ended ---------------------------------------------------------------------
+
+LISTENER = """
+import asyncio, sys
+import zmq.asyncio
+from primad.cluster.control import WorkerEnd
+from primad.cluster.gate import Gate
+from primad.cluster.identity import Identity
+from primad.cluster.messages import Pong
+
+async def main():
+    context = zmq.asyncio.Context()
+    async with Gate(context, lambda _: True):
+        end = WorkerEnd(context, "127.0.0.1", None, 0, identity=Identity(*sys.argv[1:]))
+        print(end.port, flush=True)
+        while True:
+            peer, _, _ = await end.receive()
+            await end.send(peer, Pong())
+
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def listener() -> AsyncIterator[tuple[subprocess.Popen[str], HeadEnd]]:
+    """A worker's end in a process of its own that answers everything, and a head's end that it has answered."""
+    keys = new_identity()
+    command = [sys.executable, "-c", LISTENER, keys.public, keys.secret]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:  # noqa: ASYNC220  (starting does not wait)
         try:
-            async with asyncio.timeout(PATIENCE_S), worker_end(port) as (_, worker):
-                assert (await worker.receive())[1] == Ping(status=False)
+            assert child.stdout is not None
+            port = int(await asyncio.to_thread(child.stdout.readline))
+            async with gated() as context:
+                head = HeadEnd(context, HOST, port, identity=HEAD, key=keys.public)
+                await head.send(Ping(status=False))
+                assert await head.receive() == Pong()
+                yield child, head
         finally:
-            context.destroy(linger=0)
+            child.kill()
+
+
+def test_a_process_that_is_killed_is_noticed_within_a_second():
+    async def once() -> None:
+        async with listener() as (child, head):
+            ended = asyncio.create_task(head.wait_ended())
+            done, _ = await asyncio.wait([ended], timeout=0.3)
+            assert not done, "it is alive"
+            child.kill()
+            killed = time.monotonic()
+            await ended
+            assert time.monotonic() - killed < 1.0
+            head.close()
+
+    asyncio.run(once())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows stops no process")
+def test_a_process_that_is_stopped_has_not_ended():
+    async def once() -> None:
+        async with listener() as (child, head):
+            ended = asyncio.create_task(head.wait_ended())
+            os.kill(child.pid, signal.SIGSTOP)
+            done, _ = await asyncio.wait([ended], timeout=1.5)
+            assert not done
+            os.kill(child.pid, signal.SIGCONT)
+            await head.send(Ping(status=False))
+            assert await head.receive() == Pong()
+            assert not ended.done()
+            ended.cancel()
+            await asyncio.wait([ended])
+            head.close()
 
     asyncio.run(once())
 
@@ -209,7 +326,7 @@ def test_a_port_that_is_taken_is_named():
     async def once() -> None:
         async with worker_end() as (context, worker):
             with pytest.raises(ClusterError, match=rf"^--port {worker.port}: cannot listen on 127\.0\.0\.1: .* choose"):
-                WorkerEnd(context, "127.0.0.1", worker.port, 0)
+                WorkerEnd(context, HOST, worker.port, 0, identity=SECOND)
 
     asyncio.run(once())
 
@@ -217,7 +334,7 @@ def test_a_port_that_is_taken_is_named():
 def test_a_default_port_that_is_taken_becomes_another():
     async def once() -> None:
         async with worker_end() as (context, worker):
-            other = WorkerEnd(context, "127.0.0.1", None, worker.port)
+            other = WorkerEnd(context, HOST, None, worker.port, identity=SECOND)
             assert other.port != worker.port
             other.close()
 

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import pytest
 import zmq.asyncio
 
 from halda import LinkProfile
 from primad.cluster import linkprobe
-from primad.cluster.control import WorkerEnd
+from primad.cluster.identity import new_identity
 from primad.cluster.linkprobe import UNREACHABLE_S, measure_links
-from primad.cluster.messages import (
-    MAX_ADDRESSES,
-    PROTOCOL,
-    Echo,
-    Echoed,
-    Hello,
-    LinksMeasured,
-    LinkTarget,
-    MeasureLinks,
-    Ping,
-    Pong,
-    Refused,
-    Welcome,
-)
+from primad.cluster.messages import MAX_ADDRESSES, LinkTarget
 from primad.daemon import links as links_module
-from primad.daemon import worker_link
 from primad.daemon.links import LinkBook
-from primad.daemon.worker_link import DeviceLostError, Worker, greet
-from tests.fakes.profile import PROFILE
+from primad.daemon.worker_link import Caller, DeviceLostError, WorkerLink, greet
+from tests.fakes.control import HEAD, HOST, FakeDevice, gated, head_end
 
 PATIENCE_S = 30
-SESSION = 7
 
 
 class Lines:
@@ -57,60 +41,49 @@ class Lines:
         pass
 
 
-class Device:
-    """A worker's control link: greets, answers echoes of ``SESSION`` and measures links, as the daemon does."""
+class Nobody:
+    """Hears what becomes of devices, and keeps it."""
 
-    def __init__(self, context: zmq.asyncio.Context, name: str) -> None:
-        self._context = context
-        self.name = name
-        self.end = WorkerEnd(context, "127.0.0.1", None, 0)
-        self.asked: list[list[str]] = []
-        self._task = asyncio.create_task(self._run())
+    def __init__(self) -> None:
+        self.gone: list[str] = []
 
-    def target(self, *addresses: str) -> LinkTarget:
-        return LinkTarget(device=self.name, addresses=list(addresses) or ["127.0.0.1"], port=self.end.port)
+    def heard(self, device: str) -> None:
+        """Signs of life are not counted here."""
 
-    async def leave(self) -> None:
-        """It is gone without a word."""
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
-        self.end.close()
+    def lost(self, device: str, reason: str) -> None:
+        self.gone.append(device)
 
-    async def _run(self) -> None:
-        while True:
-            peer, message = await self.end.receive()
-            match message:
-                case Hello():
-                    profile = dataclasses.replace(PROFILE, device=self.name)
-                    await self.end.send(peer, Welcome(protocol=PROTOCOL, version="1", build="b", profile=profile))
-                case Echo(session=session, device=device, answer_bytes=size):
-                    known = (session, device) == (SESSION, self.name)
-                    await self.end.send(peer, Echoed(bytes(size)) if known else Refused("a stranger"))
-                case MeasureLinks(targets=targets):
-                    if targets:
-                        self.asked.append([target.device for target in targets])
-                    links = await measure_links(self._context, self.name, targets, SESSION)
-                    await self.end.send(peer, LinksMeasured(links=links))
-                case Ping():
-                    await self.end.send(peer, Pong())
+    def leaving(self, device: str, reason: str) -> None:
+        raise AssertionError(f"{device} leaves: {reason}")
 
 
 @asynccontextmanager
-async def devices(*names: str) -> AsyncIterator[tuple[zmq.asyncio.Context, list[Device]]]:
-    context = zmq.asyncio.Context()
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            made = [Device(context, name) for name in names]
-            yield context, made
-            for device in made:
-                await device.leave()
-    finally:
-        context.destroy(linger=0)
+async def devices(*names: str) -> AsyncIterator[tuple[zmq.asyncio.Context, list[FakeDevice]]]:
+    async with gated(patience_s=PATIENCE_S) as context:
+        made = [FakeDevice(context, name) for name in names]
+        yield context, made
+        for device in made:
+            await device.leave()
 
 
-async def greeted(context: zmq.asyncio.Context, *made: Device, host: str = "127.0.0.1") -> list[Worker]:
-    return [await greet(context, host, device.end.port, "desk", SESSION) for device in made]
+async def greeted(context: zmq.asyncio.Context, *made: FakeDevice, host: str = HOST) -> list[WorkerLink]:
+    caller = Caller(
+        context=context,
+        identity=HEAD,
+        device="desk",
+        session=7,
+        build="b",
+        gone_after_s=4.0,
+        ping_interval_s=0.05,
+    )
+    ends = [head_end(context, device.end, device.key) for device in made]
+    for end in ends:
+        end.host = host
+    return [await greet(caller, end, Nobody()) for end in ends]
+
+
+def book_of(context: zmq.asyncio.Context) -> LinkBook:
+    return LinkBook(context, HEAD, "desk")
 
 
 @pytest.fixture
@@ -126,7 +99,7 @@ def plausible(link: LinkProfile) -> bool:
 def test_both_ways_are_measured():
     async def once() -> None:
         async with devices("a", "b") as (context, (a, b)):
-            links = await measure_links(context, "desk", [a.target(), b.target()], SESSION)
+            links = await measure_links(context, HEAD, "desk", [a.target(), b.target()])
             ends = [(link.source, link.target, link.address) for link in links]
             assert ends == [
                 ("desk", "a", "127.0.0.1"),
@@ -143,7 +116,7 @@ def test_both_ways_are_measured():
 def test_an_address_that_does_not_work_is_passed_over(impatient, bad):
     async def once() -> None:
         async with devices("a") as (context, (a,)):
-            there, back = await measure_links(context, "desk", [a.target(bad, "127.0.0.1")], SESSION)
+            there, back = await measure_links(context, HEAD, "desk", [a.target(bad, "127.0.0.1")])
             assert there.address == "127.0.0.1"
             assert plausible(there)
             assert plausible(back)
@@ -155,30 +128,34 @@ def test_an_address_that_does_not_work_is_passed_over(impatient, bad):
 def test_a_device_that_no_address_reaches_has_a_link_that_no_plan_takes(impatient, addresses):
     async def once() -> None:
         async with devices("a") as (context, (a,)):
-            target = LinkTarget(device="a", addresses=addresses, port=a.end.port)
-            there, back = await measure_links(context, "desk", [target], SESSION)
+            target = LinkTarget(device="a", key=a.key, addresses=addresses, port=a.port)
+            there, back = await measure_links(context, HEAD, "desk", [target])
             assert (there.address, there.round_trip_s, back.round_trip_s) == ("", UNREACHABLE_S, UNREACHABLE_S)
 
     asyncio.run(once())
 
 
-def test_a_stranger_gets_no_echo():
+def test_an_address_that_leads_to_another_device_is_passed_over(impatient):
+    """As loopback does: where the head meets a worker of its own machine, another machine meets itself."""
+
     async def once() -> None:
-        async with devices("a") as (context, (a,)):
-            there, _ = await measure_links(context, "desk", [a.target()], SESSION + 1)
+        async with devices("a", "b") as (context, (a, b)):
+            wrong = LinkTarget(device="b", key=b.key, addresses=[HOST], port=a.port)
+            there, _back = await measure_links(context, HEAD, "desk", [wrong])
             assert there.round_trip_s == UNREACHABLE_S
 
     asyncio.run(once())
 
 
-def test_an_address_that_leads_to_another_device_is_passed_over():
-    """As loopback does: where the head meets a worker of its own machine, another machine meets itself."""
-
+def test_a_device_that_is_not_trusted_measures_nothing(impatient):
     async def once() -> None:
-        async with devices("a", "b") as (context, (a, _)):
-            wrong = LinkTarget(device="b", addresses=["127.0.0.1"], port=a.end.port)
-            there, _back = await measure_links(context, "desk", [wrong], SESSION)
+        async with gated(lambda key: key != HEAD.public) as context:
+            a = FakeDevice(context, "a")
+            there, _ = await measure_links(context, HEAD, "desk", [a.target()])
             assert there.round_trip_s == UNREACHABLE_S
+            there, _ = await measure_links(context, new_identity(), "desk", [a.target()])
+            assert plausible(there)
+            await a.leave()
 
     asyncio.run(once())
 
@@ -197,7 +174,7 @@ def every(*names: str) -> set[tuple[str, str]]:
 def test_only_what_is_missing_is_measured():
     async def once() -> None:
         async with devices("a", "b", "c") as (context, (a, b, c)):
-            book, lines = LinkBook(context, "desk", SESSION), Lines()
+            book, lines = book_of(context), Lines()
             workers = await greeted(context, a, b)
             first = await book.measure(workers, {}, lines)
             assert pairs(first) == every("desk", "a", "b")
@@ -222,10 +199,10 @@ def test_only_what_is_missing_is_measured():
     asyncio.run(once())
 
 
-def test_a_device_that_is_forgotten_absent_or_elsewhere_is_measured_anew():
+def test_a_device_that_is_forgotten_or_elsewhere_is_measured_anew():
     async def once() -> None:
         async with devices("a", "b") as (context, (a, b)):
-            book, lines = LinkBook(context, "desk", SESSION), Lines()
+            book, lines = book_of(context), Lines()
             workers = await greeted(context, a, b)
             await book.measure(workers, {}, lines)
             book.forget("b")
@@ -236,16 +213,16 @@ def test_a_device_that_is_forgotten_absent_or_elsewhere_is_measured_anew():
             assert pairs(await book.measure(workers[:1], {}, lines)) == every("desk", "a")
             assert lines.measured == 5
             await book.measure(workers, {}, lines)
-            assert lines.measured == 7, "b was away"
+            assert lines.measured == 5, "b was left out, but not forgotten"
 
             await book.measure(workers, {"b": ["127.0.0.1", "127.0.0.1"]}, lines)
-            assert lines.measured == 7
+            assert lines.measured == 5
             workers[1].close()
             await b.leave()
-            moved = Device(context, "b")
+            moved = FakeDevice(context, "b")
             workers[1:] = await greeted(context, moved)
             assert pairs(await book.measure(workers, {}, lines)) == every("desk", "a", "b")
-            assert lines.measured == 9
+            assert lines.measured == 7
             await moved.leave()
             for worker in workers:
                 worker.close()
@@ -275,12 +252,10 @@ def test_a_device_that_was_named_by_its_host_is_found_by_the_others(monkeypatch)
     asyncio.run(once())
 
 
-def test_a_device_that_is_gone_is_lost_and_the_rest_is_kept(impatient, monkeypatch):
-    monkeypatch.setattr(worker_link, "PING_INTERVAL_S", 0.05)
-
+def test_a_device_that_is_gone_is_lost_and_the_rest_is_kept(impatient):
     async def once() -> None:
         async with devices("a", "b") as (context, (a, b)):
-            book, lines = LinkBook(context, "desk", SESSION), Lines()
+            book, lines = book_of(context), Lines()
             workers = await greeted(context, a, b)
             await b.leave()
             with pytest.raises(DeviceLostError, match=r"^b ") as lost:
@@ -297,11 +272,11 @@ def test_a_device_that_is_gone_is_lost_and_the_rest_is_kept(impatient, monkeypat
 def test_a_device_that_is_there_but_not_reached_stays_and_is_named(impatient, monkeypatch):
     async def once() -> None:
         async with devices("a", "b") as (context, (a, b)):
-            book, lines = LinkBook(context, "desk", SESSION), Lines()
+            book, lines = book_of(context), Lines()
             workers = await greeted(context, a, b)
             targets = {"a": a.target(), "b": b.target("127.0.0.9")}
 
-            async def target(worker: Worker, _: object) -> LinkTarget:
+            async def target(worker: WorkerLink, _: object) -> LinkTarget:
                 return targets[worker.name]
 
             monkeypatch.setattr(links_module, "_target", target)

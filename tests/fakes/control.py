@@ -1,0 +1,167 @@
+"""Control links on loopback, with keys and gates, and devices at their far ends that do what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import zmq.asyncio
+
+from halda import DeviceProfile
+from primad.cluster.control import HeadEnd, WorkerEnd
+from primad.cluster.gate import Gate
+from primad.cluster.identity import Identity, new_identity
+from primad.cluster.linkprobe import measure_links
+from primad.cluster.messages import (
+    OLDEST,
+    PROTOCOL,
+    Echo,
+    Echoed,
+    HeadMessage,
+    Hello,
+    Knock,
+    Knocked,
+    LinksMeasured,
+    LinkTarget,
+    MeasureLinks,
+    Ping,
+    Pong,
+    Refused,
+    Welcome,
+    WorkerMessage,
+)
+from tests.fakes.profile import PROFILE
+
+HOST = "127.0.0.1"
+PATIENCE_S = 20
+HEAD = new_identity()
+"""The keys of the head in all tests."""
+
+Kind = TypeVar("Kind")
+
+
+@asynccontextmanager
+async def gated(
+    allows: Callable[[str], bool] = lambda _: True, *, patience_s: float = PATIENCE_S
+) -> AsyncIterator[zmq.asyncio.Context]:
+    """A context whose servers let in whom ``allows`` believes, and a limit on the test's time."""
+    context = zmq.asyncio.Context()
+    try:
+        async with asyncio.timeout(patience_s), Gate(context, allows):
+            yield context
+    finally:
+        context.destroy(linger=0)
+
+
+class FakeDevice:
+    """A worker: greets, answers pings, echoes and questions for links as the daemon does; the rest is up to the test.
+
+    What it does not answer by itself is in ``heard``. ``silent`` answers nothing; ``refuses`` is what it says to a hello.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        name: str,
+        *,
+        identity: Identity | None = None,
+        port: int | None = None,
+        profile: DeviceProfile = PROFILE,
+        protocol: int = PROTOCOL,
+        oldest: int = OLDEST,
+        build: str = "a build",
+    ) -> None:
+        self.name = name
+        self.identity = identity or new_identity()
+        self.end = WorkerEnd(context, HOST, port, 0, identity=self.identity)
+        self.silent = False
+        self.refuses: str | None = None
+        self.measures = True
+        self.hellos: list[Hello] = []
+        self.knocks = 0
+        self.asked: list[list[str]] = []
+        self.heard: asyncio.Queue[HeadMessage] = asyncio.Queue()
+        self._context = context
+        self._profile = dataclasses.replace(profile, device=name, host=f"host-of-{name}"[:16])
+        self._protocol, self._oldest, self._build = protocol, oldest, build
+        self._peer: bytes | None = None
+        self._news = asyncio.Condition()
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def key(self) -> str:
+        """Its public key."""
+        return self.identity.public
+
+    @property
+    def port(self) -> int:
+        """Its control port."""
+        return self.end.port
+
+    def target(self, *addresses: str) -> LinkTarget:
+        """Where to measure the link to it."""
+        return LinkTarget(device=self.name, key=self.key, addresses=list(addresses) or [HOST], port=self.port)
+
+    async def tell(self, message: WorkerMessage) -> None:
+        """Say something to the head that it answered last."""
+        assert self._peer is not None, "no head was here"
+        await self.end.send(self._peer, message)
+
+    async def hear(self, kind: type[Kind]) -> Kind:
+        """The next message of ``kind``; what comes before it is passed over."""
+        while True:
+            message = await self.heard.get()
+            if isinstance(message, kind):
+                return message
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        """Until ``condition`` holds; asked after everything that this device hears."""
+        async with self._news:
+            await self._news.wait_for(condition)
+
+    async def leave(self) -> None:
+        """It is gone without a word."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self.end.close()
+
+    async def _run(self) -> None:
+        while True:
+            peer, _, message = await self.end.receive()
+            if not self.silent:
+                self._peer = peer
+                await self._answer(peer, message)
+            async with self._news:
+                self._news.notify_all()
+
+    async def _answer(self, peer: bytes, message: HeadMessage) -> None:
+        match message:
+            case Knock():
+                self.knocks += 1
+                answer = Knocked(protocol=self._protocol, oldest=self._oldest, version="7", device=self.name)
+                await self.end.send(peer, answer)
+            case Hello():
+                self.hellos.append(message)
+                await self.end.send(peer, self._welcome() if self.refuses is None else Refused(self.refuses))
+            case Echo(answer_bytes=size):
+                await self.end.send(peer, Echoed(bytes(size)))
+            case Ping(status=False):
+                await self.end.send(peer, Pong())
+            case MeasureLinks(targets=targets) if self.measures:
+                if targets:
+                    self.asked.append([target.device for target in targets])
+                links = await measure_links(self._context, self.identity, self.name, targets)
+                await self.end.send(peer, LinksMeasured(links=links))
+            case _:
+                self.heard.put_nowait(message)
+
+    def _welcome(self) -> Welcome:
+        return Welcome(protocol=PROTOCOL, version="7", build=self._build, profile=self._profile, layer_port=7771)
+
+
+def head_end(context: zmq.asyncio.Context, worker: WorkerEnd, key: str, identity: Identity = HEAD) -> HeadEnd:
+    """A head's end of the link to ``worker``, whose key is ``key``."""
+    return HeadEnd(context, HOST, worker.port, identity=identity, key=key)
