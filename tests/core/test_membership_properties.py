@@ -36,9 +36,9 @@ MOST_AT_ONCE = 60
 """More answers than that at one instant, of a shell that needs no time, are a loop without an end."""
 
 
-def answer(shell: Shell, chance: random.Random, *, honest: bool) -> bool:
-    """Answer one effect that is outstanding, well if ``honest`` and else by ``chance``; False if none is."""
-    fails = not honest and chance.random() < 0.6
+def answer(shell: Shell, chance: random.Random, *, luck: float) -> bool:
+    """Answer one effect that is outstanding, well with the probability ``luck``; False if none is."""
+    fails = chance.random() >= luck
     blame = chance.choice((None, "head", *NAMES, *NAMES))
     if shell.greets:
         device = min(shell.greets)
@@ -60,10 +60,10 @@ def answer(shell: Shell, chance: random.Random, *, honest: bool) -> bool:
     return True
 
 
-def answer_all(shell: Shell, chance: random.Random, *, honest: bool, poison: bool = False) -> None:
+def answer_all(shell: Shell, chance: random.Random, *, luck: float, poison: bool = False) -> None:
     """Answer at once whatever is outstanding; with ``poison`` every ring breaks the moment it serves."""
     for _ in range(MOST_AT_ONCE):
-        if answer(shell, chance, honest=honest):
+        if answer(shell, chance, luck=luck):
             continue
         if not poison or shell.serving is None:
             return
@@ -71,18 +71,20 @@ def answer_all(shell: Shell, chance: random.Random, *, honest: bool, poison: boo
     raise AssertionError("a loop at one instant")
 
 
-def rest(shell: Shell, seconds: float, alive: frozenset[str], chance: random.Random, **how: bool) -> None:
+def rest(
+    shell: Shell, seconds: float, alive: frozenset[str], chance: random.Random, *, luck: float, poison: bool = False
+) -> None:
     """From now on no device does anything, but those ``alive`` are heard; the shell answers all it is asked."""
     end = shell.now + seconds
     told = len(shell.effects)
-    answer_all(shell, chance, **how)
+    answer_all(shell, chance, luck=luck, poison=poison)
     while shell.now < end:
         due = wake_at(shell.state, shell.now)
         shell.now = min(end, shell.now + 0.5, end if due is None else due)
         for name in sorted(alive):
             shell.tell(m.Heard(name))
         shell.tell(m.Tick())
-        answer_all(shell, chance, **how)
+        answer_all(shell, chance, luck=luck, poison=poison)
     assert len(shell.effects) - told < MOST_AT_ONCE + 30 * seconds, "restless"
 
 
@@ -93,8 +95,8 @@ def begin(config: m.Settings, now: float, workers: frozenset[str]) -> Shell:
     for name in sorted(workers):
         shell.tell(m.Seen(name, True))
     if workers:
-        answer_all(shell, chance, honest=True)
-        rest(shell, config.look_s + 12.0, workers, chance, honest=True)
+        answer_all(shell, chance, luck=1.0)
+        rest(shell, config.look_s + 12.0, workers, chance, luck=1.0)
     return shell
 
 
@@ -205,13 +207,13 @@ class Cluster(RuleBasedStateMachine):
     @rule(
         alive=subsets,
         chance=st.randoms(use_true_random=False),
-        honest=st.booleans(),
+        luck=st.sampled_from((0.0, 0.4, 1.0)),
         poison=st.sampled_from((False, False, True)),
     )
-    def come_to_rest(self, alive, chance, honest, poison):
+    def come_to_rest(self, alive, chance, luck, poison):
         """No answer waits for ever, however the work ends."""
         waiting_s = self.shell.state.holding_s
-        rest(self.shell, self.shell.state.settings.hold_s, alive, chance, honest=honest, poison=poison)
+        rest(self.shell, self.shell.state.settings.hold_s, alive, chance, luck=luck, poison=poison)
         assert waiting_s is None or self.shell.state.holding_s != waiting_s
 
     @invariant()
@@ -224,7 +226,7 @@ class Cluster(RuleBasedStateMachine):
         if not hasattr(self, "shell") or self.shell.ended:
             return
         present = frozenset(self.shell.linked)
-        rest(self.shell, 30.0, present, random.Random(1), honest=True)
+        rest(self.shell, 30.0, present, random.Random(1), luck=1.0)
         assert self.shell.ended or self.shell.serving is not None
         assert self.shell.state.holding_s is None
 
@@ -276,14 +278,14 @@ def test_ticks_every_ten_milliseconds_find_nothing_to_do_before_the_core_asked(c
     shell = Shell.start(now=now)
     for name in NAMES[:3]:
         shell.tell(m.Seen(name, True))
-    answer_all(shell, chance, honest=True)
+    answer_all(shell, chance, luck=1.0)
     for _ in range(12):
         if chance.random() < 0.5:
             for name in sorted(shell.linked):
                 if chance.random() < 0.7:
                     shell.tell(m.Heard(name))
         if chance.random() < 0.7:
-            answer_all(shell, chance, honest=chance.random() < 0.7)
+            answer_all(shell, chance, luck=chance.choice((0.4, 1.0, 1.0)))
         due = wake_at(shell.state, shell.now)
         end = min(due or shell.now + 20.0, shell.now + 20.0)
         moment, state = shell.now + 0.01, shell.state
