@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 
@@ -10,12 +11,14 @@ from halda import Window
 from primad.daemon.shard import Place, copy_layers, fits_twice, missing_layers, try_extra_buffers
 from primad.engine.probe import Verdict, is_worth_it
 from primad.engine.protocol import EngineOptions
-from primad.errors import ModelError
+from primad.errors import DiskError, ModelError
 from primad.gguf.architectures import cuttable, layer_count
 from primad.gguf.cache import LayerCache
 from primad.gguf.header import Header
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
 from primad.limits import OwnerLimits
+
+logger = logging.getLogger(__name__)
 
 TRIALS = 2
 
@@ -50,7 +53,11 @@ async def choose_extra_buffers(
         return [False] * len(windows)
     tail_first = _tail_first(windows, total, cuttable(header).cut_multiple)
     if tail_first not in tried:
-        tried[tail_first] = await _try(place, header, tail_first, options, advance)
+        try:
+            tried[tail_first] = await _try(place, header, tail_first, options, advance)
+        except DiskError as exc:
+            logger.warning("extra buffers are not tried: %s", exc)
+            return [False] * len(windows)
     layer, tail = tried[tail_first]
     return [
         is_worth_it(layer, len(window.layers) - (total - tail_first), tail)

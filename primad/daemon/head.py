@@ -553,7 +553,8 @@ class HeadDaemon:
         self._post(members.Broken(epoch, device, reason, lasting))
 
     def _find_layer(self, digest: str) -> LayerSource | None:
-        return self._cutter.source(digest) if self._cutter is not None else None
+        cut = self._cutter.source(digest) if self._cutter is not None else None
+        return cut if cut is not None else self._place.cache.reader(digest)
 
     async def _abandon(self, epoch: int) -> None:
         job = self._jobs.pop(epoch, None)
