@@ -64,6 +64,7 @@ NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 """Names of devices and clusters, our own and those that others announce."""
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9._-]+)?\]|[^:\s\[\]]+):(\d{1,5})")
 _DAY_S: Final = 86_400.0
+LEAST_TRANSFER_BYTES_PER_S: Final = 1e6
 
 Flags = Mapping[str, Any]
 """Options of the command line by key; None where one was not given."""
@@ -174,7 +175,7 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
             disk_bytes=chosen("max_disk", parse_bytes, None),
         ),
         pause_on_battery=chosen("pause_on_battery", parse_yes_no, False),
-        transfer_limit_bytes_per_s=chosen("transfer_limit", parse_rate, None),
+        transfer_limit_bytes_per_s=chosen("transfer_limit", _transfer_limit, None),
         keep_loaded_s=chosen("keep_loaded", parse_duration, 600.0, most=7 * _DAY_S),
         replan_gain=chosen("replan_gain", parse_gain, 0.10),
         heartbeat_interval_s=chosen("heartbeat_interval", parse_duration, 0.5, least=0.05, most=60),
@@ -183,6 +184,14 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
     )
     _check_patience(config, sources)
     return config
+
+
+def _transfer_limit(value: Any, source: str) -> float:
+    """A slower transfer would look like a device that does not answer: one chunk is 4 MiB."""
+    rate = parse_rate(value, source)
+    if rate < LEAST_TRANSFER_BYTES_PER_S:
+        raise ConfigError(f"{source}: {value!r} is too slow for layers; give at least 1MB/s")
+    return rate
 
 
 def _check_patience(config: Config, sources: _Sources) -> None:
