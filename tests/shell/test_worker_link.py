@@ -1,0 +1,530 @@
+"""The head's conversation with a worker: which address and key work, which versions, what becomes of a link."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import closing
+
+import pytest
+import zmq.asyncio
+from gguf import GGMLQuantizationType
+
+from primad.cluster import messages
+from primad.cluster.identity import new_identity
+from primad.cluster.messages import (
+    Broken,
+    Dismiss,
+    Introduce,
+    Introduction,
+    Leaving,
+    Link,
+    Linked,
+    Load,
+    Loaded,
+    MeasureLinks,
+    Ping,
+    Progress,
+    Refused,
+    Release,
+    WorkerStatus,
+)
+from primad.daemon import worker_link
+from primad.daemon.worker_link import Caller, DeviceLostError, PartError, WorkerLink, WorkerPart, greet, knock
+from primad.errors import ClusterError
+from primad.gguf.layers import LayerRef, LayerTensor
+from primad.gguf.windows import WindowSpec
+from primad.ring.messages import Status
+from tests.fakes.control import HEAD, HOST, FakeDevice, gated
+
+KEY, OTHER_KEY = new_identity().public, new_identity().public
+
+
+class Heard:
+    """What a head is told of its devices."""
+
+    def __init__(self) -> None:
+        self.signs = 0
+        self.left: list[tuple[str, str]] = []
+        self.gone: list[tuple[str, str]] = []
+        self.news = asyncio.Event()
+
+    def heard(self, device: str) -> None:
+        self.signs += 1
+        self.news.set()
+
+    def lost(self, device: str, reason: str) -> None:
+        self.gone.append((device, reason))
+        self.news.set()
+
+    def leaving(self, device: str, reason: str) -> None:
+        self.left.append((device, reason))
+        self.news.set()
+
+    async def wait_lost(self) -> str:
+        while not self.gone:
+            self.news.clear()
+            await self.news.wait()
+        return self.gone[0][1]
+
+
+def caller(context: zmq.asyncio.Context, **changes: object) -> Caller:
+    fields = {
+        "context": context,
+        "identity": HEAD,
+        "device": "desk",
+        "session": 7,
+        "build": "b",
+        "gone_after_s": 4.0,
+        "ping_interval_s": 0.02,
+    }
+    return Caller(**(fields | changes))
+
+
+async def link_to(context: zmq.asyncio.Context, device: FakeDevice, heard: Heard) -> WorkerLink:
+    end, _ = await knock(caller(context), [(HOST, device.port)], [device.key])
+    return await greet(caller(context), end, heard)
+
+
+def a_load(epoch: int = 3) -> Load:
+    tensor = LayerTensor("blk.*.attn_q.weight", int(GGMLQuantizationType.F32), (8, 2), 0, 64)
+    layer = LayerRef("ab" * 32, 64, (tensor,))
+    window = WindowSpec(window=1, first=2, last=4, metadata=b"", layers=(layer, layer))
+    return Load(
+        ring=1,
+        epoch=epoch,
+        route=3,
+        width=8,
+        windows=[window],
+        gpu_layers=[0],
+        probe=None,
+        force_extra_buffers=False,
+        sources=[],
+        context=64,
+        sequences=1,
+        rows=16,
+        step_timeout_s=5.0,
+        place=0,
+    )
+
+
+# ---- which address, key and version ---------------------------------------------------------------------------------
+
+
+def test_the_first_address_that_answers_is_taken_and_others_are_let_be():
+    """One refuses, one is no address, one belongs to another device, one accepts and says nothing; one works."""
+
+    async def once() -> None:
+        async with gated() as context:
+            right, wrong = FakeDevice(context, "right"), FakeDevice(context, "wrong")
+            with socket.create_server((HOST, 0)) as mute:
+                ports = [free_port(), wrong.port, mute.getsockname()[1], right.port]
+                places = [("no address", 1), *((HOST, port) for port in ports)]
+                end, knocked = await knock(caller(context), places, [right.key])
+            assert (knocked.device, end.port, end.key) == ("right", right.port, right.key)
+            assert wrong.knocks == 0, "it does not own the key, so it hears nothing"
+            end.close()
+
+    asyncio.run(once())
+
+
+def test_the_fastest_of_two_addresses_is_taken():
+    async def once() -> None:
+        async with gated() as context:
+            keys = new_identity()
+            slow, fast = FakeDevice(context, "nas", identity=keys), FakeDevice(context, "nas", identity=keys)
+            slow.silent = True
+            for places in ([slow, fast], [fast, slow]):
+                end, _ = await knock(caller(context), [(HOST, each.port) for each in places], [keys.public])
+                assert end.port == fast.port
+                end.close()
+
+    asyncio.run(once())
+
+
+def test_any_of_the_keys_that_are_trusted_may_be_the_devices():
+    async def once() -> None:
+        async with gated() as context:
+            device = FakeDevice(context, "nas")
+            end, _ = await knock(caller(context), [(HOST, device.port)], [KEY, device.key, OTHER_KEY])
+            assert end.key == device.key
+            end.close()
+
+    asyncio.run(once())
+
+
+def test_who_does_not_let_us_in_does_not_answer(monkeypatch):
+    monkeypatch.setattr(worker_link, "KNOCK_TIMEOUT_S", 0.3)
+
+    async def once() -> None:
+        async with gated(lambda key: key != HEAD.public) as context:
+            device = FakeDevice(context, "nas")
+            with pytest.raises(ClusterError, match=rf"^no answer from 127\.0\.0\.1:{device.port} within 0\.3 s$"):
+                await knock(caller(context), [(HOST, device.port)], [device.key])
+            assert device.knocks == 0
+
+    asyncio.run(once())
+
+
+def test_without_a_key_or_an_address_the_error_says_what_to_do():
+    async def once() -> None:
+        async with gated() as context:
+            with pytest.raises(ClusterError, match="no device is trusted yet; pair it with 'primad join --code'"):
+                await knock(caller(context), [(HOST, 1)], [])
+            with pytest.raises(ClusterError, match="it has no address"):
+                await knock(caller(context), [], [KEY])
+            with pytest.raises(ClusterError, match="no address is no address to connect to"):
+                await knock(caller(context), [("no address", 1)], [KEY])
+
+    asyncio.run(once())
+
+
+def test_knocking_that_is_cancelled_leaves_no_socket():
+    async def once() -> None:
+        async with gated() as context:
+            device = FakeDevice(context, "nas")
+            device.silent = True
+            task = asyncio.create_task(knock(caller(context), [(HOST, device.port)] * 3, [device.key]))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+
+    asyncio.run(once())  # a socket that is left open is a warning, and that an error
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fits"),
+    [((5, 4), (5, 4), True), ((5, 4), (4, 3), True), ((4, 3), (5, 4), True), ((5, 4), (3, 2), False)],
+)
+def test_a_version_gap_is_named_with_both_versions(monkeypatch, ours, theirs, fits):
+    monkeypatch.setattr(messages, "PROTOCOL", ours[0])
+    monkeypatch.setattr(messages, "OLDEST", ours[1])
+    monkeypatch.setattr(worker_link, "PROTOCOL", ours[0])
+    monkeypatch.setattr(worker_link, "OLDEST", ours[1])
+    monkeypatch.setattr(worker_link, "__version__", "9")
+
+    async def once() -> None:
+        async with gated() as context:
+            device = FakeDevice(context, "nas", protocol=theirs[0], oldest=theirs[1])
+            places, keys = [(HOST, device.port)], [device.key]
+            if fits:
+                end, _ = await knock(caller(context), places, keys)
+                end.close()
+                return
+            gap = (
+                r"^nas runs primad 7 \(protocol 3\), desk runs 9 \(protocol 5\), and they do not understand each other"
+            )
+            with pytest.raises(ClusterError, match=gap):
+                await knock(caller(context), places, keys)
+
+    asyncio.run(once())
+
+
+# ---- greeting -------------------------------------------------------------------------------------------------------
+
+
+def test_a_greeting_says_who_we_are_and_is_answered_with_a_profile():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            assert (link.name, link.key, link.build, link.layer_port) == ("nas", device.key, "a build", 7771)
+            (hello,) = device.hellos
+            assert (hello.device, hello.session, hello.build, hello.gone_after_s) == ("desk", 7, "b", 4.0)
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_who_refuses_or_does_not_answer_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(worker_link, "HELLO_TIMEOUT_S", 0.3)
+
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.refuses = "nas works for the head tower now"
+            with pytest.raises(ClusterError, match=r"^nas works for the head tower now$"):
+                await link_to(context, device, heard)
+            end, _ = await knock(caller(context), [(HOST, device.port)], [device.key])
+            device.silent = True
+            with pytest.raises(ClusterError, match=r"^no answer from 127\.0\.0\.1:\d+ within 0\.3 s$"):
+                await greet(caller(context), end, heard)
+            assert heard.gone == []
+
+    asyncio.run(once())
+
+
+def test_what_it_says_to_an_earlier_session_is_passed_over():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            end, _ = await knock(caller(context), [(HOST, device.port)], [device.key])
+            await device.tell(Broken(epoch=9, error="of long ago", fault="ring"))
+            await device.tell(Linked(9))
+            link = await greet(caller(context), end, heard)
+            assert link.name == "nas"
+            link.close()
+
+    asyncio.run(once())
+
+
+# ---- what becomes of a link -----------------------------------------------------------------------------------------
+
+
+def test_every_answer_is_a_sign_of_life():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            while heard.signs < 5:
+                heard.news.clear()
+                await heard.news.wait()
+            link.close()
+            assert heard.gone == []
+
+    asyncio.run(once())
+
+
+def test_a_device_that_is_lost_is_told_once_and_all_its_parts_end():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            parts = [WorkerPart(link, a_load(epoch), lambda *_: None) for epoch in (3, 4)]
+            for _ in range(3):
+                await device.tell(Refused("it works for another head"))
+            assert await heard.wait_lost() == "it works for another head"
+            for part in parts:
+                error = await part.broken
+                assert isinstance(error, DeviceLostError)
+                assert (error.device, str(error)) == ("nas", "nas is gone: it works for another head")
+            await device.leave()
+            assert heard.gone == [("nas", "it works for another head")]
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_process_that_ends_is_lost_within_a_second():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            await device.leave()
+            async with asyncio.timeout(1.5):
+                assert await heard.wait_lost() == "its primad ended"
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_device_that_leaves_says_so():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            await device.tell(Leaving("its owner ended it"))
+            while not heard.left:
+                heard.news.clear()
+                await heard.news.wait()
+            assert heard.left == [("nas", "its owner ended it")]
+            await link.dismiss()
+            await device.hear(Dismiss)
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_link_that_is_closed_tells_nothing_and_releases_in_silence():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            part = WorkerPart(link, a_load(), lambda *_: None)
+            link.close()
+            await part.release()
+            await part.release()
+            with pytest.raises(ClusterError, match="is closed"):
+                await part.load()
+            await device.leave()
+            assert heard.gone == []
+            assert not part.broken.done()
+
+    asyncio.run(once())
+
+
+def test_a_device_that_takes_nothing_is_not_waited_for_long(monkeypatch):
+    monkeypatch.setattr("primad.cluster.control.GONE_AFTER_S", 0.2)
+
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            part = WorkerPart(link, a_load(), lambda *_: None)
+            link._tasks[2].cancel()  # whether its process ended is another question
+            await device.leave()
+            with pytest.raises(ClusterError, match="takes no messages"):
+                await introduce_without_end(link)
+            await part.release()
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_whom_the_head_trusts_is_introduced():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            await link.introduce([("lap", KEY)], {OTHER_KEY})
+            assert await device.hear(Introduce) == Introduce(devices=[Introduction("lap", KEY)], revoked=[OTHER_KEY])
+            link.close()
+
+    asyncio.run(once())
+
+
+# ---- a part ---------------------------------------------------------------------------------------------------------
+
+STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[], rss_bytes=1, private_bytes=1, refused=0)
+
+
+def test_a_part_hears_of_its_own_epoch_only():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            progress: list[tuple[str, int]] = []
+            part = WorkerPart(link, a_load(3), lambda name, each: progress.append((name, each.done)))
+            await part.load()
+            assert (await device.hear(Load)).epoch == 3
+            for message in (
+                Progress(epoch=2, phase="fetch", done=8, total=9),
+                Broken(epoch=2, error="old", fault="ring"),
+                Progress(epoch=3, phase="fetch", done=1, total=2),
+                Loaded(epoch=3, port=4000, key=KEY),
+                Loaded(epoch=3, port=4001, key=OTHER_KEY),
+            ):
+                await device.tell(message)
+            assert await part.loaded == (4000, KEY)
+            await part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY)
+            expected = Link(epoch=3, address="tcp://127.0.0.1:5", key=KEY, sender=OTHER_KEY)
+            assert await device.hear(Link) == expected
+            await device.tell(Linked(3))
+            await part.linked
+            assert progress == [("nas", 1)]
+            assert not part.broken.done()
+            await part.release()
+            assert await device.hear(Release) == Release(epoch=3)
+            link.close()
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize("fault", messages.FAULTS)
+def test_a_part_that_breaks_says_whose_fault_it_was(fault):
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            part = WorkerPart(link, a_load(3), lambda *_: None)
+            await device.tell(Broken(epoch=3, error="it went wrong", fault=fault))
+            error = await part.broken
+            assert isinstance(error, PartError)
+            assert (error.device, error.fault, str(error)) == ("nas", fault, "nas: it went wrong")
+            assert heard.gone == [], "the device itself is fine"
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_part_that_was_released_hears_nothing_more():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            part, following = (WorkerPart(link, a_load(epoch), lambda *_: None) for epoch in (3, 4))
+            await part.release()
+            await device.tell(Broken(epoch=3, error="late", fault="ring"))
+            await device.tell(Loaded(epoch=4, port=1, key=KEY))
+            await following.loaded
+            assert not part.broken.done()
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_status_is_asked_for_and_the_answer_is_new():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            part = WorkerPart(link, a_load(3), lambda *_: None)
+            for size in (1, 2):
+                asking = asyncio.create_task(part.wait_status())
+                assert await device.hear(Ping) == Ping(status=True)
+                answer = WorkerStatus(epoch=3, status=STATUS, daemon_rss_bytes=size)
+                await device.tell(answer)
+                assert await asking == answer
+            link.close()
+
+    asyncio.run(once())
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_measures_nothing_in_time_is_lost():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.measures = False
+            link = await link_to(context, device, heard)
+            with pytest.raises(DeviceLostError, match=r"nas did not measure its links within 0\.1 s"):
+                await link.measure_links([], 0.1)
+            assert (await device.hear(MeasureLinks)).targets == []
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_closing_a_link_ends_a_measurement():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.measures = False
+            link = await link_to(context, device, heard)
+            measuring = asyncio.create_task(link.measure_links([], 30))
+            await device.hear(MeasureLinks)
+            link.close()
+            with pytest.raises(DeviceLostError, match="nas went away"):
+                await measuring
+
+    asyncio.run(once())
+
+
+def test_a_measurement_may_be_cancelled():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.measures = False
+            link = await link_to(context, device, heard)
+            measuring = asyncio.create_task(link.measure_links([], 30))
+            await device.hear(MeasureLinks)
+            measuring.cancel()
+            await asyncio.wait([measuring])
+            assert measuring.cancelled()
+            link.close()
+
+    asyncio.run(once())
+
+
+async def introduce_without_end(link: WorkerLink) -> None:
+    while True:
+        await link.introduce([("x", KEY)] * 500, [])
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
