@@ -7,7 +7,7 @@
         died = cluster.now()
         lab.device("b").kill()
         stream.wait_end()
-        stream.next_token_s(died)
+        stream.recovered_s(died)
 
 The first device of the lab is the head unless told otherwise. Devices count as measured, with the made-up figures of
 ``tests/fakes/profile.py``, and trust each other by what is written in their homes; ``pair`` does it as people do.

@@ -51,6 +51,9 @@ def corrupt_layer(device: Device) -> Path:
 
 FAULTS: Final[dict[str, Fault]] = {
     "killed": Fault(do=lambda cluster, name: cluster.lab.device(name).kill()),
+    "power lost": Fault(
+        do=lambda cluster, name: cluster.lab.power_off(name), undo=lambda cluster, name: cluster.lab.plug(name)
+    ),
     "stopped": Fault(
         do=lambda cluster, name: cluster.lab.device(name).freeze(),
         undo=lambda cluster, name: cluster.lab.device(name).thaw(),

@@ -74,9 +74,13 @@ class Stream:
         """The longest time between two tokens; 0 for fewer than two."""
         return max((later - earlier for earlier, later in itertools.pairwise(self.times)), default=0.0)
 
-    def next_token_s(self, since: float) -> float | None:
-        """How long after ``since`` the next token came; None when none did yet."""
-        return next((at - since for at in self.times if at > since), None)
+    def recovered_s(self, since: float) -> float | None:
+        """How long after ``since`` the longest wait for a token that reached past it was over; None when none came since.
+
+        Not the first token after ``since``: that one may have been on its way already.
+        """
+        gaps = [(later - earlier, later) for earlier, later in itertools.pairwise(self.times) if later > since]
+        return max(gaps)[1] - since if gaps else None
 
     def wait_tokens(self, count: int, timeout_s: float = PATIENCE_S) -> None:
         """Wait until ``count`` tokens are there. Fails when the stream ends before."""

@@ -169,6 +169,17 @@ def test_half_open_hangs_what_was_open_and_shows_no_cut(pair: Homelab) -> None:
         assert patient.ask("three").startswith("b three")  # the same connection, by TCP's own patience
 
 
+def test_a_device_without_power_says_nothing_until_it_is_back(pair: Homelab) -> None:
+    a, b = pair.device("a"), pair.device("b")
+    with probe(b, "serve", "b"), probe(a, "ask", b.ip, "0.5") as client:
+        pair.power_off("b")
+        assert not b.pids()
+        assert client.ask("one") == "timeout"  # a killed server alone would have closed the connection
+    pair.plug("b")
+    with probe(b, "serve", "b"):
+        assert reaches(a, b.ip)
+
+
 def test_a_partition_parts_groups_until_healed(make_lab: MakeLab) -> None:
     lab = make_lab(*(DeviceSpec(name=name, latency_ms=1 if name == "b" else 0) for name in "abcd"))
     a, b, c, d = lab.devices

@@ -103,9 +103,9 @@ def test_gaps_are_between_tokens() -> None:
     said = [{"at": at, "event": json.loads(piece("x"))} for at in (10.0, 10.1, 12.6, 12.7)]
     stream = streamed(said)
     assert stream.longest_gap_s == pytest.approx(2.5)
-    assert stream.next_token_s(10.1) == pytest.approx(2.5)
-    assert stream.next_token_s(11.0) == pytest.approx(1.6)
-    assert stream.next_token_s(12.7) is None
+    assert stream.recovered_s(10.05) == pytest.approx(2.55)  # not the token at 10.1, which was on its way
+    assert stream.recovered_s(11.0) == pytest.approx(1.6)
+    assert stream.recovered_s(12.7) is None
     assert streamed(said[:1]).longest_gap_s == 0
 
 

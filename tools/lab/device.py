@@ -112,8 +112,8 @@ class Device:
     def kill(self, which: Which = "all", number: int = signal.SIGKILL) -> set[int]:
         """Kill -9 its processes, or its primad ring processes or daemons only; those that were killed.
 
-        All: as when the power fails; the network of the device stays. Another ``number`` (SIGABRT, say) goes to rings and
-        daemons only. Raises ``LabError`` when there is none to kill.
+        The kernel lives on, so others see connections end; see ``Homelab.power_off``. Another ``number`` (SIGABRT, say) goes
+        to rings and daemons only. Raises ``LabError`` when there is none to kill.
         """
         if which == "all":
             pids = self.pids()

@@ -222,6 +222,11 @@ class Homelab:
         """Lose every frame to and from a device while its cable stays in: connections hang, nothing is refused."""
         self._network.half_open(self.device(name).name)
 
+    def power_off(self, name: str) -> None:
+        """Kill everything on a device with no word to anyone, as when its power fails; ``plug`` lets it start again."""
+        self.half_open(name)
+        self.device(name).kill()
+
     def status(self) -> list[DeviceStatus]:
         """How every device is."""
         return [

@@ -1,0 +1,49 @@
+"""A real cluster on a lab: strangers on a network find each other, pair, and answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.homelab.cluster import CODE, Cluster
+from tests.homelab.running import MakeLab
+from tests.homelab.stream import settled
+from tools.lab import DeviceSpec
+
+PROMPT = "Why is the sky blue?"
+
+
+@pytest.mark.slow
+def test_devices_that_know_each_other_answer_together(make_lab: MakeLab, smollm2: Path) -> None:
+    lab = make_lab(
+        DeviceSpec(name="a", memory_bytes=2 << 30),
+        DeviceSpec(name="b", memory_bytes=1 << 30, latency_ms=2),
+        DeviceSpec(name="c", memory_bytes=1 << 30, disk_bytes=1 << 30, mbit_per_s=900),
+    )
+    with Cluster(lab, smollm2) as cluster:
+        cluster.start()
+        status, body = cluster.health()
+        assert (status, body["detail"]) == (200, "serving with 3 devices")
+        stream = cluster.stream(PROMPT, max_tokens=24)
+        stream.wait_tokens(4)
+        stream.wait_end()
+        assert settled(stream), cluster.logs()
+        assert stream.finish_reason == "length"
+        assert len(stream.times) == 24
+        roles = {device.name: set(device.processes.values()) for device in lab.status()}
+        assert all({"daemon", "ring"} <= found for found in roles.values())
+
+
+@pytest.mark.slow
+def test_strangers_pair_by_a_code_and_answer(make_lab: MakeLab, smollm2: Path) -> None:
+    lab = make_lab(DeviceSpec(name="a", memory_bytes=2 << 30), DeviceSpec(name="b", memory_bytes=1 << 30))
+    with Cluster(lab, smollm2, trusting=False) as cluster:
+        cluster.prepare()
+        cluster.start_head("--wait", 1, "--use-all").wait_for(CODE)
+        cluster.pair("b")
+        cluster.wait_serving()
+        assert cluster.health()[1]["detail"] == "serving with 2 devices"
+        stream = cluster.stream(PROMPT, max_tokens=8)
+        stream.wait_end()
+        assert settled(stream), cluster.logs()
