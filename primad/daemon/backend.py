@@ -89,8 +89,8 @@ class RingBackend:
         self._served, self._ring, self._detail = served, _Ring(epoch, send, status), detail
         self._holding = False
         self._handing_over = False
-        for generation in list(self._open.values()):
-            if not generation.ended:
+        for request, generation in list(self._open.items()):
+            if request in self._open and not generation.ended:  # whoever asked may go away while the others are sent
                 await send(generation.to_go_on())
 
     def hand_over(self) -> None:

@@ -1,0 +1,377 @@
+"""Generations outlive the rings that compute them: they go on in the next one, and each ends exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primad.api.backend import ServedModel
+from primad.daemon import backend as backend_module
+from primad.daemon.backend import RingBackend
+from primad.errors import RequestError, RingError
+from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled
+from tests.fakes.ring import GREEDY
+
+SERVED = ServedModel(id="toy", created=1, context_tokens=4096, vocabulary=None)
+
+
+class FakeRing:
+    """A ring that keeps what it was told."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.told: list[RingCommand] = []
+
+    async def send(self, command: RingCommand) -> None:
+        self.told.append(command)
+
+    async def status(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    @property
+    def generates(self) -> list[Generate]:
+        return [command for command in self.told if isinstance(command, Generate)]
+
+
+async def attach(backend: RingBackend, epoch: int) -> FakeRing:
+    ring = FakeRing(epoch)
+    await backend.attach(SERVED, epoch, ring.send, ring.status, f"serving {epoch}")
+    return ring
+
+
+def ask(backend: RingBackend, *prompt: int, tokens: int = 8) -> AsyncGenerator[Sampled | Finished, None]:
+    return backend.generate(list(prompt or (1, 2)), max_tokens=tokens, sampling=GREEDY, logprobs=None)
+
+
+class Reader:
+    """Reads one generation to its end."""
+
+    def __init__(self, answer: AsyncGenerator[Sampled | Finished, None]) -> None:
+        self.events: list[Sampled | Finished] = []
+        self._answer = answer
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            async for event in self._answer:
+                self.events.append(event)
+        finally:
+            await self._answer.aclose()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token for event in self.events if isinstance(event, Sampled)]
+
+    @property
+    def ends(self) -> list[Finished]:
+        return [event for event in self.events if isinstance(event, Finished)]
+
+    async def cancel(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+async def settled() -> None:
+    """Let every task do what it can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def sampled(request: int, token: int) -> Sampled:
+    return Sampled(request=request, token=token, logprob=None, top=())
+
+
+def finished(request: int) -> Finished:
+    return Finished(
+        request=request,
+        reason="stop",
+        error=None,
+        prompt_tokens=2,
+        completion_tokens=1,
+        prompt_s=0,
+        decode_s=0,
+    )
+
+
+def test_a_generation_goes_on_in_the_next_ring_with_the_tokens_that_were_drawn():
+    async def once() -> None:
+        backend = RingBackend()
+        first = await attach(backend, 1)
+        reader = Reader(ask(backend, 5, 6))
+        await settled()
+        (sent,) = first.generates
+        assert (sent.prompt, sent.drawn) == ([5, 6], [])
+        for token in (10, 11):
+            backend.deliver(1, sampled(sent.request, token))
+        backend.hold("forming the ring again")
+        await settled()
+        assert not reader.task.done()
+        second = await attach(backend, 2)
+        (again,) = second.generates
+        assert (again.request, again.prompt, again.drawn, again.max_tokens) == (sent.request, [5, 6], [10, 11], 8)
+        backend.deliver(2, sampled(sent.request, 12))
+        backend.deliver(2, finished(sent.request))
+        await reader.task
+        assert reader.tokens == [10, 11, 12]
+        assert [end.reason for end in reader.ends] == ["stop"]
+        assert backend.generations == 0
+
+    asyncio.run(once())
+
+
+def test_generations_go_on_in_the_order_in_which_they_came():
+    async def once() -> None:
+        backend = RingBackend()
+        await attach(backend, 1)
+        readers = [Reader(ask(backend, i + 1)) for i in range(4)]
+        await settled()
+        second = await attach(backend, 2)
+        assert [each.prompt for each in second.generates] == [[1], [2], [3], [4]]
+        for reader in readers:
+            await reader.cancel()
+
+    asyncio.run(once())
+
+
+def test_what_an_older_ring_says_late_is_dropped():
+    async def once() -> None:
+        backend = RingBackend()
+        first = await attach(backend, 1)
+        reader = Reader(ask(backend))
+        await settled()
+        request = first.generates[0].request
+        backend.deliver(1, sampled(request, 10))
+        second = await attach(backend, 2)
+        backend.deliver(1, sampled(request, 11))
+        backend.deliver(1, finished(request))
+        backend.deliver(2, sampled(request, 12))
+        backend.hold("again")
+        backend.deliver(2, sampled(request, 13))
+        third = await attach(backend, 3)
+        assert third.generates[0].drawn == [10, 12]
+        backend.deliver(3, finished(request))
+        await reader.task
+        assert reader.tokens == [10, 12]
+        assert len(second.generates) == 1
+
+    asyncio.run(once())
+
+
+def test_while_a_ring_hands_over_new_generations_wait_for_the_next():
+    async def once() -> None:
+        backend = RingBackend()
+        first = await attach(backend, 1)
+        old = Reader(ask(backend, 1))
+        await settled()
+        backend.hand_over()
+        new = Reader(ask(backend, 2))
+        await settled()
+        assert [each.prompt for each in first.generates] == [[1]]
+        backend.deliver(1, sampled(first.generates[0].request, 10))  # its last steps end
+        second = await attach(backend, 2)
+        assert [(each.prompt, each.drawn) for each in second.generates] == [([1], [10]), ([2], [])]
+        third = Reader(ask(backend, 3))
+        await settled()
+        assert second.generates[-1].prompt == [3], "the hand-over is over"
+        for reader in (old, new, third):
+            await reader.cancel()
+
+    asyncio.run(once())
+
+
+def test_a_generation_that_is_over_is_not_sent_again_though_nobody_read_its_end():
+    async def once() -> None:
+        backend = RingBackend()
+        first = await attach(backend, 1)
+        answer = ask(backend)
+        reading = asyncio.create_task(anext(answer))
+        await settled()
+        request = first.generates[0].request
+        backend.deliver(1, sampled(request, 10))
+        backend.deliver(1, finished(request))
+        await reading
+        second = await attach(backend, 2)
+        backend.fail("no ring")
+        assert second.told == []
+        assert await anext(answer) == finished(request)
+        with pytest.raises(StopAsyncIteration):
+            await anext(answer)
+
+    asyncio.run(once())
+
+
+def test_without_a_ring_to_wait_for_every_generation_ends_with_the_reason_and_new_ones_are_refused():
+    async def once() -> None:
+        backend = RingBackend()
+        await attach(backend, 1)
+        readers = [Reader(ask(backend)) for _ in range(3)]
+        await settled()
+        backend.hold("forming")
+        backend.fail("the rest cannot hold the model")
+        backend.fail("twice")
+        for reader in readers:
+            await reader.task
+            assert [(end.reason, end.error) for end in reader.ends] == [("error", "the rest cannot hold the model")]
+        with pytest.raises(RingError, match="the model cannot be served now: twice"):
+            await anext(ask(backend))
+        assert not backend.health().serving
+
+    asyncio.run(once())
+
+
+def test_while_a_ring_is_on_its_way_requests_are_taken_and_wait():
+    async def once() -> None:
+        backend = RingBackend()
+        backend.describe("planning")
+        with pytest.raises(RingError, match="planning"):
+            await anext(ask(backend))
+        backend.hold("forming")
+        assert backend.health().serving
+        assert await backend.status() == {}
+        reader = Reader(ask(backend, 9))
+        await settled()
+        ring = await attach(backend, 4)
+        assert await backend.status() == {"epoch": 4}
+        assert [each.prompt for each in ring.generates] == [[9]]
+        await reader.cancel()
+        assert ring.told[-1] == Cancel(ring.generates[0].request)
+
+    asyncio.run(once())
+
+
+def test_who_goes_away_cancels_in_the_ring_that_serves_then():
+    async def once() -> None:
+        backend = RingBackend()
+        first = await attach(backend, 1)
+        reader = Reader(ask(backend))
+        await settled()
+        second = await attach(backend, 2)
+        await reader.cancel()
+        request = first.generates[0].request
+        assert [command for command in first.told if isinstance(command, Cancel)] == []
+        assert second.told[-1] == Cancel(request)
+        backend.deliver(2, sampled(request, 5))  # what was on its way
+        assert backend.generations == 0
+
+    asyncio.run(once())
+
+
+def test_who_goes_away_while_the_next_ring_is_told_is_not_computed_there():
+    async def once() -> None:
+        backend = RingBackend()
+        await attach(backend, 1)
+        readers = [Reader(ask(backend)) for _ in range(2)]
+        await settled()
+        ring, takes = FakeRing(2), asyncio.Event()
+
+        async def send(command: RingCommand) -> None:
+            await ring.send(command)
+            await takes.wait()
+
+        attaching = asyncio.create_task(backend.attach(SERVED, 2, send, ring.status, "serving"))
+        await settled()
+        assert len(ring.generates) == 1
+        readers[1].task.cancel()
+        await settled()
+        takes.set()
+        await attaching
+        await asyncio.wait([readers[1].task])
+        assert [each.request for each in ring.generates] == [1]
+        await readers[0].cancel()
+
+    asyncio.run(once())
+
+
+def test_a_full_queue_refuses_with_429(monkeypatch):
+    monkeypatch.setattr(backend_module, "MAX_WAITING", 2)
+
+    async def once() -> None:
+        backend = RingBackend()
+        await attach(backend, 1)
+        readers = [Reader(ask(backend)) for _ in range(2)]
+        await settled()
+        with pytest.raises(RequestError) as refused:
+            await anext(ask(backend))
+        assert (refused.value.status, refused.value.code) == (429, "queue_full")
+        await readers[0].cancel()
+        third = Reader(ask(backend))
+        await settled()
+        for reader in (readers[1], third):
+            assert not reader.task.done()
+            await reader.cancel()
+
+    asyncio.run(once())
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["attach", "hold", "fail", "hand over", "ask"]), st.just(0), st.just(0)),
+        st.tuples(st.sampled_from(["token", "end", "cancel"]), st.integers(0, 5), st.integers(0, 1)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(OPERATIONS)
+def test_every_generation_ends_exactly_once_whatever_happens(operations):
+    """Its tokens are those of the rings that served at the time, each once and in order; each ring goes on from them."""
+
+    async def once() -> None:
+        backend, epoch, ring = RingBackend(), 0, None
+        readers: list[Reader] = []
+        requests: dict[int, list[int]] = {}
+        rings: list[FakeRing] = []
+        token = 100
+        for what, which, late in operations:
+            match what:
+                case "attach":
+                    epoch += 1
+                    ring = await attach(backend, epoch)
+                    rings.append(ring)
+                    for generate in ring.generates:
+                        assert generate.drawn == requests[generate.request]
+                case "hold":
+                    backend.hold("held")
+                    ring = None
+                case "fail":
+                    backend.fail("failed")
+                    ring = None
+                case "hand over" if ring is not None:
+                    backend.hand_over()
+                case "ask" if backend.health().serving:
+                    readers.append(Reader(ask(backend, tokens=100)))
+                    requests[len(readers)] = []
+                case "token":
+                    token += 1
+                    before = len(readers[which].events) if which < len(readers) else 0
+                    backend.deliver(epoch - late, sampled(which + 1, token))
+                    await settled()
+                    if which < len(readers) and len(readers[which].events) > before:
+                        assert late == 0, "an older ring was heard"
+                        requests[which + 1].append(token)
+                case "end":
+                    backend.deliver(epoch - late, finished(which + 1))
+                case "cancel" if which < len(readers) and not readers[which].task.done():
+                    await readers[which].cancel()
+                    if ring is not None and not readers[which].ends:
+                        assert ring.told[-1] == Cancel(which + 1)
+            await settled()
+        backend.fail("the end")
+        await settled()
+        for number, reader in enumerate(readers, 1):
+            assert reader.task.done()
+            assert len(reader.ends) == (0 if reader.task.cancelled() else 1)
+            assert reader.tokens == requests[number]
+            assert reader.events[-1:] == reader.ends[-1:] or reader.task.cancelled()
+        assert backend.generations == 0
+        for each in rings:
+            sent = [generate.request for generate in each.generates]
+            assert len(sent) == len(set(sent)), "a ring was given a generation twice"
+
+    asyncio.run(once())
