@@ -160,8 +160,9 @@ class LocalRing:
         )
         self._stack.push_async_callback(process.close)
         self.processes[name] = process
-        self._events[name] = asyncio.Queue()
-        pump = asyncio.create_task(self._pump(name, process))
+        events: asyncio.Queue[object] = asyncio.Queue()
+        self._events[name] = events
+        pump = asyncio.create_task(self._pump(events, process))
         self._stack.callback(pump.cancel)
         await process.send(self._opens[name])
 
@@ -209,13 +210,13 @@ class LocalRing:
         files = place_windows(place, specs, [0] * len(specs), 1)
         return open_windows(specs, files, extra)
 
-    async def _pump(self, name: str, process: RingProcess) -> None:
+    async def _pump(self, events: asyncio.Queue[object], process: RingProcess) -> None:
         try:
             async for event in process.events():
                 if not isinstance(event, Loading | Overdue):
-                    await self._events[name].put(event)
+                    await events.put(event)
         except Exception as exc:  # noqa: BLE001  (handed to whoever waits)
-            await self._events[name].put(exc)
+            await events.put(exc)
 
     async def _next(self, name: str) -> object:
         event = await self._events[name].get()
