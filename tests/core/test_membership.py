@@ -794,7 +794,8 @@ def test_a_due_moment_is_not_missed_by_rounding():
 def test_the_end_of_a_bar_is_a_moment_to_wake_at():
     shell = serving("ada", "bo")
     broken(shell, "bo")
+    live(shell, 1.0, "ada", "bo")
     solve(shell)
     form(shell)
-    live(shell, BAR_S - 0.1, "ada", "bo")
+    live(shell, BAR_S - 1.1, "ada", "bo")
     assert wake_at(shell.state, shell.now) == shell.state.devices["bo"].barred_until_s

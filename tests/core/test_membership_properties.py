@@ -37,7 +37,7 @@ MOST_AT_ONCE = 60
 
 
 def answer(shell: Shell, chance: random.Random, *, luck: float) -> bool:
-    """Answer one effect that is outstanding, well with the probability ``luck``; False if none is."""
+    """Answer one effect that is outstanding, well with probability ``luck``; False if none is. With none no plan is."""
     fails = chance.random() >= luck
     blame = chance.choice((None, "head", *NAMES, *NAMES))
     if shell.greets:
@@ -47,7 +47,7 @@ def answer(shell: Shell, chance: random.Random, *, luck: float) -> bool:
         shell.tell(m.Measured(frozenset() if fails else shell.measuring))
     elif shell.attempt is None:
         return False
-    elif not shell.forming and fails and chance.random() < 0.5:
+    elif not shell.forming and fails and (luck == 0.0 or chance.random() < 0.5):
         shell.tell(m.NoPlan(shell.attempt, "too large"))
     elif fails:
         shell.tell(m.Broken(shell.attempt, blame, "it broke", lasting=chance.random() < 0.1))
