@@ -176,6 +176,7 @@ class HeadDaemon:
                 ]
                 try:
                     if not self._options.alone:
+                        self._describe("looking for devices")
                         await self._discover(stack)
                         await self._greet_named()
                         services.append(group.create_task(self._watch_trust()))
@@ -394,8 +395,9 @@ class HeadDaemon:
                 f"llama.cpp differs: {self._place.build} here, {worker.build} on {name}; answers may differ from those of "
                 "one build in rare words; install the same version on both"
             )
+        for other in list(self._workers.values()):
+            await self._introduce(other)  # they trust each other before they are asked to measure or to give layers
         self._post(members.Welcomed(name))
-        await self._introduce(worker)
 
     async def _introduce(self, worker: WorkerLink) -> None:
         entries = [(each.device, each.key) for each in self._trust.entries() if each.key != worker.key]

@@ -223,7 +223,10 @@ class Parts:
                 self._put_away(host, keep=opened)
 
     async def _broke(self, load: Load, error: PrimadError, fault: str) -> None:
-        logger.warning("epoch %d: %s", load.epoch, error)
+        if fault == "fetch":  # the head says it, unless it is what went away
+            logger.info("epoch %d: %s", load.epoch, error)
+        else:
+            self._say(str(error))
         await self._tell(Broken(epoch=load.epoch, error=str(error), fault=fault))
 
     def _put_away(self, host: Host, *, keep: bool) -> None:

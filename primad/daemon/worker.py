@@ -62,7 +62,7 @@ from primad.cluster.messages import (
     agreed_protocol,
 )
 from primad.cluster.trust import TrustedDevice, TrustStore
-from primad.config import DEFAULT_CONTROL_PORT, Config
+from primad.config import DEFAULT_CONTROL_PORT, Config, is_loopback
 from primad.daemon.owner import OwnerPause
 from primad.daemon.pairing_desk import PairingDesk
 from primad.daemon.parts import Parts, Say
@@ -182,7 +182,7 @@ class WorkerDaemon:
         self._say(f"{self._name} is waiting for a head (cluster {self._config.cluster}, port {self._end.port})")
         if self._pause.paused is not None:
             self._say(f"{self._name} {self._pause.paused}")
-        if not self._trust.entries():
+        if not self._trust.entries() and not is_loopback(self._config.host):
             self._say("no device is trusted yet; 'primad join --code' takes the code that 'primad serve' shows")
 
     async def _hear(self, group: asyncio.TaskGroup) -> None:
@@ -221,9 +221,9 @@ class WorkerDaemon:
         if self._stop.is_set():
             await self._end.send(peer, Refused(f"{self._name} is ending"))
             return
+        self._stop_measuring()
+        await self._parts.release_all()  # also those of a link to the same head that broke
         if lease is None or lease.session != hello.session:
-            self._stop_measuring()
-            await self._parts.release_all()
             self._say(f"head {hello.device} is here")
             if hello.build != self._place.build:
                 self._say(
@@ -310,13 +310,15 @@ class WorkerDaemon:
             await self._end.send(self._lease.peer, message)
 
     async def _hand_over(self, reason: str) -> None:
-        """Ask the head to do without this device and wait until it does."""
+        """Ask the head to do without this device and wait until it does; who computes nothing has nothing to wait for."""
         lease = self._lease
         if lease is None:
             return
-        if self._parts.is_serving:
-            self._say(f"handing over to the others for at most {HAND_OVER_S:g} s; Ctrl-C again ends at once")
         await self._tell(Leaving(reason))
+        if not self._parts.is_serving:
+            return
+        at_once = "; Ctrl-C again ends at once" if self._stop.is_set() else ""
+        self._say(f"handing over to the others for at most {HAND_OVER_S:g} s{at_once}")
         try:
             async with asyncio.timeout(HAND_OVER_S):
                 await self._dismissed.wait()
