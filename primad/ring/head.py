@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from primad.engine.protocol import Hidden, HiddenWindow, LogitsWindow, Sampler, Sampling, Tokens
 from primad.errors import ProtocolError, RingError
 from primad.ring.laps import Laps
+from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import (
     HIDDEN_DTYPE,
     PROTOCOL,
@@ -246,19 +246,3 @@ class Head:
         if generate.logprobs is not None:
             logprob = float(logprobs[token])
         return Draw(token=token, ends=self._tail.is_end(token), logprob=logprob, top=top)
-
-
-def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Log-probabilities (vocabulary,) of ``logits``."""
-    shifted = logits.astype(np.float64) - float(logits.max())
-    return shifted - math.log(float(np.exp(shifted).sum()))
-
-
-def most_likely(logprobs: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:
-    """The ``count`` most likely tokens with their log-probabilities, best first, ties by token."""
-    count = min(count, len(logprobs))
-    if count == 0:
-        return ()
-    best = np.argpartition(-logprobs, count - 1)[:count]
-    ordered = sorted(best.tolist(), key=lambda token: (-logprobs[token], token))
-    return tuple((int(token), float(logprobs[token])) for token in ordered)

@@ -8,11 +8,9 @@ for by the loop, which hears the daemon meanwhile.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Collection
-from typing import Final, Protocol
+from typing import Protocol
 
-import psutil
 import zmq
 
 from primad.engine.protocol import EngineOptions, HiddenWindow
@@ -20,37 +18,13 @@ from primad.errors import ProtocolError, RingError
 from primad.ring.channel import RingChannel
 from primad.ring.head import Send, Tell
 from primad.ring.links import SEND_TIMEOUT_S, Links
-from primad.ring.messages import Cancel, Connect, Drain, Generate, Loading, Open, Opened, Reopen, Report, Status
+from primad.ring.messages import Cancel, Connect, Drain, Generate, Loading, Open, Opened, Reopen, Report
+from primad.ring.meter import Meter
 from primad.ring.opening import limits_of, limits_of_open, open_head, open_worker
 from primad.ring.worker import Worker
 
-HOPS_KEPT: Final = 4096
-
 Watched = list[tuple[zmq.Socket[bytes], int]]
 PartCommand = Reopen | Connect | Generate | Cancel | Drain | Report
-
-
-class Meter:
-    """What ``Status`` reports."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.rows = 0
-        self.compute_s = 0.0
-        self.hop_s: deque[float] = deque(maxlen=HOPS_KEPT)
-
-    def status(self, refused: int) -> Status:
-        """The figures until now."""
-        memory = psutil.Process().memory_info()
-        return Status(
-            steps=self.steps,
-            rows=self.rows,
-            compute_s=self.compute_s,
-            hop_s=list(self.hop_s),
-            rss_bytes=memory.rss,
-            private_bytes=memory.rss - getattr(memory, "shared", 0),
-            refused=refused,
-        )
 
 
 class Part(Protocol):

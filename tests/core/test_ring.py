@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primad.errors import EngineError, ProtocolError, RingError
-from primad.ring.head import log_softmax, most_likely
+from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import PROTOCOL, Finished, KvKeep, KvRemove, Sampled, Serving, Step
 from primad.ring.worker import Worker
 from tests.fakes.engine import VOCABULARY, WIDTH, FakeModel

@@ -28,7 +28,6 @@ from primad.ring.messages import (
     Reopen,
     Report,
     RingCommand,
-    RingEvent,
     Status,
 )
 from primad.ring.spawn import SPIN_COUNT, RingProcess, environment
