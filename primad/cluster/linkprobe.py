@@ -7,6 +7,7 @@ for; so one device measures both directions. Every address of the other is tried
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ from primad.ring.messages import encode
 TIMEOUT_S: Final = 3.0
 UNREACHABLE_S: Final = 60.0
 """Round trip that a link is given which does not work: no plan takes it while there is another way."""
+CONNECT_S: Final = 1.0
+MOST_ADDRESSES: Final = 3
+"""So many of a device's addresses are measured, of those that answer first."""
 _ROUND_TRIPS: Final = 15
 _SMALL_BYTES: Final = 8 << 10
 """About a row of hidden states."""
@@ -44,7 +48,7 @@ async def measure_links(
     links = []
     for target in targets:
         best: tuple[float, float, float, str] | None = None
-        for address in target.addresses:
+        for address in await _quickest(target):
             try:
                 found = (*await _measure(context, identity, address, target), address)
             except ClusterError:
@@ -53,6 +57,26 @@ async def measure_links(
                 best = found
         links += _profiles(source, target.device, best)
     return links
+
+
+async def _quickest(target: LinkTarget) -> list[str]:
+    """The addresses of ``target`` where somebody listens, the first to answer first; all of them when nobody was so quick.
+
+    A device announces every address it has: bridges of containers and dead networks among them.
+    """
+    if len(target.addresses) == 1:
+        return target.addresses
+    answered: list[str] = []
+
+    async def knock(address: str) -> None:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(CONNECT_S):
+                _, writer = await asyncio.open_connection(address, target.port)
+            answered.append(address)
+            writer.close()
+
+    await asyncio.gather(*(knock(address) for address in target.addresses))
+    return answered[:MOST_ADDRESSES] or target.addresses
 
 
 def _there_and_back_s(round_trip_s: float, there: float, back: float, address: str) -> float:

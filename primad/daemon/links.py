@@ -23,6 +23,9 @@ from primad.daemon.worker_link import DeviceLostError, WorkerLink
 
 logger = logging.getLogger(__name__)
 
+AGAIN_S = 1.0
+"""How long after a first try an unreachable device is tried again."""
+
 
 class LinkBook:
     """The links measured so far, by (source, target). ``identity`` is that of ``head``, the device that asks."""
@@ -87,16 +90,23 @@ class LinkBook:
     async def _measure(
         self, source: str, targets: Sequence[LinkTarget], workers: Mapping[str, WorkerLink], reporter: Reporter
     ) -> None:
+        await self._ask(source, targets, workers)
+        unreached = [target for target in targets if self.address(source, target.device) is None]
+        if unreached:  # it may have been introduced to the other a moment too late
+            await asyncio.sleep(AGAIN_S)
+            await self._ask(source, unreached, workers)
+        for target in targets:
+            if self.address(source, target.device) is None:
+                await workers[target.device].measure_links([], 2 * GONE_AFTER_S)  # is it there at all?
+                reporter.say(f"{source} does not reach {target.device}; plans avoid sending over this link")
+
+    async def _ask(self, source: str, targets: Sequence[LinkTarget], workers: Mapping[str, WorkerLink]) -> None:
         if source == self._head:
             found = await measure_links(self._context, self._identity, source, targets)
         else:
             most_s = 60.0 + sum(len(target.addresses) for target in targets) * 40 * TIMEOUT_S
             found = await workers[source].measure_links(targets, most_s)
         self._links |= {(link.source, link.target): link for link in found}
-        for target in targets:
-            if self.address(source, target.device) is None:
-                await workers[target.device].measure_links([], 2 * GONE_AFTER_S)  # is it there at all?
-                reporter.say(f"{source} does not reach {target.device}; plans avoid sending over this link")
 
 
 async def _target(worker: WorkerLink, announced: Iterable[str]) -> LinkTarget:
