@@ -303,6 +303,10 @@ class HeadDaemon:
 
     def _see(self, peer: Peer) -> None:
         trusted = bool(peer.key) and self._trust.trusts(peer.key)
+        if not trusted and any(each.device == peer.device for each in self._trust.entries()):
+            # Anyone can announce any name; what we know of the device that we trust does not change by that.
+            self._tell_once(peer.device, f"a device that is not trusted calls itself {peer.device}; it is not listened to")
+            return
         self._post(members.Seen(peer.device, trusted))
         if not peer.key:
             self._tell_once(peer.device, version_gap(self._config.name, peer.device, peer.version, peer.protocol))
