@@ -389,8 +389,8 @@ class Parts:
                 case Status():
                     rss = psutil.Process().memory_info().rss
                     await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))
-                case Overdue():
-                    continue
+                case Overdue(waited_s=waited_s):
+                    raise RingError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
                 case _:
                     raise RingError(f"the ring process of a worker said {type(event).__name__}")
 
