@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from primad.cluster.discovery import Peer
+from primad.cluster.identity import load_identity, new_identity
+from primad.cluster.peer import Peer
+from primad.cluster.trust import PAIRED, TrustStore, trusted_now
 from primad.config import load_config
 from primad.daemon import survey as survey_module
 from primad.daemon.survey import survey
@@ -30,8 +32,39 @@ class Lines:
         raise AssertionError("nothing is measured here")
 
 
-def peer(name: str, port: int, *, cluster: str = "test", role: str = "worker") -> Peer:
-    return Peer(device=name, cluster=cluster, role=role, version="1", protocol=1, addresses=("127.0.0.1",), port=port)
+KEYS: dict[str, str] = {}
+
+
+def key_of(name: str) -> str:
+    return KEYS.setdefault(name, new_identity().public)
+
+
+def peer(name: str, port: int, *, cluster: str = "test", role: str = "worker", key: str | None = None) -> Peer:
+    return Peer(
+        device=name,
+        cluster=cluster,
+        role=role,
+        version="1",
+        protocol=2,
+        addresses=("127.0.0.1",),
+        port=port,
+        key=key_of(name) if key is None else key,
+        pairing=None,
+    )
+
+
+class FakeWorker:
+    """A worker that said welcome."""
+
+    def __init__(self, name: str, closed: list[str], introduced: dict[str, set[str]]) -> None:
+        self.name, self.key, self.profile = name, key_of(name), device(name)
+        self._closed, self._introduced = closed, introduced
+
+    async def introduce(self, devices, revoked) -> None:
+        self._introduced[self.name] = {name for name, _ in devices}
+
+    def close(self) -> None:
+        self._closed.append(self.name)
 
 
 @pytest.fixture
@@ -40,18 +73,25 @@ def around(monkeypatch):
     sight: list[Peer] = []
     closed: list[str] = []
     answers: dict[int, str] = {}
+    knocks: list[tuple[int, set[str]]] = []
+    introduced: dict[str, set[str]] = {}
 
-    async def look(host: str, seconds: float) -> list[Peer]:
+    async def look(host: str, seconds: float, interface: str | None) -> list[Peer]:
         return sight
 
-    async def greet(context, host, port, head, session):
+    async def knock(caller, places, keys):
+        ((_, port),) = places
+        knocks.append((port, set(keys)))
         if port not in answers:
             raise ClusterError("it works for another head now")
-        name = answers[port]
-        return SimpleNamespace(name=name, profile=device(name), close=lambda: closed.append(name))
+        return port, None
+
+    async def greet(caller, port, listener):
+        assert caller.identity.secret
+        return FakeWorker(answers[port], closed, introduced)
 
     class Book:
-        def __init__(self, context, head, session) -> None:
+        def __init__(self, context, identity, head) -> None:
             self.head = head
 
         async def measure(self, workers, addresses, reporter):
@@ -61,13 +101,19 @@ def around(monkeypatch):
 
     monkeypatch.setattr(survey_module, "LinkBook", Book)
     monkeypatch.setattr(survey_module, "look", look)
+    monkeypatch.setattr(survey_module, "knock", knock)
     monkeypatch.setattr(survey_module, "greet", greet)
     monkeypatch.setattr(survey_module, "profile", lambda config, reporter: device(config.name))
-    return SimpleNamespace(sight=sight, answers=answers, closed=closed)
+    return SimpleNamespace(sight=sight, answers=answers, closed=closed, knocks=knocks, introduced=introduced)
 
 
 def config(tmp_path, **flags):
-    return load_config({"home": tmp_path, "name": "me", "cluster": "test", **flags}, {})
+    """A configuration; all devices of these tests are trusted but the stranger."""
+    made = load_config({"home": tmp_path, "name": "me", "cluster": "test", **flags}, {})
+    trust = TrustStore(tmp_path, load_identity(tmp_path))
+    for name in ("a", "b", "x", "y", "me", "busy", "silent"):
+        trust.add(trusted_now(name, key_of(name), PAIRED))
+    return made
 
 
 def test_this_device_comes_first_and_the_others_are_let_go(around, tmp_path):
@@ -78,7 +124,19 @@ def test_this_device_comes_first_and_the_others_are_let_go(around, tmp_path):
     assert [one.device for one in found.devices] == ["me", "a", "b"]
     assert [(one.source, one.target) for one in found.links] == [("me", "a"), ("me", "b")]
     assert sorted(around.closed) == ["a", "b"]
+    assert around.knocks == [(2, {key_of("b")}), (1, {key_of("a")})], "each by its own key"
+    assert around.introduced == {"a": {"b"}, "b": {"a"}}
     assert not lines.said
+
+
+def test_a_device_that_is_not_paired_is_left_out_and_not_spoken_to(around, tmp_path):
+    around.sight += [peer("stranger", 1), peer("old", 2, key="")]
+    around.answers.update({1: "stranger", 2: "old"})
+    lines = Lines()
+    assert [one.device for one in survey(config(tmp_path), 0.1, lines).devices] == ["me"]
+    assert around.knocks == []
+    assert [line.split(":")[0] for line in lines.said] == ["stranger is left out", "old is left out"]
+    assert all("primad join --code" in line for line in lines.said)
 
 
 def test_who_refuses_is_left_out_and_named(around, tmp_path):
