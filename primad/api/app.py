@@ -27,7 +27,7 @@ from primad.api import schema, shapes
 from primad.api.answers import Answer, Answered, ChatAnswer, CompletionAnswer
 from primad.api.backend import Backend, ServedModel
 from primad.api.connection import EventStream, read_json, while_connected
-from primad.api.errors import error_response
+from primad.api.errors import RETRY_AFTER_S, error_response
 from primad.api.generation import Written, write
 from primad.api.guard import HostGuard
 from primad.api.job import SEEDS, Choice, Job, chat_job, check_model, completion_job
@@ -76,7 +76,7 @@ class _Api:
         return _json({"name": "primad", "version": __version__, "api": "OpenAI-compatible, under /v1"})
 
     async def health(self) -> Response:
-        """200 when requests can be served, 503 while the model is loading or the ring is broken."""
+        """200 when requests can be served, 503 with Retry-After while the model is loading or nothing can serve it."""
         health, served = self._backend.health(), self._backend.model()
         body = HealthBody(
             status="ok" if health.serving else "loading",
@@ -248,7 +248,8 @@ def _new_id(kind: str) -> str:
 
 
 def _json(body: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+    retry = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
+    return Response(msgspec.json.encode(body), status_code=status, headers=retry, media_type="application/json")
 
 
 def _asks(name: str) -> dict[str, Any]:

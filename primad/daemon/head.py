@@ -590,9 +590,9 @@ class HeadDaemon:
         if instead is not None and instead in self._rings:
             self._backend.hand_over()
             await self._rings[instead].drain()
-        await self._backend.attach(
-            self._served(), epoch, ring.send, self._status_of(ring), f"serving with {len(ring.plan.devices)} devices"
-        )
+        count = len(ring.plan.devices)
+        detail = f"serving with {count} device{'s' if count > 1 else ''}"
+        await self._backend.attach(self._served(), epoch, ring.send, self._status_of(ring), detail)
         if instead is not None:
             self._start(self._abandon(instead))
         self._foresee_losses()

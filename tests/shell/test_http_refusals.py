@@ -108,6 +108,7 @@ def test_while_loading():
     backend.state, backend.served = Health(serving=False, detail="shipping layers"), None
     response = call(backend, "GET", "/health")
     assert response.status_code == 503
+    assert int(response.headers["retry-after"]) > 0
     assert response.json() == {"status": "loading", "detail": "shipping layers", "model": None}
     assert call(backend, "GET", "/v1/models").json() == {"object": "list", "data": []}
     error(call(backend, "GET", "/v1/models/toy"), 404)
