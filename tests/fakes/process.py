@@ -1,0 +1,129 @@
+"""A ring process that is told what to say: strict about the order of commands, so that a mistake shows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from primad.cluster.identity import new_identity
+from primad.errors import RingError
+from primad.ring.messages import Connect, Open, Opened, Reopen, Report, RingCommand, RingEvent, Status
+
+Command = TypeVar("Command")
+STATUS = Status(steps=3, rows=4, compute_s=0.5, hop_s=[], rss_bytes=1, private_bytes=1, refused=0)
+
+
+class FakeRingProcess:
+    """One process. It opens at once, unless ``holds_back``; ``die`` ends it."""
+
+    pid = 1  # nobody's priority is changed: tests run with nice 0
+
+    def __init__(self, number: int, *, holds_back: bool) -> None:
+        self.number = number
+        self.commands: list[RingCommand] = []
+        self.closed = False
+        self.keys: list[str] = []
+        self._holds_back = holds_back
+        self._events: asyncio.Queue[RingEvent | RingError] = asyncio.Queue()
+        self._news = asyncio.Condition()
+
+    async def send(self, command: RingCommand) -> None:
+        assert not self.closed, f"{type(command).__name__} to a process that was ended"
+        match command:
+            case Open():
+                assert not self.commands, "opened twice"
+                self._open()
+            case Reopen():
+                assert self.commands, "reopened before it was opened"
+                self._open()
+            case Connect():
+                assert self.keys, "connected before it was open"
+            case Report():
+                self.say(STATUS)
+            case _:
+                raise AssertionError(f"a worker's ring process was told {type(command).__name__}")
+        self.commands.append(command)
+        async with self._news:
+            self._news.notify_all()
+
+    def _open(self) -> None:
+        if not self._holds_back:
+            self.keys.append(new_identity().public)
+            self.say(Opened(f"tcp://127.0.0.1:{4000 + self.number}", self.keys[-1]))
+
+    def say(self, event: RingEvent) -> None:
+        """Tell the daemon."""
+        self._events.put_nowait(event)
+
+    def die(self, reason: str = "the ring process was ended by SIGABRT") -> None:
+        """End with ``reason``."""
+        self._events.put_nowait(RingError(reason))
+
+    async def events(self) -> AsyncIterator[RingEvent]:
+        while True:
+            event = await self._events.get()
+            if isinstance(event, RingError):
+                raise event
+            yield event
+
+    async def close(self) -> None:
+        assert not self.closed, "ended twice"
+        self.closed = True
+        async with self._news:
+            self._news.notify_all()
+
+    async def told(self, kind: type[Command]) -> Command:
+        """The latest command of ``kind``, once there is one."""
+        async with self._news:
+            await self._news.wait_for(lambda: any(isinstance(command, kind) for command in self.commands))
+        return [command for command in self.commands if isinstance(command, kind)][-1]
+
+    async def ended(self) -> None:
+        """Until the daemon has ended it."""
+        async with self._news:
+            await self._news.wait_for(lambda: self.closed)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a process was started."""
+
+    log: Path
+    threads: int
+    place: int
+
+
+class FakeProcesses:
+    """In place of ``RingProcess`` in a module of the daemon: ``start`` makes a ``FakeRingProcess``."""
+
+    def __init__(self) -> None:
+        self.all: list[FakeRingProcess] = []
+        self.starts: list[Start] = []
+        self.holds_back = False
+        self._news = asyncio.Condition()
+
+    async def start(self, log: Path, *, threads: int, place: int = 0) -> FakeRingProcess:
+        self.starts.append(Start(log, threads, place))
+        process = FakeRingProcess(len(self.all), holds_back=self.holds_back)
+        self.all.append(process)
+        async with self._news:
+            self._news.notify_all()
+        return process
+
+    async def started(self, count: int) -> FakeRingProcess:
+        """The ``count``-th process, once there are so many."""
+        await self.wait(lambda: len(self.all) >= count)
+        return self.all[count - 1]
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        """Until ``condition`` holds; asked when a process starts."""
+        async with self._news:
+            await self._news.wait_for(condition)
+
+    @property
+    def alive(self) -> list[FakeRingProcess]:
+        """Those that were not ended."""
+        return [process for process in self.all if not process.closed]

@@ -1,0 +1,457 @@
+"""A worker's parts in rings: what stays loaded, what is ended, what the head is told when something breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from primad.cluster.identity import new_identity
+from primad.cluster.messages import Broken, Linked, Load, Loaded, Progress, WorkerMessage, WorkerStatus
+from primad.cluster.transfer_messages import Source
+from primad.config import load_config, open_home
+from primad.daemon import parts as parts_module
+from primad.daemon.parts import Parts
+from primad.daemon.shard import Place
+from primad.engine.protocol import WindowFiles
+from primad.errors import ClusterError, DiskError, ModelError
+from primad.gguf.cache import LayerCache
+from primad.gguf.layers import LayerRef
+from primad.gguf.windows import WindowSpec
+from primad.ring.messages import Connect, Loading, Open, Overdue, Reopen, Sampled
+from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
+from tests.fakes.profile import PROFILE
+
+PATIENCE_S = 10
+FILES = WindowFiles(metadata="window.gguf", layers=(), layer_count=2, gpu_layers=0, output_on_gpu=False)
+KEY, OTHER_KEY = new_identity().public, new_identity().public
+LAYER = LayerRef("ab" * 32, 1000, ())
+SOURCE = Source("desk", KEY, ["tcp://127.0.0.1:1"])
+
+Kind = TypeVar("Kind")
+
+
+def a_load(epoch: int, *, ring: int = 1, first: int = 2, window: int = 1, route: int = 3, **changes: object) -> Load:
+    load = Load(
+        ring=ring,
+        epoch=epoch,
+        route=route,
+        width=8,
+        windows=[WindowSpec(window=window, first=first, last=first + 2, metadata=b"", layers=())],
+        gpu_layers=[0],
+        probe=None,
+        force_extra_buffers=False,
+        sources=[],
+        context=64,
+        sequences=1,
+        rows=16,
+        step_timeout_s=5.0,
+        place=1,
+    )
+    return msgspec.structs.replace(load, **changes)
+
+
+class Worker:
+    """The parts of one worker, and what they told the head and the owner."""
+
+    def __init__(self, home: Path, processes: FakeProcesses, keep_loaded: float) -> None:
+        config = load_config({"home": home, "name": "lap", "keep_loaded": keep_loaded, "host": "127.0.0.1"}, {})
+        open_home(config)
+        self.processes = processes
+        self.place = Place(cache=LayerCache(home / "layers"), run=config.run, verdicts=home / "v", build="b")
+        self.told: list[WorkerMessage] = []
+        self.said: list[str] = []
+        self._news = asyncio.Condition()
+        self.parts = Parts(
+            config=config,
+            place=self.place,
+            context=None,
+            identity=new_identity(),
+            tell=self._tell,
+            say=self.said.append,
+        )
+
+    async def _tell(self, message: WorkerMessage) -> None:
+        self.told.append(message)
+        async with self._news:
+            self._news.notify_all()
+
+    async def hears(self, kind: type[Kind], condition: Callable[[Kind], bool] = lambda _: True) -> Kind:
+        """The first message of ``kind`` for which ``condition`` holds, once there is one."""
+        async with self._news:
+            await self._news.wait_for(lambda: any(isinstance(m, kind) and condition(m) for m in self.told))
+        return next(m for m in self.told if isinstance(m, kind) and condition(m))
+
+    async def serve(self, load: Load) -> FakeRingProcess:
+        """Load and link ``load``; its ring process."""
+        before = len(self.processes.all)
+        await self.parts.start(load, PROFILE)
+        loaded = await self.hears(Loaded, lambda each: each.epoch == load.epoch)
+        (process,) = [each for each in self.processes.all if loaded.key in each.keys]
+        assert loaded.port == 4000 + process.number
+        await self.parts.link(load.epoch, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
+        assert await self.hears(Linked, lambda each: each.epoch == load.epoch)
+        assert (await process.told(Connect)) == Connect("tcp://127.0.0.1:9", KEY, OTHER_KEY)
+        assert len(self.processes.all) - before in (0, 1)
+        return process
+
+    def breaks(self) -> list[Broken]:
+        return [message for message in self.told if isinstance(message, Broken)]
+
+
+@pytest.fixture
+def processes(monkeypatch) -> FakeProcesses:
+    fake = FakeProcesses()
+    monkeypatch.setattr(parts_module, "RingProcess", fake)
+    monkeypatch.setattr(parts_module, "place_windows", lambda place, specs, *_: [FILES] * len(specs))
+    monkeypatch.setattr(parts_module, "read_header", lambda _: None)
+    return fake
+
+
+@pytest.fixture
+def worker(processes, tmp_path) -> Callable[..., AsyncIterator[Worker]]:
+    @asynccontextmanager
+    async def make(keep_loaded: float = 600) -> AsyncIterator[Worker]:
+        async with asyncio.timeout(PATIENCE_S):
+            made = Worker(tmp_path, processes, keep_loaded)
+            try:
+                yield made
+            finally:
+                await made.parts.close()
+                assert not processes.alive, "a ring process was left behind"
+
+    return make
+
+
+def test_a_part_is_loaded_linked_and_told(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            opening = await process.told(Open)
+            assert (opening.ring, opening.epoch, opening.model, opening.host) == (1, 1, None, "127.0.0.1")
+            assert processes.starts[0].place == 1
+            assert lap.parts.is_serving
+            assert lap.said == ["computing layers 2-3"]
+            await lap.parts.release(1)
+            assert not lap.parts.is_serving
+
+    asyncio.run(once())
+
+
+def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, processes):
+    """In another epoch, of another head, at another place of the route: nothing is loaded again."""
+
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            assert not process.closed
+            assert await lap.serve(a_load(2, ring=9, window=4, route=7)) is process
+            reopened = await process.told(Reopen)
+            assert (reopened.ring, reopened.epoch, reopened.route, reopened.windows) == (9, 2, 7, [(1, 4)])
+            await lap.parts.release(2)
+            assert await lap.serve(a_load(3, window=2)) is process
+            assert (await process.told(Reopen)).windows == [(4, 2)]
+            assert len(process.keys) == len(set(process.keys)) == 3, "each opening has its own key"
+            assert len(processes.all) == 1
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first": 5},
+        {"context": 128},
+        {"rows": 8},
+        {"width": 16},
+        {"gpu_layers": [1]},
+        {"force_extra_buffers": True},
+    ],
+    ids=str,
+)
+def test_other_windows_end_what_is_kept_before_they_are_loaded(worker, processes, changes):
+    async def once() -> None:
+        async with worker() as lap:
+            first = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            second = await lap.serve(a_load(2, **changes))
+            assert second is not first
+            assert first.closed, "both at once may not fit"
+            assert processes.alive == [second]
+
+    asyncio.run(once())
+
+
+def test_what_is_kept_is_ended_after_a_while(worker, processes):
+    async def once() -> None:
+        async with worker(keep_loaded=0.05) as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            await process.ended()
+
+    asyncio.run(once())
+
+
+def test_what_serves_again_does_not_expire(worker):
+    async def once() -> None:
+        async with worker(keep_loaded=0.05) as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            await lap.serve(a_load(2))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(process.ended(), 0.2)
+
+    asyncio.run(once())
+
+
+def test_nothing_is_kept_where_the_owner_wants_it_so(worker):
+    async def once() -> None:
+        async with worker(keep_loaded=0) as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            await process.ended()
+
+    asyncio.run(once())
+
+
+def test_two_epochs_stand_side_by_side_and_the_first_to_end_is_kept(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            first = await lap.serve(a_load(1))
+            second = await lap.serve(a_load(2, first=5))
+            assert processes.alive == [first, second]
+            assert (first.closed, second.closed) == (False, False)
+            await lap.parts.release(1)
+            assert lap.parts.is_serving
+            await lap.parts.release(2)
+            await first.ended()
+            assert processes.alive == [second], "the latest is the likeliest to be asked for"
+
+    asyncio.run(once())
+
+
+def test_the_same_windows_in_the_shadow_are_a_second_process(worker, processes):
+    """What serves cannot be reopened while it serves."""
+
+    async def once() -> None:
+        async with worker() as lap:
+            first, second = await lap.serve(a_load(1)), await lap.serve(a_load(2))
+            assert first is not second
+
+    asyncio.run(once())
+
+
+def test_a_ring_process_that_dies_while_it_serves_is_the_rings_fault_and_is_not_kept(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            process.die("the ring process was ended by SIGABRT: llama.cpp said something")
+            broken = await lap.hears(Broken)
+            assert broken.fault == "ring"
+            assert broken.error == "the ring process was ended by SIGABRT: llama.cpp said something"
+            await process.ended()
+            second = await lap.serve(a_load(2))
+            assert second is not process
+            assert len(lap.breaks()) == 1
+
+    asyncio.run(once())
+
+
+def test_a_ring_process_that_dies_while_it_is_kept_is_not_used_again(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            process.die()
+            second = await lap.serve(a_load(2))
+            assert second is not process
+            assert process.closed
+            assert lap.breaks() == [], "nobody used it"
+
+    asyncio.run(once())
+
+
+def test_a_ring_process_that_dies_while_it_loads_is_a_fault_of_loading(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            processes.holds_back = True
+            await lap.parts.start(a_load(1), PROFILE)
+            process = await processes.started(1)
+            process.say(Loading(1))
+            assert (await lap.hears(Progress)).phase == "load"
+            process.die("no memory")
+            assert (await lap.hears(Broken)).fault == "load"
+            await process.ended()
+
+    asyncio.run(once())
+
+
+def test_a_part_that_is_released_while_it_loads_leaves_nothing(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            processes.holds_back = True
+            await lap.parts.start(a_load(1), PROFILE)
+            process = await processes.started(1)
+            await process.told(Open)
+            await lap.parts.release(1)
+            await process.ended()
+            assert lap.breaks() == []
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [(DiskError("the disk is full"), "disk"), (ClusterError("desk gives no layers"), "fetch")],
+    ids=["disk full", "no source"],
+)
+def test_layers_that_do_not_arrive_are_told_with_whose_fault_it_is(worker, processes, monkeypatch, error, fault):
+    async def fetch(*_: object, **__: object) -> None:
+        raise error
+
+    async def missing(*_: object) -> list[LayerRef]:
+        return [LAYER]
+
+    monkeypatch.setattr(parts_module, "fetch_layers", fetch)
+    monkeypatch.setattr(parts_module, "missing_layers", missing)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1, sources=[SOURCE]), PROFILE)
+            broken = await lap.hears(Broken)
+            assert (broken.epoch, broken.fault, broken.error) == (1, fault, str(error))
+            assert processes.all == []
+
+    asyncio.run(once())
+
+
+def test_layers_that_nobody_has_are_an_error(worker, monkeypatch):
+    async def missing(*_: object) -> list[LayerRef]:
+        return [LAYER]
+
+    monkeypatch.setattr(parts_module, "missing_layers", missing)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1), PROFILE)
+            broken = await lap.hears(Broken)
+            assert (broken.fault, broken.error) == (
+                "fetch",
+                "1 layers are missing and no device was named that has them",
+            )
+
+    asyncio.run(once())
+
+
+def test_progress_of_fetching_is_told(worker, monkeypatch):
+    async def fetch(context, identity, sources, refs, cache, arrived, *, bytes_per_s) -> None:
+        assert sources == [SOURCE]
+        arrived(400)
+        arrived(600)
+
+    async def missing(*_: object) -> list[LayerRef]:
+        return [LAYER]
+
+    monkeypatch.setattr(parts_module, "fetch_layers", fetch)
+    monkeypatch.setattr(parts_module, "missing_layers", missing)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.serve(a_load(1, sources=[SOURCE]))
+            progress = await lap.hears(Progress, lambda each: each.done == each.total)
+            assert (progress.phase, progress.total) == ("fetch", 1000)
+
+    asyncio.run(once())
+
+
+def test_metadata_that_is_no_gguf_never_reaches_llama_cpp(worker, processes, monkeypatch):
+    def read(_: Path) -> None:
+        raise ModelError("window.gguf: is not a GGUF file")
+
+    monkeypatch.setattr(parts_module, "read_header", read)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1), PROFILE)
+            assert (await lap.hears(Broken)).fault == "load"
+            assert processes.all == []
+
+    asyncio.run(once())
+
+
+def test_a_status_is_passed_on_with_the_daemons_own_memory(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.serve(a_load(1))
+            await lap.parts.report()
+            status = await lap.hears(WorkerStatus)
+            assert (status.epoch, status.status) == (1, STATUS)
+            assert status.daemon_rss_bytes > 1 << 20
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        (Overdue(step=5, waited_s=12.4), "the next device took no step for 12 s; it is gone or hangs"),
+        (Sampled(request=1, token=1, logprob=None, top=()), "the ring process of a worker said Sampled"),
+    ],
+    ids=["a step that nobody takes", "nonsense"],
+)
+def test_a_ring_that_cannot_go_on_is_told_once(worker, event, error):
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            process.say(event)
+            process.say(event)
+            broken = await lap.hears(Broken)
+            assert (broken.fault, broken.error) == ("ring", error)
+            await lap.parts.release(1)
+            assert len(lap.breaks()) == 1
+
+    asyncio.run(once())
+
+
+def test_an_epoch_that_is_asked_for_again_replaces_the_first(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            first = await lap.serve(a_load(1))
+            lap.told.clear()
+            assert await lap.serve(a_load(1)) is first, "the windows are the same"
+            assert len(processes.all) == 1
+
+    asyncio.run(once())
+
+
+def test_what_nobody_knows_is_no_trouble(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.release(5)
+            await lap.parts.link(5, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
+            await lap.parts.unload()
+            await lap.parts.report()
+            assert lap.told == []
+
+    asyncio.run(once())
+
+
+def test_the_threads_are_those_that_the_profile_found_best(worker, processes):
+    cpu = dataclasses.replace(PROFILE.cpu, cores=8, threads=3, batch_threads=7)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1), dataclasses.replace(PROFILE, cpu=cpu))
+            process = await processes.started(1)
+            options = (await process.told(Open)).options
+            assert (options.threads, options.batch_threads) == (3, 7)
+            assert processes.starts[0].threads == 7, "the process has room for the larger team"
+
+    asyncio.run(once())
