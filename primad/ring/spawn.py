@@ -135,6 +135,9 @@ class RingProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+        with contextlib.suppress(OSError):  # a log without a word would only add up, one for each ring
+            if self._log.stat().st_size == 0:
+                self._log.unlink()
 
 
 def _last_line(log: Path) -> str:
