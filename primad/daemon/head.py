@@ -644,6 +644,8 @@ class HeadDaemon:
 
     async def _administer(self, request: AdminRequest) -> AdminAnswer:
         match request:
+            case OpenPairing() if self._options.alone:
+                return Refusal(reason=f"{self._config.name} serves with --alone; start it without to pair devices")
             case OpenPairing():
                 return await self._desk.open()
             case Describe():
