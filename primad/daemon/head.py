@@ -154,7 +154,7 @@ class HeadDaemon:
     async def run(self) -> None:
         """Serve until cancelled. Raises ``PrimadError`` when it cannot serve in the first place."""
         async with AsyncExitStack() as stack:
-            stack.callback(self._context.term)
+            stack.callback(self._context.destroy, linger=0)  # also what was not begun yet when the end came
             await stack.enter_async_context(Gate(self._context, self._trust.trusts))
             stack.push_async_callback(self._close)
             stack.push_async_callback(self._desk.close)

@@ -133,7 +133,7 @@ class WorkerDaemon:
     async def run(self) -> None:
         """Serve until cancelled or ``leave`` was asked for. Raises ``ClusterError`` when a port cannot be used."""
         async with AsyncExitStack() as stack:
-            stack.callback(self._context.term)
+            stack.callback(self._context.destroy, linger=0)  # also what was not begun yet when the end came
             await stack.enter_async_context(Gate(self._context, self._trust.trusts))
             stack.callback(self._end.close)
             stack.push_async_callback(self._parts.close)

@@ -1,0 +1,507 @@
+"""A worker on loopback: one head at a time holds it, its owner and its trust come first, and it goes in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import zmq.asyncio
+from gguf import GGMLQuantizationType
+
+from primad.cluster import messages
+from primad.cluster.admin import Describe, Leave, Pause, Resume
+from primad.cluster.control import HeadEnd
+from primad.cluster.identity import Identity, new_identity
+from primad.cluster.local_trust import LocalTrust
+from primad.cluster.messages import (
+    PROTOCOL,
+    Broken,
+    Dismiss,
+    HeadMessage,
+    Hello,
+    Introduce,
+    Introduction,
+    Knock,
+    Knocked,
+    Leaving,
+    Load,
+    Loaded,
+    Ping,
+    Pong,
+    Refused,
+    Release,
+    Welcome,
+)
+from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
+from primad.config import load_config, open_home
+from primad.daemon import parts as parts_module
+from primad.daemon import worker as worker_module
+from primad.daemon.shard import Place
+from primad.daemon.worker import WorkerDaemon
+from primad.engine.protocol import WindowFiles
+from primad.errors import ClusterError
+from primad.gguf.cache import LayerCache
+from primad.gguf.layers import LayerRef, LayerTensor
+from primad.gguf.windows import WindowSpec
+from tests.fakes.control import HOST
+from tests.fakes.process import FakeProcesses
+from tests.fakes.profile import PROFILE
+
+PATIENCE_S = 20
+DESK, TOWER, STRANGER = (new_identity() for _ in range(3))
+FILES = WindowFiles(metadata="window.gguf", layers=(), layer_count=2, gpu_layers=0, output_on_gpu=False)
+TENSOR = LayerTensor("blk.*.attn_q.weight", int(GGMLQuantizationType.F32), (8, 2), 0, 64)
+LAYER = LayerRef("ab" * 32, 64, (TENSOR,))
+
+Kind = TypeVar("Kind")
+
+
+def a_load(epoch: int, first: int = 2) -> Load:
+    return Load(
+        ring=1,
+        epoch=epoch,
+        route=3,
+        width=8,
+        windows=[WindowSpec(window=1, first=first, last=first + 1, metadata=b"", layers=(LAYER,))],
+        gpu_layers=[0],
+        probe=None,
+        force_extra_buffers=False,
+        sources=[],
+        context=64,
+        sequences=1,
+        rows=16,
+        step_timeout_s=5.0,
+        place=0,
+    )
+
+
+class FakeHead:
+    """A head that says what the test wants."""
+
+    def __init__(self, context: zmq.asyncio.Context, name: str, identity: Identity, worker: Lab) -> None:
+        self.name, self.key = name, identity.public
+        self._end = HeadEnd(context, HOST, worker.port, identity=identity, key=worker.identity.public)
+        self._pinging: asyncio.Task[None] | None = None
+
+    async def say(self, message: HeadMessage) -> None:
+        await self._end.send(message)
+
+    async def hear(self, kind: type[Kind]) -> Kind:
+        """The next message of ``kind``; signs of life before it are passed over, anything else is not."""
+        while True:
+            message = await self._end.receive()
+            if isinstance(message, kind):
+                return message
+            assert isinstance(message, Pong | messages.Progress), f"{message}, not {kind.__name__}"
+
+    async def hello(self, session: int = 1, gone_after_s: float = 600.0) -> None:
+        hello = Hello(
+            protocol=PROTOCOL,
+            version="0",
+            device=self.name,
+            session=session,
+            build="a build",
+            gone_after_s=gone_after_s,
+        )
+        await self.say(hello)
+
+    async def takes(self, session: int = 1, gone_after_s: float = 600.0) -> Welcome:
+        await self.hello(session, gone_after_s)
+        return await self.hear(Welcome)
+
+    async def loads(self, load: Load) -> Loaded:
+        await self.say(load)
+        return await self.hear(Loaded)
+
+
+class Lab:
+    """A worker that runs, and heads that talk to it."""
+
+    def __init__(self, home: Path, processes: FakeProcesses, context: zmq.asyncio.Context, **flags: object) -> None:
+        self.processes = processes
+        self.identity = new_identity()
+        self.home = home
+        self.said: list[str] = []
+        self._context = context
+        self._news = asyncio.Condition()
+        config = load_config({"home": home, "name": "lap", "host": HOST, "port": 0} | flags, {})
+        open_home(config)
+        self.trust = TrustStore(home, self.identity, LocalTrust(home / "local"))
+        for name, identity in (("desk", DESK), ("tower", TOWER)):
+            self.trust.add(trusted_now(name, identity.public, BY_HAND))
+        self.daemon = WorkerDaemon(
+            config=config,
+            place=Place(cache=LayerCache(config.layers), run=config.run, verdicts=home / "v", build="a build"),
+            identity=self.identity,
+            trust=self.trust,
+            profile=lambda name: dataclasses.replace(PROFILE, device=name),
+            say=self._say,
+        )
+        self.port = self.daemon._end.port
+        self.running = asyncio.create_task(self.daemon.run())
+
+    def _say(self, line: str) -> None:
+        self.said.append(line)
+        self._task = asyncio.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    async def says(self, start: str) -> str:
+        """The first line for the owner that begins so, once it was said."""
+        async with self._news:
+            await self._news.wait_for(lambda: any(line.startswith(start) for line in self.said))
+        return next(line for line in self.said if line.startswith(start))
+
+    def head(self, name: str = "desk", identity: Identity = DESK) -> FakeHead:
+        return FakeHead(self._context, name, identity, self)
+
+    async def admin(self, request: object) -> object:
+        return await self.daemon._administer(request)
+
+
+class NoDiscovery:
+    """There is no multicast here."""
+
+    def __init__(self, host: str, interface: str | None) -> None:
+        raise ClusterError("mDNS cannot be used")
+
+
+@pytest.fixture
+def lab(monkeypatch, tmp_path) -> Callable[..., AbstractAsyncContextManager[Lab]]:
+    processes = FakeProcesses()
+    monkeypatch.setattr(worker_module, "Discovery", NoDiscovery)
+    monkeypatch.setattr(parts_module, "RingProcess", processes)
+    monkeypatch.setattr(parts_module, "place_windows", lambda place, specs, *_: [FILES] * len(specs))
+    monkeypatch.setattr(parts_module, "read_header", lambda _: None)
+
+    async def nothing_missing(*_: object) -> list[LayerRef]:
+        return []
+
+    monkeypatch.setattr(parts_module, "missing_layers", nothing_missing)
+
+    @asynccontextmanager
+    async def make(**flags: object) -> AsyncIterator[Lab]:
+        context = zmq.asyncio.Context()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                made = Lab(tmp_path, processes, context, **flags)
+                try:
+                    yield made
+                finally:
+                    made.running.cancel()
+                    await asyncio.wait([made.running])
+                if not made.running.cancelled():
+                    made.running.result()
+                assert not processes.alive, "a ring process was left behind"
+        finally:
+            context.destroy(linger=0)
+
+    return make
+
+
+# ---- one head -------------------------------------------------------------------------------------------------------
+
+
+def test_a_head_knocks_says_hello_and_gives_work(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.say(Knock(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
+            assert (await desk.hear(Knocked)).device == "lap"
+            welcome = await desk.takes()
+            assert (welcome.profile.device, welcome.build) == ("lap", "a build")
+            await desk.loads(a_load(1))
+            await desk.say(Ping(status=False))
+            await desk.hear(Pong)
+            described = await lap.admin(Describe())
+            assert described.status["devices"] == {"lap": "computes for desk"}
+            await desk.say(Release(epoch=1))
+            await desk.say(Ping(status=False))
+            await desk.hear(Pong)
+            assert (await lap.admin(Describe())).status["devices"] == {"lap": "ready for desk"}
+
+    asyncio.run(once())
+
+
+def test_a_second_head_is_refused_with_the_name_of_the_first(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            await lap.head().takes()
+            tower = lap.head("tower", TOWER)
+            await tower.hello()
+            assert (await tower.hear(Refused)).reason == "lap works for the head desk now"
+            await tower.say(a_load(1))
+            assert "works for another head" in (await tower.hear(Refused)).reason
+            assert lap.processes.all == []
+
+    asyncio.run(once())
+
+
+def test_who_gives_work_without_a_hello_is_refused(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            for message in (a_load(1), Release(epoch=1), Ping(status=False), Dismiss()):
+                await desk.say(message)
+                assert (await desk.hear(Refused)).reason.endswith("say hello first")
+
+    asyncio.run(once())
+
+
+def test_a_head_that_comes_back_takes_over_and_finds_its_layers_loaded(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes(session=1)
+            await desk.loads(a_load(7))
+            again = lap.head()
+            await again.takes(session=2)
+            assert not lap.daemon._parts.is_serving
+            await again.loads(a_load(1))
+            (process,) = lap.processes.all
+            assert len(process.keys) == 2, "opened, then reopened"
+
+    asyncio.run(once())
+
+
+def test_a_head_that_goes_silent_loses_the_worker_and_another_may_come(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes(gone_after_s=0.3)
+            await desk.loads(a_load(1))
+            await lap.says("head desk went away")
+            assert not lap.daemon._parts.is_serving
+            assert len(lap.processes.alive) == 1, "it may come back soon"
+            await desk.say(Ping(status=False))
+            assert (await desk.hear(Refused)).reason.endswith("say hello first")
+            await lap.head("tower", TOWER).takes()
+
+    asyncio.run(once())
+
+
+def test_a_ring_process_that_dies_is_told_and_the_daemon_goes_on(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes()
+            await desk.loads(a_load(1))
+            lap.processes.all[0].die("the ring process was ended by SIGABRT")
+            broken = await desk.hear(Broken)
+            assert (broken.epoch, broken.fault) == (1, "ring")
+            await desk.say(Release(epoch=1))
+            await desk.loads(a_load(2))
+
+    asyncio.run(once())
+
+
+# ---- trust ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stranger_gets_no_answer(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            stranger = lap.head("stranger", STRANGER)
+            await stranger.say(Knock(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="stranger"))
+            with pytest.raises(ClusterError, match="no answer"):
+                await stranger._end.receive(0.4)
+            await lap.head().takes()
+
+    asyncio.run(once())
+
+
+def test_a_key_that_is_revoked_is_refused_at_once_on_a_connection_that_stands(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes(gone_after_s=0.5)
+            await desk.loads(a_load(1))
+            lap.trust.revoke("desk")
+            for message in (Ping(status=True), a_load(2), Knock(protocol=2, oldest=2, version="0", device="desk")):
+                await desk.say(message)
+                assert (await desk.hear(Refused)).reason == "lap does not trust this device any more"
+            await lap.says("head desk went away")
+            assert not lap.daemon._parts.is_serving, "what it asked for before does not go on either"
+
+    asyncio.run(once())
+
+
+def test_whom_the_head_trusts_is_trusted_and_whom_it_revoked_is_not(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk, friend = lap.head(), new_identity()
+            await desk.takes()
+            devices = [Introduction("nas", friend.public), Introduction("lap", lap.identity.public)]
+            await desk.say(Introduce(devices=devices, revoked=[TOWER.public]))
+            await lap.says("desk does not trust tower any more")
+            assert lap.trust.trusts(friend.public)
+            assert not lap.trust.trusts(TOWER.public)
+            knocking = lap.head("nas", friend)
+            await knocking.say(Knock(protocol=2, oldest=2, version="0", device="nas"))
+            await knocking.hear(Knocked)
+
+    asyncio.run(once())
+
+
+# ---- versions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("protocol", "oldest", "fits"), [(5, 4, True), (4, 3, True), (6, 5, True), (3, 2, False)])
+def test_a_head_of_another_version_is_answered_and_a_gap_is_named_to_the_owner(
+    lab, monkeypatch, protocol, oldest, fits
+):
+    for module in (messages, worker_module):
+        monkeypatch.setattr(module, "PROTOCOL", 5)
+        monkeypatch.setattr(module, "OLDEST", 4)
+
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.say(Knock(protocol=protocol, oldest=oldest, version="0.0.7", device="desk"))
+            answer = await desk.hear(Knocked)
+            assert (answer.protocol, answer.oldest) == (5, 4)
+            refused = [line for line in lap.said if line.startswith("refused")]
+            assert len(refused) == (0 if fits else 1)
+            if not fits:
+                assert "desk runs primad 0.0.7 (protocol 3), lap runs" in refused[0]
+
+    asyncio.run(once())
+
+
+def test_a_head_with_another_llama_cpp_is_told_to_the_owner(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            hello = Hello(protocol=2, version="0", device="desk", session=1, build="another", gone_after_s=60)
+            await desk.say(hello)
+            await desk.hear(Welcome)
+            assert "llama.cpp differs: a build here, another on desk" in await lap.says("llama.cpp differs")
+
+    asyncio.run(once())
+
+
+# ---- the owner ------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_paused_refuses_with_the_reason(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            assert "paused until 'primad resume'" in (await lap.admin(Pause())).text
+            desk = lap.head()
+            await desk.hello()
+            assert (await desk.hear(Refused)).reason == "lap paused by its owner; 'primad resume' ends that"
+            await lap.admin(Resume())
+            await desk.takes()
+
+    asyncio.run(once())
+
+
+def test_a_pause_hands_over_first_then_unloads(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes()
+            await desk.loads(a_load(1))
+            await lap.admin(Pause())
+            assert (await desk.hear(Leaving)).reason == "paused by its owner"
+            assert lap.daemon._parts.is_serving, "until others do its work"
+            await desk.say(Dismiss())
+            assert "paused by its owner" in (await desk.hear(Refused)).reason
+            await lap.processes.all[0].ended()
+
+    asyncio.run(once())
+
+
+def test_a_worker_that_leaves_goes_on_until_it_is_dismissed(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes()
+            await desk.loads(a_load(1))
+            assert (await lap.admin(Leave())).text == "lap hands over and ends"
+            assert (await lap.admin(Leave())).text == "lap is ending already"
+            assert (await desk.hear(Leaving)).reason == "its owner ended it"
+            await desk.say(Ping(status=False))
+            await desk.hear(Pong)
+            assert not lap.running.done()
+            tower = lap.head("tower", TOWER)
+            await tower.hello()
+            assert (await tower.hear(Refused)).reason == "lap works for the head desk now"
+            await desk.say(Dismiss())
+            await lap.running
+
+    asyncio.run(once())
+
+
+def test_a_worker_that_nobody_dismisses_ends_after_a_while(lab, monkeypatch):
+    monkeypatch.setattr(worker_module, "HAND_OVER_S", 0.2)
+
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes()
+            await desk.loads(a_load(1))
+            lap.daemon.leave()
+            await lap.running
+            assert "head desk found nobody to take over within 0.2 s" in lap.said
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+def test_a_worker_that_computes_nothing_leaves_at_once(lab, greeted):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            if greeted:
+                await desk.takes()
+            assert lap.daemon.leave()
+            await lap.running
+            if greeted:
+                await desk.hear(Leaving)
+
+    asyncio.run(once())
+
+
+def test_a_head_that_goes_away_meanwhile_is_not_waited_for(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes(gone_after_s=0.3)
+            await desk.loads(a_load(1))
+            lap.daemon.leave()
+            await desk.hear(Leaving)
+            await lap.running
+
+    asyncio.run(once())
+
+
+def test_a_worker_that_cannot_announce_itself_ends_with_the_reason(lab, monkeypatch):
+    """Nothing that was made for it and not begun yet keeps it from ending."""
+
+    class Crowded:
+        def __init__(self, host: str, interface: str | None) -> None:
+            assert host == HOST
+
+        async def announce(self, name: str, **_: object) -> str:
+            raise ClusterError("--name lap: a hundred devices have this name already; choose another")
+
+        async def close(self) -> None:
+            """It said nothing."""
+
+    monkeypatch.setattr(worker_module, "Discovery", Crowded)
+
+    async def once() -> None:
+        async with lab() as lap:
+            with pytest.raises(ClusterError, match="a hundred devices have this name"):
+                await lap.running
+            lap.running = asyncio.create_task(asyncio.sleep(0))
+
+    asyncio.run(once())
