@@ -43,11 +43,12 @@ from primad.cluster.trust import TrustedDevice, TrustStore
 from primad.config import Config, is_loopback
 from primad.daemon.backend import RingBackend
 from primad.daemon.extra import Tried
-from primad.daemon.head_ring import HeadRing, RingOptions, RingParts
+from primad.daemon.head_ring import HeadRing
 from primad.daemon.links import LinkBook
 from primad.daemon.pairing_desk import PairingDesk
 from primad.daemon.questions import default_context, default_workload, model_id, plan_by_hand
 from primad.daemon.reporter import Reporter
+from primad.daemon.ring_parts import RingOptions, RingParts
 from primad.daemon.shard import Place
 from primad.daemon.solving import Question, solve_apart
 from primad.daemon.vocabulary import ModelVocabulary
@@ -305,7 +306,9 @@ class HeadDaemon:
         trusted = bool(peer.key) and self._trust.trusts(peer.key)
         if not trusted and any(each.device == peer.device for each in self._trust.entries()):
             # Anyone can announce any name; what we know of the device that we trust does not change by that.
-            self._tell_once(peer.device, f"a device that is not trusted calls itself {peer.device}; it is not listened to")
+            self._tell_once(
+                peer.device, f"a device that is not trusted calls itself {peer.device}; it is not listened to"
+            )
             return
         self._post(members.Seen(peer.device, trusted))
         if not peer.key:
@@ -329,14 +332,14 @@ class HeadDaemon:
         trusted: dict[str, bool] = {}
         entries: object = None
         while True:
-            for peer in list(self._peers.values()):
+            for worker in list(self._workers.values()):
+                if not self._trust.trusts(worker.key):
+                    self.lost(worker.name, "it is not trusted any more")
+            for peer in list(self._peers.values()):  # after the loss: who is gone is greeted again, a stranger is not
                 now = bool(peer.key) and self._trust.trusts(peer.key)
                 if trusted.get(peer.key, now) != now:
                     self._see(peer)
                 trusted[peer.key] = now
-            for worker in list(self._workers.values()):
-                if not self._trust.trusts(worker.key):
-                    self.lost(worker.name, "it is not trusted any more")
             latest = [(each.device, each.key) for each in self._trust.entries()], self._trust.revoked()
             if entries is not None and latest != entries:
                 for worker in list(self._workers.values()):
@@ -365,7 +368,10 @@ class HeadDaemon:
         if peer is not None:
             places += [(address, peer.port) for address in peer.addresses]
             keys.add(peer.key)
+        keys = {key for key in keys if self._trust.trusts(key)}  # what is known of it may be from before it was revoked
         try:
+            if not keys:
+                raise ClusterError("it is not trusted any more")
             end, knocked = await knock(self._caller, places, keys)
             if knocked.device != device:
                 end.close()

@@ -9,45 +9,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import statistics
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping
 from typing import Any, Final
 
 import psutil
 
-from halda import DeviceProfile, LinkProfile, Plan, Prediction
+from halda import Plan, Prediction
 from primad.cluster.messages import MAX_SOURCES, Load, Progress
 from primad.cluster.sockets import endpoint
 from primad.cluster.transfer_messages import Source, is_endpoint
-from primad.config import LOOPBACK, Config, is_loopback
-from primad.daemon.extra import TRIALS, Tried, choose_extra_buffers
-from primad.daemon.links import LinkBook
-from primad.daemon.owner import apply_nice
-from primad.daemon.reporter import Reporter
+from primad.config import LOOPBACK, is_loopback
+from primad.daemon.own_part import start_own
+from primad.daemon.ring_parts import RingParts
+from primad.daemon.ring_status import device_status, link_status, plan_lines, promises
 from primad.daemon.shard import (
-    Place,
-    copy_layers,
-    missing_layers,
-    open_windows,
-    place_windows,
     remove_metadata,
-    whole_model,
 )
 from primad.daemon.worker_link import DeviceLostError, PartError, WorkerLink, WorkerPart
-from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, ModelError, PrimadError, RingError
-from primad.gguf.header import Header
-from primad.gguf.windows import ModelCutter, WindowSpec, token_embedding
+from primad.gguf.windows import WindowSpec, token_embedding
 from primad.ring.messages import (
     Connect,
     Drain,
     Drained,
     Finished,
     Loading,
-    Open,
     Opened,
-    OpenWindow,
     Overdue,
     Report,
     RingCommand,
@@ -64,50 +51,8 @@ STATUS_TIMEOUT_S: Final = 5.0
 OVERDUE_ANSWER_S: Final = 2.0
 """When a step is overdue, a ring process that does not answer for so long hangs; a slow one answers between two steps."""
 DRAIN_TIMEOUT_S: Final = 10.0
-
-Deliver = Callable[[int, Sampled | Finished], None]
-"""Takes an event of a generation, with the epoch that it comes from."""
-OnBroken = Callable[[int, str | None, str, bool], None]
-"""Hears that ring ``epoch`` broke: the device to blame or None, the reason, and whether it will last."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingOptions:
-    """What all devices of a ring must agree on."""
-
-    epoch: int
-    session: int
-    context_tokens: int
-    rows: int
-    extra_buffers: str
-    step_timeout_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingParts:
-    """What a ring is formed from; ``prediction`` is what the plan promises, None when it was set by hand.
-
-    ``workers`` are those with a window. ``key`` and ``layer_port`` are the head's own as a source of layers; every one of
-    ``holders`` may hold layers and is a source as well. ``tried`` is what is known of extra buffers for this model.
-    """
-
-    plan: Plan
-    prediction: Prediction | None
-    workers: Mapping[str, WorkerLink]
-    holders: Mapping[str, WorkerLink]
-    config: Config
-    key: str
-    layer_port: int
-    place: Place
-    header: Header
-    cutter: ModelCutter | None
-    profile: DeviceProfile
-    options: RingOptions
-    deliver: Deliver
-    on_broken: OnBroken
-    reporter: Reporter
-    links: LinkBook
-    tried: Tried
+STOPPED_LOOK_S: Final = 1.0
+STOPPED_LOOKS: Final = 3
 
 
 class HeadRing:
@@ -196,11 +141,7 @@ class HeadRing:
         if self._process is not None:
             await self._process.close()
         remove_metadata(self._parts.place, self.epoch)
-        self._parts.place.cache.let_go(self._owner)
-
-    @property
-    def _owner(self) -> str:
-        return f"ring-{self.epoch}"
+        self._parts.place.cache.let_go(self._parts.owner)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -232,15 +173,7 @@ class HeadRing:
 
     def describe(self) -> list[str]:
         """Who computes what, a line a device."""
-        lines = []
-        for name in self.plan.devices:
-            windows = ", ".join(
-                f"{window.first}-{window.last - 1}" if len(window.layers) > 1 else str(window.first)
-                for _, window in self.plan.windows_of(name)
-            )
-            lines.append(f"{name}: {self.plan.layers_of(name)} layers ({windows})")
-        lines += [f"{left.device} is left out: {left.reason}" for left in self.plan.left_out]
-        return lines
+        return plan_lines(self.plan)
 
     async def status(self) -> dict[str, Any]:
         """What every device did and holds now, as plain data; a device that does not answer in time has no figures."""
@@ -251,22 +184,13 @@ class HeadRing:
                 status, daemon_rss_bytes = own, psutil.Process().memory_info().rss
                 if name in self._workers:
                     status, daemon_rss_bytes = await self._worker_status(name, STATUS_TIMEOUT_S)
-                devices.append(
-                    {
-                        "name": name,
-                        "role": "head" if name == self.plan.head else "worker",
-                        "windows": [[window.first, window.last] for _, window in self.plan.windows_of(name)],
-                        "layers": self.plan.layers_of(name),
-                        "daemon_rss_bytes": daemon_rss_bytes,
-                        "ring": None if status is None else _figures(status),
-                    }
-                )
+                devices.append(device_status(self.plan, name, status, daemon_rss_bytes))
         return {
             "epoch": self._parts.options.epoch,
             "rounds": self.plan.rounds,
-            "predicted": None if self.prediction is None else _promises(self.prediction),
+            "predicted": None if self.prediction is None else promises(self.prediction),
             "devices": devices,
-            "links": [_link(link) for link in self._parts.links.between(self.plan.devices)],
+            "links": [link_status(link) for link in self._parts.links.between(self.plan.devices)],
         }
 
     async def _own_status(self, timeout_s: float) -> Status | None:
@@ -357,78 +281,9 @@ class HeadRing:
             return str(probe.getsockname()[0])
 
     async def _start_own(self, specs: list[WindowSpec]) -> None:
-        parts = self._parts
-        options = EngineOptions(
-            context=parts.options.context_tokens,
-            sequences=1,
-            rows=parts.options.rows,
-            threads=parts.profile.cpu.threads,
-            batch_threads=parts.profile.cpu.batch_threads,
-        )
-        if specs:
-            await self._cut_own(specs)
-        windows = await self._own_windows(specs, options)
-        self._process = await RingProcess.start(
-            parts.place.run / f"ring-{self.epoch}.log", threads=max(options.threads, options.batch_threads)
-        )
-        apply_nice(self._process.pid, parts.config.nice)
-        self._start(self._attend(self._process, len(windows)))
-        await self._process.send(
-            Open(
-                ring=parts.options.session,
-                epoch=parts.options.epoch,
-                windows=windows,
-                route=len(self.plan.route),
-                width=token_embedding(parts.header).shape[0],
-                model=str(parts.header.path),
-                host=parts.config.host,
-                depth=len(self.plan.devices),
-                step_timeout_s=parts.options.step_timeout_s,
-                options=options,
-            )
-        )
-
-    async def _cut_own(self, specs: list[WindowSpec]) -> None:
-        """Cut the head's own layers out of the model file into its cache."""
-        cache = self._parts.place.cache
-        cache.hold(self._owner, {ref.digest for spec in specs for ref in spec.layers})
-        missing = await missing_layers(cache, (ref for spec in specs for ref in spec.layers))
-        total, done = sum(ref.size_bytes for ref in missing), 0
-        assert self._parts.cutter is not None
-
-        def copied(size: int) -> None:
-            nonlocal done
-            done += size
-            self._parts.reporter.progress(self.plan.head, "fetch", done, total)
-
-        await copy_layers(self._parts.cutter, cache, missing, copied)
-        cache.touch({ref.digest for spec in specs for ref in spec.layers})
-
-    async def _own_windows(self, specs: list[WindowSpec], options: EngineOptions) -> list[OpenWindow]:
-        place, plan = self._parts.place, self.plan
-        extra = await self._own_extra_buffers(options)
-        if not specs:
-            whole = whole_model(self._parts.header.path, plan)
-            return [OpenWindow(window=0, files=whole, extra_buffers=extra[0])]
-        gpu_layers = [window.gpu_layers for _, window in plan.windows_of(plan.head)]
-        files = await asyncio.to_thread(
-            place_windows, place, specs, gpu_layers, self._parts.options.epoch, output_on_gpu=plan.output_on_gpu
-        )
-        return open_windows(specs, files, extra)
-
-    async def _own_extra_buffers(self, options: EngineOptions) -> list[bool]:
-        """For each of the head's windows, whether it uses extra buffers."""
-        parts = self._parts
-        windows = [window for _, window in self.plan.windows_of(self.plan.head)]
-        if parts.options.extra_buffers != "auto":
-            return [parts.options.extra_buffers == "on"] * len(windows)
-
-        def advance(done: int) -> None:
-            parts.reporter.progress(self.plan.head, "probe", done, TRIALS)
-
-        return await choose_extra_buffers(
-            parts.place, parts.header, windows, options, advance, limits=parts.config.limits, tried=parts.tried
-        )
+        self._process, windows = await start_own(self._parts, specs)
+        self._start(self._attend(self._process, windows))
+        self._start(self._watch_process(self._process))
 
     def _probe_spec(self, first: int, last: int) -> WindowSpec | None:
         assert self._parts.cutter is not None
@@ -459,6 +314,17 @@ class HeadRing:
                     self._status.put_nowait(event)
                 case _:
                     raise RingError(f"the head's ring process said {type(event).__name__}")
+
+    async def _watch_process(self, process: RingProcess) -> None:
+        """Notice that the head's own ring process was stopped: it says nothing then, not even that a step is late.
+
+        No system tells us of that, so it is looked at now and then. Raises ``RingError``.
+        """
+        stopped = 0
+        while stopped < STOPPED_LOOKS:
+            await asyncio.sleep(STOPPED_LOOK_S)
+            stopped = stopped + 1 if is_stopped(process.pid) else 0
+        raise RingError("the head's ring process was stopped")
 
     def _look_for_fault(self, step: int, waited_s: float) -> None:
         logger.info("epoch %d: step %d is out for %.1f s", self.epoch, step, waited_s)
@@ -506,37 +372,13 @@ class HeadRing:
         self._parts.reporter.progress(device, progress.phase, progress.done, progress.total)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether process ``pid`` was stopped by a signal or a debugger."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:
+        return False
+
+
 async def _first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _promises(prediction: Prediction) -> dict[str, float]:
-    return {
-        "tokens_per_s": prediction.tokens_per_s,
-        "tpot_ms": prediction.tpot_s * 1e3,
-        "ttft_ms": prediction.ttft_s * 1e3,
-    }
-
-
-def _link(link: LinkProfile) -> dict[str, Any]:
-    return {
-        "source": link.source,
-        "target": link.target,
-        "round_trip_ms": link.round_trip_s * 1e3,
-        "mbit_per_s": link.bytes_per_s * 8 / 1e6,
-    }
-
-
-def _figures(status: Status) -> dict[str, Any]:
-    hops = sorted(status.hop_s)
-    return {
-        "steps": status.steps,
-        "rows": status.rows,
-        "compute_s": status.compute_s,
-        "hops": len(hops),
-        "hop_median_s": statistics.median(hops) if hops else None,
-        "hop_p99_s": hops[min(len(hops) - 1, len(hops) * 99 // 100)] if hops else None,
-        "rss_bytes": status.rss_bytes,
-        "private_bytes": status.private_bytes,
-        "refused_messages": status.refused,
-    }

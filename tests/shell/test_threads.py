@@ -11,9 +11,10 @@ import pytest
 
 from halda import Plan, Window
 from primad.config import load_config, open_home
-from primad.daemon import head_ring
+from primad.daemon import own_part
 from primad.daemon.backend import RingBackend
-from primad.daemon.head_ring import HeadRing, RingOptions, RingParts
+from primad.daemon.head_ring import HeadRing
+from primad.daemon.ring_parts import RingOptions, RingParts
 from primad.daemon.links import LinkBook
 from primad.daemon.shard import Place
 from primad.engine.protocol import WindowFiles
@@ -56,7 +57,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
     monkeypatch, smollm2, tmp_path
 ):
     process, broken = FakeProcess(), []
-    monkeypatch.setattr(head_ring, "RingProcess", process)
+    monkeypatch.setattr(own_part, "RingProcess", process)
     window = Window(device="desk", first=0, last=30, gpu_layers=30)
     header = open_model(smollm2)
     config = load_config({"home": tmp_path, "name": "desk", "host": "127.0.0.1"}, {})

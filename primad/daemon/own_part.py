@@ -1,0 +1,94 @@
+"""The head's own part in a ring: cut its layers, decide on extra buffers, start its ring process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from primad.daemon.extra import TRIALS, choose_extra_buffers
+from primad.daemon.owner import apply_nice
+from primad.daemon.ring_parts import RingParts
+from primad.daemon.shard import copy_layers, missing_layers, open_windows, place_windows, whole_model
+from primad.engine.protocol import EngineOptions
+from primad.gguf.windows import WindowSpec, token_embedding
+from primad.ring.messages import Open, OpenWindow
+from primad.ring.spawn import RingProcess
+
+
+async def start_own(parts: RingParts, specs: list[WindowSpec]) -> tuple[RingProcess, int]:
+    """The head's ring process, told to load the windows ``specs``, and how many those are; without any the whole model.
+
+    Raises ``PrimadError`` when a disk refuses or llama.cpp cannot compute the model.
+    """
+    options = EngineOptions(
+        context=parts.options.context_tokens,
+        sequences=1,
+        rows=parts.options.rows,
+        threads=parts.profile.cpu.threads,
+        batch_threads=parts.profile.cpu.batch_threads,
+    )
+    if specs:
+        await _cut(parts, specs)
+    windows = await _windows(parts, specs, options)
+    process = await RingProcess.start(
+        parts.place.run / f"ring-{parts.options.epoch}.log", threads=max(options.threads, options.batch_threads)
+    )
+    apply_nice(process.pid, parts.config.nice)
+    await process.send(
+        Open(
+            ring=parts.options.session,
+            epoch=parts.options.epoch,
+            windows=windows,
+            route=len(parts.plan.route),
+            width=token_embedding(parts.header).shape[0],
+            model=str(parts.header.path),
+            host=parts.config.host,
+            depth=len(parts.plan.devices),
+            step_timeout_s=parts.options.step_timeout_s,
+            options=options,
+        )
+    )
+    return process, len(windows)
+
+
+async def _cut(parts: RingParts, specs: list[WindowSpec]) -> None:
+    """Cut the head's own layers out of the model file into its cache."""
+    cache = parts.place.cache
+    cache.hold(parts.owner, {ref.digest for spec in specs for ref in spec.layers})
+    missing = await missing_layers(cache, (ref for spec in specs for ref in spec.layers))
+    total, done = sum(ref.size_bytes for ref in missing), 0
+    assert parts.cutter is not None
+
+    def copied(size: int) -> None:
+        nonlocal done
+        done += size
+        parts.reporter.progress(parts.plan.head, "fetch", done, total)
+
+    await copy_layers(parts.cutter, cache, missing, copied)
+    cache.touch({ref.digest for spec in specs for ref in spec.layers})
+
+
+async def _windows(parts: RingParts, specs: list[WindowSpec], options: EngineOptions) -> list[OpenWindow]:
+    plan = parts.plan
+    extra = await _extra_buffers(parts, options)
+    if not specs:
+        whole = whole_model(parts.header.path, plan)
+        return [OpenWindow(window=0, files=whole, extra_buffers=extra[0])]
+    gpu_layers = [window.gpu_layers for _, window in plan.windows_of(plan.head)]
+    files = await asyncio.to_thread(
+        place_windows, parts.place, specs, gpu_layers, parts.options.epoch, output_on_gpu=plan.output_on_gpu
+    )
+    return open_windows(specs, files, extra)
+
+
+async def _extra_buffers(parts: RingParts, options: EngineOptions) -> list[bool]:
+    """For each of the head's windows, whether it uses extra buffers."""
+    windows = [window for _, window in parts.plan.windows_of(parts.plan.head)]
+    if parts.options.extra_buffers != "auto":
+        return [parts.options.extra_buffers == "on"] * len(windows)
+
+    def advance(done: int) -> None:
+        parts.reporter.progress(parts.plan.head, "probe", done, TRIALS)
+
+    return await choose_extra_buffers(
+        parts.place, parts.header, windows, options, advance, limits=parts.config.limits, tried=parts.tried
+    )

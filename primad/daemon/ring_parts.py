@@ -1,0 +1,66 @@
+"""What a ring is formed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from halda import DeviceProfile, Plan, Prediction
+from primad.config import Config
+from primad.daemon.extra import Tried
+from primad.daemon.links import LinkBook
+from primad.daemon.reporter import Reporter
+from primad.daemon.shard import Place
+from primad.daemon.worker_link import WorkerLink
+from primad.gguf.header import Header
+from primad.gguf.windows import ModelCutter
+from primad.ring.messages import Finished, Sampled
+
+Deliver = Callable[[int, Sampled | Finished], None]
+"""Takes an event of a generation, with the epoch that it comes from."""
+OnBroken = Callable[[int, str | None, str, bool], None]
+"""Hears that ring ``epoch`` broke: the device to blame or None, the reason, and whether it will last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingOptions:
+    """What all devices of a ring must agree on."""
+
+    epoch: int
+    session: int
+    context_tokens: int
+    rows: int
+    extra_buffers: str
+    step_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingParts:
+    """What a ring is formed from; ``prediction`` is what the plan promises, None when it was set by hand.
+
+    ``workers`` are those with a window. ``key`` and ``layer_port`` are the head's own as a source of layers; every one of
+    ``holders`` may hold layers and is a source as well. ``tried`` is what is known of extra buffers for this model.
+    """
+
+    plan: Plan
+    prediction: Prediction | None
+    workers: Mapping[str, WorkerLink]
+    holders: Mapping[str, WorkerLink]
+    config: Config
+    key: str
+    layer_port: int
+    place: Place
+    header: Header
+    cutter: ModelCutter | None
+    profile: DeviceProfile
+    options: RingOptions
+    deliver: Deliver
+    on_broken: OnBroken
+    reporter: Reporter
+    links: LinkBook
+    tried: Tried
+
+    @property
+    def owner(self) -> str:
+        """Who holds the head's own layers in its cache."""
+        return f"ring-{self.options.epoch}"
