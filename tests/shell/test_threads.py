@@ -14,8 +14,8 @@ from primad.config import load_config, open_home
 from primad.daemon import own_part
 from primad.daemon.backend import RingBackend
 from primad.daemon.head_ring import HeadRing
-from primad.daemon.ring_parts import RingOptions, RingParts
 from primad.daemon.links import LinkBook
+from primad.daemon.ring_parts import RingOptions, RingParts
 from primad.daemon.shard import Place
 from primad.engine.protocol import WindowFiles
 from primad.errors import RingError
