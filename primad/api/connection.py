@@ -86,6 +86,15 @@ async def _wait_left(receive: Receive) -> None:
     raise ClientDisconnect
 
 
+KEEPALIVE_S: Final = 10.0
+"""Clients and what lies between give up on a stream that says nothing, as it may while a new ring is formed."""
+_KEEPALIVE: Final[Message] = {
+    "type": "http.response.body",
+    "body": b": waiting for the next token\n\n",
+    "more_body": True,
+}
+
+
 class EventStream(Response):
     """Server-sent events, one ``data:`` line for each message of a generator, then ``[DONE]``.
 
@@ -123,11 +132,24 @@ class EventStream(Response):
     async def _send_messages(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with aclosing(self._messages) as messages:
-            async for message in messages:
+            while (message := await self._next(messages, send)) is not None:
                 if not self._begun:
                     self._begun = True
                     await _deliver(send, start)
                 await _send_event(send, msgspec.json.encode(message))
+
+    async def _next(self, messages: AsyncGenerator[msgspec.Struct, None], send: Send) -> msgspec.Struct | None:
+        """The next message, None at the end. While it is long in coming, a comment tells the client that we are here."""
+        coming = asyncio.ensure_future(anext(messages, None))
+        try:
+            while not (await asyncio.wait([coming], timeout=KEEPALIVE_S))[0]:
+                if self._begun:
+                    await _deliver(send, _KEEPALIVE)
+            return coming.result()
+        finally:
+            if not coming.done():
+                coming.cancel()
+                await asyncio.wait([coming])
 
 
 async def _send_event(send: Send, data: bytes) -> None:

@@ -1,0 +1,78 @@
+"""A stream that waits for its next token says now and then that it is there, and ends as it would have."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from starlette.types import Message
+
+from primad.api import connection
+from primad.api.connection import EventStream
+
+
+class Word(msgspec.Struct):
+    text: str
+
+
+class Client:
+    """Takes what is sent; never leaves."""
+
+    def __init__(self) -> None:
+        self.body: list[bytes] = []
+        self.waits = asyncio.Event()
+        self.more = asyncio.Event()
+
+    async def receive(self) -> Message:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("never")
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            self.body.append(message["body"])
+            if message["body"].startswith(b":"):
+                self.waits.set()
+
+
+def test_a_stream_that_waits_sends_comments_and_then_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "KEEPALIVE_S", 0.01)
+
+    async def main() -> list[bytes]:
+        client = Client()
+
+        async def words():
+            yield Word("one")
+            await client.waits.wait()
+            yield Word("two")
+
+        async with asyncio.timeout(10):
+            await EventStream(words())({"type": "http"}, client.receive, client.send)
+        return client.body
+
+    body = asyncio.run(main())
+    comments = [part for part in body if part.startswith(b":")]
+    assert comments and all(part.endswith(b"\n\n") for part in comments)
+    assert [part for part in body if part.startswith(b"data")] == [
+        b'data: {"text":"one"}\n\n',
+        b'data: {"text":"two"}\n\n',
+        b"data: [DONE]\n\n",
+    ]
+
+
+def test_nothing_is_sent_before_the_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status may still become an error's."""
+    monkeypatch.setattr(connection, "KEEPALIVE_S", 0.01)
+
+    async def main() -> list[bytes]:
+        client = Client()
+
+        async def late():
+            await asyncio.sleep(0.05)
+            yield Word("late")
+
+        async with asyncio.timeout(10):
+            await EventStream(late())({"type": "http"}, client.receive, client.send)
+        return client.body
+
+    assert asyncio.run(main())[0].startswith(b"data")
