@@ -52,7 +52,8 @@ def test_a_stream_that_waits_sends_comments_and_then_goes_on(monkeypatch: pytest
 
     body = asyncio.run(main())
     comments = [part for part in body if part.startswith(b":")]
-    assert comments and all(part.endswith(b"\n\n") for part in comments)
+    assert comments
+    assert all(part.endswith(b"\n\n") for part in comments)
     assert [part for part in body if part.startswith(b"data")] == [
         b'data: {"text":"one"}\n\n',
         b'data: {"text":"two"}\n\n',
