@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,11 +151,18 @@ class Primad:
         if self.process.poll() is None:
             self.kill()
         for process in self.processes():
-            process.kill()
-            process.wait(PATIENCE_S)
+            with suppress(psutil.NoSuchProcess):  # those it started end by themselves, some just now
+                process.kill()
+                process.wait(PATIENCE_S)
         self._reader.join(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def ring_process(run: Primad) -> psutil.Process:
+    """The one ring process of a daemon."""
+    (found,) = [process for process in run.processes() if "primad.ring.process" in process.cmdline()]
+    return found
 
 
 @contextmanager
@@ -169,11 +176,12 @@ def primad(*arguments: object, temporary: Path | None = None, **more: str) -> It
 
 
 @contextmanager
-def joined(home: Path, cluster: str, *arguments: object, temporary: Path | None = None) -> Iterator[Primad]:
+def joined(
+    home: Path, cluster: str, *arguments: object, temporary: Path | None = None, **more: str
+) -> Iterator[Primad]:
     """A worker that waits for a head; its name is that of its home folder."""
-    with primad(
-        "join", "--home", home, "--name", home.name, "--cluster", cluster, *arguments, temporary=temporary
-    ) as worker:
+    base = ("join", "--home", home, "--name", home.name, "--cluster", cluster)
+    with primad(*base, *arguments, temporary=temporary, **more) as worker:
         worker.wait_for("waiting for a head")
         yield worker
 
@@ -220,12 +228,14 @@ class Head:
 
 
 @contextmanager
-def heading(model: Path, home: Path, cluster: str, *arguments: object, temporary: Path | None = None) -> Iterator[Head]:
+def heading(
+    model: Path, home: Path, cluster: str, *arguments: object, temporary: Path | None = None, **more: str
+) -> Iterator[Head]:
     """A head that was just started; its name is that of its home folder. Extra buffers are off."""
     port = free_port()
     base = ("serve", "--model", model, "--home", home, "--name", home.name, "--cluster", cluster, "--port", port)
     extra = () if "--extra-buffers" in arguments else ("--extra-buffers", "off")
-    with primad(*base, *extra, *arguments, temporary=temporary) as run:
+    with primad(*base, *extra, *arguments, temporary=temporary, **more) as run:
         yield Head(run, f"http://127.0.0.1:{port}")
 
 

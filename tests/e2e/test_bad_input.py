@@ -204,7 +204,11 @@ def test_windows_that_do_not_fit(tiny, new_home, cluster, temporary):
         (("--extra-buffers", "maybe"), "--extra-buffers maybe"),
         (("--context", "1000000"), "--context 1000000"),
         (("--port", "99999"), "--port"),
-        (("--host", "0.0.0.0"), "--insecure-lan"),
+        (("--insecure-lan",), "--insecure-lan"),
+        (("--listen", "no.such.host.invalid"), "--listen"),
+        (("--interface", "no-such0"), "no-such0"),
+        (("--max-ram", "much"), "--max-ram much"),
+        (("--nice", "20"), "--nice"),
         (("--host", "no.such.host.invalid"), "--host"),
         (("--device", "desk"), "desk"),
         (("--device", "desk:0"), "desk:0"),
@@ -227,7 +231,14 @@ def test_options_of_serve(tiny, tmp_path, temporary, arguments, named):
     ("arguments", "variables", "named"),
     [
         (("serve",), {}, "--model"),
-        (("join", "--host", "0.0.0.0"), {}, "--insecure-lan"),
+        (("join", "--insecure-lan"), {}, "--insecure-lan"),
+        (("join",), {"PRIMAD_INSECURE_LAN": "1"}, "PRIMAD_INSECURE_LAN"),
+        (("join", "--code", "lamp"), {}, "lamp"),
+        (("join", "--device", "127.0.0.1:7770"), {}, "--code"),
+        (("join", "--max-disk", "0GB"), {}, "--max-disk"),
+        (("leave",), {}, "no primad runs"),
+        (("pair",), {}, "no primad runs"),
+        (("devices", "revoke", "desk"), {}, "desk"),
         (("join", "--port", "x"), {}, "--port"),
         (("join", "--name", "a b"), {}, "--name"),
         (("join",), {"PRIMAD_NAME": "a b"}, "PRIMAD_NAME"),
@@ -352,7 +363,7 @@ def test_a_busy_worker_refuses_another_head(tiny, new_home, cluster, temporary):
 
 
 def test_warnings_are_lines_of_their_own(tmp_path, temporary):
-    run = ended("serve", "--model", tmp_path / "x.gguf", "--insecure-lan", temporary=temporary)
+    run = ended("serve", "--model", tmp_path / "x.gguf", "--host", "0.0.0.0", temporary=temporary)
     assert [line.split(":")[0] for line in run.errors] == ["warning", "primad"]
     assert run.code == 2
 

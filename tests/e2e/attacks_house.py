@@ -1,0 +1,171 @@
+"""A cluster under attack: a head and a worker that serve, their open doors, and what they may cost meanwhile."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from primad.cluster.admin import OpenPairing, PairingCode, ask
+from primad.cluster.identity import Identity, load_identity, new_identity
+from primad.cluster.local_trust import LocalTrust
+from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
+from tests.e2e import streams
+from tests.e2e.attacks_wire import Door
+from tests.e2e.cluster import Head, Primad, joined, serving, wait_until
+
+MOST_GROWTH_BYTES = 64 << 20
+MORE_DESCRIPTORS = 12
+"""Connections of the cluster's own come and go."""
+LINES_PER_S = 8
+"""Each gate and each link says once a second that it refuses something; there are about seven."""
+TOKENS = 60
+ROGUE = new_identity()
+"""A device that the head trusts, and that does not behave."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the processes of a daemon use: by process id, memory in bytes and descriptors."""
+
+    rss_bytes: dict[int, int]
+    descriptors: dict[int, int]
+
+
+class House:
+    """A head and a worker that serve, and a second worker that waits for a head of another cluster."""
+
+    def __init__(self, stack: ExitStack, model: Path, make_home: Callable[[str], Path]) -> None:
+        self.cluster = f"lab-{secrets.token_hex(6)}"
+        self.homes = {name: make_home(name) for name in ("head", "w1", "idle")}
+        for name in ("head", "idle"):
+            trust(self.homes[name], ROGUE)
+        self.idle: Primad = stack.enter_context(joined(self.homes["idle"], f"idle-{secrets.token_hex(6)}"))
+        self.worker: Primad = stack.enter_context(joined(self.homes["w1"], self.cluster))
+        self.head: Head = stack.enter_context(
+            serving(model, self.homes["head"], self.cluster, "--wait", 1, "--use-all", "--context", 512)
+        )
+        streams.ask(self.head, tokens=TOKENS)
+        self.undisturbed = streams.ask(self.head, tokens=TOKENS).text
+
+    @property
+    def daemons(self) -> dict[str, Primad]:
+        """All three by name."""
+        return {"head": self.head.run, "w1": self.worker, "idle": self.idle}
+
+    def key(self, owner: str) -> str:
+        """The public key of a device."""
+        return load_identity(self.homes[owner]).public
+
+    def open_pairing(self) -> PairingCode:
+        """The code that the head shows."""
+        answer = ask(self.homes["head"], OpenPairing())
+        assert isinstance(answer, PairingCode)
+        return answer
+
+    def doors(self, pairing: int) -> list[Door]:
+        """Every TCP port that a process of the cluster listens on; ``pairing`` is that of the open code."""
+        kinds = {self.head.port: "http", pairing: "pairing"}
+        found = [
+            Door(owner, port, kinds.get(port, "zmq"), self.key(owner))
+            for owner in ("head", "w1")
+            for port in sorted(listening(self.daemons[owner]))
+        ]
+        # head: HTTP, pairing, layers, admin, ring; worker: control, layers, admin, ring
+        assert [door.kind for door in found].count("zmq") == 7, found
+        assert len(found) == 9, found
+        return found
+
+    def costs(self) -> Costs:
+        """What all processes use now; those that only solve are left out, they come and go."""
+        rss: dict[int, int] = {}
+        descriptors: dict[int, int] = {}
+        for process in (each for run in self.daemons.values() for each in steady(run)):
+            rss[process.pid] = process.memory_info().rss
+            descriptors[process.pid] = process.num_fds()
+        return Costs(rss, descriptors)
+
+    def logs(self) -> int:
+        """Lines that were said so far, those of ring processes included."""
+        files = (path for home in self.homes.values() for path in (home / "run").glob("ring-*.log"))
+        return sum(len(run.lines) for run in self.daemons.values()) + sum(
+            path.read_text().count("\n") for path in files
+        )
+
+    @contextmanager
+    def undisturbed_by(self, what: str, *, asks: bool = True) -> Iterator[None]:
+        """Whatever is done inside, answers stay the same, nobody dies, grows, leaks or chatters."""
+        before, said, began = self.costs(), self.logs(), time.monotonic()
+        with self._answering() if asks else ExitStack():
+            yield
+        took_s = time.monotonic() - began
+        after = self.costs()
+        assert after.rss_bytes.keys() == before.rss_bytes.keys(), f"{what}: a process ended\n{self.output()}"
+        growth = {pid: (after.rss_bytes[pid] - rss) / 2**20 for pid, rss in before.rss_bytes.items()}
+        lines = self.logs() - said
+        streams.show(f"{what}: {took_s:.1f} s, MiB more {[round(each, 1) for each in growth.values()]}, {lines} lines")
+        assert max(growth.values()) * 2**20 < MOST_GROWTH_BYTES, (what, growth)
+        assert lines < 30 + LINES_PER_S * took_s, (what, self.output())
+        assert "Traceback" not in self.output()
+        wait_until(lambda: self._came_back(before), f"descriptors after {what}: {before}, {self.costs()}", 20)
+
+    def _came_back(self, before: Costs) -> bool:
+        now = self.costs().descriptors
+        return all(now[pid] <= count + MORE_DESCRIPTORS for pid, count in before.descriptors.items())
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Ask again and again while inside; every answer is the one that nobody disturbed."""
+        ended = threading.Event()
+        told: list[streams.Told] = []
+
+        def ask_on() -> None:
+            while not ended.is_set():
+                told.append(streams.ask(self.head, tokens=TOKENS))
+
+        asking = threading.Thread(target=ask_on)
+        asking.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            asking.join()
+        assert told, "no answer came"
+        for each in told:
+            assert (each.text, each.finish, each.error) == (self.undisturbed, "length", None), self.output()
+        assert self.head.health()[0] == 200
+
+    def output(self) -> str:
+        """All that the daemons said, for people."""
+        return "\n\n".join(f"{name}:\n{run.output}" for name, run in self.daemons.items())
+
+
+def trust(home: Path, device: Identity, name: str = "rogue") -> None:
+    """Let the device of ``home`` trust ``device``, as its owner does with ``primad devices trust``."""
+    store = TrustStore(home, load_identity(home), LocalTrust(home / "nobody"))
+    store.add(trusted_now(name, device.public, BY_HAND))
+
+
+def steady(run: Primad) -> list[psutil.Process]:
+    """The processes of a daemon that live as long as it serves."""
+    return [each for each in run.processes() if "primad.daemon.solving" not in each.cmdline()]
+
+
+def listening(run: Primad) -> set[int]:
+    """The TCP ports that the processes of a daemon listen on; all of them, and their UDP ports, are on loopback."""
+    found = set()
+    for process in steady(run):
+        for each in process.net_connections("inet"):
+            if each.status == psutil.CONN_LISTEN:
+                assert each.laddr.ip in ("127.0.0.1", "::ffff:127.0.0.1"), each
+                found.add(each.laddr.port)
+            elif each.type == socket.SOCK_DGRAM:
+                assert each.laddr.port == 5353, each
+    return found

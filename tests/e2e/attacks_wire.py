@@ -1,0 +1,226 @@
+"""What strangers do to an open port, and what may come back: a greeting and a refusal, never a message.
+
+Everything is bounded by deadlines, and every function returns the bytes that the attacker got.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import zmq
+import zmq.asyncio
+
+from primad.cluster.identity import Identity, new_identity
+from primad.cluster.sockets import endpoint, open_socket
+from tests.shell.gated import HOST, ZMTP_CURVE, ZMTP_NULL, raw, until_closed
+from tests.shell.test_wire_attacks import GARBAGE
+
+MOST_OPEN_S = 20.0
+"""A connection of somebody who proves nothing is closed by then, whatever the port; most are after three seconds."""
+MOST_HEARD_BYTES = 320
+"""A greeting (64), a WELCOME (170) and an ERROR (9), or an HTTP error with its headers."""
+QUESTION = b"give me your layers"
+_COMMAND = 0x04
+_LONG = 0x02
+_NOTHING_SECRET = {b"WELCOME", b"ERROR"}
+
+RAW = GARBAGE | {
+    "noise": os.urandom(100_000),
+    "a frame of 4 GiB in a pairing": b"\x10\x00" + b"\x00" * 5000,
+    "a greeting and noise": ZMTP_CURVE + os.urandom(4096),
+    "a short command of 255 bytes": ZMTP_CURVE + b"\x04\xff" + os.urandom(255),
+    "READY at once": ZMTP_CURVE + b"\x04\x06\x05READY",
+    "a heartbeat at once": ZMTP_CURVE + b"\x04\x07\x04PING\x00\x10",
+    "HTTP with a body without end": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n{",
+    "a header without end": b"GET / HTTP/1.1\r\nX: " + b"x" * 200_000,
+}
+
+
+@dataclass(frozen=True)
+class Door:
+    """A port of a daemon. ``key`` is the public key that a stranger takes for its owner's (from mDNS)."""
+
+    owner: str
+    port: int
+    kind: str
+    key: str
+
+
+def judge(door: Door, heard: bytes) -> None:
+    """Nothing but a greeting and a refusal was heard."""
+    assert len(heard) <= MOST_HEARD_BYTES, (door, heard)
+    if door.kind == "pairing":
+        assert heard == b"", (door, heard)
+    elif door.kind == "http":
+        assert not heard or heard.startswith(b"HTTP/1.1 4"), (door, heard)
+    elif heard:
+        assert heard[:1] == b"\xff", (door, heard)
+        if len(heard) > 64:
+            assert heard[12:32] == b"CURVE".ljust(20, b"\x00"), (door, heard)
+            assert set(commands(heard[64:])) <= _NOTHING_SECRET, (door, heard)
+
+
+def commands(data: bytes) -> Iterator[bytes]:
+    """The names of the commands in ``data``; a message's frame is called ``message``."""
+    while data:
+        size, start = (int.from_bytes(data[1:9], "big"), 9) if data[0] & _LONG else (int(data[1]), 2)
+        body = data[start : start + size]
+        yield body[1 : 1 + body[0]] if data[0] & _COMMAND else b"message"
+        data = data[start + size :]
+
+
+async def send_raw(door: Door, data: bytes) -> bytes:
+    """Say ``data`` and wait until the other side has had enough."""
+    async with asyncio.timeout(MOST_OPEN_S):
+        reader, writer = await raw(door.port)
+        writer.write(data)
+        heard = await until_closed(reader)
+        writer.transport.abort()
+        return heard
+
+
+async def dribble(door: Door) -> bytes:
+    """Say a greeting or a request a byte at a time, slower than anybody has patience."""
+    words = b"GET / HTTP/1.1\r\nX: " + b"x" * 999 if door.kind == "http" else ZMTP_CURVE * 10
+    if door.kind == "pairing":
+        words = b"\x0f\xff" + bytes(999)
+    async with asyncio.timeout(MOST_OPEN_S):
+        reader, writer = await raw(door.port)
+        heard = asyncio.ensure_future(until_closed(reader))
+        for byte in words:
+            writer.write(bytes([byte]))
+            await asyncio.wait([heard], timeout=0.2)
+            if heard.done():
+                break
+        writer.transport.abort()
+        return await heard
+
+
+async def burst(door: Door, count: int) -> list[bytes]:
+    """``count`` connections at once that say nothing, or a greeting; held until the other side closes them."""
+    opened: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    async with asyncio.timeout(2 * MOST_OPEN_S):
+        for at in range(0, count, 100):
+            many = await asyncio.gather(*(raw(door.port) for _ in range(min(100, count - at))), return_exceptions=True)
+            opened += [each for each in many if isinstance(each, tuple)]
+        for _, writer in opened[::2]:
+            writer.write((ZMTP_CURVE, ZMTP_NULL)[len(opened) % 2])
+        heard = [await until_closed(reader) for reader, _ in opened]
+    for _, writer in opened:
+        writer.transport.abort()
+    return heard
+
+
+@dataclass
+class Talk:
+    """What was said on one connection, by who opened it (``up``) and by the other side."""
+
+    up: bytearray = field(default_factory=bytearray)
+    down: bytearray = field(default_factory=bytearray)
+
+
+@dataclass
+class Tap:
+    """A place between a client and a door: it passes bytes on, keeps them, and changes them when told."""
+
+    port: int
+    talks: list[Talk] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    flips: int = 0
+    """So many pieces that pass get one bit changed."""
+
+    async def carry(self, here: asyncio.StreamReader, there: asyncio.StreamWriter, kept: bytearray) -> None:
+        """Pass on what ``here`` says until it ends."""
+        with suppress(ConnectionError):
+            while data := bytearray(await here.read(1 << 16)):
+                if self.flips:
+                    self.flips -= 1
+                    data[-1] ^= 0x10
+                kept += data
+                there.write(data)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
+        """One connection, passed on to ``port``."""
+        far_reader, far_writer = await raw(port)
+        talk = Talk()
+        self.talks.append(talk)
+        both = [
+            asyncio.create_task(self.carry(reader, far_writer, talk.up)),
+            asyncio.create_task(self.carry(far_reader, writer, talk.down)),
+        ]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in both:
+                task.cancel()
+            writer.transport.abort()
+            far_writer.transport.abort()
+            self.ended.set()
+
+
+@asynccontextmanager
+async def tap(port: int) -> AsyncIterator[Tap]:
+    """A tap before ``port``."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(found.serve(reader, writer, port))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    server = await asyncio.start_server(connected, HOST, 0)
+    found = Tap(server.sockets[0].getsockname()[1])
+    try:
+        yield found
+    finally:
+        server.close()
+        for task in list(tasks):
+            task.cancel()
+        if tasks:
+            await asyncio.wait(list(tasks))
+
+
+CLIENTS = ("none", "plain", "own key", "guessed server key", "server's public key as its own")
+
+
+def _client(context: zmq.asyncio.Context, door: Door, who: str) -> zmq.asyncio.Socket:
+    """A client of ZeroMQ as a stranger makes one."""
+    mine = new_identity()
+    match who:
+        case "none" | "plain":
+            socket = context.socket(zmq.DEALER)
+            socket.linger = 0
+            if who == "plain":
+                socket.plain_username, socket.plain_password = b"primad", b"primad"
+            return socket
+        case "own key":
+            return open_socket(context, zmq.DEALER, identity=mine, server=door.key)
+        case "guessed server key":
+            return open_socket(context, zmq.DEALER, identity=mine, server=new_identity().public)
+        case _:  # it knows the key of a trusted device, not the secret that belongs to it
+            thief = Identity(public=door.key, secret=mine.secret)
+            return open_socket(context, zmq.DEALER, identity=thief, server=door.key)
+
+
+async def ask_as(door: Door, who: str) -> list[bytes]:
+    """Ask over ZeroMQ as ``who``, one of ``CLIENTS``; no answer comes. What each of its connections heard."""
+    context = zmq.asyncio.Context()
+    try:
+        async with tap(door.port) as between:
+            socket = _client(context, door, who)
+            socket.connect(endpoint(HOST, between.port))
+            answer = asyncio.ensure_future(socket.recv_multipart())
+            await socket.send(QUESTION)
+            async with asyncio.timeout(MOST_OPEN_S):
+                await between.ended.wait()
+            assert not answer.done(), (door, who)
+            answer.cancel()
+            await asyncio.wait([answer])
+            socket.close()
+            return [bytes(talk.down) for talk in between.talks]
+    finally:
+        context.destroy(linger=0)

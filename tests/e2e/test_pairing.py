@@ -1,0 +1,169 @@
+"""Two users' devices: strangers until a code was typed, then known to each other for good, until one is revoked."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from zeroconf import IPVersion, ServiceBrowser, ServiceListener, Zeroconf
+
+from primad.cluster.discovery import SERVICE
+from primad.cluster.local_trust import VARIABLE as LOCAL_TRUST
+from primad.cluster.words import parse_code
+from tests.e2e.cluster import PRIMAD, Head, Primad, environment, heading, joined, wait_until
+from tools.synth import write_model
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Owner:
+    """One user's device: its home, and the folder by which daemons of the same user trust each other."""
+
+    home: Path
+    local: str
+
+    def run(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        """A ``primad`` command on this device, to its end."""
+        return subprocess.run(
+            [PRIMAD, *map(str, arguments), "--home", self.home],
+            env=environment("command", **{LOCAL_TRUST: self.local}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    @property
+    def secret(self) -> str:
+        """The secret key of this device."""
+        return json.loads((self.home / "identity.json").read_text())["secret"]
+
+
+@pytest.fixture
+def owners(tmp_path, new_home) -> tuple[Owner, Owner]:
+    """The owners of a head and of a worker."""
+    made = [Owner(new_home(name), str(tmp_path / f"local-{name}")) for name in ("head", "worker")]
+    return made[0], made[1]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 6 layers, under 1 MB."""
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    write_model(path)
+    return path
+
+
+def a_head(stack: ExitStack, owner: Owner, model: Path, cluster: str) -> Head:
+    head = stack.enter_context(heading(model, owner.home, cluster, "--use-all", **{LOCAL_TRUST: owner.local}))
+    head.wait_serving()
+    return head
+
+
+def a_worker(stack: ExitStack, owner: Owner, cluster: str, *arguments: object) -> Primad:
+    return stack.enter_context(joined(owner.home, cluster, *arguments, **{LOCAL_TRUST: owner.local}))
+
+
+def shown(owner: Owner) -> tuple[str, str]:
+    """The code that ``primad pair`` shows, and where it is good, as host:port."""
+    answer = owner.run("pair")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    code = re.search(r"^code (\S+), good for ", answer.stdout)
+    place = re.search(r"--device ADDRESS:(\d+)$", answer.stdout, re.MULTILINE)
+    assert code is not None, answer.stdout
+    assert place is not None, answer.stdout
+    return code[1], f"127.0.0.1:{place[1]}"
+
+
+def another(code: str) -> str:
+    """A code with the same number that is not the right one."""
+    known = parse_code(code)
+    return f"{known.number}-{'lamp' if known.first != 'lamp' else 'river'}-{known.second}"
+
+
+def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny, owners, cluster):
+    ours, theirs = owners
+    with ExitStack() as stack:
+        head = a_head(stack, ours, tiny, cluster)
+        stranger = a_worker(stack, theirs, cluster)
+        head.run.wait_for("^worker is in sight, but not paired; 'primad pair' here shows a code")
+        assert stranger.stop() == 0
+
+        code, place = shown(ours)
+        wrong = theirs.run("join", "--name", "worker", "--cluster", cluster, "--code", another(code), "--device", place)
+        assert wrong.returncode == 2
+        assert re.fullmatch(
+            r"primad: error: .*the code is not the one that is shown there \(4 tries are left\).*\n", wrong.stderr
+        )
+
+        worker = a_worker(stack, theirs, cluster, "--code", code, "--device", place)
+        worker.wait_for("^paired with head$")
+        head.run.wait_for("^paired with worker$")
+        head.run.wait_for("^worker: [0-9]+ layers")
+        assert_secrets_stay_home(owners, [head.run, worker, stranger], code)
+        assert worker.stop() == 0
+        assert head.run.stop() == 0
+
+    with ExitStack() as stack:
+        worker = a_worker(stack, theirs, cluster)
+        head = a_head(stack, ours, tiny, cluster)
+        head.run.wait_for("^worker: [0-9]+ layers")
+        before = len(head.run.lines)
+        revoked = ours.run("devices", "revoke", "worker")
+        assert revoked.returncode == 0
+        assert revoked.stdout.startswith("worker is not trusted here any more")
+        head.run.wait_for("^worker is gone: it is not trusted any more", start=before)
+        wait_until(lambda: head.health()[0] == 200, "the head goes on alone")
+        head.run.wait_for("^head: 6 layers", start=before)
+        worker.wait_for("^head head went away; waiting for a head$")
+        assert not any(line.startswith("worker: ") for line in head.run.lines[before:])
+        assert_secrets_stay_home(owners, [head.run, worker], code)
+        assert worker.stop() == 0
+
+
+def assert_secrets_stay_home(owners: tuple[Owner, Owner], runs: list[Primad], code: str) -> None:
+    """Neither secret key is in an argument, on a terminal, in a log or in mDNS; who else is on the machine reads no key."""
+    said = [run.output for run in runs]
+    arguments = [" ".join(process.cmdline()) for run in runs for process in run.processes()]
+    logs = [path.read_text(errors="replace") for owner in owners for path in owner.home.glob("run/*.log")]
+    announced = list(mdns())
+    assert any("worker" in text for text in announced)
+    for owner in owners:
+        for text in (*said, *arguments, *logs, *announced):
+            assert owner.secret not in text
+        for name in ("identity.json", "trust.json"):
+            assert stat.S_IMODE((owner.home / name).stat().st_mode) == 0o600
+    known = parse_code(code)
+    assert not any(
+        word in text for text in (*announced, *logs) for word in (str(known), f"{known.first}-{known.second}")
+    )
+
+
+def mdns() -> Iterator[str]:
+    """All that is announced on loopback, as text."""
+    found: set[str] = set()
+
+    class Listener(ServiceListener):
+        def add_service(self, zc: Zeroconf, type_: str, name: str) -> None:
+            info = zc.get_service_info(type_, name)
+            found.add(f"{name} {info and info.properties}")
+
+        update_service = add_service
+
+        def remove_service(self, zc: Zeroconf, type_: str, name: str) -> None:
+            del zc, type_, name
+
+    with Zeroconf(interfaces=["127.0.0.1"], ip_version=IPVersion.V4Only) as zeroconf:
+        browser = ServiceBrowser(zeroconf, SERVICE, Listener())
+        wait_until(lambda: any("worker" in text for text in found), "the worker is announced")
+        browser.cancel()
+    return iter(found)

@@ -1,0 +1,196 @@
+"""Devices die, hang, leave and come back in the middle of an answer: it goes on in the same stream, word for word.
+
+One cluster serves most of the tests. Each begins with two workers that compute; who was lost before is replaced first.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import PRIMAD, Head, Primad, environment, heading, joined, ring_process, wait_until
+from tests.e2e.streams import ask, show
+
+pytestmark = pytest.mark.slow
+
+MOST_GAP_S = 30.0
+
+
+class Lab:
+    """A head that gives every device layers, and workers that come and go."""
+
+    def __init__(self, stack: ExitStack, model: Path, make_home: Callable[[str], Path]) -> None:
+        self._stack, self._make_home = stack, make_home
+        self.cluster = f"lab-{secrets.token_hex(6)}"
+        self._count = 0
+        self.workers: dict[str, Primad] = {}
+        self._homes: dict[str, Path] = {}
+        self.add()
+        self.add()
+        arguments = ("--wait", 2, "--use-all", "--context", 512)
+        self.head: Head = stack.enter_context(heading(model, make_home("head"), self.cluster, *arguments))
+        self.head.wait_serving()
+        self.undisturbed = ask(self.head).text
+
+    def add(self) -> str:
+        """Start one more worker; its name."""
+        self._count += 1
+        name = f"w{self._count}"
+        home = self._homes[name] = self._make_home(name)
+        self.workers[name] = self._stack.enter_context(joined(home, self.cluster))
+        return name
+
+    def home(self, name: str) -> Path:
+        """The home folder of a worker."""
+        return self._homes[name]
+
+    def computing(self) -> set[str]:
+        """The workers that compute now."""
+        answer = httpx.get(f"{self.head.url}/status", timeout=20).json()
+        return {device["name"] for device in answer.get("devices", ()) if device["role"] == "worker"}
+
+    def wait_computing(self, *names: str) -> None:
+        """Wait until just these workers compute."""
+        wait_until(lambda: self.computing() == set(names), f"{names} compute, not {self.computing()}")
+
+    def two(self) -> tuple[str, str]:
+        """The names of two workers that compute, with nobody else around: (who was there longest, the latest)."""
+        for name in [name for name, run in self.workers.items() if run.process.poll() is not None]:
+            del self.workers[name]
+        while len(self.workers) < 2:
+            self.add()
+        first, second = self.workers
+        self.wait_computing(first, second)
+        return first, second
+
+    def goes_on(self, act: Callable[[], object], what: str) -> list[str]:
+        """Ask, ``act`` in the middle, and judge the answer; what the head said meanwhile."""
+        before = len(self.head.run.lines)
+        told = ask(self.head, act)
+        show(f"{what}: {told.gap_s:.2f} s without a token")
+        assert (told.text, told.finish, told.error) == (self.undisturbed, "length", None), self.head.run.output
+        assert told.gap_s < MOST_GAP_S
+        assert self.head.health()[0] == 200
+        said = self.head.run.lines[before:]
+        assert "Traceback" not in self.head.run.output
+        return said
+
+
+@pytest.fixture(scope="module")
+def lab(smollm2: Path, module_home) -> Iterator[Lab]:
+    with ExitStack() as stack:
+        yield Lab(stack, smollm2, module_home)
+
+
+def command(*arguments: object) -> str:
+    """Run a ``primad`` command to its end; what it printed."""
+    run = subprocess.run(
+        [PRIMAD, *map(str, arguments)],
+        env=environment("command"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, ""), run
+    return run.stdout
+
+
+def freeze(run: Primad, number: int = signal.SIGSTOP) -> None:
+    """Stop all processes of a worker as a machine that sleeps does."""
+    for process in run.processes():
+        process.send_signal(number)
+
+
+def test_a_worker_is_killed(lab):
+    stays, lost = lab.two()
+    said = lab.goes_on(lab.workers[lost].kill, "kill -9 of a worker")
+    assert f"{lost} is gone: its primad ended" in said
+    wait_until(lambda: lab.workers[lost].processes() == [], "its ring process ends by itself")
+    lab.wait_computing(stays)
+
+
+def test_a_worker_freezes_and_comes_back(lab):
+    stays, lost = lab.two()
+    run = lab.workers[lost]
+    try:
+        said = lab.goes_on(lambda: freeze(run), "SIGSTOP of a worker")
+        assert any(line.startswith(f"{lost} is gone: no sign of life") for line in said), said
+    finally:
+        freeze(run, signal.SIGCONT)
+    lab.wait_computing(stays, lost)
+    assert ask(lab.head).text == lab.undisturbed
+
+
+def test_the_ring_process_of_a_worker_is_killed(lab):
+    stays, lost = lab.two()
+    said = lab.goes_on(lambda: ring_process(lab.workers[lost]).kill(), "kill -9 of a worker's ring process")
+    assert any(line.startswith(f"{lost}: ") and "SIGKILL" in line for line in said), said
+    lab.wait_computing(stays, lost)
+
+
+def test_the_ring_process_of_a_worker_freezes(lab):
+    stays, lost = lab.two()
+    process = ring_process(lab.workers[lost])
+    lab.goes_on(process.suspend, "SIGSTOP of a worker's ring process")
+    wait_until(lambda: not process.is_running(), "the process that hung is ended")
+    lab.wait_computing(stays, lost)
+
+
+def test_the_ring_process_of_the_head_is_killed(lab):
+    lab.two()
+    said = lab.goes_on(lambda: ring_process(lab.head.run).kill(), "kill -9 of the head's ring process")
+    assert any("SIGKILL" in line for line in said), said
+
+
+def test_a_worker_leaves(lab):
+    stays, leaves = lab.two()
+    run = lab.workers[leaves]
+    told: list[str] = []
+    said = lab.goes_on(lambda: told.append(command("leave", "--home", lab.home(leaves))), "primad leave")
+    assert told == [f"{leaves} hands over and ends\n"]
+    assert run.wait_end() == 0
+    assert any(line.startswith(f"{leaves} leaves") for line in said), said
+    lab.wait_computing(stays)
+
+
+def test_a_worker_is_interrupted(lab):
+    stays, leaves = lab.two()
+    run = lab.workers[leaves]
+    said = lab.goes_on(lambda: run.process.send_signal(signal.SIGINT), "Ctrl-C on a worker")
+    assert run.wait_end() == 0
+    assert run.lines[-1] == "stopped"
+    assert any(line.startswith(f"{leaves} leaves") for line in said), said
+    lab.wait_computing(stays)
+
+
+def test_a_worker_pauses_and_resumes(lab):
+    stays, paused = lab.two()
+    home = lab.home(paused)
+    lab.goes_on(lambda: command("pause", "--home", home), "primad pause")
+    lab.wait_computing(stays)
+    assert lab.workers[paused].process.poll() is None
+    command("resume", "--home", home)
+    lab.wait_computing(stays, paused)
+    assert ask(lab.head).text == lab.undisturbed
+
+
+def test_a_worker_joins(lab):
+    first, second = lab.two()
+    third = lab.add()
+    gaps = []
+    while lab.computing() != {first, second, third}:
+        told = ask(lab.head)
+        assert (told.text, told.finish, told.error) == (lab.undisturbed, "length", None)
+        gaps.append(told.gap_s)
+    show(f"a third worker: {max(gaps):.2f} s without a token in {len(gaps)} answers")
+    assert lab.workers.pop(third).stop() == 0
+    lab.wait_computing(first, second)

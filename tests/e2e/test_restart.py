@@ -1,0 +1,131 @@
+"""Restarts: what was loaded or shipped once is used again; without any worker the endpoint waits for one."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import Head, Primad, heading, joined, marked, ring_process, snapshot, wait_until
+from tests.e2e.streams import ask, show
+
+pytestmark = pytest.mark.slow
+
+BY_HAND = ("--wait", 2, "--windows", "8,10,9", "--context", 512)
+"""The same plan whatever is measured, and none with fewer devices."""
+AGAIN_S = 30.0
+"""Serving again takes seconds; this much where the machine is busy."""
+ENDS_S = 15.0
+"""An answer for which there is no plan any more ends with an error within seconds; this much where the machine is busy."""
+
+
+@dataclass
+class Three:
+    """A head and two workers, each of which can be started again with its home folder."""
+
+    stack: ExitStack
+    model: Path
+    homes: dict[str, Path]
+    cluster: str
+    head: Head
+    workers: dict[str, Primad]
+
+    def start_head(self) -> None:
+        """Start the head again and wait until it serves; the endpoint is another one."""
+        self.head = self.stack.enter_context(heading(self.model, self.homes["head"], self.cluster, *BY_HAND))
+        self.head.wait_serving()
+
+    def start_worker(self, name: str) -> None:
+        """Start a worker again."""
+        self.workers[name] = self.stack.enter_context(joined(self.homes[name], self.cluster))
+
+
+@pytest.fixture(scope="module")
+def three(smollm2: Path, module_home) -> Iterator[Three]:
+    with ExitStack() as stack:
+        cluster = f"three-{secrets.token_hex(6)}"
+        homes = {name: module_home(name) for name in ("head", "one", "two")}
+        workers = {name: stack.enter_context(joined(homes[name], cluster)) for name in ("one", "two")}
+        head = stack.enter_context(heading(smollm2, homes["head"], cluster, *BY_HAND))
+        head.wait_serving()
+        head.run.wait_for("^two: shipping layers: done")
+        yield Three(stack, smollm2, homes, cluster, head, workers)
+
+
+def layer_files(home: Path) -> dict[str, tuple[int, int, int]]:
+    """The layers in the cache of ``home``; what lies beside them says when each was used last."""
+    return {name: facts for name, facts in snapshot(home / "cache").items() if name.endswith(".gguf")}
+
+
+def test_a_worker_that_restarts_gets_nothing_again(three):
+    before = len(three.head.run.lines)
+    expected, layers = ask(three.head, tokens=24).text, layer_files(three.homes["two"])
+    three.workers["two"].kill()
+    three.head.run.wait_for("^nothing can be served: .*--windows 8,10,9 is for 3 devices; found 2", start=before)
+    assert three.head.health()[0] == 503
+    three.start_worker("two")
+    start = time.monotonic()
+    three.head.wait_serving(AGAIN_S)
+    show(f"a worker restarted: serving after {time.monotonic() - start:.1f} s")
+    assert ask(three.head, tokens=24).text == expected
+    assert [line for line in three.head.run.lines[before:] if "shipping" in line] == []
+    assert layer_files(three.homes["two"]) == layers
+
+
+def test_a_head_that_restarts_finds_the_layers_in_the_memory_of_the_workers(three):
+    expected = ask(three.head, tokens=24).text
+    pids = {name: ring_process(run).pid for name, run in three.workers.items()}
+    three.head.run.kill()
+    wait_until(lambda: marked(three.head.run.mark) == [], "the ring process of the killed head ends")
+    start = time.monotonic()
+    three.start_head()
+    show(f"the head restarted: serving after {time.monotonic() - start:.1f} s")
+    assert time.monotonic() - start < AGAIN_S
+    assert ask(three.head, tokens=24).text == expected
+    assert "shipping" not in three.head.run.output
+    assert {name: ring_process(run).pid for name, run in three.workers.items()} == pids
+    for run in (three.head.run, *three.workers.values()):
+        assert "Traceback" not in run.output
+
+
+def test_without_a_plan_an_answer_ends_with_an_error_and_the_endpoint_waits_for_devices(smollm2, new_home, cluster):
+    worker_home = new_home("worker")
+    limited = ("--max-ram", "170MB", "--context", 512, "--wait", 1)
+    with ExitStack() as stack:
+        worker = stack.enter_context(joined(worker_home, cluster))
+        head = stack.enter_context(heading(smollm2, new_home("head"), cluster, *limited))
+        head.wait_serving()
+        expected = ask(head, tokens=24).text
+        died: list[float] = []
+
+        def die() -> None:
+            worker.kill()
+            died.append(time.monotonic())
+
+        told = ask(head, die)
+        took_s = time.monotonic() - died[0]
+        assert told.error is not None
+        show(f"all workers lost: an error after {took_s:.1f} s: {told.error['message']}")
+        assert (told.error["type"], told.finish) == ("server_error", None)
+        assert "head" in told.error["message"]
+        assert took_s < ENDS_S
+
+        refused = httpx.post(f"{head.url}/v1/completions", json={"prompt": "Hi", "max_tokens": 1}, timeout=10)
+        assert refused.status_code == 503
+        assert int(refused.headers["Retry-After"]) > 0
+        assert refused.json()["error"]["type"] == "server_error"
+        health = httpx.get(f"{head.url}/health", timeout=10)
+        assert (health.status_code, json.loads(health.text)["status"]) == (503, "loading")
+        assert int(health.headers["Retry-After"]) > 0
+
+        stack.enter_context(joined(worker_home, cluster))
+        head.wait_serving(AGAIN_S)
+        assert ask(head, tokens=24).text == expected
+        assert "Traceback" not in head.run.output
