@@ -1,8 +1,8 @@
 """The main job on one machine: a head and workers as separate processes answer a question.
 
-Every process is a real daemon with its own home folder; they find each other by mDNS on loopback, plan, ship layers, form
-a ring and serve an OpenAI endpoint, which is then asked. All of them take part (``--use-all``), though processes that share
-one machine's cores are no faster together than one alone.
+Every process is a real daemon with its own home folder; they find each other by mDNS on loopback, trust each other as
+processes of one user do, plan, ship layers, form an encrypted ring and serve an OpenAI endpoint, which is then asked. All
+of them take part (``--use-all``), though processes that share one machine's cores are no faster together than one alone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.table import Table
+
+from primad.cluster.local_trust import VARIABLE
+from primad.config import LOOPBACK
 
 ROOT = Path(__file__).parent.parent
 PRIMAD = Path(sys.executable).with_name("primad")
@@ -86,7 +89,7 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         name = f"worker-{number}"
         with (homes / f"{name}.log").open("wb") as log:
             stack.enter_context(
-                _process(["join", "--home", str(homes / name), "--name", name, "--cluster", cluster], stderr=log)
+                _process(["join", "--home", str(homes / name), "--name", name, "--cluster", cluster], homes, stderr=log)
             )
     head = stack.enter_context(
         _process(
@@ -97,6 +100,7 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
                 if options.devices > 1
                 else ["--alone"]
             ),
+            homes,
             stderr=None,
         )
     )
@@ -117,9 +121,10 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
 
 
 @contextmanager
-def _process(arguments: list[str], stderr: Any) -> Iterator[subprocess.Popen[bytes]]:
+def _process(arguments: list[str], homes: Path, stderr: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A primad daemon that is ended with the block."""
-    process = subprocess.Popen([str(PRIMAD), *arguments], stdin=subprocess.DEVNULL, stderr=stderr, env=_environment())
+    environment = _environment(homes)
+    process = subprocess.Popen([str(PRIMAD), *arguments], stdin=subprocess.DEVNULL, stderr=stderr, env=environment)
     try:
         yield process
     finally:
@@ -132,8 +137,10 @@ def _process(arguments: list[str], stderr: Any) -> Iterator[subprocess.Popen[byt
             process.wait()
 
 
-def _environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if not key.startswith("PRIMAD_")}
+def _environment(homes: Path) -> dict[str, str]:
+    """None of the user's own settings, nothing beyond this machine, no trust in what else the user runs on it."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PRIMAD_")}
+    return kept | {"PRIMAD_HOST": LOOPBACK, VARIABLE: str(homes / "local-trust")}
 
 
 def _free_port() -> int:
