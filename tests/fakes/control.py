@@ -132,7 +132,8 @@ class FakeDevice:
         while True:
             peer, _, message = await self.end.receive()
             if not self.silent:
-                self._peer = peer
+                if not isinstance(message, Echo):  # comes on connections of its own
+                    self._peer = peer
                 await self._answer(peer, message)
             async with self._news:
                 self._news.notify_all()

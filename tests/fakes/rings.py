@@ -1,0 +1,221 @@
+"""What a head decides with and acts on, in place of the solver, of rings and of multicast: strict, and led by a test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from halda import Infeasible, Plan, Window
+from primad.cluster.peer import Peer
+from primad.daemon.head_ring import RingParts
+from primad.daemon.solving import Question
+from primad.errors import PrimadError
+from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled
+from tests.fakes.control import HOST, FakeDevice
+
+LAYERS = 30
+
+
+class FakeSolver:
+    """In place of ``solve_apart``: every device offered gets layers, if there are at least ``least`` of them.
+
+    ``value`` gives the objective for a number of devices.
+    """
+
+    def __init__(self) -> None:
+        self.least = 1
+        self.value: Callable[[int], float] = lambda count: 10.0
+        self.asked: list[tuple[str, ...]] = []
+        self.foreseen: list[tuple[str, ...]] = []
+        self._news = asyncio.Condition()
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        """Until ``condition`` holds; asked with every question."""
+        async with self._news:
+            await self._news.wait_for(condition)
+
+    async def __call__(self, question: Question, *, background: bool = False) -> SimpleNamespace:
+        names = [device.device for device in question.devices]
+        (self.foreseen if background else self.asked).append(tuple(names))
+        async with self._news:
+            self._news.notify_all()
+        if len(names) < self.least:
+            raise Infeasible(f"{len(names)} devices are short of 1 GB", short_bytes=1)
+        return SimpleNamespace(plan=plan_of(names), prediction=None, objective_s=self.value(len(names)))
+
+
+def plan_of(names: list[str]) -> Plan:
+    """A layer for each of ``names``, the rest for the first."""
+    head, *others = names
+    route = [Window(device=name, first=i, last=i + 1, gpu_layers=0) for i, name in enumerate([head, *others])]
+    tail = Window(device=head, first=len(names) if others else 0, last=LAYERS, gpu_layers=0)
+    return Plan(rounds=1, route=(*route, tail) if others else (tail,), output_on_gpu=False, streaming=(), left_out=())
+
+
+class FakeRing:
+    """In place of ``HeadRing``; made by ``FakeRings``."""
+
+    def __init__(self, parts: RingParts, rings: FakeRings) -> None:
+        self.parts, self._rings = parts, rings
+        self.told: list[RingCommand] = []
+        self.formed = self.drained = self.closed = False
+        self.error: PrimadError | None = rings.errors.pop(0) if rings.errors else None
+        self.may_form = asyncio.Event()
+        if not rings.holds_back:
+            self.may_form.set()
+
+    @property
+    def epoch(self) -> int:
+        return self.parts.options.epoch
+
+    @property
+    def plan(self) -> Plan:
+        return self.parts.plan
+
+    @property
+    def prediction(self) -> None:
+        return self.parts.prediction
+
+    @property
+    def workers(self) -> set[str]:
+        """The names of the workers in it."""
+        return set(self.parts.workers)
+
+    async def form(self) -> None:
+        assert not self.formed, "formed twice"
+        await self._rings.changed()
+        await self.may_form.wait()
+        if self.error is not None:
+            raise self.error
+        self.formed = True
+        await self._rings.changed()
+
+    async def send(self, command: RingCommand) -> None:
+        assert self.formed, "used before it was formed"
+        assert not self.closed, f"{type(command).__name__} to a ring that was closed"
+        assert not (self.drained and isinstance(command, Generate)), "a new generation for a ring that is drained"
+        assert isinstance(command, Generate | Cancel)
+        self.told.append(command)
+        await self._rings.changed()
+
+    async def drain(self) -> None:
+        assert self.formed
+        assert not self.closed
+        self.drained = True
+
+    async def close(self) -> None:
+        self.closed = True
+        await self._rings.changed()
+
+    def describe(self) -> list[str]:
+        return [f"ring {self.epoch}: {', '.join(self.plan.devices)}"]
+
+    async def status(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    @property
+    def generates(self) -> list[Generate]:
+        """The generations that it was given."""
+        return [command for command in self.told if isinstance(command, Generate)]
+
+    def draw(self, request: int, *tokens: int) -> None:
+        """It drew ``tokens`` for ``request``."""
+        for token in tokens:
+            self.parts.deliver(self.epoch, Sampled(request=request, token=token, logprob=None, top=()))
+
+    def finish(self, request: int) -> None:
+        """``request`` is over."""
+        end = Finished(
+            request=request,
+            reason="stop",
+            error=None,
+            prompt_tokens=1,
+            completion_tokens=1,
+            prompt_s=0,
+            decode_s=0,
+        )
+        self.parts.deliver(self.epoch, end)
+
+    def breaks(self, device: str | None, reason: str, *, lasting: bool = False) -> None:
+        """It cannot go on."""
+        self.parts.on_broken(self.epoch, device, reason, lasting)
+
+
+class FakeRings:
+    """In place of the class ``HeadRing``; keeps all rings, by epoch.
+
+    ``errors`` are what the next rings fail for when they are formed; with ``holds_back`` a ring forms when the test says.
+    """
+
+    def __init__(self) -> None:
+        self.all: dict[int, FakeRing] = {}
+        self.errors: list[PrimadError | None] = []
+        self.holds_back = False
+        self._news = asyncio.Condition()
+
+    def __call__(self, parts: RingParts) -> FakeRing:
+        ring = FakeRing(parts, self)
+        assert ring.epoch not in self.all, "an epoch was used twice"
+        assert ring.epoch > max(self.all, default=0), "epochs went back"
+        self.all[ring.epoch] = ring
+        return ring
+
+    async def changed(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    async def find(self, condition: Callable[[FakeRing], bool]) -> FakeRing:
+        """The first ring for which ``condition`` holds, once there is one."""
+        async with self._news:
+            await self._news.wait_for(lambda: any(map(condition, self.all.values())))
+        return next(filter(condition, self.all.values()))
+
+
+class FakeDiscovery:
+    """In place of ``Discovery``: the test says who is in sight."""
+
+    def __init__(self) -> None:
+        self._changed: Callable[[dict[str, Peer]], None] | None = None
+        self._peers: dict[str, Peer] = {}
+
+    def __call__(self, host: str, interface: str | None) -> FakeDiscovery:
+        assert host == HOST
+        return self
+
+    async def browse(self, changed: Callable[[dict[str, Peer]], None]) -> None:
+        self._changed = changed
+        self._tell()
+
+    async def announce(self, name: str, **what: object) -> str:
+        assert what["role"] == "head"
+        return name
+
+    async def close(self) -> None:
+        self._changed = None
+
+    def sees(self, device: FakeDevice, **changes: Any) -> None:
+        """``device`` comes in sight, or announces something else."""
+        fields: dict[str, Any] = {
+            "device": device.name,
+            "cluster": "test",
+            "role": "worker",
+            "version": "7",
+            "protocol": 2,
+            "addresses": (HOST,),
+            "port": device.port,
+            "key": device.key,
+            "pairing": None,
+        }
+        self._peers[device.name] = Peer(**(fields | changes))
+        self._tell()
+
+    def misses(self, device: FakeDevice) -> None:
+        """``device`` is not announced any more."""
+        del self._peers[device.name]
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._changed is not None:
+            self._changed(dict(self._peers))

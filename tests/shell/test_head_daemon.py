@@ -1,0 +1,629 @@
+"""A head on loopback with devices that do what the test says: rings come and go, streams go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from primad.cluster import membership, pursuit
+from primad.cluster.identity import new_identity
+from primad.cluster.local_trust import LocalTrust
+from primad.cluster.messages import Dismiss, Introduce, Leaving
+from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
+from primad.config import load_config, open_home
+from primad.daemon import head as head_module
+from primad.daemon.backend import RingBackend
+from primad.daemon.head import HeadDaemon, ServeOptions
+from primad.daemon.shard import Place
+from primad.daemon.worker_link import PartError
+from primad.errors import ClusterError, RingError
+from primad.gguf.cache import LayerCache
+from primad.gguf.header import Header
+from primad.gguf.model import open_model
+from primad.ring.messages import Finished, Sampled
+from tests.fakes.control import HEAD, FakeDevice, gated
+from tests.fakes.planning import device as profile_of
+from tests.fakes.planning import model
+from tests.fakes.ring import GREEDY
+from tests.fakes.rings import FakeDiscovery, FakeRing, FakeRings, FakeSolver
+
+PATIENCE_S = 30
+QUICK = {"heartbeat_interval": 0.05, "suspect_after": 0.3, "gone_after": 1.2}
+
+
+class Stream:
+    """One answer, read as the API reads it."""
+
+    def __init__(self, backend: RingBackend) -> None:
+        self.tokens: list[int] = []
+        self.end: Finished | None = None
+        self._backend = backend
+        self._news = asyncio.Condition()
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        answer = self._backend.generate([1, 2], max_tokens=50, sampling=GREEDY, logprobs=None)
+        async for event in answer:
+            if isinstance(event, Sampled):
+                self.tokens.append(event.token)
+            else:
+                self.end = event
+            async with self._news:
+                self._news.notify_all()
+
+    async def has(self, *tokens: int) -> None:
+        """Until all of ``tokens``, and nothing else, have arrived."""
+        async with self._news:
+            await self._news.wait_for(lambda: len(self.tokens) >= len(tokens))
+        assert self.tokens == list(tokens)
+
+    async def ends(self) -> Finished:
+        """How it ended."""
+        await self.task
+        assert self.end is not None, "a stream ended without a word"
+        return self.end
+
+
+class Lab:
+    """A head that runs, and what is around it."""
+
+    def __init__(self, home: Path, context: zmq.asyncio.Context, header: Header) -> None:
+        self.context, self.home, self.header = context, home, header
+        self.solver, self.rings, self.discovery = FakeSolver(), FakeRings(), FakeDiscovery()
+        self.backend = RingBackend()
+        self.said: list[str] = []
+        self.trust = TrustStore(home, HEAD, LocalTrust(home / "local"))
+        self.running: asyncio.Task[None] | None = None
+        self.daemon: HeadDaemon | None = None
+        self._lines = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def device(self, name: str, *, trusted: bool = True, seen: bool = True, **changes: object) -> FakeDevice:
+        """A worker named ``name`` that runs."""
+        made = FakeDevice(self.context, name, **changes)
+        if trusted:
+            self.trust.add(trusted_now(name, made.key, BY_HAND))
+        if seen:
+            self.discovery.sees(made)
+        return made
+
+    def start(self, *, wait: int | None = None, use_all: bool = False, **flags: object) -> None:
+        """Run the head."""
+        config = load_config({"home": self.home, "name": "desk", "cluster": "test", "host": "127.0.0.1"} | flags, {})
+        open_home(config)
+        options = ServeOptions(
+            wait=wait,
+            wait_timeout_s=1.0,
+            windows=None,
+            rounds=None,
+            extra_buffers="off",
+            context_tokens=64,
+            rows=16,
+            step_timeout_s=5.0,
+            http_port=8080,
+            alone=False,
+            objective="balanced",
+            use_all=use_all,
+        )
+        place = Place(cache=LayerCache(config.layers), run=config.run, verdicts=self.home / "v", build="a build")
+        self.daemon = HeadDaemon(
+            config=config,
+            options=options,
+            place=place,
+            identity=HEAD,
+            trust=self.trust,
+            header=self.header,
+            model=model(),
+            profile=lambda: profile_of("desk"),
+            backend=self.backend,
+            reporter=self,
+        )
+        self.running = asyncio.create_task(self.daemon.run())
+
+    async def serves(self, *workers: str, after: int = 0) -> FakeRing:
+        """The ring of exactly ``workers`` that serves, of an epoch behind ``after``, once there is one."""
+        ring = await self.rings.find(lambda each: each.formed and each.epoch > after and each.workers == set(workers))
+        await self.says(f"ring {ring.epoch}: ")
+        assert (await self.backend.status())["epoch"] == ring.epoch
+        return ring
+
+    async def stream(self, ring: FakeRing) -> tuple[Stream, int]:
+        """A new answer that ``ring`` computes, and the number of its request."""
+        before = len(ring.generates)
+        stream = Stream(self.backend)
+        await self.rings.find(lambda each: each is ring and len(each.generates) > before)
+        return stream, ring.generates[-1].request
+
+    async def says(self, start: str) -> str:
+        """The first line for the owner that begins so, once it was said."""
+        async with self._lines:
+            await self._lines.wait_for(lambda: any(line.startswith(start) for line in self.said))
+        return next(line for line in self.said if line.startswith(start))
+
+    # what a reporter does
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+        task = asyncio.create_task(self._notify())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def progress(self, device: str, phase: str, done: int, total: int) -> None:
+        assert phase == "links"
+
+    def settle(self) -> None:
+        """Nothing is drawn here."""
+
+    async def _notify(self) -> None:
+        async with self._lines:
+            self._lines.notify_all()
+
+
+@pytest.fixture(scope="module")
+def header(smollm2) -> Header:
+    return open_model(smollm2)
+
+
+@pytest.fixture
+def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManager[Lab]]:
+    monkeypatch.setattr(head_module, "LOOK_S", 0.3)
+    monkeypatch.setattr(head_module, "TRUST_LOOK_S", 0.05)
+    monkeypatch.setattr(head_module, "ModelVocabulary", lambda _: object())
+    monkeypatch.setattr(pursuit, "SETTLE_S", 0.2)
+    monkeypatch.setattr(membership, "SETTLE_S", 0.2)
+
+    @asynccontextmanager
+    async def make() -> AsyncIterator[Lab]:
+        async with gated(patience_s=PATIENCE_S) as context:
+            made = Lab(tmp_path, context, header)
+            monkeypatch.setattr(head_module, "solve_apart", made.solver)
+            monkeypatch.setattr(head_module, "HeadRing", made.rings)
+            monkeypatch.setattr(head_module, "Discovery", made.discovery)
+            try:
+                yield made
+            finally:
+                if made.running is not None:
+                    made.running.cancel()
+                    await asyncio.wait([made.running])
+                made.backend.fail("the test is over")
+        assert all(ring.closed for ring in made.rings.all.values()), "a ring was left behind"
+
+    return make
+
+
+def run(lab: Callable[[], AbstractAsyncContextManager[Lab]], test: Callable[[Lab], object]) -> None:
+    async def once() -> None:
+        async with lab() as here:
+            await test(here)
+
+    asyncio.run(once())
+
+
+# ---- the first ring -------------------------------------------------------------------------------------------------
+
+
+def test_the_devices_in_sight_serve_together(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.device("lap")
+        here.start()
+        ring = await here.serves("lap", "nas")
+        assert here.solver.asked == [("desk", "lap", "nas")]
+        assert set(ring.parts.holders) == {"lap", "nas"}
+        stream, request = await here.stream(ring)
+        ring.draw(request, 10, 11)
+        ring.finish(request)
+        assert (await stream.ends()).reason == "stop"
+        assert stream.tokens == [10, 11]
+        status = await here.backend.status()
+        assert [(each["device"], each["phase"]) for each in status["cluster"]] == [
+            ("lap", "serving"),
+            ("nas", "serving"),
+        ]
+
+    run(lab, test)
+
+
+def test_a_head_alone_in_sight_serves_alone(lab):
+    async def test(here: Lab) -> None:
+        here.start()
+        await here.serves()
+        assert here.backend.health().detail == "serving with 1 device"
+
+    run(lab, test)
+
+
+def test_devices_are_introduced_to_each_other(lab):
+    async def test(here: Lab) -> None:
+        nas, lap = here.device("nas"), here.device("lap")
+        here.start()
+        await here.serves("nas", "lap")
+        known = {each.key for each in (await nas.hear(Introduce)).devices}
+        assert lap.key in known
+        assert nas.key not in known
+
+    run(lab, test)
+
+
+def test_devices_that_were_named_are_greeted_where_nobody_is_in_sight(lab):
+    async def test(here: Lab) -> None:
+        nas = here.device("nas", seen=False)
+        here.start(devices=(f"127.0.0.1:{nas.port}",))
+        await here.serves("nas")
+
+    run(lab, test)
+
+
+def test_a_named_device_that_does_not_answer_ends_the_program(lab, monkeypatch):
+    monkeypatch.setattr("primad.daemon.worker_link.KNOCK_TIMEOUT_S", 0.2)
+
+    async def test(here: Lab) -> None:
+        nas = here.device("nas", seen=False)
+        await nas.leave()
+        here.start(devices=(f"127.0.0.1:{nas.port}",))
+        with pytest.raises(ExceptionGroup) as failed:
+            await here.running
+        (error,) = failed.value.exceptions
+        assert isinstance(error, ClusterError)
+        assert str(error).startswith(f"--device 127.0.0.1:{nas.port}: no answer")
+        assert str(error).endswith("is 'primad join' running there?")
+
+    run(lab, test)
+
+
+def test_without_a_plan_in_the_first_place_the_program_ends_with_the_line(lab):
+    async def test(here: Lab) -> None:
+        here.solver.least = 3
+        here.device("nas")
+        here.start()
+        with pytest.raises(ExceptionGroup) as failed:
+            await here.running
+        (error,) = failed.value.exceptions
+        assert isinstance(error, ClusterError)
+        assert str(error) == "2 devices are short of 1 GB"
+
+    run(lab, test)
+
+
+def test_too_few_devices_are_counted_in_the_line_that_ends_the_program(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        busy = here.device("lap")
+        busy.refuses = "lap works for the head tower now"
+        here.start(wait=2)
+        with pytest.raises(ExceptionGroup) as failed:
+            await here.running
+        (error,) = failed.value.exceptions
+        assert str(error).startswith("--wait 2: found 1 of 2 devices in 1 s (lap: lap works for the head tower now)")
+
+    run(lab, test)
+
+
+# ---- who is trusted -------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_not_paired_is_named_once_and_not_spoken_to(lab):
+    async def test(here: Lab) -> None:
+        stranger = here.device("stranger", trusted=False)
+        old = here.device("old", trusted=False, seen=False)
+        here.discovery.sees(old, key="", protocol=1, version="0.0.1")
+        here.start()
+        await here.serves()
+        for _ in range(3):
+            here.discovery.sees(stranger, addresses=("127.0.0.1", "127.0.0.2"))
+            here.discovery.sees(stranger)
+        assert [line for line in here.said if "stranger" in line] == [
+            "stranger is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there"
+        ]
+        (gap,) = [line for line in here.said if "old" in line]
+        assert gap.startswith("old runs primad 0.0.1 (protocol 1), desk runs")
+        assert stranger.knocks == old.knocks == 0
+
+    run(lab, test)
+
+
+def test_a_stranger_with_the_name_of_a_device_that_serves_changes_nothing(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.start(**QUICK)
+        ring = await here.serves("nas")
+        impostor = FakeDevice(here.context, "nas", identity=new_identity())
+        here.discovery.sees(impostor)
+        assert "a device that is not trusted calls itself nas" in await here.says("a device that is not trusted")
+        assert impostor.knocks == 0
+        assert not ring.closed
+
+    run(lab, test)
+
+
+def test_a_device_that_is_paired_while_serving_joins(lab):
+    async def test(here: Lab) -> None:
+        here.solver.value = lambda count: 10.0 / count
+        nas = here.device("nas", trusted=False)
+        here.start()
+        await here.serves()
+        here.trust.add(trusted_now("nas", nas.key, BY_HAND))
+        await here.serves("nas")
+
+    run(lab, test)
+
+
+def test_a_device_whose_trust_is_revoked_while_it_serves_is_dropped(lab):
+    async def test(here: Lab) -> None:
+        nas, _ = here.device("nas"), here.device("lap")
+        here.start()
+        first = await here.serves("nas", "lap")
+        stream, request = await here.stream(first)
+        first.draw(request, 10)
+        here.trust.revoke("nas")
+        second = await here.serves("lap", after=first.epoch)
+        assert "it is not trusted any more" in await here.says("nas is gone")
+        knocks = nas.knocks
+        second.draw(request, 11)
+        await stream.has(10, 11)
+        assert first.closed
+        assert nas.knocks == knocks
+
+    run(lab, test)
+
+
+# ---- devices that go ------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_dies_is_left_out_and_the_stream_goes_on(lab):
+    async def test(here: Lab) -> None:
+        nas, _ = here.device("nas"), here.device("lap")
+        here.start()
+        first = await here.serves("nas", "lap")
+        stream, request = await here.stream(first)
+        first.draw(request, 10, 11)
+        await nas.leave()
+        second = await here.serves("lap", after=first.epoch)
+        assert [each.drawn for each in second.generates] == [[10, 11]]
+        first.draw(request, 66)
+        second.draw(request, 12)
+        second.finish(request)
+        assert (await stream.ends()).reason == "stop"
+        assert stream.tokens == [10, 11, 12]
+        assert first.closed
+        assert "nas is gone: its primad ended" in here.said
+
+    run(lab, test)
+
+
+def test_the_loss_of_each_device_was_planned_for_before(lab):
+    async def test(here: Lab) -> None:
+        nas, _ = here.device("nas"), here.device("lap")
+        here.start()
+        first = await here.serves("nas", "lap")
+        await here.solver.wait(lambda: len(here.solver.foreseen) == 2)
+        assert here.solver.foreseen == [("desk", "nas"), ("desk", "lap")]
+        while here.daemon._foreseeing is not None and not here.daemon._foreseeing.done():
+            await asyncio.wait([here.daemon._foreseeing])
+        await nas.leave()
+        await here.serves("lap", after=first.epoch)
+        assert here.solver.asked == [("desk", "lap", "nas")], "the answer was there"
+
+    run(lab, test)
+
+
+def test_a_silent_device_has_a_ring_in_its_shadow_that_serves_when_it_is_gone(lab):
+    async def test(here: Lab) -> None:
+        nas, _ = here.device("nas"), here.device("lap")
+        here.start(**QUICK)
+        first = await here.serves("nas", "lap")
+        stream, request = await here.stream(first)
+        nas.silent = True
+        shadow = await here.rings.find(lambda each: each.epoch > first.epoch and each.formed)
+        assert shadow.workers == {"lap"}
+        assert not first.closed
+        first.draw(request, 10)
+        await stream.has(10)
+        assert await here.serves("lap", after=first.epoch) is shadow
+        assert [each.drawn for each in shadow.generates] == [[10]]
+        assert "no sign of life for" in await here.says("nas is gone")
+        stream.task.cancel()
+
+    run(lab, test)
+
+
+def test_a_device_that_speaks_again_keeps_its_ring(lab):
+    async def test(here: Lab) -> None:
+        nas, _ = here.device("nas"), here.device("lap")
+        here.start(**(QUICK | {"gone_after": 20}))
+        first = await here.serves("nas", "lap")
+        stream, request = await here.stream(first)
+        nas.silent = True
+        shadow = await here.rings.find(lambda each: each.epoch > first.epoch and each.formed)
+        nas.silent = False
+        await here.says("nas answers again")
+        await here.rings.find(lambda each: each is shadow and each.closed)
+        first.draw(request, 10)
+        first.finish(request)
+        assert (await stream.ends()).reason == "stop"
+        assert shadow.told == []
+        assert not first.closed
+
+    run(lab, test)
+
+
+def test_without_a_plan_for_the_rest_streams_end_with_an_error_and_a_device_that_returns_cures_it(lab):
+    async def test(here: Lab) -> None:
+        here.solver.least = 2
+        nas = here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        stream, request = await here.stream(first)
+        first.draw(request, 10)
+        here.discovery.misses(nas)
+        await nas.leave()
+        end = await stream.ends()
+        assert (end.reason, end.error) == ("error", "1 devices are short of 1 GB")
+        assert stream.tokens == [10]
+        assert not here.backend.health().serving
+        with pytest.raises(RingError, match="the model cannot be served now"):
+            await Stream(here.backend).task
+        again = FakeDevice(here.context, "nas", identity=nas.identity)
+        here.discovery.sees(again)
+        second = await here.serves("nas", after=first.epoch)
+        following, number = await here.stream(second)
+        second.finish(number)
+        assert (await following.ends()).reason == "stop"
+
+    run(lab, test)
+
+
+def test_a_ring_that_breaks_is_formed_again_without_who_is_to_blame(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.device("lap")
+        here.start()
+        first = await here.serves("nas", "lap")
+        stream, request = await here.stream(first)
+        first.draw(request, 10)
+        first.breaks("nas", "nas: the ring process was ended by SIGABRT")
+        second = await here.serves("lap", after=first.epoch)
+        second.draw(request, 11)
+        await stream.has(10, 11)
+        assert "nas: the ring process was ended by SIGABRT; forming the ring again" in here.said
+        stream.task.cancel()
+
+    run(lab, test)
+
+
+def test_a_device_whose_disk_is_full_is_left_out_of_the_first_ring(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.device("lap")
+        here.rings.errors = [PartError("nas: the disk is full", "nas", "disk")]
+        here.start()
+        second = await here.serves("lap")
+        assert second.epoch == 2
+        assert here.rings.all[1].closed
+        assert "nas: the disk is full; forming the ring again" in here.said
+
+    run(lab, test)
+
+
+# ---- devices that come, and that leave ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "taken"), [(9.5, False), (5.0, True)], ids=["5 % better", "50 % better"])
+def test_a_device_that_joins_takes_part_when_that_gains_enough(lab, value, taken):
+    async def test(here: Lab) -> None:
+        here.solver.value = lambda count: 10.0 if count == 2 else value
+        here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        stream, request = await here.stream(first)
+        first.draw(request, 10)
+        here.device("lap")
+        await here.solver.wait(lambda: ("desk", "lap", "nas") in here.solver.asked)
+        if not taken:
+            await asyncio.sleep(0.1)
+            assert set(here.rings.all) == {first.epoch}
+            assert here.solver.asked.count(("desk", "lap", "nas")) == 1, "it is not asked again and again"
+            first.finish(request)
+        else:
+            second = await here.serves("nas", "lap", after=first.epoch)
+            assert first.drained, "its last steps end first"
+            assert [each.drawn for each in second.generates] == [[10]]
+            await here.rings.find(lambda each: each is first and each.closed)
+            second.finish(request)
+        assert (await stream.ends()).reason == "stop"
+
+    run(lab, test)
+
+
+def test_while_the_next_ring_loads_the_first_one_serves(lab):
+    async def test(here: Lab) -> None:
+        here.solver.value = lambda count: 10.0 / count
+        here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        here.rings.holds_back = True
+        here.device("lap")
+        shadow = await here.rings.find(lambda each: each.epoch > first.epoch)
+        stream, request = await here.stream(first)
+        first.draw(request, 10, 11)
+        await stream.has(10, 11)
+        assert not first.drained
+        shadow.may_form.set()
+        assert await here.serves("nas", "lap", after=first.epoch) is shadow
+        assert [each.drawn for each in shadow.generates] == [[10, 11]]
+        stream.task.cancel()
+
+    run(lab, test)
+
+
+def test_a_device_that_leaves_hands_over_first_and_is_dismissed_then(lab):
+    async def test(here: Lab) -> None:
+        nas, _ = here.device("nas"), here.device("lap")
+        here.start()
+        first = await here.serves("nas", "lap")
+        stream, request = await here.stream(first)
+        first.draw(request, 10)
+        here.rings.holds_back = True
+        await nas.tell(Leaving("its owner ended it"))
+        second = await here.rings.find(lambda each: each.epoch > first.epoch)
+        assert second.workers == {"lap"}
+        assert not any(isinstance(message, Dismiss) for message in nas.heard._queue)
+        first.draw(request, 11)
+        second.may_form.set()
+        assert await here.serves("lap", after=first.epoch) is second
+        await nas.hear(Dismiss)
+        assert first.drained
+        assert [each.drawn for each in second.generates] == [[10, 11]]
+        await nas.leave()
+        await here.says("nas left: ")
+        second.finish(request)
+        assert (await stream.ends()).reason == "stop"
+
+    run(lab, test)
+
+
+def test_a_device_that_leaves_is_let_go_when_the_others_cannot_take_over(lab):
+    async def test(here: Lab) -> None:
+        here.solver.least = 2
+        nas = here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        await nas.tell(Leaving("its owner ended it"))
+        await nas.hear(Dismiss)
+        assert await here.says("the other devices cannot take over")
+        assert not first.closed, "it serves as long as it can"
+
+    run(lab, test)
+
+
+def test_a_device_without_a_part_may_leave_at_once(lab):
+    async def test(here: Lab) -> None:
+        here.solver.value = lambda count: 10.0
+        here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        lap = here.device("lap")
+        await here.solver.wait(lambda: ("desk", "lap", "nas") in here.solver.asked)
+        await lap.tell(Leaving("its owner ended it"))
+        await lap.hear(Dismiss)
+        assert not first.closed
+
+    run(lab, test)
+
+
+def test_a_head_that_ends_closes_its_ring(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.start()
+        ring = await here.serves("nas")
+        here.running.cancel()
+        await asyncio.wait([here.running])
+        assert here.running.cancelled()
+        assert ring.closed
+
+    run(lab, test)
