@@ -13,7 +13,7 @@ from types import TracebackType
 import msgspec
 
 from halda import arrange
-from primad.daemon.extra import choose_extra_buffers
+from primad.daemon.extra import Tried, choose_extra_buffers
 from primad.daemon.shard import Place, open_windows, place_windows, whole_model
 from primad.engine.build import build_id
 from primad.engine.protocol import EngineOptions, Sampling
@@ -21,6 +21,7 @@ from primad.gguf.cache import LayerCache
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
+from primad.limits import NO_LIMITS
 from primad.ring.messages import (
     Cancel,
     Connect,
@@ -85,6 +86,7 @@ class LocalRing:
         self._folder = folder
         self._step_timeout_s = step_timeout_s
         self._stack = AsyncExitStack()
+        self._tried: Tried = {}
         self._ring = random.getrandbits(62)
         self._requests = 0
         self._opens: dict[str, Open] = {}
@@ -128,7 +130,9 @@ class LocalRing:
             held = [window for _, window in plan.windows_of(name)]
             extra = [bool(self._extra_buffers)] * len(held)
             if self._extra_buffers is None:
-                extra = await choose_extra_buffers(place, self._header, held, options, lambda _: None)
+                extra = await choose_extra_buffers(
+                    place, self._header, held, options, lambda _: None, limits=NO_LIMITS, tried=self._tried
+                )
             self.extra_buffers += extra
             if cutter is None:
                 windows = [OpenWindow(window=0, files=whole_model(self._model, plan), extra_buffers=extra[0])]
