@@ -17,6 +17,7 @@ import uvicorn
 
 from halda import DeviceProfile, ModelProfile
 from primad.api.app import create_app
+from primad.api.patience import PatientProtocol
 from primad.cluster.identity import load_identity
 from primad.cluster.sockets import raise_descriptor_limit
 from primad.cluster.trust import TrustStore
@@ -254,8 +255,9 @@ def _http_server(backend: RingBackend, host: str) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         lifespan="off",
+        http=PatientProtocol,
         ws="none",
-        log_level="warning",
+        log_level="error",  # its warnings are one a request that is none, as many as somebody likes to send
         access_log=False,
         timeout_graceful_shutdown=HTTP_GRACE_S,
     )
