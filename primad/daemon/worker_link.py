@@ -138,12 +138,14 @@ async def knock(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Coll
 
 async def _knock(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Knocked]:
     await end.send(Knock(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=caller.device))
-    async with asyncio.timeout(None) as deadline:
-        deadline.reschedule(asyncio.get_running_loop().time() + KNOCK_TIMEOUT_S + 1)
-        while True:
-            message = await end.receive(KNOCK_TIMEOUT_S)
-            if isinstance(message, Knocked):
-                return end, message
+    try:
+        async with asyncio.timeout(KNOCK_TIMEOUT_S + 1):
+            while True:
+                message = await end.receive(KNOCK_TIMEOUT_S)
+                if isinstance(message, Knocked):
+                    return end, message
+    except TimeoutError as exc:
+        raise ClusterError(f"{end.address} says much, but not who it is") from exc
 
 
 def _check_version(caller: Caller, knocked: Knocked) -> None:

@@ -11,6 +11,7 @@ import zmq.asyncio
 from gguf import GGMLQuantizationType
 
 from primad.cluster import messages
+from primad.cluster.control import WorkerEnd
 from primad.cluster.identity import new_identity
 from primad.cluster.messages import (
     Broken,
@@ -24,6 +25,7 @@ from primad.cluster.messages import (
     Loaded,
     MeasureLinks,
     Ping,
+    Pong,
     Progress,
     Refused,
     Release,
@@ -162,6 +164,29 @@ def test_who_does_not_let_us_in_does_not_answer(monkeypatch):
             with pytest.raises(ClusterError, match=rf"^no answer from 127\.0\.0\.1:{device.port} within 0\.3 s$"):
                 await knock(caller(context), [(HOST, device.port)], [device.key])
             assert device.knocks == 0
+
+    asyncio.run(once())
+
+
+def test_a_device_that_talks_of_other_things_is_given_up(monkeypatch):
+    monkeypatch.setattr(worker_link, "KNOCK_TIMEOUT_S", 0.2)
+
+    async def chatter(end: WorkerEnd) -> None:
+        peer, _, _ = await end.receive()
+        while True:
+            await end.send(peer, Pong())
+            await asyncio.sleep(0.05)
+
+    async def once() -> None:
+        async with gated() as context:
+            keys = new_identity()
+            end = WorkerEnd(context, HOST, None, 0, identity=keys)
+            talking = asyncio.create_task(chatter(end))
+            with pytest.raises(ClusterError, match="says much, but not who it is"):
+                await knock(caller(context), [(HOST, end.port)], [keys.public])
+            talking.cancel()
+            await asyncio.wait([talking])
+            end.close()
 
     asyncio.run(once())
 
