@@ -6,15 +6,39 @@ import re
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from halda import Infeasible, ModelProfile, Plan, Workload, arrange
+from halda import Infeasible, ModelProfile, Objective, Plan, Workload, arrange
 from primad.errors import ConfigError, PlanError
 
 DEFAULT_CONTEXT_TOKENS: Final = 4096
 TYPICAL_PROMPT_TOKENS: Final = 512
 TYPICAL_ANSWER_TOKENS: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What ``primad serve`` was asked for.
+
+    ``wait`` is the number of workers to wait for (None: take who is there), at most ``wait_timeout_s``. ``windows`` and
+    ``rounds`` set the plan by hand; otherwise it makes ``objective`` small, with every device in it if ``use_all``.
+    ``extra_buffers`` is auto, on or off.
+    """
+
+    wait: int | None
+    wait_timeout_s: float
+    windows: tuple[int, ...] | None
+    rounds: int | None
+    extra_buffers: str
+    context_tokens: int | None
+    rows: int
+    step_timeout_s: float
+    http_port: int
+    alone: bool
+    objective: Objective
+    use_all: bool
 
 
 def plan_by_hand(names: Sequence[str], windows: tuple[int, ...], rounds: int | None, model: ModelProfile) -> Plan:

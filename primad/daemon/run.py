@@ -23,9 +23,9 @@ from primad.cluster.sockets import raise_descriptor_limit
 from primad.cluster.trust import TrustStore
 from primad.config import Config, open_home
 from primad.daemon.backend import RingBackend
-from primad.daemon.head import HeadDaemon, ServeOptions
+from primad.daemon.head import HeadDaemon
 from primad.daemon.pairing_desk import pair
-from primad.daemon.questions import bind_http, default_context, plan_by_hand
+from primad.daemon.questions import ServeOptions, bind_http, default_context, plan_by_hand
 from primad.daemon.reporter import Reporter
 from primad.daemon.shard import Place
 from primad.daemon.worker import WorkerDaemon

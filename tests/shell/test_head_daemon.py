@@ -16,9 +16,13 @@ from primad.cluster.local_trust import LocalTrust
 from primad.cluster.messages import Dismiss, Introduce, Leaving
 from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
 from primad.config import load_config, open_home
+from primad.daemon import devices as devices_module
 from primad.daemon import head as head_module
+from primad.daemon import planner as planner_module
+from primad.daemon import rings as rings_module
 from primad.daemon.backend import RingBackend
-from primad.daemon.head import HeadDaemon, ServeOptions
+from primad.daemon.head import HeadDaemon
+from primad.daemon.questions import ServeOptions
 from primad.daemon.shard import Place
 from primad.daemon.worker_link import PartError
 from primad.errors import ClusterError, RingError
@@ -172,8 +176,8 @@ def header(smollm2) -> Header:
 @pytest.fixture
 def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManager[Lab]]:
     monkeypatch.setattr(head_module, "LOOK_S", 0.3)
-    monkeypatch.setattr(head_module, "TRUST_LOOK_S", 0.05)
-    monkeypatch.setattr(head_module, "ModelVocabulary", lambda _: object())
+    monkeypatch.setattr(devices_module, "TRUST_LOOK_S", 0.05)
+    monkeypatch.setattr(rings_module, "ModelVocabulary", lambda _: object())
     monkeypatch.setattr(pursuit, "SETTLE_S", 0.2)
     monkeypatch.setattr(membership, "SETTLE_S", 0.2)
 
@@ -181,9 +185,9 @@ def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManag
     async def make() -> AsyncIterator[Lab]:
         async with gated(patience_s=PATIENCE_S) as context:
             made = Lab(tmp_path, context, header)
-            monkeypatch.setattr(head_module, "solve_apart", made.solver)
-            monkeypatch.setattr(head_module, "HeadRing", made.rings)
-            monkeypatch.setattr(head_module, "Discovery", made.discovery)
+            monkeypatch.setattr(planner_module, "solve_apart", made.solver)
+            monkeypatch.setattr(rings_module, "HeadRing", made.rings)
+            monkeypatch.setattr(devices_module, "Discovery", made.discovery)
             try:
                 yield made
             finally:
@@ -403,8 +407,9 @@ def test_the_loss_of_each_device_was_planned_for_before(lab):
         first = await here.serves("nas", "lap")
         await here.solver.wait(lambda: len(here.solver.foreseen) == 2)
         assert here.solver.foreseen == [("desk", "nas"), ("desk", "lap")]
-        while here.daemon._foreseeing is not None and not here.daemon._foreseeing.done():
-            await asyncio.wait([here.daemon._foreseeing])
+        foreseeing = here.daemon._planner.foreseeing
+        if foreseeing is not None:
+            await asyncio.wait([foreseeing])
         await nas.leave()
         await here.serves("lap", after=first.epoch)
         assert here.solver.asked == [("desk", "lap", "nas")], "the answer was there"

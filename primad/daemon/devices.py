@@ -1,0 +1,252 @@
+"""The devices that a head works with: find them, greet them, introduce them to each other, measure the links between them.
+
+What happens to them is posted as the events of ``cluster/members.py``; what to do about it is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from typing import Final
+
+from primad import __version__
+from primad.cluster import members
+from primad.cluster.discovery import Discovery
+from primad.cluster.peer import Peer
+from primad.cluster.trust import TrustStore
+from primad.config import Config, is_loopback
+from primad.daemon.links import LinkBook
+from primad.daemon.pairing_desk import PairingDesk
+from primad.daemon.reporter import Reporter
+from primad.daemon.worker_link import Caller, DeviceLostError, WorkerLink, knock, version_gap
+from primad.daemon.worker_link import greet as say_hello
+from primad.errors import ClusterError
+
+TRUST_LOOK_S: Final = 2.0
+
+Post = Callable[[members.Event], None]
+"""Takes what happened."""
+
+
+class Devices:
+    """``workers`` are those that said welcome, by name; ``book`` has the links between them. ``caller`` is this head."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        http_port: int,
+        trust: TrustStore,
+        caller: Caller,
+        desk: PairingDesk,
+        post: Post,
+        describe: Callable[[str], None],
+        reporter: Reporter,
+    ) -> None:
+        self._config, self._http_port, self._trust, self._caller, self._desk = config, http_port, trust, caller, desk
+        self._post, self._describe, self._reporter = post, describe, reporter
+        self._identity = caller.identity
+        self.workers: dict[str, WorkerLink] = {}
+        self.book = LinkBook(caller.context, caller.identity, config.name)
+        self._peers: dict[str, Peer] = {}
+        self._named: dict[str, tuple[str, int, str]] = {}
+        self._told: set[tuple[str, str]] = set()
+        self._known_keys: set[str] = set()
+
+    def present(self, names: frozenset[str]) -> list[WorkerLink]:
+        """Those of ``names`` that are spoken to, by name."""
+        return [self.workers[name] for name in sorted(names) if name in self.workers]
+
+    def close(self) -> None:
+        """Close every link."""
+        for worker in self.workers.values():
+            worker.close()
+
+    async def discover(self, stack: AsyncExitStack) -> None:
+        """Look for devices and be looked for, until ``stack`` is closed; without multicast those that were named do."""
+        try:
+            discovery = Discovery(self._config.host, self._config.interface)
+        except ClusterError as exc:
+            if not self._config.devices:
+                self._reporter.say(str(exc))
+            return
+        stack.push_async_callback(discovery.close)
+        await discovery.browse(self._on_peers)
+        await discovery.announce(
+            self._config.name,
+            cluster=self._config.cluster,
+            role="head",
+            version=__version__,
+            port=self._http_port,
+            key=self._identity.public,
+        )
+        self._desk.use(discovery)
+        if not is_loopback(self._config.host):
+            code = await self._desk.open()
+            self._reporter.say(
+                f"to add a device, run there: primad join --code {code.code} (good for {code.expires_s / 60:.0f} minutes; "
+                "'primad pair' shows a new one)"
+            )
+
+    async def greet_named(self) -> None:
+        """Say hello to the devices that were named. Raises ``ClusterError`` when one does not answer."""
+        for address in self._config.devices:
+            host, port = address.rsplit(":", 1)
+            place = (host.strip("[]"), int(port))
+            keys = [each.key for each in self._trust.entries()]
+            try:
+                end, _ = await knock(self._caller, [place], keys)
+                worker = await say_hello(self._caller, end, self)
+            except ClusterError as exc:
+                raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
+            self._named[worker.name] = (*place, worker.key)
+            await self._welcome(worker)
+
+    async def greet(self, device: str) -> None:
+        """Say hello to ``device``: ``Welcomed`` or ``Refused`` follows."""
+        peer, named = self._peers.get(device), self._named.get(device)
+        places = [named[:2]] if named is not None else []
+        keys = {named[2]} if named is not None else set()
+        if peer is not None:
+            places += [(address, peer.port) for address in peer.addresses]
+            keys.add(peer.key)
+        keys = {key for key in keys if self._trust.trusts(key)}  # what is known of it may be from before it was revoked
+        try:
+            if not keys:
+                raise ClusterError("it is not trusted any more")
+            end, knocked = await knock(self._caller, places, keys)
+            if knocked.device != device:
+                end.close()
+                raise ClusterError(f"{knocked.device} answers in its place")
+            worker = await say_hello(self._caller, end, self)
+        except ClusterError as exc:
+            self._tell_once(device, f"{device} is left out: {exc}")
+            self._post(members.Refused(device, str(exc)))
+            return
+        await self._welcome(worker)
+
+    def drop(self, device: str) -> None:
+        """Close the link to ``device``; it may come back elsewhere."""
+        worker = self.workers.pop(device, None)
+        if worker is not None:
+            worker.close()
+        self.book.forget(device)
+
+    async def dismiss(self, device: str) -> None:
+        """Tell ``device`` that it may go."""
+        if device in self.workers:
+            with suppress(ClusterError):
+                await self.workers[device].dismiss()
+
+    async def measure(self, devices: frozenset[str]) -> None:
+        """Measure what is missing of the links between ``devices`` and here: ``Measured`` follows."""
+        left = set(devices)
+        announced = {name: peer.addresses for name, peer in self._peers.items()}
+        self._describe("measuring links")
+        while workers := [self.workers[name] for name in sorted(left) if name in self.workers]:
+            try:
+                await self.book.measure(workers, announced, self._reporter)
+                break
+            except DeviceLostError as exc:
+                self._post(members.Lost(exc.device, str(exc)))
+                left.discard(exc.device)
+        self._post(members.Measured(frozenset(left)))
+
+    def heard(self, device: str) -> None:
+        """A worker gave a sign of life."""
+        self._post(members.Heard(device))
+
+    def lost(self, device: str, reason: str) -> None:
+        """The link to a worker is of no use any more."""
+        self._post(members.Lost(device, reason))
+
+    def leaving(self, device: str, reason: str) -> None:
+        """A worker asks to go."""
+        self._post(members.Leaving(device, reason))
+
+    async def watch_trust(self) -> None:
+        """Notice what 'primad devices trust' and 'revoke', and pairing, change."""
+        trusted: dict[str, bool] = {}
+        entries: object = None
+        while True:
+            for worker in list(self.workers.values()):
+                if not self._trust.trusts(worker.key):
+                    self.lost(worker.name, "it is not trusted any more")
+            for peer in list(self._peers.values()):  # after the loss: who is gone is greeted again, a stranger is not
+                now = bool(peer.key) and self._trust.trusts(peer.key)
+                if trusted.get(peer.key, now) != now:
+                    self._see(peer)
+                trusted[peer.key] = now
+            latest = [(each.device, each.key) for each in self._trust.entries()], self._trust.revoked()
+            if entries is not None and latest != entries:
+                for worker in list(self.workers.values()):
+                    await self._introduce(worker)
+            entries = latest
+            await asyncio.sleep(TRUST_LOOK_S)
+
+    def _on_peers(self, peers: dict[str, Peer]) -> None:
+        seen = {
+            peer.device: peer
+            for peer in peers.values()
+            if peer.cluster == self._config.cluster and peer.role == "worker"
+        }
+        before, self._peers = self._peers, seen
+        for name in before.keys() - seen.keys() - self._named.keys():
+            self._post(members.Vanished(name))
+        for name, peer in seen.items():
+            if before.get(name) != peer:
+                self._see(peer)
+
+    def _see(self, peer: Peer) -> None:
+        trusted = bool(peer.key) and self._trust.trusts(peer.key)
+        if not trusted and any(each.device == peer.device for each in self._trust.entries()):
+            # Anyone can announce any name; what we know of the device that we trust does not change by that.
+            self._tell_once(
+                peer.device, f"a device that is not trusted calls itself {peer.device}; it is not listened to"
+            )
+            return
+        self._post(members.Seen(peer.device, trusted))
+        if not peer.key:
+            self._tell_once(peer.device, version_gap(self._config.name, peer.device, peer.version, peer.protocol))
+        elif not trusted and peer.key not in self._known_keys:
+            self._tell_once(
+                peer.device,
+                f"{peer.device} is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there",
+            )
+
+    def _tell_once(self, device: str, line: str) -> None:
+        if (device, line) not in self._told:
+            self._told.add((device, line))
+            self._reporter.say(line)
+
+    async def _welcome(self, worker: WorkerLink) -> None:
+        """Take up a device that works for this head from now on."""
+        name = worker.name
+        if name == self._config.name:
+            worker.close()
+            reason = f"it has the head's name, {name}; give one of them another --name"
+            self._post(members.Refused(name, reason))
+            raise_named = any(named[2] == worker.key for named in self._named.values())
+            if raise_named:
+                raise ClusterError(f"--device {worker.end.address}: {reason}")
+            return
+        previous = self.workers.pop(name, None)
+        if previous is not None:
+            previous.close()
+        self.workers[name] = worker
+        self._known_keys.add(worker.key)
+        self._told = {(device, line) for device, line in self._told if device != name}
+        if worker.build != self._caller.build:
+            self._reporter.say(
+                f"llama.cpp differs: {self._caller.build} here, {worker.build} on {name}; answers may differ from those of "
+                "one build in rare words; install the same version on both"
+            )
+        for other in list(self.workers.values()):
+            await self._introduce(other)  # they trust each other before they are asked to measure or to give layers
+        self._post(members.Welcomed(name))
+
+    async def _introduce(self, worker: WorkerLink) -> None:
+        entries = [(each.device, each.key) for each in self._trust.entries() if each.key != worker.key]
+        with suppress(ClusterError):
+            await worker.introduce(entries, self._trust.revoked() - {worker.key})

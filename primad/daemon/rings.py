@@ -1,0 +1,228 @@
+"""The rings of a head: solve for one, form it, let it serve, hand over from one to the next, close it.
+
+``solve``, ``form`` and ``abandon`` work beside each other and post what came of it; who serves changes in the order in which
+it was decided (``order`` and ``conduct``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from halda import DeviceProfile, Infeasible, Plan, Prediction, Workload
+from primad.api.backend import ServedModel
+from primad.cluster import members
+from primad.cluster.identity import Identity
+from primad.cluster.layer_server import LayerSource
+from primad.config import Config
+from primad.daemon.backend import RingBackend
+from primad.daemon.devices import Devices, Post
+from primad.daemon.extra import Tried
+from primad.daemon.head_ring import HeadRing
+from primad.daemon.planner import Planner
+from primad.daemon.questions import ServeOptions, model_id
+from primad.daemon.reporter import Reporter
+from primad.daemon.ring_parts import RingOptions, RingParts
+from primad.daemon.shard import Place
+from primad.daemon.tasks import Tasks
+from primad.daemon.vocabulary import ModelVocabulary
+from primad.errors import PlanError, PrimadError
+from primad.gguf.digests import LayerDigests
+from primad.gguf.header import Header
+from primad.gguf.windows import ModelCutter
+
+_MAX_ORDERS: Final = 1000
+
+Order = members.Serve | members.Close | members.Fail
+StatusOf = Callable[[], Coroutine[Any, Any, dict[str, Any]]]
+
+
+class Rings:
+    """All rings of this head. ``layer_port`` is where it serves layers; ``status_of`` adds to a ring's own status."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        options: ServeOptions,
+        place: Place,
+        identity: Identity,
+        header: Header,
+        profile: Callable[[], DeviceProfile],
+        workload: Workload,
+        session: int,
+        devices: Devices,
+        planner: Planner,
+        backend: RingBackend,
+        post: Post,
+        describe: Callable[[str], None],
+        status_of: Callable[[StatusOf], StatusOf],
+        reporter: Reporter,
+    ) -> None:
+        self._config, self._options, self._place, self._identity = config, options, place, identity
+        self._header, self._profile, self._workload, self._session = header, profile, workload, session
+        self._devices, self._planner, self._backend = devices, planner, backend
+        self._post, self._describe, self._status_of, self._reporter = post, describe, status_of, reporter
+        self.layer_port = 0
+        self._cutter: ModelCutter | None = None
+        self._vocabulary: ModelVocabulary | None = None
+        self._tried: Tried = {}
+        self._candidates: dict[int, frozenset[str]] = {}
+        self._plans: dict[int, tuple[Plan, Prediction | None]] = {}
+        self._rings: dict[int, HeadRing] = {}
+        self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
+        self._tasks = Tasks()
+
+    def solve(self, epoch: int, candidates: frozenset[str]) -> None:
+        """Begin to plan for the head and ``candidates``: ``Solved``, ``NoPlan`` or ``Broken`` follows."""
+        self._candidates[epoch] = candidates
+        self._job(epoch, self._solve(epoch, candidates))
+
+    def form(self, epoch: int) -> None:
+        """Begin to form the ring that was solved for: ``Formed`` or ``Broken`` follows."""
+        self._job(epoch, self._form(epoch))
+
+    def abandon(self, epoch: int) -> None:
+        """Forget ring ``epoch``, wherever it is."""
+        self._tasks.start(self._abandon(epoch))
+
+    def order(self, order: Order) -> None:
+        """Let another ring serve, or none; after what was ordered before."""
+        self._orders.put_nowait(order)
+
+    async def close(self) -> None:
+        """End everything."""
+        await self._tasks.close()
+        await asyncio.gather(*(ring.close() for ring in self._rings.values()))
+
+    def _job(self, epoch: int, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.start(work)
+        self._jobs[epoch] = task
+        task.add_done_callback(lambda done: self._jobs.pop(epoch, None) if self._jobs.get(epoch) is done else None)
+
+    async def _solve(self, epoch: int, candidates: frozenset[str]) -> None:
+        self._describe("planning")
+        try:
+            plan, prediction, value = await self._planner.plan(candidates)
+        except (PlanError, Infeasible) as exc:
+            self._post(members.NoPlan(epoch, str(exc)))
+            return
+        except PrimadError as exc:
+            self._post(members.Broken(epoch, None, str(exc)))
+            return
+        self._plans[epoch] = (plan, prediction)
+        self._post(members.Solved(epoch, frozenset(plan.devices) - {plan.head}, value))
+
+    async def _form(self, epoch: int) -> None:
+        self._describe("loading")
+        ring = HeadRing(self._parts(epoch))
+        self._rings[epoch] = ring
+        try:
+            await ring.form()
+            if self._vocabulary is None:
+                self._vocabulary = await asyncio.to_thread(ModelVocabulary, self._header)
+        except PrimadError as exc:
+            device = getattr(exc, "device", None)
+            self._post(members.Broken(epoch, device, str(exc), getattr(exc, "fault", "") == "disk"))
+            return
+        self._post(members.Formed(epoch))
+
+    def _parts(self, epoch: int) -> RingParts:
+        plan, prediction = self._plans[epoch]
+        if self._cutter is None and len(plan.route) > 1:
+            self._cutter = ModelCutter(self._header, LayerDigests(self._header, self._config.home / "digests.json"))
+        return RingParts(
+            plan=plan,
+            prediction=prediction,
+            workers={name: self._devices.workers[name] for name in plan.devices if name in self._devices.workers},
+            holders=dict(self._devices.workers),
+            config=self._config,
+            key=self._identity.public,
+            layer_port=self.layer_port,
+            place=self._place,
+            header=self._header,
+            cutter=self._cutter,
+            profile=self._profile(),
+            options=RingOptions(
+                epoch=epoch,
+                session=self._session,
+                context_tokens=self._workload.context_tokens,
+                rows=self._options.rows,
+                extra_buffers=self._options.extra_buffers,
+                step_timeout_s=self._options.step_timeout_s,
+            ),
+            deliver=self._backend.deliver,
+            on_broken=self._on_broken,
+            reporter=self._reporter,
+            links=self._devices.book,
+            tried=self._tried,
+        )
+
+    def _on_broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
+        self._post(members.Broken(epoch, device, reason, lasting))
+
+    def find_layer(self, digest: str) -> LayerSource | None:
+        """The layer ``digest``: out of the model file, or out of the cache."""
+        cut = self._cutter.source(digest) if self._cutter is not None else None
+        return cut if cut is not None else self._place.cache.reader(digest)
+
+    async def _abandon(self, epoch: int) -> None:
+        job = self._jobs.pop(epoch, None)
+        if job is not None:
+            job.cancel()
+            await asyncio.wait([job])
+        self._plans.pop(epoch, None)
+        self._candidates.pop(epoch, None)
+        ring = self._rings.pop(epoch, None)
+        if ring is not None:
+            await ring.close()
+
+    async def conduct(self) -> None:
+        """Hand the endpoint from ring to ring, in the order in which the core decided."""
+        while True:
+            match await self._orders.get():
+                case members.Serve(epoch, instead):
+                    await self._serve(epoch, instead)
+                case members.Close(epoch, reason):
+                    self._backend.hold(f"forming the ring again: {reason}")
+                    self._tasks.start(self._abandon(epoch))
+                case members.Fail(reason):
+                    self._backend.fail(reason)
+                    self._reporter.say(f"nothing can be served: {reason}; waiting for devices")
+
+    async def _serve(self, epoch: int, instead: int | None) -> None:
+        ring = self._rings[epoch]
+        if instead is not None and instead in self._rings:
+            self._backend.hand_over()
+            await self._rings[instead].drain()
+        count = len(ring.plan.devices)
+        detail = f"serving with {count} device{'s' if count > 1 else ''}"
+        await self._backend.attach(self._served(), epoch, ring.send, self._status_of(ring.status), detail)
+        if instead is not None:
+            self._tasks.start(self._abandon(instead))
+        self._foresee(epoch)
+        self._reporter.settle()
+        for line in ring.describe():
+            self._reporter.say(line)
+        if ring.prediction is not None:
+            self._reporter.say(
+                f"predicted {ring.prediction.tokens_per_s:.3g} tokens/s, first token of an answer to "
+                f"{self._workload.prompt_tokens} tokens after {ring.prediction.ttft_s:.2g} s"
+            )
+
+    def _served(self) -> ServedModel:
+        assert self._vocabulary is not None
+        return ServedModel(
+            id=model_id(self._header.path),
+            created=self._backend.created,
+            context_tokens=self._workload.context_tokens,
+            vocabulary=self._vocabulary,
+        )
+
+    def _foresee(self, epoch: int) -> None:
+        ring = self._rings[epoch]
+        self._planner.foresee(
+            self._candidates.get(epoch, frozenset()), frozenset(ring.plan.devices) - {ring.plan.head}, self._tasks
+        )
