@@ -147,7 +147,7 @@ def limits(ram=None, vram=None, disk=None) -> OwnerLimits:
 
 
 def test_without_limits_a_profile_is_as_it_was():
-    assert within(NO_LIMITS, PROFILE, 5 * GIB) == PROFILE
+    assert within(NO_LIMITS, PROFILE, 0) == PROFILE
 
 
 def test_a_limit_caps_what_is_free_and_leaves_what_the_machine_has():
@@ -155,7 +155,7 @@ def test_a_limit_caps_what_is_free_and_leaves_what_the_machine_has():
     assert (capped.ram_available_bytes, capped.ram_total_bytes) == (8 * GIB, PROFILE.ram_total_bytes)
     assert capped.gpu is not None
     assert (capped.gpu.vram_available_bytes, capped.gpu.vram_total_bytes) == (6 * GIB, GPU.vram_total_bytes)
-    assert capped.disk.free_bytes == 25 * GIB
+    assert capped.disk.free_bytes == 40 * GIB
     assert (capped.cpu, capped.host) == (PROFILE.cpu, PROFILE.host)
 
 
@@ -170,8 +170,14 @@ def test_a_limit_beyond_what_is_free_gives_nothing_more():
     assert within(limits(ram=1 << 50, vram=1 << 50, disk=1 << 50), PROFILE, 0) == PROFILE
 
 
-def test_a_cache_beyond_its_limit_leaves_no_room():
-    assert within(limits(disk=10 * GIB), PROFILE, 11 * GIB).disk.free_bytes == 0
+def test_layers_that_are_cached_give_way_to_those_of_a_plan():
+    """What they take counts as free, up to the limit: a cache that is full keeps nobody from another model."""
+    free = PROFILE.disk.free_bytes
+    assert within(NO_LIMITS, PROFILE, 5 * GIB).disk.free_bytes == free + 5 * GIB
+    for cached in (0, 9 * GIB, 11 * GIB):
+        assert within(limits(disk=10 * GIB), PROFILE, cached).disk.free_bytes == 10 * GIB
+    full = replace(PROFILE, disk=replace(PROFILE.disk, free_bytes=0))
+    assert within(limits(disk=10 * GIB), full, 4 * GIB).disk.free_bytes == 4 * GIB
 
 
 def test_a_gpu_in_shared_memory_keeps_to_both_limits():

@@ -74,7 +74,7 @@ def test_all_links_or_one_change():
         ("ram:pi=4GB", "no device is called 'pi'; there are desk, mac"),
         ("drop=pi", "no device is called 'pi'"),
         ("ram:desk=lots", "'lots' is no size"),
-        ("disk:desk=3GB", "'3GB' is no rate"),
+        ("disk:desk=3G", "'3G' is no rate"),
         ("link:desk=1Gbit/s", "no device is called ''"),
         ("link:desk:desk=1Gbit/s", "name two devices"),
         ("add=desk.json", "two devices are called desk"),
