@@ -33,7 +33,8 @@ GONE_AFTER_S: Final = 4.0
 """How long an answer on the control link is awaited where nothing else is said."""
 MAX_MESSAGE_BYTES: Final = 16 << 20
 PHASES: Final = ("fetch", "probe", "load")
-FAULTS: Final = ("fetch", "disk", "load", "ring")
+FAULTS: Final = ("fetch", "disk", "load", "ring", "next")
+"""What a part was doing when it ended; ``next``: the device behind it in the ring takes no steps."""
 MAX_DEVICES: Final = 1024
 MAX_SOURCES: Final = 256
 MAX_ECHO_BYTES: Final = 1 << 20

@@ -165,6 +165,9 @@ class HeadRing:
             return
         self._broken.set_result(error)
         device = error.device if isinstance(error, DeviceLostError | PartError) else None
+        if device is not None and isinstance(error, PartError) and error.fault == "next":
+            following = self.plan.after(device)
+            device = following if following != self.plan.head else None
         lasting = isinstance(error, PartError) and error.fault == "disk"
         self._parts.on_broken(self.epoch, device, str(error), lasting)
 

@@ -126,6 +126,10 @@ class _Part:
     host: Host | None = None
 
 
+class _NextDeviceError(RingError):
+    """The device behind this one in the ring takes no steps."""
+
+
 class Parts:
     """All parts of this worker. ``tell`` reaches the head, ``say`` the owner."""
 
@@ -214,6 +218,8 @@ class Parts:
                 fault, opened = "ring", True
         except DiskError as exc:
             await self._broke(load, exc, "disk")
+        except _NextDeviceError as exc:
+            await self._broke(load, exc, "next")
         except PrimadError as exc:
             await self._broke(load, exc, fault)
         finally:
@@ -320,7 +326,8 @@ class Parts:
     async def _reopen(self, load: Load, host: Host) -> None:
         host.forget_events()
         following = [spec.window for spec in load.windows]
-        await host.ring.send(
+        await self._tell_process(
+            host,
             Reopen(
                 ring=load.ring,
                 epoch=load.epoch,
@@ -328,7 +335,7 @@ class Parts:
                 route=load.route,
                 host=self._config.host,
                 step_timeout_s=load.step_timeout_s,
-            )
+            ),
         )
         host.indices = following
 
@@ -346,7 +353,8 @@ class Parts:
         apply_nice(ring.pid, self._config.nice)
         host = Host(ring, content, number)
         host.indices = [spec.window for spec in load.windows]
-        await ring.send(
+        await self._tell_process(
+            host,
             Open(
                 ring=load.ring,
                 epoch=load.epoch,
@@ -358,9 +366,17 @@ class Parts:
                 depth=1,
                 step_timeout_s=load.step_timeout_s,
                 options=options,
-            )
+            ),
         )
         return host
+
+    async def _tell_process(self, host: Host, command: Open | Reopen) -> None:
+        """Give ``host`` its first command of an epoch. Cancelled over it, nobody else would end the process."""
+        try:
+            await host.ring.send(command)
+        except BaseException:
+            self._end_soon(host)
+            raise
 
     async def _extra_buffers(self, load: Load, options: EngineOptions) -> bool:
         if load.force_extra_buffers:
@@ -390,7 +406,7 @@ class Parts:
                     rss = psutil.Process().memory_info().rss
                     await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))
                 case Overdue(waited_s=waited_s):
-                    raise RingError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
+                    raise _NextDeviceError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
                 case _:
                     raise RingError(f"the ring process of a worker said {type(event).__name__}")
 

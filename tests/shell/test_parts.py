@@ -399,21 +399,21 @@ def test_a_status_is_passed_on_with_the_daemons_own_memory(worker):
 
 
 @pytest.mark.parametrize(
-    ("event", "error"),
+    ("event", "fault", "error"),
     [
-        (Overdue(step=5, waited_s=12.4), "the next device took no step for 12 s; it is gone or hangs"),
-        (Sampled(request=1, token=1, logprob=None, top=()), "the ring process of a worker said Sampled"),
+        (Overdue(step=5, waited_s=12.4), "next", "the next device took no step for 12 s; it is gone or hangs"),
+        (Sampled(request=1, token=1, logprob=None, top=()), "ring", "the ring process of a worker said Sampled"),
     ],
     ids=["a step that nobody takes", "nonsense"],
 )
-def test_a_ring_that_cannot_go_on_is_told_once(worker, event, error):
+def test_a_ring_that_cannot_go_on_is_told_once(worker, event, fault, error):
     async def once() -> None:
         async with worker() as lap:
             process = await lap.serve(a_load(1))
             process.say(event)
             process.say(event)
             broken = await lap.hears(Broken)
-            assert (broken.fault, broken.error) == ("ring", error)
+            assert (broken.fault, broken.error) == (fault, error)
             await lap.parts.release(1)
             assert len(lap.breaks()) == 1
 
