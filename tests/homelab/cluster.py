@@ -133,12 +133,22 @@ class Cluster:
         # The checkout goes first on the path of whatever primad starts; its colours would get between words.
         return {"PYTHONPATH": f"{self._repository}:{self._repository / 'solver'}", "NO_COLOR": "1", **self._environment}
 
+    def code(self, timeout_s: float = PATIENCE_S) -> tuple[str, int]:
+        """The code that ``primad pair`` shows on the head, and the port where it is taken."""
+        done = self.head.run([PRIMAD, "pair"], env=self._env(), timeout_s=timeout_s)
+        code, port = re.search(CODE, done.stdout), re.search(r"--device ADDRESS:([0-9]+)", done.stdout)
+        assert code is not None, f"primad pair shows no code: {done.stdout}{done.stderr}"
+        assert port is not None, f"primad pair shows no port: {done.stdout}"
+        return code[0], int(port[1])
+
+    def bring(self, name: str, code: str, port: int | None = None) -> Running:
+        """Start ``primad join --code`` on a device, with the head's address if ``port`` is given; does not wait."""
+        there = () if port is None else ("--device", f"{self.head.ip}:{port}")
+        return self._start(self.lab.device(name), "join", *self._join, "--code", code, *there)
+
     def pair(self, name: str, timeout_s: float = PATIENCE_S) -> Running:
         """Pair a device as people do: ``primad pair`` on the head, ``primad join --code`` on the device."""
-        done = self.head.run([PRIMAD, "pair"], env=self._env(), timeout_s=timeout_s)
-        code = re.search(CODE, done.stdout)
-        assert code is not None, f"primad pair shows no code: {done.stdout}{done.stderr}"
-        worker = self._start(self.lab.device(name), "join", *self._join, "--code", code[0])
+        worker = self.bring(name, self.code(timeout_s)[0])
         worker.wait_for("paired with", timeout_s)
         return worker
 

@@ -1,0 +1,193 @@
+"""The fault matrix as data: every fault in every phase of a cluster's life, and what primad promises then.
+
+The tests (``test_faults.py``) do what stands here, and the table of ``primad/cluster/FAULTS.md`` says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+FAULTS: Final = (
+    "kill -9",
+    "SIGSTOP",
+    "ring process aborts",
+    "link cut",
+    "half-open TCP",
+    "disk full",
+    "layer file corrupted",
+    "slow device",
+)
+PHASES: Final = {
+    "pairing": "the device proves that it knows the code",
+    "profiling": "it said welcome, and its links are being measured",
+    "transfer": "its layers are on their way to it",
+    "loading": "its ring process loads the layers",
+    "prefill": "a prompt of some 1,500 tokens is being read",
+    "decode": "an answer is being written",
+    "idle": "it serves, and nobody asks for anything",
+}
+"""When a fault happens to a worker. Up to loading, the ring of the other devices serves meanwhile."""
+
+
+class Outcome(StrEnum):
+    """How a cell ends."""
+
+    GOES_ON = "goes on"
+    """The device keeps its part; nothing is interrupted."""
+    NEW_RING = "new ring"
+    """The answer goes on in a ring without the device, which takes part again once it is well."""
+    LATER = "joins later"
+    """The others' ring answers undisturbed; the device takes part once it is well."""
+    ERROR = "clear error"
+    """One line says what is wrong and what to do; the others' ring answers undisturbed; the next try succeeds."""
+    NONE = "-"
+    """The fault cannot happen then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One fault in one phase: how it ends and what that means. ``said`` is what the head or the device tells its owner:
+    a regular expression in which ``{device}`` stands for the device's name, empty where there is nothing to say.
+    """
+
+    fault: str
+    phase: str
+    outcome: Outcome
+    what: str
+    said: str = ""
+
+    @property
+    def id(self) -> str:
+        """The cell's name in tests."""
+        return f"{self.fault} in {self.phase}"
+
+
+_Promise = tuple[Outcome, str, str]
+_GONE = "^{device} is gone: "
+_NO_LAYER = "a device that is not paired has no layers"
+_NO_RING = "the device runs no ring process yet"
+_BACK = "it is greeted again as soon as it answers"
+
+_PAIRING: Mapping[str, _Promise] = {
+    "kill -9": (Outcome.LATER, "neither side trusts the other; the same code pairs them at the next try", ""),
+    "SIGSTOP": (Outcome.ERROR, "its patience is over when it goes on; the next try pairs them", "^error: "),
+    "ring process aborts": (Outcome.NONE, _NO_RING, ""),
+    "link cut": (Outcome.ERROR, "one line after ten seconds; the next try pairs them", "^error: .*no answer within"),
+    "half-open TCP": (
+        Outcome.ERROR,
+        "one line after ten seconds; the next try pairs them",
+        "^error: .*no answer within",
+    ),
+    "disk full": (
+        Outcome.ERROR,
+        "its trust cannot be kept, and it says so; with room the next try pairs them",
+        "^error: ",
+    ),
+    "layer file corrupted": (Outcome.NONE, _NO_LAYER, ""),
+    "slow device": (Outcome.GOES_ON, "they pair, slower", "^paired with "),
+}
+_PROFILING: Mapping[str, _Promise] = {
+    "kill -9": (Outcome.LATER, "its links are measured when it was started again", _GONE),
+    "SIGSTOP": (Outcome.LATER, f"its links are measured when it goes on: {_BACK}", _GONE),
+    "ring process aborts": (Outcome.NONE, _NO_RING, ""),
+    "link cut": (Outcome.LATER, f"its links are measured when the cable is in again: {_BACK}", _GONE),
+    "half-open TCP": (Outcome.LATER, f"its links are measured when packets pass again: {_BACK}", _GONE),
+    "disk full": (Outcome.GOES_ON, "nothing is written; a ring that needs room there is formed when there is some", ""),
+    "layer file corrupted": (Outcome.GOES_ON, "its digest shows it before it is loaded; it is fetched again", ""),
+    "slow device": (Outcome.GOES_ON, "it is measured, slower", ""),
+}
+_TRANSFER: Mapping[str, _Promise] = {
+    "kill -9": (Outcome.LATER, "what arrived is not sent again when it was started again", _GONE),
+    "SIGSTOP": (Outcome.LATER, f"what arrived is not sent again: {_BACK}", _GONE),
+    "ring process aborts": (Outcome.NONE, _NO_RING, ""),
+    "link cut": (Outcome.LATER, f"what arrived is not sent again: {_BACK}", _GONE),
+    "half-open TCP": (Outcome.LATER, f"what arrived is not sent again: {_BACK}", _GONE),
+    "disk full": (
+        Outcome.ERROR,
+        "the head says whose disk is full, nothing half-written stays, and plans go without the device",
+        "^{device}: .*(cannot be written|do not fit).*make room",
+    ),
+    "layer file corrupted": (Outcome.GOES_ON, "its digest shows it before it is loaded; it is fetched again", ""),
+    "slow device": (Outcome.GOES_ON, "its layers arrive later", ""),
+}
+_LOADING: Mapping[str, _Promise] = {
+    "kill -9": (Outcome.LATER, "the attempt is given up; it joins when it was started again", _GONE),
+    "SIGSTOP": (Outcome.LATER, f"the attempt is given up: {_BACK}", _GONE),
+    "ring process aborts": (
+        Outcome.LATER,
+        "the attempt is given up, and made again a few seconds later",
+        "^{device}: the ring process was ended by SIGABRT",
+    ),
+    "link cut": (Outcome.LATER, f"the attempt is given up: {_BACK}", _GONE),
+    "half-open TCP": (Outcome.LATER, f"the attempt is given up: {_BACK}", _GONE),
+    "disk full": (Outcome.GOES_ON, "all that loading needs is written before; it joins", ""),
+    "layer file corrupted": (Outcome.GOES_ON, "found before the ring serves with it; it is fetched again", ""),
+    "slow device": (Outcome.GOES_ON, "it joins later", ""),
+}
+_ASKED: Mapping[str, _Promise] = {
+    "kill -9": (Outcome.NEW_RING, "the connections that end tell it at once", _GONE),
+    "SIGSTOP": (Outcome.NEW_RING, "suspected after 1.5 s of silence, gone after 4 s", _GONE),
+    "ring process aborts": (
+        Outcome.NEW_RING,
+        "its daemon tells it at once, and lives on",
+        "^{device}: the ring process was ended by SIGABRT",
+    ),
+    "link cut": (Outcome.NEW_RING, "suspected after 1.5 s of silence, gone after 4 s", _GONE),
+    "half-open TCP": (Outcome.NEW_RING, "suspected after 1.5 s of silence, gone after 4 s", _GONE),
+    "disk full": (Outcome.GOES_ON, "serving writes nothing", ""),
+    "layer file corrupted": (
+        Outcome.GOES_ON,
+        "what rots on the disk is in memory; the next start finds it by its digest and fetches it again",
+        "",
+    ),
+    "slow device": (Outcome.GOES_ON, "slower; its daemon still answers", ""),
+}
+_PROMISES: Final[Mapping[str, Mapping[str, _Promise]]] = {
+    "pairing": _PAIRING,
+    "profiling": _PROFILING,
+    "transfer": _TRANSFER,
+    "loading": _LOADING,
+    "prefill": _ASKED,
+    "decode": _ASKED,
+    "idle": _ASKED,
+}
+
+CELLS: Final = tuple(Cell(fault, phase, *_PROMISES[phase][fault]) for phase in PHASES for fault in FAULTS)
+"""All of them, a phase after the other."""
+
+
+def is_chosen(cell: Cell) -> bool:
+    """Whether the cell is one of those that every run of the tests makes; the others are for ``tools/faults``."""
+    by_file = cell.fault in ("disk full", "layer file corrupted") and cell.phase in ("transfer", "loading")
+    return cell.phase == "decode" or cell.fault == "kill -9" or by_file
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+Seconds = Mapping[str, float]
+"""By the id of a cell: how long after the fault the next token came."""
+
+
+def table(seconds: Seconds) -> str:
+    """The matrix in Markdown: a row a fault, a column a phase, then what the words mean where it needs saying."""
+    lines = [f"| | {' | '.join(PHASES)} |", f"|---|{'---|' * len(PHASES)}"]
+    for fault in FAULTS:
+        row = [_entry(cell, seconds) for cell in CELLS if cell.fault == fault]
+        lines.append(f"| **{fault}** | {' | '.join(row)} |")
+    for phase, when in PHASES.items():
+        lines += ["", f"**{phase}** ({when})", ""]
+        lines += [f"* {cell.fault}: {_word(cell)}{cell.what}" for cell in CELLS if cell.phase == phase]
+    return "\n".join(lines) + "\n"
+
+
+def _word(cell: Cell) -> str:
+    return "cannot be: " if cell.outcome is Outcome.NONE else f"{cell.outcome}; "
+
+
+def _entry(cell: Cell, seconds: Seconds) -> str:
+    if cell.outcome is Outcome.NONE or cell.id not in seconds:
+        return str(cell.outcome)
+    return f"{cell.outcome}, {seconds[cell.id]:.1f} s"

@@ -1,0 +1,128 @@
+"""How a worker of a rig is brought into each phase of its life: into the middle of it, not near it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from tests.homelab.cluster import Cluster, home
+from tests.homelab.rig import LONG, SHORT, Rig, wait_until
+from tests.homelab.running import Running
+from tests.homelab.stream import Stream
+from tools.lab.device import Device, role
+
+SLOW_TRANSFER: Final = 'transfer_limit = "1.5MB/s"\n'
+LOADING_CPUS: Final = 0.25
+MIDDLE_TOKENS: Final = 20
+MIDDLE_SHARE: Final = 0.4
+"""Of the time to the first token of a long prompt."""
+
+_ESTABLISHED: Final = "01"
+
+Reach = Callable[[Rig, str], Stream | None]
+"""Brings the worker of that name into the phase; the answer that is under way, if one is."""
+
+
+def profiling(rig: Rig, name: str) -> None:
+    """The head has greeted it and measures the links to it."""
+    rig.take_out(name)
+    rig.mark()
+    rig.cluster.start_worker(name).wait_for("head .* is here")
+
+
+def transfer(rig: Rig, name: str) -> None:
+    """Some of its layers are there, others on their way."""
+    rig.take_out(name)
+    shutil.rmtree(rig.cache(name))
+    (home(rig.lab.device(name)) / "config.toml").write_text(SLOW_TRANSFER, encoding="ascii")
+    rig.mark()
+    worker = rig.cluster.start_worker(name)
+    wait_until(lambda: len(rig.whole_layers(name)) >= 2, f"layers arrive\n{rig.cluster.logs()}")
+    assert "computing layers" not in worker.output
+
+
+def loading(rig: Rig, name: str) -> None:
+    """Its ring process has started and does not serve yet; with little CPU time, since it loads in no time otherwise."""
+    rig.take_out(name)
+    rig.mark()
+    worker = rig.cluster.start_worker(name)
+    worker.wait_for("head .* is here")
+    device = rig.lab.device(name)
+    device.slow(LOADING_CPUS)
+    wait_until(lambda: "ring" in {role(pid) for pid in device.pids()}, f"it loads\n{rig.cluster.logs()}")
+    assert "computing layers" not in worker.output
+
+
+def prefill(rig: Rig, name: str) -> Stream:
+    """The ring reads a long prompt; no token has come."""
+    del name
+    first_s = rig.undisturbed(LONG)
+    rig.mark()
+    stream = rig.ask(LONG)
+    stream.wait_sent()
+    time.sleep(max(0.0, stream.sent_s + MIDDLE_SHARE * first_s - time.monotonic()))
+    assert not stream.times, "the prompt was read already"
+    return stream
+
+
+def decode(rig: Rig, name: str) -> Stream:
+    """An answer is being written."""
+    del name
+    rig.mark()
+    stream = rig.ask(SHORT)
+    stream.wait_tokens(MIDDLE_TOKENS)
+    return stream
+
+
+def idle(rig: Rig, name: str) -> None:
+    """Nobody asks for anything."""
+    del name
+    rig.mark()
+
+
+REACH: Final[dict[str, Reach]] = {
+    "profiling": profiling,
+    "transfer": transfer,
+    "loading": loading,
+    "prefill": prefill,
+    "decode": decode,
+    "idle": idle,
+}
+
+
+class HalfPaired:
+    """A device that has sent its first word to a head that does not answer, being stopped, until ``go_on``."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        code, port = cluster.code()
+        (self._head,) = (pid for pid in cluster.head.pids() if role(pid) == "daemon")
+        os.kill(self._head, signal.SIGSTOP)
+        self.joining: Running = cluster.bring(name, code, port)
+        wait_until(lambda: has_unread(self._head, port), f"it speaks to the head\n{cluster.logs()}", 30.0)
+
+    def go_on(self) -> None:
+        """Let the head answer."""
+        os.kill(self._head, signal.SIGCONT)
+
+
+def has_unread(pid: int, port: int) -> bool:
+    """Whether bytes wait in a TCP connection to ``port`` of the device on which the process ``pid`` runs."""
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            _, local, _, state, queues, *_ = line.split()
+            unread = int(queues.partition(":")[2], 16)
+            if (state, int(local.rpartition(":")[2], 16)) == (_ESTABLISHED, port) and unread > 0:
+                return True
+    return False
+
+
+def trusted_by(device: Device) -> set[str]:
+    """The names of the devices in a device's trust file."""
+    file = home(device) / "trust.json"
+    return set(re.findall(r'"device":\s*"([^"]+)"', file.read_text(encoding="utf-8"))) if file.exists() else set()
