@@ -172,7 +172,9 @@ class Devices:
         while True:
             for worker in list(self.workers.values()):
                 if not self._trust.trusts(worker.key):
-                    self.lost(worker.name, "it is not trusted any more")
+                    # A daemon of this user is trusted as long as it runs; its link ends a moment later.
+                    revoked = worker.key in self._trust.revoked()
+                    self.lost(worker.name, "it is not trusted any more" if revoked else "its primad ended")
             for peer in list(self._peers.values()):  # after the loss: who is gone is greeted again, a stranger is not
                 now = bool(peer.key) and self._trust.trusts(peer.key)
                 if trusted.get(peer.key, now) != now:
