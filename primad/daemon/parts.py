@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -27,6 +27,7 @@ from primad.config import Config
 from primad.daemon.owner import apply_nice
 from primad.daemon.shard import (
     Place,
+    check_layers,
     fits_twice,
     missing_layers,
     open_windows,
@@ -38,12 +39,15 @@ from primad.engine.probe import is_worth_it
 from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, DiskError, PrimadError, RingError
 from primad.gguf.header import read_header
+from primad.gguf.layers import LayerRef
 from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Reopen, Report, RingCommand, RingEvent, Status
 from primad.ring.spawn import RingProcess
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.2
+MOST_PARTS: Final = 8
+"""A head has a ring that serves and one that is loaded; a plan may change while the last one's devices still let go."""
 _EVENTS: Final = 64
 
 Tell = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
@@ -157,8 +161,12 @@ class Parts:
         return bool(self._parts)
 
     async def start(self, load: Load, profile: DeviceProfile) -> None:
-        """Take part in ``load.epoch``."""
+        """Take part in ``load.epoch``, unless this device has ``MOST_PARTS`` parts already."""
         await self.release(load.epoch)
+        if len(self._parts) >= MOST_PARTS:
+            busy = f"this device takes part in {MOST_PARTS} rings, which is the most; release one first"
+            await self._tell(Broken(epoch=load.epoch, error=busy, fault="load"))
+            return
         task = asyncio.create_task(self._work(load, profile))
         self._parts[load.epoch] = _Part(task=task)
 
@@ -215,6 +223,7 @@ class Parts:
             fault = "load"
             host = await self._open(load, profile, number)
             async for _ in self._attend(load, host):
+                await check_layers(self._place.cache, _layers(load))
                 fault, opened = "ring", True
         except DiskError as exc:
             await self._broke(load, exc, "disk")
@@ -258,7 +267,7 @@ class Parts:
             self._end_soon(host)
 
     async def _fetch(self, load: Load, number: int) -> None:
-        refs = [ref for spec in load.windows for ref in spec.layers]
+        refs = _layers(load)
         self._place.cache.hold(_owner(number), {ref.digest for ref in refs})
         missing = await missing_layers(self._place.cache, refs)
         total, done, told_s = sum(ref.size_bytes for ref in missing), 0, 0.0
@@ -275,6 +284,7 @@ class Parts:
                 task.add_done_callback(pending.discard)
 
         if missing:
+            await self._unload_if_it_has(missing)
             if not load.sources:
                 raise ClusterError(f"{len(missing)} layers are missing and no device was named that has them")
             await fetch_layers(
@@ -287,6 +297,12 @@ class Parts:
                 bytes_per_s=self._config.transfer_limit_bytes_per_s,
             )
         self._place.cache.touch({ref.digest for ref in refs})
+
+    async def _unload_if_it_has(self, missing: Iterable[LayerRef]) -> None:
+        """A process that is kept and has loaded what is not whole on the disk any more may have spoilt weights mapped."""
+        loaded = set() if self._kept is None else {each for window in self._kept.content.windows for each in window[2]}
+        if not loaded.isdisjoint(ref.digest for ref in missing):
+            await self.unload()
 
     async def _open(self, load: Load, profile: DeviceProfile, number: int) -> Host:
         options = EngineOptions(
@@ -409,6 +425,10 @@ class Parts:
                     raise _NextDeviceError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
                 case _:
                     raise RingError(f"the ring process of a worker said {type(event).__name__}")
+
+
+def _layers(load: Load) -> list[LayerRef]:
+    return [ref for spec in load.windows for ref in spec.layers]
 
 
 def _owner(number: int) -> str:

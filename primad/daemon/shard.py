@@ -42,6 +42,17 @@ async def missing_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> list[La
     return [ref for ref in dict.fromkeys(refs) if not await asyncio.to_thread(cache.holds, ref)]
 
 
+async def check_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> None:
+    """Raises ``ClusterError`` when one of ``refs``, all of which were whole, is not any more; it is removed.
+
+    Reads only what changed since it was looked at last, so that this costs nothing where nothing did.
+    """
+    if damaged := await missing_layers(cache, refs):
+        names = ", ".join(ref.digest[:12] for ref in damaged[:3])
+        more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+        raise ClusterError(f"layer {names}{more} changed on the disk while it was loaded; it will be fetched again")
+
+
 async def copy_layers(
     cutter: ModelCutter, cache: LayerCache, refs: Iterable[LayerRef], copied: Callable[[int], None]
 ) -> None:

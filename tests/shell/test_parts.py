@@ -22,9 +22,9 @@ from primad.daemon.shard import Place
 from primad.engine.protocol import WindowFiles
 from primad.errors import ClusterError, DiskError, ModelError
 from primad.gguf.cache import LayerCache
-from primad.gguf.layers import LayerRef
+from primad.gguf.layers import LayerRef, layer_digest, tree_of
 from primad.gguf.windows import WindowSpec
-from primad.ring.messages import Connect, Loading, Open, Overdue, Reopen, Sampled
+from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Reopen, Sampled
 from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
 from tests.fakes.profile import PROFILE
 
@@ -367,6 +367,69 @@ def test_progress_of_fetching_is_told(worker, monkeypatch):
             await lap.serve(a_load(1, sources=[SOURCE]))
             progress = await lap.hears(Progress, lambda each: each.done == each.total)
             assert (progress.phase, progress.total) == ("fetch", 1000)
+
+    asyncio.run(once())
+
+
+WEIGHTS = b"weights" * 100
+
+
+def put_layer(place: Place) -> LayerRef:
+    """A layer in the cache, whole."""
+    ref = LayerRef(layer_digest(len(WEIGHTS), tree_of([WEIGHTS])), len(WEIGHTS), ())
+    with place.cache.writing(ref) as writer:
+        writer.write(WEIGHTS)
+    return ref
+
+
+def spoil(place: Place, ref: LayerRef) -> None:
+    path = place.cache.path(ref.digest)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def of_layer(epoch: int, ref: LayerRef) -> Load:
+    return a_load(epoch, sources=[SOURCE], windows=[WindowSpec(window=1, first=2, last=3, metadata=b"", layers=(ref,))])
+
+
+def test_a_layer_that_changes_while_it_is_loaded_never_serves(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            ref = put_layer(lap.place)
+            processes.holds_back = True
+            await lap.parts.start(of_layer(1, ref), PROFILE)
+            process = await processes.started(1)
+            await process.told(Open)
+            spoil(lap.place, ref)
+            process.say(Opened("tcp://127.0.0.1:4000", KEY))
+            broken = await lap.hears(Broken)
+            assert (broken.fault, broken.error) == (
+                "load",
+                f"layer {ref.digest[:12]} changed on the disk while it was loaded; it will be fetched again",
+            )
+            await process.ended()
+            assert not lap.place.cache.holds(ref), "what is spoilt is removed, so that the next try fetches it"
+            assert not any(isinstance(message, Loaded) for message in lap.told)
+
+    asyncio.run(once())
+
+
+def test_what_is_kept_and_was_spoilt_meanwhile_is_loaded_anew(worker, processes, monkeypatch):
+    async def fetch(*_: object, **__: object) -> None:
+        put_layer(lap_place[0])
+
+    monkeypatch.setattr(parts_module, "fetch_layers", fetch)
+    lap_place: list[Place] = []
+
+    async def once() -> None:
+        async with worker() as lap:
+            lap_place.append(lap.place)
+            ref = put_layer(lap.place)
+            first = await lap.serve(of_layer(1, ref))
+            await lap.parts.release(1)
+            spoil(lap.place, ref)
+            second = await lap.serve(of_layer(2, ref))
+            assert second is not first
+            assert first.closed
 
     asyncio.run(once())
 
