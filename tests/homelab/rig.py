@@ -11,7 +11,6 @@ from typing import Final
 
 from primad.gguf.cache import LayerCache
 from tests.homelab.cluster import Cluster, home
-from tests.homelab.faults import layer_files
 from tests.homelab.running import Running
 from tests.homelab.stream import Stream, settled
 from tools.lab import DeviceSpec, Fleet, Homelab
@@ -137,7 +136,9 @@ class Rig:
         """The layer files that a device computes with, or loads."""
         holds: dict[str, list[str]] = {}
         for file in self.cache(name).glob("in-use-*.json"):
-            holds |= json.loads(file.read_bytes())["holds"]
+            said = json.loads(file.read_bytes())
+            if said["pid"] in self.lab.device(name).pids():
+                holds |= said["holds"]
         latest = max(holds, key=lambda part: int(part.rpartition("-")[2]), default=None)
         return [] if latest is None else [self.cache(name) / f"{digest}.gguf" for digest in holds[latest]]
 
@@ -147,9 +148,8 @@ class Rig:
         return [bad.name for file in files for bad in cache.damaged(file.stem, fix=False)]
 
     def check_clean(self) -> None:
-        """Nobody stumbled, nothing lies about, and one daemon a device runs."""
+        """Nobody stumbled, what is computed with is whole, and one daemon a device runs."""
         assert "Traceback" not in self.cluster.logs(), self.cluster.logs()
         for device in self.cluster.workers:
             assert self.damaged(device.name, self.in_use(device.name)) == []
-            assert [path.name for path in layer_files(device) if path.parent.name == "partial"] == []
             assert [role(pid) for pid in device.pids()].count("daemon") == 1
