@@ -183,6 +183,7 @@ def joined(
     base = ("join", "--home", home, "--name", home.name, "--cluster", cluster)
     with primad(*base, *arguments, temporary=temporary, **more) as worker:
         worker.wait_for("waiting for a head")
+        wait_until((home / "run" / "admin.json").exists, "it can be asked to leave")
         yield worker
 
 
