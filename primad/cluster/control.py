@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -20,7 +21,9 @@ from zmq.utils.monitor import recv_monitor_message
 from primad.cluster.gate import sender_key
 from primad.cluster.identity import Identity
 from primad.cluster.messages import (
+    ECHO_BYTES,
     GONE_AFTER_S,
+    Echoed,
     HeadMessage,
     WorkerMessage,
     decode_from_head,
@@ -53,6 +56,12 @@ class _Refusals:
             logger.warning("refused a message %s (%d so far): %s", self._where, self._count, why)
 
 
+@functools.cache
+def _echoed(size: int) -> bytes:
+    assert size in ECHO_BYTES
+    return encode(Echoed(bytes(size)))
+
+
 class WorkerEnd:
     """Where a worker hears heads, and other devices that measure their link to it; all of them passed the gate.
 
@@ -80,6 +89,11 @@ class WorkerEnd:
         """Answer on the connection ``peer``; nothing happens when it is gone or takes nothing."""
         with contextlib.suppress(zmq.Again):
             await self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
+
+    async def echo(self, peer: bytes, size: int) -> None:
+        """Answer an ``Echo`` for ``size`` bytes; all answers of a size that wait for their peers are one and the same."""
+        with contextlib.suppress(zmq.Again):
+            await self._socket.send_multipart([peer, _echoed(size)], zmq.NOBLOCK, copy=False)
 
     def close(self) -> None:
         """Stop listening."""

@@ -38,6 +38,8 @@ FAULTS: Final = ("fetch", "disk", "load", "ring", "next")
 MAX_DEVICES: Final = 1024
 MAX_SOURCES: Final = 256
 MAX_ECHO_BYTES: Final = 1 << 20
+ECHO_BYTES: Final = (0, 8 << 10, 256 << 10, MAX_ECHO_BYTES)
+"""The answers to ``Echo`` that there are, so that they can lie ready and a flood of questions takes no memory."""
 MAX_LINK_TARGETS: Final = 1024
 MAX_ROUND_TRIP_S: Final = 3600.0
 MAX_LINK_BYTES_PER_S: Final = 1e13
@@ -144,7 +146,7 @@ class MeasureLinks(msgspec.Struct, frozen=True, kw_only=True, tag="measure-links
 
 
 class Echo(msgspec.Struct, frozen=True, kw_only=True, tag="echo"):
-    """Answer with ``answer_bytes`` bytes. Any trusted device may ask."""
+    """Answer with ``answer_bytes`` bytes, one of ``ECHO_BYTES``. Any trusted device may ask."""
 
     payload: bytes
     answer_bytes: int
@@ -282,10 +284,11 @@ def decode_from_head(data: bytes) -> HeadMessage:
             _check_key(sender)
         case MeasureLinks(targets=targets):
             _check_targets(targets)
-        case Echo(payload=payload, answer_bytes=size) if (
-            len(payload) > MAX_ECHO_BYTES or not 0 <= size <= MAX_ECHO_BYTES
-        ):
-            raise ProtocolError(f"echo of {len(payload)} bytes for {size} bytes; at most {MAX_ECHO_BYTES} are allowed")
+        case Echo(payload=payload, answer_bytes=size) if len(payload) > MAX_ECHO_BYTES or size not in ECHO_BYTES:
+            raise ProtocolError(
+                f"echo of {len(payload)} bytes for {size} bytes; at most {MAX_ECHO_BYTES} are allowed, and answers of "
+                f"{', '.join(map(str, ECHO_BYTES))}"
+            )
     return message
 
 

@@ -41,7 +41,6 @@ from primad.cluster.messages import (
     PROTOCOL,
     Dismiss,
     Echo,
-    Echoed,
     HeadMessage,
     Hello,
     Introduce,
@@ -68,12 +67,13 @@ from primad.daemon.pairing_desk import PairingDesk
 from primad.daemon.parts import Parts, Say
 from primad.daemon.shard import Place
 from primad.daemon.worker_link import version_gap
-from primad.errors import ClusterError
+from primad.errors import ClusterError, ConfigError, printable
 
 logger = logging.getLogger(__name__)
 
 HAND_OVER_S: Final = 60.0
 """How long a worker that wants to leave waits for others to take over."""
+SAY_EVERY_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -129,6 +129,7 @@ class WorkerDaemon:
         self._dismissed = asyncio.Event()
         self._stop = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._say_next_s = 0.0
 
     async def run(self) -> None:
         """Serve until cancelled or ``leave`` was asked for. Raises ``ClusterError`` when a port cannot be used."""
@@ -194,7 +195,7 @@ class WorkerDaemon:
             elif isinstance(message, Knock):
                 await self._knocked(peer, message)
             elif isinstance(message, Echo):
-                await self._end.send(peer, Echoed(bytes(message.answer_bytes)))
+                await self._end.echo(peer, message.answer_bytes)
             elif isinstance(message, Hello):
                 await self._greet(peer, key, message)
             elif lease is None or lease.key != key:
@@ -206,7 +207,8 @@ class WorkerDaemon:
 
     async def _knocked(self, peer: bytes, knock: Knock) -> None:
         if agreed_protocol(knock.protocol, knock.oldest) is None:
-            self._say(f"refused: {version_gap(self._name, knock.device, knock.version[:40], knock.protocol)}")
+            version = printable(knock.version, 40)
+            self._say_now_and_then(f"refused: {version_gap(self._name, knock.device, version, knock.protocol)}")
         answer = Knocked(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=self._name)
         await self._end.send(peer, answer)
 
@@ -274,9 +276,13 @@ class WorkerDaemon:
                 raise AssertionError("answered before")
 
     def _introduced(self, *, devices: list[tuple[str, str]], revoked: list[str], by: str) -> None:
-        self._trust.introduce(devices, by)
-        for device in self._trust.withdraw(revoked, by) or ():
-            self._say(f"{by} does not trust {device.device} any more; neither does this device")
+        """Believe the head; a list that cannot be kept, as on a full disk, costs a line and not this device."""
+        try:
+            self._trust.introduce(devices, by)
+            for device in self._trust.withdraw(revoked, by):
+                self._say(f"{by} does not trust {device.device} any more; neither does this device")
+        except ConfigError as exc:
+            self._say_now_and_then(f"whom {by} trusts, and whom not any more, is not kept: {exc}")
 
     async def _measure_links(self, targets: list[LinkTarget]) -> None:
         links = await measure_links(self._context, self._identity, self._name, targets)
@@ -339,6 +345,13 @@ class WorkerDaemon:
         await self._tell(Refused(f"{self._name} {reason}"))
         await self._end_lease()
         await self._parts.unload()
+
+    def _say_now_and_then(self, line: str) -> None:
+        """Say what another device may cause as often as it likes, at most once in ``SAY_EVERY_S``."""
+        now = time.monotonic()
+        if now >= self._say_next_s:
+            self._say_next_s = now + SAY_EVERY_S
+            self._say(line)
 
     def _on_paired(self, device: TrustedDevice) -> None:
         del device  # its key is trusted from now on; it says hello by itself

@@ -1,0 +1,93 @@
+"""What a head, or a device that says so, can make a worker do has an end."""
+
+from __future__ import annotations
+
+import asyncio
+
+from primad.cluster import linkprobe
+from primad.cluster.identity import new_identity
+from primad.cluster.messages import (
+    ECHO_BYTES,
+    OLDEST,
+    PROTOCOL,
+    Broken,
+    Echo,
+    Echoed,
+    Introduce,
+    Introduction,
+    Knock,
+    Knocked,
+    Ping,
+    Pong,
+)
+from primad.cluster.trust import MAX_DEVICES
+from primad.daemon import parts
+from primad.daemon.parts import MOST_PARTS
+from tests.shell.test_worker_daemon import a_load, lab
+
+__all__ = ["lab"]
+
+
+def test_a_list_of_devices_that_is_too_long_to_keep_costs_a_line(lab):
+    async def scenario() -> None:
+        async with lab() as worker:
+            head = worker.head()
+            await head.takes()
+            for _ in range(2):
+                many = [Introduction(f"d{number}", new_identity().public) for number in range(MAX_DEVICES)]
+                await head.say(Introduce(devices=many, revoked=[]))
+            await worker.says("whom desk trusts, and whom not any more, is not kept")
+            await head.say(Ping(status=False))
+            await head.hear(Pong)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_takes_part_in_so_many_rings_only(lab, monkeypatch):
+    async def nothing_changed(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(parts, "check_layers", nothing_changed)
+
+    async def scenario() -> None:
+        async with lab() as worker:
+            head = worker.head()
+            await head.takes()
+            for epoch in range(1, MOST_PARTS + 1):
+                await head.loads(a_load(epoch))
+            await head.say(a_load(MOST_PARTS + 1))
+            broken = await head.hear(Broken)
+            assert (broken.epoch, broken.fault) == (MOST_PARTS + 1, "load")
+            await head.loads(a_load(1))  # again, in place of the one that it has
+
+    asyncio.run(scenario())
+
+
+def test_devices_of_another_version_fill_no_terminal(lab):
+    async def scenario() -> None:
+        async with lab() as worker:
+            head = worker.head()
+            for _ in range(50):
+                await head.say(Knock(protocol=1, oldest=1, version="0\n1", device="old"))
+                await head.hear(Knocked)
+            assert 1 <= sum(line.startswith("refused: ") for line in worker.said) <= 5
+            assert all(line.isprintable() for line in worker.said)
+            await head.say(Knock(protocol=PROTOCOL, oldest=OLDEST, version="1", device="new"))
+            await head.hear(Knocked)
+
+    asyncio.run(scenario())
+
+
+def test_echoes_are_answered_with_what_was_asked_for(lab):
+    async def scenario() -> None:
+        async with lab() as worker:
+            head = worker.head()
+            for size in ECHO_BYTES:
+                await head.say(Echo(payload=b"", answer_bytes=size))
+                assert (await head.hear(Echoed)).payload == bytes(size)
+
+    asyncio.run(scenario())
+
+
+def test_links_are_measured_with_answers_that_there_are():
+    assert {linkprobe._SMALL_BYTES, linkprobe._WARM_BYTES, linkprobe.MAX_ECHO_BYTES} < set(ECHO_BYTES)
