@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from tests.fakes.profile import seed
 
+os.environ["COLUMNS"] = "200"  # the commands' consoles ask for it when they are first imported
 MODELS = Path(__file__).parent.parent / ".models"
 
 MakeHome = Callable[[str], Path]

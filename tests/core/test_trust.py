@@ -242,7 +242,11 @@ def test_more_devices_than_a_home_has_are_refused(store: TrustStore):
     assert not store.trusts(PI)
 
 
-@pytest.mark.parametrize(("device", "key"), [("", PI), ("a b", PI), ("\x1b[2J", PI), ("pi", ""), ("pi", "x" * 41)])
+@pytest.mark.parametrize(
+    ("device", "key"),
+    [("", PI), ("a b", PI), ("\x1b[2J", PI), ("pi", ""), ("pi", "x" * 41)],
+    ids=["no name", "a space", "a terminal's command", "no key", "a key too long"],
+)
 def test_what_is_no_name_or_no_key_is_refused(device: str, key: str):
     with pytest.raises(ConfigError) as error:
         trusted_now(device, key, PAIRED)
