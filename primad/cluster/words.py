@@ -38,7 +38,11 @@ _NUMBERS: Final = 99
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A number from 1 to 99 and two of 256 words: 6.5 million codes. All of it is secret."""
+    """A number from 1 to 99 and two of 256 words.
+
+    The number is announced, so that the device that shows the code is found among others. The words are what is secret:
+    65,536 pairs, of which a stranger may try five.
+    """
 
     number: int
     first: str
