@@ -299,6 +299,8 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
         case Welcome(profile=profile, layer_port=port):
             _check_profile(profile)
             _check_port(port)
+            version, build = printable(message.version, 40), printable(message.build, 200)
+            return msgspec.structs.replace(message, version=version, build=build)
         case Knocked(device=device) if not NAME.fullmatch(device):
             raise ProtocolError(f"answer of {printable(device, 70)!r}, which is no device name")
         case Knocked():

@@ -129,7 +129,7 @@ class WorkerDaemon:
         self._dismissed = asyncio.Event()
         self._stop = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._say_next_s = 0.0
+        self._say_next_s: dict[str, float] = {}
 
     async def run(self) -> None:
         """Serve until cancelled or ``leave`` was asked for. Raises ``ClusterError`` when a port cannot be used."""
@@ -206,9 +206,9 @@ class WorkerDaemon:
                 await self._obey(message, lease, group)
 
     async def _knocked(self, peer: bytes, knock: Knock) -> None:
-        if agreed_protocol(knock.protocol, knock.oldest) is None:
-            version = printable(knock.version, 40)
-            self._say_now_and_then(f"refused: {version_gap(self._name, knock.device, version, knock.protocol)}")
+        if agreed_protocol(knock.protocol, knock.oldest) is None and self._may_say("knock"):
+            gap = version_gap(self._name, knock.device, printable(knock.version, 40), knock.protocol)
+            self._say(f"refused: {gap}")
         answer = Knocked(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=self._name)
         await self._end.send(peer, answer)
 
@@ -225,11 +225,12 @@ class WorkerDaemon:
             return
         self._stop_measuring()
         await self._parts.release_all()  # also those of a link to the same head that broke
-        if lease is None or lease.session != hello.session:
+        is_new = lease is None or lease.session != hello.session
+        if is_new and self._may_say("hello"):
             self._say(f"head {hello.device} is here")
             if hello.build != self._place.build:
                 self._say(
-                    f"llama.cpp differs: {self._place.build} here, {hello.build[:80]} on {hello.device}; answers may differ "
+                    f"llama.cpp differs: {self._place.build} here, {printable(hello.build, 80)} on {hello.device}; answers may differ "
                     "from those of one build in rare words; install the same version on both"
                 )
         profile = await asyncio.to_thread(self._profile, self._name)
@@ -282,7 +283,8 @@ class WorkerDaemon:
             for device in self._trust.withdraw(revoked, by):
                 self._say(f"{by} does not trust {device.device} any more; neither does this device")
         except ConfigError as exc:
-            self._say_now_and_then(f"whom {by} trusts, and whom not any more, is not kept: {exc}")
+            if self._may_say("trust"):
+                self._say(f"whom {by} trusts, and whom not any more, is not kept: {exc}")
 
     async def _measure_links(self, targets: list[LinkTarget]) -> None:
         links = await measure_links(self._context, self._identity, self._name, targets)
@@ -346,12 +348,13 @@ class WorkerDaemon:
         await self._end_lease()
         await self._parts.unload()
 
-    def _say_now_and_then(self, line: str) -> None:
-        """Say what another device may cause as often as it likes, at most once in ``SAY_EVERY_S``."""
+    def _may_say(self, topic: str) -> bool:
+        """Whether a line about ``topic``, which another device may cause as often as it likes, is said now."""
         now = time.monotonic()
-        if now >= self._say_next_s:
-            self._say_next_s = now + SAY_EVERY_S
-            self._say(line)
+        if now < self._say_next_s.get(topic, 0.0):
+            return False
+        self._say_next_s[topic] = now + SAY_EVERY_S
+        return True
 
     def _on_paired(self, device: TrustedDevice) -> None:
         del device  # its key is trusted from now on; it says hello by itself

@@ -452,6 +452,12 @@ def test_the_texts_of_a_worker_are_one_printable_line(message):
     assert len(text) < 400
 
 
+def test_the_build_and_version_of_a_worker_are_one_printable_line():
+    hostile = msgspec.structs.replace(a_welcome(), build=HOSTILE, version=HOSTILE)
+    received = cluster.decode_from_worker(encode(hostile))
+    assert (received.build + received.version).isprintable()
+
+
 def test_the_reason_for_no_chunk_is_one_printable_line():
     received = transfer.decode_transfer(encode(transfer.NoChunk(digest="ab", offset=0, reason=HOSTILE)))
     assert isinstance(received, transfer.NoChunk)

@@ -78,6 +78,17 @@ def test_devices_of_another_version_fill_no_terminal(lab):
     asyncio.run(scenario())
 
 
+def test_a_head_that_says_hello_without_end_fills_no_terminal(lab):
+    async def scenario() -> None:
+        async with lab() as worker:
+            head = worker.head()
+            for session in range(50):
+                await head.takes(session)
+            assert 1 <= sum(line == "head desk is here" for line in worker.said) <= 5
+
+    asyncio.run(scenario())
+
+
 def test_echoes_are_answered_with_what_was_asked_for(lab):
     async def scenario() -> None:
         async with lab() as worker:
