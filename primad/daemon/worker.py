@@ -229,8 +229,9 @@ class WorkerDaemon:
         if is_new and self._may_say("hello"):
             self._say(f"head {hello.device} is here")
             if hello.build != self._place.build:
+                theirs = f"{printable(hello.build, 200)} on {hello.device}"
                 self._say(
-                    f"llama.cpp differs: {self._place.build} here, {printable(hello.build, 80)} on {hello.device}; answers may differ "
+                    f"llama.cpp differs: {self._place.build} here, {theirs}; answers may differ "
                     "from those of one build in rare words; install the same version on both"
                 )
         profile = await asyncio.to_thread(self._profile, self._name)
