@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +15,14 @@ from pathlib import Path
 
 import psutil
 
-from primad.cluster.admin import OpenPairing, PairingCode, ask
-from primad.cluster.identity import Identity, load_identity, new_identity
+from primad.cluster.admin import OpenPairing, PairingCode, ask, note_path
+from primad.cluster.identity import Identity, key_hex, load_identity, new_identity
 from primad.cluster.local_trust import LocalTrust
+from primad.cluster.pairing import Who
 from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
 from tests.e2e import streams
 from tests.e2e.attacks_wire import Door
-from tests.e2e.cluster import Head, Primad, joined, serving, wait_until
+from tests.e2e.cluster import PRIMAD, Head, Primad, control_port, environment, joined, ring_process, serving, wait_until
 
 MOST_GROWTH_BYTES = 64 << 20
 MORE_DESCRIPTORS = 12
@@ -43,8 +46,9 @@ class House:
     """A head and a worker that serve, and a second worker that waits for a head of another cluster."""
 
     def __init__(self, stack: ExitStack, model: Path, make_home: Callable[[str], Path]) -> None:
+        self.code = PairingCode(code="", expires_s=0, port=0)
         self.cluster = f"lab-{secrets.token_hex(6)}"
-        self.homes = {name: make_home(name) for name in ("head", "w1", "idle")}
+        self.homes = {name: make_home(f"{name}-{secrets.token_hex(3)}") for name in ("head", "w1", "idle")}
         for name in ("head", "idle"):
             trust(self.homes[name], ROGUE)
         self.idle: Primad = stack.enter_context(joined(self.homes["idle"], f"idle-{secrets.token_hex(6)}"))
@@ -60,9 +64,49 @@ class House:
         """All three by name."""
         return {"head": self.head.run, "w1": self.worker, "idle": self.idle}
 
+    def name(self, owner: str) -> str:
+        """The name of a device."""
+        return self.homes[owner].name
+
+    def key_text(self, owner: str) -> str:
+        """The public key of a device as commands take it."""
+        return key_hex(self.key(owner))
+
+    def command(self, *arguments: object) -> None:
+        """Run a ``primad`` command to its end."""
+        run = subprocess.run(
+            [PRIMAD, *map(str, arguments)],
+            env=environment("command"),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert run.returncode == 0, run
+
     def key(self, owner: str) -> str:
         """The public key of a device."""
         return load_identity(self.homes[owner]).public
+
+    def port(self, worker: str) -> int:
+        """The control port of a worker."""
+        return control_port(self.daemons[worker])
+
+    def layer(self) -> str:
+        """The digest of a layer that the worker holds."""
+        return next((self.homes["w1"] / "cache" / "layers").glob("*.gguf")).stem
+
+    def layer_doors(self) -> list[Door]:
+        """Where the head and the worker give layers; their addresses are told on the control link only."""
+        found = []
+        for owner in ("head", "w1"):
+            ports = listening(self.daemons[owner]) - listening_of(ring_process(self.daemons[owner]))
+            known = {self.head.port, admin_port(self.homes[owner])} | ({self.port("w1")} if owner == "w1" else set())
+            pairing = {self.open_pairing().port} if owner == "head" else set()
+            (port,) = ports - known - pairing
+            found.append(Door(owner, port, "zmq", self.key(owner)))
+        return found
 
     def open_pairing(self) -> PairingCode:
         """The code that the head shows."""
@@ -100,11 +144,15 @@ class House:
         )
 
     @contextmanager
-    def undisturbed_by(self, what: str, *, asks: bool = True) -> Iterator[None]:
+    def undisturbed_by(self, what: str) -> Iterator[None]:
         """Whatever is done inside, answers stay the same, nobody dies, grows, leaks or chatters."""
         before, said, began = self.costs(), self.logs(), time.monotonic()
-        with self._answering() if asks else ExitStack():
-            yield
+        try:
+            with self._answering():
+                yield
+        except BaseException as exc:
+            exc.add_note(self.output())
+            raise
         took_s = time.monotonic() - began
         after = self.costs()
         assert after.rss_bytes.keys() == before.rss_bytes.keys(), f"{what}: a process ended\n{self.output()}"
@@ -160,12 +208,35 @@ def steady(run: Primad) -> list[psutil.Process]:
 
 def listening(run: Primad) -> set[int]:
     """The TCP ports that the processes of a daemon listen on; all of them, and their UDP ports, are on loopback."""
+    return set().union(*map(listening_of, steady(run)))
+
+
+def listening_of(process: psutil.Process) -> set[int]:
+    """The TCP ports that one process listens on."""
     found = set()
-    for process in steady(run):
-        for each in process.net_connections("inet"):
-            if each.status == psutil.CONN_LISTEN:
-                assert each.laddr.ip in ("127.0.0.1", "::ffff:127.0.0.1"), each
-                found.add(each.laddr.port)
-            elif each.type == socket.SOCK_DGRAM:
-                assert each.laddr.port == 5353, each
+    for each in process.net_connections("inet"):
+        if each.status == psutil.CONN_LISTEN:
+            assert each.laddr.ip in ("127.0.0.1", "::ffff:127.0.0.1"), each
+            found.add(each.laddr.port)
+        elif each.type == socket.SOCK_DGRAM:
+            assert each.laddr.port == 5353, each
     return found
+
+
+def connected(one: psutil.Process, other: psutil.Process) -> bool:
+    """Whether any connection joins the two."""
+    try:
+        ends = [{each.laddr for each in process.net_connections("tcp")} for process in (one, other)]
+        return any(each.raddr in ends[1] for each in one.net_connections("tcp") if each.raddr)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def who(house: House, device: str = "guest") -> Who:
+    """What a device that wants to be paired says of itself."""
+    return Who(device=device, key=new_identity().public, cluster=house.cluster, version="0")
+
+
+def admin_port(home: Path) -> int:
+    """Where the daemon of ``home`` listens to its owner."""
+    return int(json.loads(note_path(home).read_text())["port"])

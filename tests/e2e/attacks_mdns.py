@@ -1,0 +1,39 @@
+"""What strangers say by mDNS, on loopback: nonsense, and other devices' names."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from primad.cluster.discovery import Discovery
+from primad.cluster.identity import new_identity
+
+HOST = "127.0.0.1"
+
+
+def datagrams() -> list[bytes]:
+    """Nonsense of all sizes, and questions that point to themselves."""
+    header = b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00"
+    answer = b"\x00\x00\x84\x00\x00\x00\xff\xff\x00\x00\x00\x00"
+    loop = header + b"\xc0\x0c\x00\x0c\x00\x01"
+    noise = [os.urandom(size) for size in (1, 11, 12, 13, 100, 1400, 8900) for _ in range(10)]
+    return [b"", header, loop, answer, answer + os.urandom(500), *noise] * 3
+
+
+@asynccontextmanager
+async def impostors(cluster: str, name: str, count: int) -> AsyncIterator[None]:
+    """A stranger that announces itself as the worker ``name``'s namesakes, with keys of its own and nobody listening."""
+    announced = [Discovery(HOST, None) for _ in range(count)]
+    try:
+        names = [name, *(f"fake-{number}" for number in range(1, count))]
+        await asyncio.gather(
+            *(
+                each.announce(called, cluster=cluster, role="worker", version="9", port=9, key=new_identity().public)
+                for called, each in zip(names, announced, strict=True)
+            )
+        )
+        yield
+    finally:
+        await asyncio.gather(*(each.close() for each in announced))

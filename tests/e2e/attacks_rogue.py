@@ -1,0 +1,206 @@
+"""A device that is trusted and does not behave: what it says on the control link and on the layer link."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from primad.cluster.identity import new_identity
+from primad.cluster.messages import (
+    MAX_DEVICES,
+    MAX_ECHO_BYTES,
+    MAX_MESSAGE_BYTES,
+    OLDEST,
+    PROTOCOL,
+    Echo,
+    HeadMessage,
+    Hello,
+    Introduce,
+    Introduction,
+    Knock,
+    Link,
+    LinkTarget,
+    Load,
+    MeasureLinks,
+    Release,
+    WorkerMessage,
+    decode_from_worker,
+)
+from primad.cluster.sockets import endpoint, open_socket
+from primad.cluster.transfer_messages import CHUNK_BYTES, MAX_ASKED, AskHolds, FetchChunk, FetchDigests, Source
+from primad.gguf.layers import LayerRef, LayerTensor
+from primad.gguf.windows import WindowSpec
+from primad.ring.messages import encode
+from tests.e2e.attacks_house import ROGUE
+from tests.shell.gated import HOST, NOTHING_S
+
+PATIENCE_S = 30.0
+KNOCK = Knock(protocol=PROTOCOL, oldest=OLDEST, version="9", device="rogue")
+HELLO = Hello(protocol=PROTOCOL, version="9", device="rogue", session=1, build="none", gone_after_s=4.0)
+SMALL = LayerRef("cd" * 32, 256, (LayerTensor("attn.weight", 0, (64,), 0, 256),))
+LOAD = Load(
+    ring=1,
+    epoch=1,
+    route=3,
+    width=576,
+    windows=[WindowSpec(window=1, first=0, last=1, metadata=b"GGUF", layers=(SMALL,))],
+    gpu_layers=[0],
+    probe=None,
+    force_extra_buffers=False,
+    sources=[],
+    context=512,
+    sequences=1,
+    rows=32,
+    step_timeout_s=5.0,
+    place=0,
+)
+FLOOD = 400
+
+
+class Rogue:
+    """A connection of the rogue device to the port of a device with ``key``; it takes few answers unless it asks for one."""
+
+    def __init__(self, context: zmq.asyncio.Context, port: int, key: str) -> None:
+        self.socket = open_socket(context, zmq.DEALER, identity=ROGUE, server=key)
+        self.socket.set_hwm(1)
+        self.socket.setsockopt(zmq.RCVBUF, 4096)
+        self.socket.connect(endpoint(HOST, port))
+
+    async def say(self, *frames: bytes) -> None:
+        """One message."""
+        async with asyncio.timeout(PATIENCE_S):
+            await self.socket.send_multipart(frames)
+
+    async def say_all(self, messages: Sequence[HeadMessage | bytes]) -> None:
+        """Messages of the control link, or bytes that are none."""
+        for message in messages:
+            await self.say(message if isinstance(message, bytes) else encode(message))
+
+    async def hear(self) -> WorkerMessage:
+        """The next answer."""
+        async with asyncio.timeout(PATIENCE_S):
+            return decode_from_worker((await self.socket.recv_multipart())[0])
+
+    async def wait_for(self, kind: type[Any]) -> Any:
+        """The next answer of a kind."""
+        while not isinstance(message := await self.hear(), kind):
+            continue
+        return message
+
+    async def answered(self) -> bytes:
+        """The next answer, whatever it is."""
+        async with asyncio.timeout(PATIENCE_S):
+            return (await self.socket.recv_multipart())[0]
+
+    async def is_answered(self) -> bool:
+        """Whether an answer comes within the time that ten take."""
+        try:
+            async with asyncio.timeout(NOTHING_S):
+                await self.socket.recv_multipart()
+        except TimeoutError:
+            return False
+        return True
+
+
+@asynccontextmanager
+async def rogues(port: int, key: str, count: int = 1) -> AsyncIterator[list[Rogue]]:
+    """``count`` connections of the rogue device."""
+    context = zmq.asyncio.Context()
+    try:
+        yield [Rogue(context, port, key) for _ in range(count)]
+    finally:
+        context.destroy(linger=0)
+
+
+def nonsense() -> list[bytes]:
+    """Messages that are none, or that no device can do."""
+    load = msgspec.to_builtins(LOAD)
+    absurd: list[dict[str, object]] = [
+        {"rows": 1 << 40},
+        {"rows": -1},
+        {"context": 1 << 62},
+        {"sequences": 10**9},
+        {"width": 1 << 50},
+        {"route": 1 << 60},
+        {"windows": []},
+        {"windows": load["windows"] * 100_000, "gpu_layers": [0] * 100_000},
+        {"gpu_layers": [1 << 30]},
+        {"step_timeout_s": float("nan")},
+        {"sources": [{"device": "x", "key": "y", "endpoints": ["tcp://*:1"]}]},
+        {"place": -5},
+        {"epoch": "one"},
+    ]
+    return [
+        b"",
+        b"\xc1",
+        os.urandom(1000),
+        b"\x91" * 100_000,
+        bytes(MAX_MESSAGE_BYTES - 100),
+        msgspec.msgpack.encode({"type": "format-the-disk"}),
+        msgspec.msgpack.encode({"type": ["load"]}),
+        encode(Echo(payload=b"", answer_bytes=MAX_ECHO_BYTES + 1)),
+        encode(HELLO)[:-3],
+        encode(msgspec.structs.replace(HELLO, device="../../etc")),
+        encode(msgspec.structs.replace(HELLO, gone_after_s=1e18)),
+        encode(Introduce(devices=introductions() + introductions(1), revoked=[])),
+        encode(Introduce(devices=[Introduction("a b", ROGUE.public)], revoked=["x"])),
+        *(msgspec.msgpack.encode(load | each) for each in absurd),
+    ]
+
+
+def introductions(count: int = MAX_DEVICES) -> list[Introduction]:
+    """Devices that nobody knows."""
+    return [Introduction(f"device-{number}", new_identity().public) for number in range(count)]
+
+
+def keys(count: int) -> list[str]:
+    """Public keys of nobody."""
+    return [new_identity().public for _ in range(count)]
+
+
+def not_its_business() -> list[HeadMessage]:
+    """What only the head that a worker works for may say."""
+    return [
+        LOAD,
+        Release(epoch=1),
+        Link(epoch=1, address="tcp://127.0.0.1:1", key=ROGUE.public, sender=ROGUE.public),
+        Introduce(devices=introductions(3), revoked=[]),
+        MeasureLinks(targets=[LinkTarget(device="x", key=ROGUE.public, addresses=["127.0.0.1"], port=1)]),
+    ]
+
+
+def loads(count: int) -> list[HeadMessage]:
+    """Parts in so many rings, as large as the wire allows, of layers that nobody has."""
+    nobody = Source("nobody", new_identity().public, ["tcp://127.0.0.1:1"])
+    large = LayerRef("ab" * 32, 1 << 40, (LayerTensor("attn.weight", 0, (1 << 38,), 0, 1 << 40),))
+    window = WindowSpec(window=1, first=0, last=1, metadata=b"GGUF", layers=(large,))
+    absurd = {"rows": 8192, "context": 1 << 26, "sequences": 256, "width": 1 << 20, "windows": [window]}
+    return [msgspec.structs.replace(LOAD, epoch=number, sources=[nobody], **absurd) for number in range(1, count + 1)]
+
+
+def echoes() -> list[HeadMessage]:
+    """Questions for four hundred megabytes of answers."""
+    return [Echo(payload=b"", answer_bytes=MAX_ECHO_BYTES)] * FLOOD
+
+
+def requests(digest: str) -> list[bytes]:
+    """Requests for layers, the possible ones and others."""
+    wanted = [encode(FetchChunk(digest=digest, offset=0, size=CHUNK_BYTES))] * (FLOOD // 2)
+    return [
+        *wanted,
+        encode(FetchChunk(digest=digest, offset=-1, size=CHUNK_BYTES)),
+        encode(FetchChunk(digest=digest, offset=0, size=1 << 60)),
+        encode(FetchChunk(digest="../../../etc/passwd", offset=0, size=100)),
+        encode(FetchDigests(digest="/" * 1000)),
+        encode(AskHolds(digests=["x"] * (MAX_ASKED + 1))),
+        *([encode(AskHolds(digests=[digest] * MAX_ASKED))] * 20),
+        os.urandom(5000),
+        *wanted,
+    ]
