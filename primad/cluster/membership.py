@@ -280,9 +280,12 @@ def _broken(state: State, event: Broken, now: float, effects: list[Effect]) -> S
 
 
 def _attempt_broke(state: State, attempt: Attempt, event: Broken, now: float, effects: list[Effect]) -> State:
-    state = abandon(_in_vain(state, attempt), effects)
-    failures = state.failures + 1
     blamed = event.device in attempt.candidates
+    if attempt.why is not Why.GAIN or not blamed:
+        # Whoever broke a better plan is barred, and the plan worth trying again when that is over.
+        state = _in_vain(state, attempt)
+    state = abandon(state, effects)
+    failures = state.failures + 1
     if not state.has_served and (not blamed or failures >= FIRST_FAILURES):
         return give_up(state, event.reason, effects)
     effects.append(Say(f"{event.reason}; forming the ring again"))

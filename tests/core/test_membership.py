@@ -661,6 +661,16 @@ def test_a_better_plan_that_cannot_be_formed_leaves_the_ring_as_it_is():
     assert shell.serving == 1
 
 
+def test_a_device_that_broke_a_better_plan_is_tried_again_when_its_bar_ends():
+    shell = serving("ada")
+    welcome(shell, "bo")
+    for times in range(3):
+        solve(shell, value=0.5)
+        assert broken(shell, "bo") == [m.Abandon(2 + times)]
+        assert live(shell, BAR_S * 2**times - 1.0, "ada", "bo") == []
+        assert solves(live(shell, 2.0, "ada", "bo")) == [frozenset({"ada", "bo"})]
+
+
 # ---- leaving --------------------------------------------------------------------------------------------------------
 
 
