@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 _WORDS: Final = {
     "hash": "reading layers",
     "fetch": "shipping layers",
+    "copy": "copying layers",
     "probe": "trying extra buffers",
     "load": "loading windows",
     "links": "measuring links",
@@ -39,7 +40,7 @@ class RichReporter:
         if not self._console.is_terminal:
             if done == total and key not in self._told and not phase.startswith("profile "):
                 self._told.add(key)
-                amount = f" ({_size(total)})" if phase == "fetch" else ""
+                amount = f" ({_size(total)})" if phase in ("fetch", "copy") else ""
                 self._console.print(f"{device}: {words}: done{amount}", markup=False)
             return
         if self._progress is None:

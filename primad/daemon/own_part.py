@@ -61,7 +61,7 @@ async def _cut(parts: RingParts, specs: list[WindowSpec]) -> None:
     def copied(size: int) -> None:
         nonlocal done
         done += size
-        parts.reporter.progress(parts.plan.head, "fetch", done, total)
+        parts.reporter.progress(parts.plan.head, "copy", done, total)
 
     await copy_layers(parts.cutter, cache, missing, copied)
     cache.touch({ref.digest for spec in specs for ref in spec.layers})

@@ -538,7 +538,7 @@ class _Search:
                 what, *members = rest.split("_")
                 where = " and ".join(names[int(m)] for m in members)
                 size = -(-variable.value() * unit // 1)
-                shortages.append((size, f"{what} of {where} is short of {size:.0f} bytes"))
+                shortages.append((size, f"{what} of {where} is short of {size / 1e6:,.1f} MB"))
         text = "; ".join(sentence for _, sentence in sorted(shortages, reverse=True))
         model, work = self._instance.model, self._instance.workload
         if not shortages:
