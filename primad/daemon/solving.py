@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from halda import DeviceProfile, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload, solve
+from halda import DeviceProfile, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload
 from primad.daemon.owner import apply_nice
 from primad.engine.probe import Stop
 from primad.errors import PlanError
@@ -83,6 +83,8 @@ def _ask(question: Question, stop: Stop, background: bool) -> Solution:
 
 
 def _answer(question: Question) -> _Solved | _Unsolvable:
+    from halda import solve  # only this process loads the solver
+
     try:
         solution = solve(
             question.devices,

@@ -8,8 +8,8 @@ from halda import Plan
 from halda.evaluate import Prediction
 from halda.instance import Instance
 from halda.published import PublishedPlan
-from halda.search import Solution
 from halda.simulate import Simulation
+from halda.solution import Solution
 from primad.planning.bottleneck import bottleneck
 from primad.planning.question import Question
 from primad.planning.schema import (

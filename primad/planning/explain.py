@@ -13,8 +13,8 @@ from halda import Infeasible
 from halda.evaluate import evaluate
 from halda.instance import Instance, instance
 from halda.published import solve_published
-from halda.search import Solution, solve, solve_alone, solve_heads
 from halda.simulate import simulate
+from halda.solution import Solution, solve, solve_alone, solve_heads
 from primad import __version__
 from primad.errors import PlanError
 from primad.planning.describe import (

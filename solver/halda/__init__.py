@@ -1,7 +1,10 @@
 """Halda: given profiles of devices, links and a model, say which device computes which layers.
 
-A pure library: profiles in, ``Plan`` out. No I/O, no clock, no import of primad.
+A pure library: profiles in, ``Plan`` out. No I/O, no clock, no import of primad. The solver itself, which takes a third of a
+second to load, is imported when something is solved.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from halda.arrange import arrange, by_memory
 from halda.evaluate import OBJECTIVES, DevicePrediction, Objective, Prediction, Short, evaluate, residency
@@ -21,8 +24,21 @@ from halda.profile import (
     TypeSpeed,
     Workload,
 )
-from halda.search import Solution, solve, solve_alone, solve_heads
-from halda.solving import SOLVERS, SolverName
+from halda.solution import SOLVERS, Solution, SolverName
+
+if TYPE_CHECKING:
+    from halda.search import solve, solve_alone, solve_heads
+
+_SOLVING = ("solve", "solve_alone", "solve_heads")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SOLVING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from halda import search
+
+    return getattr(search, name)
+
 
 __all__ = [
     "BATCH_ROWS",

@@ -9,7 +9,7 @@ open is settled by cutting exactly, one ring order at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import permutations
 from typing import Any, Final
 
@@ -32,7 +32,8 @@ from halda.orders import (
 )
 from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
 from halda.profile import DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
-from halda.solving import Outcome, SolverName, available, run
+from halda.solution import Solution, SolverName
+from halda.solving import Outcome, available, run
 
 EXACT_CUTS: Final = 160
 """Binaries up to which windows are cut exactly where layers differ; beyond, the gap is reported."""
@@ -46,29 +47,6 @@ _SAME: Final = 1e-9
 """Relative difference that is no difference."""
 _PROVEN: Final = 1e-6
 """Relative gap below which a plan counts as the best."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
-    """The best plan found. ``bound_s`` is below the objective of every plan; ``proven``: no plan is better.
-
-    ``programs`` integer programs took ``solver_s`` seconds.
-    """
-
-    plan: Plan
-    prediction: Prediction
-    objective: Objective
-    objective_s: float
-    bound_s: float
-    proven: bool
-    solver: SolverName
-    programs: int
-    solver_s: float
-
-    @property
-    def gap(self) -> float:
-        """How far below the objective the best plan may be at most, as a share; 0 when proven."""
-        return 0.0 if self.proven else max(0.0, 1 - self.bound_s / self.objective_s)
 
 
 def solve(

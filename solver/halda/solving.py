@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import pulp
 
-SolverName = Literal["highs", "cbc"]
-SOLVERS: Final[tuple[SolverName, ...]] = ("highs", "cbc")
+from halda.solution import SolverName
+
 _GAP: Final = 1e-9
 _TOLERANCE: Final = 1e-9
 _FINITE: Final = 1e29

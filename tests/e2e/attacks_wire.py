@@ -107,6 +107,7 @@ async def burst(door: Door, count: int) -> list[bytes]:
         for at in range(0, count, 100):
             many = await asyncio.gather(*(raw(door.port) for _ in range(min(100, count - at))), return_exceptions=True)
             opened += [each for each in many if isinstance(each, tuple)]
+        assert len(opened) > 0.9 * count, f"{door}: only {len(opened)} of {count} came as far as the door"
         for _, writer in opened[::2]:
             writer.write((ZMTP_CURVE, ZMTP_NULL)[len(opened) % 2])
         heard = [await until_closed(reader) for reader, _ in opened]

@@ -70,7 +70,7 @@ def with_daemon(home: Path, meet: Callable[[], Awaitable[None]], handler=handle)
 
 async def until_running(home: Path, daemon: asyncio.Task[None]) -> None:
     async with asyncio.timeout(10):
-        while not is_running(home):  # noqa: ASYNC110 - the command line sees no more of it either
+        while not is_running(home):
             assert not daemon.done(), daemon.result()
             await asyncio.sleep(0)
 

@@ -1,0 +1,35 @@
+"""What solving answers. Apart from ``search.py``, so that whoever only reads an answer loads no solver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from halda.evaluate import Objective, Prediction
+from halda.plan import Plan
+
+SolverName = Literal["highs", "cbc"]
+SOLVERS: Final[tuple[SolverName, ...]] = ("highs", "cbc")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The best plan found. ``bound_s`` is below the objective of every plan; ``proven``: no plan is better.
+
+    ``programs`` integer programs took ``solver_s`` seconds.
+    """
+
+    plan: Plan
+    prediction: Prediction
+    objective: Objective
+    objective_s: float
+    bound_s: float
+    proven: bool
+    solver: SolverName
+    programs: int
+    solver_s: float
+
+    @property
+    def gap(self) -> float:
+        """How far below the objective the best plan may be at most, as a share; 0 when proven."""
+        return 0.0 if self.proven else max(0.0, 1 - self.bound_s / self.objective_s)
