@@ -13,8 +13,9 @@ from halda import Infeasible
 from halda.evaluate import evaluate
 from halda.instance import Instance, instance
 from halda.published import solve_published
+from halda.search import solve, solve_alone, solve_heads
 from halda.simulate import simulate
-from halda.solution import Solution, solve, solve_alone, solve_heads
+from halda.solution import Solution
 from primad import __version__
 from primad.errors import PlanError
 from primad.planning.describe import (
