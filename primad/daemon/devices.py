@@ -24,6 +24,8 @@ from primad.daemon.worker_link import greet as say_hello
 from primad.errors import ClusterError
 
 TRUST_LOOK_S: Final = 2.0
+MOST_TOLD: Final = 64
+"""Devices that are not trusted are named until so many lines were said about devices."""
 
 Post = Callable[[members.Event], None]
 """Takes what happened."""
@@ -204,18 +206,27 @@ class Devices:
         trusted = bool(peer.key) and self._trust.trusts(peer.key)
         if not trusted and any(each.device == peer.device for each in self._trust.entries()):
             # Anyone can announce any name; what we know of the device that we trust does not change by that.
-            self._tell_once(
+            self._tell_of_stranger(
                 peer.device, f"a device that is not trusted calls itself {peer.device}; it is not listened to"
             )
             return
         self._post(members.Seen(peer.device, trusted))
         if not peer.key:
-            self._tell_once(peer.device, version_gap(self._config.name, peer.device, peer.version, peer.protocol))
+            self._tell_of_stranger(
+                peer.device, version_gap(self._config.name, peer.device, peer.version, peer.protocol)
+            )
         elif not trusted and peer.key not in self._known_keys:
-            self._tell_once(
+            self._tell_of_stranger(
                 peer.device,
                 f"{peer.device} is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there",
             )
+
+    def _tell_of_stranger(self, device: str, line: str) -> None:
+        """Anyone on the network can announce names without end; they fill neither the terminal nor the memory."""
+        if len(self._told) < MOST_TOLD:
+            self._tell_once(device, line)
+        elif (device, line) not in self._told:
+            self._tell_once("", "more devices that are not trusted are in sight; 'primad devices' lists them")
 
     def _tell_once(self, device: str, line: str) -> None:
         if (device, line) not in self._told:
