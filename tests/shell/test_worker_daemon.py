@@ -184,7 +184,11 @@ def lab(monkeypatch, tmp_path) -> Callable[..., AbstractAsyncContextManager[Lab]
     async def nothing_missing(*_: object) -> list[LayerRef]:
         return []
 
+    async def nothing_changed(*_: object) -> None:
+        return None
+
     monkeypatch.setattr(parts_module, "missing_layers", nothing_missing)
+    monkeypatch.setattr(parts_module, "check_layers", nothing_changed)
 
     @asynccontextmanager
     async def make(**flags: object) -> AsyncIterator[Lab]:
