@@ -85,7 +85,7 @@ def _make(path: Path) -> bytes:
         raise ConfigError(f"{path}: another primad is writing it and does not end; stop that one") from exc
     except OSError as exc:
         raise ConfigError(
-            f"{path}: cannot be written: {exc.strerror or exc}; make its folder writable or choose another --home"
+            f"{path}: cannot be written: {exc.strerror or exc}; make room or the folder writable, or choose another --home"
         ) from exc
 
 

@@ -37,7 +37,7 @@ def write_private(path: Path, data: bytes) -> None:
             raise
     except OSError as exc:
         raise ConfigError(
-            f"{path}: cannot be written: {exc.strerror or exc}; make its folder writable or choose another --home"
+            f"{path}: cannot be written: {exc.strerror or exc}; make room or the folder writable, or choose another --home"
         ) from exc
 
 

@@ -193,7 +193,7 @@ class TrustStore:
             raise ConfigError(f"{self._path}: another primad is writing it and does not end; stop that one") from exc
         except OSError as exc:
             raise ConfigError(
-                f"{self._path}: cannot be written: {exc.strerror or exc}; make its folder writable"
+                f"{self._path}: cannot be written: {exc.strerror or exc}; make room or the folder writable"
             ) from exc
         try:
             self._read()
