@@ -5,9 +5,11 @@ The tests (``test_faults.py``) do what stands here, and the table of ``primad/cl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
 FAULTS: Final = (
@@ -73,18 +75,26 @@ _BACK = "it is greeted again as soon as it answers"
 
 _PAIRING: Mapping[str, _Promise] = {
     "kill -9": (Outcome.LATER, "neither side trusts the other; the same code pairs them at the next try", ""),
-    "SIGSTOP": (Outcome.ERROR, "its patience is over when it goes on; the next try pairs them", "^error: "),
+    "SIGSTOP": (
+        Outcome.LATER,
+        "it pairs when it goes on, or says that its patience is over, and the next try pairs them",
+        "^(paired with|primad: error: .*(no answer within|nobody waits))",
+    ),
     "ring process aborts": (Outcome.NONE, _NO_RING, ""),
-    "link cut": (Outcome.ERROR, "one line after ten seconds; the next try pairs them", "^error: .*no answer within"),
+    "link cut": (
+        Outcome.ERROR,
+        "one line after ten seconds; the next try pairs them",
+        "^primad: error: .*no answer within",
+    ),
     "half-open TCP": (
         Outcome.ERROR,
         "one line after ten seconds; the next try pairs them",
-        "^error: .*no answer within",
+        "^primad: error: .*no answer within",
     ),
     "disk full": (
         Outcome.ERROR,
         "its trust cannot be kept, and it says so; with room the next try pairs them",
-        "^error: ",
+        "^primad: error: ",
     ),
     "layer file corrupted": (Outcome.NONE, _NO_LAYER, ""),
     "slow device": (Outcome.GOES_ON, "they pair, slower", "^paired with "),
@@ -167,8 +177,31 @@ def is_chosen(cell: Cell) -> bool:
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
+PAGE: Final = Path(__file__).parents[2] / "primad" / "cluster" / "FAULTS.md"
+BEGIN: Final = "<!-- written by tools/faults -->"
+END: Final = "<!-- end of what tools/faults writes -->"
+
 Seconds = Mapping[str, float]
 """By the id of a cell: how long after the fault the next token came."""
+
+
+def with_table(page: str, seconds: Seconds) -> str:
+    """``page`` with the table in the place for it."""
+    before, _, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert end, f"{PAGE.name} has no place for the table"
+    return f"{before}{BEGIN}\n\n{table(seconds)}\n{END}{after}"
+
+
+def pages_seconds(page: str) -> dict[str, float]:
+    """The times in the table of ``page``."""
+    found = {}
+    for fault in FAULTS:
+        row = next((line for line in page.splitlines() if line.startswith(f"| **{fault}** |")), "")
+        for phase, entry in zip(PHASES, row.split("|")[2:-1], strict=False):
+            if (match := re.search(r", ([0-9.]+) s", entry)) is not None:
+                found[f"{fault} in {phase}"] = float(match[1])
+    return found
 
 
 def table(seconds: Seconds) -> str:
