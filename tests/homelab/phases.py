@@ -18,7 +18,7 @@ from tests.homelab.stream import Stream
 from tools.lab.device import Device, role
 
 SLOW_TRANSFER: Final = 'transfer_limit = "1.5MB/s"\n'
-LOADING_CPUS: Final = 0.25
+LITTLE_CPUS: Final = 0.25
 MIDDLE_TOKENS: Final = 20
 MIDDLE_SHARE: Final = 0.4
 """Of the time to the first token of a long prompt."""
@@ -30,10 +30,19 @@ Reach = Callable[[Rig, str], Stream | None]
 
 
 def profiling(rig: Rig, name: str) -> None:
-    """The head has greeted it and measures the links to it."""
+    """It said welcome and is measured; with little CPU time, since that takes no time otherwise."""
     rig.take_out(name)
     rig.mark()
     rig.cluster.start_worker(name).wait_for("head .* is here")
+    rig.lab.device(name).slow(LITTLE_CPUS)
+    wait_until(lambda: phase_of(rig, name) != "paired", f"it says welcome\n{rig.cluster.logs()}")
+    assert phase_of(rig, name) == "profiled"
+
+
+def phase_of(rig: Rig, name: str) -> str:
+    """Where the head says that a device stands."""
+    phases = {each["device"]: each["phase"] for each in rig.cluster.status()["cluster"]}
+    return str(phases.get(name, "paired")).replace("gone", "paired")
 
 
 def transfer(rig: Rig, name: str) -> None:
@@ -54,7 +63,7 @@ def loading(rig: Rig, name: str) -> None:
     worker = rig.cluster.start_worker(name)
     worker.wait_for("head .* is here")
     device = rig.lab.device(name)
-    device.slow(LOADING_CPUS)
+    device.slow(LITTLE_CPUS)
     wait_until(lambda: "ring" in {role(pid) for pid in device.pids()}, f"it loads\n{rig.cluster.logs()}")
     assert "computing layers" not in worker.output
 
