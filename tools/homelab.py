@@ -42,6 +42,7 @@ out = Console(highlight=False)
 def main() -> int:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started us in the background had it ignored
     try:
         require()
         options.action(options)
