@@ -1,0 +1,26 @@
+"""FAULTS.md says what the fault matrix says, and has a time for every cell."""
+
+from __future__ import annotations
+
+from tests.homelab.matrix import CELLS, FAULTS, PAGE, PHASES, Outcome, pages_seconds, table, with_table
+
+
+def test_the_matrix_is_complete() -> None:
+    assert [(cell.phase, cell.fault) for cell in CELLS] == [(phase, fault) for phase in PHASES for fault in FAULTS]
+    assert all(cell.what for cell in CELLS)
+    assert len({cell.id for cell in CELLS}) == len(CELLS)
+
+
+def test_the_page_has_every_cell() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    seconds = pages_seconds(page)
+    assert with_table(page, seconds) == page, "the page is not what the matrix says; run tools/faults"
+    lacking = [cell.id for cell in CELLS if cell.outcome is not Outcome.NONE and cell.id not in seconds]
+    assert not lacking, "no time was measured; run tools/faults"
+    assert seconds["kill -9 in decode"] <= 5.0, "after the death of one worker of three the next token takes longer"
+
+
+def test_times_are_read_back_as_they_were_written() -> None:
+    seconds = {cell.id: number / 10 for number, cell in enumerate(CELLS) if cell.outcome is not Outcome.NONE}
+    assert pages_seconds(table(seconds)) == seconds
+    assert pages_seconds(table({})) == {}
