@@ -47,7 +47,9 @@ from primad.cluster.members import (
     Why,
 )
 from primad.cluster.moves import (
+    BAR_S,
     GREET_S,
+    MOST_BAR_S,
     abandon,
     bar,
     close,
@@ -160,7 +162,13 @@ def _welcomed(state: State, name: str, now: float, effects: list[Effect]) -> Sta
     if known.phase is Phase.DISCOVERED:  # its trust was withdrawn while it was greeted
         effects.append(Drop(name))
         return put(state, name, replace(known, greeting=False)) if known.in_sight else without(state, name)
-    fresh = replace(known, phase=Phase.PROFILED, heard_s=now, greeting=False, greets=0, reason="")
+    # A bar for what would last is over when the device comes anew: its owner may have made room and started it again.
+    until_s = (
+        min(known.barred_until_s, now + BAR_S) if known.barred_until_s > now + MOST_BAR_S else known.barred_until_s
+    )
+    fresh = replace(
+        known, phase=Phase.PROFILED, heard_s=now, greeting=False, greets=0, reason="", barred_until_s=until_s
+    )
     return put(state, name, fresh)
 
 

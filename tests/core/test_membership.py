@@ -480,6 +480,24 @@ def test_a_fault_that_lasts_bars_for_long_and_another_fault_does_not_shorten_tha
     assert shell.state.devices["bo"].barred_until_s == until_s
 
 
+def test_a_lasting_bar_is_short_once_the_device_comes_anew():
+    shell = serving("ada", "bo")
+    shell.tell(m.Broken(1, "bo", "disk full", lasting=True))
+    shell.tell(m.Lost("bo", "its primad ended"))
+    shell.tell(m.Welcomed("bo"))
+    assert shell.state.devices["bo"].barred_until_s == shell.now + BAR_S
+
+
+def test_another_bar_lasts_whoever_comes_anew():
+    shell = serving("ada", "bo")
+    for epoch in (1, 2):
+        shell.tell(m.Broken(epoch, "bo", "it broke"))
+    until_s = shell.state.devices["bo"].barred_until_s
+    shell.tell(m.Lost("bo", "its primad ended"))
+    shell.tell(m.Welcomed("bo"))
+    assert shell.state.devices["bo"].barred_until_s == until_s
+
+
 def test_a_barred_device_takes_part_if_there_is_no_plan_without_it():
     shell = serving("ada", "bo")
     broken(shell, "bo")
