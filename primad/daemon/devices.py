@@ -24,6 +24,7 @@ from primad.daemon.worker_link import greet as say_hello
 from primad.errors import ClusterError
 
 TRUST_LOOK_S: Final = 2.0
+FAREWELL_S: Final = 0.2
 MOST_TOLD: Final = 64
 """Devices that are not trusted are named until so many lines were said about devices."""
 
@@ -59,6 +60,13 @@ class Devices:
     def present(self, names: frozenset[str]) -> list[WorkerLink]:
         """Those of ``names`` that are spoken to, by name."""
         return [self.workers[name] for name in sorted(names) if name in self.workers]
+
+    async def farewell(self) -> None:
+        """This head ends: whoever waits for its leave to go need not wait any more."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                for name in list(self.workers):
+                    await self.dismiss(name)
 
     def close(self) -> None:
         """Close every link."""

@@ -156,6 +156,7 @@ class HeadDaemon:
                 finally:
                     for service in services:
                         service.cancel()
+                    await self._devices.farewell()
 
     async def _drive(self) -> None:
         """Ask the core about everything that happens, and do what it says."""
