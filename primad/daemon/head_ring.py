@@ -25,6 +25,7 @@ from primad.daemon.ring_status import device_status, link_status, plan_lines, pr
 from primad.daemon.shard import (
     remove_metadata,
 )
+from primad.daemon.stopped import wait_stopped
 from primad.daemon.worker_link import DeviceLostError, PartError, WorkerLink, WorkerPart
 from primad.errors import ClusterError, ModelError, PrimadError, RingError
 from primad.gguf.windows import WindowSpec, token_embedding
@@ -51,8 +52,6 @@ STATUS_TIMEOUT_S: Final = 5.0
 OVERDUE_ANSWER_S: Final = 2.0
 """When a step is overdue, a ring process that does not answer for so long hangs; a slow one answers between two steps."""
 DRAIN_TIMEOUT_S: Final = 10.0
-STOPPED_LOOK_S: Final = 1.0
-STOPPED_LOOKS: Final = 3
 
 
 class HeadRing:
@@ -319,14 +318,8 @@ class HeadRing:
                     raise RingError(f"the head's ring process said {type(event).__name__}")
 
     async def _watch_process(self, process: RingProcess) -> None:
-        """Notice that the head's own ring process was stopped: it says nothing then, not even that a step is late.
-
-        No system tells us of that, so it is looked at now and then. Raises ``RingError``.
-        """
-        stopped = 0
-        while stopped < STOPPED_LOOKS:
-            await asyncio.sleep(STOPPED_LOOK_S)
-            stopped = stopped + 1 if is_stopped(process.pid) else 0
+        """The head's own ring process says nothing once it is stopped, not even that a step is late."""
+        await wait_stopped(process.pid)
         raise RingError("the head's ring process was stopped")
 
     def _look_for_fault(self, step: int, waited_s: float) -> None:
@@ -373,14 +366,6 @@ class HeadRing:
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._parts.reporter.progress(device, progress.phase, progress.done, progress.total)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether process ``pid`` was stopped by a signal or a debugger."""
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.Error:
-        return False
 
 
 async def _first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:

@@ -35,6 +35,7 @@ from primad.daemon.shard import (
     remove_metadata,
     try_extra_buffers,
 )
+from primad.daemon.stopped import wait_stopped
 from primad.engine.probe import is_worth_it
 from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, DiskError, PrimadError, RingError
@@ -46,6 +47,8 @@ from primad.ring.spawn import RingProcess
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.2
+REOPEN_S: Final = 5.0
+"""A process with its windows loaded reopens in milliseconds; one that takes so long hangs."""
 MOST_PARTS: Final = 8
 """A head has a ring that serves and one that is loaded; a plan may change while the last one's devices still let go."""
 _EVENTS: Final = 64
@@ -77,8 +80,9 @@ class Host:
         self.indices: list[int] = []
         self._events: asyncio.Queue[RingEvent] = asyncio.Queue(_EVENTS)
         self._error: RingError | None = None
-        self._pump = asyncio.create_task(self._read())
+        self._first: RingEvent | None = None
         self._ended = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     @property
     def ended(self) -> bool:
@@ -93,8 +97,25 @@ class Host:
             self._error = RingError(str(exc))
             self._ended.set()
 
+    async def _watch(self) -> None:
+        await wait_stopped(self.ring.pid)
+        self._error = RingError("the ring process was stopped")
+        self._ended.set()
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Whether it says something within ``timeout_s``; ``next_event`` gives that."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._first = await self.next_event()
+        except (TimeoutError, RingError):
+            return False
+        return True
+
     async def next_event(self) -> RingEvent:
-        """Its next event. Raises ``RingError`` when it ended."""
+        """Its next event. Raises ``RingError`` when it ended or was stopped."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
         if self._events.empty() and self._error is None:
             waits = [asyncio.create_task(self._events.get()), asyncio.create_task(self._ended.wait())]
             try:
@@ -116,7 +137,8 @@ class Host:
 
     async def close(self, place: Place) -> None:
         """End the process, and let its files go."""
-        self._pump.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self.ring.close()
         remove_metadata(place, self.number)
         place.cache.let_go(_owner(self.number))
@@ -325,9 +347,19 @@ class Parts:
         kept = self._take_kept(content)
         if kept is not None:
             await self._reopen(load, kept)
-            return kept
+            if await self._answers(kept):
+                return kept
+            self._end_soon(kept)
         await self.unload()
         return await self._start(load, content, number)
+
+    async def _answers(self, host: Host) -> bool:
+        """Whether a process that was asked to reopen does. Cancelled over it, nobody else would end the process."""
+        try:
+            return await host.answers(REOPEN_S)
+        except BaseException:
+            self._end_soon(host)
+            raise
 
     def _take_kept(self, content: Content) -> Host | None:
         kept = self._kept

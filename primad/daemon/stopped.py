@@ -1,0 +1,28 @@
+"""Notice that a process was stopped (SIGSTOP, a debugger): it says nothing then, and nobody says so for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import psutil
+
+LOOK_S: Final = 1.0
+LOOKS: Final = 3
+"""A process that is found stopped so often in a row is not about to go on."""
+
+
+async def wait_stopped(pid: int) -> None:
+    """Wait until process ``pid`` was stopped for a while. No system tells of that, so it is looked at now and then."""
+    stopped = 0
+    while stopped < LOOKS:
+        await asyncio.sleep(LOOK_S)
+        stopped = stopped + 1 if is_stopped(pid) else 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether process ``pid`` was stopped by a signal or a debugger."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except (psutil.Error, ValueError):
+        return False
