@@ -308,7 +308,10 @@ def _attempt_broke(state: State, attempt: Attempt, event: Broken, now: float, ef
 def _ring_broke(state: State, event: Broken, now: float, effects: list[Effect]) -> State:
     assert state.serving is not None
     effects.append(Say(f"{event.reason}; forming the ring again"))
-    breaks = state.breaks + 1 if now < state.serving.since_s + SETTLE_S else 0
+    device = None if event.device is None else state.devices.get(event.device)
+    # The next ring does without a device to blame, unless there is no plan without it: then it was barred and came back.
+    is_cured = device is not None and device.barred_until_s <= now
+    breaks = state.breaks + (not is_cured) if now < state.serving.since_s + SETTLE_S else 0
     state = bar(replace(state, breaks=breaks), event.device, now, lasting=event.lasting)
     if event.device is not None and takes_part(state.attempt, event.device):
         state = abandon(state, effects)

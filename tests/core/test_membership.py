@@ -549,6 +549,16 @@ def test_answers_that_break_ring_after_ring_end():
     assert not any(isinstance(effect, m.Fail) for effect in broken(shell))
 
 
+def test_breaks_with_a_device_to_blame_do_not_count_as_ring_after_ring():
+    names = ["ada", "bo", "cy", "dee", "eve", "fay"]
+    shell = serving(*names)
+    live(shell, SETTLE_S, *names)
+    for name in names[: MOST_BREAKS + 1]:
+        assert not any(isinstance(effect, m.Fail) for effect in broken(shell, name))
+        solve(shell)
+        form(shell)
+
+
 # ---- no ring --------------------------------------------------------------------------------------------------------
 
 
