@@ -24,6 +24,7 @@ from primad.cluster.identity import Identity
 from primad.cluster.messages import Broken, Linked, Load, Loaded, Progress, WorkerMessage, WorkerStatus
 from primad.cluster.transfer import fetch_layers
 from primad.config import Config
+from primad.daemon.host import Content, Host, owner
 from primad.daemon.owner import apply_nice
 from primad.daemon.shard import (
     Place,
@@ -32,16 +33,14 @@ from primad.daemon.shard import (
     missing_layers,
     open_windows,
     place_windows,
-    remove_metadata,
     try_extra_buffers,
 )
-from primad.daemon.stopped import wait_stopped
 from primad.engine.probe import is_worth_it
 from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, DiskError, PrimadError, RingError
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
-from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Reopen, Report, RingCommand, RingEvent, Status
+from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Reopen, Report, RingCommand, Status
 from primad.ring.spawn import RingProcess
 
 logger = logging.getLogger(__name__)
@@ -51,97 +50,11 @@ REOPEN_S: Final = 5.0
 """A process with its windows loaded reopens in milliseconds; one that takes so long hangs."""
 MOST_PARTS: Final = 8
 """A head has a ring that serves and one that is loaded; a plan may change while the last one's devices still let go."""
-_EVENTS: Final = 64
 
 Tell = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
 """Sends a message to the head."""
 Say = Callable[[str], None]
 """Tells the owner one line."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """What a ring process has loaded, whatever its place in a route: windows (first, last, layers, GPU layers), and how."""
-
-    windows: tuple[tuple[int, int, tuple[str, ...], int], ...]
-    width: int
-    extra_buffers: bool
-    options: EngineOptions
-
-
-class Host:
-    """A ring process and what it has loaded. ``indices`` are the route indices of its windows, in order."""
-
-    def __init__(self, ring: RingProcess, content: Content, number: int) -> None:
-        self.ring = ring
-        self.content = content
-        self.number = number
-        """Tells its files from those of others; epochs would not, since each head counts its own."""
-        self.indices: list[int] = []
-        self._events: asyncio.Queue[RingEvent] = asyncio.Queue(_EVENTS)
-        self._error: RingError | None = None
-        self._first: RingEvent | None = None
-        self._ended = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
-
-    @property
-    def ended(self) -> bool:
-        """Whether its process is no more."""
-        return self._error is not None
-
-    async def _read(self) -> None:
-        try:
-            async for event in self.ring.events():
-                await self._events.put(event)
-        except PrimadError as exc:
-            self._error = RingError(str(exc))
-            self._ended.set()
-
-    async def _watch(self) -> None:
-        await wait_stopped(self.ring.pid)
-        self._error = RingError("the ring process was stopped")
-        self._ended.set()
-
-    async def answers(self, timeout_s: float) -> bool:
-        """Whether it says something within ``timeout_s``; ``next_event`` gives that."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                self._first = await self.next_event()
-        except (TimeoutError, RingError):
-            return False
-        return True
-
-    async def next_event(self) -> RingEvent:
-        """Its next event. Raises ``RingError`` when it ended or was stopped."""
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        if self._events.empty() and self._error is None:
-            waits = [asyncio.create_task(self._events.get()), asyncio.create_task(self._ended.wait())]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                if waits[0].done():
-                    return waits[0].result()  # type: ignore[return-value]
-            finally:
-                for wait in waits:
-                    wait.cancel()
-        if not self._events.empty():
-            return self._events.get_nowait()
-        assert self._error is not None
-        raise self._error
-
-    def forget_events(self) -> None:
-        """Drop what it said about an epoch that is over."""
-        while not self._events.empty():
-            self._events.get_nowait()
-
-    async def close(self, place: Place) -> None:
-        """End the process, and let its files go."""
-        for task in self._tasks:
-            task.cancel()
-        await self.ring.close()
-        remove_metadata(place, self.number)
-        place.cache.let_go(_owner(self.number))
 
 
 @dataclass(slots=True)
@@ -255,7 +168,7 @@ class Parts:
             await self._broke(load, exc, fault)
         finally:
             if host is None or host.number != number:
-                self._place.cache.let_go(_owner(number))
+                self._place.cache.let_go(owner(number))
             if host is not None:
                 self._put_away(host, keep=opened)
 
@@ -290,7 +203,7 @@ class Parts:
 
     async def _fetch(self, load: Load, number: int) -> None:
         refs = _layers(load)
-        self._place.cache.hold(_owner(number), {ref.digest for ref in refs})
+        self._place.cache.hold(owner(number), {ref.digest for ref in refs})
         missing = await missing_layers(self._place.cache, refs)
         total, done, told_s = sum(ref.size_bytes for ref in missing), 0, 0.0
         pending: set[asyncio.Task[None]] = set()
@@ -461,7 +374,3 @@ class Parts:
 
 def _layers(load: Load) -> list[LayerRef]:
     return [ref for spec in load.windows for ref in spec.layers]
-
-
-def _owner(number: int) -> str:
-    return f"part-{number}"
