@@ -185,7 +185,7 @@ _CHOSEN: Final = frozenset(
 def is_chosen(cell: Cell) -> bool:
     """Whether the cell is one of those that every run of the tests makes; the others are for ``tools/faults``.
 
-    Some minutes' worth: what ``tests/e2e/test_recovery.py`` does without a lab (killed, stopped, aborted) is mostly left out.
+    Some minutes' worth: what ``tests/e2e/test_recovery.py`` does without a lab is mostly left out.
     """
     return (cell.fault, cell.phase) in _CHOSEN
 
