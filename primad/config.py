@@ -263,6 +263,12 @@ def check_address(address: Any, source: str) -> str:
     return str(address)
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of an ``address`` that ``check_address`` accepted, without the brackets of IPv6."""
+    host, port = address.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -40,6 +40,10 @@ class Peer:
     key: str
     pairing: tuple[int, int] | None
 
+    def is_worker_of(self, cluster: str) -> bool:
+        """Whether it lends itself to heads of ``cluster``."""
+        return self.cluster == cluster and self.role == "worker"
+
 
 def peer_of(info: AsyncServiceInfo, own: Sequence[Interface] = ()) -> Peer | None:
     """What a peer announces, or None when it is not what a primad device announces.

@@ -6,7 +6,7 @@ What happens to them is posted as the events of ``cluster/members.py``; what to 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack, suppress
 from typing import Final
 
@@ -15,11 +15,11 @@ from primad.cluster import members
 from primad.cluster.discovery import Discovery
 from primad.cluster.peer import Peer
 from primad.cluster.trust import TrustStore
-from primad.config import Config, is_loopback
+from primad.config import Config, is_loopback, split_address
 from primad.daemon.links import LinkBook
 from primad.daemon.pairing_desk import PairingDesk
 from primad.daemon.reporter import Reporter
-from primad.daemon.worker_link import Caller, DeviceLostError, WorkerLink, knock, version_gap
+from primad.daemon.worker_link import Caller, DeviceLostError, WorkerLink, build_gap, greet_named, knock, version_gap
 from primad.daemon.worker_link import greet as say_hello
 from primad.errors import ClusterError
 
@@ -57,7 +57,7 @@ class Devices:
         self._told: set[tuple[str, str]] = set()
         self._known_keys: set[str] = set()
 
-    def present(self, names: frozenset[str]) -> list[WorkerLink]:
+    def present(self, names: Collection[str]) -> list[WorkerLink]:
         """Those of ``names`` that are spoken to, by name."""
         return [self.workers[name] for name in sorted(names) if name in self.workers]
 
@@ -102,15 +102,9 @@ class Devices:
     async def greet_named(self) -> None:
         """Say hello to the devices that were named. Raises ``ClusterError`` when one does not answer."""
         for address in self._config.devices:
-            host, port = address.rsplit(":", 1)
-            place = (host.strip("[]"), int(port))
             keys = [each.key for each in self._trust.entries()]
-            try:
-                end, _ = await knock(self._caller, [place], keys)
-                worker = await say_hello(self._caller, end, self)
-            except ClusterError as exc:
-                raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
-            self._named[worker.name] = (*place, worker.key)
+            worker = await greet_named(self._caller, address, keys, self)
+            self._named[worker.name] = (*split_address(address), worker.key)
             await self._welcome(worker)
 
     async def greet(self, device: str) -> None:
@@ -154,7 +148,7 @@ class Devices:
         left = set(devices)
         announced = {name: peer.addresses for name, peer in self._peers.items()}
         self._describe("measuring links")
-        while workers := [self.workers[name] for name in sorted(left) if name in self.workers]:
+        while workers := self.present(left):
             try:
                 await self.book.measure(workers, announced, self._reporter)
                 break
@@ -198,11 +192,7 @@ class Devices:
             await asyncio.sleep(TRUST_LOOK_S)
 
     def _on_peers(self, peers: dict[str, Peer]) -> None:
-        seen = {
-            peer.device: peer
-            for peer in peers.values()
-            if peer.cluster == self._config.cluster and peer.role == "worker"
-        }
+        seen = {peer.device: peer for peer in peers.values() if peer.is_worker_of(self._config.cluster)}
         before, self._peers = self._peers, seen
         for name in before.keys() - seen.keys() - self._named.keys():
             self._post(members.Vanished(name))
@@ -259,10 +249,7 @@ class Devices:
         self._known_keys.add(worker.key)
         self._told = {(device, line) for device, line in self._told if device != name}
         if worker.build != self._caller.build:
-            self._reporter.say(
-                f"llama.cpp differs: {self._caller.build} here, {worker.build} on {name}; answers may differ from those of "
-                "one build in rare words; install the same version on both"
-            )
+            self._reporter.say(build_gap(self._caller.build, worker.build, name))
         for other in list(self.workers.values()):
             await self._introduce(other)  # they trust each other before they are asked to measure or to give layers
         self._post(members.Welcomed(name))

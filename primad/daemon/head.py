@@ -34,7 +34,7 @@ from primad.cluster.gate import Gate
 from primad.cluster.identity import Identity
 from primad.cluster.layer_server import LayerServer
 from primad.cluster.membership import phase_of, step, wake_at
-from primad.cluster.trust import TrustedDevice, TrustStore
+from primad.cluster.trust import TrustStore
 from primad.config import Config
 from primad.daemon.backend import RingBackend
 from primad.daemon.devices import Devices
@@ -79,7 +79,7 @@ class HeadDaemon:
         self._events: asyncio.Queue[members.Event] = asyncio.Queue(_MAX_EVENTS)
         self._state: members.State | None = None
         self._tasks = Tasks()
-        self._desk = PairingDesk(config, identity, trust, reporter.say, self._on_paired)
+        self._desk = PairingDesk(config, identity, trust, reporter.say)
         caller = Caller(
             context=self._context,
             identity=identity,
@@ -215,9 +215,6 @@ class HeadDaemon:
                 self._reporter.say(text)
             case members.GiveUp(reason):
                 raise ClusterError(reason)
-
-    def _on_paired(self, device: TrustedDevice) -> None:
-        del device  # the next look at the trust store sees it
 
     def _describe(self, what: str) -> None:
         """What the health check says goes on, while nothing is served."""

@@ -26,7 +26,7 @@ from primad.daemon.shard import (
     remove_metadata,
 )
 from primad.daemon.stopped import wait_stopped
-from primad.daemon.worker_link import DeviceLostError, PartError, WorkerLink, WorkerPart
+from primad.daemon.worker_link import PartError, WorkerLink, WorkerPart, blamed
 from primad.errors import ClusterError, ModelError, PrimadError, RingError
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.ring.messages import (
@@ -163,11 +163,7 @@ class HeadRing:
         if self._closed or self._broken.done():
             return
         self._broken.set_result(error)
-        device = error.device if isinstance(error, DeviceLostError | PartError) else None
-        if device is not None and isinstance(error, PartError) and error.fault == "next":
-            following = self.plan.after(device)
-            device = following if following != self.plan.head else None
-        lasting = isinstance(error, PartError) and error.fault == "disk"
+        device, lasting = blamed(error, self.plan)
         self._parts.on_broken(self.epoch, device, str(error), lasting)
 
     async def _watch(self, part: WorkerPart) -> None:
@@ -330,7 +326,7 @@ class HeadRing:
     async def _find_fault(self, waited_s: float) -> None:
         """A step is late. A worker whose ring process does not even answer hangs; one that answers is slow.
 
-        Raises ``DeviceLostError`` for the one that hangs.
+        Raises ``PartError`` for the one that hangs.
         """
         names = list(self._workers)
         answers = await asyncio.gather(*(self._worker_status(name, OVERDUE_ANSWER_S) for name in names))

@@ -14,7 +14,7 @@ from primad.cluster.pairing import LIFETIME_S, Outcome, Who
 from primad.cluster.pairing_links import PairingServer, pair_with
 from primad.cluster.trust import TrustedDevice, TrustStore
 from primad.cluster.words import Code, new_code, parse_code
-from primad.config import Config
+from primad.config import Config, split_address
 from primad.errors import ClusterError, PrimadError
 
 LOOK_S: Final = 3.0
@@ -25,12 +25,10 @@ Say = Callable[[str], None]
 
 
 class PairingDesk:
-    """Where this daemon lets new devices in. One code is open at a time; ``changed`` is told when a device was paired."""
+    """Where this daemon lets new devices in. One code is open at a time; who was paired is in the trust store."""
 
-    def __init__(
-        self, config: Config, identity: Identity, trust: TrustStore, say: Say, changed: Callable[[TrustedDevice], None]
-    ) -> None:
-        self._config, self._identity, self._trust, self._say, self._changed = config, identity, trust, say, changed
+    def __init__(self, config: Config, identity: Identity, trust: TrustStore, say: Say) -> None:
+        self._config, self._identity, self._trust, self._say = config, identity, trust, say
         self._open: tuple[Code, PairingServer, float] | None = None
         self._task: asyncio.Task[None] | None = None
         self._discovery: Discovery | None = None
@@ -63,7 +61,6 @@ class PairingDesk:
     def _paired(self, device: TrustedDevice) -> None:
         self._trust.add(device)
         self._say(f"paired with {device.device}")
-        self._changed(device)
 
     async def _run(self, server: PairingServer) -> None:
         try:
@@ -88,8 +85,7 @@ async def pair(
     known = parse_code(code)
     who = Who(device=config.name, key=identity.public, cluster=config.cluster, version=__version__)
     if at is not None:
-        host, port = at.rsplit(":", 1)
-        places = [(host.strip("[]"), int(port))]
+        places = [split_address(at)]
     else:
         say(f"looking for the device that shows the code {known.number}-...")
         places = await _find(config, known)

@@ -27,6 +27,7 @@ from primad.daemon.ring_parts import RingOptions, RingParts
 from primad.daemon.shard import Place
 from primad.daemon.tasks import Tasks
 from primad.daemon.vocabulary import ModelVocabulary
+from primad.daemon.worker_link import blamed
 from primad.errors import PlanError, PrimadError
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header
@@ -117,19 +118,19 @@ class Rings:
 
     async def _form(self, epoch: int) -> None:
         self._describe("loading")
-        ring = HeadRing(self._parts(epoch))
+        ring = HeadRing(self._parts(epoch, await asyncio.to_thread(self._profile)))
         self._rings[epoch] = ring
         try:
             await ring.form()
             if self._vocabulary is None:
                 self._vocabulary = await asyncio.to_thread(ModelVocabulary, self._header)
         except PrimadError as exc:
-            device = getattr(exc, "device", None)
-            self._post(members.Broken(epoch, device, str(exc), getattr(exc, "fault", "") == "disk"))
+            device, lasting = blamed(exc, ring.plan)
+            self._post(members.Broken(epoch, device, str(exc), lasting))
             return
         self._post(members.Formed(epoch))
 
-    def _parts(self, epoch: int) -> RingParts:
+    def _parts(self, epoch: int, profile: DeviceProfile) -> RingParts:
         plan, prediction = self._plans[epoch]
         if self._cutter is None and len(plan.route) > 1:
             self._cutter = ModelCutter(self._header, LayerDigests(self._header, self._config.home / "digests.json"))
@@ -144,7 +145,7 @@ class Rings:
             place=self._place,
             header=self._header,
             cutter=self._cutter,
-            profile=self._profile(),
+            profile=profile,
             options=RingOptions(
                 epoch=epoch,
                 session=self._session,

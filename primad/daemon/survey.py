@@ -23,7 +23,7 @@ from primad.config import Config
 from primad.daemon.links import LinkBook
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import profile, run
-from primad.daemon.worker_link import Caller, WorkerLink, greet, knock
+from primad.daemon.worker_link import Caller, WorkerLink, greet, greet_named, knock
 from primad.engine.build import build_id
 from primad.errors import ClusterError
 
@@ -90,7 +90,6 @@ class _Visit:
         )
         self._workers: dict[str, WorkerLink] = {}
         self._announced: dict[str, tuple[str, ...]] = {}
-        self._gone: dict[str, str] = {}
 
     @property
     def workers(self) -> list[WorkerLink]:
@@ -104,12 +103,8 @@ class _Visit:
     async def find(self, seconds: float) -> None:
         """Greet the devices that were named, then at once all those that come in sight in ``seconds``."""
         for address in self._config.devices:
-            host, port = address.rsplit(":", 1)
             keys = [each.key for each in self._trust.entries()]
-            try:
-                await self._greet([(host.strip("[]"), int(port))], keys)
-            except ClusterError as exc:
-                raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
+            self._take(await greet_named(self._caller, address, keys, self))
         async with asyncio.TaskGroup() as group:
             for peer in await self._in_sight(seconds):
                 self._announced[peer.device] = peer.addresses
@@ -139,15 +134,11 @@ class _Visit:
 
     def lost(self, device: str, reason: str) -> None:
         """Whoever waits for an answer of it is told there."""
-        self._gone[device] = reason
 
     def leaving(self, device: str, reason: str) -> None:
         """It may go: it computes nothing for us."""
-        self._gone[device] = reason
 
-    async def _greet(self, places: list[tuple[str, int]], keys: list[str]) -> None:
-        end, _ = await knock(self._caller, places, keys)
-        worker = await greet(self._caller, end, self)
+    def _take(self, worker: WorkerLink) -> None:
         if worker.name in self._workers or worker.name == self._config.name:
             worker.close()  # the same device, named and seen, or a worker on this very device
         else:
@@ -158,7 +149,8 @@ class _Visit:
             self._reporter.say(f"{peer.device} is left out: it is not paired with this device ('primad join --code')")
             return
         try:
-            await self._greet([(address, peer.port) for address in peer.addresses], [peer.key])
+            end, _ = await knock(self._caller, [(address, peer.port) for address in peer.addresses], [peer.key])
+            self._take(await greet(self._caller, end, self))
         except ClusterError as exc:
             self._reporter.say(f"{peer.device} is left out: {exc}")
 
@@ -170,4 +162,4 @@ class _Visit:
         except ClusterError as exc:
             self._reporter.say(str(exc))
             return []
-        return [peer for peer in peers if peer.cluster == self._config.cluster and peer.role == "worker"]
+        return [peer for peer in peers if peer.is_worker_of(self._config.cluster)]

@@ -60,13 +60,13 @@ from primad.cluster.messages import (
     WorkerMessage,
     agreed_protocol,
 )
-from primad.cluster.trust import TrustedDevice, TrustStore
+from primad.cluster.trust import TrustStore
 from primad.config import DEFAULT_CONTROL_PORT, Config, is_loopback
 from primad.daemon.owner import OwnerPause
 from primad.daemon.pairing_desk import PairingDesk
 from primad.daemon.parts import Parts, Say
 from primad.daemon.shard import Place
-from primad.daemon.worker_link import version_gap
+from primad.daemon.worker_link import build_gap, version_gap
 from primad.errors import ClusterError, ConfigError, printable
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class WorkerDaemon:
             config=config, place=place, context=self._context, identity=identity, tell=self._tell, say=say
         )
         self._pause = OwnerPause(config.home, pause_on_battery=config.pause_on_battery, changed=self._on_pause)
-        self._desk = PairingDesk(config, identity, trust, say, self._on_paired)
+        self._desk = PairingDesk(config, identity, trust, say)
         self._lease: _Lease | None = None
         self._measuring: asyncio.Task[None] | None = None
         self._dismissed = asyncio.Event()
@@ -229,11 +229,7 @@ class WorkerDaemon:
         if is_new and self._may_say("hello"):
             self._say(f"head {hello.device} is here")
             if hello.build != self._place.build:
-                theirs = f"{printable(hello.build, 200)} on {hello.device}"
-                self._say(
-                    f"llama.cpp differs: {self._place.build} here, {theirs}; answers may differ "
-                    "from those of one build in rare words; install the same version on both"
-                )
+                self._say(build_gap(self._place.build, printable(hello.build, 200), hello.device))
         profile = await asyncio.to_thread(self._profile, self._name)
         self._dismissed.clear()
         self._lease = _Lease(
@@ -356,9 +352,6 @@ class WorkerDaemon:
             return False
         self._say_next_s[topic] = now + SAY_EVERY_S
         return True
-
-    def _on_paired(self, device: TrustedDevice) -> None:
-        del device  # its key is trusted from now on; it says hello by itself
 
     def _state(self) -> str:
         """How this device stands, for people."""

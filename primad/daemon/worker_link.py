@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import zmq.asyncio
 
-from halda import DeviceProfile, LinkProfile
+from halda import DeviceProfile, LinkProfile, Plan
 from primad import __version__
 from primad.cluster.control import HeadEnd
 from primad.cluster.identity import Identity
@@ -45,7 +45,8 @@ from primad.cluster.messages import (
     WorkerStatus,
     agreed_protocol,
 )
-from primad.errors import ClusterError
+from primad.config import split_address
+from primad.errors import ClusterError, PrimadError
 
 KNOCK_TIMEOUT_S: Final = 3.0
 HELLO_TIMEOUT_S: Final = 5.0
@@ -159,6 +160,39 @@ def version_gap(ours: str, theirs: str, version: str, protocol: int) -> str:
         f"{theirs} runs primad {version} (protocol {protocol}), {ours} runs {__version__} (protocol {PROTOCOL}), and they "
         "do not understand each other; install the same version on both"
     )
+
+
+def build_gap(ours: str, theirs: str, device: str) -> str:
+    """What to tell the owner of this device, whose llama.cpp is ``ours``, and of ``device``, whose is ``theirs``."""
+    return (
+        f"llama.cpp differs: {ours} here, {theirs} on {device}; answers may differ from those of one build in rare words; "
+        "install the same version on both"
+    )
+
+
+async def greet_named(caller: Caller, address: str, keys: Collection[str], listener: Listener) -> WorkerLink:
+    """Say hello at ``address`` (host:port), which the owner named, to whichever device with one of ``keys`` is there.
+
+    Raises ``ClusterError`` that names the flag when none answers or takes this head.
+    """
+    try:
+        end, _ = await knock(caller, [split_address(address)], keys)
+        return await greet(caller, end, listener)
+    except ClusterError as exc:
+        raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
+
+
+def blamed(error: PrimadError, plan: Plan) -> tuple[str | None, bool]:
+    """Which worker of ``plan`` is to blame for ``error`` that ended its ring, None for none, and whether that will last."""
+    if isinstance(error, DeviceLostError):
+        return error.device, False
+    if not isinstance(error, PartError):
+        return None, False
+    device: str | None = error.device
+    if error.fault == "next":
+        following = plan.after(error.device)
+        device = following if following != plan.head else None
+    return device, error.fault == "disk"
 
 
 async def greet(caller: Caller, end: HeadEnd, listener: Listener) -> WorkerLink:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from primad.cluster.peer import Peer
+from primad.config import split_address
 from primad.doctor.findings import Finding, finding, in_thread
 
 TIMEOUT_S: Final = 2.0
@@ -36,12 +37,12 @@ def targets(peers: Sequence[Peer], cluster: str, named: Sequence[str]) -> list[T
     seen = [
         Target(device=peer.device, address=address, port=peer.port, named=False)
         for peer in peers
-        if peer.cluster == cluster and peer.role == "worker"
+        if peer.is_worker_of(cluster)
         for address in peer.addresses
     ]
     given = [
-        Target(device=text, address=text.rpartition(":")[0].strip("[]"), port=int(text.rpartition(":")[2]), named=True)
-        for text in named
+        Target(device=text, address=host, port=port, named=True)
+        for text, (host, port) in zip(named, map(split_address, named), strict=True)
     ]
     return [*given, *seen][:MAX_TARGETS]
 

@@ -11,6 +11,7 @@ from primad.cluster.peer import Peer
 from primad.cluster.trust import PAIRED, TrustStore, trusted_now
 from primad.config import load_config
 from primad.daemon import survey as survey_module
+from primad.daemon import worker_link as worker_link_module
 from primad.daemon.survey import survey
 from primad.errors import ClusterError
 from tests.fakes.planning import device, link
@@ -101,8 +102,9 @@ def around(monkeypatch):
 
     monkeypatch.setattr(survey_module, "LinkBook", Book)
     monkeypatch.setattr(survey_module, "look", look)
-    monkeypatch.setattr(survey_module, "knock", knock)
-    monkeypatch.setattr(survey_module, "greet", greet)
+    for module in (survey_module, worker_link_module):  # where devices in sight and named ones are greeted
+        monkeypatch.setattr(module, "knock", knock)
+        monkeypatch.setattr(module, "greet", greet)
     monkeypatch.setattr(survey_module, "profile", lambda config, reporter: device(config.name))
     return SimpleNamespace(sight=sight, answers=answers, closed=closed, knocks=knocks, introduced=introduced)
 
