@@ -9,6 +9,7 @@ devices that were paired gets anything out of them; ``host = "127.0.0.1"`` keeps
     interface             use this network only: an interface such as "eth0", or one of its addresses
     devices               a list such as ["192.168.1.20:7770"]: devices that are asked where multicast is blocked
     threads, nice         compute threads; how far computing stands back for other programs, 0 to 19
+    lock                  true: weights that stay in memory are pinned there (mlock); the system cannot take them back
     max_ram, max_vram     the most that primad uses: "8GB", "8GiB", or "50%" of what the device has
     max_disk              the most that the layer cache holds: "40GB"
     pause_on_battery      true: this device computes nothing while it runs on battery
@@ -53,7 +54,20 @@ DEFAULT_HTTP_PORT: Final = 8080
 DEFAULT_CLUSTER: Final = "home"
 LOOPBACK: Final = "127.0.0.1"
 _KEYS: Final = (
-    *("name", "cluster", "host", "port", "interface", "devices", "threads", "nice", "max_ram", "max_vram", "max_disk"),
+    *(
+        "name",
+        "cluster",
+        "host",
+        "port",
+        "interface",
+        "devices",
+        "threads",
+        "nice",
+        "lock",
+        "max_ram",
+        "max_vram",
+        "max_disk",
+    ),
     *("pause_on_battery", "transfer_limit", "keep_loaded", "replan_gain", "heartbeat_interval", "suspect_after"),
     "gone_after",
 )
@@ -76,6 +90,7 @@ class Config:
 
     ``port`` is None where the owner left it open (then the default is tried first). ``host`` is the address that daemons
     listen on for each other. ``threads`` pins the number of compute threads; None takes what the profile found best.
+    ``lock`` pins resident weights to memory.
     ``transfer_limit_bytes_per_s`` is None for no limit. ``replan_gain`` is a fraction.
     """
 
@@ -88,6 +103,7 @@ class Config:
     devices: tuple[str, ...]
     threads: int | None
     nice: int
+    lock: bool
     limits: OwnerLimits
     pause_on_battery: bool
     transfer_limit_bytes_per_s: float | None
@@ -169,6 +185,7 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
         devices=chosen("devices", _addresses, ()),
         threads=chosen("threads", parse_whole, None, least=1, most=1024),
         nice=chosen("nice", parse_whole, 0, most=19),
+        lock=chosen("lock", parse_yes_no, False),
         limits=OwnerLimits(
             ram=chosen("max_ram", _some_memory, None),
             vram=chosen("max_vram", parse_amount, None),

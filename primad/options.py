@@ -26,6 +26,14 @@ Nice = Annotated[
     int | None,
     typer.Option(help="Stand back for other programs, 0 (not at all) to 19 [default: 0].", show_default=False),
 ]
+Lock = Annotated[
+    bool | None,
+    typer.Option(
+        "--lock/--no-lock",
+        help="Pin the weights that stay in memory, so that they are never read again.",
+        show_default=False,
+    ),
+]
 MaxRam = Annotated[
     str | None,
     typer.Option(

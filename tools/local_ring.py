@@ -123,6 +123,8 @@ class LocalRing:
                 rows=512,
                 threads=self._threads[number],
                 batch_threads=self._threads[number],
+                kv_type="f16",
+                lock=False,
             )
             place = Place(
                 cache=LayerCache(self._folder / name), run=run, verdicts=self._folder / "verdicts", build=build_id()
@@ -135,7 +137,9 @@ class LocalRing:
                 )
             self.extra_buffers += extra
             if cutter is None:
-                windows = [OpenWindow(window=0, files=whole_model(self._model, plan), extra_buffers=extra[0])]
+                windows = [
+                    OpenWindow(window=0, files=whole_model(self._model, plan), extra_buffers=extra[0], streamed=())
+                ]
             else:
                 windows = self._windows(cutter, name, place, extra)
             self._opens[name] = Open(
@@ -149,6 +153,7 @@ class LocalRing:
                 depth=len(plan.devices),
                 step_timeout_s=self._step_timeout_s,
                 options=options,
+                slots=0,
             )
             await self._start(name)
         await self.link({name: await self.opened(name) for name in plan.devices})
@@ -212,7 +217,7 @@ class LocalRing:
                 for chunk in source.chunks():
                     writer.write(chunk)
         files = place_windows(place, specs, [0] * len(specs), 1)
-        return open_windows(specs, files, extra)
+        return open_windows(specs, files, extra, [()] * len(specs))
 
     async def _pump(self, events: asyncio.Queue[object], process: RingProcess) -> None:
         try:

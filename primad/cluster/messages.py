@@ -21,6 +21,7 @@ from halda import DeviceProfile, LinkProfile
 from primad.cluster.identity import is_key
 from primad.cluster.transfer_messages import Source, check_source
 from primad.config import NAME
+from primad.engine.protocol import KvType
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
 from primad.gguf.windows import WindowSpec
@@ -90,7 +91,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     ``probe`` is a one-layer window of the same layers to try extra buffers with, or None when they are not to be used.
     ``force_extra_buffers`` skips the probe. ``place`` tells devices of this ring that share a machine apart
     (see ``ring.spawn.environment``). The last ``gpu_layers[i]`` layers of ``windows[i]`` go to the GPU. A worker may have
-    parts in several epochs at a time: the next ring is loaded while the last one serves.
+    parts in several epochs at a time: the next ring is loaded while the last one serves. Of ``windows[i]`` the layers
+    ``streamed[i]``, counted from its first, are read each time they are used, through ``slots`` buffers; none without it.
+    ``kv_type`` is that of the KV cache.
     """
 
     ring: int
@@ -107,6 +110,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     rows: int
     step_timeout_s: float
     place: int
+    streamed: list[tuple[int, ...]] = []
+    slots: int = 0
+    kv_type: KvType = "f16"
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):

@@ -22,9 +22,7 @@ from primad.config import LOOPBACK, is_loopback
 from primad.daemon.own_part import start_own
 from primad.daemon.ring_parts import RingParts
 from primad.daemon.ring_status import device_status, link_status, plan_lines, promises
-from primad.daemon.shard import (
-    remove_metadata,
-)
+from primad.daemon.shard import remove_metadata, streamed_of
 from primad.daemon.stopped import wait_stopped
 from primad.daemon.worker_link import PartError, WorkerLink, WorkerPart, blamed
 from primad.errors import ClusterError, ModelError, PrimadError, RingError
@@ -246,6 +244,9 @@ class HeadRing:
             rows=options.rows,
             step_timeout_s=options.step_timeout_s,
             place=self._place_of(name),
+            streamed=streamed_of(self.plan, name),
+            slots=self.plan.streaming_of(name).slots,
+            kv_type=options.kv_type,
         )
 
     def _sources(self, worker: WorkerLink) -> list[Source]:

@@ -18,11 +18,16 @@ _EVENTS: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What a ring process has loaded, whatever its place in a route: windows (first, last, layers, GPU layers), and how."""
+    """What a ring process has loaded, whatever its place in a route: windows (first, last, layers, GPU layers), and how.
+
+    ``streamed`` are, for each window, the layers that it streams, counted from its first; they pass through ``slots``.
+    """
 
     windows: tuple[tuple[int, int, tuple[str, ...], int], ...]
     width: int
     extra_buffers: bool
+    streamed: tuple[tuple[int, ...], ...]
+    slots: int
     options: EngineOptions
 
 

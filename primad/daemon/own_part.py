@@ -7,7 +7,7 @@ import asyncio
 from primad.daemon.extra import TRIALS, choose_extra_buffers
 from primad.daemon.owner import apply_nice
 from primad.daemon.ring_parts import RingParts
-from primad.daemon.shard import copy_layers, missing_layers, open_windows, place_windows, whole_model
+from primad.daemon.shard import copy_layers, missing_layers, open_windows, place_windows, streamed_of, whole_model
 from primad.engine.protocol import EngineOptions
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.ring.messages import Open, OpenWindow
@@ -25,6 +25,8 @@ async def start_own(parts: RingParts, specs: list[WindowSpec]) -> tuple[RingProc
         rows=parts.options.rows,
         threads=parts.profile.cpu.threads,
         batch_threads=parts.profile.cpu.batch_threads,
+        kv_type=parts.options.kv_type,
+        lock=parts.config.lock,
     )
     if specs:
         await _cut(parts, specs)
@@ -45,6 +47,7 @@ async def start_own(parts: RingParts, specs: list[WindowSpec]) -> tuple[RingProc
             depth=len(parts.plan.devices),
             step_timeout_s=parts.options.step_timeout_s,
             options=options,
+            slots=parts.plan.streaming_of(parts.plan.head).slots,
         )
     )
     return process, len(windows)
@@ -70,14 +73,16 @@ async def _cut(parts: RingParts, specs: list[WindowSpec]) -> None:
 async def _windows(parts: RingParts, specs: list[WindowSpec], options: EngineOptions) -> list[OpenWindow]:
     plan = parts.plan
     extra = await _extra_buffers(parts, options)
+    streamed = streamed_of(plan, plan.head)
     if not specs:
         whole = whole_model(parts.header.path, plan)
-        return [OpenWindow(window=0, files=whole, extra_buffers=extra[0])]
+        streams = streamed[0]
+        return [OpenWindow(window=0, files=whole, extra_buffers=extra[0] and not streams, streamed=streams)]
     gpu_layers = [window.gpu_layers for _, window in plan.windows_of(plan.head)]
     files = await asyncio.to_thread(
         place_windows, parts.place, specs, gpu_layers, parts.options.epoch, output_on_gpu=plan.output_on_gpu
     )
-    return open_windows(specs, files, extra)
+    return open_windows(specs, files, extra, streamed)
 
 
 async def _extra_buffers(parts: RingParts, options: EngineOptions) -> list[bool]:

@@ -246,6 +246,8 @@ class Parts:
             rows=load.rows,
             threads=profile.cpu.threads,
             batch_threads=profile.cpu.batch_threads,
+            kv_type=load.kv_type,
+            lock=self._config.lock,
         )
         extra = await self._extra_buffers(load, options)
         content = Content(
@@ -255,6 +257,8 @@ class Parts:
             ),
             width=load.width,
             extra_buffers=extra,
+            streamed=tuple(load.streamed) or ((),) * len(load.windows),
+            slots=load.slots,
             options=options,
         )
         kept = self._take_kept(content)
@@ -319,7 +323,9 @@ class Parts:
             Open(
                 ring=load.ring,
                 epoch=load.epoch,
-                windows=open_windows(load.windows, files, [content.extra_buffers] * len(load.windows)),
+                windows=open_windows(
+                    load.windows, files, [content.extra_buffers] * len(load.windows), content.streamed
+                ),
                 route=load.route,
                 width=load.width,
                 model=None,
@@ -327,6 +333,7 @@ class Parts:
                 depth=1,
                 step_timeout_s=load.step_timeout_s,
                 options=options,
+                slots=content.slots,
             ),
         )
         return host

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from halda import Infeasible, ModelProfile, Objective, Plan, Workload, arrange
+from primad.engine.protocol import KvType
 from primad.errors import ConfigError, PlanError
 
 DEFAULT_CONTEXT_TOKENS: Final = 4096
@@ -34,6 +35,7 @@ class ServeOptions:
     extra_buffers: str
     context_tokens: int | None
     rows: int
+    kv_type: KvType
     step_timeout_s: float
     http_port: int
     alone: bool

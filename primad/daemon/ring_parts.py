@@ -12,6 +12,7 @@ from primad.daemon.links import LinkBook
 from primad.daemon.reporter import Reporter
 from primad.daemon.shard import Place
 from primad.daemon.worker_link import WorkerLink
+from primad.engine.protocol import KvType
 from primad.gguf.header import Header
 from primad.gguf.windows import ModelCutter
 from primad.ring.messages import Finished, Sampled
@@ -30,6 +31,7 @@ class RingOptions:
     session: int
     context_tokens: int
     rows: int
+    kv_type: KvType
     extra_buffers: str
     step_timeout_s: float
 

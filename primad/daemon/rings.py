@@ -151,6 +151,7 @@ class Rings:
                 session=self._session,
                 context_tokens=self._workload.context_tokens,
                 rows=self._options.rows,
+                kv_type=self._options.kv_type,
                 extra_buffers=self._options.extra_buffers,
                 step_timeout_s=self._options.step_timeout_s,
             ),

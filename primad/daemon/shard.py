@@ -156,10 +156,22 @@ def fits_twice(size_bytes: int, limits: OwnerLimits) -> bool:
 
 
 def open_windows(
-    specs: Sequence[WindowSpec], files: Sequence[WindowFiles], extra_buffers: Sequence[bool]
+    specs: Sequence[WindowSpec],
+    files: Sequence[WindowFiles],
+    extra_buffers: Sequence[bool],
+    streamed: Sequence[tuple[int, ...]],
 ) -> list[OpenWindow]:
-    """The windows as the ring process is told to load them."""
+    """The windows as the ring process is told to load them; one that streams has no use for extra buffers."""
     return [
-        OpenWindow(window=spec.window, files=placed, extra_buffers=extra)
-        for spec, placed, extra in zip(specs, files, extra_buffers, strict=True)
+        OpenWindow(window=spec.window, files=placed, extra_buffers=extra and not streams, streamed=streams)
+        for spec, placed, extra, streams in zip(specs, files, extra_buffers, streamed, strict=True)
+    ]
+
+
+def streamed_of(plan: Plan, device: str) -> list[tuple[int, ...]]:
+    """For each window of ``device`` the layers that it streams, counted from the window's first."""
+    streamed = plan.streaming_of(device).layers
+    return [
+        tuple(layer - window.first for layer in window.layers if layer in streamed)
+        for _, window in plan.windows_of(device)
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -54,6 +54,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.logit_bias) or (penalised and self.penalty_tokens != 0)
 
 
+KvType = Literal["f16", "q8_0", "q4_0"]
+"""Types of KV cache."""
+
 _MASK_64: Final = (1 << 64) - 1
 
 
@@ -74,8 +77,8 @@ def draw_seed(seed: int, index: int) -> int:
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How windows are opened on this device.
 
-    ``context`` cells of KV cache shared by ``sequences`` sequences; at most ``rows`` rows a step; ``threads`` for decode
-    and ``batch_threads`` for prefill.
+    ``context`` cells of KV cache of type ``kv_type`` shared by ``sequences`` sequences; at most ``rows`` rows a step;
+    ``threads`` for decode and ``batch_threads`` for prefill. ``lock`` pins resident weights to memory (mlock).
     """
 
     context: int
@@ -83,6 +86,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     threads: int
     batch_threads: int
+    kv_type: KvType
+    lock: bool
 
 
 class WindowFiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,7 +85,13 @@ def _time(task: TimeWindow) -> Timings:
     from primad.engine.llama import MiddleWindow  # only the child loads llama.cpp
 
     options = EngineOptions(
-        context=CONTEXT, sequences=1, rows=PREFILL_ROWS, threads=task.threads, batch_threads=task.batch_threads
+        context=CONTEXT,
+        sequences=1,
+        rows=PREFILL_ROWS,
+        threads=task.threads,
+        batch_threads=task.batch_threads,
+        kv_type="f16",
+        lock=False,
     )
     window = MiddleWindow(task.files, options, width=task.width, extra_buffers=task.extra_buffers)
     sweep = np.ones(task.sweep_bytes // 8, np.uint64)

@@ -249,19 +249,22 @@ class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
 class OpenWindow(msgspec.Struct, frozen=True, kw_only=True):
     """One window to load: its route index and files.
 
-    ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of its weights.
+    ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of its weights. ``streamed`` are those of its layers,
+    counted from its first, that are read each time they are used; ``files.layer_count`` stands for the output matrix.
     """
 
     window: int
     files: WindowFiles
     extra_buffers: bool
+    streamed: tuple[int, ...]
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
 
     ``route`` is the number of windows in the route. ``model`` is the path of the model file on the head and None on a
-    worker; ``width`` is that of the hidden state. ``depth`` bounds the steps that the head keeps in flight.
+    worker; ``width`` is that of the hidden state. ``depth`` bounds the steps that the head keeps in flight. Streamed layers
+    of all windows pass through ``slots`` buffers of the size of the largest one; 0 where nothing streams.
     """
 
     ring: int
@@ -274,6 +277,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     depth: int
     step_timeout_s: float
     options: EngineOptions
+    slots: int
 
 
 class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
@@ -350,6 +354,24 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True, tag="overdue"):
     waited_s: float
 
 
+class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a ring process's weights is in memory, and what reading the rest cost since it was opened last.
+
+    ``resident`` and ``streamed`` count layers (the output matrix is one), ``slots`` the buffers of streamed ones.
+    ``read_bytes`` were read from disk for ``steps`` steps, which waited ``stall_s`` seconds for it. ``pressure`` is the
+    level of memory pressure on this device: calm, some or high.
+    """
+
+    resident: int
+    streamed: int
+    slots: int
+    resident_bytes: int
+    streamed_bytes: int
+    read_bytes: int
+    stall_s: float
+    pressure: str
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """What this ring process did and holds since it was opened, or reopened, last.
 
@@ -364,6 +386,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     rss_bytes: int
     private_bytes: int
     refused: int
+    memory: MemoryStatus | None = None
 
 
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report

@@ -9,7 +9,7 @@ from primad.engine.protocol import EngineOptions, Rows
 from tests.fakes.engine import WIDTH, FakeModel
 from tests.fakes.ring import GREEDY
 
-OPTIONS = EngineOptions(context=16, sequences=3, rows=4, threads=1, batch_threads=1)
+OPTIONS = EngineOptions(context=16, sequences=3, rows=4, threads=1, batch_threads=1, kv_type="f16", lock=False)
 
 
 def model() -> FakeModel:

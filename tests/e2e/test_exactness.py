@@ -132,7 +132,9 @@ class Route:
                 for chunk in cutter.source(ref.digest).chunks():
                     writer.write(chunk)
         files = place_windows(place, specs, [0] * len(specs), 1)
-        options = EngineOptions(context=CONTEXT, sequences=1, rows=CHUNK, threads=THREADS, batch_threads=THREADS)
+        options = EngineOptions(
+            context=CONTEXT, sequences=1, rows=CHUNK, threads=THREADS, batch_threads=THREADS, kv_type="f16", lock=False
+        )
         embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
         width, vocabulary = embedding.width, vocabulary_size(header)
         self.hidden = [

@@ -82,7 +82,9 @@ class FakeModel:
     open_windows: int = 0
     open_samplers: int = 0
     options: EngineOptions = field(
-        default_factory=lambda: EngineOptions(context=4096, sequences=1, rows=512, threads=1, batch_threads=1)
+        default_factory=lambda: EngineOptions(
+            context=4096, sequences=1, rows=512, threads=1, batch_threads=1, kv_type="f16", lock=False
+        )
     )
 
     def first(self, last: int) -> FakeHiddenWindow:

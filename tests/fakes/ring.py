@@ -75,7 +75,9 @@ class FakeRing:
     ) -> None:
         owners = [device for sizes in rounds for device in range(len(sizes))] + [0]
         cuts = [0, *accumulate([size for sizes in rounds for size in sizes] + [tail])]
-        options = EngineOptions(context=context, sequences=1, rows=rows, threads=1, batch_threads=1)
+        options = EngineOptions(
+            context=context, sequences=1, rows=rows, threads=1, batch_threads=1, kv_type="f16", lock=False
+        )
         self.model = FakeModel(cuts[-1], ends, options=options)
         self.now_s = 100.0
         self.events: list[HeadEvent] = []

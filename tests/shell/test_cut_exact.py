@@ -21,7 +21,7 @@ synth = importlib.util.module_from_spec(_spec)
 sys.modules["synth"] = synth
 _spec.loader.exec_module(synth)
 
-OPTIONS = EngineOptions(context=256, sequences=4, rows=64, threads=1, batch_threads=1)
+OPTIONS = EngineOptions(context=256, sequences=4, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
 PROMPT = [1, *range(40, 129)]
 """90 tokens: two chunks of a prefill, and past the end of every synthetic model's sliding window of 24."""
 DECODED = 10

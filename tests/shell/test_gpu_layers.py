@@ -14,7 +14,7 @@ from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.gguf.cache import LayerCache
 from primad.gguf.windows import WindowSpec
 
-OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1)
+OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
 FILES = WindowFiles(metadata="none.gguf", layers=(), layer_count=8, gpu_layers=0, output_on_gpu=False)
 
 

@@ -107,6 +107,7 @@ class Lab:
             rounds=None,
             extra_buffers="off",
             context_tokens=64,
+            kv_type="f16",
             rows=16,
             step_timeout_s=5.0,
             http_port=8080,

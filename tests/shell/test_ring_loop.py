@@ -51,7 +51,7 @@ from tests.fakes.ring import GREEDY, generate
 PATIENCE_S = 30
 ROUTE = 4
 """Head, worker 1, worker 2, head: a layer each."""
-OPTIONS = EngineOptions(context=128, sequences=1, rows=8, threads=1, batch_threads=1)
+OPTIONS = EngineOptions(context=128, sequences=1, rows=8, threads=1, batch_threads=1, kv_type="f16", lock=False)
 NOBODY = zmq.curve_keypair()[0].decode()
 NOWHERE = "tcp://127.0.0.1:1"
 DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0, seed=5)
@@ -69,6 +69,7 @@ def an_open(**changes) -> Open:
         depth=2,
         step_timeout_s=PATIENCE_S,
         options=OPTIONS,
+        slots=0,
     )
     return msgspec.structs.replace(opening, **changes)
 
@@ -194,7 +195,9 @@ def hidden(model: FakeModel, tokens: list[int]) -> np.ndarray:
 def opening_of_two(**changes) -> Open:
     """Opens windows 1 and 2; their files do not matter."""
     files = WindowFiles(metadata="", layers=(), layer_count=1, gpu_layers=0, output_on_gpu=False)
-    return an_open(windows=[OpenWindow(window=index, files=files, extra_buffers=False) for index in (1, 2)], **changes)
+    return an_open(
+        windows=[OpenWindow(window=index, files=files, extra_buffers=False, streamed=()) for index in (1, 2)], **changes
+    )
 
 
 def exchange(sender: Links, receiver: Links, *, until: Callable[[], bool]) -> None:

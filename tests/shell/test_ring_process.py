@@ -35,7 +35,7 @@ from tests.fakes.ring import generate
 
 PATIENCE_S = 60
 KEY = zmq.curve_keypair()[0].decode()
-OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1)
+OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
 WHOLE = WindowFiles(metadata="/nowhere/model.gguf", layers=(), layer_count=1, gpu_layers=0, output_on_gpu=False)
 
 
@@ -56,7 +56,7 @@ def an_open(**changes) -> Open:
     opening = Open(
         ring=1,
         epoch=1,
-        windows=[OpenWindow(window=0, files=WHOLE, extra_buffers=False)],
+        windows=[OpenWindow(window=0, files=WHOLE, extra_buffers=False, streamed=())],
         route=1,
         width=8,
         model="/nowhere/model.gguf",
@@ -64,6 +64,7 @@ def an_open(**changes) -> Open:
         depth=1,
         step_timeout_s=5,
         options=OPTIONS,
+        slots=0,
     )
     return msgspec.structs.replace(opening, **changes)
 
@@ -179,7 +180,7 @@ def test_layer_files_that_are_none_break_it(tmp_path):
         gpu_layers=0,
         output_on_gpu=False,
     )
-    window = OpenWindow(window=1, files=files, extra_buffers=False)
+    window = OpenWindow(window=1, files=files, extra_buffers=False, streamed=())
     words = broken_by(tmp_path, an_open(model=None, route=3, windows=[window]))
     assert words.startswith(f"llama.cpp cannot load {tmp_path / 'window.gguf'}: ")
 

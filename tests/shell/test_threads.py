@@ -80,6 +80,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
                 epoch=3,
                 session=1,
                 context_tokens=64,
+                kv_type="f16",
                 rows=16,
                 extra_buffers="off",
                 step_timeout_s=5.0,
