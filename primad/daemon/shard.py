@@ -20,7 +20,7 @@ from primad.gguf.cache import LayerCache
 from primad.gguf.layers import LayerRef
 from primad.gguf.windows import ModelCutter, WindowSpec
 from primad.limits import OwnerLimits
-from primad.profiler.memory import memory
+from primad.memory import memory
 from primad.ring.messages import OpenWindow
 
 EXTRA_MEMORY_SHARE = 0.4

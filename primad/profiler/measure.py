@@ -23,9 +23,9 @@ from primad.engine.build import build_id
 from primad.errors import ConfigError
 from primad.limits import NO_LIMITS, OwnerLimits
 from primad.measuring import measuring
+from primad.memory import memory
 from primad.profiler import processors
 from primad.profiler.disk import measure_disk
-from primad.profiler.memory import memory
 from primad.profiler.processors import Advance, cores, gpu_now, list_gpus, measure_cpu, measure_gpu
 from primad.profiler.records import VERSION, HomeRecord, MachineRecord, host_id, read_home, read_machine, write
 from primad.profiler.store import utc_now

@@ -17,7 +17,7 @@ import psutil
 from halda import CpuProfile, GpuProfile
 from primad.engine.devices import GpuDevice
 from primad.errors import EngineError
-from primad.profiler.memory import memory
+from primad.memory import memory
 from primad.profiler.speeds import (
     MAIN,
     REPEATS_S,

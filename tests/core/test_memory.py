@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +12,8 @@ import psutil
 import pytest
 
 from primad.limits import NO_LIMITS, OwnerLimits
+from primad.memory import Memory, groups, held_bytes, memory, pressure_share
 from primad.profiler.measure import cached_bytes, profile_device, within
-from primad.profiler.memory import Memory, memory
 from primad.profiles import check_profile
 from primad.values import Share
 from tests.fakes.profile import GPU, PROFILE, seed
@@ -66,6 +69,20 @@ def test_this_machine_has_memory():
 def test_a_limit_of_version_2_is_all_there_is(cgroups):
     cgroups.v2("/user/app", 64 * MIB, 24 * MIB, inactive=4 * MIB)
     assert cgroups.memory("0::/user/app") == Memory(64 * MIB, 44 * MIB)
+
+
+def test_the_soft_limit_of_version_2_counts_too(cgroups):
+    """Above ``memory.high`` the kernel slows its processes down; nobody wants to be there."""
+    cgroups.v2("/a", "max", 8 * MIB)
+    (cgroups.root / "a" / "memory.high").write_text(f"{32 * MIB}\n")
+    assert cgroups.memory("0::/a") == Memory(32 * MIB, 24 * MIB)
+
+
+def test_a_group_says_what_files_take_of_it(cgroups):
+    cgroups.v2("/a", 64 * MIB, 24 * MIB, inactive=4 * MIB)
+    cgroups.proc.write_text("0::/a\n")
+    usage = groups(cgroups.proc, cgroups.root)[0].usage()
+    assert (usage.inactive_file_bytes, usage.active_file_bytes) == (4 * MIB, 7)
 
 
 def test_a_limit_of_version_1_is_all_there_is(cgroups):
@@ -206,3 +223,45 @@ def test_the_profile_of_this_device_keeps_to_the_limits(tmp_path):
     profile = profile_device("desk", tmp_path, None, lambda _: None, limits=limits(ram=1 << 20, disk=1 << 20))
     assert (profile.ram_available_bytes, profile.disk.free_bytes) == (1 << 20, 1 << 20)
     assert profile.ram_total_bytes == memory().total_bytes
+
+
+# ---- what a program takes of it -------------------------------------------------------------------------------------
+
+
+def test_pressure_is_the_loss_of_what_was_available():
+    assert pressure_share(8 * GIB, 7 * GIB, 16 * GIB) == 1 / 16
+    assert pressure_share(7 * GIB, 8 * GIB, 16 * GIB) == 0.0
+
+
+def rollup(folder: Path, pid: int, **fields: int) -> None:
+    (folder / str(pid)).mkdir()
+    lines = ["00400000-7fff0000 ---p 00000000 00:00 0    [rollup]", *(f"{key}: {kb} kB" for key, kb in fields.items())]
+    (folder / str(pid) / "smaps_rollup").write_text("\n".join(lines))
+
+
+def test_processes_take_what_the_system_cannot_have_back(tmp_path):
+    rollup(tmp_path, 7, Rss=9000, Pss_Anon=100, Pss_File=8000, Pss_Shmem=20, Locked=0)
+    rollup(tmp_path, 8, Rss=9000, Pss_Anon=10, Pss_File=8000, Pss_Shmem=0, Locked=0)
+    assert held_bytes([7, 8], tmp_path) == 130 << 10
+
+
+def test_locked_files_are_taken(tmp_path):
+    rollup(tmp_path, 7, Rss=9000, Pss_Anon=100, Pss_File=8000, Pss_Shmem=0, Locked=5100)
+    assert held_bytes([7], tmp_path) == 5100 << 10
+
+
+def test_processes_that_are_gone_take_nothing(tmp_path):
+    assert held_bytes([2**22 + 1], tmp_path) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs smaps_rollup")
+def test_a_mapped_file_is_not_taken_and_memory_is(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(64 * MIB))
+    before = held_bytes([os.getpid()])
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[::4096]) == 0
+        assert held_bytes([os.getpid()]) - before < 16 * MIB
+    taken = bytearray(os.urandom(1)) * (64 * MIB)
+    assert held_bytes([os.getpid()]) - before > 48 * MIB
+    del taken

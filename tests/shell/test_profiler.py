@@ -21,9 +21,9 @@ from primad import cli
 from primad.engine.devices import GpuDevice, list_gpus
 from primad.errors import ConfigError, EngineError
 from primad.measuring import measuring
+from primad.memory import Memory
 from primad.profiler import disk, measure, processors, speeds, trials
 from primad.profiler.measure import STEPS, is_profiled, profile_device
-from primad.profiler.memory import Memory
 from primad.profiler.records import home_file, machine_file, read_home, read_machine, write
 from primad.profiler.speeds import (
     TYPES,

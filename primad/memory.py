@@ -1,0 +1,166 @@
+"""Memory: what this process may use (the machine's, or less where a cgroup limits it), and what a program takes of it.
+
+Files of a kernel that is older, or of no Linux at all, are missing: then the machine's figures stand alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+_UNLIMITED: Final = 1 << 60
+_CGROUP: Final = Path("/proc/self/cgroup")
+_ROOT: Final = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of memory: all there is for this process, and what of it is free or can be reclaimed now."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """A cgroup's limit and what its processes and files take; the two lists of file pages are part of ``used_bytes``."""
+
+    limit_bytes: int
+    used_bytes: int
+    inactive_file_bytes: int
+    active_file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """A memory cgroup (version 1 or 2) by its folder."""
+
+    folder: Path
+    version: int
+
+    def usage(self) -> Usage | None:
+        """Its figures as of now; None without a limit."""
+        limits, current, prefix = ["memory.max", "memory.high"], "memory.current", ""
+        if self.version == 1:
+            limits, current, prefix = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"
+        found = [limit for name in limits if (limit := _number(self.folder / name)) is not None]
+        if not found or min(found) >= _UNLIMITED:
+            return None
+        used = _number(self.folder / current)
+        if used is None:
+            return None
+        fields = _stat(self.folder / "memory.stat")
+        return Usage(
+            limit_bytes=min(found),
+            used_bytes=used,
+            inactive_file_bytes=fields.get(f"{prefix}inactive_file", 0),
+            active_file_bytes=fields.get(f"{prefix}active_file", 0),
+        )
+
+
+def memory(proc: Path = _CGROUP, root: Path = _ROOT) -> Memory:
+    """The memory of this machine or of the tightest cgroup around this process.
+
+    Of a cgroup's file pages the inactive ones count as available: those in use are somebody's.
+    """
+    machine = psutil.virtual_memory()
+    total, available = int(machine.total), int(machine.available)
+    for group in groups(proc, root):
+        usage = group.usage()
+        if usage is not None:
+            total = min(total, usage.limit_bytes)
+            free = usage.limit_bytes - usage.used_bytes + usage.inactive_file_bytes
+            available = min(available, max(0, free))
+    return Memory(total, available)
+
+
+def groups(proc: Path = _CGROUP, root: Path = _ROOT) -> list[MemoryGroup]:
+    """Every memory cgroup from ours up to the root, with and without a limit."""
+    try:
+        lines = proc.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        if line.count(":") < 2:
+            continue
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, version = root, 2
+        elif "memory" in controllers.split(","):
+            base, version = root / "memory", 1
+        else:
+            continue
+        folder = base / path.strip("/")
+        while True:
+            found.append(MemoryGroup(folder, version))
+            if folder == base or base not in folder.parents:
+                break
+            folder = folder.parent
+    return found
+
+
+def held_bytes(pids: Iterable[int], proc: Path = Path("/proc")) -> int:
+    """Bytes of memory that the processes ``pids`` take from everybody else: what the system cannot have back at once.
+
+    That is anonymous and shared memory, and file pages that are locked; other file pages are clean copies of the disk and
+    are not counted, and what processes share is counted once. Processes that are gone take nothing. Where the system does
+    not say it so, the nearest that it says: private memory, else all that is resident.
+    """
+    return sum(_held(pid, proc) for pid in pids)
+
+
+def pressure_share(before_available_bytes: int, available_bytes: int, total_bytes: int) -> float:
+    """Memory pressure as the paper measures it: the loss of available memory as a share of all memory.
+
+    What is available counts reclaimable pages, so that weights that are mapped and not locked cost nothing. ``total_bytes``
+    is more than 0; other programs that end or begin meanwhile are part of the difference.
+    """
+    return max(0, before_available_bytes - available_bytes) / total_bytes
+
+
+def _held(pid: int, proc: Path) -> int:
+    try:
+        lines = (proc / str(pid) / "smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return _private(pid)
+    fields = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    ours = fields.get("Pss_Anon", 0) + fields.get("Pss_Shmem", 0)
+    if "Pss_Anon" not in fields:  # an older kernel: pages that no file has, or not like this
+        return fields.get("Private_Dirty", 0) + fields.get("Shared_Dirty", 0)
+    return ours + min(fields.get("Pss_File", 0), max(0, fields.get("Locked", 0) - ours))
+
+
+def _private(pid: int) -> int:
+    try:
+        process = psutil.Process(pid)
+        info = process.memory_info()
+        if sys.platform == "darwin":
+            with contextlib.suppress(psutil.AccessDenied):
+                return int(process.memory_full_info().uss)
+    except psutil.Error:
+        return 0
+    private = getattr(info, "private", None)  # Windows
+    if private is None and sys.platform == "linux":
+        private = info.rss - info.shared
+    return int(info.rss if private is None else private)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _stat(path: Path) -> dict[str, int]:
+    try:
+        return {key: int(value) for key, value in (line.split() for line in path.read_text().splitlines())}
+    except (OSError, ValueError):
+        return {}
