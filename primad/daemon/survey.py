@@ -113,12 +113,11 @@ class _Visit:
 
     async def measure_links(self) -> list[LinkProfile]:
         """The links between this device and the workers; none, and the default for them, when a worker goes silent."""
-        for worker in self.workers:
-            await worker.introduce(
-                [(other.name, other.key) for other in self.workers if other is not worker], self._trust.revoked()
-            )
         book = LinkBook(self._caller.context, self._caller.identity, self._config.name)
         try:
+            for worker in self.workers:
+                others = [(other.name, other.key) for other in self.workers if other is not worker]
+                await worker.introduce(others, self._trust.revoked())
             return await book.measure(self.workers, self._announced, self._reporter)
         except ClusterError as exc:
             self._reporter.say(f"links are not measured: {exc}")

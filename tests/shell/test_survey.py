@@ -62,6 +62,8 @@ class FakeWorker:
         self._closed, self._introduced = closed, introduced
 
     async def introduce(self, devices, revoked) -> None:
+        if self.name == "gone":
+            raise ClusterError("the link to gone is closed")
         self._introduced[self.name] = {name for name, _ in devices}
 
     def close(self) -> None:
@@ -113,7 +115,7 @@ def config(tmp_path, **flags):
     """A configuration; all devices of these tests are trusted but the stranger."""
     made = load_config({"home": tmp_path, "name": "me", "cluster": "test", **flags}, {})
     trust = TrustStore(tmp_path, load_identity(tmp_path))
-    for name in ("a", "b", "x", "y", "me", "busy", "silent"):
+    for name in ("a", "b", "x", "y", "me", "busy", "silent", "gone"):
         trust.add(trusted_now(name, key_of(name), PAIRED))
     return made
 
@@ -173,3 +175,13 @@ def test_links_that_cannot_be_measured_are_left_to_the_default(around, tmp_path)
     assert not found.links
     assert lines.said == ["links are not measured: silent did not measure its links"]
     assert around.closed == ["silent"]
+
+
+def test_who_goes_before_it_is_introduced_leaves_links_to_the_default(around, tmp_path):
+    around.answers[7] = "gone"
+    lines = Lines()
+    found = survey(config(tmp_path, devices=("127.0.0.1:7",)), 0, lines)
+    assert [one.device for one in found.devices] == ["me", "gone"]
+    assert not found.links
+    assert lines.said == ["links are not measured: the link to gone is closed"]
+    assert around.closed == ["gone"]
