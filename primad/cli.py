@@ -27,6 +27,7 @@ from primad.options import (
 )
 from primad.plan_command import plan
 from primad.reporting import RichReporter
+from primad.status_command import status
 from primad.trust_command import revoke, trust
 
 app = typer.Typer(
@@ -117,7 +118,7 @@ devices_app.command()(trust)
 devices_app.command()(revoke)
 app.add_typer(devices_app, name="devices")
 app.add_typer(cache_app, name="cache")
-for command in (pair, leave, pause, resume, doctor):
+for command in (status, pair, leave, pause, resume, doctor):
     app.command()(command)
 
 

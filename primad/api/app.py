@@ -1,9 +1,9 @@
 """The OpenAI-compatible HTTP API of the head (https://platform.openai.com/docs/api-reference).
 
 ``create_app`` makes the ASGI application; the daemon runs it under uvicorn in its own loop. The application keeps no state
-of its own: a request becomes a ``Job`` (core), the backend writes its choices one after another, and an ``Answer`` (core)
-shapes what was written. Every refusal is OpenAI's error object; an unexpected exception, which is our mistake, is
-answered with 500 and logged with its traceback by the server (uvicorn).
+of its own but what it counts (``metrics.py``): a request becomes a ``Job`` (core), the backend writes its choices one after
+another, and an ``Answer`` (core) shapes what was written. Every refusal is OpenAI's error object; an unexpected exception,
+which is our mistake, is answered with 500 and logged with its traceback by the server (uvicorn).
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from primad.api.errors import RETRY_AFTER_S, error_response
 from primad.api.generation import Written, write
 from primad.api.guard import HostGuard
 from primad.api.job import SEEDS, Choice, Job, chat_job, check_model, completion_job
+from primad.api.metrics import MEDIA_TYPE, Counted, Metrics
 from primad.api.shapes import HealthBody, Model, ModelList, Usage
+from primad.api.status import StatusBody, status_body
 from primad.errors import PrimadError, RequestError, RingError
 
 COMPONENT: Final = "#/components/schemas/{}"
@@ -40,11 +42,14 @@ COMPONENT: Final = "#/components/schemas/{}"
 def create_app(backend: Backend, *, hosts: Collection[str] = ()) -> FastAPI:
     """The API over ``backend``. ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it."""
     app = _App(title="primad", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    metrics = Metrics()
     app.add_middleware(HostGuard, hosts=hosts)
-    api = _Api(backend)
+    app.add_middleware(Counted, metrics=metrics)
+    api = _Api(backend, metrics)
     app.add_api_route("/", api.about, methods=["GET"])
     app.add_api_route("/health", api.health, methods=["GET"], responses=_answers("HealthBody"))
-    app.add_api_route("/status", api.status, methods=["GET"])
+    app.add_api_route("/status", api.status, methods=["GET"], responses=_answers("StatusBody"))
+    app.add_api_route("/metrics", api.metrics, methods=["GET"])
     app.add_api_route("/v1/models", api.models, methods=["GET"], responses=_answers("ModelList"))
     app.add_api_route("/v1/models/{model_id:path}", api.model, methods=["GET"], responses=_answers("Model"))
     app.add_api_route(
@@ -68,8 +73,8 @@ def create_app(backend: Backend, *, hosts: Collection[str] = ()) -> FastAPI:
 class _Api:
     """The routes."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, metrics: Metrics) -> None:
+        self._backend, self._metrics = backend, metrics
 
     async def about(self) -> Response:
         """What this is."""
@@ -87,7 +92,16 @@ class _Api:
 
     async def status(self) -> Response:
         """Who computes which layers, and what every device did and holds."""
-        return _json(await self._backend.status())
+        return _json(await self._status())
+
+    async def metrics(self) -> Response:
+        """Requests, tokens, times, and what every device did and holds, for Prometheus."""
+        status = await self._status()
+        return Response(self._metrics.render(status), media_type=MEDIA_TYPE)
+
+    async def _status(self) -> StatusBody:
+        ring = await self._backend.status()
+        return status_body(self._backend.health(), self._backend.model(), ring)
 
     async def models(self) -> Response:
         """The served model, as a list of one; empty until it is known."""
@@ -181,7 +195,7 @@ class _Api:
             yield answer.counts(_usage(job, sampled))
 
     def _write(self, served: ServedModel, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
-        return write(self._backend, served.vocabulary, job, choice)
+        return self._metrics.metered(write(self._backend, served.vocabulary, job, choice), len(choice.prompt))
 
 
 class _App(FastAPI):

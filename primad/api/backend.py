@@ -66,7 +66,10 @@ class Backend(Protocol):
         """The served model, or None until it is known."""
 
     async def status(self) -> dict[str, Any]:
-        """Who computes which layers, and what every device did and holds, as plain data; empty without a ring."""
+        """The ring's part of ``api.status.StatusBody`` as plain data; empty without a ring.
+
+        Takes seconds at most, and many who ask together are no more work than one.
+        """
 
     def generate(
         self, prompt: list[int], *, max_tokens: int, sampling: Sampling, logprobs: int | None

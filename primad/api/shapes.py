@@ -10,6 +10,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from primad.api.status import StatusBody
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -177,6 +179,6 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 def components(ref_template: str) -> dict[str, Any]:
     """JSON schemas of everything that a route answers with, by name, for the OpenAPI document."""
-    answers = [ChatCompletion, ChatChunk, Completion, Model, ModelList, HealthBody, ErrorBody]
+    answers = [ChatCompletion, ChatChunk, Completion, Model, ModelList, HealthBody, StatusBody, ErrorBody]
     _, schemas = msgspec.json.schema_components(answers, ref_template=ref_template)
     return schemas

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Coroutine, Mapping
 from typing import Any, Final
 
+import msgspec
 import psutil
 
 from halda import Plan, Prediction
@@ -21,7 +22,7 @@ from primad.cluster.transfer_messages import Source, is_endpoint
 from primad.config import LOOPBACK, is_loopback
 from primad.daemon.own_part import start_own
 from primad.daemon.ring_parts import RingParts
-from primad.daemon.ring_status import device_status, link_status, plan_lines, promises
+from primad.daemon.ring_status import Costs, device_status, link_status, plan_lines, promises
 from primad.daemon.shard import remove_metadata, streamed_of
 from primad.daemon.stopped import wait_stopped
 from primad.daemon.worker_link import PartError, WorkerLink, WorkerPart, blamed
@@ -67,7 +68,8 @@ class HeadRing:
         self._drained: asyncio.Future[None] = loop.create_future()
         self._broken: asyncio.Future[PrimadError] = loop.create_future()
         self._status: asyncio.Queue[Status] = asyncio.Queue(8)
-        self._status_lock = asyncio.Lock()
+        self._costs: dict[str, Costs] = {}
+        self._asking: asyncio.Task[dict[str, Any]] | None = None
         self._finding_fault: asyncio.Task[None] | None = None
 
     @property
@@ -133,6 +135,8 @@ class HeadRing:
         self._closed = True
         for task in self._tasks:
             task.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
         for part in self._workers.values():
             await part.release()
         if self._process is not None:
@@ -172,27 +176,48 @@ class HeadRing:
         return plan_lines(self.plan)
 
     async def status(self) -> dict[str, Any]:
-        """What every device did and holds now, as plain data; a device that does not answer in time has no figures."""
-        async with self._status_lock:
-            own = await self._own_status(STATUS_TIMEOUT_S)
-            devices = []
-            for name in self.plan.devices:
-                status, daemon_rss_bytes = own, psutil.Process().memory_info().rss
-                if name in self._workers:
-                    status, daemon_rss_bytes = await self._worker_status(name, STATUS_TIMEOUT_S)
-                devices.append(device_status(self.plan, name, status, daemon_rss_bytes))
+        """What every device did and holds now, as plain data; a device that does not answer in time has no figures.
+
+        Takes ``STATUS_TIMEOUT_S`` at most. Whoever asks while the devices are being asked gets that answer too, so that many
+        who ask are no more work than one.
+        """
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_all())
+        asking = self._asking
+        await asyncio.wait([asking])  # who is cancelled over it leaves the others their answer
+        return {} if asking.cancelled() else asking.result()
+
+    async def _ask_all(self) -> dict[str, Any]:
+        names = self.plan.devices
+        answers = await asyncio.gather(*(self._ask(name) for name in names))
+        devices = []
+        for name, (status, daemon_rss_bytes) in zip(names, answers, strict=True):
+            costs = self._costs.get(name, Costs())
+            if status is not None:
+                costs = self._costs[name] = costs.after(status, len(self.plan.windows_of(name)))
+            devices.append(
+                device_status(self.plan, self.prediction, name, status, costs, daemon_rss_bytes=daemon_rss_bytes)
+            )
         return {
-            "epoch": self._parts.options.epoch,
+            "epoch": self.epoch,
             "rounds": self.plan.rounds,
-            "predicted": None if self.prediction is None else promises(self.prediction),
-            "devices": devices,
-            "links": [link_status(link) for link in self._parts.links.between(self.plan.devices)],
+            "predicted": None if self.prediction is None else msgspec.to_builtins(promises(self.prediction)),
+            "devices": msgspec.to_builtins(devices),
+            "links": [msgspec.to_builtins(link_status(link)) for link in self._parts.links.between(names)],
         }
 
+    async def _ask(self, name: str) -> tuple[Status | None, int]:
+        """What the ring process of ``name`` says, and the memory of the daemon there."""
+        if name in self._workers:
+            return await self._worker_status(name, STATUS_TIMEOUT_S)
+        return await self._own_status(STATUS_TIMEOUT_S), psutil.Process().memory_info().rss
+
     async def _own_status(self, timeout_s: float) -> Status | None:
-        await self.send(Report())
+        while not self._status.empty():  # an answer that came too late for who asked before
+            self._status.get_nowait()
         try:
             async with asyncio.timeout(timeout_s):
+                await self.send(Report())
                 return await self._status.get()
         except TimeoutError:
             return None

@@ -3,10 +3,56 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
+from dataclasses import dataclass, replace
 
 from halda import LinkProfile, Plan, Prediction
+from primad.api.status import DeviceStatus, LinkStatus, MemoryFigures, PlannedFigures, Promises, RingFigures
 from primad.ring.messages import Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What reading weights cost one device: the sums of its last status that counted, and the means until then.
+
+    The means are of one pass through all windows of the device, which is a token in decode; a chunk of a prompt is one pass
+    too. They are of the passes since the status before it that counted, whoever asked for that one, or of all since the ring
+    process was opened. A status after which no pass came does not count: the means stay what they were.
+    """
+
+    steps: int = 0
+    read_bytes: int = 0
+    stall_s: float = 0.0
+    bytes_read_per_token: float | None = None
+    stall_ms_per_token: float | None = None
+
+    def after(self, status: Status, windows: int) -> Costs:
+        """With what the next ``status`` of a device with so many ``windows`` says."""
+        memory = status.memory
+        if memory is None:
+            return Costs()
+        before = self if _goes_on(self, status) else Costs()
+        passes = (status.steps - before.steps) / windows
+        if passes <= 0:
+            return before
+        return replace(
+            before,
+            steps=status.steps,
+            read_bytes=memory.read_bytes,
+            stall_s=memory.stall_s,
+            bytes_read_per_token=(memory.read_bytes - before.read_bytes) / passes,
+            stall_ms_per_token=(memory.stall_s - before.stall_s) * 1e3 / passes,
+        )
+
+
+def _goes_on(before: Costs, status: Status) -> bool:
+    """Whether ``status`` counts on from ``before``; a ring process that was opened again begins at nothing."""
+    memory = status.memory
+    return (
+        memory is not None
+        and status.steps >= before.steps
+        and memory.read_bytes >= before.read_bytes
+        and memory.stall_s >= before.stall_s
+    )
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -22,47 +68,89 @@ def plan_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def device_status(plan: Plan, name: str, status: Status | None, daemon_rss_bytes: int) -> dict[str, Any]:
-    """What the device ``name`` computes, did and holds; ``status`` is None when its ring process did not answer."""
-    return {
-        "name": name,
-        "role": "head" if name == plan.head else "worker",
-        "windows": [[window.first, window.last] for _, window in plan.windows_of(name)],
-        "layers": plan.layers_of(name),
-        "daemon_rss_bytes": daemon_rss_bytes,
-        "ring": None if status is None else _figures(status),
-    }
+def device_status(
+    plan: Plan,
+    prediction: Prediction | None,
+    name: str,
+    status: Status | None,
+    costs: Costs,
+    daemon_rss_bytes: int,
+) -> DeviceStatus:
+    """What the device ``name`` computes, did, holds and was planned to; ``status`` is None when it did not answer."""
+    return DeviceStatus(
+        name=name,
+        role="head" if name == plan.head else "worker",
+        windows=[(window.first, window.last) for _, window in plan.windows_of(name)],
+        layers=plan.layers_of(name),
+        daemon_rss_bytes=daemon_rss_bytes,
+        ring=None if status is None else _figures(status),
+        memory=_memory(status, costs),
+        predicted=_planned(plan, prediction, name),
+    )
 
 
-def promises(prediction: Prediction) -> dict[str, float]:
+def promises(prediction: Prediction) -> Promises:
     """What a plan promises."""
-    return {
-        "tokens_per_s": prediction.tokens_per_s,
-        "tpot_ms": prediction.tpot_s * 1e3,
-        "ttft_ms": prediction.ttft_s * 1e3,
-    }
+    return Promises(
+        tokens_per_s=prediction.tokens_per_s,
+        tpot_ms=prediction.tpot_s * 1e3,
+        ttft_ms=prediction.ttft_s * 1e3,
+    )
 
 
-def link_status(link: LinkProfile) -> dict[str, Any]:
+def link_status(link: LinkProfile) -> LinkStatus:
     """One direction of a link."""
-    return {
-        "source": link.source,
-        "target": link.target,
-        "round_trip_ms": link.round_trip_s * 1e3,
-        "mbit_per_s": link.bytes_per_s * 8 / 1e6,
-    }
+    return LinkStatus(
+        source=link.source,
+        target=link.target,
+        round_trip_ms=link.round_trip_s * 1e3,
+        mbit_per_s=link.bytes_per_s * 8 / 1e6,
+    )
 
 
-def _figures(status: Status) -> dict[str, Any]:
+def _figures(status: Status) -> RingFigures:
     hops = sorted(status.hop_s)
-    return {
-        "steps": status.steps,
-        "rows": status.rows,
-        "compute_s": status.compute_s,
-        "hops": len(hops),
-        "hop_median_s": statistics.median(hops) if hops else None,
-        "hop_p99_s": hops[min(len(hops) - 1, len(hops) * 99 // 100)] if hops else None,
-        "rss_bytes": status.rss_bytes,
-        "private_bytes": status.private_bytes,
-        "refused_messages": status.refused,
-    }
+    return RingFigures(
+        steps=status.steps,
+        rows=status.rows,
+        compute_s=status.compute_s,
+        hops=len(hops),
+        hop_median_s=statistics.median(hops) if hops else None,
+        hop_p99_s=hops[min(len(hops) - 1, len(hops) * 99 // 100)] if hops else None,
+        rss_bytes=status.rss_bytes,
+        private_bytes=status.private_bytes,
+        refused_messages=status.refused,
+    )
+
+
+def _memory(status: Status | None, costs: Costs) -> MemoryFigures:
+    if status is None or status.memory is None:
+        return MemoryFigures()
+    memory = status.memory
+    return MemoryFigures(
+        resident=memory.resident,
+        streamed=memory.streamed,
+        slots=memory.slots,
+        resident_bytes=memory.resident_bytes,
+        streamed_bytes=memory.streamed_bytes,
+        read_bytes=memory.read_bytes,
+        stall_s=memory.stall_s,
+        bytes_read_per_token=costs.bytes_read_per_token,
+        stall_ms_per_token=costs.stall_ms_per_token,
+        pressure=memory.pressure,
+    )
+
+
+def _planned(plan: Plan, prediction: Prediction | None, name: str) -> PlannedFigures:
+    for device in prediction.devices if prediction is not None else ():
+        if device.device == name:
+            streamed = len(plan.streaming_of(name).layers)
+            return PlannedFigures(
+                resident=device.layers + (name == plan.head) - streamed,
+                streamed=streamed,
+                slots=device.slots,
+                ram_bytes=device.ram_bytes,
+                bytes_read_per_token=device.disk_bytes_per_token,
+                stall_ms_per_token=device.stall_s * 1e3,
+            )
+    return PlannedFigures()

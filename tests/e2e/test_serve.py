@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import threading
@@ -97,6 +98,23 @@ def test_what_the_plan_promises_is_said_and_stands_beside_what_is_measured(serve
     names = {device["name"] for device in status["devices"]}
     assert {(link["source"], link["target"]) for link in status["links"]} == set(permutations(names, 2))
     assert all(0 < link["round_trip_ms"] < 1000 and link["mbit_per_s"] > 1 for link in status["links"])
+
+
+def test_status_and_metrics_tell_of_every_device(served, tmp_path):
+    served.complete(max_tokens=4)
+    metrics = httpx.get(f"{served.head.url}/metrics", timeout=10).text
+    asked = [str(PRIMAD), "status", "--url", served.head.url]
+    settings = environment("status", tmp_path)
+    told = subprocess.run(asked, env=settings, check=True, capture_output=True, text=True, timeout=30)
+    assert told.stderr == ""
+    assert told.stdout.startswith(f"serving with 3 devices, {MODEL}, epoch ")
+    for device in ("head", "first", "second"):
+        assert f'primad_device_answered{{device="{device}"}} 1.0' in metrics
+        assert re.search(rf"^{device} +\d+ ", told.stdout, re.MULTILINE)
+        read = re.search(rf'^primad_device_steps_total{{device="{device}"}} (\S+)$', metrics, re.MULTILINE)
+        assert read is not None
+        assert float(read[1]) >= 4
+    assert told.stdout.count("planned") == 3
 
 
 def test_models(served):

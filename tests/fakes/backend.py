@@ -82,11 +82,12 @@ class FakeBackend:
         )
         self.state = Health(serving=True, detail="serving toy on 1 device")
         self.ending: tuple[str, str | None] = ("stop", None)
+        self.ring: dict[str, Any] = {}
         self.calls: list[Call] = []
         self._script = script
 
     async def status(self) -> dict[str, Any]:
-        return {"devices": [{"name": "toy"}]}
+        return self.ring
 
     def health(self) -> Health:
         return self.state

@@ -1,0 +1,220 @@
+"""``/metrics`` in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats).
+
+Requests, tokens and times are counted as they happen; what the devices of the ring say of themselves is asked for when
+somebody scrapes, by way of the backend's ``status``, which bounds the time and asks once for all who ask together. Of a
+device nothing is told but its name and figures: no key, no address, no text. Counters of a device begin at nothing with
+each ring process that it starts or opens again, as counters do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from primad import __version__
+from primad.api.generation import Written
+from primad.api.status import DeviceStatus, MemoryFigures, RingFigures, StatusBody
+from primad.errors import PrimadError, RequestError
+
+MEDIA_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
+LEFT: Final = 499
+"""The status of a request whose client went away before it was answered."""
+PATHS: Final = frozenset(
+    {"/", "/health", "/status", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions"}
+)
+OTHER: Final = "other"
+"""Every other path, so that a client cannot make series without end."""
+_FIRST_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_NEXT_S: Final = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
+_PRESSURE: Final = {"calm": 0, "some": 1, "high": 2}
+
+_Figure = Callable[[DeviceStatus], float | None]
+
+
+def _ring(figure: Callable[[RingFigures], float | None]) -> _Figure:
+    """A figure of a device's ring process; None when it did not answer."""
+    return lambda device: None if device.ring is None else figure(device.ring)
+
+
+def _memory(figure: Callable[[MemoryFigures], float | None]) -> _Figure:
+    return lambda device: figure(device.memory)
+
+
+_GAUGES: Final[tuple[tuple[str, str, _Figure], ...]] = (
+    ("answered", "Whether its ring process answered in time (1) or not (0).", lambda device: device.ring is not None),
+    ("layers", "Layers that it computes.", lambda device: device.layers),
+    ("daemon_rss_bytes", "Memory of its daemon.", lambda device: device.daemon_rss_bytes),
+    ("rss_bytes", "Memory of its ring process, shared file pages included.", _ring(lambda ring: ring.rss_bytes)),
+    ("private_bytes", "Memory of its ring process without shared pages.", _ring(lambda ring: ring.private_bytes)),
+    ("resident_layers", "Layers that stay in memory.", _memory(lambda memory: memory.resident)),
+    ("streamed_layers", "Layers that are read each time they are used.", _memory(lambda memory: memory.streamed)),
+    ("slots", "Buffers that streamed layers pass through.", _memory(lambda memory: memory.slots)),
+    ("resident_bytes", "Size of the layers that stay in memory.", _memory(lambda memory: memory.resident_bytes)),
+    ("streamed_bytes", "Size of the layers that are read each time.", _memory(lambda memory: memory.streamed_bytes)),
+    (
+        "pressure_level",
+        "Memory pressure: 0 calm, 1 some, 2 high.",
+        _memory(lambda memory: _PRESSURE.get(memory.pressure or "")),
+    ),
+)
+_COUNTERS: Final[tuple[tuple[str, str, _Figure], ...]] = (
+    ("steps", "Visits of steps to its windows.", _ring(lambda ring: ring.steps)),
+    ("compute_seconds", "Time it computed.", _ring(lambda ring: ring.compute_s)),
+    ("refused_messages", "Messages it refused.", _ring(lambda ring: ring.refused_messages)),
+    ("read_bytes", "Weights read from disk.", _memory(lambda memory: memory.read_bytes)),
+    ("stall_seconds", "Time that steps waited for weights to be read.", _memory(lambda memory: memory.stall_s)),
+)
+
+
+class Metrics:
+    """All figures of one app, in a registry of its own. ``clock`` gives seconds on any scale."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "primad_http_requests",
+            "HTTP requests by path and status; 499: the client left before.",
+            ["path", "code"],
+            registry=self._registry,
+        )
+        self._answers = Counter(
+            "primad_answers",
+            "Answers by how they ended: stop, length, error, refused, or left for a client that went away.",
+            ["end"],
+            registry=self._registry,
+        )
+        self._open = Gauge("primad_answers_open", "Answers that are being written or wait.", registry=self._registry)
+        self._prompt_tokens = Counter("primad_prompt_tokens", "Tokens of prompts.", registry=self._registry)
+        self._sampled = Counter("primad_completion_tokens", "Tokens drawn for answers.", registry=self._registry)
+        self._first = Histogram(
+            "primad_time_to_first_token_seconds",
+            "From taking up an answer to its first token, waiting for others included.",
+            buckets=_FIRST_S,
+            registry=self._registry,
+        )
+        self._next = Histogram(
+            "primad_time_per_output_token_seconds",
+            "From one token of an answer to the next.",
+            buckets=_NEXT_S,
+            registry=self._registry,
+        )
+        self._ring = _Ring()
+        self._registry.register(self._ring)
+
+    def render(self, status: StatusBody) -> bytes:
+        """Everything, with what the ring says in ``status``."""
+        self._ring.status = status
+        return generate_latest(self._registry)
+
+    def count(self, path: str, code: int) -> None:
+        """A request was answered with status ``code``."""
+        if path.startswith("/v1/models/"):
+            path = "/v1/models/{id}"
+        elif path not in PATHS:
+            path = OTHER
+        self._requests.labels(path, str(code)).inc()
+
+    async def metered(
+        self, written: AsyncGenerator[Written, None], prompt_tokens: int
+    ) -> AsyncGenerator[Written, None]:
+        """What ``written`` yields, counted and timed; it is closed with this generator."""
+        end: str | None = None
+        before_s, is_first = self._clock(), True
+        self._prompt_tokens.inc(prompt_tokens)
+        self._open.inc()
+        try:
+            async with aclosing(written):
+                async for part in written:
+                    if part.sampled:
+                        now_s = self._clock()
+                        (self._first if is_first else self._next).observe(now_s - before_s)
+                        before_s, is_first = now_s, False
+                        self._sampled.inc(part.sampled)
+                    end = part.finish
+                    yield part
+        except RequestError:
+            end = "refused"
+            raise
+        except PrimadError:
+            end = "error"
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            end = end or "left"
+            raise
+        finally:
+            self._open.dec()
+            self._answers.labels(end or "error").inc()
+
+
+class Counted:
+    """Counts every HTTP request of ``app``, those that another middleware refuses too."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        code: int | None = None
+
+        async def noting(message: Message) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            code = LEFT if code is None else code
+            raise
+        finally:  # without an answer it is our mistake, which is answered further out
+            self._metrics.count(scope["path"], 500 if code is None else code)
+
+
+class _Ring(Collector):
+    """The ring and its devices as of ``status``."""
+
+    def __init__(self) -> None:
+        self.status = StatusBody(serving=False, detail="", model=None)
+
+    def collect(self) -> Iterator[Metric]:
+        status = self.status
+        build = InfoMetricFamily("primad", "This version, and the model that is served.")
+        build.add_metric([], {"version": __version__, "model": status.model or ""})
+        yield build
+        yield GaugeMetricFamily("primad_serving", "Whether requests can be served.", value=status.serving)
+        yield GaugeMetricFamily("primad_ring_devices", "Devices in the ring that serves.", value=len(status.devices))
+        if status.epoch is not None:
+            yield GaugeMetricFamily("primad_ring_epoch", "The number of the plan that serves.", value=status.epoch)
+        if status.rounds is not None:
+            yield GaugeMetricFamily("primad_ring_rounds", "Rounds that a token makes.", value=status.rounds)
+        phases = GaugeMetricFamily("primad_cluster_devices", "Other devices by where they stand.", labels=["phase"])
+        for phase in sorted({member.phase for member in status.cluster}):
+            phases.add_metric([phase], sum(member.phase == phase for member in status.cluster))
+        yield phases
+        for name, text, figure in _GAUGES:
+            yield _filled(GaugeMetricFamily(f"primad_device_{name}", text, labels=["device"]), status, figure)
+        for name, text, figure in _COUNTERS:
+            yield _filled(CounterMetricFamily(f"primad_device_{name}", text, labels=["device"]), status, figure)
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, status: StatusBody, figure: _Figure
+) -> GaugeMetricFamily | CounterMetricFamily:
+    for device in status.devices:
+        value = figure(device)
+        if value is not None:
+            family.add_metric([device.name], value)
+    return family

@@ -1,0 +1,124 @@
+"""What ``/status`` says, as the daemon writes it and ``/metrics`` and ``primad status`` read it.
+
+A value that is not known is null: a device that did not answer in time has no figures, one that says nothing of its memory
+has none of that, and a plan that was set by hand promises nothing. Before the first ring there is none of all this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from primad.api.backend import Health, ServedModel
+
+
+class RingFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ring process did and holds since it was opened last; ``steps`` counts every visit of a step to a window."""
+
+    steps: int
+    rows: int
+    compute_s: float | None
+    hops: int
+    hop_median_s: float | None
+    hop_p99_s: float | None
+    rss_bytes: int
+    private_bytes: int
+    refused_messages: int
+
+
+class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a device's weights is in memory, and what reading the rest costs.
+
+    ``resident`` and ``streamed`` count layers, the output matrix as one. ``read_bytes`` and ``stall_s`` are sums since the
+    ring process was opened last; the means of a token are as ``daemon.ring_status.Costs`` has them. ``pressure`` is calm,
+    some or high.
+    """
+
+    resident: int | None = None
+    streamed: int | None = None
+    slots: int | None = None
+    resident_bytes: int | None = None
+    streamed_bytes: int | None = None
+    read_bytes: int | None = None
+    stall_s: float | None = None
+    bytes_read_per_token: float | None = None
+    stall_ms_per_token: float | None = None
+    pressure: str | None = None
+
+
+class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan predicts for a device, named and counted as in ``MemoryFigures``.
+
+    ``ram_bytes`` is all that it should need: weights, slots, KV cache and buffers.
+    """
+
+    resident: int | None = None
+    streamed: int | None = None
+    slots: int | None = None
+    ram_bytes: int | None = None
+    bytes_read_per_token: float | None = None
+    stall_ms_per_token: float | None = None
+
+
+class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One device of the ring; ``ring`` is null when its ring process did not answer in time."""
+
+    name: str
+    role: str
+    windows: list[tuple[int, int]]
+    layers: int
+    daemon_rss_bytes: int
+    ring: RingFigures | None
+    memory: MemoryFigures
+    predicted: PlannedFigures
+
+
+class Promises(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan promises for the ring as a whole."""
+
+    tokens_per_s: float
+    tpot_ms: float
+    ttft_ms: float
+
+
+class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One direction of a link."""
+
+    source: str
+    target: str
+    round_trip_ms: float
+    mbit_per_s: float
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One device that the head knows, in the ring or not; ``reason`` says why it stands where it does, "" for none."""
+
+    device: str
+    phase: str
+    reason: str
+
+
+class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /status``: ``serving``, ``detail`` and ``model`` as in the health check, then the ring that serves."""
+
+    serving: bool
+    detail: str
+    model: str | None
+    epoch: int | None = None
+    rounds: int | None = None
+    predicted: Promises | None = None
+    devices: list[DeviceStatus] = []
+    links: list[LinkStatus] = []
+    cluster: list[Member] = []
+
+
+def status_body(health: Health, served: ServedModel | None, ring: Mapping[str, Any]) -> StatusBody:
+    """The whole status out of ``ring``, the backend's part of it."""
+    own = {"serving": health.serving, "detail": health.detail, "model": served.id if served is not None else None}
+    return msgspec.convert({**ring, **own}, StatusBody)
+
+
+decoder = msgspec.json.Decoder(StatusBody)
+"""Reads the answer of an endpoint. Raises ``msgspec.DecodeError`` when it is no such status."""

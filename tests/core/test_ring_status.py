@@ -1,0 +1,198 @@
+"""What a device's status says of its memory: figures, means a token, and the plan's own figures beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from halda import DevicePrediction, LinkProfile, Plan, Prediction, Streaming, Window
+from primad.api.backend import Health
+from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
+from primad.daemon.ring_status import Costs, device_status, link_status, promises
+from primad.ring.messages import MemoryStatus, Status
+
+PLAN = Plan(
+    rounds=2,
+    route=tuple(
+        Window(device=name, first=first, last=first + 5, gpu_layers=0)
+        for name, first in (("desk", 0), ("lap", 5), ("desk", 10), ("lap", 15), ("desk", 20))
+    ),
+    output_on_gpu=False,
+    streaming=(
+        Streaming(device="desk", layers=(2, 12, 25), slots=3),
+        Streaming(device="lap", layers=(6, 8, 16), slots=2),
+    ),
+    left_out=(),
+)
+
+
+def predicted(device: str, **figures: float) -> DevicePrediction:
+    """A prediction that says 0 of what is not given."""
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(DevicePrediction)), 0) | figures
+    return DevicePrediction(**fields | {"device": device})
+
+
+LAP = predicted("lap", layers=10, slots=2, ram_bytes=900, disk_bytes_per_token=300, stall_s=0.02)
+DESK = predicted("desk", layers=15, slots=3, ram_bytes=800, disk_bytes_per_token=50, stall_s=0.01)
+PREDICTION = Prediction(
+    tpot_s=0.25,
+    ttft_s=2.0,
+    period_s=0.25,
+    compute_s=0.2,
+    stall_s=0.02,
+    hop_s=0.002,
+    disk_s=0.1,
+    prefill_chunk_s=1.0,
+    devices=(DESK, LAP),
+    short=(),
+)
+
+
+def memory(read_bytes: int = 0, stall_s: float = 0.0, pressure: str = "calm") -> MemoryStatus:
+    return MemoryStatus(
+        resident=7,
+        streamed=3,
+        slots=2,
+        resident_bytes=700,
+        streamed_bytes=300,
+        read_bytes=read_bytes,
+        stall_s=stall_s,
+        pressure=pressure,
+    )
+
+
+def status(steps: int, figures: MemoryStatus | None) -> Status:
+    return Status(
+        steps=steps,
+        rows=steps,
+        compute_s=1.5,
+        hop_s=[0.003, 0.001, 0.002],
+        rss_bytes=5000,
+        private_bytes=400,
+        refused=1,
+        memory=figures,
+    )
+
+
+def means(costs: Costs) -> tuple[float | None, float | None]:
+    return costs.bytes_read_per_token, costs.stall_ms_per_token
+
+
+def test_the_first_means_are_those_since_the_process_was_opened():
+    assert means(Costs()) == (None, None)
+    costs = Costs().after(status(20, memory(6000, 0.5)), windows=1)
+    assert means(costs) == (300, 25)
+
+
+def test_further_means_are_of_the_passes_since_the_status_before():
+    costs = Costs().after(status(20, memory(6000, 0.5)), windows=1)
+    assert means(costs.after(status(30, memory(8000, 0.6)), windows=1)) == (200, pytest.approx(10))
+
+
+def test_a_token_visits_every_window_of_a_device():
+    costs = Costs().after(status(20, memory(6000, 0.5)), windows=2)
+    assert means(costs) == (600, 50)
+
+
+def test_the_means_stay_while_nothing_is_computed():
+    costs = Costs().after(status(20, memory(6000, 0.5)), windows=1)
+    idle = costs.after(status(20, memory(6100, 0.5)), windows=1)
+    assert idle == costs
+    assert means(idle.after(status(21, memory(6100, 0.5)), windows=1)) == (100, 0)
+
+
+def test_a_process_that_was_opened_again_counts_from_nothing():
+    costs = Costs().after(status(20, memory(6000, 0.5)), windows=1)
+    assert means(costs.after(status(0, memory()), windows=1)) == (None, None)
+    assert means(costs.after(status(4, memory(400, 0.1)), windows=1)) == (100, 25)
+
+
+def test_a_process_that_says_nothing_of_its_memory_has_no_means():
+    assert means(Costs().after(status(20, None), windows=1)) == (None, None)
+
+
+def test_the_memory_of_a_device_stands_beside_what_was_planned():
+    said = status(20, memory(6000, 0.5, "some"))
+    found = device_status(PLAN, PREDICTION, "lap", said, Costs().after(said, 2), daemon_rss_bytes=77)
+    assert (found.role, found.windows, found.layers, found.daemon_rss_bytes) == ("worker", [(5, 10), (15, 20)], 10, 77)
+    assert found.memory == MemoryFigures(
+        resident=7,
+        streamed=3,
+        slots=2,
+        resident_bytes=700,
+        streamed_bytes=300,
+        read_bytes=6000,
+        stall_s=0.5,
+        bytes_read_per_token=600,
+        stall_ms_per_token=50,
+        pressure="some",
+    )
+    assert found.predicted == PlannedFigures(
+        resident=7, streamed=3, slots=2, ram_bytes=900, bytes_read_per_token=300, stall_ms_per_token=20
+    )
+    assert found.ring is not None
+    assert (found.ring.hops, found.ring.hop_median_s, found.ring.hop_p99_s) == (3, 0.002, 0.003)
+    assert (found.ring.rss_bytes, found.ring.private_bytes, found.ring.refused_messages) == (5000, 400, 1)
+
+
+def test_the_output_matrix_counts_as_a_layer_of_the_head():
+    """Desk streams it: index 25, behind the last layer."""
+    found = device_status(PLAN, PREDICTION, "desk", None, Costs(), daemon_rss_bytes=0).predicted
+    assert (found.resident, found.streamed, found.slots) == (13, 3, 3)
+    held = dataclasses.replace(PLAN, streaming=())
+    found = device_status(held, PREDICTION, "desk", None, Costs(), daemon_rss_bytes=0).predicted
+    assert (found.resident, found.streamed) == (16, 0)
+
+
+@pytest.mark.parametrize("said", [None, status(3, None)])
+def test_what_is_not_known_is_null(said):
+    found = device_status(PLAN, None, "desk", said, Costs(), daemon_rss_bytes=0)
+    plain = msgspec.json.decode(msgspec.json.encode(found))
+    assert found.role == "head"
+    assert (plain["ring"] is None) == (said is None)
+    assert set(plain["memory"]) == set(MemoryFigures.__struct_fields__)
+    assert set(plain["predicted"]) == set(PlannedFigures.__struct_fields__)
+    assert {*plain["memory"].values(), *plain["predicted"].values()} == {None}
+
+
+def test_the_body_says_whether_it_serves_and_what_the_ring_says():
+    link = LinkProfile(source="desk", target="lap", address="10.0.0.2", round_trip_s=0.002, bytes_per_s=1e6)
+    found = device_status(PLAN, PREDICTION, "lap", None, Costs(), daemon_rss_bytes=0)
+    ring = {
+        "epoch": 4,
+        "rounds": 2,
+        "predicted": msgspec.to_builtins(promises(PREDICTION)),
+        "devices": [msgspec.to_builtins(found)],
+        "links": [msgspec.to_builtins(link_status(link))],
+        "cluster": [{"device": "lap", "phase": "serving", "reason": ""}],
+    }
+    body = status_body(Health(serving=True, detail="serving with 2 devices"), None, ring)
+    assert (body.serving, body.detail, body.model, body.epoch, body.rounds) == (
+        True,
+        "serving with 2 devices",
+        None,
+        4,
+        2,
+    )
+    assert body.devices == [found]
+    assert body.predicted == Promises(tokens_per_s=4, tpot_ms=250, ttft_ms=2000)
+    assert (body.links[0].round_trip_ms, body.links[0].mbit_per_s) == (2, 8)
+    assert body.cluster[0].phase == "serving"
+
+
+def test_the_body_without_a_ring():
+    body = status_body(Health(serving=False, detail="planning"), None, {})
+    plain = msgspec.json.decode(msgspec.json.encode(body))
+    assert plain == {
+        "serving": False,
+        "detail": "planning",
+        "model": None,
+        "epoch": None,
+        "rounds": None,
+        "predicted": None,
+        "devices": [],
+        "links": [],
+        "cluster": [],
+    }

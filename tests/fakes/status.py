@@ -1,0 +1,74 @@
+"""What a ring says of itself, as plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from primad.api.status import DeviceStatus, Member, MemoryFigures, PlannedFigures, Promises, RingFigures
+
+FIGURES = RingFigures(
+    steps=40,
+    rows=50,
+    compute_s=1.5,
+    hops=3,
+    hop_median_s=0.001,
+    hop_p99_s=0.002,
+    rss_bytes=5_000_000_000,
+    private_bytes=400_000_000,
+    refused_messages=1,
+)
+MEMORY = MemoryFigures(
+    resident=23,
+    streamed=3,
+    slots=2,
+    resident_bytes=2_300_000_000,
+    streamed_bytes=300_000_000,
+    read_bytes=12_000_000_000,
+    stall_s=2.5,
+    bytes_read_per_token=310_000_000,
+    stall_ms_per_token=62.5,
+    pressure="some",
+)
+PLANNED = PlannedFigures(
+    resident=22,
+    streamed=4,
+    slots=3,
+    ram_bytes=2_900_000_000,
+    bytes_read_per_token=400_000_000,
+    stall_ms_per_token=20.0,
+)
+
+
+def device(
+    name: str,
+    *,
+    role: str = "worker",
+    ring: RingFigures | None = FIGURES,
+    memory: MemoryFigures = MEMORY,
+    predicted: PlannedFigures = PLANNED,
+) -> DeviceStatus:
+    """A device with 26 layers."""
+    return DeviceStatus(
+        name=name,
+        role=role,
+        windows=[(0, 26)],
+        layers=26,
+        daemon_rss_bytes=90_000_000,
+        ring=ring,
+        memory=memory,
+        predicted=predicted,
+    )
+
+
+def ring(*devices: DeviceStatus, epoch: int = 4, predicted: Promises | None = None, **others: str) -> dict[str, Any]:
+    """The ring of ``devices``; ``others`` are phases of devices that the head knows."""
+    return {
+        "epoch": epoch,
+        "rounds": 2,
+        "predicted": msgspec.to_builtins(predicted),
+        "devices": msgspec.to_builtins(devices),
+        "links": [],
+        "cluster": [msgspec.to_builtins(Member(device=name, phase=phase, reason="")) for name, phase in others.items()],
+    }

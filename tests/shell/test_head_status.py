@@ -1,0 +1,191 @@
+"""Asking the devices of a ring what they do: bounded in time, and once for all who ask together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
+import pytest
+
+from halda import Plan, Window
+from primad.daemon import head_ring
+from primad.daemon.head_ring import HeadRing
+from primad.errors import ClusterError
+from primad.ring.messages import MemoryStatus, Report, RingCommand, Status
+
+PLAN = Plan(
+    rounds=1,
+    route=tuple(
+        Window(device=name, first=first, last=first + 5, gpu_layers=0)
+        for name, first in (("desk", 0), ("lap", 5), ("nas", 10), ("desk", 15))
+    ),
+    output_on_gpu=False,
+    streaming=(),
+    left_out=(),
+)
+PATIENCE_S = 20
+MEMORY = MemoryStatus(
+    resident=3, streamed=2, slots=2, resident_bytes=30, streamed_bytes=20, read_bytes=400, stall_s=0.1, pressure="calm"
+)
+
+
+def status(steps: int) -> Status:
+    return Status(
+        steps=steps, rows=0, compute_s=0, hop_s=[], rss_bytes=steps, private_bytes=1, refused=0, memory=MEMORY
+    )
+
+
+class FakeProcess:
+    """Answers ``Report`` with its number of reports, once it may."""
+
+    def __init__(self) -> None:
+        self.reports = 0
+        self.asked = asyncio.Event()
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.events_: asyncio.Queue[Status] = asyncio.Queue()
+
+    async def send(self, command: RingCommand) -> None:
+        assert isinstance(command, Report)
+        self.reports += 1
+        self.asked.set()
+        await self.answers.wait()
+        self.events_.put_nowait(status(self.reports))
+
+    async def events(self) -> AsyncIterator[Status]:
+        while True:
+            yield await self.events_.get()
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class FakePart:
+    """A worker that answers, is silent, or whose link takes nothing."""
+
+    def __init__(self, answer: Status | ClusterError | None) -> None:
+        self.answer = answer
+        self.asked = 0
+
+    async def wait_status(self) -> SimpleNamespace:
+        self.asked += 1
+        match self.answer:
+            case None:
+                await asyncio.Event().wait()
+            case ClusterError() as error:
+                raise error
+        return SimpleNamespace(status=self.answer, daemon_rss_bytes=9)
+
+    async def release(self) -> None:
+        """Nothing to release."""
+
+
+class Lab:
+    """A ring of a head and two workers that was formed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lap: FakePart, nas: FakePart) -> None:
+        monkeypatch.setattr(head_ring, "remove_metadata", lambda *_: None)
+        parts = SimpleNamespace(
+            plan=PLAN,
+            prediction=None,
+            options=SimpleNamespace(epoch=5),
+            links=SimpleNamespace(between=lambda names: []),
+            place=SimpleNamespace(cache=SimpleNamespace(let_go=lambda owner: None)),
+            owner="ring-5",
+        )
+        self.ring, self.process = HeadRing(parts), FakeProcess()
+        self.lap, self.nas = lap, nas
+        self.ring._process, self.ring._workers = self.process, {"lap": lap, "nas": nas}
+        self._attending = asyncio.create_task(self.ring._attend(self.process, 2))
+
+    async def close(self) -> None:
+        self._attending.cancel()
+        await self.ring.close()
+
+
+def in_lab(monkeypatch, test, lap: Status | ClusterError | None, nas: Status | ClusterError | None) -> None:
+    async def once() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            here = Lab(monkeypatch, FakePart(lap), FakePart(nas))
+            await test(here)
+            await here.close()
+
+    asyncio.run(once())
+
+
+def test_every_device_is_told_of(monkeypatch):
+    async def test(here: Lab) -> None:
+        said = await here.ring.status()
+        assert (said["epoch"], said["rounds"], said["predicted"]) == (5, 1, None)
+        assert [(each["name"], each["ring"]["steps"]) for each in said["devices"]] == [
+            ("desk", 1),
+            ("lap", 4),
+            ("nas", 8),
+        ]
+        assert [each["memory"]["bytes_read_per_token"] for each in said["devices"]] == [800, 100, 50]
+        assert said["devices"][1]["daemon_rss_bytes"] == 9
+
+    in_lab(monkeypatch, test, status(4), status(8))
+
+
+def test_who_asks_while_the_devices_are_asked_gets_that_answer(monkeypatch):
+    async def test(here: Lab) -> None:
+        here.process.answers.clear()
+        asking = [asyncio.create_task(here.ring.status()) for _ in range(50)]
+        await asyncio.sleep(0)
+        asking[0].cancel()  # its client went away; the others wait on
+        await here.process.asked.wait()
+        here.process.answers.set()
+        answers = await asyncio.gather(*asking[1:])
+        assert all(answer == answers[0] for answer in answers)
+        assert (here.process.reports, here.lap.asked, here.nas.asked) == (1, 1, 1)
+        assert asking[0].cancelled()
+        await here.ring.status()
+        assert (here.process.reports, here.lap.asked) == (2, 2)
+
+    in_lab(monkeypatch, test, status(4), status(8))
+
+
+def test_silent_devices_cost_one_patience_together(monkeypatch):
+    monkeypatch.setattr(head_ring, "STATUS_TIMEOUT_S", 0.5)
+
+    async def test(here: Lab) -> None:
+        here.process.answers.clear()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        said = await here.ring.status()
+        assert 0.5 <= loop.time() - began_s < 1.2, "they are asked at the same time"
+        assert [each["ring"] for each in said["devices"]] == [None, None, None]
+        assert {value for each in said["devices"] for value in each["memory"].values()} == {None}
+
+    in_lab(monkeypatch, test, None, None)
+
+
+def test_a_device_whose_link_broke_leaves_the_others_their_figures(monkeypatch):
+    async def test(here: Lab) -> None:
+        said = await here.ring.status()
+        assert [each["ring"] is None for each in said["devices"]] == [False, True, False]
+
+    in_lab(monkeypatch, test, ClusterError("it takes nothing"), status(8))
+
+
+def test_an_answer_that_came_too_late_is_not_the_next_ones(monkeypatch):
+    monkeypatch.setattr(head_ring, "STATUS_TIMEOUT_S", 0.2)
+
+    async def test(here: Lab) -> None:
+        await here.ring.status()
+        here.ring._status.put_nowait(status(1000))
+        assert (await here.ring.status())["devices"][0]["ring"]["steps"] == 2
+
+    in_lab(monkeypatch, test, status(4), status(8))
+
+
+def test_who_asks_a_ring_that_closes_is_told_nothing(monkeypatch):
+    async def test(here: Lab) -> None:
+        asking = asyncio.create_task(here.ring.status())
+        await here.process.asked.wait()
+        await here.ring.close()
+        assert await asking == {}
+
+    in_lab(monkeypatch, test, status(4), None)

@@ -1,0 +1,213 @@
+"""``primad status`` against an endpoint that says what a test wants."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+import pytest
+
+from primad import cli, status_command
+from primad.api.backend import Health
+from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
+from tests.fakes.status import device, ring
+
+SERVING = Health(serving=True, detail="serving with 2 devices")
+PROMISES = Promises(tokens_per_s=4.2, tpot_ms=238, ttft_ms=900)
+
+
+class Endpoint:
+    """A head that says ``body`` with ``status`` at ``/status``; ``asked`` counts."""
+
+    def __init__(self) -> None:
+        self.body, self.status, self.asked = b"", 200, 0
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                endpoint.asked += 1
+                self.send_response(endpoint.status if self.path == "/status" else 404)
+                self.send_header("content-length", str(len(endpoint.body)))
+                self.end_headers()
+                self.wfile.write(endpoint.body)
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def says(self, plain: dict, health: Health = SERVING) -> None:
+        self.body = msgspec.json.encode(status_body(health, None, plain))
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    found = Endpoint()
+    thread = threading.Thread(target=found.server.serve_forever, args=(0.01,))
+    thread.start()
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def primad(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
+    """Runs primad with the arguments; gives exit code, output and error output."""
+    monkeypatch.setenv("PRIMAD_LOG", "WARNING")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["primad", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exc:
+            code = int(exc.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def row(out: str, first: str) -> list[str]:
+    """The words of the line that begins with ``first``, behind it."""
+    (line,) = [line for line in out.splitlines() if line.strip().startswith(first)]
+    return line.strip().removeprefix(first).split()
+
+
+def test_a_row_a_device_and_what_was_planned_below(primad, endpoint):
+    endpoint.says(ring(device("desk", role="head"), device("lap"), predicted=PROMISES))
+    code, out, err = primad("status", "--url", endpoint.url)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == "serving with 2 devices, epoch 4, 2 rounds a token, predicted 4.20 tokens/s"
+    for name in ("desk", "lap"):
+        assert row(out, name) == ["26", "23", "3", "2", "310", "MB", "62.5", "ms", "some", "5.00", "GB"]
+    planned = [line.split() for line in out.splitlines() if line.strip().startswith("planned")]
+    assert planned == [["planned", "22", "4", "3", "400", "MB", "20.0", "ms", "2.90", "GB"]] * 2
+    header = " ".join(out.splitlines()[1:4])
+    for column in ("device", "layers", "resident", "streamed", "slots", "read", "stall", "pressure", "memory"):
+        assert column in header
+
+
+def test_it_fits_a_terminal_of_80_columns(primad, endpoint, monkeypatch):
+    console = status_command.Console(force_terminal=True, color_system=None, width=80, soft_wrap=True)
+    monkeypatch.setattr(status_command, "_out", console)
+    endpoint.says(ring(device("living-room")))
+    _, out, _ = primad("status", "--url", endpoint.url)
+    assert max(map(len, out.splitlines())) <= 80
+    assert row(out, "living-room") == ["26", "23", "3", "2", "310", "MB", "62.5", "ms", "some", "5.00", "GB"]
+
+
+def test_what_is_not_known_is_a_question_mark(primad, endpoint):
+    endpoint.says(ring(device("desk", ring=None, memory=MemoryFigures(), predicted=PlannedFigures())))
+    code, out, _ = primad("status", "--url", endpoint.url)
+    assert code == 0
+    assert row(out, "desk ") == ["26", *"???????"]
+    assert "planned" not in out
+    assert "desk: did not answer in time" in out
+
+
+def test_who_is_not_in_the_ring_is_said(primad, endpoint):
+    endpoint.says(ring(device("desk", role="head"), device("lap"), lap="serving", nas="discovered"))
+    _, out, _ = primad("status", "--url", endpoint.url)
+    assert out.splitlines()[-1] == "nas: discovered"
+    assert "lap: " not in out
+
+
+def test_before_the_first_ring(primad, endpoint):
+    endpoint.says({}, Health(serving=False, detail="looking for devices"))
+    assert primad("status", "--url", endpoint.url) == (0, "looking for devices\n", "")
+
+
+def test_json_is_what_the_endpoint_says(primad, endpoint):
+    endpoint.says(ring(device("desk")))
+    code, out, err = primad("status", "--json", "--url", endpoint.url)
+    assert (code, err) == (0, "")
+    assert out == endpoint.body.decode() + "\n"
+    assert json.loads(out)["devices"][0]["memory"]["stall_ms_per_token"] == 62.5
+
+
+def test_nothing_of_an_endpoint_steers_the_terminal(primad, endpoint):
+    endpoint.says(ring(device("\x1b[2Jdesk", predicted=PlannedFigures())), Health(serving=True, detail="a\x1b]0;b\x07"))
+    _, out, _ = primad("status", "--url", endpoint.url)
+    assert "\x1b" not in out
+    assert "\x07" not in out
+    assert "\\x1b[2Jdesk" in out
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",), ("--watch",)])
+def test_no_head_is_one_clear_error(primad, endpoint, arguments):
+    endpoint.server.server_close()
+    code, out, err = primad("status", *arguments, "--url", endpoint.url)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"primad: error: {endpoint.url}: ")
+    assert err.endswith("is 'primad serve' running there?\n")
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"hello", b'{"serving": 1}', b"\xff", b'{"x":' + b"[" * 100_000])
+def test_something_else_there_is_one_clear_error(primad, endpoint, body):
+    endpoint.body = body
+    code, out, err = primad("status", "--url", endpoint.url)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"primad: error: {endpoint.url}: answers, but not as a head of this version of primad does")
+
+
+def test_a_refusal_is_one_clear_error(primad, endpoint):
+    endpoint.status = 404
+    code, out, err = primad("status", "--url", endpoint.url)
+    assert (code, out) == (2, "")
+    assert "answered 404" in err
+
+
+def test_an_address_that_is_none(primad):
+    code, out, err = primad("status", "--url", "http://127.0.0.1:x")
+    assert (code, out) == (2, "")
+    assert "--url http://127.0.0.1:x: is no address" in err
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_watching_asks_again_until_ctrl_c(primad, endpoint, monkeypatch, arguments):
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        endpoint.says(ring(device("desk"), epoch=4 + len(waits)))
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status_command.time, "sleep", sleep)
+    endpoint.says(ring(device("desk")))
+    code, out, err = primad("status", "--watch", *arguments, "--url", endpoint.url)
+    assert (code, err) == (0, "stopped\n")
+    assert (waits, endpoint.asked) == ([1.0] * 3, 3)
+    named = '"epoch":{}' if arguments else "epoch {},"
+    assert [named.format(epoch) in out for epoch in (4, 5, 6, 7)] == [True, True, True, False]
+
+
+def test_watching_on_a_terminal_draws_in_place(primad, endpoint, monkeypatch):
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        endpoint.says(ring(device("desk"), epoch=5))
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status_command.time, "sleep", sleep)
+    monkeypatch.setattr(status_command, "_out", status_command.Console(force_terminal=True, width=100))
+    endpoint.says(ring(device("desk")))
+    _, out, err = primad("status", "--watch", "--url", endpoint.url)
+    assert err == "stopped\n"
+    assert "epoch 4," in out
+    assert "epoch 5," in out
+    assert "\x1b[1A" in out, "the cursor goes up over what was shown"
+    assert out.rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
