@@ -29,7 +29,9 @@ import llama_cpp as llama
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.protocol import EngineOptions, Hidden, LogitsWindow, Rows, Sampling, WindowFiles, draw_seed
+from primad.engine.prefetch import WindowStream
+from primad.engine.protocol import EngineOptions, Hidden, KvType, LogitsWindow, Rows, Sampling, WindowFiles, draw_seed
+from primad.engine.residency import Residency
 from primad.errors import EngineError
 from primad.gguf.header import TensorInfo
 
@@ -38,6 +40,11 @@ logger = logging.getLogger(__name__)
 MAX_OUTPUT_ROWS: Final = 64
 """Rows of one step that may want logits: bounds the logits buffer (vocabulary * 4 bytes each)."""
 
+_KV_TYPES: Final[dict[KvType, int]] = {
+    "f16": llama.GGML_TYPE_F16,
+    "q8_0": llama.GGML_TYPE_Q8_0,
+    "q4_0": llama.GGML_TYPE_Q4_0,
+}
 KV_CELL_PADDING: Final = 256
 """llama.cpp rounds the KV cache up to whole groups of cells."""
 
@@ -110,14 +117,42 @@ class _Tap(dict[int, bool]):
 
     Keys are addresses of graph nodes that are not wanted. llama.cpp builds its graph anew when its shape changes, so an
     address may come to mean another node; ``forward`` then sees that nothing was taken, calls ``clear`` and repeats.
+    On the way the layers' outputs that stand for borders of streamed units are told. One that is missed for the same
+    reason costs page faults, no more; so the keys are forgotten whenever the number of rows changes.
     """
 
-    def __init__(self, wanted: bytes, width: int) -> None:
+    def __init__(self, wanted: bytes | None, width: int) -> None:
         super().__init__()
         self._wanted = wanted
         self._width = width
         self._asked = False
         self._hidden: Hidden | None = None
+        self._borders: dict[bytes, int] = {}
+        self._residency: Residency | None = None
+        self._rows = 0
+        self.stream: WindowStream | None = None
+        self.error: EngineError | None = None
+
+    def begin(self, rows: int) -> None:
+        """``rows`` rows are about to be computed. Raises ``EngineError`` when the first unit cannot be read."""
+        if self.stream is None:
+            return
+        if self._residency is not self.stream.residency or self._rows != rows:
+            self._residency, self._rows = self.stream.residency, rows
+            self._borders = {f"l_out-{layer}".encode(): unit for layer, unit in self.stream.borders().items()}
+            self.clear()
+        self.stream.arrive()
+
+    def check(self) -> None:
+        """Raises the ``EngineError`` of a border that could not be crossed."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def end(self) -> None:
+        """The rows were computed. Raises ``EngineError`` when a weight file is not the model's any more."""
+        if self.stream is not None:
+            self.stream.depart()
 
     def take(self) -> Hidden | None:
         """What the last computation left, once; None when the graph never came by the wanted tensor."""
@@ -125,13 +160,27 @@ class _Tap(dict[int, bool]):
         return hidden
 
     def __missing__(self, node: int) -> bool:
-        if _ggml_base.ggml_get_name(node) != self._wanted:
+        name = _ggml_base.ggml_get_name(node)
+        border = self._borders.get(name)
+        if name != self._wanted and border is None:
             self[node] = False
             return False
         if not self._asked:
             self._asked = True
             return True
         self._asked = False
+        return self._cross(border) if border is not None else self._copy(node)
+
+    def _cross(self, unit: int) -> bool:
+        assert self.stream is not None
+        try:
+            self.stream.reach(unit)
+        except EngineError as exc:
+            self.error = exc  # through C it would be lost
+            return False
+        return True
+
+    def _copy(self, node: int) -> bool:
         size = _ggml_base.ggml_nbytes(node)
         self._hidden = np.empty((size // (4 * self._width), self._width), np.float32)
         _ggml_base.ggml_backend_tensor_get(node, self._hidden.ctypes.data, 0, size)
@@ -198,7 +247,7 @@ class _Model:
         options: EngineOptions,
         *,
         extra_buffers: bool,
-        tap: _Tap | None,
+        tap: _Tap,
         outputs: int,
     ) -> None:
         self._options = options
@@ -234,11 +283,17 @@ class _Model:
         params.n_threads_batch = options.batch_threads
         params.kv_unified = True
         params.no_perf = True
-        if self._tap is not None:
-            # A bound method of a dict subclass: see the module's docstring. Kept alive beside the context.
-            self._callback = _EVAL_CALLBACK(self._tap.__getitem__)
-            params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
+        params.type_k = params.type_v = _KV_TYPES[options.kv_type]
+        if options.kv_type != "f16":  # llama.cpp quantises values only for it
+            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        # A bound method of a dict subclass: see the module's docstring. Kept alive beside the context.
+        self._callback = _EVAL_CALLBACK(self._tap.__getitem__)
+        params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
         return params
+
+    def attach(self, stream: WindowStream | None) -> None:
+        """Stream this window's units from now on; None: all are in memory, whatever the system does."""
+        self._tap.stream = stream
 
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
         if not llama.llama_memory_seq_rm(self._memory, sequence, start, end):
@@ -256,11 +311,14 @@ class _Model:
         del self._context, self._model, self._memory
 
     def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
+        self._tap.begin(len(rows))
         code = llama.llama_decode(self._context, self._batch.fill(rows, every_row_out=every_row_out))
+        self._tap.check()
         if code == 1:
             raise EngineError(f"the context of {self._options.context} tokens is full")
         if code != 0:
             raise EngineError(f"llama.cpp failed to compute a step (code {code}): {_why('it does not say why')}")
+        self._tap.end()
 
 
 class _HiddenWindow(_Model):
@@ -268,21 +326,15 @@ class _HiddenWindow(_Model):
 
     def __init__(self, files: WindowFiles, options: EngineOptions, *, width: int, extra_buffers: bool) -> None:
         assert not files.output_on_gpu
-        self._out = _Tap(f"l_out-{files.layer_count - 1}".encode(), width)
-        super().__init__(
-            files,
-            options,
-            extra_buffers=extra_buffers,
-            tap=self._out,
-            outputs=options.rows,
-        )
+        tap = _Tap(f"l_out-{files.layer_count - 1}".encode(), width)
+        super().__init__(files, options, extra_buffers=extra_buffers, tap=tap, outputs=options.rows)
 
     def forward(self, rows: Rows) -> Hidden:
         self._decode(rows, every_row_out=True)
-        hidden = self._out.take()
+        hidden = self._tap.take()
         if hidden is None:
             self._repeat(rows)
-            hidden = self._out.take()
+            hidden = self._tap.take()
         if hidden is None or len(hidden) != len(rows):
             raise EngineError(
                 "llama.cpp computed a window without its last layer's output; its build is unknown to primad"
@@ -292,7 +344,7 @@ class _HiddenWindow(_Model):
     def _repeat(self, rows: Rows) -> None:
         """Compute ``rows`` once more with a callback that knows no node yet: the graph was built anew."""
         logger.debug("graph rebuilt: repeating a step of %d rows", len(rows))
-        self._out.clear()
+        self._tap.clear()
         for position, sequences in zip(rows.positions, rows.sequences, strict=True):
             for sequence in sequences:
                 self.kv_remove(sequence, position, position + 1)
@@ -365,7 +417,7 @@ class _LogitsWindow(_Model):
         extra_buffers: bool,
     ) -> None:
         assert files.output_on_gpu or not files.gpu_layers
-        super().__init__(files, options, extra_buffers=extra_buffers, tap=None, outputs=MAX_OUTPUT_ROWS)
+        super().__init__(files, options, extra_buffers=extra_buffers, tap=_Tap(None, 0), outputs=MAX_OUTPUT_ROWS)
         self._ends = ends
         self._vocabulary = vocabulary
 

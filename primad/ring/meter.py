@@ -7,7 +7,8 @@ from typing import Final
 
 import psutil
 
-from primad.ring.messages import Status
+from primad.engine.prefetch import Streamer
+from primad.ring.messages import MemoryStatus, Status
 
 HOPS_KEPT: Final = 4096
 
@@ -21,8 +22,8 @@ class Meter:
         self.compute_s = 0.0
         self.hop_s: deque[float] = deque(maxlen=HOPS_KEPT)
 
-    def status(self, refused: int) -> Status:
-        """The figures until now."""
+    def status(self, refused: int, streamer: Streamer | None) -> Status:
+        """The figures until now; ``streamer`` looks after the weights, where these are not llama.cpp's own copies."""
         memory = psutil.Process().memory_info()
         return Status(
             steps=self.steps,
@@ -32,4 +33,19 @@ class Meter:
             rss_bytes=memory.rss,
             private_bytes=memory.rss - getattr(memory, "shared", 0),
             refused=refused,
+            memory=None if streamer is None else _memory(streamer),
         )
+
+
+def _memory(streamer: Streamer) -> MemoryStatus:
+    now = streamer.residency
+    return MemoryStatus(
+        resident=len(now.resident),
+        streamed=len(now.streamed),
+        slots=len(now.wanted(0)),
+        resident_bytes=now.resident_bytes,
+        streamed_bytes=now.streamed_bytes,
+        read_bytes=streamer.read_bytes,
+        stall_s=streamer.stall_s,
+        pressure="calm",
+    )

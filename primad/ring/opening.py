@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, Vocabulary, WholeModel
-from primad.engine.protocol import EngineOptions, HiddenWindow, LogitsWindow
+from primad.engine.protocol import EngineOptions, HiddenWindow
+from primad.engine.streams import StreamedWindow, Streams
+from primad.engine.units import units_of_model, units_of_window
 from primad.gguf.architectures import embedding_scale
+from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.windows import token_embedding
 from primad.ring.head import Head
@@ -39,41 +42,67 @@ def limits_of_open(opening: Open) -> Limits:
     return limits_of(opening.ring, opening.epoch, windows, opening.width, opening.options)
 
 
-def open_worker(opening: Open, loaded: Loaded) -> dict[int, HiddenWindow]:
-    """A worker's windows by route index. Raises ``EngineError`` when llama.cpp cannot load one."""
-    windows: dict[int, HiddenWindow] = {}
-    for window in opening.windows:
-        windows[window.window] = MiddleWindow(
-            window.files, opening.options, width=opening.width, extra_buffers=window.extra_buffers
-        )
-        loaded(len(windows))
-    return windows
+def _streams(opening: Open, header: Header | None) -> Streams:
+    """What looks after the units of the windows but those of which llama.cpp makes copies; ``header`` for a whole model."""
+    return Streams(
+        (
+            StreamedWindow(
+                index=window.window,
+                layers=window.files.layer_count,
+                streamed=frozenset(window.streamed),
+                units=units_of_window(window.files) if header is None else units_of_model(header, window.files),
+            )
+            for window in opening.windows
+            if not window.extra_buffers
+        ),
+        slots=opening.slots,
+        lock=opening.options.lock,
+    )
 
 
-def open_head(opening: Open, loaded: Loaded) -> Head:
-    """The head with its windows. Raises ``ModelError`` and ``EngineError`` when the model cannot be loaded."""
+def open_worker(opening: Open, loaded: Loaded) -> tuple[dict[int, HiddenWindow], Streams]:
+    """A worker's windows by route index, and what streams. Raises ``EngineError`` when llama.cpp cannot load one."""
+    windows: dict[int, MiddleWindow] = {}
+    streams = _streams(opening, None)
+    with streams.loading():
+        for window in opening.windows:
+            windows[window.window] = MiddleWindow(
+                window.files, opening.options, width=opening.width, extra_buffers=window.extra_buffers
+            )
+            loaded(len(windows))
+    streams.begin(windows)
+    return dict(windows), streams
+
+
+def open_head(opening: Open, loaded: Loaded) -> tuple[Head, Streams]:
+    """The head with its windows, and what streams.
+
+    Raises ``ModelError`` and ``EngineError`` when the model cannot be loaded.
+    """
     assert opening.model is not None
     header = open_model(Path(opening.model))
     vocabulary = Vocabulary(Path(opening.model))
     ends, size = vocabulary.ends, vocabulary.size
     vocabulary.release()
-    windows: dict[int, HiddenWindow] = {}
-    tail: LogitsWindow | None = None
-    for window in opening.windows:
-        if opening.route == 1:
-            tail = WholeModel(window.files, opening.options, ends, vocabulary=size, extra_buffers=window.extra_buffers)
-        elif window.window == 0:
-            embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
-            windows[0] = FirstWindow(window.files, opening.options, embedding, extra_buffers=window.extra_buffers)
-        elif window.window == opening.route - 1:
-            tail = TailWindow(window.files, opening.options, ends, vocabulary=size, extra_buffers=window.extra_buffers)
-        else:
-            windows[window.window] = MiddleWindow(
-                window.files, opening.options, width=opening.width, extra_buffers=window.extra_buffers
-            )
-        loaded(len(windows) + (tail is not None))
+    windows: dict[int, FirstWindow | MiddleWindow] = {}
+    tail: TailWindow | WholeModel | None = None
+    streams = _streams(opening, header if opening.route == 1 else None)
+    with streams.loading():
+        for window in opening.windows:
+            files, options, extra = window.files, opening.options, window.extra_buffers
+            if opening.route == 1:
+                tail = WholeModel(files, options, ends, vocabulary=size, extra_buffers=extra)
+            elif window.window == 0:
+                embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
+                windows[0] = FirstWindow(files, options, embedding, extra_buffers=extra)
+            elif window.window == opening.route - 1:
+                tail = TailWindow(files, options, ends, vocabulary=size, extra_buffers=extra)
+            else:
+                windows[window.window] = MiddleWindow(files, options, width=opening.width, extra_buffers=extra)
+            loaded(len(windows) + (tail is not None))
     assert tail is not None
-    return Head(
+    streams.begin({**windows, opening.route - 1: tail})
+    head = Head(
         windows=windows,
         tail=tail,
         route=opening.route,
@@ -82,3 +111,4 @@ def open_head(opening: Open, loaded: Loaded) -> Head:
         step_timeout_s=opening.step_timeout_s,
         clock=time.monotonic,
     )
+    return head, streams

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Protocol
+from typing import Protocol, cast
 
 import zmq
 
 from primad.engine.protocol import EngineOptions, HiddenWindow
+from primad.engine.streams import Streamable
 from primad.errors import ProtocolError, RingError
 from primad.ring.channel import RingChannel
 from primad.ring.head import Send, Tell
@@ -63,7 +64,7 @@ class WorkerPart:
         self._channel = channel
         self._width, self._options = opening.width, opening.options
         self._links = Links(opening.host, limits_of_open(opening), patience_s=_patience_s(opening.step_timeout_s))
-        self._windows = open_worker(opening, lambda done: channel.tell(Loading(done)))
+        self._windows, self._streams = open_worker(opening, lambda done: channel.tell(Loading(done)))
         self._begin()
 
     def _begin(self) -> None:
@@ -83,7 +84,7 @@ class WorkerPart:
             case Reopen():
                 self._reopen(command)
             case Report():
-                self._channel.tell(self._meter.status(self._links.refused))
+                self._channel.tell(self._meter.status(self._links.refused, self._streams.streamer))
             case Generate() | Cancel() | Drain():
                 raise RingError(f"a worker was given {type(command).__name__}, which is the head's")
 
@@ -92,12 +93,15 @@ class WorkerPart:
         limits = limits_of(reopen.ring, reopen.epoch, kept, self._width, self._options)
         self._links.close()
         self._links = Links(reopen.host, limits, patience_s=_patience_s(reopen.step_timeout_s))
+        self._streams.end()  # before any window is unmapped
+        self._streams = self._streams.reopened(reopen.windows)
         for window in self._windows.values():
             if window in kept.values():
                 _forget(window, self._options)
             else:
                 window.release()
         self._windows = kept
+        self._streams.begin(cast("dict[int, Streamable]", kept))
         self._begin()
         self._channel.tell(self.opened())
 
@@ -140,6 +144,7 @@ class WorkerPart:
         return self._links.wait_s()
 
     def close(self) -> None:
+        self._streams.end()
         self._links.close()
 
 
@@ -153,7 +158,7 @@ class HeadPart:
         if opening.route > 1:
             patience_s = _patience_s(opening.step_timeout_s)
             self._links = Links(opening.host, limits_of_open(opening), patience_s=patience_s)
-        self._head = open_head(opening, lambda done: channel.tell(Loading(done)))
+        self._head, self._streams = open_head(opening, lambda done: channel.tell(Loading(done)))
         self._head.warm_up()
         self._is_connected = self._links is None
 
@@ -174,7 +179,8 @@ class HeadPart:
             case Drain():
                 self._head.drain()
             case Report():
-                self._channel.tell(self._meter.status(self._links.refused if self._links is not None else 0))
+                refused = self._links.refused if self._links is not None else 0
+                self._channel.tell(self._meter.status(refused, self._streams.streamer))
             case Reopen():
                 raise RingError("the head's ring process was given Reopen, which is a worker's")
 
@@ -227,6 +233,7 @@ class HeadPart:
         return min(self._head.wait_s(may_compute=may_compute), self._links.wait_s())
 
     def close(self) -> None:
+        self._streams.end()
         if self._links is not None:
             self._links.close()
 

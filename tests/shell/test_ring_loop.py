@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from primad.engine.protocol import EngineOptions, Rows, WindowFiles
+from primad.engine.streams import Streams
 from primad.errors import RingError
 from primad.ring import parts
 from primad.ring.channel import LENGTH, RingChannel, frame, frame_bytes
@@ -55,6 +56,11 @@ OPTIONS = EngineOptions(context=128, sequences=1, rows=8, threads=1, batch_threa
 NOBODY = zmq.curve_keypair()[0].decode()
 NOWHERE = "tcp://127.0.0.1:1"
 DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0, seed=5)
+
+
+def no_streams() -> Streams:
+    """All weights are somewhere else."""
+    return Streams([], slots=0, lock=False)
 
 
 def an_open(**changes) -> Open:
@@ -179,7 +185,7 @@ def model() -> FakeModel:
 def windows(monkeypatch, model) -> dict[int, FakeHiddenWindow]:
     """The windows that a worker loads: those of both workers."""
     made = {index: model.middle(index, index + 1) for index in (1, 2)}
-    monkeypatch.setattr(parts, "open_worker", lambda opening, loaded: dict(made))
+    monkeypatch.setattr(parts, "open_worker", lambda opening, loaded: (dict(made), no_streams()))
     return made
 
 
@@ -382,9 +388,9 @@ def test_a_second_open_breaks_it(windows):
 def head_windows(monkeypatch, model) -> None:
     """Heads of the route, or of the whole model, have new windows of ``model``."""
 
-    def open_head(opening: Open, loaded: Callable[[int], None]) -> Head:
+    def open_head(opening: Open, loaded: Callable[[int], None]) -> tuple[Head, Streams]:
         alone = opening.route == 1
-        return Head(
+        head = Head(
             windows={} if alone else {0: model.first(1)},
             tail=model.whole() if alone else model.tail(ROUTE - 1),
             route=opening.route,
@@ -393,6 +399,7 @@ def head_windows(monkeypatch, model) -> None:
             step_timeout_s=opening.step_timeout_s,
             clock=time.monotonic,
         )
+        return head, no_streams()
 
     monkeypatch.setattr(parts, "open_head", open_head)
     monkeypatch.setattr(parts, "limits_of_open", head_limits)

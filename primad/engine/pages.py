@@ -1,0 +1,386 @@
+"""Ranges of weight files and their pages: where they are mapped here, read ahead, given back, asked for, pinned.
+
+llama.cpp maps weight files; what it mapped is worked on in place, so that a layer that was read ahead costs the computing
+threads no page fault. Linux says where a file is mapped (``/proc/self/maps``) and reads a range with
+``MADV_POPULATE_READ``: one call, large requests, errors told. There a range is given back by dropping its pages from the
+mapping and then from the page cache; the second alone does nothing to mapped pages. Elsewhere a mapping of our own serves:
+the system is told what will be needed and the page is touched, which brings it into the one page cache; giving back is a
+hint at most, and which pages are in memory is not known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from primad.errors import EngineError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PIECE_BYTES: Final = 8 << 20
+"""A range is read in pieces of this size: large enough for the disk, small enough to change one's mind in between."""
+_PAGE: Final = mmap.PAGESIZE
+_POPULATE_READ: Final = 22
+"""``MADV_POPULATE_READ`` (Linux 5.14), which Python does not name."""
+_DONTNEED: Final = 4
+_RANDOM: Final = 1
+_F_RDADVISE: Final = 44
+"""``fcntl`` command of macOS."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """``size`` bytes of the file ``path`` from ``offset``."""
+
+    path: str
+    offset: int
+    size: int
+
+
+Stamp = tuple[int, int, int]
+"""Size, modification time (ns) and inode: another stamp, another content."""
+
+
+def _libc() -> ctypes.CDLL | None:
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    library.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    library.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library
+
+
+_LIBC: Final = _libc()
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """Addresses ``start <= a < end`` of this process show a file from ``offset``."""
+
+    start: int
+    end: int
+    offset: int
+
+
+def _mappings(paths: Iterable[str]) -> dict[str, list[_Mapping]]:
+    """Where this process has mapped ``paths``; a file that is not mapped is absent. Linux only."""
+    wanted: dict[tuple[str, str] | str, str] = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = Path(path).stat()
+            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+            wanted[device, str(status.st_ino)] = path
+            wanted[os.path.realpath(path)] = path  # some file systems show another device there
+    found: dict[str, list[_Mapping]] = {}
+    with Path("/proc/self/maps").open(encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            fields = line.rstrip("\n").split(maxsplit=5)
+            if len(fields) < 6:
+                continue
+            path = wanted.get((fields[3], fields[4]), "") or wanted.get(fields[5], "")
+            if path:
+                start, end = (int(part, 16) for part in fields[0].split("-"))
+                found.setdefault(path, []).append(_Mapping(start, end, int(fields[2], 16)))
+    return found
+
+
+def disk_read_bytes() -> int | None:
+    """Bytes that this process had read from disk, by calls, by page faults and ahead; None where nobody counts them."""
+    with contextlib.suppress(OSError, ValueError), Path("/proc/self/io").open(encoding="ascii") as file:
+        for line in file:
+            if line.startswith("read_bytes:"):
+                return int(line.split()[1])
+    return None
+
+
+class Pages:
+    """The pages of some ranges of files, which llama.cpp has mapped. Thread-safe; every method may block on the disk."""
+
+    def __init__(self, ranges: Sequence[FileRange]) -> None:
+        self.ranges = tuple(ranges)
+        self.size = sum(part.size for part in ranges)
+        self._files = {part.path: _File(part.path) for part in ranges}
+        self._spans: list[_Span] = []
+
+    def find(self) -> None:
+        """Find where the ranges are mapped; to be called when llama.cpp has loaded them, and again to look anew.
+
+        Raises ``EngineError`` when a range is not mapped (on Linux; elsewhere it is mapped here).
+        """
+        known = _mappings(self._files) if _LIBC is not None else {}
+        spans = []
+        for part in self.ranges:
+            file = self._files[part.path]
+            if _LIBC is None:
+                spans.append(_Span(file, part.offset, part.size, file.own_address(), own=True))
+                continue
+            covered = 0
+            for mapping in known.get(part.path, ()):
+                first = max(part.offset, mapping.offset)
+                last = min(part.offset + part.size, mapping.offset + mapping.end - mapping.start)
+                if first < last:
+                    spans.append(_Span(file, first, last - first, mapping.start - mapping.offset, own=False))
+                    covered += last - first
+            if covered < part.size:
+                raise EngineError(f"{part.path}: llama.cpp did not map its weights; primad cannot stream them")
+        self._spans = spans
+
+    def mapped(self) -> bool:
+        """Whether all ranges are mapped already; asked while llama.cpp loads them."""
+        try:
+            self.find()
+        except EngineError:
+            return False
+        return True
+
+    def pieces(self) -> Iterator[Piece]:
+        """The ranges in pieces of at most ``PIECE_BYTES``, in order."""
+        for span in self._spans:
+            for start in range(0, span.size, PIECE_BYTES):
+                yield Piece(span, start, min(PIECE_BYTES, span.size - start))
+
+    def read(self) -> int:
+        """Have everything in memory, reading by range what is not; bytes that were read. Raises ``EngineError``."""
+        return sum(piece.read() for piece in self.pieces())
+
+    def missing(self) -> int:
+        """Bytes that are not in memory; 0 where the system does not say."""
+        return sum(span.missing() for span in self._spans)
+
+    def has_last_page(self) -> bool:
+        """Whether the last page is in memory: llama.cpp, which fills its mappings in order, is done with it."""
+        return bool(self._spans) and self._spans[-1].has_last_page()
+
+    def release(self) -> None:
+        """Give the pages back, but those that another range has a share in."""
+        for span in self._spans:
+            span.release()
+
+    def at_random(self) -> None:
+        """Say that single rows will be read, so that nothing is read around them."""
+        for span in self._spans:
+            span.advise(_RANDOM)
+
+    def lock(self) -> None:
+        """Pin the pages to memory. Raises ``EngineError`` when the system does not allow so much."""
+        for span in self._spans:
+            span.lock()
+
+    def unlock(self) -> None:
+        """Undo ``lock``."""
+        for span in self._spans:
+            span.unlock()
+
+    def changed(self) -> list[str]:
+        """The files that somebody wrote to since they were opened or were ``trusted``."""
+        return [path for path, file in self._files.items() if file.changed()]
+
+    def trust(self, path: str) -> None:
+        """Take the file as it is now: its weights were looked at and are the same."""
+        self._files[path].trust()
+
+    def close(self) -> None:
+        """Let the files go."""
+        self._spans = []
+        for file in self._files.values():
+            file.close()
+
+
+class _File:
+    """An open weight file, with its stamp; without ``/proc`` also mapped here."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self.handle = Path(path).open("rb", buffering=0)  # noqa: SIM115
+        except OSError as exc:
+            raise EngineError(f"{path}: cannot be opened: {exc.strerror or exc}") from exc
+        self._map: mmap.mmap | None = None
+        self._stamp = self._now()
+
+    def _now(self) -> Stamp:
+        status = os.fstat(self.handle.fileno())
+        return status.st_size, status.st_mtime_ns, status.st_ino
+
+    def changed(self) -> bool:
+        return self._now() != self._stamp
+
+    def trust(self) -> None:
+        self._stamp = self._now()
+
+    def own_address(self) -> int:
+        """The address of a mapping of our own, less nothing: it shows the file from its beginning."""
+        if self._map is None:
+            self._map = mmap.mmap(self.handle.fileno(), 0, access=mmap.ACCESS_READ)
+        return int(np.frombuffer(self._map, np.uint8).ctypes.data)
+
+    def own_touch(self, offset: int, size: int) -> None:
+        """Ask for a range and read a byte of each of its pages."""
+        assert self._map is not None
+        start = offset - offset % _PAGE
+        length = offset + size - start
+        if hasattr(self._map, "madvise") and hasattr(mmap, "MADV_WILLNEED"):
+            self._map.madvise(mmap.MADV_WILLNEED, start, length)
+        if sys.platform == "darwin" and fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(self.handle.fileno(), _F_RDADVISE, struct.pack("qi4x", start, min(length, 1 << 30)))
+        if sys.platform == "win32":
+            _prefetch_virtual_memory(self.own_address() + start, length)
+        np.frombuffer(self._map, np.uint8, count=length, offset=start)[::_PAGE].max()
+
+    def error(self, offset: int, size: int) -> EngineError:
+        """Why a range cannot be read, found out by reading it in the ordinary way."""
+        why = "the system does not say why"
+        try:
+            if os.fstat(self.handle.fileno()).st_size < offset + size:
+                why = "it was cut short while it was used"
+            else:
+                self.handle.seek(offset)
+                left = size
+                while left > 0 and (got := self.handle.read(min(left, PIECE_BYTES))):
+                    left -= len(got)
+        except OSError as exc:
+            why = exc.strerror or str(exc)
+        return EngineError(f"{self.path}: weights cannot be read: {why}")
+
+    def close(self) -> None:
+        self.handle.close()
+        self._map = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """``size`` bytes of a file from ``offset``, mapped at ``base`` + offset."""
+
+    file: _File
+    offset: int
+    size: int
+    base: int
+    own: bool
+
+    def outer(self, start: int, size: int) -> tuple[int, int]:
+        """File offset and length of all pages that a part of this span has a share in."""
+        first = self.offset + start
+        begin = first - first % _PAGE
+        end = -(-(first + size) // _PAGE) * _PAGE
+        return begin, end - begin
+
+    def inner(self) -> tuple[int, int]:
+        """File offset and length of the pages that nothing else has a share in."""
+        begin = -(-self.offset // _PAGE) * _PAGE
+        end = (self.offset + self.size) // _PAGE * _PAGE
+        return begin, max(0, end - begin)
+
+    def advise(self, advice: int) -> None:
+        begin, length = self.inner()
+        if _LIBC is not None and length:
+            _LIBC.madvise(self.base + begin, length, advice)
+
+    def missing(self) -> int:
+        if _LIBC is None:
+            return 0
+        begin, length = self.outer(0, self.size)
+        return _absent(self.base + begin, length)
+
+    def has_last_page(self) -> bool:
+        if _LIBC is None:
+            return False
+        begin, length = self.outer(self.size - 1, 1)
+        return _absent(self.base + begin, length) == 0
+
+    def release(self) -> None:
+        begin, length = self.inner()
+        if _LIBC is None or not length:
+            return
+        _LIBC.madvise(self.base + begin, length, _DONTNEED)
+        os.posix_fadvise(self.file.handle.fileno(), begin, length, os.POSIX_FADV_DONTNEED)
+
+    def lock(self) -> None:
+        begin, length = self.outer(0, self.size)
+        if _LIBC is not None and _LIBC.mlock(self.base + begin, length) != 0:
+            raise EngineError(
+                f"{self.file.path}: cannot be locked in memory: {os.strerror(ctypes.get_errno())}; "
+                "leave --lock out or raise the limit (ulimit -l)"
+            )
+
+    def unlock(self) -> None:
+        begin, length = self.outer(0, self.size)
+        if _LIBC is not None:
+            _LIBC.munlock(self.base + begin, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a range that is read with one call."""
+
+    span: _Span
+    start: int
+    size: int
+
+    def read(self) -> int:
+        """Have it in memory; bytes that were not. Raises ``EngineError`` when the disk does not give them."""
+        span = self.span
+        if _LIBC is None:
+            span.file.own_touch(span.offset + self.start, self.size)
+            return self.size
+        begin, length = span.outer(self.start, self.size)
+        missing = _absent(span.base + begin, length)
+        while _LIBC.madvise(span.base + begin, length, _POPULATE_READ) != 0:
+            code = ctypes.get_errno()
+            if code == errno.EINVAL:  # a kernel before 5.14
+                _touch(span.base + begin, length, span)
+                break
+            if code not in (errno.EAGAIN, errno.EINTR):
+                raise span.file.error(span.offset + self.start, self.size)
+        return missing
+
+
+def _touch(address: int, length: int, span: _Span) -> None:
+    """Read a range by advice and by a byte of each page."""
+    assert _LIBC is not None
+    begin = address - span.base
+    os.posix_fadvise(span.file.handle.fileno(), begin, length, os.POSIX_FADV_WILLNEED)
+    pages = (ctypes.c_uint8 * length).from_address(address)
+    np.ctypeslib.as_array(pages)[::_PAGE].max()
+
+
+def _absent(address: int, length: int) -> int:
+    """Bytes of a mapped range that are not in memory."""
+    assert _LIBC is not None
+    pages = length // _PAGE
+    present = np.empty(pages, np.uint8)
+    if _LIBC.mincore(address, length, present.ctypes.data) != 0:
+        return 0
+    return int(pages - np.count_nonzero(present & 1)) * _PAGE
+
+
+def _prefetch_virtual_memory(address: int, length: int) -> None:
+    """Windows: ask for a range of a mapping; where the call is missing, touching does it."""
+    if sys.platform == "win32":
+
+        class Range(ctypes.Structure):
+            _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+        kernel = ctypes.windll.kernel32
+        if hasattr(kernel, "PrefetchVirtualMemory"):
+            entry = Range(address, length)
+            kernel.GetCurrentProcess.restype = ctypes.c_void_p
+            kernel.PrefetchVirtualMemory(
+                ctypes.c_void_p(kernel.GetCurrentProcess()), ctypes.c_size_t(1), ctypes.byref(entry), 0
+            )

@@ -1,0 +1,322 @@
+"""Streaming: one thread reads what a ``Residency`` wants ahead of the computing thread, and gives back what was used.
+
+The computing thread says at each border between units where it stands (``reach``), and waits there only for a unit that is
+not in memory yet. The loader thread follows: it first gives back what is not wanted any more, then reads what is wanted,
+nearest first, a piece at a time, so that it can turn to something nearer in between. It never reads more than the residency
+allows to be held, and never gives back a resident unit.
+
+Resident units are looked after as well: one is looked at a step, and all of a window where the ring was idle; what the
+system took back meanwhile is read again by range. After every visit the files' stamps say whether somebody wrote to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from primad.engine.pages import Pages, Piece, disk_read_bytes
+from primad.engine.residency import Residency
+from primad.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+IDLE_S: Final = 1.0
+"""After so long without a step resident units are looked at before they are used."""
+LOOK_S: Final = 0.1
+"""While steps pass, one resident unit is looked at so often."""
+WAIT_S: Final = 300.0
+"""A disk that takes longer for one unit is taken for dead."""
+COLD: Final = 0.02
+"""A resident unit of which a larger part is missing is read again; single pages come by themselves."""
+
+Verify = Callable[[str], bool]
+"""Whether the weights in a file that somebody wrote to are still the same."""
+
+
+class Streamer:
+    """The pages of one ring process's units, in visiting order. ``start`` it once llama.cpp has loaded them.
+
+    ``reach``, ``arrive`` and ``depart`` belong to the computing thread, everything else may be called by any.
+    """
+
+    def __init__(self, units: Sequence[Pages], residency: Residency, *, lock: bool, verify: Verify) -> None:
+        assert len(units) == len(residency.sizes)
+        self._units = tuple(units)
+        self._residency = residency
+        self._lock_resident = lock
+        self._verify = verify
+        self._condition = threading.Condition()
+        self._position = 0
+        self._held: set[int] = set()
+        self._error: EngineError | None = None
+        self._closing = False
+        self._next_look = 0
+        self._looked_s = 0.0
+        self._departed_s = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._asked_bytes = 0
+        self._read_before = disk_read_bytes()
+        self.stall_s = 0.0
+        """Seconds that the computing thread waited until now."""
+        self.evicted_bytes = 0
+        """Bytes of resident units that the system took back until now."""
+
+    @property
+    def residency(self) -> Residency:
+        """What stays and what streams now."""
+        return self._residency
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that this process read from disk since ``start``; what was asked for where the system does not count it."""
+        now = disk_read_bytes()
+        return self._asked_bytes if now is None or self._read_before is None else now - self._read_before
+
+    def streamed_pages(self) -> list[Pages]:
+        """The units that are not to be held when they are loaded."""
+        return [self._units[unit] for unit in sorted(self._residency.streamed)] if self._residency.streams else []
+
+    def start(self) -> None:
+        """Begin to read ahead. Raises ``EngineError`` where a unit is not mapped or cannot be locked."""
+        for unit in self._units:
+            unit.find()
+        self._read_before, self._asked_bytes = disk_read_bytes(), 0
+        residency = self._residency
+        for each in residency.resident:
+            self._asked_bytes += self._units[each].read()
+            if self._lock_resident:
+                self._units[each].lock()
+        if not residency.streams:
+            self._held = set(residency.streamed)
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread.start()
+
+    # ---- the computing thread ------------------------------------------------------------------------------------------
+
+    def arrive(self, first: int, last: int) -> None:
+        """A window of units ``first <= unit < last`` is about to be computed. Raises ``EngineError``."""
+        idle = time.monotonic() - self._departed_s > IDLE_S
+        self.reach(first)
+        if idle:
+            start = time.perf_counter()
+            for unit in range(first, last):
+                if unit not in self._residency.streamed:
+                    self._look_at(unit)
+            self.stall_s += time.perf_counter() - start
+
+    def reach(self, unit: int) -> None:
+        """The step stands before ``unit``: everything before it may be released; returns when it is in memory.
+
+        Raises ``EngineError`` when it cannot be read.
+        """
+        with self._condition:
+            self._position = unit
+            streamed = unit in self._residency.streamed
+            self._condition.notify_all()
+            if streamed and unit not in self._held:
+                start = time.perf_counter()
+                if not self._condition.wait_for(lambda: unit in self._held or self._error is not None, WAIT_S):
+                    raise EngineError(f"a layer could not be read within {WAIT_S:g} s; the disk hangs")
+                self.stall_s += time.perf_counter() - start
+            if self._error is not None:
+                raise self._error
+
+    def depart(self, first: int, last: int) -> None:
+        """A window was computed, and its results may leave if no weight file changed. Raises ``EngineError`` if one did."""
+        with self._condition:
+            self._position = last % len(self._units)
+            self._departed_s = time.monotonic()
+            if self._residency.streams or self._departed_s - self._looked_s > LOOK_S:
+                self._condition.notify_all()
+        for unit in range(first, last):
+            self._check(unit)
+
+    def _check(self, unit: int) -> None:
+        pages = self._units[unit]
+        for path in pages.changed():
+            if not self._verify(path):
+                raise EngineError(
+                    f"{path}: somebody wrote to this file while it was used; it is not the model any more"
+                )
+            pages.trust(path)
+
+    # ---- any thread ----------------------------------------------------------------------------------------------------
+
+    def change(self, residency: Residency) -> None:
+        """Let other units stream; what is not to be held any more is given back at once."""
+        assert residency.sizes == self._residency.sizes
+        with self._condition:
+            before, self._residency = self._residency, residency
+            newly = residency.streamed - before.streamed
+            self._held |= newly  # they are in memory; the loader gives back what is not wanted
+            self._held &= residency.streamed
+            self._condition.notify_all()
+        if self._lock_resident:
+            for unit in newly:
+                self._units[unit].unlock()
+            for unit in before.streamed - residency.streamed:
+                self._units[unit].lock()
+
+    def close(self) -> None:
+        """End the loader thread and let the files go."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        for unit in self._units:
+            unit.close()
+
+    # ---- the loader thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except EngineError as exc:
+            with self._condition:
+                self._error = exc
+                self._condition.notify_all()
+        except Exception as exc:
+            logger.exception("the loader thread ended")
+            with self._condition:
+                self._error = EngineError(f"reading layers ahead failed: {exc}")
+                self._condition.notify_all()
+
+    def _turn(self) -> None:
+        with self._condition:
+            wanted = self._residency.wanted(self._position)
+            stale = self._held.difference(wanted) if self._residency.streams else set()
+            self._held -= stale
+            load = next((unit for unit in wanted if unit not in self._held), None)
+        for unit in stale:
+            self._units[unit].release()
+        if load is not None:
+            self._load(load)
+            return
+        if stale:
+            return
+        now = time.monotonic()
+        if now - self._looked_s > LOOK_S > now - self._departed_s:
+            self._looked_s = now
+            self._look_at_one()
+        with self._condition:
+            if not self._closing and self._residency.wanted(self._position) == wanted:
+                self._condition.wait(IDLE_S)
+
+    def _load(self, unit: int) -> None:
+        """Read ``unit``, unless it turns out meanwhile that another one is needed first."""
+        pages = self._units[unit]
+        for piece in pages.pieces():
+            if self._closing or not self._is_still_first(unit):
+                pages.release()
+                return
+            self._read(piece)
+        with self._condition:
+            self._held.add(unit)
+            self._condition.notify_all()
+
+    def _is_still_first(self, unit: int) -> bool:
+        with self._condition:
+            wanted = self._residency.wanted(self._position)
+            return next((each for each in wanted if each not in self._held), None) == unit
+
+    def _read(self, piece: Piece) -> None:
+        self._asked_bytes += piece.read()
+
+    def _look_at_one(self) -> None:
+        resident = self._residency.resident
+        if resident:
+            self._next_look = (self._next_look + 1) % len(resident)
+            self._look_at(resident[self._next_look])
+
+    def _look_at(self, unit: int) -> None:
+        """Read a resident unit again if the system took it back."""
+        pages = self._units[unit]
+        missing = pages.missing()
+        if missing > COLD * pages.size:
+            self.evicted_bytes += missing
+            self._asked_bytes += pages.read()
+
+
+class Follower:
+    """While llama.cpp fills its mappings, gives back each streamed unit that it is done with. A context manager."""
+
+    def __init__(self, units: Sequence[Pages]) -> None:
+        self._units = units
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
+
+    def __enter__(self) -> Follower:
+        if self._units:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._units:
+            self._stop.set()
+            self._thread.join()
+            for unit in self._units:
+                if unit.mapped():
+                    unit.release()
+
+    def _run(self) -> None:
+        mapped: set[int] = set()
+        while not self._stop.wait(0.01):
+            for number, unit in enumerate(self._units):
+                if number not in mapped and not unit.mapped():
+                    break  # nor is any behind it
+                mapped.add(number)
+                if unit.has_last_page():
+                    unit.release()
+
+
+class WindowStream:
+    """One window's part of a ``Streamer``: its units begin at ``first``.
+
+    The first ``cpu_layers`` of its ``layers`` are units, in order; ``output``: so is the output matrix behind them.
+    """
+
+    def __init__(self, streamer: Streamer, first: int, *, layers: int, cpu_layers: int, output: bool) -> None:
+        self._streamer = streamer
+        self._first = first
+        self._layers, self._cpu_layers, self._output = layers, cpu_layers, output
+        self._last = first + cpu_layers + output
+
+    @property
+    def residency(self) -> Residency:
+        """What stays and what streams now."""
+        return self._streamer.residency
+
+    def borders(self) -> dict[int, int]:
+        """Behind which layers of the window (counted from its first) ``reach`` is to be told, with the unit that follows.
+
+        Where a streamed unit ends or begins; the window's own ends are told by ``arrive`` and ``depart``.
+        """
+        streamed, first = self.residency.streamed, self._first
+        found = {
+            layer: first + layer + 1
+            for layer in range(self._cpu_layers - 1)
+            if first + layer in streamed or first + layer + 1 in streamed
+        }
+        output = first + self._cpu_layers
+        if self._output and (output in streamed or output - 1 in streamed):
+            found[self._layers - 1] = output
+        return found
+
+    def arrive(self) -> None:
+        """As ``Streamer.arrive``."""
+        if self._first < self._last:
+            self._streamer.arrive(self._first, self._last)
+
+    def reach(self, unit: int) -> None:
+        """As ``Streamer.reach``."""
+        self._streamer.reach(unit)
+
+    def depart(self) -> None:
+        """As ``Streamer.depart``."""
+        if self._first < self._last:
+            self._streamer.depart(self._first, self._last)

@@ -1,0 +1,114 @@
+"""All windows of a ring process and the one ``Streamer`` that looks after their units."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from primad.engine.pages import Pages
+from primad.engine.prefetch import Follower, Streamer, WindowStream
+from primad.engine.residency import Residency, ahead_bytes
+from primad.engine.units import WindowUnits, is_still_whole
+
+
+class Streamable(Protocol):
+    """A window of llama.cpp."""
+
+    def attach(self, stream: WindowStream | None) -> None:
+        """Stream its units from now on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedWindow:
+    """Window ``index`` of the route: ``units`` are its layers' and its output matrix's places in files.
+
+    Of its ``layers`` those in ``streamed``, counted from its first, are read each time they are used; ``layers`` itself
+    stands for the output matrix.
+    """
+
+    index: int
+    layers: int
+    streamed: frozenset[int]
+    units: WindowUnits
+
+    def indices(self, first: int) -> frozenset[int]:
+        """Its streamed units where its units begin at ``first``."""
+        count = len(self.units.layers)
+        layers = {first + layer for layer in self.streamed if layer < count}
+        output = {first + count} if self.layers in self.streamed and self.units.output else set()
+        return frozenset(layers | output)
+
+
+class Streams:
+    """``begin`` once the ``windows`` are loaded. They share ``slots`` buffers; ``lock`` pins what is resident."""
+
+    def __init__(self, windows: Iterable[StreamedWindow], *, slots: int, lock: bool) -> None:
+        self._windows = sorted(windows, key=lambda window: window.index)
+        self._slots, self._lock = slots, lock
+        self._rest = Pages([part for window in self._windows for part in window.units.rest])
+        self._streamer = self._make()
+
+    @property
+    def streamer(self) -> Streamer | None:
+        """What reads ahead; None where all weights are llama.cpp's own copies."""
+        return self._streamer
+
+    def _make(self) -> Streamer | None:
+        pages: list[Pages] = []
+        streamed: set[int] = set()
+        layers: set[int] = set()
+        for window in self._windows:
+            streamed |= window.indices(len(pages))
+            layers |= set(range(len(pages), len(pages) + len(window.units.layers)))
+            pages += [Pages(ranges) for ranges in window.units.layers]
+            pages += [Pages(window.units.output)] if window.units.output else []
+        if not pages:
+            return None
+        sizes = tuple(unit.size for unit in pages)
+        residency = Residency(
+            sizes=sizes, streamed=frozenset(streamed), ahead_bytes=ahead_bytes(sizes, streamed, layers, self._slots)
+        )
+        return Streamer(pages, residency, lock=self._lock, verify=is_still_whole)
+
+    def loading(self) -> AbstractContextManager[object]:
+        """While llama.cpp loads the windows: what it reads of streamed units is given back behind it."""
+        if self._streamer is None:
+            return contextlib.nullcontext()
+        return Follower([*self._streamer.streamed_pages(), *([self._rest] if self._rest.ranges else [])])
+
+    def begin(self, models: Mapping[int, Streamable]) -> None:
+        """Attach the windows, which llama.cpp has loaded as ``models`` by route index, and begin to read ahead.
+
+        Raises ``EngineError``.
+        """
+        if self._rest.ranges and self._rest.mapped():
+            self._rest.at_random()
+        if self._streamer is None:
+            return
+        self._streamer.start()
+        first = 0
+        for window in self._windows:
+            stream = WindowStream(
+                self._streamer,
+                first,
+                layers=window.layers,
+                cpu_layers=len(window.units.layers),
+                output=bool(window.units.output),
+            )
+            models[window.index].attach(stream)
+            first += len(window.units.layers) + bool(window.units.output)
+
+    def end(self) -> None:
+        """Read nothing any more; to be called before a window is released."""
+        if self._streamer is not None:
+            self._streamer.close()
+            self._streamer = None
+
+    def reopened(self, indices: Sequence[tuple[int, int]]) -> Streams:
+        """The same for windows that are kept, (old route index, new one); after ``end``."""
+        new = dict(indices)
+        kept = [replace(window, index=new[window.index]) for window in self._windows if window.index in new]
+        return Streams(kept, slots=self._slots, lock=self._lock)

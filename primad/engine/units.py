@@ -1,0 +1,86 @@
+"""The units of a window: where the weights of each of its layers, and of its output matrix, lie in files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from primad.engine.pages import FileRange
+from primad.engine.protocol import WindowFiles
+from primad.errors import EngineError
+from primad.gguf.header import Header, TensorInfo
+from primad.gguf.layer_file import hash_file
+from primad.gguf.layers import HEADER_BYTES, is_tree_of
+
+_LAYER: Final = re.compile(r"blk\.(\d+)\.")
+_GAP_BYTES: Final = 4096
+"""Tensors of one layer with no more between them are read as one range."""
+_OUTPUT: Final = "output.weight"
+_EMBEDDING: Final = "token_embd.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowUnits:
+    """The file ranges of each layer that the CPU computes, in order; of the output matrix (empty without one here).
+
+    ``rest`` is read a row at a time and never held: the embedding table of a whole model that has its own output matrix.
+    """
+
+    layers: tuple[tuple[FileRange, ...], ...]
+    output: tuple[FileRange, ...]
+    rest: tuple[FileRange, ...]
+
+
+def units_of_window(files: WindowFiles) -> WindowUnits:
+    """The units of a window of layer files; the output matrix is the file behind the layers. Raises ``EngineError``."""
+    ranges = []
+    for path in files.layers:
+        try:
+            size = Path(path).stat().st_size
+        except OSError as exc:
+            raise EngineError(f"{path}: cannot be opened: {exc.strerror or exc}") from exc
+        ranges.append((FileRange(path, HEADER_BYTES, size - HEADER_BYTES),))
+    output = ranges[files.layer_count] if len(ranges) > files.layer_count and not files.output_on_gpu else ()
+    return WindowUnits(tuple(ranges[: files.layer_count - files.gpu_layers]), output, ())
+
+
+def units_of_model(header: Header, files: WindowFiles) -> WindowUnits:
+    """The units of a whole model that is computed from its own file."""
+    layers: list[list[TensorInfo]] = [[] for _ in range(files.layer_count - files.gpu_layers)]
+    for name, tensor in header.tensors.items():
+        match = _LAYER.match(name)
+        if match is not None and int(match[1]) < len(layers):
+            layers[int(match[1])].append(tensor)
+    own, embedding = header.tensors.get(_OUTPUT), header.tensors.get(_EMBEDDING)
+    matrix = own or embedding
+    output = _ranges([matrix]) if matrix is not None and not files.output_on_gpu else ()
+    rest = _ranges([embedding]) if own is not None and embedding is not None else ()
+    return WindowUnits(tuple(map(_ranges, layers)), output, rest)
+
+
+def _ranges(tensors: Iterable[TensorInfo]) -> tuple[FileRange, ...]:
+    """The ranges of ``tensors``, neighbours as one."""
+    found: list[FileRange] = []
+    for tensor in sorted(tensors, key=lambda tensor: (str(tensor.path), tensor.offset)):
+        path, last = str(tensor.path), found[-1] if found else None
+        if last is not None and last.path == path and tensor.offset - last.offset - last.size <= _GAP_BYTES:
+            found[-1] = FileRange(path, last.offset, tensor.offset + tensor.bytes - last.offset)
+        else:
+            found.append(FileRange(path, tensor.offset, tensor.bytes))
+    return tuple(found)
+
+
+def is_still_whole(path: str) -> bool:
+    """Whether a layer file still holds the weights that its name says; a model file has no such name and is not.
+
+    Somebody wrote to it: for a layer file that may have been its header, for another window.
+    """
+    digest = Path(path).stem.partition("-")[0]
+    try:
+        tree, stamp = hash_file(Path(path))
+        return stamp is not None and is_tree_of(tree, digest, stamp[0] - HEADER_BYTES)
+    except OSError:
+        return False
