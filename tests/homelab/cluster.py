@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.homelab.running import PATIENCE_S, Running
+from tests.homelab.running import PATIENCE_S, Running, running
 from tests.homelab.stream import Stream
 from tools.lab import Homelab
 from tools.lab.device import Device
@@ -36,6 +36,9 @@ CLIENT = Path(__file__).with_name("client.py")
 HTTP_PORT = 8080
 URL = f"http://127.0.0.1:{HTTP_PORT}"
 START_S = 120.0
+LAST_LINES = 20
+_LOOK_S = 0.1
+"""Between two looks whether the head lives; what is awaited is told at once."""
 CODE = r"\b[0-9]{1,2}-[a-z]+-[a-z]+\b"
 
 _SEED = """
@@ -84,8 +87,8 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for running in (*self._clients, *self.daemons.values()):
-            running.end()
+        for started in (*self._clients, *self.daemons.values()):
+            started.end()
 
     @staticmethod
     def now() -> float:
@@ -175,8 +178,15 @@ class Cluster:
         return dict(self._client("status")["body"])
 
     def wait_serving(self, timeout_s: float = START_S) -> float:
-        """Wait until the head can serve; the time when it could."""
-        said = self._client("wait", f"{timeout_s:g}", timeout_s=timeout_s + PATIENCE_S)
+        """Wait until the head can serve; the time when it could. Fails at once when the head ends before that."""
+        head = self.daemons[self.head.name]
+        with running(self.head, sys.executable, "-I", CLIENT, "wait", URL, f"{timeout_s:g}") as client:
+            while client.process.poll() is None:
+                if (code := head.process.poll()) is not None:
+                    raise AssertionError(f"the head ended with code {code} and said at last:\n{head.last(LAST_LINES)}")
+                client.wait_news(_LOOK_S)
+            assert client.wait_end(timeout_s) == 0, client.output
+            said: dict[str, Any] = json.loads(client.output)
         assert said["status"] == 200, f"not serving within {timeout_s:g} s: {said['body']}\n{self.logs()}"
         return float(said["at"])
 

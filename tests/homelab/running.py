@@ -56,6 +56,12 @@ class Running:
         """Everything it printed so far."""
         return "\n".join(line for _, line in self.lines)
 
+    def last(self, count: int) -> str:
+        """The last ``count`` lines that it printed; after its end, of all that it printed."""
+        if self.process.poll() is not None:
+            self._reader.join(1.0)
+        return "\n".join(line for _, line in self.lines[-count:])
+
     def wait_for(self, pattern: str, timeout_s: float = PATIENCE_S, *, start: int = 0) -> re.Match[str]:
         """The first line from number ``start`` on in which ``pattern`` is found, awaited."""
         deadline = time.monotonic() + timeout_s

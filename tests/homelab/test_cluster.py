@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.homelab.cluster import CODE, Cluster
+from tests.homelab.cluster import CODE, START_S, Cluster
 from tests.homelab.running import MakeLab
 from tests.homelab.stream import settled
 from tools.lab import DeviceSpec
@@ -47,3 +47,15 @@ def test_strangers_pair_by_a_code_and_answer(make_lab: MakeLab, smollm2: Path) -
         stream = cluster.stream(PROMPT, max_tokens=8)
         stream.wait_end()
         assert settled(stream), cluster.logs()
+
+
+@pytest.mark.slow
+def test_a_head_that_ends_is_not_waited_for(make_lab: MakeLab, tmp_path: Path) -> None:
+    lab = make_lab(DeviceSpec(name="a"))
+    with Cluster(lab, tmp_path / "none.gguf") as cluster:
+        cluster.prepare()
+        cluster.start_head()
+        began = cluster.now()
+        with pytest.raises(AssertionError, match=r"the head ended with code 2 and said at last:\n(.*\n)*.*none\.gguf"):
+            cluster.wait_serving()
+        assert cluster.now() - began < START_S / 4
