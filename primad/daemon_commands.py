@@ -16,6 +16,7 @@ from primad.options import (
     Devices,
     Home,
     Interface,
+    KvCacheType,
     Lock,
     MaxDisk,
     MaxRam,
@@ -155,6 +156,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    kv_type: KvCacheType = "f16",
     extra_buffers: Annotated[
         str, typer.Option(help="Repacked or AMX copies of weights: auto (try and time them), on or off.")
     ] = "auto",
@@ -223,7 +225,7 @@ def serve(
         _err.print("pause_on_battery: means nothing to the head, without which nothing is served", markup=False)
     from primad.daemon.questions import ServeOptions
     from primad.daemon.run import serve as run_serve
-    from primad.planning.question import check_objective
+    from primad.planning.question import check_objective, parse_kv_type
 
     options = ServeOptions(
         wait=wait,
@@ -233,7 +235,7 @@ def serve(
         extra_buffers=extra_buffers,
         context_tokens=context,
         rows=512,
-        kv_type="f16",
+        kv_type=parse_kv_type(kv_type),
         step_timeout_s=step_timeout,
         http_port=port,
         alone=alone,

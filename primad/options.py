@@ -34,6 +34,12 @@ Lock = Annotated[
         show_default=False,
     ),
 ]
+KvCacheType = Annotated[
+    str,
+    typer.Option(
+        "--kv-type", help="What the KV cache holds its values in: f16, q8_0 (about half as large) or q4_0 (a quarter)."
+    ),
+]
 MaxRam = Annotated[
     str | None,
     typer.Option(

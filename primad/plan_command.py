@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from primad.config import Flags, load_config
-from primad.options import Cluster, Devices, Home, Interface, Name
+from primad.options import Cluster, Devices, Home, Interface, KvCacheType, Name
 
 if TYPE_CHECKING:
     from primad.planning.question import Question, Wishes
@@ -51,6 +51,7 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    kv_type: KvCacheType = "f16",
     sequences: Annotated[int, typer.Option(help="Generations at once.", min=1, max=256)] = 1,
     prompt: Annotated[
         int | None,
@@ -119,6 +120,7 @@ def plan(
         solver=solver,
         objective=objective,
         context=context,
+        kv_type=kv_type,
         sequences=sequences,
         prompt=prompt,
         answer=answer,

@@ -183,6 +183,7 @@ def _question(count: int, cpu: CpuProfile, rate: float, links: Sequence[LinkProf
     ]
     work = Workload(
         context_tokens=CONTEXT,
+        kv_type="f16",
         sequences=1,
         prompt_tokens=PROMPT_TOKENS,
         answer_tokens=ANSWER_TOKENS,

@@ -46,7 +46,9 @@ MODELS: Final = {
 }
 WITH_SELECTION_MS: Final = {"Llama 3-8B": 15, "Llama 3-14B": 20}
 """prima.cpp with device selection, as in the notes of paper.json; the rest as in its table."""
-WORKLOAD: Final = Workload(context_tokens=512, sequences=1, prompt_tokens=16, answer_tokens=256, chunk_rows=16)
+WORKLOAD: Final = Workload(
+    context_tokens=512, kv_type="f16", sequences=1, prompt_tokens=16, answer_tokens=256, chunk_rows=16
+)
 """A question of one line and an answer of 256 tokens, as in prima.cpp's own example; the context holds both."""
 
 

@@ -99,7 +99,7 @@ class HeadDaemon:
             describe=self._describe,
             reporter=reporter,
         )
-        workload = default_workload(default_context(options.context_tokens, model), options.rows)
+        workload = default_workload(default_context(options.context_tokens, model), options.rows, options.kv_type)
         self._planner = Planner(
             options=options, header=header, model=model, workload=workload, profile=profile, devices=self._devices
         )
@@ -202,8 +202,8 @@ class HeadDaemon:
                 self._tasks.start(self._devices.measure(devices))
             case members.Dismiss(device):
                 self._tasks.start(self._devices.dismiss(device))
-            case members.Solve(epoch, candidates):
-                self._rings.solve(epoch, candidates)
+            case members.Solve(epoch, candidates, instead):
+                self._rings.solve(epoch, candidates, instead)
             case members.Form(epoch):
                 self._rings.form(epoch)
             case members.Abandon(epoch):

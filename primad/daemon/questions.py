@@ -69,11 +69,12 @@ def default_context(context_tokens: int | None, model: ModelProfile) -> int:
     return context_tokens
 
 
-def default_workload(context_tokens: int, rows: int, sequences: int = 1) -> Workload:
+def default_workload(context_tokens: int, rows: int, kv_type: KvType, sequences: int = 1) -> Workload:
     """What a plan is made for when nothing else is said: a typical question and answer within the context."""
     prompt = min(TYPICAL_PROMPT_TOKENS, max(1, context_tokens // 2))
     return Workload(
         context_tokens=context_tokens,
+        kv_type=kv_type,
         sequences=sequences,
         prompt_tokens=prompt,
         answer_tokens=min(TYPICAL_ANSWER_TOKENS, max(1, context_tokens - prompt)),

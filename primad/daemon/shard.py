@@ -169,9 +169,16 @@ def open_windows(
 
 
 def streamed_of(plan: Plan, device: str) -> list[tuple[int, ...]]:
-    """For each window of ``device`` the layers that it streams, counted from the window's first."""
+    """For each window of ``device`` the layers that it streams, counted from the window's first.
+
+    Behind the last layer of the tail window comes the output matrix.
+    """
     streamed = plan.streaming_of(device).layers
     return [
-        tuple(layer - window.first for layer in window.layers if layer in streamed)
+        tuple(
+            layer - window.first
+            for layer in (*window.layers, plan.layer_count)
+            if layer in streamed and (layer < plan.layer_count or window is plan.route[-1])
+        )
         for _, window in plan.windows_of(device)
     ]

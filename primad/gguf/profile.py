@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import Final
@@ -13,7 +14,7 @@ from primad.gguf.header import Header
 from primad.gguf.windows import token_embedding
 
 KV_VALUE_BYTES: Final = 2
-"""The KV cache holds F16."""
+"""A value of F16, in which the profile counts the KV cache."""
 _EXPERTS: Final = re.compile(r"_exps\b")
 
 
@@ -61,6 +62,7 @@ def model_profile(header: Header) -> ModelProfile:
         context_tokens=header.count(f"{name}.context_length"),
         experts=header.count(f"{name}.expert_count", 0),
         experts_used=_first(header, f"{name}.expert_used_count", 0, 0),
+        kv_head_width=math.gcd(*(width for layer in range(layers) for width in _head_widths(header, name, layer))),
         cut_multiple=SUPPORTED[name].cut_multiple if name in SUPPORTED else 1,
     )
 
@@ -68,11 +70,15 @@ def model_profile(header: Header) -> ModelProfile:
 def _kv_bytes(header: Header, name: str, layer: int) -> int:
     heads = _first(header, f"{name}.attention.head_count", layer)
     kv_heads = _first(header, f"{name}.attention.head_count_kv", layer, heads)
-    width = header.count(f"{name}.embedding_length")
-    default = width // heads if heads else 0
+    return kv_heads * sum(_head_widths(header, name, layer)) * KV_VALUE_BYTES
+
+
+def _head_widths(header: Header, name: str, layer: int) -> tuple[int, int]:
+    """Values of one head's key and of its value."""
+    heads = _first(header, f"{name}.attention.head_count", layer)
+    default = header.count(f"{name}.embedding_length") // heads if heads else 0
     key = header.count(f"{name}.attention.key_length", default)
-    value = header.count(f"{name}.attention.value_length", default)
-    return kv_heads * (key + value) * KV_VALUE_BYTES
+    return key, header.count(f"{name}.attention.value_length", default)
 
 
 def _first(header: Header, key: str, layer: int, default: int | None = None) -> int:

@@ -107,6 +107,7 @@ def _profile(model: Shape, matrix: str, output: str) -> ModelProfile:
         context_tokens=model.context_tokens,
         experts=model.experts,
         experts_used=model.experts_used,
+        kv_head_width=model.head_width,
         cut_multiple=1,
     )
 

@@ -75,7 +75,9 @@ def _device(answer: Answer, name: str) -> DevicePart:
         )
         for i, window in plan.windows_of(name)
     ]
-    weights = sum(model.layers[layer].size_bytes for _, window in plan.windows_of(name) for layer in window.layers)
+    layers = [layer for _, window in plan.windows_of(name) for layer in window.layers]
+    weights = sum(model.layers[layer].size_bytes for layer in layers)
+    streamed_bytes = sum(model.layers[layer].size_bytes for layer in streamed.intersection(layers))
     return DevicePart(
         name=name,
         head=name == plan.head,
@@ -84,13 +86,14 @@ def _device(answer: Answer, name: str) -> DevicePart:
         gpu_layers=found.gpu_layers,
         resident_layers=found.resident_layers,
         streamed_layers=found.streamed_layers,
+        streams_output=found.streams_output,
         slots=found.slots,
         ram_bytes=found.ram_bytes,
         ram_limit_bytes=member.ram_limit,
         vram_bytes=found.vram_bytes,
         vram_limit_bytes=member.vram_limit,
-        resident_bytes=weights - found.disk_bytes_per_token,
-        streamed_bytes=found.disk_bytes_per_token,
+        resident_bytes=weights - streamed_bytes,
+        streamed_bytes=streamed_bytes,
         shard_bytes=found.shard_bytes,
         disk_bytes_per_token=found.disk_bytes_per_token,
         compute_ms=found.compute_s * 1e3,
@@ -113,6 +116,7 @@ def predicted_part(answer: Answer) -> Predicted:
         hop_ms=prediction.hop_s * 1e3,
         stall_ms=prediction.stall_s * 1e3,
         disk_ms=prediction.disk_s * 1e3,
+        disk_bytes_per_token=sum(device.disk_bytes_per_token for device in prediction.devices),
     )
 
 
@@ -158,6 +162,7 @@ def workload_part(question: Question) -> WorkloadPart:
     work = question.workload
     return WorkloadPart(
         context_tokens=work.context_tokens,
+        kv_type=work.kv_type,
         sequences=work.sequences,
         prompt_tokens=work.prompt_tokens,
         answer_tokens=work.answer_tokens,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from halda import DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
+from halda import KV_BLOCK, KV_TYPES, DeviceProfile, KvType, Limits, LinkProfile, ModelProfile, Workload
 from halda.evaluate import OBJECTIVES, Objective
 from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S
 from primad.errors import ConfigError
@@ -19,6 +19,8 @@ Solver = Literal["halda", "paper"]
 SOLVERS: Final[tuple[Solver, ...]] = get_args(Solver)
 CHUNK_ROWS: Final = 512
 """Rows of a chunk of the prompt, as ``primad serve`` computes them."""
+_WITHOUT_FLASH_ATTENTION: Final = ("grok",)
+"""Architectures for which llama.cpp has no flash attention, which a quantised KV cache needs."""
 DEFAULT_CONTEXT_TOKENS: Final = 4096
 DEFAULT_PROMPT_TOKENS: Final = 512
 DEFAULT_ANSWER_TOKENS: Final = 256
@@ -44,6 +46,7 @@ class Wishes:
     solver: str = "halda"
     objective: str = "balanced"
     context: int | None = None
+    kv_type: str = "f16"
     sequences: int = 1
     prompt: int | None = None
     answer: int | None = None
@@ -136,7 +139,7 @@ def check_name(name: str, names: Sequence[str], source: str) -> str:
 
 
 def workload(wishes: Wishes, model: ModelProfile) -> Workload:
-    """The work to plan for. Raises ``ConfigError`` where prompt and answer do not fit the context."""
+    """The work to plan for. Raises ``ConfigError`` where prompt and answer, or the KV cache, do not suit the model."""
     trained = model.context_tokens or max(DEFAULT_CONTEXT_TOKENS, wishes.context or 0)
     context = wishes.context if wishes.context is not None else min(trained, DEFAULT_CONTEXT_TOKENS)
     if context > trained:
@@ -152,8 +155,11 @@ def workload(wishes: Wishes, model: ModelProfile) -> Workload:
             f"--prompt {prompt} and --answer {answer} take more than the context of {context} tokens; "
             "give a larger --context or less of them"
         )
+    kv_type = parse_kv_type(wishes.kv_type)
+    check_kv_type(kv_type, model)
     return Workload(
         context_tokens=context,
+        kv_type=kv_type,
         sequences=wishes.sequences,
         prompt_tokens=prompt,
         answer_tokens=answer,
@@ -236,6 +242,29 @@ def _solver(text: str) -> Solver:
         if solver == text:
             return solver
     raise ConfigError(f"--solver {text}: choose {' or '.join(SOLVERS)}")
+
+
+def parse_kv_type(text: str) -> KvType:
+    """``text`` as a type of KV cache. Raises ``ConfigError``."""
+    for kind in KV_TYPES:
+        if kind == text:
+            return kind
+    raise ConfigError(f"--kv-type {text}: choose {', '.join(KV_TYPES[:-1])} or {KV_TYPES[-1]}")
+
+
+def check_kv_type(kv_type: KvType, model: ModelProfile) -> None:
+    """Judge whether ``model`` can have such a KV cache in llama.cpp. Raises ``ConfigError``."""
+    if kv_type == "f16":
+        return
+    if model.kv_head_width % KV_BLOCK:
+        raise ConfigError(
+            f"--kv-type {kv_type}: needs heads of a multiple of {KV_BLOCK} values; those of {model.name} have "
+            f"{model.kv_head_width}; choose f16"
+        )
+    if model.architecture in _WITHOUT_FLASH_ATTENTION:
+        raise ConfigError(
+            f"--kv-type {kv_type}: needs flash attention, which llama.cpp does not have for {model.architecture}; choose f16"
+        )
 
 
 def check_objective(text: str) -> Objective:

@@ -29,7 +29,8 @@ class DevicePart(msgspec.Struct, frozen=True, kw_only=True):
 
     ``ram_bytes`` and ``vram_bytes`` are weights, KV cache and buffers that the plan puts there, of ``ram_limit_bytes`` and
     ``vram_limit_bytes`` that it may fill. ``resident_bytes`` and ``streamed_bytes`` are weights of layers alone;
-    ``shard_bytes`` is what the layer cache holds. ``slots`` are the buffers that streamed layers pass through.
+    ``shard_bytes`` is what the layer cache holds. ``slots`` are the buffers that streamed layers pass through. With
+    ``streams_output`` the output matrix is read for every token too; it is counted in ``disk_bytes_per_token`` alone.
     """
 
     name: str
@@ -39,6 +40,7 @@ class DevicePart(msgspec.Struct, frozen=True, kw_only=True):
     gpu_layers: int
     resident_layers: int
     streamed_layers: int
+    streams_output: bool
     slots: int
     ram_bytes: int
     ram_limit_bytes: int
@@ -58,7 +60,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     """What is expected. ``tokens_per_s`` counts all sequences, ``exchange_ms`` a whole typical request.
 
     ``compute_ms``, ``hop_ms`` and ``stall_ms`` add up to ``tpot_ms``; ``disk_ms`` is what the slowest disk needs for a
-    token, in parallel.
+    token, in parallel. ``disk_bytes_per_token`` is what all disks read for it.
     """
 
     tpot_ms: float
@@ -70,6 +72,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     hop_ms: float
     stall_ms: float
     disk_ms: float
+    disk_bytes_per_token: int
 
 
 class ShortPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,9 +161,10 @@ class ModelPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkloadPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan is for."""
+    """What the plan is for; ``kv_type`` is what the KV cache holds its values in."""
 
     context_tokens: int
+    kv_type: str
     sequences: int
     prompt_tokens: int
     answer_tokens: int

@@ -16,10 +16,12 @@ from primad.planning.units import show_bytes, show_ms, show_speed
 
 _PLAIN_WIDTH: Final = 160
 """Columns where no terminal says how many there are."""
-_WIDE: Final = 110
+_WIDE: Final = 130
 """Columns that the whole table of devices takes; on fewer it comes in two."""
-_WHERE: Final = ("windows", "GPU", "resident", "streamed", "RAM", "VRAM")
+_WHERE: Final = ("windows", "GPU", "resident", "streamed", "slots", "RAM", "VRAM")
 _WHEN: Final = ("disk", "compute", "hops", "stall")
+_STREAMING: Final = ("slots", "disk", "stall")
+"""Columns that say nothing where no layer streams."""
 _UNDER: Final = {
     **dict.fromkeys(("windows", "GPU", "resident", "streamed"), "layers"),
     **dict.fromkeys(_WHEN, "a token"),
@@ -62,12 +64,13 @@ def _title(answer: Explanation) -> str:
 def _devices(answer: Ring, columns: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("device", overflow="fold")
-    for column in columns:
+    shown = [column for column in columns if column not in _STREAMING or _streams(answer)]
+    for column in shown:
         justify: Literal["left", "right"] = "left" if column == "windows" else "right"
         table.add_column(f"{column}\n{_UNDER.get(column, '')}", justify=justify, overflow="fold")
     for device in answer.devices:
         cells = _cells(device)
-        table.add_row(device.name, *(cells[column] for column in columns))
+        table.add_row(device.name, *(cells[column] for column in shown))
     return table
 
 
@@ -76,7 +79,8 @@ def _cells(device: DevicePart) -> dict[str, str]:
         "windows": _runs(window.layers for window in device.windows),
         "GPU": _runs(window.gpu_layers for window in device.windows) if device.gpu_layers else "-",
         "resident": str(device.resident_layers),
-        "streamed": str(device.streamed_layers or "-"),
+        "streamed": _streamed(device) or "-",
+        "slots": str(device.slots or "-"),
         "RAM": show_bytes(device.ram_bytes),
         "VRAM": show_bytes(device.vram_bytes),
         "disk": show_bytes(device.disk_bytes_per_token),
@@ -84,6 +88,17 @@ def _cells(device: DevicePart) -> dict[str, str]:
         "hops": show_ms(device.hop_ms),
         "stall": show_ms(device.stall_ms),
     }
+
+
+def _streams(answer: Ring) -> bool:
+    return any(device.streamed_layers for device in answer.devices)
+
+
+def _streamed(device: DevicePart) -> str:
+    """``12``, and ``12 + output`` where the output matrix is read too; empty for none."""
+    if not device.streamed_layers:
+        return ""
+    return f"{device.streamed_layers} + output" if device.streams_output else str(device.streamed_layers)
 
 
 def _facts(answer: Explanation) -> Table:
@@ -94,6 +109,8 @@ def _facts(answer: Explanation) -> Table:
     table.add_row("a token", f"{show_ms(found.tpot_ms)}, {_speed(answer)}{_simulated(answer)}")
     table.add_row("first token", f"{show_ms(found.ttft_ms)} for a prompt of {_count(work.prompt_tokens, 'token')}")
     table.add_row("a request", f"{show_ms(found.exchange_ms)} with an answer of {_count(work.answer_tokens, 'token')}")
+    if _streams(answer):
+        table.add_row("streams", _reading(answer))
     table.add_row("bottleneck", found.bottleneck)
     if answer.short:
         table.add_row("does not fit", _short(answer))
@@ -103,6 +120,17 @@ def _facts(answer: Explanation) -> Table:
     table.add_row("best alone", _alone(answer))
     table.add_row("the paper's plan" if answer.compared.solver == "paper" else "Halda's plan", _compared(answer))
     return table
+
+
+def _reading(answer: Explanation) -> str:
+    """All that streams, what is read for a token, and how long a token waits for it."""
+    found, layers = answer.predicted, sum(device.streamed_layers for device in answer.devices)
+    output = " and the output matrix" if any(device.streams_output for device in answer.devices) else ""
+    waits = f"of which it waits {show_ms(found.stall_ms)}" if found.stall_ms else "while others compute"
+    return (
+        f"{layers} of {answer.model.layers} layers{output}: {show_bytes(found.disk_bytes_per_token)} read a token, "
+        f"{show_ms(found.disk_ms)} by the slowest disk, {waits}"
+    )
 
 
 def _speed(answer: Explanation) -> str:
@@ -157,7 +185,7 @@ def _compared(answer: Explanation) -> str:
 
 def _share(device: DevicePart) -> str:
     notes = [f"{device.gpu_layers} on the GPU"] * bool(device.gpu_layers)
-    notes += [f"{device.streamed_layers} streamed"] * bool(device.streamed_layers)
+    notes += [f"{_streamed(device)} streamed"] * bool(device.streamed_layers)
     return f"{device.name} {device.layers}" + (f" ({', '.join(notes)})" if notes else "")
 
 

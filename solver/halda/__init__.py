@@ -12,11 +12,14 @@ from halda.instance import Instance, instance
 from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
 from halda.profile import (
     BATCH_ROWS,
+    KV_BLOCK,
+    KV_TYPES,
     PREFILL_ROWS,
     CpuProfile,
     DeviceProfile,
     DiskProfile,
     GpuProfile,
+    KvType,
     LayerProfile,
     Limits,
     LinkProfile,
@@ -42,6 +45,8 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "BATCH_ROWS",
+    "KV_BLOCK",
+    "KV_TYPES",
     "OBJECTIVES",
     "PREFILL_ROWS",
     "SOLVERS",
@@ -52,6 +57,7 @@ __all__ = [
     "GpuProfile",
     "Infeasible",
     "Instance",
+    "KvType",
     "LayerProfile",
     "LeftOut",
     "Limits",

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import islice
 from typing import Final, Literal
 
 Kind = Literal["compute", "stall", "load", "hop"]
@@ -33,7 +32,10 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Layers that are computed without a break in ``seconds``; a streamed one is alone. ``ends`` the step."""
+    """Layers that are computed without a break in ``seconds``; a streamed one is alone. ``ends`` the step.
+
+    The number of the model's layers stands for an output matrix that streams.
+    """
 
     layers: tuple[int, ...]
     seconds: float
@@ -52,12 +54,16 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixture:
-    """What a station has: its machine's number, slots, bytes and seconds of a read, and its outgoing link."""
+    """What a station has: its machine's number, slots, bytes and seconds of a read, and its outgoing link.
+
+    ``unit_bytes`` and ``unit_slots`` are bytes of each layer and of the output matrix behind them, and the slots they take.
+    """
 
     device: str
     host: int
     slots: int
-    layer_bytes: Sequence[int]
+    unit_bytes: Sequence[int]
+    unit_slots: Sequence[int]
     disk_bytes_per_s: float
     transfer_s: float
     delay_s: float
@@ -101,6 +107,8 @@ class _Station:
     at: int = 0
     compute_since: float | None = None
     stall_since: float | None = None
+    wanted: int | None = None
+    """What is read next, as soon as slots are free."""
     read: deque[int] = field(default_factory=deque)
     """Layers in slots, in the order of use."""
     reading: int | None = None
@@ -154,8 +162,7 @@ class Ring:
         ]
         if filled:
             for station in self._stations:
-                station.read.extend(islice(station.reads, station.free_slots))
-                station.free_slots -= len(station.read)
+                self._fill(station)
         self._stations[stops[0].station].queue.extend((sequence, 0) for sequence in range(sequences))
         self._entering = sequences
 
@@ -186,6 +193,13 @@ class Ring:
                 layers = self._piece(station).layers
                 found.append(self._interval(station, "stall", station.stall_since, self.now, layers))
         return found
+
+    def _fill(self, station: _Station) -> None:
+        """As much as its slots take is there from the start."""
+        while self._take_slots(station):
+            assert station.reading is not None
+            station.read.append(station.reading)
+            station.reading = None
 
     def _at(self, time_s: float, happen: Callable[[_Station], None], station: _Station) -> None:
         self._count += 1
@@ -235,7 +249,7 @@ class Ring:
             self._compute(station.host.to_compute.popleft())
         if piece.streamed:
             assert station.read.popleft() == piece.layers[0], "layers are read in the order of use"
-            station.free_slots += 1
+            station.free_slots += station.fixture.unit_slots[piece.layers[0]]
             self._read(station)
         sequence, stop = station.visit
         station.at += 1
@@ -251,30 +265,36 @@ class Ring:
 
     def _read(self, station: _Station) -> None:
         """Have the next layer in the order of use read, if a slot is free."""
-        if station.reading is not None or not station.free_slots:
+        if station.reading is not None or not self._take_slots(station):
             return
-        station.reading = next(station.reads, None)
-        if station.reading is None:
-            return
-        station.free_slots -= 1
         if station.host.reading:
             station.host.to_read.append(station)
         else:
             self._start_read(station)
+
+    def _take_slots(self, station: _Station) -> bool:
+        """Make the next layer in the order of use the one that is read, if it finds slots."""
+        if station.wanted is None:
+            station.wanted = next(station.reads, None)
+        if station.wanted is None or station.fixture.unit_slots[station.wanted] > station.free_slots:
+            return False
+        station.free_slots -= station.fixture.unit_slots[station.wanted]
+        station.reading, station.wanted = station.wanted, None
+        return True
 
     def _start_read(self, station: _Station) -> None:
         assert station.reading is not None
         station.host.reading = True
         station.read_since = self.now
         fixture = station.fixture
-        self._at(self.now + fixture.layer_bytes[station.reading] / fixture.disk_bytes_per_s, self._was_read, station)
+        self._at(self.now + fixture.unit_bytes[station.reading] / fixture.disk_bytes_per_s, self._was_read, station)
 
     def _was_read(self, station: _Station) -> None:
         layer, since, tally = station.reading, station.read_since, station.tally
         assert layer is not None
         assert since is not None
         tally.disk_s += self.now - since
-        tally.disk_bytes += station.fixture.layer_bytes[layer]
+        tally.disk_bytes += station.fixture.unit_bytes[layer]
         self._note(station, "load", since, self.now, (layer,))
         station.read.append(layer)
         station.reading = station.read_since = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Final
 
 from halda.profile import (
@@ -21,6 +22,7 @@ from halda.profile import (
     PREFILL_ROWS,
     CpuProfile,
     GpuProfile,
+    KvType,
     LayerProfile,
     LinkProfile,
     ModelProfile,
@@ -40,6 +42,12 @@ BUFFER_BYTES_PER_VALUE: Final = 52
 TOKEN_S: Final = 0.00025
 """What the head does for a token besides: sample it, tell the daemon, begin the next step. (Measured as what a ring of one
 process takes more than plain llama.cpp.)"""
+KV_VALUE_BYTES: Final[Mapping[KvType, Fraction]] = {
+    "f16": Fraction(2),
+    "q8_0": Fraction(34, 32),
+    "q4_0": Fraction(18, 32),
+}
+"""Bytes of a value in the KV cache: those of a block over its values."""
 SAMPLED_VALUE_S: Final = 1.2e-9
 """What a token of the vocabulary costs between the output matrix and the sampled token."""
 
@@ -84,9 +92,10 @@ def attention_s(
     model: ModelProfile,
     rows: float,
     kv: float,
+    kv_type: KvType,
 ) -> float:
     """Seconds of attention over ``kv`` tokens: the KV cache read once, and 4 FLOP a row, token and channel beyond it."""
-    read = kv * layer.kv_bytes_per_token / read_bytes_per_s
+    read = kv * kv_bytes_per_token(layer, kv_type) / read_bytes_per_s
     if rows <= BATCH_ROWS:
         return read
     return read + 4 * rows * kv * model.width / speed_of(speeds, "F16").prefill_flop_per_s
@@ -99,13 +108,14 @@ def layer_s(
     model: ModelProfile,
     rows: float,
     kv: float,
+    kv_type: KvType,
 ) -> float:
     """Seconds of one layer on one processor (paper: alpha, of which beta is the difference between GPU and CPU)."""
     return (
         processor.layer_s
         + weights_s(processor.speeds, layer.bytes_by_type, rows)
         + experts_s(processor.speeds, layer, model, rows)
-        + attention_s(processor.speeds, read_bytes_per_s, layer, model, rows, kv)
+        + attention_s(processor.speeds, read_bytes_per_s, layer, model, rows, kv, kv_type)
     )
 
 
@@ -135,9 +145,14 @@ def decode_kv_tokens(workload: Workload) -> float:
     return min(workload.context_tokens, workload.prompt_tokens + workload.answer_tokens / 2)
 
 
+def kv_bytes_per_token(layer: LayerProfile, kv_type: KvType) -> int:
+    """KV cache of one layer for one token of context."""
+    return math.ceil(layer.kv_bytes_per_token * KV_VALUE_BYTES[kv_type] / KV_VALUE_BYTES["f16"])
+
+
 def kv_bytes(layer: LayerProfile, workload: Workload) -> int:
     """KV cache of one layer, for all sequences."""
-    return layer.kv_bytes_per_token * workload.context_tokens * workload.sequences
+    return kv_bytes_per_token(layer, workload.kv_type) * workload.context_tokens * workload.sequences
 
 
 def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:

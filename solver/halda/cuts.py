@@ -107,6 +107,9 @@ class _Pricing:
         self._held = self._sizes + np.array(instance.kv_bytes, np.float64)
         self._by_column, self._tail = by_column, kinds[tail:]
         self._at = np.arange(columns + 1)
+        output, slot = instance.model.output_bytes, instance.slot_bytes
+        # Two slots with the output matrix among what streams take so much more than without.
+        self._output_bytes = instance.output_slot_bytes - MIN_SLOTS * slot if instance.output_streams else output
 
     def cheapest(self, order: Sequence[int]) -> tuple[float, list[tuple[int, int, int]]] | None:
         """The cheapest chain for the members ``order``: its price and for each (end, GPU layers, GPU layers of the tail)."""
@@ -179,7 +182,7 @@ class _Pricing:
         start = np.minimum(start, self._at[None, :])
         gpu = self._at[None, :] - start
         uses_gpu = (gpu > 0) | tail_on_gpu
-        fixed = instance.runtime_bytes + (instance.head_bytes + (0 if tail_on_gpu else model.output_bytes)) * is_head
+        fixed = instance.runtime_bytes + (instance.head_bytes + (0 if tail_on_gpu else self._output_bytes)) * is_head
         on_cpu = self._sum(self._held, self._at[:, None], start) + (0 if tail_on_gpu else self._held[tail].sum())
         in_vram = self._sum(self._held, start, self._at[None, :]) + instance.gpu_runtime_bytes * uses_gpu
         if tail_on_gpu:

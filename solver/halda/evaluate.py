@@ -14,8 +14,9 @@ computing and reading the last, ``rest`` what is not computed by the CPU's layer
 
 With streamed/k slots nothing waits: that many slots make streaming free as long as the disk keeps up, and more rounds need
 fewer of them. Prefill is the same for a chunk of rows; chunks follow each other through the ring, so after the first each
-costs what the busiest machine, disk or link needs for one, and the output matrix is computed once. Devices on one machine
-share cores and disk. ``simulate.py`` plays the same ring event by event and says where the two part.
+costs what the busiest machine, disk or link needs for one, and the output matrix is computed once. A head that streams the
+output matrix reads it with its layers, for each token and each chunk. Devices on one machine share cores and disk.
+``simulate.py`` plays the same ring event by event and says where the two part.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Final, Literal
 
 from halda.instance import MIN_SLOTS, Instance, Member, Phase
 from halda.plan import Plan, Streaming, Window
+from halda.profile import ModelProfile
 
 Objective = Literal["latency", "ttft", "throughput", "balanced"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("latency", "ttft", "throughput", "balanced")
@@ -37,6 +39,8 @@ class DevicePrediction:
     """One device under a plan. Seconds and disk bytes are those of one token in decode.
 
     ``window_s`` is compute and stall; ``hop_s`` belongs to what the device sends; ``shard_bytes`` is what its disk holds.
+    Where a token takes as long as a disk reads, what others do not take of it is the stall of the device that reads longest.
+    ``streams_output``: the output matrix is read with the ``streamed_layers``.
     """
 
     device: str
@@ -45,6 +49,7 @@ class DevicePrediction:
     gpu_layers: int
     resident_layers: int
     streamed_layers: int
+    streams_output: bool
     slots: int
     ram_bytes: int
     vram_bytes: int
@@ -116,17 +121,26 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one device has under a plan: layers on CPU and GPU by kind, windows, streamed bytes and slots."""
+    """What one device has under a plan: layers on CPU and GPU by kind, windows, streamed bytes and slots.
+
+    ``streamed_units`` are the streamed layers, and the output matrix where it streams: it is in ``streamed_bytes`` too.
+    """
 
     member: Member
     is_head: bool
     windows: int
     cpu: tuple[int, ...]
     gpu: tuple[int, ...]
-    streamed_layers: int
+    streamed_units: int
     streamed_bytes: int
+    streams_output: bool
     slots: int
     tail_gpu: int
+
+    @property
+    def streamed_layers(self) -> int:
+        """How many layers stream."""
+        return self.streamed_units - self.streams_output
 
     def uses_gpu(self, plan: Plan) -> bool:
         """Whether anything of this device is on its GPU."""
@@ -149,7 +163,7 @@ class _Share:
     def window_s(self, phase: Phase, plan: Plan, instance: Instance, output_s: float) -> float:
         """Seconds of all windows and of the output matrix, computing or waiting for the disk."""
         compute_s = self.compute_s(phase, plan) + output_s
-        if not self.streamed_layers:
+        if not self.streamed_units:
             return compute_s
         rest_s = _dot(self.gpu, phase.gpu) + self.windows * self.step_s(plan) + output_s
         if self.is_head and len(plan.route) > 1:
@@ -181,13 +195,15 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
     busy = max(sum(decode[i] for i in host) for host in hosts)
     period_s = max(tpot_s / instance.workload.sequences, busy, disk_s, occupied[0])
     ram, vram, short = _memory(plan, instance, shares, hosts)
+    slowest = max(range(len(shares)), key=lambda i: disk[i])
     compute = [share.compute_s(share.member.decode, plan) + out for share, out in zip(shares, outputs, strict=True)]
+    late_s = max(0.0, disk_s - sum(decode) - sum(hops))
     return Prediction(
         tpot_s=tpot_s,
         ttft_s=ttft_s,
         period_s=period_s,
         compute_s=sum(compute),
-        stall_s=sum(decode) - sum(compute) + max(0.0, disk_s - sum(decode) - sum(hops)),
+        stall_s=sum(decode) - sum(compute) + late_s,
         hop_s=sum(hops),
         disk_s=disk_s,
         prefill_chunk_s=chunk_s,
@@ -199,13 +215,14 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
                 gpu_layers=sum(share.gpu),
                 resident_layers=sum(share.cpu) + sum(share.gpu) - share.streamed_layers,
                 streamed_layers=share.streamed_layers,
+                streams_output=share.streams_output,
                 slots=share.slots,
                 ram_bytes=ram[i],
                 vram_bytes=vram[i],
                 shard_bytes=_shard_bytes(plan, instance, share),
                 disk_bytes_per_token=share.streamed_bytes,
                 compute_s=compute[i],
-                stall_s=decode[i] - compute[i],
+                stall_s=decode[i] - compute[i] + (late_s if i == slowest else 0.0),
                 hop_s=hops[i],
                 disk_s=disk[i],
                 prefill_s=prefill[i],
@@ -219,24 +236,37 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
 def residency(plan: Plan, instance: Instance) -> Plan:
     """``plan`` with as little streaming as its memory needs, for a plan that was made without a thought of it.
 
-    Each device streams just enough layers, evenly spread, and gives what memory is left to slots. The result may still
-    break limits.
+    Each device streams just enough layers, evenly spread, and gives what memory is left to slots; the head streams the
+    output matrix too where it cannot hold that with all layers streaming. The result may still break limits.
     """
-    streaming = []
-    for share in _shares(replace(plan, streaming=()), instance):
-        layers = [layer for _, window in plan.windows_of(share.member.name) for layer in cpu_layers(window)]
-        needed = _ram_bytes(plan, instance, share)
-        overflow = needed - share.member.ram_limit
-        if overflow <= 0:
-            continue
-        for count in range(MIN_SLOTS + 1, len(layers) + 1):
-            chosen = spread(layers, count)
-            freed = sum(instance.model.layers[layer].size_bytes for layer in chosen)
-            slots = min(count, int((freed - overflow) // instance.slot_bytes))
-            if slots >= MIN_SLOTS or count == len(layers):
-                streaming.append(Streaming(device=share.member.name, layers=tuple(chosen), slots=max(MIN_SLOTS, slots)))
-                break
-    return replace(plan, streaming=tuple(streaming))
+    plan = replace(plan, streaming=())
+    found = []
+    for share in _shares(plan, instance):
+        overflow = _ram_bytes(plan, instance, share) - share.member.ram_limit
+        if overflow > 0:
+            found += _least_streaming(plan, instance, share, overflow)
+    return replace(plan, streaming=tuple(found))
+
+
+def _least_streaming(plan: Plan, instance: Instance, share: _Share, overflow: int) -> list[Streaming]:
+    """The least that frees ``overflow`` bytes, or all that can; nothing where there is too little to stream."""
+    layers = [layer for _, window in plan.windows_of(share.member.name) for layer in cpu_layers(window)]
+    output = [plan.layer_count] if share.is_head and not plan.output_on_gpu else []
+    ways = [spread(layers, count) for count in range(MIN_SLOTS + 1, len(layers) + 1)]
+    if output:
+        ways += [spread(layers, count) + output for count in range(MIN_SLOTS, len(layers) + 1)]
+    for chosen in ways:
+        freed = sum(unit_bytes(instance.model, unit) for unit in chosen)
+        room = freed - overflow
+        if room >= instance.ahead_bytes(MIN_SLOTS, output=chosen[-1:] == output):
+            slots = min(len(chosen) - 1, room // instance.slot_bytes)
+            return [Streaming(device=share.member.name, layers=tuple(chosen), slots=slots)]
+    return [Streaming(device=share.member.name, layers=tuple(ways[-1]), slots=MIN_SLOTS)] if ways else []
+
+
+def unit_bytes(model: ModelProfile, unit: int) -> int:
+    """Bytes of what a plan streams as ``unit``: a layer, or behind the last one the output matrix."""
+    return model.layers[unit].size_bytes if unit < len(model.layers) else model.output_bytes
 
 
 def cpu_layers(window: Window) -> range:
@@ -259,7 +289,8 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
     streaming = plan.streaming_of(member.name)
     on_cpu = [layer for window in windows for layer in cpu_layers(window)]
     on_gpu = [layer for window in windows for layer in window.layers[len(cpu_layers(window)) :]]
-    assert set(streaming.layers) <= set(on_cpu)
+    streams_output = member.name == plan.head and plan.streams_output
+    assert len(streaming.layers) > streams_output or not streaming.layers, "alone it would only be held anew"
     assert not streaming.layers or streaming.slots >= MIN_SLOTS
     assert not on_gpu or member.has_gpu
     assert member.has_gpu or member.name != plan.head or not plan.output_on_gpu
@@ -272,8 +303,9 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
         windows=len(windows),
         cpu=_by_kind(on_cpu, instance),
         gpu=_by_kind(on_gpu, instance),
-        streamed_layers=len(streaming.layers),
-        streamed_bytes=sum(instance.model.layers[layer].size_bytes for layer in streaming.layers),
+        streamed_units=len(streaming.layers),
+        streamed_bytes=sum(unit_bytes(instance.model, layer) for layer in streaming.layers),
+        streams_output=streams_output,
         slots=streaming.slots,
         tail_gpu=windows[-1].gpu_layers,
     )
@@ -320,8 +352,10 @@ def _kv(counts: Sequence[int], instance: Instance) -> int:
 
 
 def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
-    resident = _weights(share.cpu, instance) - share.streamed_bytes + share.slots * instance.slot_bytes
-    total = resident + _kv(share.cpu, instance) + instance.runtime_bytes
+    ahead = instance.ahead_bytes(share.slots, output=share.streams_output)
+    total = (
+        _weights(share.cpu, instance) - share.streamed_bytes + ahead + _kv(share.cpu, instance) + instance.runtime_bytes
+    )
     if share.is_head:
         total += instance.head_bytes + (0 if plan.output_on_gpu else instance.model.output_bytes)
     if share.member.shares_memory:

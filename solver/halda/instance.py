@@ -80,13 +80,17 @@ class Member:
 
 @dataclass(frozen=True)
 class Instance:
-    """Devices (the first is the head), links, model, workload and the owners' limits."""
+    """Devices (the first is the head), links, model, workload and the owners' limits.
+
+    ``output_streams``: a plan may have the head read the output matrix from disk for each token, too.
+    """
 
     devices: tuple[DeviceProfile, ...]
     links: Mapping[tuple[str, str], LinkProfile]
     model: ModelProfile
     workload: Workload
     limits: Mapping[str, Limits]
+    output_streams: bool = False
 
     @cached_property
     def kinds(self) -> tuple[LayerProfile, ...]:
@@ -116,6 +120,15 @@ class Instance:
     def slot_bytes(self) -> int:
         """Size of a slot: every layer of the model fits."""
         return max(kind.size_bytes for kind in self.kinds)
+
+    @cached_property
+    def output_slot_bytes(self) -> int:
+        """What slots take at the least where the output matrix passes through them: it and a layer beside it."""
+        return max(self.model.output_bytes, self.slot_bytes) + self.slot_bytes
+
+    def ahead_bytes(self, slots: int, *, output: bool) -> int:
+        """What a device may hold of what it streams through ``slots``; ``output``: of the output matrix too."""
+        return max(slots * self.slot_bytes, self.output_slot_bytes) if output else slots * self.slot_bytes
 
     @cached_property
     def members(self) -> tuple[Member, ...]:
@@ -199,10 +212,13 @@ class Instance:
             return Phase(
                 rows=rows,
                 cpu=tuple(
-                    cost.layer_s(device.cpu, device.ram_read_bytes_per_s, kind, model, rows, kv) for kind in self.kinds
+                    cost.layer_s(device.cpu, device.ram_read_bytes_per_s, kind, model, rows, kv, work.kv_type)
+                    for kind in self.kinds
                 ),
                 gpu=tuple(
-                    cost.layer_s(gpu, gpu.vram_read_bytes_per_s, kind, model, rows, kv) if gpu is not None else 0.0
+                    cost.layer_s(gpu, gpu.vram_read_bytes_per_s, kind, model, rows, kv, work.kv_type)
+                    if gpu is not None
+                    else 0.0
                     for kind in self.kinds
                 ),
             )

@@ -68,12 +68,16 @@ class Program:
     streamed: list[list[Any]]
     slots: list[Any]
     output_on_gpu: Any
+    output_streams: Expression
     objective: Expression
 
 
 @dataclass(slots=True)
 class Streams:
     """Per member: ``streams`` is 1 where it streams, ``layers`` by kind, through ``slots``; milliseconds of disk a token.
+
+    ``output`` is 1 where the head streams the output matrix: 0 where the question does not allow it. What the head then
+    holds beside its slots, to have room for the output matrix and a layer, is ``beside_slots`` (in slots).
 
     ``waiting_ms`` are two figures of which the larger is what no slot takes away: by bytes, and by layers of the smallest
     size.
@@ -84,6 +88,8 @@ class Streams:
     slots: list[Any] = field(default_factory=list)
     disk_ms: list[Expression] = field(default_factory=list)
     waiting_ms: list[tuple[Expression, Expression]] = field(default_factory=list)
+    output: Expression = 0
+    beside_slots: Expression = 0
 
 
 def new_problem(name: str) -> Any:
@@ -335,6 +341,8 @@ def build(
         "the output is behind the tail's GPU layers",
     )
     problem += output_on_gpu <= uses_gpu[0], "the head uses its GPU for the output"
+    if instance.output_streams:
+        problem += streams.output + output_on_gpu <= 1, "the output streams from RAM only"
     for m in required - {0}:
         problem += layout.used[m] == 1, f"{m} is required"
     fullest = positive(problem, "fullest")
@@ -345,7 +353,7 @@ def build(
         time = _Time(problem, instance, layout, uses_gpu, output_on_gpu, streams)
         wanted = time.objective(objective) + EVEN_MS * fullest
     problem += wanted
-    return Program(problem, layout, streams.layers, streams.slots, output_on_gpu, wanted)
+    return Program(problem, layout, streams.layers, streams.slots, output_on_gpu, streams.output, wanted)
 
 
 def _streaming(problem: Any, instance: Instance, layout: Layout) -> Streams:
@@ -360,9 +368,14 @@ def _streaming(problem: Any, instance: Instance, layout: Layout) -> Streams:
             problem += count <= layout.cpu[m][g], f"{m} streams CPU layers {g}"
         problem += pulp.lpSum(s) <= total * streams, f"{m} streams"
         problem += q >= MIN_SLOTS * streams, f"{m} has slots to stream through"
-        problem += q <= pulp.lpSum(s) - streams, f"{m} streams more than its slots hold"
+        if m or not instance.output_streams:
+            problem += q <= pulp.lpSum(s) - streams, f"{m} streams more than its slots hold"
         per_byte = MS / member.disk_bytes_per_s
         disk = _dot(s, [size * per_byte for size in sizes])
+        if m == 0 and instance.output_streams:
+            found.output, found.beside_slots = _output(problem, instance, streams, q)
+            problem += q <= pulp.lpSum(s) + found.output - streams, "the head streams more than its slots hold"
+            disk += found.output * (instance.model.output_bytes * per_byte)
         by_bytes = disk - q * (layout.rounds * instance.slot_bytes * per_byte)
         by_layers = (pulp.lpSum(s) - layout.rounds * q) * (min(sizes) * per_byte)
         found.streams.append(streams)
@@ -371,6 +384,15 @@ def _streaming(problem: Any, instance: Instance, layout: Layout) -> Streams:
         found.disk_ms.append(disk)
         found.waiting_ms.append((by_bytes, by_layers))
     return found
+
+
+def _output(problem: Any, instance: Instance, streams: Any, slots: Any) -> tuple[Any, Any]:
+    """Whether the head streams the output matrix with its layers, and what it then holds beside its slots (in slots)."""
+    output, beside = integer(problem, "output_streams", 0, 1), positive(problem, "beside_slots")
+    problem += output <= streams, "the output matrix streams with layers"
+    needed = output * (instance.output_slot_bytes / instance.slot_bytes)
+    problem += beside >= needed - slots, "the output matrix and a layer have room"
+    return output, beside
 
 
 def _memory(
@@ -398,7 +420,7 @@ def _memory(
         on_cpu += layout.used[m] * (instance.runtime_bytes / unit)
         if m == 0:
             on_gpu += output_on_gpu * output
-            on_cpu += instance.head_bytes / unit + (1 - output_on_gpu) * output
+            on_cpu += instance.head_bytes / unit + (1 - output_on_gpu - streams.output) * output + streams.beside_slots
         vram.append(on_gpu)
         ram.append(on_cpu + on_gpu if member.shares_memory else on_cpu)
         disk.append(_dot(layout.cpu[m], sizes) + _dot(layout.gpu[m], sizes) if len(layout.cpu) > 1 else 0)

@@ -43,7 +43,10 @@ class LeftOut:
 class Streaming:
     """The ``layers`` of ``device`` that are read from disk each time they are used, in order.
 
-    They pass through ``slots`` buffers of the size of the model's largest layer.
+    The number of the model's layers, as an index, stands for the output matrix. They pass through ``slots`` buffers of the
+    size of the largest of these layers; the output matrix needs room for itself and such a layer. So the device may hold
+    ``max(slots * layer, largest + layer)`` bytes of what streams, where ``layer`` is the largest layer and ``largest`` the
+    larger of that and, if it streams, the output matrix. (Plans reckon with the largest layer of the whole model.)
     """
 
     device: str
@@ -59,6 +62,7 @@ class Plan:
     route of one window is the whole model on one device. ``rounds`` is the number of laps a token makes (paper: k).
     ``output_on_gpu``: the output matrix is on the GPU of the head; llama.cpp puts it there before any layer of the tail
     window, and may put it there alone. ``streaming`` names the devices that stream; all layers of the others are resident.
+    The output matrix streams from the head's RAM only.
     """
 
     rounds: int
@@ -75,11 +79,25 @@ class Plan:
         for before, after in zip(self.route, self.route[1:], strict=False):
             assert before.last == after.first
         assert all(window.first < window.last for window in self.route)
+        assert len({streaming.device for streaming in self.streaming}) == len(self.streaming)
+        for streaming in self.streaming:
+            assert list(streaming.layers) == sorted(set(streaming.layers))
+            assert set(streaming.layers) <= self._may_stream(streaming.device)
 
     @property
     def head(self) -> str:
         """The device that holds the first and the last window."""
         return self.route[0].device
+
+    @property
+    def layer_count(self) -> int:
+        """The number of the model's layers; as the index of something that streams, the output matrix."""
+        return self.route[-1].last
+
+    @property
+    def streams_output(self) -> bool:
+        """Whether the output matrix is read from disk for each token."""
+        return self.layer_count in self.streaming_of(self.head).layers
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -100,6 +118,15 @@ class Plan:
             if streaming.device == device:
                 return streaming
         return Streaming(device=device, layers=(), slots=0)
+
+    def _may_stream(self, device: str) -> set[int]:
+        """What ``device`` computes on its CPU."""
+        layers = {
+            layer
+            for _, window in self.windows_of(device)
+            for layer in range(window.first, window.last - window.gpu_layers)
+        }
+        return layers | {self.layer_count} if device == self.head and not self.output_on_gpu else layers
 
     def after(self, device: str) -> str:
         """The device that receives what ``device`` sends: the next one in the ring."""

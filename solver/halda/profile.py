@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
 BATCH_ROWS: Final = 8
 """Rows of the middle measurement of a ``TypeSpeed``."""
 PREFILL_ROWS: Final = 512
 """Rows of the largest measurement of a ``TypeSpeed``."""
+KvType = Literal["f16", "q8_0", "q4_0"]
+"""What the KV cache holds its values in."""
+KV_TYPES: Final[tuple[KvType, ...]] = get_args(KvType)
+"""The largest first."""
+KV_BLOCK: Final = 32
+"""Values of a block of a quantised KV cache: the heads of a model must be whole blocks wide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +156,8 @@ class ModelProfile:
 
     ``embedding_bytes`` is the table that tokens are looked up in; ``output_bytes_by_type`` is the matrix that gives logits
     (the same bytes again where the two are tied). ``width`` is that of the hidden state, ``context_tokens`` what the model
-    was trained for, ``experts`` 0 for a dense model. A window may begin only at a multiple of ``cut_multiple`` layers.
+    was trained for, ``experts`` 0 for a dense model. ``kv_head_width`` divides the widths of all heads in the KV cache. A
+    window may begin only at a multiple of ``cut_multiple`` layers.
     """
 
     name: str
@@ -164,6 +171,7 @@ class ModelProfile:
     context_tokens: int
     experts: int
     experts_used: int
+    kv_head_width: int
     cut_multiple: int
 
     @property
@@ -180,12 +188,13 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the plan is for: ``sequences`` at once, each with ``context_tokens`` of KV cache.
+    """What the plan is for: ``sequences`` at once, each with ``context_tokens`` of KV cache of type ``kv_type``.
 
     A typical request has ``prompt_tokens`` and ``answer_tokens``; prompts are computed ``chunk_rows`` rows at a time.
     """
 
     context_tokens: int
+    kv_type: KvType
     sequences: int
     prompt_tokens: int
     answer_tokens: int

@@ -31,7 +31,7 @@ from halda.orders import (
     ring_order,
 )
 from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
-from halda.profile import DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
+from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
 from halda.solution import Solution, SolverName
 from halda.solving import Outcome, available, run
 
@@ -43,6 +43,8 @@ _ORDERS_OF: Final = 5
 _LEAST_S: Final = 0.05
 _FIRST_S: Final = 5.0
 _ELASTIC_ORDERS: Final = 6
+_LEAST_BYTES: Final = 0.5
+"""What is less is what the solver takes for nothing."""
 _SAME: Final = 1e-9
 """Relative difference that is no difference."""
 _PROVEN: Final = 1e-6
@@ -68,7 +70,13 @@ def solve(
     """
     question = instance(devices, links, model, workload, limits or {}, head)
     search = _Search(question, objective, require, time_limit_s, available(solver))
-    return search.run()
+    if search.run():
+        return search.solution()
+    # Whoever has less memory than any plan needs may still read the output matrix with the layers.
+    smaller = _Search(replace(question, output_streams=True), objective, require, time_limit_s, available(solver))
+    if smaller.run():
+        return smaller.solution()
+    raise smaller.infeasible()
 
 
 def solve_heads(
@@ -167,7 +175,8 @@ class _Search:
         self._best: tuple[float, Plan] | None = None
         self._open_bound_s = float("inf")
 
-    def run(self) -> Solution:
+    def run(self) -> bool:
+        """Look for the best plan. Answers whether there is any."""
         blocks = (len(self._instance.model.layers) - 1) // self._instance.model.cut_multiple
         if not self._required - {0}:
             self._alone()
@@ -180,15 +189,14 @@ class _Search:
                 if rounds > 1 and not self._may_win(rounds, orders):
                     break
                 self._rounds(rounds, orders)
-        if self._best is None:
-            raise self._infeasible()
-        return self._solution()
+        return self._best is not None
 
     @property
     def _best_s(self) -> float:
         return self._best[0] if self._best is not None else float("inf")
 
-    def _solution(self) -> Solution:
+    def solution(self) -> Solution:
+        """The best plan."""
         assert self._best is not None
         _, plan = self._best
         prediction = evaluate(plan, self._instance)
@@ -421,6 +429,8 @@ class _Search:
             counts = [round(count.value()) for count in program.streamed[m]]
             if sum(counts):
                 layers = self._streamed(name, route, counts)
+                if m == 0 and round(pulp.value(program.output_streams)):
+                    layers = (*layers, len(self._instance.model.layers))
                 streaming.append(Streaming(device=name, layers=layers, slots=round(program.slots[m].value())))
         plan = Plan(
             rounds=rounds,
@@ -477,7 +487,7 @@ class _Search:
         self._left_s -= outcome.seconds
         return outcome, program
 
-    def _infeasible(self) -> Infeasible:
+    def infeasible(self) -> Infeasible:
         """Which limit is short for the plan of one round that is closest to fitting."""
         shortages = [self._elastic(problem, layout) for problem, layout in self._elastic_layouts()]
         found = [shortage for shortage in shortages if shortage is not None]
@@ -512,19 +522,29 @@ class _Search:
         shortages = []
         for variable in problem.variables():
             kind, _, rest = variable.name.partition("_")
-            if kind == "short" and variable.value() and variable.value() * unit >= 1:
+            if kind == "short" and variable.value() and variable.value() * unit >= _LEAST_BYTES:
                 what, *members = rest.split("_")
                 where = " and ".join(names[int(m)] for m in members)
                 size = -(-variable.value() * unit // 1)
-                shortages.append((size, f"{what} of {where} is short of {size / 1e6:,.1f} MB"))
+                shortages.append((size, f"{what} of {where} is short of {max(size / 1e6, 0.1):,.1f} MB"))
         text = "; ".join(sentence for _, sentence in sorted(shortages, reverse=True))
         model, work = self._instance.model, self._instance.workload
         if not shortages:
             return None
         return sum(size for size, _ in shortages), (
             f"no plan for {model.name} with {work.context_tokens} tokens of context for {work.sequences} sequence(s) fits, "
-            f"streaming included: at the least, {text}"
+            f"streaming included: at the least, {text}{self._advice()}"
         )
+
+    def _advice(self) -> str:
+        """What else than more memory helps: less of a KV cache, which never streams."""
+        work = self._instance.workload
+        size = sum(self._instance.kv_bytes[kind] for kind in self._instance.kind_of)
+        if not size:
+            return ""
+        smaller = KV_TYPES[KV_TYPES.index(work.kv_type) + 1 :]
+        other = f" or a KV cache in {' or '.join(smaller)}" if smaller else ""
+        return f"; the KV cache ({work.kv_type}) takes {size / 1e6:,.1f} MB in all: a smaller context{other} takes less"
 
 
 def _height(stairs: Sequence[Any]) -> int:

@@ -39,7 +39,7 @@ from itertools import groupby
 
 from halda import cost
 from halda._events import Fixture, Interval, Piece, Ring, Stop, Tally
-from halda.evaluate import cpu_layers
+from halda.evaluate import cpu_layers, unit_bytes
 from halda.instance import Instance, Member, Phase
 from halda.plan import Plan, Window
 
@@ -230,9 +230,14 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Stop]:
             member, last = members[device], window is plan.route[-1]
             phase = member.decode if decode else member.prefill
             gpu_step_s = member.gpu_step_s if device in uses_gpu else 0.0
-            output = member.gpu_output_s if plan.output_on_gpu else member.cpu_output_s
-            more_s = gpu_step_s + (output if last and decode else 0.0)
-            pieces.extend(_pieces(window, plan, instance, phase, member.step_s, more_s, ends=last))
+            output_s = member.gpu_output_s if plan.output_on_gpu else member.cpu_output_s
+            tail_s = output_s if last and decode else 0.0
+            streams_output = last and plan.streams_output
+            more_s = gpu_step_s + (0.0 if streams_output else tail_s)
+            pieces.extend(_pieces(window, plan, instance, phase, member.step_s, more_s))
+            if streams_output:
+                pieces.append(Piece((plan.layer_count,), tail_s, True, False))
+            pieces[-1] = replace(pieces[-1], ends=last)
         stops.append(Stop(stations[device], tuple(pieces), 0))
     if decode and len(stops) > 1:
         tail, first = stops.pop(), stops[0]
@@ -240,9 +245,7 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Stop]:
     return stops
 
 
-def _pieces(
-    window: Window, plan: Plan, instance: Instance, phase: Phase, step_s: float, more_s: float, *, ends: bool
-) -> list[Piece]:
+def _pieces(window: Window, plan: Plan, instance: Instance, phase: Phase, step_s: float, more_s: float) -> list[Piece]:
     """A window in pieces: ``step_s`` before its CPU layers, ``more_s`` with the GPU layers behind them."""
     streamed = set(plan.streaming_of(window.device).layers)
     pieces: list[Piece] = []
@@ -262,24 +265,25 @@ def _pieces(
     seconds += sum(phase.gpu[instance.kind_of[layer]] for layer in on_gpu) + more_s
     if seconds or layers or on_gpu:
         pieces.append(Piece((*layers, *on_gpu), seconds, False, False))
-    pieces[-1] = replace(pieces[-1], ends=ends)
     return pieces
 
 
 def _fixtures(plan: Plan, instance: Instance, *, rows: float) -> list[Fixture]:
     index = {device.device: i for i, device in enumerate(instance.devices)}
     hosts = {i: number for number, host in enumerate(instance.hosts) for i in host}
-    layer_bytes = [layer.size_bytes for layer in instance.model.layers]
+    unit_sizes = [unit_bytes(instance.model, unit) for unit in range(plan.layer_count + 1)]
     fixtures = []
     for name in plan.devices:
         member: Member = instance.members[index[name]]
+        slots = plan.streaming_of(name).slots
         link = instance.link(index[name], index[plan.after(name)])
         fixtures.append(
             Fixture(
                 device=name,
                 host=hosts[index[name]],
-                slots=plan.streaming_of(name).slots,
-                layer_bytes=layer_bytes,
+                slots=slots,
+                unit_slots=[min(max(1, slots - 1), -(-size // instance.slot_bytes)) for size in unit_sizes],
+                unit_bytes=unit_sizes,
                 disk_bytes_per_s=member.disk_bytes_per_s,
                 transfer_s=cost.transfer_s(link, rows, instance.model.width),
                 delay_s=link.round_trip_s / 2,

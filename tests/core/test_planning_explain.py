@@ -57,6 +57,7 @@ def test_each_device_adds_up(answer):
         assert part.streamed_layers == sum(window.streamed_layers for window in part.windows)
         assert part.resident_bytes + part.streamed_bytes == part.layers * GB // 4
         assert part.disk_bytes_per_token == part.streamed_bytes == part.streamed_layers * GB // 4
+        assert not part.streams_output
         assert part.ram_bytes <= part.ram_limit_bytes
         assert part.vram_bytes <= part.vram_limit_bytes
     assert [part.name for part in answer.devices if part.head] == [answer.head]
@@ -196,3 +197,26 @@ def test_json_is_the_answer(answer):
     content = msgspec.json.decode(data)
     assert next(iter(content)) == "schema"
     assert content["schema"] == SCHEMA
+
+
+def test_what_streams_is_counted_for_each_device_and_in_all():
+    found = explain(question(device("desk", ram=3 * GB, disk=1e9), device("laptop", ram=2 * GB, disk=1e9)))
+    assert any(part.streamed_layers for part in found.devices)
+    assert found.predicted.disk_bytes_per_token == sum(part.disk_bytes_per_token for part in found.devices) > 0
+    assert sum(part.stall_ms for part in found.devices) == pytest.approx(found.predicted.stall_ms)
+    assert all(part.slots >= 2 for part in found.devices if part.streamed_layers)
+
+
+def test_an_output_matrix_that_streams_is_read_with_the_layers():
+    least = 96 * (1 << 20) + 512 * 4096 * 52 + 64 * 32_000 * 4 + 20 * 4096 * 4096 + 2 * GB // 4
+    found = explain(question(device("desk", ram=least)))
+    (part,) = found.devices
+    assert part.streams_output
+    assert part.streamed_bytes == 20 * GB // 4
+    assert part.resident_bytes == 0
+    assert part.disk_bytes_per_token == 20 * GB // 4 + GB // 5
+    assert part.ram_bytes == least
+    with pytest.raises(PlanError, match=r"RAM of desk is short of .*: a smaller context or a KV cache in q8_0 or q4_0"):
+        explain(question(device("desk", ram=least - GB // 100)))
+    smaller = explain(question(device("desk", ram=least - GB // 100), kv_type="q8_0"))
+    assert smaller.workload.kv_type == "q8_0"

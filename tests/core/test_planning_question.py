@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from primad.errors import ConfigError
@@ -98,3 +100,21 @@ def test_no_device_is_refused():
 def test_wishes_are_judged_before_devices_are_looked_for():
     with pytest.raises(ConfigError, match="--link"):
         check(Wishes(links=("x",)), model())
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
+def test_the_kv_cache_is_of_the_type_that_was_asked_for(kv_type):
+    assert asked(kv_type=kv_type).workload.kv_type == kv_type
+
+
+def test_a_kv_cache_that_the_model_cannot_have_is_refused():
+    with pytest.raises(ConfigError, match=r"^--kv-type q5_1: choose f16, q8_0 or q4_0$"):
+        check(Wishes(kv_type="q5_1"), model())
+    narrow = replace(model(), kv_head_width=80)
+    with pytest.raises(
+        ConfigError, match=r"^--kv-type q8_0: needs heads of a multiple of 32 values; those of toy have 80; choose f16$"
+    ):
+        check(Wishes(kv_type="q8_0"), narrow)
+    check(Wishes(), narrow)
+    with pytest.raises(ConfigError, match=r"^--kv-type q4_0: needs flash attention"):
+        check(Wishes(kv_type="q4_0"), replace(model(), architecture="grok"))

@@ -40,10 +40,8 @@ def test_everything_that_was_asked_for_is_there(answer):
         "streamed",
         "RAM",
         "VRAM",
-        "disk",
         "compute",
         "hops",
-        "stall",
         "tokens/s",
         "first token",
         "for a prompt of 512 tokens",
@@ -85,3 +83,16 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'primad\[plot\]'"):
         check_plot(tmp_path / "plan.png")
+
+
+def test_what_is_read_from_disk_is_shown_where_something_is():
+    slow = explain(ask(Wishes(), (device("desk", ram=2 * GB, disk=1e9),), (), model()))
+    text = shown(slow)
+    for words in ("slots", "disk", "stall", "layers: ", "read a token", "by the slowest disk, of which it waits"):
+        assert words in text, words
+    fast = shown(explain(ask(Wishes(), (device("desk", ram=20 * GB),), (), model())))
+    for words in ("slots", "disk", "stall"):
+        assert words not in fast, words
+    least = explain(ask(Wishes(), (device("desk", ram=9 * GB // 8),), (), model()))
+    assert "20 + output" in shown(least)
+    assert "20 of 20 layers and the output matrix" in shown(least)

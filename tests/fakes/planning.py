@@ -91,5 +91,6 @@ def model(*, layers: int = 20, layer_bytes: int = GB // 4, context_tokens: int =
         context_tokens=context_tokens,
         experts=0,
         experts_used=0,
+        kv_head_width=64,
         cut_multiple=1,
     )

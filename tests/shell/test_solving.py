@@ -27,7 +27,7 @@ def question(count: int, *, ram: int = 3 * GB, require: frozenset[str] = frozens
         devices=[device(name, ram=ram, rate=(10 + i) * 1e9) for i, name in enumerate(names)],
         links=[link(a, b) for a in names for b in names if a != b],
         model=toy,
-        workload=default_workload(toy.context_tokens, 512),
+        workload=default_workload(toy.context_tokens, 512, "f16"),
         objective="balanced",
         require=require,
         time_limit_s=20.0,

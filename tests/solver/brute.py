@@ -23,7 +23,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Option:
-    """One way for a device to hold its layers: seconds of decode, prefill, output and disk; GPU layers, streamed, slots."""
+    """One way for a device to hold its layers: seconds of decode, prefill, output and disk; GPU layers, streamed, slots.
+
+    The output matrix streams only in a question that allows it.
+    """
 
     decode_s: float
     prefill_s: float
@@ -33,6 +36,7 @@ class Option:
     tail_gpu: int
     output_on_gpu: bool
     streamed: tuple[int, ...]
+    streams_output: bool
     slots: int
 
 
@@ -180,10 +184,18 @@ class Brute:
         if ring > 1 and sum(layers[i].size_bytes for i in (*on_cpu, *on_gpu)) > member.disk_limit:
             return
         kinds = [[i for i in on_cpu if instance.kind_of[i] == kind] for kind in range(len(instance.kinds))]
-        for counts in product(*(range(len(of_kind) + 1) for of_kind in kinds)):
+        ways = product(*(range(len(of_kind) + 1) for of_kind in kinds))
+        may_stream_output = instance.output_streams and is_head and not output_on_gpu
+        for counts, streams_output in product(ways, (False, True) if may_stream_output else (False,)):
+            if streams_output and not sum(counts):
+                continue
             streamed = sum(n * instance.kinds[kind].size_bytes for kind, n in enumerate(counts))
+            streamed += output if streams_output else 0
             for slots in range(MIN_SLOTS, sum(counts) + 1) if sum(counts) else (0,):
-                if fixed - streamed + slots * instance.slot_bytes > member.ram_limit:
+                held = slots * instance.slot_bytes
+                if streams_output:
+                    held = max(held, output + instance.slot_bytes, 2 * instance.slot_bytes)
+                if fixed - streamed + held > member.ram_limit:
                     break
                 times = []
                 gpu_step_s = member.gpu_step_s if on_gpu or output_on_gpu else 0
@@ -204,7 +216,18 @@ class Brute:
                     unread = max(unread, (sum(counts) - rounds * slots) * read_s)
                     times.append(max(compute, rest + rounds * (layer_s + min(layer_s, read_s)) + unread))
                 disk_s = streamed / member.disk_bytes_per_s
-                yield Option(times[0], times[1], output_s, disk_s, gpu, tail_gpu, output_on_gpu, tuple(counts), slots)
+                yield Option(
+                    decode_s=times[0],
+                    prefill_s=times[1],
+                    output_s=output_s,
+                    disk_s=disk_s,
+                    gpu=gpu,
+                    tail_gpu=tail_gpu,
+                    output_on_gpu=output_on_gpu,
+                    streamed=tuple(counts),
+                    streams_output=streams_output,
+                    slots=slots,
+                )
 
     def _figures(self, part: Partial) -> Figures:
         match self._objective:
@@ -278,6 +301,7 @@ class Brute:
                 ]
                 for kind, count in enumerate(option.streamed):
                     chosen += spread([layer for layer in on_cpu if instance.kind_of[layer] == kind], count)
+                chosen += [total] * option.streams_output
                 streaming.append(Streaming(device=name, layers=tuple(sorted(chosen)), slots=option.slots))
         return Plan(
             rounds=rounds,

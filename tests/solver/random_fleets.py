@@ -84,6 +84,7 @@ def random_model(rng: random.Random, *, layers: int | None = None) -> ModelProfi
         context_tokens=32768,
         experts=experts,
         experts_used=max(1, experts // 8),
+        kv_head_width=64,
         cut_multiple=rng.choice([2, 4]) if count >= 12 and rng.random() < 0.1 else 1,
     )
 
@@ -150,6 +151,7 @@ def random_workload(rng: random.Random) -> Workload:
     context = rng.choice([512, 2048, 4096, 8192])
     return Workload(
         context_tokens=context,
+        kv_type="f16",
         sequences=rng.choice([1, 1, 1, 2, 4]),
         prompt_tokens=rng.randint(1, context // 2),
         answer_tokens=rng.randint(1, context // 2),

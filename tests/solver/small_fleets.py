@@ -17,6 +17,7 @@ def small_instance(rng: random.Random) -> tuple[Instance, Objective]:
     context = rng.choice([256, 1024, 4096])
     work = Workload(
         context_tokens=context,
+        kv_type="f16",
         sequences=rng.choice([1, 1, 2, 4]),
         prompt_tokens=rng.randint(1, context // 2),
         answer_tokens=rng.randint(1, context // 2),

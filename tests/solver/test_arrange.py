@@ -40,6 +40,7 @@ def model(layers: int, *, multiple: int = 1, kv_bytes: int = 512) -> ModelProfil
         context_tokens=2048,
         experts=0,
         experts_used=0,
+        kv_head_width=64,
         cut_multiple=multiple,
     )
 

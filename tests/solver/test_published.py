@@ -27,7 +27,7 @@ from halda.published import PublishedPlan, solve_published
 from tests.solver.random_fleets import random_instance
 
 GB = 10**9
-WORK = Workload(context_tokens=64, sequences=1, prompt_tokens=16, answer_tokens=16, chunk_rows=1)
+WORK = Workload(context_tokens=64, kv_type="f16", sequences=1, prompt_tokens=16, answer_tokens=16, chunk_rows=1)
 LINK_S = 0.01
 
 
@@ -93,6 +93,7 @@ def model(layers: int, *, cut_multiple: int = 1) -> ModelProfile:
         context_tokens=64,
         experts=0,
         experts_used=0,
+        kv_head_width=64,
         cut_multiple=cut_multiple,
     )
 

@@ -57,10 +57,13 @@ def toy(layers: int, devices: int, *, read_s: float = 1.0, sequences: int = 1, c
         context_tokens=64,
         experts=0,
         experts_used=0,
+        kv_head_width=64,
         cut_multiple=1,
     )
     # One row of prefill a chunk, so that a chunk takes what a token does.
-    work = Workload(context_tokens=64, sequences=sequences, prompt_tokens=chunks, answer_tokens=1, chunk_rows=1)
+    work = Workload(
+        context_tokens=64, kv_type="f16", sequences=sequences, prompt_tokens=chunks, answer_tokens=1, chunk_rows=1
+    )
     fleet = [toy_device(f"d{i}", read_s) for i in range(devices)]
     links = [
         LinkProfile(source=a.device, target=b.device, address="", round_trip_s=2 * (HOP_S - 0.1), bytes_per_s=40)
