@@ -58,13 +58,16 @@ class Residency:
     @property
     def held_bytes(self) -> int:
         """The most that is in memory at a time."""
-        largest = max((self.sizes[unit] for unit in self.streamed), default=0)
-        return self.resident_bytes + min(self.streamed_bytes, max(self.ahead_bytes, largest))
+        return self.resident_bytes + min(self.streamed_bytes, self._room_bytes)
 
     @property
     def streams(self) -> bool:
         """Whether a lap reads anything."""
-        return self.streamed_bytes > self.ahead_bytes
+        return self.streamed_bytes > self._room_bytes
+
+    @property
+    def _room_bytes(self) -> int:
+        return max(self.ahead_bytes, max((self.sizes[unit] for unit in self.streamed), default=0))
 
     @property
     def read_bytes(self) -> int:
