@@ -9,7 +9,7 @@ from typing import Final
 
 from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Prediction, Workload
 from primad.daemon.devices import Devices
-from primad.daemon.questions import ServeOptions, plan_by_hand
+from primad.daemon.questions import ServeOptions, plan_by_hand, stream_by_hand
 from primad.daemon.solving import Question, solve_apart
 from primad.daemon.tasks import Tasks
 from primad.daemon.worker_link import WorkerLink
@@ -82,7 +82,8 @@ class Planner:
                     "this one among them; start 'primad join' on more or give fewer windows"
                 )
             names = [device.device for device in devices[: len(windows)]]
-            return plan_by_hand(names, windows, self._options.rounds, self._model), None, 0.0
+            plan = plan_by_hand(names, windows, self._options.rounds, self._model)
+            return stream_by_hand(plan, devices[: len(windows)], self._model, self._workload), None, 0.0
         if len(devices) > 1:
             cuttable(self._header)
         names = [device.device for device in devices]

@@ -10,9 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from halda import Infeasible, ModelProfile, Objective, Plan, Workload, arrange
+from halda import (
+    DeviceProfile,
+    Infeasible,
+    ModelProfile,
+    Objective,
+    Plan,
+    Workload,
+    arrange,
+    evaluate,
+    instance,
+    residency,
+)
 from primad.engine.protocol import KvType
 from primad.errors import ConfigError, PlanError
+from primad.planning.units import show_bytes
 
 DEFAULT_CONTEXT_TOKENS: Final = 4096
 TYPICAL_PROMPT_TOKENS: Final = 512
@@ -49,6 +61,23 @@ def plan_by_hand(names: Sequence[str], windows: tuple[int, ...], rounds: int | N
         return arrange(names, windows, rounds=rounds or 1, model=model)
     except Infeasible as exc:
         raise PlanError(f"--windows {','.join(map(str, windows))}: {exc}; choose other windows") from exc
+
+
+def stream_by_hand(plan: Plan, devices: Sequence[DeviceProfile], model: ModelProfile, workload: Workload) -> Plan:
+    """``plan``, set by hand, with as little streaming as the memory of ``devices`` needs.
+
+    Raises ``PlanError`` where a device does not have memory enough even so.
+    """
+    question = instance(devices, [], model, workload, {}, plan.head)
+    plan = residency(plan, question)
+    for short in evaluate(plan, question).short:
+        if short.what == "RAM" and short.where in plan.devices:
+            raise PlanError(
+                f"--windows: {short.where} is short of {show_bytes(short.short_bytes)} of RAM for its "
+                f"{plan.layers_of(short.where)} layers, streaming included; give it fewer layers, or choose a smaller "
+                f"--context than {workload.context_tokens} or another --kv-type than {workload.kv_type}"
+            )
+    return plan
 
 
 def model_id(path: Path) -> str:

@@ -1,0 +1,50 @@
+"""Windows set by hand stream what does not fit, or it is said who lacks how much."""
+
+from __future__ import annotations
+
+import pytest
+
+from halda import evaluate, instance
+from primad.daemon.questions import default_workload, plan_by_hand, stream_by_hand
+from primad.errors import PlanError
+from tests.fakes.planning import GB, device, model
+
+WORK = default_workload(4096, 512, "f16")
+
+
+def by_hand(*rams: int, windows: tuple[int, ...], rounds: int = 1):
+    devices = [device(f"d{i}", ram=ram) for i, ram in enumerate(rams)]
+    plan = plan_by_hand([each.device for each in devices], windows, rounds, model())
+    found = stream_by_hand(plan, devices, model(), WORK)
+    assert found.route == plan.route
+    return found, evaluate(found, instance(devices, [], model(), WORK, {}))
+
+
+def test_nothing_streams_where_all_fits():
+    plan, _ = by_hand(4 * GB, 4 * GB, windows=(10, 9))
+    assert plan.streaming == ()
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_who_is_short_of_memory_streams_just_enough(rounds):
+    plan, prediction = by_hand(4 * GB, 2 * GB, windows=(9 // rounds, 9 // rounds), rounds=rounds)
+    assert [streaming.device for streaming in plan.streaming] == ["d1"]
+    streaming = plan.streaming_of("d1")
+    assert not prediction.short
+    # All that it would hold without streaming; two slots take the place of what streams.
+    needed = prediction.devices[1].ram_bytes + (len(streaming.layers) - streaming.slots) * GB // 4
+    overflow = needed - 2 * GB
+    assert (len(streaming.layers) - 3) * GB // 4 < overflow <= (len(streaming.layers) - 2) * GB // 4
+
+
+def test_the_least_memory_streams_the_output_matrix_too():
+    plan, prediction = by_hand(9 * GB // 8, windows=(20,))
+    assert plan.streams_output
+    assert not prediction.short
+
+
+def test_who_has_less_than_that_is_named_with_what_is_missing():
+    with pytest.raises(
+        PlanError, match=r"^--windows: d1 is short of \d+ MB of RAM for its 9 layers, streaming included; give it"
+    ):
+        by_hand(4 * GB, GB // 2, windows=(10, 9))
