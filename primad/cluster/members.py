@@ -86,6 +86,7 @@ class Why(StrEnum):
     RECOVERY = "a ring that broke"
     SUSPICION = "a device that went silent"
     LEAVING = "a device that leaves"
+    PRESSURE = "a device that is short of memory"
     GAIN = "a better plan"
 
 
@@ -120,7 +121,8 @@ class State:
     are being measured; from ``measure_at_s`` on the next may be. ``tried``: the candidates that were tried last in vain, for
     what. ``last_resort``: there is no plan without devices that are barred, so they may take part. Until ``retry_at_s``
     the candidates that were tried are not tried again; ``failures`` is the number of attempts in a row that broke,
-    ``breaks`` that of rings in a row that broke soon after they began to serve. ``ended``: the core gave up.
+    ``breaks`` that of rings in a row that broke soon after they began to serve. ``pressed``: devices of the serving ring
+    that are short of memory; from ``relieve_at_s`` on another plan may be looked for. ``ended``: the core gave up.
     """
 
     settings: Settings
@@ -138,6 +140,8 @@ class State:
     retry_at_s: float = 0.0
     failures: int = 0
     breaks: int = 0
+    pressed: frozenset[str] = frozenset()
+    relieve_at_s: float = 0.0
     ended: bool = False
 
 
@@ -205,6 +209,13 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
+class Pressed:
+    """A worker or the head itself is short of memory for its part in the serving ring; plans from now on respect it."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
 class Solved:
     """The plan of attempt ``epoch`` gives work to the workers ``members`` and has the objective ``value``."""
 
@@ -247,7 +258,20 @@ class Tick:
 
 
 Event = (
-    Seen | Vanished | Welcomed | Refused | Measured | Heard | Lost | Leaving | Solved | NoPlan | Formed | Broken | Tick
+    Seen
+    | Vanished
+    | Welcomed
+    | Refused
+    | Measured
+    | Heard
+    | Lost
+    | Leaving
+    | Pressed
+    | Solved
+    | NoPlan
+    | Formed
+    | Broken
+    | Tick
 )
 
 
@@ -279,11 +303,12 @@ class Measure:
 class Solve:
     """Plan for the head and ``candidates``; answer with ``Solved`` or ``NoPlan``.
 
-    A plan is kept until ``Form`` or ``Abandon`` of its epoch.
+    A plan is kept until ``Form`` or ``Abandon`` of its epoch. One with the windows of ring ``instead`` is none.
     """
 
     epoch: int
     candidates: frozenset[str]
+    instead: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

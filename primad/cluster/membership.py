@@ -10,6 +10,8 @@ The rules, each in one place here, in ``pursuit.py`` (what is due) and in ``move
 * A better plan is taken only if it gains enough; candidates that gave none are not asked again until they change.
 * A device to blame for a break gets no part for a while, which doubles each time, unless there is no plan without it.
 * A device that leaves hands its layers over first; if nobody can take them it may go nonetheless.
+* For a device that is short of memory another plan is formed in the shadow, whether it gains or not; if there is none the
+  ring goes on as it is.
 
 Nothing here waits, sends or looks at a clock.
 """
@@ -36,6 +38,7 @@ from primad.cluster.members import (
     Measured,
     NoPlan,
     Phase,
+    Pressed,
     Refused,
     Say,
     Seen,
@@ -118,6 +121,8 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
             return lose(state, device, reason, now, effects)
         case Leaving(device, reason):
             return _leaving(state, device, reason, effects)
+        case Pressed(device):
+            return _pressed(state, device)
         case Solved():
             return _solved(state, event, effects)
         case NoPlan(epoch, reason):
@@ -231,6 +236,13 @@ def _leaving(state: State, name: str, reason: str, effects: list[Effect]) -> Sta
     return state
 
 
+def _pressed(state: State, name: str) -> State:
+    serving = state.serving
+    if serving is None or name not in serving.members | {state.settings.head}:
+        return state
+    return replace(state, pressed=state.pressed | {name})
+
+
 # ---- attempts and rings ---------------------------------------------------------------------------------------------
 
 
@@ -257,6 +269,9 @@ def _no_plan(state: State, epoch: int, reason: str, now: float, effects: list[Ef
     if attempt is None or attempt.epoch != epoch or attempt.members is not None:
         return state
     state = replace(_in_vain(state, attempt), attempt=None)
+    if attempt.why is Why.PRESSURE:
+        effects.append(Say(f"no other plan asks less of {', '.join(sorted(state.pressed))}: {reason}"))
+        return replace(state, pressed=frozenset())
     if state.serving is not None:
         return _not_handed_over(state, attempt, reason, effects)
     if usable(state, now) != attempt.candidates:

@@ -6,7 +6,8 @@ which address works. ``Hello`` then makes the worker this head's; it answers ``W
 
 Versions. A device speaks ``PROTOCOL`` and the one before it, down to ``OLDEST``; both sides use the newer one that both
 speak. A field that is added has a default, and a field that is not known is skipped, so that neighbours understand each
-other; a change that cannot be made so takes two versions. Protocol 1 was not encrypted and is not spoken any more.
+other. A message that is not known is refused with a log line, so that one which may go unheard can be added. A change
+that cannot be made so takes two versions. Protocol 1 was not encrypted and is not spoken any more.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ MAX_ROUND_TRIP_S: Final = 3600.0
 MAX_LINK_BYTES_PER_S: Final = 1e13
 MAX_ADDRESSES: Final = 64
 MAX_GONE_AFTER_S: Final = 3600.0
+MAX_MEMORY_BYTES: Final = 1 << 50
 
 
 class Knock(msgspec.Struct, frozen=True, kw_only=True, tag="knock"):
@@ -227,6 +229,18 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     reason: str
 
 
+class Pressed(msgspec.Struct, frozen=True, kw_only=True, tag="pressed"):
+    """The owner's programs need memory that the part in ``epoch`` holds and cannot give back: please plan for less here.
+
+    It is short of ``needed_bytes``; a plan may use ``ram_available_bytes`` of this device, what that part holds among it.
+    The part goes on meanwhile. An older head does not know this and leaves its plan as it is.
+    """
+
+    epoch: int
+    needed_bytes: int
+    ram_available_bytes: int
+
+
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """Here."""
 
@@ -260,6 +274,7 @@ WorkerMessage = (
     | Linked
     | Broken
     | Leaving
+    | Pressed
     | Pong
     | WorkerStatus
     | LinksMeasured
@@ -324,6 +339,9 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             return Broken(epoch=epoch, error=printable(error), fault=fault)
         case Leaving(reason):
             return Leaving(printable(reason, 100))
+        case Pressed(needed_bytes=needed, ram_available_bytes=available):
+            if not 0 < needed <= MAX_MEMORY_BYTES or not 0 <= available <= MAX_MEMORY_BYTES:
+                raise ProtocolError(f"impossible lack of {needed} bytes of memory, with {available} for a plan")
         case LinksMeasured(links=links):
             _check_links(links)
     return message

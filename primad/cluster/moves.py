@@ -96,7 +96,7 @@ def close(state: State, reason: str, now: float, effects: list[Effect]) -> State
     effects.append(Close(state.serving.epoch, reason))
     effects += dismissals(state)
     attempt = None if state.attempt is None else replace(state.attempt, why=Why.RECOVERY)
-    return replace(state, serving=None, attempt=attempt, holding_s=now, tried={}, failures=0)
+    return replace(state, serving=None, attempt=attempt, holding_s=now, tried={}, failures=0, pressed=frozenset())
 
 
 def bar(state: State, name: str | None, now: float, *, lasting: bool) -> State:

@@ -14,6 +14,7 @@ from primad.cluster.members import (
     Measure,
     Phase,
     Ring,
+    Say,
     Serve,
     Solve,
     State,
@@ -23,6 +24,8 @@ from primad.cluster.moves import abandon, dismissals, give_up, is_spoken_to, los
 
 SETTLE_S: Final = 5.0
 """A ring serves at least this long before a better plan is looked for."""
+RELIEVE_S: Final = 60.0
+"""Between two looks for a plan that asks less of devices which are short of memory."""
 GREETING_S: Final = 1.5
 """How much longer than ``look_s`` the first ring waits for devices that are being greeted."""
 
@@ -55,6 +58,8 @@ def wake_at(state: State, now: float) -> float | None:
             times.append(device.greet_at_s)
     if state.serving is not None:
         times.append(state.serving.since_s + SETTLE_S)
+    if state.pressed:
+        times.append(state.relieve_at_s)
     if state.holding_s is not None:
         times.append(state.holding_s + settings.hold_s)
     return min((time for time in times if time > now), default=None)
@@ -104,8 +109,17 @@ def _swap(state: State, now: float, effects: list[Effect]) -> State:
         value=attempt.value,
         since_s=now,
     )
+    pressed = state.pressed & (ring.members | {state.settings.head})
     return replace(
-        state, serving=ring, attempt=None, has_served=True, holding_s=None, tried={}, last_resort=False, failures=0
+        state,
+        serving=ring,
+        attempt=None,
+        has_served=True,
+        holding_s=None,
+        tried={},
+        last_resort=False,
+        failures=0,
+        pressed=frozenset() if attempt.why is Why.PRESSURE else pressed,
     )
 
 
@@ -135,7 +149,13 @@ def _attempt(state: State, now: float, effects: list[Effect]) -> State:
     if why is None:
         return state
     epoch = state.epoch + 1
-    effects.append(Solve(epoch, candidates))
+    instead: int | None = None
+    if why is Why.PRESSURE:
+        assert state.serving is not None
+        names = ", ".join(sorted(state.pressed))
+        effects.append(Say(f"{names}: other programs need the memory; looking for a plan that asks less of it"))
+        instead, state = state.serving.epoch, replace(state, relieve_at_s=now + RELIEVE_S)
+    effects.append(Solve(epoch, candidates, instead))
     return replace(state, epoch=epoch, attempt=Attempt(epoch=epoch, why=why, candidates=candidates))
 
 
@@ -155,6 +175,8 @@ def _why_another(state: State, candidates: frozenset[str], now: float) -> Why | 
         return Why.LEAVING if state.tried.get(Why.LEAVING) != candidates else None
     if suspects(state):
         return Why.SUSPICION if state.tried.get(Why.SUSPICION) != candidates else None
+    if state.pressed and now >= max(serving.since_s + SETTLE_S, state.retry_at_s, state.relieve_at_s):
+        return Why.PRESSURE
     if _measures(state, now) or now < max(serving.since_s + SETTLE_S, state.retry_at_s):
         return None
     is_new = candidates - serving.candidates and state.tried.get(Why.GAIN) != candidates

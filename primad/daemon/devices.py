@@ -169,6 +169,10 @@ class Devices:
         """A worker asks to go."""
         self._post(members.Leaving(device, reason))
 
+    def pressed(self, device: str) -> None:
+        """A worker is short of memory for its part."""
+        self._post(members.Pressed(device))
+
     async def watch_trust(self) -> None:
         """Notice what 'primad devices trust' and 'revoke', and pairing, change."""
         trusted: dict[str, bool] = {}

@@ -36,6 +36,7 @@ from primad.ring.messages import (
     Loading,
     Opened,
     Overdue,
+    Pressed,
     Report,
     RingCommand,
     Sampled,
@@ -332,6 +333,9 @@ class HeadRing:
                     self._drained.set_result(None)
                 case Overdue(step=step, waited_s=waited_s):
                     self._look_for_fault(step, waited_s)
+                case Pressed(needed_bytes):
+                    logger.info("epoch %d: the head is short of %d bytes of memory", self.epoch, needed_bytes)
+                    self._parts.on_pressed()
                 case Status():
                     if self._status.full():
                         self._status.get_nowait()

@@ -20,6 +20,7 @@ import psutil
 import zmq.asyncio
 
 from halda import DeviceProfile
+from primad.cluster import messages
 from primad.cluster.identity import Identity
 from primad.cluster.messages import Broken, Linked, Load, Loaded, Progress, WorkerMessage, WorkerStatus
 from primad.cluster.transfer import fetch_layers
@@ -40,7 +41,8 @@ from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, DiskError, PrimadError, RingError
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
-from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Reopen, Report, RingCommand, Status
+from primad.memory import held_bytes, memory
+from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Pressed, Reopen, Report, RingCommand, Status
 from primad.ring.spawn import RingProcess
 
 logger = logging.getLogger(__name__)
@@ -373,10 +375,23 @@ class Parts:
                 case Status():
                     rss = psutil.Process().memory_info().rss
                     await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))
+                case Pressed(needed_bytes):
+                    await self._tell(await self._pressed(load.epoch, needed_bytes, host))
                 case Overdue(waited_s=waited_s):
                     raise _NextDeviceError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
                 case _:
                     raise RingError(f"the ring process of a worker said {type(event).__name__}")
+
+    async def _pressed(self, epoch: int, needed_bytes: int, host: Host) -> messages.Pressed:
+        """What to tell the head: all that is available here, and what the ring process would give back, may be used."""
+        now, held = memory(), await asyncio.to_thread(held_bytes, [host.ring.pid])
+        return messages.Pressed(
+            epoch=epoch,
+            needed_bytes=needed_bytes,
+            ram_available_bytes=self._config.limits.ram_bytes(
+                min(now.available_bytes + held, now.total_bytes), now.total_bytes
+            ),
+        )
 
 
 def _layers(load: Load) -> list[LayerRef]:

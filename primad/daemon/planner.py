@@ -42,28 +42,38 @@ class Planner:
     ) -> None:
         self._options, self._header, self._model, self._workload = options, header, model, workload
         self._profile, self._devices = profile, devices
-        self._foreseen: dict[frozenset[str], Planned] = {}
+        self._foreseen: dict[frozenset[str], tuple[list[DeviceProfile], Planned]] = {}
         self.foreseeing: asyncio.Task[None] | None = None
         """The planning for losses that is under way."""
 
     async def plan(self, candidates: frozenset[str]) -> Planned:
         """The plan for the head and ``candidates``. Raises ``PlanError`` or ``Infeasible`` when there is none."""
-        foreseen = self._foreseen.get(candidates)
-        return foreseen if foreseen is not None else await self._solve(self._devices.present(candidates))
+        workers = self._devices.present(candidates)
+        profiles, foreseen = self._foreseen.get(candidates, ([], None))
+        # A device that is short of memory now has another profile than it had then.
+        if foreseen is not None and profiles == [worker.profile for worker in workers]:
+            return foreseen
+        return await self._solve(workers)
 
-    def foresee(self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks) -> None:
-        """Begin to plan for the loss of each of ``members``, so that no time goes into it when it comes."""
+    def forget(self) -> None:
+        """What was foreseen holds no more: the head's own memory became short."""
         if self.foreseeing is not None:
             self.foreseeing.cancel()
         self._foreseen.clear()
+
+    def foresee(self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks) -> None:
+        """Begin to plan for the loss of each of ``members``, so that no time goes into it when it comes."""
+        self.forget()
         if len(members) <= MOST_FORESEEN and self._options.windows is None:
             self.foreseeing = tasks.start(self._foresee(candidates, members))
 
     async def _foresee(self, candidates: frozenset[str], members: frozenset[str]) -> None:
         for lost in sorted(members):
             rest = candidates - {lost}
+            workers = self._devices.present(rest)
+            profiles = [worker.profile for worker in workers]
             try:
-                self._foreseen[rest] = await self._solve(self._devices.present(rest), background=True)
+                self._foreseen[rest] = profiles, await self._solve(workers, background=True)
             except (PrimadError, Infeasible) as exc:
                 logger.info("without %s there is no plan: %s", lost, exc)
 

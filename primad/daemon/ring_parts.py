@@ -21,6 +21,8 @@ Deliver = Callable[[int, Sampled | Finished], None]
 """Takes an event of a generation, with the epoch that it comes from."""
 OnBroken = Callable[[int, str | None, str, bool], None]
 """Hears that ring ``epoch`` broke: the device to blame or None, the reason, and whether it will last."""
+OnPressed = Callable[[], None]
+"""Hears that the head itself is short of memory for its part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ class RingParts:
     options: RingOptions
     deliver: Deliver
     on_broken: OnBroken
+    on_pressed: OnPressed
     reporter: Reporter
     links: LinkBook
     tried: Tried

@@ -76,10 +76,13 @@ class Rings:
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
         self._tasks = Tasks()
 
-    def solve(self, epoch: int, candidates: frozenset[str]) -> None:
-        """Begin to plan for the head and ``candidates``: ``Solved``, ``NoPlan`` or ``Broken`` follows."""
+    def solve(self, epoch: int, candidates: frozenset[str], instead: int | None = None) -> None:
+        """Begin to plan for the head and ``candidates``: ``Solved``, ``NoPlan`` or ``Broken`` follows.
+
+        A plan with the windows of ring ``instead`` is none.
+        """
         self._candidates[epoch] = candidates
-        self._job(epoch, self._solve(epoch, candidates))
+        self._job(epoch, self._solve(epoch, candidates, instead))
 
     def form(self, epoch: int) -> None:
         """Begin to form the ring that was solved for: ``Formed`` or ``Broken`` follows."""
@@ -103,18 +106,27 @@ class Rings:
         self._jobs[epoch] = task
         task.add_done_callback(lambda done: self._jobs.pop(epoch, None) if self._jobs.get(epoch) is done else None)
 
-    async def _solve(self, epoch: int, candidates: frozenset[str]) -> None:
+    async def _solve(self, epoch: int, candidates: frozenset[str], instead: int | None) -> None:
         self._describe("planning")
         try:
             plan, prediction, value = await self._planner.plan(candidates)
         except (PlanError, Infeasible) as exc:
-            self._post(members.NoPlan(epoch, str(exc)))
+            self._no_plan(epoch, str(exc), instead)
             return
         except PrimadError as exc:
             self._post(members.Broken(epoch, None, str(exc)))
             return
+        before = self._plans.get(instead) if instead is not None else None
+        if before is not None and before[0].route == plan.route:
+            self._no_plan(epoch, "the best one has the same windows", instead)
+            return
         self._plans[epoch] = (plan, prediction)
         self._post(members.Solved(epoch, frozenset(plan.devices) - {plan.head}, value))
+
+    def _no_plan(self, epoch: int, reason: str, instead: int | None) -> None:
+        self._post(members.NoPlan(epoch, reason))
+        if instead in self._rings:
+            self._foresee(instead)  # what was foreseen for this ring was for more memory
 
     async def _form(self, epoch: int) -> None:
         self._describe("loading")
@@ -150,13 +162,14 @@ class Rings:
                 epoch=epoch,
                 session=self._session,
                 context_tokens=self._workload.context_tokens,
-                rows=self._options.rows,
+                rows=self._options.rows if prediction is None else prediction.chunk_rows,
                 kv_type=self._options.kv_type,
                 extra_buffers=self._options.extra_buffers,
                 step_timeout_s=self._options.step_timeout_s,
             ),
             deliver=self._backend.deliver,
             on_broken=self._on_broken,
+            on_pressed=self._on_pressed,
             reporter=self._reporter,
             links=self._devices.book,
             tried=self._tried,
@@ -164,6 +177,11 @@ class Rings:
 
     def _on_broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
         self._post(members.Broken(epoch, device, reason, lasting))
+
+    def _on_pressed(self) -> None:
+        """The head's own memory became short: its profile, read anew for every plan, says so already."""
+        self._planner.forget()
+        self._post(members.Pressed(self._config.name))
 
     def find_layer(self, digest: str) -> LayerSource | None:
         """The layer ``digest``: out of the model file, or out of the cache."""

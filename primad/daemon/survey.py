@@ -137,6 +137,9 @@ class _Visit:
     def leaving(self, device: str, reason: str) -> None:
         """It may go: it computes nothing for us."""
 
+    def pressed(self, device: str) -> None:
+        """It has no part of ours."""
+
     def _take(self, worker: WorkerLink) -> None:
         if worker.name in self._workers or worker.name == self._config.name:
             worker.close()  # the same device, named and seen, or a worker on this very device

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import zmq.asyncio
@@ -37,6 +37,7 @@ from primad.cluster.messages import (
     Loaded,
     MeasureLinks,
     Ping,
+    Pressed,
     Progress,
     Refused,
     Release,
@@ -95,6 +96,9 @@ class Listener(Protocol):
 
     def leaving(self, device: str, reason: str) -> None:
         """It asks to go."""
+
+    def pressed(self, device: str) -> None:
+        """It is short of memory for its part; its profile says so now."""
 
 
 async def knock(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Collection[str]) -> tuple[HeadEnd, Knocked]:
@@ -332,6 +336,10 @@ class WorkerLink:
                 self._report_lost(reason)
             case Leaving(reason):
                 self._listener.leaving(self.name, reason)
+            case Pressed():
+                if message.epoch in self._parts:
+                    self._lower(message)
+                    self._listener.pressed(self.name)
             case LinksMeasured(links=links):
                 if self._links is not None and not self._links.done():
                     self._links.set_result(links)
@@ -341,6 +349,11 @@ class WorkerLink:
                     part.hear(message)
             case _:
                 return  # a sign of life and no more
+
+    def _lower(self, pressed: Pressed) -> None:
+        """From now on plans have less memory of this device: what it says, and less than they had at least."""
+        less = max(0, self.profile.ram_available_bytes - pressed.needed_bytes)
+        self.profile = replace(self.profile, ram_available_bytes=min(less, pressed.ram_available_bytes))
 
     def _report_lost(self, reason: str) -> None:
         if not self._lost:

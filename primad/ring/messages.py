@@ -354,6 +354,15 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True, tag="overdue"):
     waited_s: float
 
 
+class Pressed(msgspec.Struct, frozen=True, tag="pressed"):
+    """Nothing is left to stream instead of keeping it, and memory is short still, by ``needed_bytes`` (more than 0).
+
+    Only another plan can ask less of this device. The ring goes on meanwhile.
+    """
+
+    needed_bytes: int
+
+
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What of a ring process's weights is in memory, and what reading the rest cost since it was opened last.
 
@@ -390,7 +399,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
 
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report
-RingEvent = Loading | Opened | Serving | Sampled | Finished | Overdue | Drained | Status | RingBroken
+RingEvent = Loading | Opened | Serving | Sampled | Finished | Overdue | Drained | Pressed | Status | RingBroken
 
 command_decoder = msgspec.msgpack.Decoder(RingCommand)
 event_decoder = msgspec.msgpack.Decoder(RingEvent)

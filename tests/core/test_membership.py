@@ -11,7 +11,7 @@ import pytest
 from primad.cluster import members as m
 from primad.cluster.membership import MOST_BREAKS, MOST_STRANGERS, RETRY_S, phase_of, wake_at
 from primad.cluster.moves import BAR_S, FORGIVEN_S, LASTING_BAR_S, MOST_BAR_S
-from primad.cluster.pursuit import GREETING_S, SETTLE_S
+from primad.cluster.pursuit import GREETING_S, RELIEVE_S, SETTLE_S
 from tests.fakes.membership import SETTINGS, Shell
 
 LOOK_S = SETTINGS.look_s
@@ -697,6 +697,99 @@ def test_a_device_that_broke_a_better_plan_is_tried_again_when_its_bar_ends():
         assert broken(shell, "bo") == [m.Abandon(2 + times)]
         assert live(shell, BAR_S * 2**times - 1.0, "ada", "bo") == []
         assert solves(live(shell, 2.0, "ada", "bo")) == [frozenset({"ada", "bo"})]
+
+
+# ---- memory pressure ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ada", "head"])
+def test_for_a_device_that_is_short_of_memory_another_plan_is_formed_beside_the_ring(name):
+    """It serves though it gains nothing, and no step and no sequence is lost: the first ring serves until then."""
+    shell = serving("ada", "bo")
+    assert acts(shell.tell(m.Pressed(name))) == [m.Solve(2, frozenset({"ada", "bo"}), 1)]
+    assert any(isinstance(effect, m.Say) and effect.text.startswith(f"{name}: ") for effect in shell.effects)
+    assert solve(shell, value=5.0) == [m.Form(2)]
+    assert shell.serving == 1
+    assert form(shell) == [m.Serve(2, 1)]
+    assert live(shell, 1000.0, "ada", "bo") == []
+
+
+@pytest.mark.parametrize("name", ["cy", "nobody"])
+def test_a_device_without_a_part_is_not_relieved(name):
+    shell = serving("ada", "bo")
+    assert acts(shell.tell(m.Pressed(name))) == []
+    assert live(shell, 1000.0, "ada", "bo") == []
+
+
+def test_without_another_plan_the_ring_goes_on_as_it_is():
+    shell = serving("ada", "bo")
+    shell.tell(m.Pressed("bo"))
+    assert no_plan(shell) == []
+    assert shell.effects[-1] == m.Say("no other plan asks less of bo: too large")
+    assert live(shell, 1000.0, "ada", "bo") == []
+    assert shell.serving == 1
+
+
+def test_other_plans_are_not_looked_for_all_the_time():
+    shell = serving("ada", "bo")
+    shell.tell(m.Pressed("bo"))
+    no_plan(shell)
+    assert acts(shell.tell(m.Pressed("bo"))) == []
+    assert acts(shell.tell(m.Pressed("ada"))) == []
+    assert live(shell, RELIEVE_S - 0.5, "ada", "bo") == []
+    assert live(shell, 1.0, "ada", "bo") == [m.Solve(3, frozenset({"ada", "bo"}), 1)]
+
+
+def test_a_ring_settles_before_it_is_relieved():
+    shell = serving("ada", "bo")
+    shell.tell(m.Pressed("bo"))
+    solve(shell)
+    form(shell)
+    live(shell, RELIEVE_S, "ada", "bo")
+    shell.tell(m.Leaving("bo", "Ctrl-C"))
+    solve(shell)
+    form(shell)
+    assert acts(shell.tell(m.Pressed("ada"))) == []
+    assert solves(live(shell, SETTLE_S + 0.5, "ada", "bo")) == [{"ada"}]
+
+
+def test_a_better_plan_under_way_comes_first():
+    shell = serving("ada")
+    welcome(shell, "bo")
+    assert acts(shell.tell(m.Pressed("ada"))) == []
+    solve(shell, value=0.5)
+    assert form(shell) == [m.Serve(2, 1)]
+    assert live(shell, SETTLE_S + 0.5, "ada", "bo") == [m.Solve(3, frozenset({"ada", "bo"}), 2)]
+
+
+def test_an_attempt_that_breaks_is_made_again_later():
+    shell = serving("ada", "bo")
+    shell.tell(m.Pressed("ada"))
+    solve(shell)
+    assert broken(shell) == [m.Abandon(2)]
+    assert shell.serving == 1
+    assert live(shell, RELIEVE_S - 1, "ada", "bo") == []
+    assert live(shell, 2.0, "ada", "bo") == [m.Solve(3, frozenset({"ada", "bo"}), 1)]
+
+
+def test_a_ring_that_breaks_meanwhile_is_formed_of_the_same_plan():
+    """What it was solved for knows of the lack already."""
+    shell = serving("ada", "bo")
+    shell.tell(m.Pressed("ada"))
+    solve(shell)
+    assert acts(shell.tell(m.Broken(1, None, "it broke"))) == [m.Close(1, "it broke")]
+    assert form(shell) == [m.Serve(2, None)]
+    assert live(shell, 1000.0, "ada", "bo") == []
+
+
+def test_who_leaves_is_let_go_before_others_are_relieved():
+    shell = serving("ada", "bo")
+    shell.tell(m.Pressed("ada"))
+    shell.tell(m.Leaving("bo", "Ctrl-C"))
+    assert shell.state.attempt is not None
+    assert shell.state.attempt.why is m.Why.LEAVING
+    solve(shell)
+    assert form(shell) == [m.Serve(3, 1), m.Dismiss("bo")]
 
 
 # ---- leaving --------------------------------------------------------------------------------------------------------

@@ -149,6 +149,10 @@ class Cluster(RuleBasedStateMachine):
     def leave(self, name):
         self.shell.tell(m.Leaving(name, "Ctrl-C"))
 
+    @rule(name=st.one_of(names, st.just("head")))
+    def press(self, name):
+        self.shell.tell(m.Pressed(name))
+
     @precondition(lambda self: self.shell.attempt is not None and self.shell.solved is None)
     @rule(unused=subsets, value=values)
     def solve(self, unused, value):
@@ -251,6 +255,7 @@ events = st.one_of(
     st.builds(m.Heard, names),
     st.builds(m.Lost, names, reasons),
     st.builds(m.Leaving, names, reasons),
+    st.builds(m.Pressed, st.one_of(names, st.just("head"))),
     st.builds(m.Solved, epochs, subsets, values),
     st.builds(m.NoPlan, epochs, reasons),
     st.builds(m.Formed, epochs),

@@ -113,6 +113,7 @@ FROM_WORKER = [
     cluster.Linked(1),
     cluster.Broken(epoch=1, error="no memory", fault="load"),
     cluster.Leaving("paused"),
+    cluster.Pressed(epoch=1, needed_bytes=1, ram_available_bytes=0),
     cluster.Pong(),
     cluster.WorkerStatus(epoch=1, status=STATUS, daemon_rss_bytes=1),
     cluster.LinksMeasured(links=[]),
@@ -503,6 +504,9 @@ def test_a_profile_with_impossible_figures_is_refused(figures):
         cluster.Progress(epoch=1, phase="dance", done=0, total=1),
         cluster.Progress(epoch=1, phase="load", done=2, total=1),
         cluster.Progress(epoch=1, phase="load", done=-1, total=1),
+        cluster.Pressed(epoch=1, needed_bytes=0, ram_available_bytes=1),
+        cluster.Pressed(epoch=1, needed_bytes=cluster.MAX_MEMORY_BYTES + 1, ram_available_bytes=1),
+        cluster.Pressed(epoch=1, needed_bytes=1, ram_available_bytes=-1),
     ],
 )
 def test_impossible_news_of_a_worker_are_refused(message):

@@ -120,8 +120,9 @@ class Shell:
 
     def _do_ring(self, effect: m.Effect, *, barred: bool) -> None:
         match effect:
-            case m.Solve(epoch, candidates):
+            case m.Solve(epoch, candidates, instead):
                 assert self.attempt is None, "two attempts at a time"
+                assert instead in (None, self.serving), "a plan unlike that of a ring that does not serve"
                 assert epoch > max(self.serving or 0, self.candidate_epoch), "an epoch anew"
                 self.candidate_epoch = self.attempt = epoch
                 self.candidates, self.solved, self.forming, self.formed = candidates, None, False, False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from halda import Infeasible, Plan, Window
@@ -21,12 +21,15 @@ LAYERS = 30
 class FakeSolver:
     """In place of ``solve_apart``: every device offered gets layers, if there are at least ``least`` of them.
 
-    ``value`` gives the objective for a number of devices.
+    ``value`` gives the objective for a number of devices, ``layers`` how many each window of a worker has, if not one.
+    ``memory`` is what each device had available when it was asked last.
     """
 
     def __init__(self) -> None:
         self.least = 1
         self.value: Callable[[int], float] = lambda count: 10.0
+        self.layers: dict[str, int] = {}
+        self.memory: dict[str, int] = {}
         self.asked: list[tuple[str, ...]] = []
         self.foreseen: list[tuple[str, ...]] = []
         self._news = asyncio.Condition()
@@ -39,18 +42,24 @@ class FakeSolver:
     async def __call__(self, question: Question, *, background: bool = False) -> SimpleNamespace:
         names = [device.device for device in question.devices]
         (self.foreseen if background else self.asked).append(tuple(names))
+        if not background:
+            self.memory = {device.device: device.ram_available_bytes for device in question.devices}
         async with self._news:
             self._news.notify_all()
         if len(names) < self.least:
             raise Infeasible(f"{len(names)} devices are short of 1 GB", short_bytes=1)
-        return SimpleNamespace(plan=plan_of(names), prediction=None, objective_s=self.value(len(names)))
+        return SimpleNamespace(plan=plan_of(names, self.layers), prediction=None, objective_s=self.value(len(names)))
 
 
-def plan_of(names: list[str]) -> Plan:
-    """A layer for each of ``names``, the rest for the first."""
+def plan_of(names: list[str], layers: Mapping[str, int] = MappingProxyType({})) -> Plan:
+    """A layer, or as many as ``layers`` says, for each of ``names``, the rest for the first."""
     head, *others = names
-    route = [Window(device=name, first=i, last=i + 1, gpu_layers=0) for i, name in enumerate([head, *others])]
-    tail = Window(device=head, first=len(names) if others else 0, last=LAYERS, gpu_layers=0)
+    route, first = list[Window](), 0
+    for name in [head, *others]:
+        last = first + layers.get(name, 1)
+        route.append(Window(device=name, first=first, last=last, gpu_layers=0))
+        first = last
+    tail = Window(device=head, first=first if others else 0, last=LAYERS, gpu_layers=0)
     return Plan(rounds=1, route=(*route, tail) if others else (tail,), output_on_gpu=False, streaming=(), left_out=())
 
 

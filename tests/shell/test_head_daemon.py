@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq.asyncio
@@ -13,7 +14,7 @@ import zmq.asyncio
 from primad.cluster import membership, pursuit
 from primad.cluster.identity import new_identity
 from primad.cluster.local_trust import LocalTrust
-from primad.cluster.messages import Dismiss, Introduce, Leaving
+from primad.cluster.messages import Dismiss, Introduce, Leaving, Pressed
 from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
 from primad.config import load_config, open_home
 from primad.daemon import devices as devices_module
@@ -618,6 +619,66 @@ def test_a_device_without_a_part_may_leave_at_once(lab):
         await lap.tell(Leaving("its owner ended it"))
         await lap.hear(Dismiss)
         assert not first.closed
+
+    run(lab, test)
+
+
+async def press(ring: FakeRing, device: FakeDevice) -> None:
+    """``device`` has 123 bytes left for its part in ``ring``."""
+    ring.parts.workers[device.name].attend(SimpleNamespace(epoch=ring.epoch))
+    await device.tell(Pressed(epoch=ring.epoch, needed_bytes=1 << 30, ram_available_bytes=123))
+
+
+def test_a_device_short_of_memory_is_planned_for_anew_and_the_stream_goes_on(lab):
+    """The plan is solved for the memory that it has left; the first ring serves until the second is there."""
+
+    async def test(here: Lab) -> None:
+        nas, _ = here.device("nas"), here.device("lap")
+        here.start()
+        first = await here.serves("nas", "lap")
+        stream, request = await here.stream(first)
+        first.draw(request, 10)
+        here.rings.holds_back = True
+        here.solver.layers = {"nas": 3}
+        await press(first, nas)
+        second = await here.rings.find(lambda each: each.epoch > first.epoch)
+        assert here.solver.memory["nas"] == 123
+        first.draw(request, 11)
+        await stream.has(10, 11)
+        assert not first.drained
+        second.may_form.set()
+        assert await here.serves("nas", "lap", after=first.epoch) is second
+        assert first.drained
+        assert [each.drawn for each in second.generates] == [[10, 11]]
+        second.finish(request)
+        assert (await stream.ends()).reason == "stop"
+
+    run(lab, test)
+
+
+def test_a_head_short_of_memory_plans_anew(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        here.solver.layers = {"nas": 3}
+        first.parts.on_pressed()
+        await here.says("desk: other programs need the memory")
+        assert await here.serves("nas", after=first.epoch)
+        assert first.drained
+
+    run(lab, test)
+
+
+def test_a_plan_with_the_same_windows_is_no_relief(lab):
+    async def test(here: Lab) -> None:
+        nas = here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        await press(first, nas)
+        await here.says("no other plan asks less of nas: the best one has the same windows")
+        assert not first.closed
+        await here.solver.wait(lambda: here.solver.foreseen.count(("desk",)) == 2)  # with what is left now
 
     run(lab, test)
 

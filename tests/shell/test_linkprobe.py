@@ -56,6 +56,9 @@ class Nobody:
     def leaving(self, device: str, reason: str) -> None:
         raise AssertionError(f"{device} leaves: {reason}")
 
+    def pressed(self, device: str) -> None:
+        raise AssertionError(f"{device} is short of memory")
+
 
 @asynccontextmanager
 async def devices(*names: str) -> AsyncIterator[tuple[zmq.asyncio.Context, list[FakeDevice]]]:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from primad.cluster.identity import new_identity
-from primad.cluster.messages import Broken, Linked, Load, Loaded, Progress, WorkerMessage, WorkerStatus
+from primad.cluster.messages import Broken, Linked, Load, Loaded, Pressed, Progress, WorkerMessage, WorkerStatus
 from primad.cluster.transfer_messages import Source
 from primad.config import load_config, open_home
 from primad.daemon import parts as parts_module
@@ -24,7 +24,9 @@ from primad.errors import ClusterError, DiskError, ModelError
 from primad.gguf.cache import LayerCache
 from primad.gguf.layers import LayerRef, layer_digest, tree_of
 from primad.gguf.windows import WindowSpec
+from primad.memory import Memory
 from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Reopen, Sampled
+from primad.ring.messages import Pressed as RingPressed
 from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
 from tests.fakes.profile import PROFILE
 
@@ -457,6 +459,23 @@ def test_a_status_is_passed_on_with_the_daemons_own_memory(worker):
             status = await lap.hears(WorkerStatus)
             assert (status.epoch, status.status) == (1, STATUS)
             assert status.daemon_rss_bytes > 1 << 20
+
+    asyncio.run(once())
+
+
+def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
+    """What is available, and what the ring process holds and would give back, up to the owner's limit."""
+
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            monkeypatch.setattr(parts_module, "memory", lambda: Memory(8 << 30, 100 << 20))
+            monkeypatch.setattr(parts_module, "held_bytes", lambda pids: {(process.pid,): 300 << 20}[tuple(pids)])
+            process.say(RingPressed(50 << 20))
+            assert await lap.hears(Pressed) == Pressed(epoch=1, needed_bytes=50 << 20, ram_available_bytes=400 << 20)
+            await lap.parts.report()
+            assert await lap.hears(WorkerStatus), "the part goes on"
+            assert lap.breaks() == []
 
     asyncio.run(once())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 from contextlib import closing
 
@@ -26,6 +27,7 @@ from primad.cluster.messages import (
     MeasureLinks,
     Ping,
     Pong,
+    Pressed,
     Progress,
     Refused,
     Release,
@@ -49,6 +51,7 @@ class Heard:
         self.signs = 0
         self.left: list[tuple[str, str]] = []
         self.gone: list[tuple[str, str]] = []
+        self.short: list[str] = []
         self.news = asyncio.Event()
 
     def heard(self, device: str) -> None:
@@ -61,6 +64,10 @@ class Heard:
 
     def leaving(self, device: str, reason: str) -> None:
         self.left.append((device, reason))
+        self.news.set()
+
+    def pressed(self, device: str) -> None:
+        self.short.append(device)
         self.news.set()
 
     async def wait_lost(self) -> str:
@@ -412,6 +419,35 @@ def test_whom_the_head_trusts_is_introduced():
 # ---- a part ---------------------------------------------------------------------------------------------------------
 
 STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[], rss_bytes=1, private_bytes=1, refused=0)
+
+
+@pytest.mark.parametrize(
+    ("needed", "available", "left"),
+    [
+        (1 << 30, 2 << 30, 2 << 30),
+        (1 << 30, 20 << 30, 11 << 30),
+        (15 << 30, 2 << 30, 0),
+    ],
+    ids=["what it says", "less than it had", "nothing"],
+)
+def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(needed, available, left):
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            before = link.profile
+            part = WorkerPart(link, a_load(3), lambda *_: None)
+            await device.tell(Pressed(epoch=2, needed_bytes=1, ram_available_bytes=1))  # a ring of long ago
+            await device.tell(Pressed(epoch=3, needed_bytes=needed, ram_available_bytes=available))
+            while not heard.short:
+                heard.news.clear()
+                await heard.news.wait()
+            assert heard.short == ["nas"]
+            assert link.profile == dataclasses.replace(before, ram_available_bytes=left)
+            assert not part.broken.done()
+            link.close()
+
+    asyncio.run(once())
 
 
 def test_a_part_hears_of_its_own_epoch_only():
