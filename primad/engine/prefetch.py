@@ -15,10 +15,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Final
 
 from primad.engine.pages import Pages, Piece, disk_read_bytes
-from primad.engine.residency import Residency
+from primad.engine.pressure import Grow, Hold, Level, PressureWatch, Replan, Shrink
+from primad.engine.residency import Residency, ladder
 from primad.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -42,10 +44,18 @@ class Streamer:
     ``reach``, ``arrive`` and ``depart`` belong to the computing thread, everything else may be called by any.
     """
 
-    def __init__(self, units: Sequence[Pages], residency: Residency, *, lock: bool, verify: Verify) -> None:
+    def __init__(
+        self, units: Sequence[Pages], residency: Residency, *, lock: bool, verify: Verify, watch: PressureWatch
+    ) -> None:
         assert len(units) == len(residency.sizes)
         self._units = tuple(units)
         self._residency = residency
+        self._rungs, self._rung = ladder(residency), 0
+        held = [rung.held_bytes for rung in self._rungs]
+        self._layer_bytes = max((more - less for more, less in pairwise(held)), default=max(residency.sizes))
+        self._watch = watch
+        self._told_evicted = 0
+        self._replan: int | None = None
         self._lock_resident = lock
         self._verify = verify
         self._condition = threading.Condition()
@@ -68,6 +78,16 @@ class Streamer:
     def residency(self) -> Residency:
         """What stays and what streams now."""
         return self._residency
+
+    @property
+    def level(self) -> Level:
+        """The level of memory pressure."""
+        return self._watch.level
+
+    def take_replan(self) -> int | None:
+        """Bytes that only another plan can give back, once; None where nobody asks for one."""
+        needed, self._replan = self._replan, None
+        return needed
 
     @property
     def read_bytes(self) -> int:
@@ -187,6 +207,7 @@ class Streamer:
                 self._condition.notify_all()
 
     def _turn(self) -> None:
+        self._attend_to_pressure()
         with self._condition:
             wanted = self._residency.wanted(self._position)
             stale = self._held.difference(wanted) if self._residency.streams else set()
@@ -206,6 +227,37 @@ class Streamer:
         with self._condition:
             if not self._closing and self._residency.wanted(self._position) == wanted:
                 self._condition.wait(IDLE_S)
+
+    def _attend_to_pressure(self) -> None:
+        """Step down or up the ladder as the watch says."""
+        now = self._residency
+        locked = now.resident_bytes if self._lock_resident else 0
+        evicted, self._told_evicted = self.evicted_bytes - self._told_evicted, self.evicted_bytes
+        action = self._watch.sample(
+            time.monotonic(),
+            held_bytes=now.held_bytes - locked,
+            layer_bytes=self._layer_bytes,
+            shrinkable=len(self._rungs) - 1 - self._rung,
+            growable=self._rung,
+            evicted_bytes=evicted,
+        )
+        match action:
+            case Shrink(layers):
+                self._climb(min(self._rung + layers, len(self._rungs) - 1))
+            case Grow():
+                self._climb(max(self._rung - 1, 0))
+            case Replan(needed_bytes):
+                self._replan = needed_bytes
+            case Hold():
+                pass
+
+    def _climb(self, rung: int) -> None:
+        before, now = self._residency, self._rungs[rung]
+        logger.info("memory: %d of %d layers resident (pressure: %s)", len(now.resident), len(now.sizes), self.level)
+        self._rung = rung
+        self.change(now)
+        for unit in before.streamed - now.streamed:
+            self._look_at(unit)
 
     def _load(self, unit: int) -> None:
         """Read ``unit``, unless it turns out meanwhile that another one is needed first."""

@@ -10,6 +10,8 @@ from typing import Protocol
 
 from primad.engine.pages import Pages
 from primad.engine.prefetch import Follower, Streamer, WindowStream
+from primad.engine.pressure import PressureWatch
+from primad.engine.readings import Sources
 from primad.engine.residency import Residency, ahead_bytes
 from primad.engine.units import WindowUnits, is_still_whole
 
@@ -71,7 +73,8 @@ class Streams:
         residency = Residency(
             sizes=sizes, streamed=frozenset(streamed), ahead_bytes=ahead_bytes(sizes, streamed, layers, self._slots)
         )
-        return Streamer(pages, residency, lock=self._lock, verify=is_still_whole)
+        watch = PressureWatch(Sources().read)
+        return Streamer(pages, residency, lock=self._lock, verify=is_still_whole, watch=watch)
 
     def loading(self) -> AbstractContextManager[object]:
         """While llama.cpp loads the windows: what it reads of streamed units is given back behind it."""

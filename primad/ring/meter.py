@@ -47,5 +47,5 @@ def _memory(streamer: Streamer) -> MemoryStatus:
         streamed_bytes=now.streamed_bytes,
         read_bytes=streamer.read_bytes,
         stall_s=streamer.stall_s,
-        pressure="calm",
+        pressure=streamer.level,
     )

@@ -14,12 +14,12 @@ from typing import Protocol, cast
 import zmq
 
 from primad.engine.protocol import EngineOptions, HiddenWindow
-from primad.engine.streams import Streamable
+from primad.engine.streams import Streamable, Streams
 from primad.errors import ProtocolError, RingError
 from primad.ring.channel import RingChannel
 from primad.ring.head import Send, Tell
 from primad.ring.links import SEND_TIMEOUT_S, Links
-from primad.ring.messages import Cancel, Connect, Drain, Generate, Loading, Open, Opened, Reopen, Report
+from primad.ring.messages import Cancel, Connect, Drain, Generate, Loading, Open, Opened, Pressed, Reopen, Report
 from primad.ring.meter import Meter
 from primad.ring.opening import limits_of, limits_of_open, open_head, open_worker
 from primad.ring.worker import Worker
@@ -112,6 +112,7 @@ class WorkerPart:
             self._links.admit()
 
     def turn(self) -> bool:
+        _tell_pressed(self._streams, self._channel)
         if not self._is_connected:
             return False
         if not self._links.flush():
@@ -189,6 +190,7 @@ class HeadPart:
             self._links.admit()
 
     def turn(self) -> bool:
+        _tell_pressed(self._streams, self._channel)
         self._receive()
         if not self._may_compute():
             events = self._head.news()
@@ -236,6 +238,13 @@ class HeadPart:
         self._streams.end()
         if self._links is not None:
             self._links.close()
+
+
+def _tell_pressed(streams: Streams, channel: RingChannel) -> None:
+    """Tell the daemon when there is nothing left to give back and memory is still short."""
+    needed_bytes = streams.streamer.take_replan() if streams.streamer is not None else None
+    if needed_bytes is not None:
+        channel.tell(Pressed(needed_bytes))
 
 
 def _patience_s(step_timeout_s: float) -> float:

@@ -24,7 +24,7 @@ from primad.ring.parts import Part, open_part
 
 logger = logging.getLogger(__name__)
 
-LOOK_INTERVAL_S: Final = 60.0
+LOOK_INTERVAL_S: Final = 5.0
 """A quiet ring process looks up from its sockets this often; every real event wakes it at once."""
 
 
