@@ -1,0 +1,302 @@
+"""Pages of files that this process has mapped: found, read, given back, counted, and told when a file is not what it was."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from primad.engine import pages as pages_module
+from primad.engine.pages import PIECE_BYTES, FileRange, Pages
+from primad.errors import EngineError
+
+PAGE = mmap.PAGESIZE
+PART = 1 << 20
+FILE_PARTS = 16
+SLACK = 256 << 10
+"""The system reads around what is asked for, and gives back what it holds together only together."""
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux says where a file is mapped, and what is in memory"
+)
+
+Map = Callable[..., Path]
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Iterator[Map]:
+    """Makes files of ``FILE_PARTS`` parts that are mapped as llama.cpp maps them; on the disk, and not in memory."""
+    mappings = []
+
+    def make(name: str = "weights", *, mapped: bool = True, size: int = FILE_PARTS * PART) -> Path:
+        path = tmp_path / name
+        with path.open("wb") as file:
+            file.write(os.urandom(size))
+            file.flush()
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if mapped:
+            with path.open("rb") as file:
+                mappings.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return path
+
+    yield make
+    for mapping in mappings:
+        mapping.close()
+
+
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a system that does not say where a file is mapped."""
+    monkeypatch.setattr(pages_module, "_LIBC", None)
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., Pages]]:
+    """Makes units that are closed at the end."""
+    units: list[Pages] = []
+
+    def make(*ranges: FileRange) -> Pages:
+        units.append(Pages(ranges))
+        return units[-1]
+
+    yield make
+    for unit in units:
+        unit.close()
+
+
+@pytest.fixture
+def opened(made: Callable[..., Pages]) -> Callable[..., Pages]:
+    """Makes units whose places in this process are found."""
+
+    def make(*ranges: FileRange) -> Pages:
+        unit = made(*ranges)
+        unit.find()
+        return unit
+
+    return make
+
+
+def in_parts(path: Path, first: int, count: int) -> FileRange:
+    return FileRange(str(path), first * PART, count * PART)
+
+
+def is_gone(unit: Pages) -> bool:
+    return unit.size - SLACK <= unit.missing() <= unit.size
+
+
+@pytest.fixture
+def on_disk(weights: Map, opened: Callable[..., Pages]) -> None:
+    """Files of the test's folder can leave the memory."""
+    if not is_gone(opened(in_parts(weights("probe"), 0, FILE_PARTS))):
+        pytest.skip("the file system of the test's folder keeps its files in memory (tmpfs)")
+
+
+@on_linux
+@pytest.mark.usefixtures("on_disk")
+def test_what_is_read_is_in_memory_and_what_is_released_is_not(weights, opened):
+    unit = opened(in_parts(weights(), 2, 8))
+    assert is_gone(unit)
+    assert unit.read() == 8 * PART
+    assert unit.missing() == 0
+    assert unit.has_last_page()
+    assert unit.read() == 0, "it was there"
+    unit.release()
+    assert is_gone(unit)
+
+
+@on_linux
+@pytest.mark.usefixtures("on_disk")
+def test_a_release_leaves_the_neighbours_alone(weights, opened):
+    path = weights()
+    unit, before, behind = (opened(in_parts(path, *place)) for place in ((2, 8), (0, 2), (10, 6)))
+    for each in (before, unit, behind):
+        each.read()
+    unit.release()
+    assert (before.missing(), behind.missing()) == (0, 0)
+    assert is_gone(unit)
+    before.release()
+    assert is_gone(before)
+    assert behind.missing() == 0
+
+
+@on_linux
+@pytest.mark.usefixtures("on_disk")
+def test_a_page_that_two_ranges_share_belongs_to_both(weights, opened):
+    """It is read with either and given back with neither."""
+    path, half = str(weights()), PAGE // 2
+    first = opened(FileRange(path, 0, 4 * PART + half))
+    second = opened(FileRange(path, 4 * PART + half, 4 * PART))
+    shared = opened(FileRange(path, 4 * PART, PAGE))
+    assert shared.missing() == PAGE
+    first.read()
+    assert shared.missing() == 0
+    first.release()
+    assert is_gone(first)
+    assert shared.missing() == 0
+    second.read()
+    second.release()
+    assert is_gone(second)
+    assert shared.missing() == 0
+
+
+@on_linux
+@pytest.mark.usefixtures("on_disk")
+def test_ranges_of_several_files_are_one_unit(weights, opened):
+    paths = [weights("a"), weights("b")]
+    unit = opened(*(in_parts(path, 4, 4) for path in paths))
+    assert unit.size == 8 * PART
+    assert is_gone(unit)
+    assert unit.read() == unit.size
+    assert unit.missing() == 0
+    assert [piece.span.file.path for piece in unit.pieces()] == [str(path) for path in paths]
+
+
+@on_linux
+@pytest.mark.usefixtures("on_disk")
+def test_a_link_to_the_file_is_the_file(weights, tmp_path, opened):
+    link = tmp_path / "link"
+    link.symlink_to(weights())
+    assert opened(in_parts(link, 0, 4)).read() == 4 * PART
+
+
+def test_a_large_range_is_read_in_pieces(weights, opened):
+    unit = opened(FileRange(str(weights(size=2 * PIECE_BYTES + 3 * PAGE)), PAGE, 2 * PIECE_BYTES + PAGE))
+    sizes = [(piece.start, piece.size) for piece in unit.pieces()]
+    assert sizes == [(0, PIECE_BYTES), (PIECE_BYTES, PIECE_BYTES), (2 * PIECE_BYTES, PAGE)]
+
+
+@on_linux
+def test_weights_that_are_not_mapped_cannot_be_streamed(weights, made):
+    path = weights(mapped=False)
+    unit = made(in_parts(path, 0, 4))
+    assert not unit.mapped()
+    with pytest.raises(EngineError, match=r"llama\.cpp did not map its weights") as caught:
+        unit.find()
+    assert str(path) in str(caught.value)
+
+
+@on_linux
+def test_a_range_beyond_what_is_mapped_is_not_mapped(weights, made):
+    assert not made(in_parts(weights(), FILE_PARTS - 1, 2)).mapped()
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path, made):
+    path = tmp_path / "nowhere"
+    with pytest.raises(EngineError, match="cannot be opened: No such file") as caught:
+        made(FileRange(str(path), 0, 1))
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_somebody_wrote_to_is_told_until_it_is_trusted(weights, opened):
+    path, other = weights("a"), weights("b")
+    unit = opened(in_parts(path, 0, 4), in_parts(other, 0, 4))
+    assert unit.changed() == []
+    with path.open("r+b") as file:
+        file.write(b"x")
+    os.utime(path, ns=(1, 1))  # however coarse the clock of the file system
+    assert unit.changed() == [str(path)]
+    unit.trust(str(path))
+    assert unit.changed() == []
+
+
+def test_a_file_that_became_shorter_changed(weights, opened):
+    path = weights()
+    unit = opened(in_parts(path, 0, 4))
+    os.truncate(path, 8 * PART)
+    assert unit.changed() == [str(path)]
+
+
+def test_another_file_of_the_same_name_leaves_the_one_in_use_as_it_is(weights, opened):
+    """What is mapped is the old one; the new one is none of this process's business."""
+    path, other = weights("a"), weights("b", mapped=False)
+    unit = opened(in_parts(path, 0, 4))
+    other.replace(path)
+    assert unit.changed() == []
+    unit.read()
+
+
+@on_linux
+def test_a_file_that_was_cut_short_is_an_error_that_says_so(weights, opened):
+    path = weights()
+    unit = opened(in_parts(path, 8, 4))
+    os.truncate(path, 4 * PART)
+    with pytest.raises(EngineError, match="weights cannot be read: it was cut short while it was used") as caught:
+        unit.read()
+    assert str(path) in str(caught.value)
+
+
+@on_linux
+@pytest.mark.usefixtures("on_disk")
+def test_locked_pages_stay(weights, opened):
+    unit = opened(in_parts(weights(), 0, 4))
+    unit.read()
+    unit.lock()
+    unit.release()
+    assert unit.missing() == 0
+    unit.unlock()
+    unit.release()
+    assert is_gone(unit)
+
+
+@on_linux
+@pytest.mark.usefixtures("on_disk")
+def test_a_row_that_is_read_at_random_brings_nothing_else(weights, opened):
+    path = weights(mapped=False)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as rows:
+        unit = opened(in_parts(path, 0, FILE_PARTS))
+        unit.at_random()
+        assert rows[5 * PART] is not None
+        assert unit.missing() == unit.size - PAGE
+
+
+@on_linux
+@pytest.mark.usefixtures("on_disk")
+def test_an_older_kernel_reads_by_touching(weights, monkeypatch, opened):
+    """Before Linux 5.14 there is no MADV_POPULATE_READ."""
+    monkeypatch.setattr(pages_module, "_POPULATE_READ", 222)
+    unit = opened(in_parts(weights(), 8, 4))
+    assert unit.read() == 4 * PART
+    assert unit.missing() == 0
+
+
+@pytest.mark.usefixtures("portable")
+def test_elsewhere_a_mapping_of_our_own_serves(weights, opened):
+    """The file need not be mapped by anybody; what is read is said, what is missing is not known."""
+    path = weights(mapped=False)
+    unit = opened(FileRange(str(path), 5 * PART + 100, 7 * PART))
+    assert unit.mapped()
+    assert unit.read() == 7 * PART
+    assert unit.missing() == 0
+    assert not unit.has_last_page()
+    unit.release()
+    unit.at_random()
+    unit.lock()
+    unit.unlock()
+    assert unit.read() == 7 * PART
+    unit.close()
+
+
+@on_linux
+@pytest.mark.usefixtures("on_disk")
+def test_what_is_read_elsewhere_is_in_memory_for_who_has_it_mapped(weights, monkeypatch, opened):
+    path = weights()
+    watcher = opened(in_parts(path, 8, 4))
+    assert is_gone(watcher)
+    with monkeypatch.context() as patch:
+        patch.setattr(pages_module, "_LIBC", None)
+        assert opened(in_parts(path, 8, 4)).read() == 4 * PART
+    assert watcher.missing() == 0
+
+
+def test_a_closed_unit_lets_the_file_go(weights, opened):
+    path = weights()
+    unit = opened(in_parts(path, 0, 4))
+    handle = unit._files[str(path)].handle
+    unit.close()
+    assert handle.closed
+    assert list(unit.pieces()) == []
