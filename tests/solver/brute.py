@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations, product
+from operator import mul
 from typing import TypeVar
 
 from halda import Instance, Objective, Plan, Streaming, Window
@@ -83,6 +84,8 @@ class Brute:
         self._instance = instance
         self._objective = objective
         self._options = cache(self._find_options)
+        self._sizes = [layer.size_bytes for layer in instance.model.layers]
+        self._kv = [instance.kv_bytes[kind] for kind in instance.kind_of]
 
     def best(self) -> tuple[float, Plan] | None:
         """The smallest objective in seconds and its plan; None when nothing fits."""
@@ -170,57 +173,54 @@ class Brute:
         tail_gpu: int,
         ring: int,
     ) -> Iterator[Option]:
-        instance, member, layers = self._instance, self._instance.members[m], self._instance.model.layers
-        kv = [instance.kv_bytes[instance.kind_of[layer]] for layer in range(len(layers))]
+        instance, member, sizes, kv = self._instance, self._instance.members[m], self._sizes, self._kv
         output = instance.model.output_bytes if is_head else 0
-        vram = sum(layers[i].size_bytes + kv[i] for i in on_gpu) + (instance.gpu_runtime_bytes if on_gpu else 0)
+        vram = sum(sizes[i] + kv[i] for i in on_gpu) + (instance.gpu_runtime_bytes if on_gpu else 0)
         if output_on_gpu:
             vram += output + (0 if on_gpu else instance.gpu_runtime_bytes)
         if vram > member.vram_limit:
             return
-        fixed = sum(layers[i].size_bytes + kv[i] for i in on_cpu) + instance.runtime_bytes
+        fixed = sum(sizes[i] + kv[i] for i in on_cpu) + instance.runtime_bytes
         fixed += (instance.head_bytes if is_head else 0) + (0 if output_on_gpu else output)
         fixed += vram if member.shares_memory else 0
-        if ring > 1 and sum(layers[i].size_bytes for i in (*on_cpu, *on_gpu)) > member.disk_limit:
+        if ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit:
             return
-        kinds = [[i for i in on_cpu if instance.kind_of[i] == kind] for kind in range(len(instance.kinds))]
-        ways = product(*(range(len(of_kind) + 1) for of_kind in kinds))
+        gpu_step_s = member.gpu_step_s if on_gpu or output_on_gpu else 0
+        output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if is_head else 0.0
+        slot_bytes, disk_bytes_per_s, rounds = instance.slot_bytes, member.disk_bytes_per_s, max(1, windows - is_head)
+        kind_sizes = [kind.size_bytes for kind in instance.kinds]
+        read_s = min(kind_sizes) / disk_bytes_per_s
+        phases = []  # seconds that computing takes, and those that go by beside reading
+        for phase, out in ((member.decode, output_s), (member.prefill, 0.0)):
+            rest = sum(phase.gpu[instance.kind_of[i]] for i in on_gpu) + out
+            rest += windows * (member.step_s + gpu_step_s)
+            compute = rest + sum(phase.cpu[instance.kind_of[i]] for i in on_cpu)
+            if is_head and ring > 1:
+                rest -= out + member.step_s + gpu_step_s + tail_gpu * max(phase.gpu)
+            layer_s = min(phase.cpu)
+            phases.append((compute, rest + rounds * (layer_s + min(layer_s, read_s))))
+        of_kind = [sum(instance.kind_of[i] == kind for i in on_cpu) for kind in range(len(instance.kinds))]
+        ways = product(*(range(most + 1) for most in of_kind))
         may_stream_output = instance.output_streams and is_head and not output_on_gpu
         for counts, streams_output in product(ways, (False, True) if may_stream_output else (False,)):
-            if streams_output and not sum(counts):
+            layers = sum(counts)
+            if streams_output and not layers:
                 continue
-            streamed = sum(n * instance.kinds[kind].size_bytes for kind, n in enumerate(counts))
-            streamed += output if streams_output else 0
-            for slots in range(MIN_SLOTS, sum(counts) + 1) if sum(counts) else (0,):
-                held = slots * instance.slot_bytes
+            streamed = sum(map(mul, counts, kind_sizes)) + (output if streams_output else 0)
+            for slots in range(MIN_SLOTS, layers + 1) if layers else (0,):
+                held = slots * slot_bytes
                 if streams_output:
-                    held = max(held, output + instance.slot_bytes, 2 * instance.slot_bytes)
+                    held = max(held, output + slot_bytes, 2 * slot_bytes)
                 if fixed - streamed + held > member.ram_limit:
                     break
-                times = []
-                gpu_step_s = member.gpu_step_s if on_gpu or output_on_gpu else 0
-                output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if is_head else 0.0
-                for phase, out in ((member.decode, output_s), (member.prefill, 0.0)):
-                    rest = sum(phase.gpu[instance.kind_of[i]] for i in on_gpu) + out
-                    rest += windows * (member.step_s + gpu_step_s)
-                    compute = rest + sum(phase.cpu[instance.kind_of[i]] for i in on_cpu)
-                    if not slots:
-                        times.append(compute)
-                        continue
-                    if is_head and ring > 1:
-                        rest -= out + member.step_s + gpu_step_s + tail_gpu * max(phase.gpu)
-                    rounds = max(1, windows - is_head)
-                    small = min(kind.size_bytes for kind in instance.kinds)
-                    read_s, layer_s = small / member.disk_bytes_per_s, min(phase.cpu)
-                    unread = (streamed - rounds * slots * instance.slot_bytes) / member.disk_bytes_per_s
-                    unread = max(unread, (sum(counts) - rounds * slots) * read_s)
-                    times.append(max(compute, rest + rounds * (layer_s + min(layer_s, read_s)) + unread))
-                disk_s = streamed / member.disk_bytes_per_s
+                unread = (streamed - rounds * slots * slot_bytes) / disk_bytes_per_s
+                unread = max(unread, (layers - rounds * slots) * read_s)
+                decode_s, prefill_s = (max(busy, beside + unread) if slots else busy for busy, beside in phases)
                 yield Option(
-                    decode_s=times[0],
-                    prefill_s=times[1],
+                    decode_s=decode_s,
+                    prefill_s=prefill_s,
                     output_s=output_s,
-                    disk_s=disk_s,
+                    disk_s=streamed / disk_bytes_per_s,
                     gpu=gpu,
                     tail_gpu=tail_gpu,
                     output_on_gpu=output_on_gpu,
