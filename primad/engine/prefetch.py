@@ -67,6 +67,7 @@ class Streamer:
         self._looked_s = 0.0
         self._departed_s = time.monotonic()
         self._thread: threading.Thread | None = None
+        self._files: dict[tuple[int, int], list[Pages]] = {}
         self._asked_bytes = 0
         self._read_before = disk_read_bytes()
         self.stall_s = 0.0
@@ -151,17 +152,26 @@ class Streamer:
             self._departed_s = time.monotonic()
             if self._residency.streams or self._departed_s - self._looked_s > LOOK_S:
                 self._condition.notify_all()
-        for unit in range(first, last):
-            self._check(unit)
+        for pages in self._files_of(first, last):
+            for path in pages.changed():
+                if not self._verify(path):
+                    raise EngineError(
+                        f"{path}: somebody wrote to this file while it was used; it is not the model any more"
+                    )
+                pages.trust(path)
 
-    def _check(self, unit: int) -> None:
-        pages = self._units[unit]
-        for path in pages.changed():
-            if not self._verify(path):
-                raise EngineError(
-                    f"{path}: somebody wrote to this file while it was used; it is not the model any more"
-                )
-            pages.trust(path)
+    def _files_of(self, first: int, last: int) -> Sequence[Pages]:
+        """Units that together have all files of those of a window: many may lie in one."""
+        if (first, last) not in self._files:
+            seen: set[str] = set()
+            chosen = []
+            for unit in self._units[first:last]:
+                paths = {part.path for part in unit.ranges}
+                if not paths <= seen:
+                    chosen.append(unit)
+                    seen |= paths
+            self._files[first, last] = chosen
+        return self._files[first, last]
 
     # ---- any thread ----------------------------------------------------------------------------------------------------
 
