@@ -156,6 +156,15 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a typical prompt, for which the plan is made [default: 512].",
+            min=1,
+            max=1 << 24,
+            show_default=False,
+        ),
+    ] = None,
     kv_type: KvCacheType = "f16",
     extra_buffers: Annotated[
         str, typer.Option(help="Repacked or AMX copies of weights: auto (try and time them), on or off.")
@@ -234,6 +243,7 @@ def serve(
         rounds=rounds,
         extra_buffers=extra_buffers,
         context_tokens=context,
+        prompt_tokens=prompt,
         rows=512,
         kv_type=parse_kv_type(kv_type),
         step_timeout_s=step_timeout,

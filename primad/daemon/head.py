@@ -40,7 +40,7 @@ from primad.daemon.backend import RingBackend
 from primad.daemon.devices import Devices
 from primad.daemon.pairing_desk import PairingDesk
 from primad.daemon.planner import Planner
-from primad.daemon.questions import ServeOptions, default_context, default_workload
+from primad.daemon.questions import ServeOptions, workload_of
 from primad.daemon.reporter import Reporter
 from primad.daemon.rings import Rings, StatusOf
 from primad.daemon.shard import Place
@@ -99,7 +99,7 @@ class HeadDaemon:
             describe=self._describe,
             reporter=reporter,
         )
-        workload = default_workload(default_context(options.context_tokens, model), options.rows, options.kv_type)
+        workload = workload_of(options, model)
         self._planner = Planner(
             options=options, header=header, model=model, workload=workload, profile=profile, devices=self._devices
         )

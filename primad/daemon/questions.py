@@ -24,6 +24,7 @@ from halda import (
 )
 from primad.engine.protocol import KvType
 from primad.errors import ConfigError, PlanError
+from primad.planning.question import check_kv_type
 from primad.planning.units import show_bytes
 
 DEFAULT_CONTEXT_TOKENS: Final = 4096
@@ -37,7 +38,8 @@ class ServeOptions:
 
     ``wait`` is the number of workers to wait for (None: take who is there), at most ``wait_timeout_s``. ``windows`` and
     ``rounds`` set the plan by hand; otherwise it makes ``objective`` small, with every device in it if ``use_all``.
-    ``extra_buffers`` is auto, on or off.
+    ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
+    with more, for typical prompts of ``prompt_tokens``.
     """
 
     wait: int | None
@@ -46,6 +48,7 @@ class ServeOptions:
     rounds: int | None
     extra_buffers: str
     context_tokens: int | None
+    prompt_tokens: int | None
     rows: int
     kv_type: KvType
     step_timeout_s: float
@@ -80,6 +83,13 @@ def stream_by_hand(plan: Plan, devices: Sequence[DeviceProfile], model: ModelPro
     return plan
 
 
+def workload_of(options: ServeOptions, model: ModelProfile) -> Workload:
+    """What plans are made for. Raises ``ConfigError`` naming the flag that does not suit ``model``."""
+    check_kv_type(options.kv_type, model)
+    context = default_context(options.context_tokens, model)
+    return default_workload(context, options.rows, options.kv_type, prompt_tokens=options.prompt_tokens)
+
+
 def model_id(path: Path) -> str:
     """The name that clients call the model by: its file's, without the part number of a split model."""
     return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
@@ -98,9 +108,19 @@ def default_context(context_tokens: int | None, model: ModelProfile) -> int:
     return context_tokens
 
 
-def default_workload(context_tokens: int, rows: int, kv_type: KvType, sequences: int = 1) -> Workload:
-    """What a plan is made for when nothing else is said: a typical question and answer within the context."""
-    prompt = min(TYPICAL_PROMPT_TOKENS, max(1, context_tokens // 2))
+def default_workload(
+    context_tokens: int, rows: int, kv_type: KvType, sequences: int = 1, prompt_tokens: int | None = None
+) -> Workload:
+    """What a plan is made for: a typical question and answer within the context.
+
+    Raises ``ConfigError`` when prompts of ``prompt_tokens`` leave no room for an answer.
+    """
+    prompt = prompt_tokens or min(TYPICAL_PROMPT_TOKENS, max(1, context_tokens // 2))
+    if prompt >= context_tokens:
+        raise ConfigError(
+            f"--prompt {prompt}: leaves no room for an answer in a context of {context_tokens} tokens; "
+            "give a larger --context"
+        )
     return Workload(
         context_tokens=context_tokens,
         kv_type=kv_type,

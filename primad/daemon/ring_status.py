@@ -56,14 +56,16 @@ def _goes_on(before: Costs, status: Status) -> bool:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Who computes what, a line a device, and who is left out."""
+    """Who computes what, a line a device, and who is left out. Of what streams the output matrix counts as a layer."""
     lines = []
     for name in plan.devices:
         windows = ", ".join(
             f"{window.first}-{window.last - 1}" if len(window.layers) > 1 else str(window.first)
             for _, window in plan.windows_of(name)
         )
-        lines.append(f"{name}: {plan.layers_of(name)} layers ({windows})")
+        streaming = plan.streaming_of(name)
+        streamed = f", {len(streaming.layers)} of them streamed" if streaming.layers else ""
+        lines.append(f"{name}: {plan.layers_of(name)} layers ({windows}){streamed}")
     lines += [f"{left.device} is left out: {left.reason}" for left in plan.left_out]
     return lines
 

@@ -25,7 +25,7 @@ from primad.config import Config, open_home
 from primad.daemon.backend import RingBackend
 from primad.daemon.head import HeadDaemon
 from primad.daemon.pairing_desk import pair
-from primad.daemon.questions import ServeOptions, bind_http, default_context, plan_by_hand
+from primad.daemon.questions import ServeOptions, bind_http, plan_by_hand, workload_of
 from primad.daemon.reporter import Reporter
 from primad.daemon.shard import Place
 from primad.daemon.worker import WorkerDaemon
@@ -36,7 +36,6 @@ from primad.gguf.cache import LayerCache
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.planning.question import check_kv_type
 from primad.profiler.measure import STEPS, is_profiled, profile_device
 
 HTTP_GRACE_S: Final = 1
@@ -186,8 +185,7 @@ def join(config: Config, reporter: Reporter, *, code: str | None, pair_at: str |
 
 def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
     """Judge all that can be judged before the network is touched. Raises ``ConfigError``, ``PlanError``, ``ModelError``."""
-    default_context(options.context_tokens, model)
-    check_kv_type(options.kv_type, model)
+    workload_of(options, model)
     windows = options.windows
     if windows is not None:
         plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)

@@ -44,6 +44,7 @@ def ring_part(answer: Answer) -> Ring:
         head=plan.head,
         rounds=plan.rounds,
         output_on_gpu=plan.output_on_gpu,
+        chunk_rows=prediction.chunk_rows,
         devices=[_device(answer, device) for device in plan.devices],
         predicted=predicted_part(answer),
         short=[

@@ -7,13 +7,14 @@ device that was left out taking part after all, and what was before ``--what-if`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from halda import Infeasible
 from halda.evaluate import evaluate
 from halda.instance import Instance, instance
 from halda.published import solve_published
-from halda.search import solve, solve_alone, solve_heads
+from halda.search import LARGER_CHUNKS, solve, solve_alone, solve_heads
 from halda.simulate import simulate
 from halda.solution import Solution
 from primad import __version__
@@ -67,6 +68,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         head=ring.head,
         rounds=ring.rounds,
         output_on_gpu=ring.output_on_gpu,
+        chunk_rows=ring.chunk_rows,
         devices=ring.devices,
         predicted=ring.predicted,
         short=ring.short,
@@ -93,13 +95,16 @@ def _halda(question: Question) -> Answer:
         objective=question.objective,
         heads=heads,
         limits=question.limits,
+        chunks=LARGER_CHUNKS,
         time_limit_s=question.time_limit_s,
     )
     return _answer(question, solution)
 
 
 def _answer(question: Question, solution: Solution) -> Answer:
-    return Answer(solution.plan, solution.prediction, _instance(question, solution.plan.head), solution=solution)
+    asked = _instance(question, solution.plan.head)
+    work = replace(asked.workload, chunk_rows=solution.prediction.chunk_rows)
+    return Answer(solution.plan, solution.prediction, replace(asked, workload=work), solution=solution)
 
 
 def _paper(question: Question, head: str) -> Answer:
@@ -158,6 +163,7 @@ def _with_device(question: Question, chosen: Answer, solution: Solution, name: s
             head=chosen.plan.head,
             limits=question.limits,
             require=frozenset({name}),
+            chunks=LARGER_CHUNKS,
             time_limit_s=min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s),
         )
     except Infeasible as exc:
@@ -188,6 +194,7 @@ def _alone(question: Question) -> list[AlonePart]:
         question.workload,
         objective=question.objective,
         limits=question.limits,
+        chunks=LARGER_CHUNKS,
         time_limit_s=question.time_limit_s,
     )
     parts = []

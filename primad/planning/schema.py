@@ -86,12 +86,16 @@ class ShortPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ring(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan and what it costs. ``solver`` is halda or paper; ``short`` is empty for a plan that fits."""
+    """A plan and what it costs. ``solver`` is halda or paper; ``short`` is empty for a plan that fits.
+
+    Prompts are computed ``chunk_rows`` rows at a time.
+    """
 
     solver: str
     head: str
     rounds: int
     output_on_gpu: bool
+    chunk_rows: int
     devices: list[DevicePart]
     predicted: Predicted
     short: list[ShortPart]

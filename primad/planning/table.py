@@ -107,7 +107,9 @@ def _facts(answer: Explanation) -> Table:
     table.add_column(overflow="fold")
     work, found = answer.workload, answer.predicted
     table.add_row("a token", f"{show_ms(found.tpot_ms)}, {_speed(answer)}{_simulated(answer)}")
-    table.add_row("first token", f"{show_ms(found.ttft_ms)} for a prompt of {_count(work.prompt_tokens, 'token')}")
+    chunks = f", {answer.chunk_rows} at a time" if work.prompt_tokens > answer.chunk_rows else ""
+    prompt = f"a prompt of {_count(work.prompt_tokens, 'token')}{chunks}"
+    table.add_row("first token", f"{show_ms(found.ttft_ms)} for {prompt}")
     table.add_row("a request", f"{show_ms(found.exchange_ms)} with an answer of {_count(work.answer_tokens, 'token')}")
     if _streams(answer):
         table.add_row("streams", _reading(answer))

@@ -30,9 +30,9 @@ from halda.profile import (
 from halda.solution import SOLVERS, Solution, SolverName
 
 if TYPE_CHECKING:
-    from halda.search import solve, solve_alone, solve_heads
+    from halda.search import LARGER_CHUNKS, solve, solve_alone, solve_heads
 
-_SOLVING = ("solve", "solve_alone", "solve_heads")
+_SOLVING = ("LARGER_CHUNKS", "solve", "solve_alone", "solve_heads")
 
 
 def __getattr__(name: str) -> Any:
@@ -47,6 +47,7 @@ __all__ = [
     "BATCH_ROWS",
     "KV_BLOCK",
     "KV_TYPES",
+    "LARGER_CHUNKS",
     "OBJECTIVES",
     "PREFILL_ROWS",
     "SOLVERS",

@@ -84,7 +84,10 @@ class Short:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan costs: ``tpot_s`` a token, ``ttft_s`` to the first one, ``period_s`` between tokens of all sequences."""
+    """What a plan costs: ``tpot_s`` a token, ``ttft_s`` to the first one, ``period_s`` between tokens of all sequences.
+
+    Prompts are computed ``chunk_rows`` rows at a time, of which a chunk takes ``prefill_chunk_s``.
+    """
 
     tpot_s: float
     ttft_s: float
@@ -94,6 +97,7 @@ class Prediction:
     hop_s: float
     disk_s: float
     prefill_chunk_s: float
+    chunk_rows: int
     devices: tuple[DevicePrediction, ...]
     short: tuple[Short, ...]
 
@@ -207,6 +211,7 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
         hop_s=sum(hops),
         disk_s=disk_s,
         prefill_chunk_s=chunk_s,
+        chunk_rows=instance.workload.chunk_rows,
         devices=tuple(
             DevicePrediction(
                 device=share.member.name,

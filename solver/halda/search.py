@@ -17,7 +17,7 @@ import pulp
 
 from halda import milp
 from halda.cuts import good_cuts, weights
-from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, spread
+from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, residency, spread
 from halda.instance import Instance, instance
 from halda.orders import (
     EXACT_DEVICES,
@@ -35,6 +35,11 @@ from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelPro
 from halda.solution import Solution, SolverName
 from halda.solving import Outcome, available, run
 
+LARGER_CHUNKS: Final = (1024, 2048)
+"""Rows of a chunk of the prompt that may be worth their buffers where layers stream."""
+MOST_CHUNK_S: Final = 60.0
+"""A chunk that takes longer is not made larger: nothing else is computed meanwhile, and a ring whose step does not come back
+counts as broken after a while."""
 EXACT_CUTS: Final = 160
 """Binaries up to which windows are cut exactly where layers differ; beyond, the gap is reported."""
 _HOP_TRIALS: Final = 3
@@ -61,22 +66,55 @@ def solve(
     head: str | None = None,
     limits: Mapping[str, Limits] | None = None,
     require: frozenset[str] = frozenset(),
+    chunks: Sequence[int] = (),
     time_limit_s: float = 10.0,
     solver: SolverName = "highs",
 ) -> Solution:
     """The plan that makes ``objective`` smallest, with ``head`` (None: the first device) as head.
 
-    ``require`` names devices that must take part. Raises ``Infeasible``, which says which limit is short and by how much.
+    ``require`` names devices that must take part. Where layers stream, a chunk of the prompt may have as many rows as one of
+    ``chunks`` says instead of ``workload.chunk_rows``: what was read serves all of them. Raises ``Infeasible``, which says
+    which limit is short and by how much.
     """
     question = instance(devices, links, model, workload, limits or {}, head)
-    search = _Search(question, objective, require, time_limit_s, available(solver))
-    if search.run():
-        return search.solution()
-    # Whoever has less memory than any plan needs may still read the output matrix with the layers.
-    smaller = _Search(replace(question, output_streams=True), objective, require, time_limit_s, available(solver))
-    if smaller.run():
-        return smaller.solution()
-    raise smaller.infeasible()
+
+    def best(question: Instance) -> Solution:
+        search = _Search(question, objective, require, time_limit_s, available(solver))
+        if search.run():
+            return search.solution()
+        # Whoever has less memory than any plan needs may still read the output matrix with the layers.
+        smaller = _Search(replace(question, output_streams=True), objective, require, time_limit_s, available(solver))
+        if smaller.run():
+            return smaller.solution()
+        raise smaller.infeasible()
+
+    found = best(question)
+    larger = _larger_chunks(found, question, chunks)
+    if larger is None:
+        return found
+    # With another buffer other layers may be the best ones to stream, so it is worth another search.
+    again = best(larger)
+    return again if again.objective_s < found.objective_s else found
+
+
+def _larger_chunks(found: Solution, question: Instance, chunks: Sequence[int]) -> Instance | None:
+    """``question`` with the rows of a chunk with which the plan that was found, as it then has to stream, is best.
+
+    None where nothing streams, a prompt has no more rows, or none of ``chunks`` is better.
+    """
+    rows, work = question.workload.chunk_rows, question.workload
+    if not found.plan.streaming or work.prompt_tokens <= rows:
+        return None
+    best, best_s = None, found.objective_s * (1 - _SAME)
+    for more in sorted(chunks):
+        if more <= rows:
+            continue
+        larger = replace(question, workload=replace(work, chunk_rows=more))
+        prediction = evaluate(residency(found.plan, larger), larger)
+        value = prediction.objective_s(found.objective, work.answer_tokens)
+        if value < best_s and not prediction.short and prediction.prefill_chunk_s <= MOST_CHUNK_S:
+            best, best_s = larger, value
+    return best
 
 
 def solve_heads(
@@ -89,6 +127,7 @@ def solve_heads(
     heads: Sequence[str] | None = None,
     limits: Mapping[str, Limits] | None = None,
     require: frozenset[str] = frozenset(),
+    chunks: Sequence[int] = (),
     time_limit_s: float = 10.0,
     solver: SolverName = "highs",
 ) -> Solution:
@@ -108,6 +147,7 @@ def solve_heads(
                 head=head,
                 limits=limits,
                 require=require,
+                chunks=chunks,
                 time_limit_s=time_limit_s / len(names),
                 solver=solver,
             )
@@ -132,6 +172,7 @@ def solve_alone(
     *,
     objective: Objective = "balanced",
     limits: Mapping[str, Limits] | None = None,
+    chunks: Sequence[int] = (),
     time_limit_s: float = 10.0,
     solver: SolverName = "highs",
 ) -> list[tuple[DeviceProfile, Solution | Infeasible]]:
@@ -149,6 +190,7 @@ def solve_alone(
                         workload,
                         objective=objective,
                         limits=limits,
+                        chunks=chunks,
                         time_limit_s=time_limit_s / len(devices),
                         solver=solver,
                     ),

@@ -10,7 +10,7 @@ import pytest
 from halda import DevicePrediction, LinkProfile, Plan, Prediction, Streaming, Window
 from primad.api.backend import Health
 from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
-from primad.daemon.ring_status import Costs, device_status, link_status, promises
+from primad.daemon.ring_status import Costs, device_status, link_status, plan_lines, promises
 from primad.ring.messages import MemoryStatus, Status
 
 PLAN = Plan(
@@ -45,6 +45,7 @@ PREDICTION = Prediction(
     hop_s=0.002,
     disk_s=0.1,
     prefill_chunk_s=1.0,
+    chunk_rows=512,
     devices=(DESK, LAP),
     short=(),
 )
@@ -196,3 +197,11 @@ def test_the_body_without_a_ring():
         "links": [],
         "cluster": [],
     }
+
+
+def test_the_owner_is_told_who_streams():
+    lines = plan_lines(dataclasses.replace(PLAN, streaming=PLAN.streaming[:1]))
+    assert lines == [
+        "desk: 15 layers (0-4, 10-14, 20-24), 3 of them streamed",
+        "lap: 10 layers (5-9, 15-19)",
+    ]

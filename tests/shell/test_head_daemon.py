@@ -108,6 +108,7 @@ class Lab:
             rounds=None,
             extra_buffers="off",
             context_tokens=64,
+            prompt_tokens=None,
             kv_type="f16",
             rows=16,
             step_timeout_s=5.0,

@@ -13,7 +13,7 @@ import pytest
 
 from halda import Infeasible, solve
 from primad.daemon import solving
-from primad.daemon.head import default_workload
+from primad.daemon.questions import default_workload
 from primad.daemon.solving import Question, solve_apart
 from primad.engine.probe import Stop
 from primad.errors import PlanError
