@@ -8,6 +8,7 @@
     │   └── DiskError     this device's disk: full, over its limit, refusing to read or write layers
     ├── ProtocolError     bytes from a peer that are not a message of ours
     ├── EngineError       llama.cpp refused or failed
+    │   └── WeightsError  weights that are in use: their file is cut short, cannot be read or was written to
     ├── RingError         the ring broke while serving: a device, a deadline, a process
     └── RequestError      an HTTP request that cannot be served as asked (carries status, code, parameter)
 
@@ -58,6 +59,17 @@ class ProtocolError(PrimadError):
 
 class EngineError(PrimadError):
     """llama.cpp refused a window or failed in it."""
+
+
+class WeightsError(EngineError):
+    """The weights in ``file`` cannot be read, or are not what they were when they were loaded; None: it is not known which.
+
+    Whoever catches it must not believe that file, nor any where it is not known, before it was read again from the disk.
+    """
+
+    def __init__(self, message: str, file: str | None) -> None:
+        super().__init__(message)
+        self.file = file
 
 
 class RingError(PrimadError):

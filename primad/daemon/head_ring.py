@@ -26,7 +26,7 @@ from primad.daemon.ring_status import Costs, device_status, link_status, plan_li
 from primad.daemon.shard import remove_metadata, streamed_of
 from primad.daemon.stopped import wait_stopped
 from primad.daemon.worker_link import PartError, WorkerLink, WorkerPart, blamed
-from primad.errors import ClusterError, ModelError, PrimadError, RingError
+from primad.errors import ClusterError, ModelError, PrimadError, RingError, WeightsError
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.ring.messages import (
     Connect,
@@ -307,7 +307,7 @@ class HeadRing:
 
     async def _start_own(self, specs: list[WindowSpec]) -> None:
         self._process, windows = await start_own(self._parts, specs)
-        self._start(self._attend(self._process, windows))
+        self._start(self._attend_own(self._process, windows, specs))
         self._start(self._watch_process(self._process))
 
     def _probe_spec(self, first: int, last: int) -> WindowSpec | None:
@@ -317,8 +317,15 @@ class HeadRing:
         except ModelError:
             return None
 
+    async def _attend_own(self, process: RingProcess, windows: int, specs: list[WindowSpec]) -> None:
+        try:
+            await self._attend(process, windows)
+        except WeightsError as exc:  # the next ring cuts what is not whole out of the model again
+            self._parts.place.cache.doubt(exc.file, (ref.digest for spec in specs for ref in spec.layers))
+            raise
+
     async def _attend(self, process: RingProcess, windows: int) -> None:
-        """Listen to the head's ring process. Raises ``RingError`` when it ends."""
+        """Listen to the head's ring process. Raises ``RingError`` or ``WeightsError`` when it ends."""
         async for event in process.events():
             match event:
                 case Sampled() | Finished():

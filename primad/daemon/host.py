@@ -9,7 +9,7 @@ from typing import Final
 from primad.daemon.shard import Place, remove_metadata
 from primad.daemon.stopped import wait_stopped
 from primad.engine.protocol import EngineOptions
-from primad.errors import PrimadError, RingError
+from primad.errors import PrimadError, RingError, WeightsError
 from primad.ring.messages import RingEvent
 from primad.ring.spawn import RingProcess
 
@@ -41,7 +41,7 @@ class Host:
         """Tells its files from those of others; epochs would not, since each head counts its own."""
         self.indices: list[int] = []
         self._events: asyncio.Queue[RingEvent] = asyncio.Queue(_EVENTS)
-        self._error: RingError | None = None
+        self._error: RingError | WeightsError | None = None
         self._first: RingEvent | None = None
         self._ended = asyncio.Event()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
@@ -56,7 +56,7 @@ class Host:
             async for event in self.ring.events():
                 await self._events.put(event)
         except PrimadError as exc:
-            self._error = RingError(str(exc))
+            self._error = exc if isinstance(exc, WeightsError) else RingError(str(exc))
             self._ended.set()
 
     async def _watch(self) -> None:
@@ -69,12 +69,12 @@ class Host:
         try:
             async with asyncio.timeout(timeout_s):
                 self._first = await self.next_event()
-        except (TimeoutError, RingError):
+        except (TimeoutError, RingError, WeightsError):
             return False
         return True
 
     async def next_event(self) -> RingEvent:
-        """Its next event. Raises ``RingError`` when it ended or was stopped."""
+        """Its next event. Raises ``RingError`` when it ended or was stopped, ``WeightsError`` when its weights ended it."""
         if self._first is not None:
             first, self._first = self._first, None
             return first

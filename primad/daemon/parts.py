@@ -38,7 +38,7 @@ from primad.daemon.shard import (
 )
 from primad.engine.probe import is_worth_it
 from primad.engine.protocol import EngineOptions
-from primad.errors import ClusterError, DiskError, PrimadError, RingError
+from primad.errors import ClusterError, DiskError, PrimadError, RingError, WeightsError
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
 from primad.memory import held_bytes, memory
@@ -50,6 +50,10 @@ logger = logging.getLogger(__name__)
 PROGRESS_INTERVAL_S: Final = 0.2
 REOPEN_S: Final = 5.0
 """A process with its windows loaded reopens in milliseconds; one that takes so long hangs."""
+FORGIVEN_S: Final = 600.0
+"""A disk that gave all weights for so long is as good as any."""
+MOST_UNREADABLE: Final = 2
+"""One file is read again from where it came, and another one; a disk that then fails once more is at an end."""
 MOST_PARTS: Final = 8
 """A head has a ring that serves and one that is loaded; a plan may change while the last one's devices still let go."""
 
@@ -91,6 +95,7 @@ class Parts:
         self._expiry: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
+        self._unreadable: list[tuple[str, float]] = []
 
     @property
     def is_serving(self) -> bool:
@@ -164,6 +169,8 @@ class Parts:
                 fault, opened = "ring", True
         except DiskError as exc:
             await self._broke(load, exc, "disk")
+        except WeightsError as exc:
+            await self._broke(load, exc, self._blame_disk(load, exc, fault))
         except _NextDeviceError as exc:
             await self._broke(load, exc, "next")
         except PrimadError as exc:
@@ -173,6 +180,14 @@ class Parts:
                 self._place.cache.let_go(owner(number))
             if host is not None:
                 self._put_away(host, keep=opened)
+
+    def _blame_disk(self, load: Load, error: WeightsError, fault: str) -> str:
+        """What a part is to be said to have failed at whose weights could not be read: its disk, if that goes on."""
+        self._place.cache.doubt(error.file, (ref.digest for ref in _layers(load)))
+        now = time.monotonic()
+        lately = [(text, at_s) for text, at_s in self._unreadable if now - at_s < FORGIVEN_S]
+        self._unreadable = [*lately, (str(error), now)]
+        return "disk" if str(error) in dict(lately) or len(lately) >= MOST_UNREADABLE else fault
 
     async def _broke(self, load: Load, error: PrimadError, fault: str) -> None:
         if fault == "fetch":  # the head says it, unless it is what went away

@@ -28,9 +28,10 @@ from primad.daemon.shard import Place
 from primad.daemon.tasks import Tasks
 from primad.daemon.vocabulary import ModelVocabulary
 from primad.daemon.worker_link import blamed
-from primad.errors import PlanError, PrimadError
+from primad.errors import ModelError, PlanError, PrimadError
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header
+from primad.gguf.model import check_unchanged, stamps_of
 from primad.gguf.windows import ModelCutter
 
 _MAX_ORDERS: Final = 1000
@@ -63,6 +64,7 @@ class Rings:
     ) -> None:
         self._config, self._options, self._place, self._identity = config, options, place, identity
         self._header, self._profile, self._workload, self._session = header, profile, workload, session
+        self._stamps = stamps_of(header)
         self._devices, self._planner, self._backend = devices, planner, backend
         self._post, self._describe, self._status_of, self._reporter = post, describe, status_of, reporter
         self.layer_port = 0
@@ -109,8 +111,9 @@ class Rings:
     async def _solve(self, epoch: int, candidates: frozenset[str], instead: int | None) -> None:
         self._describe("planning")
         try:
+            await asyncio.to_thread(check_unchanged, self._stamps)
             plan, prediction, value = await self._planner.plan(candidates)
-        except (PlanError, Infeasible) as exc:
+        except (ModelError, PlanError, Infeasible) as exc:
             self._no_plan(epoch, str(exc), instead)
             return
         except PrimadError as exc:

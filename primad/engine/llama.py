@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -32,7 +34,7 @@ from numpy.typing import NDArray
 from primad.engine.prefetch import WindowStream
 from primad.engine.protocol import EngineOptions, Hidden, KvType, LogitsWindow, Rows, Sampling, WindowFiles, draw_seed
 from primad.engine.residency import Residency
-from primad.errors import EngineError
+from primad.errors import EngineError, WeightsError
 from primad.gguf.header import TensorInfo
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,10 @@ def _ggml() -> ctypes.CDLL:
     library.ggml_nbytes.argtypes = [ctypes.c_void_p]
     library.ggml_backend_tensor_get.restype = None
     library.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    library.ggml_nelements.restype = ctypes.c_int64
+    library.ggml_nelements.argtypes = [ctypes.c_void_p]
+    library.ggml_nrows.restype = ctypes.c_int64
+    library.ggml_nrows.argtypes = [ctypes.c_void_p]
     library.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
     library.ggml_get_type_traits.argtypes = [ctypes.c_int]
     return library
@@ -128,6 +134,7 @@ class _Tap(dict[int, bool]):
         self._asked = False
         self._hidden: Hidden | None = None
         self._borders: dict[bytes, int] = {}
+        self._routers: dict[bytes, tuple[int, int]] = {}
         self._residency: Residency | None = None
         self._rows = 0
         self.stream: WindowStream | None = None
@@ -140,6 +147,7 @@ class _Tap(dict[int, bool]):
         if self._residency is not self.stream.residency or self._rows != rows:
             self._residency, self._rows = self.stream.residency, rows
             self._borders = {f"l_out-{layer}".encode(): unit for layer, unit in self.stream.borders().items()}
+            self._routers = {f"ffn_moe_topk-{layer}".encode(): each for layer, each in self.stream.routers.items()}
             self.clear()
         self.stream.arrive()
 
@@ -151,8 +159,8 @@ class _Tap(dict[int, bool]):
 
     def end(self) -> None:
         """The rows were computed. Raises ``EngineError`` when a weight file is not the model's any more."""
-        if self.stream is not None:
-            self.stream.depart()
+        if self.stream is not None and not self.stream.depart():
+            self.clear()  # a router stood at an address that was another node's
 
     def take(self) -> Hidden | None:
         """What the last computation left, once; None when the graph never came by the wanted tensor."""
@@ -161,14 +169,16 @@ class _Tap(dict[int, bool]):
 
     def __missing__(self, node: int) -> bool:
         name = _ggml_base.ggml_get_name(node)
-        border = self._borders.get(name)
-        if name != self._wanted and border is None:
+        border, router = self._borders.get(name), self._routers.get(name)
+        if name != self._wanted and border is None and router is None:
             self[node] = False
             return False
         if not self._asked:
             self._asked = True
             return True
         self._asked = False
+        if router is not None:
+            return self._pick(node, *router)
         return self._cross(border) if border is not None else self._copy(node)
 
     def _cross(self, unit: int) -> bool:
@@ -177,6 +187,26 @@ class _Tap(dict[int, bool]):
             self.stream.reach(unit)
         except EngineError as exc:
             self.error = exc  # through C it would be lost
+            return False
+        return True
+
+    def _pick(self, node: int, place: int, experts: int) -> bool:
+        """The node is a view of the experts in order of preference, all of them, a row for each row; it sees the first."""
+        rows, elements, size = (
+            _ggml_base.ggml_nrows(node),
+            _ggml_base.ggml_nelements(node),
+            _ggml_base.ggml_nbytes(node),
+        )
+        used = elements // max(rows, 1)
+        picks = np.zeros((rows, experts), np.int32)
+        if rows and size != 4 * ((rows - 1) * experts + used):
+            return True  # of another shape than known: the experts come by page faults
+        _ggml_base.ggml_backend_tensor_get(node, picks.ctypes.data, 0, size)
+        assert self.stream is not None
+        try:
+            self.stream.pick(place, picks[:, :used])
+        except EngineError as exc:
+            self.error = exc
             return False
         return True
 
@@ -358,6 +388,10 @@ class TokenEmbedding:
         self.width = tensor.shape[0]
         self._scale = np.float32(scale)
         row_bytes = tensor.bytes // tensor.shape[1]
+        self._path, self._end = tensor.path, tensor.offset + tensor.bytes
+        self._file = os.open(tensor.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._changed_ns = os.fstat(self._file).st_mtime_ns
         self._table = np.memmap(
             tensor.path, np.uint8, mode="r", offset=tensor.offset, shape=(tensor.shape[1], row_bytes)
         )
@@ -367,8 +401,13 @@ class TokenEmbedding:
             raise EngineError(f"{tensor.path}: llama.cpp cannot read a token embedding of type {tensor.type.name}")
 
     def rows(self, tokens: NDArray[np.int32]) -> Hidden:
-        """Hidden states (rows, width) of ``tokens``, as llama.cpp computes them from token input."""
+        """Hidden states (rows, width) of ``tokens``, as llama.cpp computes them from token input.
+
+        Raises ``WeightsError`` when somebody wrote to the model file.
+        """
+        self._check()
         packed = self._table[tokens]
+        self._check()
         hidden = np.empty((len(tokens), self.width), np.float32)
         if self._to_float is None:
             hidden[:] = packed.view(np.float32)
@@ -378,6 +417,12 @@ class TokenEmbedding:
         if self._scale != 1:
             hidden *= self._scale
         return hidden
+
+    def _check(self) -> None:
+        """A file that was cut short would end this process where it is read, one that was overwritten change the answer."""
+        status = os.fstat(self._file)
+        if status.st_size < self._end or status.st_mtime_ns != self._changed_ns:
+            raise WeightsError(f"{self._path}: somebody wrote to the model file while it was used", str(self._path))
 
 
 class FirstWindow(_HiddenWindow):

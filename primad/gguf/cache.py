@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -90,6 +91,15 @@ class LayerCache:
                 self._drop(ref.digest)
             return whole
 
+    def doubt(self, file: str | None, digests: Iterable[str]) -> None:
+        """The weights in ``file`` could not be read or were not what they were: they are hashed before they are used again.
+
+        So are the layers ``digests`` where it is not known which file it was. Any other file is none of the cache's.
+        """
+        doubted = set(digests) if file is None else {Path(file).stem.partition("-")[0]}
+        for name in [name for name in self._verified if Path(name).stem.partition("-")[0] in doubted]:
+            del self._verified[name]
+
     def damaged(self, digest: str, *, fix: bool) -> list[Path]:
         """The files of the layer, copies among them, that are not the layer; ``fix`` removes them.
 
@@ -115,7 +125,12 @@ class LayerCache:
             return False
         if self._verified.get(path.name) == stamp:
             return True
-        tree, hashed = hash_file(path)
+        try:
+            tree, hashed = hash_file(path)
+        except OSError as exc:
+            if exc.errno != errno.EIO:
+                raise
+            tree, hashed = b"", None  # written anew it comes to lie elsewhere on the disk
         if not is_tree_of(tree, digest, stamp[0] - HEADER_BYTES):
             self._verified.pop(path.name, None)
             return False

@@ -7,12 +7,14 @@ A split model (``name-00001-of-00003.gguf``) keeps its metadata in the first par
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from primad.errors import ModelError
 from primad.gguf.header import Header, TensorInfo, read_header
+from primad.gguf.layer_file import Stamp, stamp_of
 
 SPLIT_COUNT: Final = "split.count"
 SPLIT_NUMBER: Final = "split.no"
@@ -68,3 +70,26 @@ def _merge(first: Header, count: int, *, header_only: bool) -> Header:
     if len(tensors) != expected:
         raise ModelError(f"{first.path}: the parts hold {len(tensors)} tensors, {expected} expected; fetch them again")
     return replace(first, tensors=tensors)
+
+
+def stamps_of(header: Header) -> dict[Path, Stamp]:
+    """The files of a model with their stamps. Raises ``ModelError`` when one cannot be looked at."""
+    files = sorted({tensor.path for tensor in header.tensors.values()} | {header.path})
+    return {path: _stamp(path) for path in files}
+
+
+def check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
+    """Raises ``ModelError`` when one of the files is not what it was when ``stamps_of`` looked at it."""
+    for path, stamp in stamps.items():
+        if _stamp(path) != stamp:
+            raise ModelError(
+                f"{path}: this file changed while it was served; put the old one back, or start 'primad serve' again to "
+                "serve the new one"
+            )
+
+
+def _stamp(path: Path) -> Stamp:
+    try:
+        return stamp_of(path.stat())
+    except OSError as exc:
+        raise ModelError(f"{path}: cannot be read any more: {exc.strerror or exc}; put it back") from exc

@@ -238,9 +238,13 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
 
 
 class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
-    """This ring process cannot go on; ``error`` is one line. It is the process's last event."""
+    """This ring process cannot go on; ``error`` is one line. It is the process's last event.
+
+    ``weights`` is the file whose weights cannot be read or are not what they were, None where that is not what is wrong.
+    """
 
     error: str
+    weights: str | None
 
 
 # ---- between a daemon and its ring process --------------------------------------------------------------------------

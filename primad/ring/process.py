@@ -6,6 +6,7 @@ ring and a next device that is slow to take one, and for nothing longer than the
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import math
 import os
@@ -17,7 +18,7 @@ from typing import Final
 
 import zmq
 
-from primad.errors import PrimadError, RingError
+from primad.errors import PrimadError, RingError, WeightsError
 from primad.ring.channel import RingChannel
 from primad.ring.messages import Open, RingBroken, RingCommand
 from primad.ring.parts import Part, open_part
@@ -81,14 +82,17 @@ def main() -> None:
     logging.basicConfig(
         level=os.environ.get("PRIMAD_LOG", "WARNING"), format="%(levelname)s ring process %(process)d: %(message)s"
     )
+    faulthandler.enable()  # weights are read where they are mapped: a file that is cut short then is a SIGBUS
     channel = RingChannel(_connection(sys.argv[1]))
     try:
         _serve(channel)
+    except WeightsError as exc:
+        channel.tell(RingBroken(str(exc), exc.file))
     except PrimadError as exc:
-        channel.tell(RingBroken(str(exc)))
+        channel.tell(RingBroken(str(exc), None))
     except Exception as exc:  # the top of the process: whatever it is, the daemon must hear of it
         logger.exception("the ring process failed")
-        channel.tell(RingBroken(f"internal error in the ring process: {type(exc).__name__}: {exc}"))
+        channel.tell(RingBroken(f"internal error in the ring process: {type(exc).__name__}: {exc}", None))
 
 
 if __name__ == "__main__":

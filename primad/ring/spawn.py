@@ -15,13 +15,15 @@ from typing import Final
 
 import msgspec
 
-from primad.errors import ProtocolError, RingError
+from primad.errors import PrimadError, ProtocolError, RingError, WeightsError
 from primad.ring.channel import LENGTH, frame, frame_bytes
 from primad.ring.messages import RingBroken, RingCommand, RingEvent, event_decoder
 
 GRACE_S: Final = 1.0
 LEAVE_S: Final = 0.5
 """A ring process that computes or loads does not notice in this time that it is to leave, and is killed."""
+CUT_SHORT: Final = "a layer file was cut short or its disk failed while it was read (SIGBUS)"
+LOG_BYTES: Final = 1 << 16
 SPIN_COUNT: Final = 5000
 """libgomp's threads spin this often at a barrier before they sleep. Its own default of some hundred milliseconds starves
 the other programs of the machine, ring processes among them; sleeping at once ruins decode. Between 2,000 and 20,000 one
@@ -103,27 +105,33 @@ class RingProcess:
             await self._writer.drain()
 
     async def events(self) -> AsyncIterator[RingEvent]:
-        """Its events as they come. Raises ``RingError`` when it breaks or ends, with the reason; it never ends quietly."""
+        """Its events as they come.
+
+        Raises ``RingError`` when it breaks or ends, with the reason, and ``WeightsError`` where that is its weights; it
+        never ends quietly.
+        """
         while True:
             try:
                 body = await self._reader.readexactly(frame_bytes(await self._reader.readexactly(LENGTH.size)))
                 event: RingEvent = event_decoder.decode(body)
             except (asyncio.IncompleteReadError, OSError) as exc:
-                raise RingError(await self._obituary()) from exc
+                raise await self._obituary() from exc
             except msgspec.DecodeError as exc:
                 raise ProtocolError(f"not an event of the ring process: {exc}") from exc
             if isinstance(event, RingBroken):
-                raise RingError(event.error)
+                raise RingError(event.error) if event.weights is None else WeightsError(event.error, event.weights)
             yield event
 
-    async def _obituary(self) -> str:
+    async def _obituary(self) -> PrimadError:
         try:
             code = await asyncio.to_thread(self._process.wait, GRACE_S)
         except subprocess.TimeoutExpired:
-            return "the ring process closed its connection"
+            return RingError("the ring process closed its connection")
+        if sys.platform != "win32" and code == -signal.SIGBUS:
+            return WeightsError(CUT_SHORT, None)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         last = _last_line(self._log)
-        return f"the ring process {how}" + (f": {last}" if last else "")
+        return RingError(f"the ring process {how}" + (f": {last}" if last else ""))
 
     async def close(self) -> None:
         """End it: it leaves by itself when its connection closes, and is killed ``LEAVE_S`` later if it does not."""
@@ -141,8 +149,10 @@ class RingProcess:
 
 
 def _last_line(log: Path) -> str:
+    """The last line before the stacks that Python writes when a signal ends it."""
     try:
-        lines = log.read_bytes()[-4096:].decode("utf-8", errors="replace").strip().splitlines()
+        text = log.read_bytes()[-LOG_BYTES:].decode("utf-8", errors="replace")
     except OSError:
         return ""
+    lines = text.partition("Fatal Python error: ")[0].strip().splitlines()
     return lines[-1].strip() if lines else ""

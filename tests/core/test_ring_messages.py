@@ -301,7 +301,8 @@ EVENTS = [
     Pressed(1 << 20),
     Drained(),
     Status(steps=1, rows=1, compute_s=0.5, hop_s=[0.1], rss_bytes=1, private_bytes=1, refused=0),
-    RingBroken("why"),
+    RingBroken("why", None),
+    RingBroken("why", "/layers/a.gguf"),
 ]
 
 
