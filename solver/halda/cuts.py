@@ -107,9 +107,8 @@ class _Pricing:
         self._held = self._sizes + np.array(instance.kv_bytes, np.float64)
         self._by_column, self._tail = by_column, kinds[tail:]
         self._at = np.arange(columns + 1)
-        output, slot = instance.model.output_bytes, instance.slot_bytes
         # Two slots with the output matrix among what streams take so much more than without.
-        self._output_bytes = instance.output_slot_bytes - MIN_SLOTS * slot if instance.output_streams else output
+        self._output_bytes = instance.output_excess_bytes if instance.output_streams else instance.model.output_bytes
 
     def cheapest(self, order: Sequence[int]) -> tuple[float, list[tuple[int, int, int]]] | None:
         """The cheapest chain for the members ``order``: its price and for each (end, GPU layers, GPU layers of the tail)."""

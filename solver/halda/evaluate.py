@@ -169,12 +169,15 @@ class _Share:
         compute_s = self.compute_s(phase, plan) + output_s
         if not self.streamed_units:
             return compute_s
+        if self.streams_output:
+            output_s = 0.0  # reading goes on while it is computed
         rest_s = _dot(self.gpu, phase.gpu) + self.windows * self.step_s(plan) + output_s
         if self.is_head and len(plan.route) > 1:
             # Reading may go on behind the tail, so nothing of it is sure to add up.
             rest_s -= self.tail_gpu * max(phase.gpu) + self.step_s(plan) + output_s
         passes, smallest = plan.rounds * self.slots, min(kind.size_bytes for kind in instance.kinds)
-        waiting = max(self.streamed_bytes - passes * instance.slot_bytes, (self.streamed_layers - passes) * smallest)
+        ahead = passes * instance.slot_bytes + self.streams_output * plan.rounds * instance.output_excess_bytes
+        waiting = max(self.streamed_bytes - ahead, (self.streamed_layers - passes) * smallest)
         edge_s = min(phase.cpu) + min(*phase.cpu, smallest / self.member.disk_bytes_per_s)
         return max(compute_s, rest_s + plan.rounds * edge_s + waiting / self.member.disk_bytes_per_s)
 

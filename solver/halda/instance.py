@@ -122,13 +122,14 @@ class Instance:
         return max(kind.size_bytes for kind in self.kinds)
 
     @cached_property
-    def output_slot_bytes(self) -> int:
-        """What slots take at the least where the output matrix passes through them: it and a layer beside it."""
-        return max(self.model.output_bytes, self.slot_bytes) + self.slot_bytes
+    def output_excess_bytes(self) -> int:
+        """What the output matrix takes beyond a slot, where it streams: at the least it and a layer have room."""
+        return max(0, self.model.output_bytes - self.slot_bytes)
 
     def ahead_bytes(self, slots: int, *, output: bool) -> int:
         """What a device may hold of what it streams through ``slots``; ``output``: of the output matrix too."""
-        return max(slots * self.slot_bytes, self.output_slot_bytes) if output else slots * self.slot_bytes
+        least = MIN_SLOTS * self.slot_bytes + self.output_excess_bytes if output else 0
+        return max(slots * self.slot_bytes, least)
 
     @cached_property
     def members(self) -> tuple[Member, ...]:

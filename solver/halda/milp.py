@@ -377,6 +377,8 @@ def _streaming(problem: Any, instance: Instance, layout: Layout) -> Streams:
             problem += q <= pulp.lpSum(s) + found.output - streams, "the head streams more than its slots hold"
             disk += found.output * (instance.model.output_bytes * per_byte)
         by_bytes = disk - q * (layout.rounds * instance.slot_bytes * per_byte)
+        if m == 0:
+            by_bytes -= found.output * (layout.rounds * instance.output_excess_bytes * per_byte)
         by_layers = (pulp.lpSum(s) - layout.rounds * q) * (min(sizes) * per_byte)
         found.streams.append(streams)
         found.layers.append(s)
@@ -390,7 +392,7 @@ def _output(problem: Any, instance: Instance, streams: Any, slots: Any) -> tuple
     """Whether the head streams the output matrix with its layers, and what it then holds beside its slots (in slots)."""
     output, beside = integer(problem, "output_streams", 0, 1), positive(problem, "beside_slots")
     problem += output <= streams, "the output matrix streams with layers"
-    needed = output * (instance.output_slot_bytes / instance.slot_bytes)
+    needed = output * (MIN_SLOTS + instance.output_excess_bytes / instance.slot_bytes)
     problem += beside >= needed - slots, "the output matrix and a layer have room"
     return output, beside
 
@@ -528,7 +530,7 @@ class _Time:
             layers = _dot(self._layout.cpu[m], [s * MS for s in phase.cpu])
             self._problem += window >= layers + rest + (0 if m else output), f"{name}: {m} computes"
             if not self._layout.loose:
-                least = self._edges(m, member, phase) + self._sure_rest(m, phase, rest, output)
+                least = self._edges(m, member, phase) + self._sure_rest(m, member, phase, rest, output)
                 for i, waiting in enumerate(self._streams.waiting_ms[m]):
                     self._problem += window >= least + waiting, f"{name}: {m} waits for its disk {i}"
             windows.append(window)
@@ -546,12 +548,14 @@ class _Time:
         edge_s = min(phase.cpu) + min(*phase.cpu, smallest / member.disk_bytes_per_s)
         return self._streams.streams[m] * (self._layout.rounds * edge_s * MS)
 
-    def _sure_rest(self, m: int, phase: Phase, rest: Expression, output: Expression) -> Expression:
+    def _sure_rest(self, m: int, member: Member, phase: Phase, rest: Expression, output: Expression) -> Expression:
         """What adds to reading: all that is not a layer on the CPU, in a ring without the tail."""
         if m:
             return rest
         if len(self._layout.cpu) == 1:
-            return rest + output
+            # Where the output matrix streams, reading goes on while it is computed.
+            beside = 0 if isinstance(output, int) else self._streams.output * (member.cpu_output_s * MS)
+            return rest + output - beside
         return rest - self._layout.tail_on_gpu * (max(phase.gpu) * MS) - self._steps(0, 1)
 
     def _output(self) -> Expression:

@@ -4,6 +4,9 @@ The head alone comes first, then rings of k = 1, 2, ... rounds. Before k rounds 
 everything that more rounds could win (waiting for slots, equal rounds) bounds all k that are left: more rounds only
 add hops, so the search mostly ends after a few. Where layers differ, the even layout is itself only a bound; what it leaves
 open is settled by cutting exactly, one ring order at a time.
+
+Where no plan fits, the same search is made once more for plans whose head also streams the output matrix. Streaming it saves
+at most the bytes of one slot, so such plans are looked for only when there is no other.
 """
 
 from __future__ import annotations

@@ -213,9 +213,12 @@ class Brute:
                     held = max(held, output + slot_bytes, 2 * slot_bytes)
                 if fixed - streamed + held > member.ram_limit:
                     break
-                unread = (streamed - rounds * slots * slot_bytes) / disk_bytes_per_s
+                ahead = slots * slot_bytes + (max(0, output - slot_bytes) if streams_output else 0)
+                unread = (streamed - rounds * ahead) / disk_bytes_per_s
                 unread = max(unread, (layers - rounds * slots) * read_s)
                 decode_s, prefill_s = (max(busy, beside + unread) if slots else busy for busy, beside in phases)
+                if streams_output and ring == 1:  # the output matrix is computed while layers are read
+                    decode_s = max(phases[0][0], phases[0][1] + unread - output_s)
                 yield Option(
                     decode_s=decode_s,
                     prefill_s=prefill_s,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -24,6 +26,10 @@ from halda import (
 from halda.profile import KV_TYPES, ModelProfile, Workload
 from halda.simulate import simulate, simulate_prefill
 from tests.fakes import planning
+from tests.solver.brute import Brute
+from tests.solver.random_fleets import random_instance, random_plan
+from tests.solver.small_fleets import small_instance
+from tests.solver.test_solve import check_against_brute_force
 
 MB = 10**6
 LAYER = 50 * MB
@@ -154,6 +160,53 @@ def test_the_simulation_reads_the_output_matrix_once_a_token(output):
     assert played.tpot_s == pytest.approx(prediction.tpot_s, rel=0.1)
     assert played.tpot_s >= prediction.tpot_s * (1 - 1e-9)
     assert simulate_prefill(plan, asked) > 0
+
+
+def streaming_output(rng: random.Random) -> tuple[Plan, Instance] | None:
+    """A random plan whose head streams the output matrix with some layers; None by chance."""
+    question = random_instance(rng, devices=rng.randint(1, 4), shared_hosts=False)
+    plan = random_plan(rng, question, even=True)
+    if plan.output_on_gpu or not plan.streaming_of(plan.head).layers:
+        return None
+    with_output = [
+        replace(streaming, layers=(*streaming.layers, plan.layer_count)) if streaming.device == plan.head else streaming
+        for streaming in plan.streaming
+    ]
+    return replace(plan, streaming=tuple(with_output)), question
+
+
+def test_no_ring_that_is_played_reads_an_output_matrix_sooner_than_predicted():
+    ratios = []
+    for seed in range(150):
+        found = streaming_output(random.Random(seed))
+        if found is None:
+            continue
+        plan, asked = found
+        predicted, played = evaluate(plan, asked), simulate(plan, asked, tokens=6)
+        ratios.append(played.tpot_s / predicted.tpot_s)
+        assert ratios[-1] >= 1 - 1e-9, seed
+    assert len(ratios) > 40
+    assert statistics.median(ratios) < 1.01
+
+
+def test_of_plans_that_stream_the_output_matrix_none_is_better():
+    found = []
+    for seed in range(20):
+        rng = random.Random(9000 + seed)
+        asked, objective = small_instance(rng)
+        head, *others = (replace(device, gpu=None) for device in asked.devices)
+        asked = replace(asked, devices=(replace(head, ram_available_bytes=1), *others), limits={})
+        with pytest.raises(Infeasible) as caught:
+            solve(asked.devices, list(asked.links.values()), asked.model, asked.workload, objective=objective)
+        # So little is missing at the least, and without the output matrix that streams more.
+        enough = 1 + caught.value.short_bytes + int(rng.uniform(0, 0.9) * asked.slot_bytes)
+        asked = replace(asked, devices=(replace(head, ram_available_bytes=enough), *others))
+        if Brute(asked, objective).best() is None:
+            found.append(check_against_brute_force(asked, objective))
+    plans = [answer.plan for answer in found if answer is not None]
+    assert len(plans) >= 6
+    assert any(len(plan.devices) > 1 for plan in plans)
+    assert all(plan.streams_output for plan in plans)
 
 
 def test_a_stall_is_laid_to_the_device_that_reads_longest():
