@@ -109,7 +109,7 @@ def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny,
         worker.wait_for("^paired with head$")
         head.run.wait_for("^paired with worker$")
         head.run.wait_for("^worker: [0-9]+ layers")
-        assert_secrets_stay_home(owners, [head.run, worker, stranger], code)
+        assert_secrets_stay_home(owners, cluster, [head.run, worker, stranger], code)
         assert worker.stop() == 0
         assert head.run.stop() == 0
 
@@ -126,17 +126,17 @@ def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny,
         head.run.wait_for("^head: 6 layers", start=before)
         worker.wait_for("^head head went away; waiting for a head$")
         assert not any(line.startswith("worker: ") for line in head.run.lines[before:])
-        assert_secrets_stay_home(owners, [head.run, worker], code)
+        assert_secrets_stay_home(owners, cluster, [head.run, worker], code)
         assert worker.stop() == 0
 
 
-def assert_secrets_stay_home(owners: tuple[Owner, Owner], runs: list[Primad], code: str) -> None:
+def assert_secrets_stay_home(owners: tuple[Owner, Owner], cluster: str, runs: list[Primad], code: str) -> None:
     """Neither secret key is in an argument, on a terminal, in a log or in mDNS; who else is on the machine reads no key."""
     said = [run.output for run in runs]
     arguments = [" ".join(process.cmdline()) for run in runs for process in run.processes()]
     logs = [path.read_text(errors="replace") for owner in owners for path in owner.home.glob("run/*.log")]
-    announced = list(mdns())
-    assert any("worker" in text for text in announced)
+    announced = list(mdns(cluster))
+    assert any("worker" in text and cluster in text for text in announced)
     for owner in owners:
         for text in (*said, *arguments, *logs, *announced):
             assert owner.secret not in text
@@ -148,8 +148,8 @@ def assert_secrets_stay_home(owners: tuple[Owner, Owner], runs: list[Primad], co
     )
 
 
-def mdns() -> Iterator[str]:
-    """All that is announced on loopback, as text."""
+def mdns(cluster: str) -> Iterator[str]:
+    """All that is announced on loopback, as text, once the worker of ``cluster`` is among it."""
     found: set[str] = set()
 
     class Listener(ServiceListener):
@@ -164,6 +164,8 @@ def mdns() -> Iterator[str]:
 
     with Zeroconf(interfaces=["127.0.0.1"], ip_version=IPVersion.V4Only) as zeroconf:
         browser = ServiceBrowser(zeroconf, SERVICE, Listener())
-        wait_until(lambda: any("worker" in text for text in found), "the worker is announced")
+        wait_until(
+            lambda: any("worker" in text and cluster in text for text in tuple(found)), "the worker is announced"
+        )
         browser.cancel()
-    return iter(found)
+    return iter(tuple(found))
