@@ -23,6 +23,8 @@ LONG: Final = "Repeat after me: " + " ".join(f"apple {i} pear {i + 1}" for i in 
 """Some 1,500 tokens."""
 TOKENS: Final = 60
 PATIENCE_S: Final = 90.0
+LONG_PATIENCE_S: Final = 200.0
+"""For a device with little CPU time that has its share of a long prompt to compute."""
 _PLAIN: Final = {"logit_bias": {"0": -100, "2": -100}}
 """No answer ends before its tokens are drawn."""
 
@@ -67,9 +69,9 @@ class Rig:
             self._texts[prompt], self._times[prompt] = stream.text, stream.times[0] - stream.sent_s
         return self._times[prompt]
 
-    def check(self, stream: Stream, prompt: str = SHORT) -> None:
+    def check(self, stream: Stream, prompt: str = SHORT, patience_s: float = PATIENCE_S) -> None:
         """The answer ends as every answer must, and its text is the undisturbed one."""
-        stream.wait_end(PATIENCE_S)
+        stream.wait_end(patience_s)
         assert stream.error is None, f"{stream.error}\n{self.cluster.logs()}"
         assert settled(stream), f"{stream.end}\n{self.cluster.logs()}"
         assert (stream.finish_reason, stream.text) == ("length", self._texts[prompt]), self.cluster.logs()

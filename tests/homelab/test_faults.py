@@ -15,7 +15,7 @@ from tests.homelab.cluster import Cluster
 from tests.homelab.faults import FAULTS
 from tests.homelab.matrix import CELLS, Cell, Outcome, is_chosen
 from tests.homelab.phases import REACH, HalfPaired, trusted_by
-from tests.homelab.rig import LONG, SHORT, Rig, fleet
+from tests.homelab.rig import LONG, LONG_PATIENCE_S, PATIENCE_S, SHORT, Rig, fleet
 from tests.homelab.rot import forget_pages, overwrite, rot
 from tests.homelab.running import MakeLab
 from tests.homelab.stream import Stream
@@ -94,7 +94,10 @@ def go_through(cell: Cell, rig: Rig) -> float:
     at = rig.cluster.now()
     spoilt = strike(cell, rig, name)
     stream = under_way if under_way is not None else rig.ask()
-    rig.check(stream, LONG if cell.phase == "prefill" else SHORT)
+    if cell.phase == "prefill":
+        rig.check(stream, LONG, LONG_PATIENCE_S if cell.fault == "slow device" else PATIENCE_S)
+    else:
+        rig.check(stream)
     seconds = first_after(stream, at, cell)
     if cell.said:
         rig.wait_said("h", cell.said.format(device=name))
