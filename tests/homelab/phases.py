@@ -17,7 +17,7 @@ from tests.homelab.running import Running
 from tests.homelab.stream import Stream
 from tools.lab.device import Device, role
 
-SLOW_TRANSFER: Final = 'transfer_limit = "1.5MB/s"\n'
+SLOW_TRANSFER: Final = 'transfer_limit = "3MB/s"\n'
 LITTLE_CPUS: Final = 0.25
 MIDDLE_TOKENS: Final = 20
 MIDDLE_SHARE: Final = 0.4

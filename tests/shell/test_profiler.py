@@ -541,8 +541,18 @@ def test_the_command_prints_a_table_and_saves_what_it_prints_as_json(tmp_path, m
     assert load_profiles(again)[0].cpu == CPU
 
 
+@pytest.fixture
+def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial is run as seldom as can be, on one big layer, and not again where runs disagree."""
+    for runs, count in (("_DECODE_RUNS", 2), ("_BATCH_RUNS", 1), ("_PREFILL_RUNS", 1)):
+        monkeypatch.setattr(speeds, runs, count)
+    monkeypatch.setattr(processors, "_CPU_WEIGHTS", BIG.weights)
+    monkeypatch.setattr(processors, "REPEATS_S", 0.0)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("few_runs")
 def test_this_device_is_measured_for_real(tmp_path, own_cache):
     home = a_home(tmp_path)
     told: list[str] = []
