@@ -22,13 +22,14 @@ class FakeSolver:
     """In place of ``solve_apart``: every device offered gets layers, if there are at least ``least`` of them.
 
     ``value`` gives the objective for a number of devices, ``layers`` how many each window of a worker has, if not one.
-    ``memory`` is what each device had available when it was asked last.
+    ``memory`` is what each device had available when it was asked last; ``prediction`` is what each plan promises.
     """
 
     def __init__(self) -> None:
         self.least = 1
         self.value: Callable[[int], float] = lambda count: 10.0
         self.layers: dict[str, int] = {}
+        self.prediction: SimpleNamespace | None = None
         self.memory: dict[str, int] = {}
         self.asked: list[tuple[str, ...]] = []
         self.foreseen: list[tuple[str, ...]] = []
@@ -48,7 +49,8 @@ class FakeSolver:
             self._news.notify_all()
         if len(names) < self.least:
             raise Infeasible(f"{len(names)} devices are short of 1 GB", short_bytes=1)
-        return SimpleNamespace(plan=plan_of(names, self.layers), prediction=None, objective_s=self.value(len(names)))
+        plan, value = plan_of(names, self.layers), self.value(len(names))
+        return SimpleNamespace(plan=plan, prediction=self.prediction, objective_s=value)
 
 
 def plan_of(names: list[str], layers: Mapping[str, int] = MappingProxyType({})) -> Plan:
@@ -84,7 +86,7 @@ class FakeRing:
         return self.parts.plan
 
     @property
-    def prediction(self) -> None:
+    def prediction(self) -> SimpleNamespace | None:
         return self.parts.prediction
 
     @property

@@ -214,6 +214,18 @@ def run(lab: Callable[[], AbstractAsyncContextManager[Lab]], test: Callable[[Lab
 # ---- the first ring -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("larger", [None, 2048])
+def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab, larger):
+    async def test(here: Lab) -> None:
+        if larger is not None:
+            here.solver.prediction = SimpleNamespace(chunk_rows=larger, tokens_per_s=2.0, ttft_s=3.0)
+        here.start()
+        ring = await here.serves()
+        assert ring.parts.options.rows == (larger or 16)
+
+    run(lab, test)
+
+
 def test_the_devices_in_sight_serve_together(lab):
     async def test(here: Lab) -> None:
         here.device("nas")

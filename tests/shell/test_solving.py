@@ -8,6 +8,7 @@ import sys
 import time
 from itertools import pairwise
 
+import msgspec
 import psutil
 import pytest
 
@@ -48,6 +49,13 @@ def test_the_answer_is_the_solvers(require):
     assert answer.plan == expected.plan
     assert answer.prediction == expected.prediction
     assert require <= set(answer.plan.devices)
+
+
+def test_where_layers_stream_it_may_take_larger_chunks():
+    work = default_workload(8192, 512, "f16", prompt_tokens=4096)
+    quick = device("d0", ram=3 * GB, rate=100e9, disk=0.2e9)
+    asked = msgspec.structs.replace(question(1), devices=[quick], workload=work)
+    assert asyncio.run(solve_apart(asked)).prediction.chunk_rows > 512
 
 
 def test_what_is_short_is_said_as_the_solver_says_it():
