@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from halda import arrange
+from halda import Plan, arrange
 from primad.daemon.extra import Tried, choose_extra_buffers
-from primad.daemon.shard import Place, open_windows, place_windows, whole_model
+from primad.daemon.shard import Place, open_windows, place_windows, streamed_of, whole_model
 from primad.engine.build import build_id
 from primad.engine.protocol import EngineOptions, Sampling
 from primad.gguf.cache import LayerCache
@@ -39,6 +39,8 @@ from primad.ring.messages import (
     Status,
 )
 from primad.ring.spawn import RingProcess
+from tools.lab import disk
+from tools.lab.memory import LimitedGroup
 
 GREEDY = Sampling(
     temperature=0,
@@ -57,7 +59,9 @@ GREEDY = Sampling(
 class LocalRing:
     """``windows[i]`` layers a round for device ``i``; ``windows=None`` is the whole model in one process.
 
-    ``extra_buffers`` None lets each window's probe decide, as the daemon does.
+    ``plan`` takes the place of ``windows`` and ``rounds``, and may stream. ``groups`` limits the memory of the process of a
+    device; then no process finds anything of its files in the page cache when it starts. ``extra_buffers`` None lets each
+    window's probe decide, as the daemon does.
 
     ``async with LocalRing(...) as ring`` loads and links it; layer files live in ``folder`` (shared between rings).
     """
@@ -68,7 +72,10 @@ class LocalRing:
         windows: Sequence[int] | None,
         *,
         rounds: int = 1,
+        plan: Plan | None = None,
+        groups: Mapping[str, LimitedGroup] | None = None,
         context: int = 2048,
+        rows: int = 512,
         threads: Sequence[int] | int = 2,
         extra_buffers: bool | None = False,
         folder: Path | None = None,
@@ -79,9 +86,11 @@ class LocalRing:
         profile = model_profile(self._header)
         names = [f"d{i}" for i in range(len(windows or [0]))]
         layers = len(profile.layers)
-        self.plan = arrange(names, windows or [layers], rounds=rounds, model=profile)
-        self._threads = [threads] * len(names) if isinstance(threads, int) else list(threads)
+        self.plan = plan or arrange(names, windows or [layers], rounds=rounds, model=profile)
+        self._threads = [threads] * len(self.plan.devices) if isinstance(threads, int) else list(threads)
+        self._groups = groups or {}
         self._context = context
+        self._rows = rows
         self._extra_buffers = extra_buffers
         self._folder = folder
         self._step_timeout_s = step_timeout_s
@@ -120,7 +129,7 @@ class LocalRing:
             options = EngineOptions(
                 context=self._context,
                 sequences=1,
-                rows=512,
+                rows=self._rows,
                 threads=self._threads[number],
                 batch_threads=self._threads[number],
                 kv_type="f16",
@@ -135,10 +144,16 @@ class LocalRing:
                 extra = await choose_extra_buffers(
                     place, self._header, held, options, lambda _: None, limits=NO_LIMITS, tried=self._tried
                 )
-            self.extra_buffers += extra
+            streaming = plan.streaming_of(name)
+            self.extra_buffers += [each and not streaming.layers for each in extra]
             if cutter is None:
                 windows = [
-                    OpenWindow(window=0, files=whole_model(self._model, plan), extra_buffers=extra[0], streamed=())
+                    OpenWindow(
+                        window=0,
+                        files=whole_model(self._model, plan),
+                        extra_buffers=extra[0] and not streaming.layers,
+                        streamed=streamed_of(plan, name)[0],
+                    )
                 ]
             else:
                 windows = self._windows(cutter, name, place, extra)
@@ -153,10 +168,19 @@ class LocalRing:
                 depth=len(plan.devices),
                 step_timeout_s=self._step_timeout_s,
                 options=options,
-                slots=0,
+                slots=streaming.slots,
             )
+        if self._groups:
+            self._forget_files()
+        for name in plan.devices:
             await self._start(name)
         await self.link({name: await self.opened(name) for name in plan.devices})
+
+    def _forget_files(self) -> None:
+        """A page that is in memory already would not count as memory of the group that uses it."""
+        files = {path for opening in self._opens.values() for window in opening.windows for path in window.files.layers}
+        for path in (self._model, *map(Path, files)):
+            disk.forget(path)
 
     async def _start(self, name: str) -> None:
         """Start a process for device ``name`` and let it load its windows."""
@@ -167,6 +191,8 @@ class LocalRing:
             threads=self._threads[number],
             place=(len(self.plan.devices) - number) if number else 0,
         )
+        if name in self._groups:
+            self._groups[name].add(process.pid)
         self._stack.push_async_callback(process.close)
         self.processes[name] = process
         events: asyncio.Queue[object] = asyncio.Queue()
@@ -217,7 +243,7 @@ class LocalRing:
                 for chunk in source.chunks():
                     writer.write(chunk)
         files = place_windows(place, specs, [0] * len(specs), 1)
-        return open_windows(specs, files, extra, [()] * len(specs))
+        return open_windows(specs, files, extra, streamed_of(self.plan, name))
 
     async def _pump(self, events: asyncio.Queue[object], process: RingProcess) -> None:
         try:
@@ -247,8 +273,12 @@ class LocalRing:
         drawn: Sequence[int] = (),
         sampling: Sampling = GREEDY,
         logprobs: int | None = None,
+        heard: Callable[[Sampled], None] = lambda _: None,
     ) -> tuple[list[Sampled], Finished]:
-        """Continue ``prompt`` behind what was ``drawn`` for it: what was sampled, and how it ended."""
+        """Continue ``prompt`` behind what was ``drawn`` for it: what was sampled, and how it ended.
+
+        ``heard`` is told each token as it comes.
+        """
         self._requests += 1
         head = self.plan.head
         await self.processes[head].send(
@@ -267,6 +297,7 @@ class LocalRing:
             match event:
                 case Sampled() if event.request == self._requests:
                     sampled.append(event)
+                    heard(event)
                 case Finished() if event.request == self._requests:
                     return sampled, event
 

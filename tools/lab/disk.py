@@ -42,6 +42,16 @@ def block_device(path: Path) -> str | None:
     return (entry / "dev").read_text(encoding="ascii").strip()
 
 
+def forget(path: Path) -> None:
+    """Have the page cache forget a file, as far as no process has it mapped."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)  # what is not written yet would stay
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
+
+
 def fill(folder: Path) -> int:
     """Leave nothing free on the file system of ``folder``; the bytes that the ballast takes."""
     with (folder / BALLAST).open("ab") as ballast:

@@ -1,0 +1,197 @@
+"""Memory for some processes and no more: a cgroup with a limit, and what they did with it.
+
+    with LimitedGroup(limit_bytes) as group:
+        process = subprocess.Popen(...)
+        group.add(process.pid)
+        before = group.counters()
+
+The page cache counts as well: a page of a file belongs to the group whose process had it read. Pages that are in memory
+already are used without being counted, therefore ``disk.forget`` the files that a measurement is about before it begins.
+The group is that of a lab without devices, so what a killed process leaves is taken away by the next lab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from tools.lab import disk
+from tools.lab.cgroups import Cgroups, Hierarchies, here
+from tools.lab.names import LabError, new_id
+from tools.lab.record import Owner, Record
+from tools.lab.removal import remove, remove_abandoned
+from tools.lab.requirements import require
+
+_NAME: Final = "limited"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """What a group holds, and what it did since it was made.
+
+    ``anonymous_bytes`` belong to no file, ``cache_bytes`` are the page cache, ``usage_bytes`` all that counts, the kernel's
+    own included, ``peak_bytes`` the most of it ever. ``limit_hits`` counts how often the limit made room, ``oom_kills``
+    processes that died of it. ``read_bytes`` came from disks, by calls, read-ahead and page faults alike.
+    """
+
+    anonymous_bytes: int
+    cache_bytes: int
+    usage_bytes: int
+    peak_bytes: int
+    swap_bytes: int
+    limit_hits: int
+    oom_kills: int
+    read_bytes: int
+
+
+class LimitedGroup:
+    """A cgroup with this limit, empty at first; its processes are killed and it is removed at the end of the block.
+
+    ``cpus`` also limits its CPU time per second, ``read_bytes_per_s`` what it reads from the disk under ``folder``. Raises
+    ``LabError`` where there are no cgroups for it.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        *,
+        cpus: float | None = None,
+        read_bytes_per_s: int | None = None,
+        folder: Path = Path("/var/tmp"),
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self._cpus = cpus
+        self._read_bytes_per_s = read_bytes_per_s
+        self._folder = folder
+        self._lab = new_id()
+        self._at: Hierarchies
+        self._groups: Cgroups
+
+    def __enter__(self) -> Self:
+        require()
+        self._at = here()
+        remove_abandoned(self._at)
+        Record(lab=self._lab, owner=Owner.this(), devices=()).create()
+        try:
+            self._groups = Cgroups(self._lab, self._at)
+            self._groups.create(_NAME)
+            self._groups.limit_memory(_NAME, self.limit_bytes)
+            if self._cpus is not None:
+                self._groups.limit_cpu(_NAME, self._cpus)
+            if self._read_bytes_per_s is not None:
+                device = disk.block_device(self._folder)
+                if device is None:
+                    raise LabError(f"{self._folder}: lies on no disk of its own; choose another folder")
+                self._groups.limit_disk(_NAME, device, self._read_bytes_per_s, None)
+        except BaseException:
+            remove(self._lab, self._at)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        remove(self._lab, self._at)
+
+    def add(self, pid: int) -> None:
+        """Put a process into the group; what it and its children take from now on counts."""
+        for path in self._groups.procs(_NAME):
+            path.write_text(str(pid), encoding="ascii")
+
+    def proc_cgroup(self) -> str:
+        """What ``/proc/PID/cgroup`` says of memory for a process of the group."""
+        path = self._at.group("memory", self._lab, _NAME).relative_to(self._at.folders["memory"])
+        return f"0::/{path}\n" if self._at.version == 2 else f"1:memory:/{path}\n"
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Another limit from now on."""
+        self.limit_bytes = limit_bytes
+        if self._at.version == 1:  # lifted first: the two limits of version 1 must never cross
+            for key in ("memory.memsw.limit_in_bytes", "memory.limit_in_bytes"):
+                with suppress(FileNotFoundError):
+                    (self._at.group("memory", self._lab, _NAME) / key).write_text("-1", encoding="ascii")
+        self._groups.limit_memory(_NAME, limit_bytes)
+
+    def counters(self) -> Counters:
+        """The figures until now."""
+        return (self._second if self._at.version == 2 else self._first)()
+
+    def _first(self) -> Counters:
+        folder = self._at.group("memory", self._lab, _NAME)
+        held = _fields(folder / "memory.stat")
+        return Counters(
+            anonymous_bytes=held["total_rss"],
+            cache_bytes=held["total_cache"],
+            usage_bytes=_number(folder / "memory.usage_in_bytes"),
+            peak_bytes=_number(folder / "memory.max_usage_in_bytes"),
+            swap_bytes=held.get("total_swap", 0),
+            limit_hits=_number(folder / "memory.failcnt"),
+            oom_kills=_fields(folder / "memory.oom_control").get("oom_kill", 0),
+            read_bytes=self._read("blkio.throttle.io_service_bytes_recursive", _reads_of_first),
+        )
+
+    def _second(self) -> Counters:
+        folder = self._at.group("memory", self._lab, _NAME)
+        held, events = _fields(folder / "memory.stat"), _fields(folder / "memory.events")
+        swap, peak = folder / "memory.swap.current", folder / "memory.peak"
+        usage = _number(folder / "memory.current")
+        return Counters(
+            anonymous_bytes=held["anon"],
+            cache_bytes=held["file"],
+            usage_bytes=usage,
+            peak_bytes=_number(peak) if peak.exists() else usage,
+            swap_bytes=_number(swap) if swap.exists() else 0,
+            limit_hits=events["max"],
+            oom_kills=events["oom_kill"],
+            read_bytes=self._read("io.stat", _reads_of_second),
+        )
+
+    def _read(self, key: str, reads: Callable[[str], Iterator[int]]) -> int:
+        """Bytes read from all disks, by the cgroup's count; by its processes' own where nobody counts for cgroups."""
+        if "blkio" in self._at.folders:
+            path = self._at.group("blkio", self._lab, _NAME) / key
+            if path.exists():
+                return sum(reads(path.read_text(encoding="ascii")))
+        return sum(read_bytes(pid) for pid in self._groups.pids(_NAME))
+
+
+def read_bytes(pid: int) -> int:
+    """What a process had read from disks so far, page faults included; 0 for one that is gone."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(": ")
+            if name == "read_bytes":
+                return int(value)
+    return 0
+
+
+def _reads_of_first(text: str) -> Iterator[int]:
+    for line in text.splitlines():
+        match line.split():
+            case [device, "Read", count] if not _is_loop(device):
+                yield int(count)
+
+
+def _reads_of_second(text: str) -> Iterator[int]:
+    for line in text.splitlines():
+        device, *pairs = line.split()
+        if not _is_loop(device):
+            yield from (int(pair.removeprefix("rbytes=")) for pair in pairs if pair.startswith("rbytes="))
+
+
+def _is_loop(device: str) -> bool:
+    """Whether ``major:minor`` is a loop device: what is read through it is read from another disk and counted there."""
+    return device.startswith("7:")
+
+
+def _fields(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text(encoding="ascii"))
