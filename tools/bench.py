@@ -1,6 +1,7 @@
 """Speed and memory, measured side by side in one run: alternating runs, medians, ratios.
 
     tools/bench ring [--json FILE] [--quick] [--model FILE.gguf ...]
+    tools/bench memory [--json FILE] [--quick] [--model FILE.gguf ...] [--limits SHARE ...] [--rounds | --ring]
     tools/bench predict [--json FILE] [--rounds N]
     tools/bench solve [--json FILE] [--sizes N ...]
     tools/bench paper [--json FILE] [--fleets N]
@@ -8,8 +9,8 @@
 ``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
 Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
 a core each); decode and prefill are each compared with the best of the four. All processes are loaded before the first run
-and take turns, so that whatever else the machine does disturbs all of them alike. ``predict``, ``solve`` and
-``paper``: see ``bench_solver.py``.
+and take turns, so that whatever else the machine does disturbs all of them alike. ``memory``: see ``bench_memory.py``;
+``predict``, ``solve`` and ``paper``: see ``bench_solver.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,13 +41,18 @@ sys.path.insert(0, str(ROOT))
 from primad.gguf.architectures import layer_count  # noqa: E402
 from primad.gguf.model import open_model  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
-from tools import bench_solver  # noqa: E402
+from tools import bench_memory, bench_solver  # noqa: E402
+from tools.lab import LabError  # noqa: E402
 from tools.local_ring import LocalRing  # noqa: E402
+from tools.plain_child import PlainChild  # noqa: E402
 from tools.plain_llama import PROMPT  # noqa: E402
 
 SMALL = ROOT / ".models" / "smollm2-135m-q4_1.gguf"
 MIDDLE = ROOT / ".models" / "gemma3-270m-q4_k_m.gguf"
 LARGE = ROOT / ".models" / "synthetic-1b-q4_k.gguf"
+LARGER = ROOT / ".models" / "synthetic-3b-q4_k.gguf"
+DEEP = ROOT / ".models" / "synthetic-deep-q4_k.gguf"
+LARGEST = ROOT / ".models" / "synthetic-8b-q4_k.gguf"
 CONTEXT = 1024
 PREFILL_ROWS = 512
 DECODE_TOKENS = 96
@@ -82,45 +88,6 @@ class Row:
     extra_buffers: list[bool]
 
 
-class PlainChild:
-    """Plain llama.cpp in a child process."""
-
-    def __init__(self, model: Path, threads: int, extra_buffers: str, environ: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                str(ROOT / "tools" / "plain_llama.py"),
-                str(model),
-                str(threads),
-                extra_buffers,
-                str(CONTEXT),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=dict(environ),
-        )
-        self.rss_bytes = 0
-
-    def ask(self, **what: int) -> float:
-        """Seconds that it took."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("plain llama.cpp ended")
-        answer = json.loads(line)
-        self.rss_bytes = answer["rss_bytes"]
-        return float(answer["seconds"])
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(10)
-
-
 def even_windows(layers: int, devices: int) -> list[int] | None:
     """Layers a device for a ring of ``devices``: even, one left over for the tail."""
     if devices == 1:
@@ -134,7 +101,7 @@ async def bench_model(model: Path, devices: Sequence[int], runs: int, threads: i
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-bench-")))
         plain = {
-            f"extra buffers {extra}, threads {waiting}": PlainChild(model, threads, extra, environ)
+            f"extra buffers {extra}, threads {waiting}": PlainChild(model, threads, extra, environ, context=CONTEXT)
             for extra in ("off", "on")
             for waiting, environ in (("default", os.environ), ("bound", environment(os.environ, threads, 0)))
         }
@@ -282,7 +249,7 @@ def predict(options: argparse.Namespace) -> int:
         SMALL,
         MIDDLE,
         synthesise(LARGE, "1b-q4k"),
-        synthesise(ROOT / ".models" / "synthetic-3b-q4_k.gguf", "3b-q4k"),
+        synthesise(LARGER, "3b-q4k"),
     ]
     facts = machine()
     warn_if_busy(facts)
@@ -296,6 +263,26 @@ def solve(options: argparse.Namespace) -> int:
     warn_if_busy(facts)
     rows = bench_solver.solve_times(options.sizes, options.fleets, options.layers)
     write_json(options.json, "solve", facts, bench_solver.as_rows(rows))
+    return 0
+
+
+def memory(options: argparse.Namespace) -> int:
+    if options.model:
+        models = options.model
+    elif options.rounds:
+        models = [synthesise(DEEP, "deep-q4k")]
+    elif options.ring or options.quick:
+        models = [synthesise(LARGER, "3b-q4k")]
+    else:
+        models = [synthesise(LARGER, "3b-q4k"), synthesise(LARGEST, "8b-q4k")]
+    facts = machine()
+    warn_if_busy(facts)
+    try:
+        rows = bench_memory.bench(options, models)
+    except LabError as exc:
+        out.print(f"tools/bench memory: error: {exc}")
+        return 1
+    write_json(options.json, "memory", facts, rows)
     return 0
 
 
@@ -330,6 +317,7 @@ def main() -> int:
     one.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1, help="threads a process")
     one.add_argument("--json", help="also write the figures to this file")
     one.set_defaults(run=ring)
+    bench_memory.add_bench(benches, psutil.cpu_count(logical=False) or 1).set_defaults(run=memory)
     bench_solver.add_benches(benches)
     benches.choices["predict"].set_defaults(run=predict)
     benches.choices["solve"].set_defaults(run=solve)

@@ -1,7 +1,8 @@
 """Plain llama.cpp through llama-cpp-python's low-level calls, as a child of the benchmark: the whole model, one process.
 
-Speaks JSON lines: {"prefill": rows} or {"decode": tokens, "after": rows} in, {"seconds": s, "rss_bytes": b} out. Decode
-takes the most likely token each time, and nothing else: it is the fastest loop that these calls allow.
+Speaks JSON lines: {"prefill": rows}, {"decode": tokens, "after": rows} or, to go on with what was computed last, {"more":
+tokens} in, {"seconds": s, "tokens": [...], "rss_bytes": b} out. Decode takes the most likely token each time, and nothing
+else: it is the fastest loop that these calls allow.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _quiet(*_: object) -> None:
 
 
 class Plain:
-    def __init__(self, path: str, threads: int, extra_buffers: bool, context: int) -> None:
+    def __init__(self, path: str, threads: int, extra_buffers: bool, context: int, rows: int) -> None:
         llama.llama_log_set(_quiet, ctypes.c_void_p(0))
         llama.llama_backend_init()
         model_params = llama.llama_model_default_params()
@@ -33,13 +34,17 @@ class Plain:
         model_params.n_gpu_layers = 0
         self.model = llama.llama_model_load_from_file(path.encode(), model_params)
         params = llama.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = context, 512, 512
+        params.n_ctx, params.n_batch, params.n_ubatch = context, rows, rows
         params.n_threads = params.n_threads_batch = threads
         params.no_perf = True
         self.context = llama.llama_init_from_model(self.model, params)
         self.memory = llama.llama_get_memory(self.context)
         self.vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
-        self.batch = llama.llama_batch_init(512, 0, 1)
+        self.batch = llama.llama_batch_init(rows, 0, 1)
+        self.rows = rows
+        self.tokens: list[int] = []
+        """Drawn since the last prompt."""
+        self.position = 0
 
     def _step(self, tokens: list[int], position: int) -> int:
         batch = self.batch
@@ -56,26 +61,38 @@ class Plain:
         """Seconds for a prompt of ``rows`` tokens."""
         llama.llama_memory_clear(self.memory, True)
         start = time.perf_counter()
-        self._step(PROMPT[:rows], 0)
+        for first in range(0, rows, self.rows):
+            token = self._step(PROMPT[first : min(rows, first + self.rows)], first)
+        self.tokens, self.position = [token], rows
         return time.perf_counter() - start
 
     def decode(self, tokens: int, after: int) -> float:
         """Seconds for ``tokens`` tokens after a prompt of ``after``."""
-        llama.llama_memory_clear(self.memory, True)
-        token = self._step(PROMPT[:after], 0)
+        self.prefill(after)
+        return self.more(tokens)
+
+    def more(self, tokens: int) -> float:
+        """Seconds for ``tokens`` tokens more."""
         start = time.perf_counter()
-        for i in range(tokens):
-            token = self._step([token], after + i)
+        for _ in range(tokens):
+            self.tokens.append(self._step(self.tokens[-1:], self.position))
+            self.position += 1
         return time.perf_counter() - start
+
+    def answer(self, ask: dict[str, int]) -> float:
+        """Seconds that it took to do what was asked."""
+        if "prefill" in ask:
+            return self.prefill(ask["prefill"])
+        return self.more(ask["more"]) if "more" in ask else self.decode(ask["decode"], ask["after"])
 
 
 def main() -> None:
-    path, threads, extra_buffers, context = sys.argv[1:]
-    plain = Plain(path, int(threads), extra_buffers == "on", int(context))
+    path, threads, extra_buffers, context, rows = sys.argv[1:]
+    plain = Plain(path, int(threads), extra_buffers == "on", int(context), int(rows))
     for line in sys.stdin:
-        ask = json.loads(line)
-        seconds = plain.prefill(ask["prefill"]) if "prefill" in ask else plain.decode(ask["decode"], ask["after"])
-        print(json.dumps({"seconds": seconds, "rss_bytes": psutil.Process().memory_info().rss}), flush=True)
+        seconds = plain.answer(json.loads(line))
+        held = psutil.Process().memory_info().rss
+        print(json.dumps({"seconds": seconds, "tokens": plain.tokens, "rss_bytes": held}), flush=True)
 
 
 if __name__ == "__main__":

@@ -151,6 +151,10 @@ PRESETS: Final[dict[str, Shape]] = {
         architecture="llama", width=2048, layers=16, heads=32, heads_kv=8, head_width=64, feed_forward=8192,
         vocabulary=128_256, context=131_072, rope_base=500_000.0, tied=True,
     ),
+    "deep-q4k": Shape(
+        architecture="llama", width=1024, layers=64, heads=16, heads_kv=1, head_width=64, feed_forward=4096,
+        vocabulary=4096, context=8192,
+    ),
     "3b-q4k": Shape(
         architecture="llama", width=3072, layers=28, heads=24, heads_kv=8, head_width=128, feed_forward=8192,
         vocabulary=128_256, context=131_072, rope_base=500_000.0, tied=True,

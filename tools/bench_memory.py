@@ -1,0 +1,574 @@
+"""Models larger than memory: plain llama.cpp beside primad under the same limit, rounds, and a ring beside one device.
+
+    tools/bench memory [--model FILE.gguf ...] [--limits SHARE ...] [--quick] [--json FILE]
+    tools/bench memory --rounds [--devices N] [--disk MB] [--cpus SHARE] [--streamed SHARE]
+    tools/bench memory --ring [--devices N] [--disk MB] [--cpus SHARE]
+
+Every run is a process (or one a device) in a cgroup with that much memory, the page cache included. Plain llama.cpp maps
+the model and leaves the rest to the kernel. primad is planned as ever: this machine's profile with what is free in the
+cgroup, the solver's plan, a ring process that streams what the plan says. Both draw the same tokens, which is checked.
+
+``--rounds`` and ``--ring`` make several devices of this machine: each has a cgroup with memory, CPU time and a disk speed
+of its own, and the network is loopback. Since one device computes at a time, each may have all the cores; but all disks
+together are this machine's one disk, so to show where rounds help, ``--rounds`` makes the processors slow, not the disks
+fast: one thread and half a processor each, and a model of many small layers, so that slots hold a small part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from halda import (
+    DeviceProfile,
+    Infeasible,
+    Instance,
+    LinkProfile,
+    ModelProfile,
+    Plan,
+    arrange,
+    evaluate,
+    instance,
+    residency,
+    solve,
+)
+from primad.daemon.questions import default_workload
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from primad.profiler.measure import profile_device
+from tools.lab.memory import LimitedGroup
+from tools.memory_runs import (
+    Run,
+    busy_share,
+    device_in,
+    most_read_bytes,
+    plan_alone,
+    prefetch_rate,
+    run_plain,
+    run_ring,
+    slot_bytes,
+)
+
+LIMITS: Final = (0.9, 0.75, 0.5, 0.3)
+CONTEXT: Final = 512
+ROUNDS: Final = (1, 2, 4)
+ROUNDS_DISK_BYTES_PER_S: Final = 250_000_000
+ROUNDS_CPUS: Final = 0.5
+SOLVE_S: Final = 60.0
+"""More than a daemon spends on a plan: what is shown is what the best plan does."""
+ROUND_TRIP_S: Final = 2e-4
+LINK_BYTES_PER_S: Final = 1e9
+"""What loopback is taken for."""
+QUIET: Final = 0.1
+"""Share of the processors that others may use without a word about it."""
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One model under one limit; medians of all runs. What begins with ``baseline`` is of plain llama.cpp.
+
+    ``ratio`` is the median of runs that stood side by side. ``disk_limit_share``: the time that the bytes read would take at
+    the rate that the disk was measured at meanwhile, over the time that a token took. ``most_read_bytes`` is what a token
+    may read: 1.10 times what weights, KV cache, buffers (both as measured: all memory that belongs to no file) and slots
+    exceed the limit by; ``told_bytes_per_token`` is what primad itself counts. The output matrix counts as a layer.
+    ``busy_share`` is the most that others used of the processors before a run.
+    """
+
+    model: str
+    model_bytes: int
+    limit_share: float
+    limit_bytes: int
+    rows: int
+    tokens_per_s: float
+    baseline_tokens_per_s: float
+    ratio: float
+    bytes_read_per_token: float
+    baseline_bytes_read_per_token: float
+    told_bytes_per_token: float | None
+    most_read_bytes: float
+    predicted_bytes_per_token: int
+    predicted_tokens_per_s: float
+    disk_bytes_per_s: float
+    disk_limit_share: float
+    stall_ms_per_token: float | None
+    streamed_layers: int
+    resident_layers: int
+    slots: int
+    anonymous_bytes: int
+    peak_bytes: int
+    oom_kills: int
+    swap_bytes: int
+    same_tokens: bool
+    busy_share: float
+    runs: int
+
+
+def bench_limits(
+    models: Sequence[Path], shares: Sequence[float], *, runs: int, tokens: int, seconds: float, threads: int
+) -> list[Row]:
+    """Plain llama.cpp and primad in turn under each limit; prints a table."""
+    profile = measured_profile(threads)
+    rows = []
+    for path in models:
+        for share in shares:
+            row = _limit(path, share, profile, runs=runs, tokens=tokens, seconds=seconds, threads=threads)
+            if row is not None:
+                rows.append(row)
+                show([row])
+    show(rows)
+    return rows
+
+
+def measured_profile(threads: int) -> DeviceProfile:
+    """This machine as ``primad profile`` measures it (a minute the first time)."""
+    with tempfile.TemporaryDirectory(prefix="primad-bench-") as home:
+        return profile_device("here", Path(home), threads, lambda what: out.print(f"measuring {what}"))
+
+
+def _limit(
+    path: Path, share: float, profile: DeviceProfile, *, runs: int, tokens: int, seconds: float, threads: int
+) -> Row | None:
+    """The figures under one limit; None, and why, where no plan exists."""
+    model, size_bytes = model_profile(open_model(path)), path.stat().st_size
+    limit = int(share * size_bytes)
+    rates = [prefetch_rate(path)]
+    with LimitedGroup(limit) as group:
+        device = device_in(group, profile, "d0", rates[0])
+    try:
+        solution, workload = plan_alone(device, model, CONTEXT)
+    except Infeasible as exc:
+        out.print(f"{path.stem} at {share:g}: no plan: {exc}")
+        return None
+    plain: list[Run] = []
+    ours: list[Run] = []
+    busy = []
+    chosen = {"threads": threads, "context": CONTEXT, "rows": workload.chunk_rows, "tokens": tokens}
+    for _ in range(runs):
+        busy.append(busy_share())
+        with LimitedGroup(limit) as group:
+            plain.append(run_plain(path, group, seconds=seconds, **chosen))
+        rates.append(prefetch_rate(path))
+        busy.append(busy_share())
+        with LimitedGroup(limit) as group:
+            ours.append(asyncio.run(run_ring(path, solution.plan, {"d0": group}, **chosen)))
+    rate, speed = statistics.median(rates), _median(ours, "tokens_per_s")
+    reads = _median(ours, "read_bytes_per_token")
+    counters = [each for run in ours for each in run.counters]
+    told = any(status.memory is not None for run in ours for status in run.statuses)
+    anonymous = max(each.anonymous_bytes for each in counters)
+    streaming = solution.plan.streaming_of("d0")
+    return Row(
+        model=path.stem,
+        model_bytes=size_bytes,
+        limit_share=share,
+        limit_bytes=limit,
+        rows=workload.chunk_rows,
+        tokens_per_s=speed,
+        baseline_tokens_per_s=_median(plain, "tokens_per_s"),
+        ratio=statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, plain, strict=True)),
+        bytes_read_per_token=reads,
+        baseline_bytes_read_per_token=_median(plain, "read_bytes_per_token"),
+        told_bytes_per_token=_median(ours, "told_bytes_per_token") if told else None,
+        most_read_bytes=most_read_bytes(size_bytes, anonymous, limit, slot_bytes(solution.plan, model)),
+        predicted_bytes_per_token=solution.prediction.devices[0].disk_bytes_per_token,
+        predicted_tokens_per_s=solution.prediction.tokens_per_s,
+        disk_bytes_per_s=rate,
+        disk_limit_share=reads / rate * speed,
+        stall_ms_per_token=_median(ours, "stall_s_per_token") * 1e3 if told else None,
+        streamed_layers=len(streaming.layers),
+        resident_layers=len(model.layers) + 1 - len(streaming.layers),
+        slots=streaming.slots,
+        anonymous_bytes=anonymous,
+        peak_bytes=max(each.peak_bytes for each in counters),
+        oom_kills=sum(each.oom_kills for each in counters),
+        swap_bytes=max(each.swap_bytes for each in counters),
+        same_tokens=all(_agree(one.tokens, other.tokens) for one, other in zip(plain, ours, strict=True)),
+        busy_share=max(busy),
+        runs=runs,
+    )
+
+
+def _agree(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether both draw the same as far as both go."""
+    return all(a == b for a, b in zip(one, other, strict=False))
+
+
+def _median(runs: Sequence[Run], figure: str) -> float:
+    return statistics.median(getattr(run, figure) for run in runs)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the result."""
+    table = Table("model", "limit", "plain tok/s", "primad tok/s", "ratio", "plain MB/token", "primad MB/token")
+    for column in (
+        "at most MB",
+        "disk MB/s",
+        "of disk limit",
+        "stall ms",
+        "streamed",
+        "slots",
+        "rows",
+        "tokens",
+        "busy",
+    ):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(
+            row.model,
+            f"{row.limit_share:g} ({row.limit_bytes / 1e6:.0f} MB)",
+            f"{row.baseline_tokens_per_s:.2f}",
+            f"{row.tokens_per_s:.2f}",
+            f"{row.ratio:.2f}",
+            f"{row.baseline_bytes_read_per_token / 1e6:.0f}",
+            f"{row.bytes_read_per_token / 1e6:.0f}",
+            f"{row.most_read_bytes / 1e6:.0f}",
+            f"{row.disk_bytes_per_s / 1e6:.0f}",
+            f"{row.disk_limit_share:.2f}",
+            "-" if row.stall_ms_per_token is None else f"{row.stall_ms_per_token:.0f}",
+            f"{row.streamed_layers} of {row.streamed_layers + row.resident_layers}",
+            str(row.slots),
+            str(row.rows),
+            "same" if row.same_tokens else "DIFFERENT",
+            f"{row.busy_share:.0%}" + (" (not idle)" if row.busy_share > QUIET else ""),
+        )
+    out.print(table)
+
+
+# ---- several devices ------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class RingRow:
+    """A ring of ``devices`` with ``rounds``: measured and predicted tokens a second.
+
+    ``chosen``: the plan is the solver's own; the others are the best of even windows with that many rounds. ``factor`` is
+    what the ring is faster than plain llama.cpp on one of the devices (None where that was not measured).
+    """
+
+    model: str
+    devices: int
+    rounds: int
+    chosen: bool
+    windows: list[int]
+    slots: list[int]
+    streamed_layers: list[int]
+    limit_bytes: list[int]
+    disk_bytes_per_s: float | None
+    tokens_per_s: float
+    predicted_tokens_per_s: float
+    bytes_read_per_token: float
+    baseline_tokens_per_s: float | None
+    factor: float | None
+    oom_kills: int
+    busy_share: float
+
+
+def bench_rounds(
+    path: Path,
+    *,
+    devices: int,
+    streamed: float,
+    disk_bytes_per_s: int,
+    cpus: float | None,
+    runs: int,
+    tokens: int,
+    threads: int,
+) -> list[RingRow]:
+    """Rings of 1, 2 and 4 rounds on devices that must stream this share of their layers, and the one that the plan picks."""
+    fleet = _Fleet(path, devices, streamed, disk_bytes_per_s, cpus, measured_profile(threads), threads)
+    chosen = fleet.solved()
+    plans = [(plan, False) for rounds in ROUNDS if (plan := fleet.even(rounds)) is not None]
+    rows = asyncio.run(_rings(fleet, [*plans, (chosen, True)], runs=runs, tokens=tokens))
+    show_rings(rows)
+    best = max((row for row in rows if not row.chosen), key=lambda row: row.tokens_per_s)
+    out.print(f"fastest of the even ones: {best.rounds} rounds; the plan picks {chosen.rounds}")
+    return rows
+
+
+def bench_ring(
+    path: Path,
+    *,
+    devices: int,
+    disk_bytes_per_s: int | None,
+    cpus: float | None,
+    runs: int,
+    tokens: int,
+    seconds: float,
+    threads: int,
+) -> list[RingRow]:
+    """A ring that together holds the model, and plain llama.cpp with what the largest of its devices has; the factor."""
+    fleet = _Fleet(path, devices, 0.0, disk_bytes_per_s, cpus, measured_profile(threads), threads)
+    (row,) = asyncio.run(_rings(fleet, [(fleet.solved(), True)], runs=runs, tokens=tokens))
+    speeds = []
+    for _ in range(runs):
+        with fleet.group(max(fleet.limits)) as group:
+            speeds.append(
+                run_plain(
+                    path, group, threads=threads, context=CONTEXT, rows=fleet.rows, tokens=tokens, seconds=seconds
+                ).tokens_per_s
+            )
+    row.baseline_tokens_per_s = statistics.median(speeds)
+    row.factor = row.tokens_per_s / row.baseline_tokens_per_s
+    show_rings([row])
+    return [row]
+
+
+class _Fleet:
+    """Devices made of this machine, with just the memory to keep all but a share of their layers, evenly cut."""
+
+    rows: Final = 128
+
+    def __init__(
+        self,
+        path: Path,
+        devices: int,
+        streamed: float,
+        disk_bytes_per_s: int | None,
+        cpus: float | None,
+        profile: DeviceProfile,
+        threads: int,
+    ) -> None:
+        self.path = path
+        self.names = [f"d{i}" for i in range(devices)]
+        self.model: ModelProfile = model_profile(open_model(path))
+        self.disk_bytes_per_s = disk_bytes_per_s
+        self.cpus = cpus
+        self.threads = threads
+        self._workload = default_workload(CONTEXT, self.rows, "f16")
+        rate = prefetch_rate(path)
+        self.rate = rate if disk_bytes_per_s is None else min(rate, float(disk_bytes_per_s))
+        question = self._question([profile])
+        layers = len(self.model.layers)
+        held = sum(layer.size_bytes for layer in self.model.layers) + layers * max(question.kv_bytes)
+        share = -(-layers // devices) / layers
+        slots = 2 * question.slot_bytes if streamed else 0
+        each = int(share * held * (1 - streamed)) + slots + question.runtime_bytes
+        head = self.model.output_bytes + question.head_bytes
+        self.limits = [int(1.02 * (each + (0 if i else head))) for i in range(devices)]
+        self._profile = profile if cpus is None else slowed(profile, cpus / threads)
+
+    def _question(self, devices: Sequence[DeviceProfile]) -> Instance:
+        return instance(devices, self._links(), self.model, self._workload, {})
+
+    def _links(self) -> list[LinkProfile]:
+        return [
+            LinkProfile(source=a, target=b, address="", round_trip_s=ROUND_TRIP_S, bytes_per_s=LINK_BYTES_PER_S)
+            for a in self.names
+            for b in self.names
+            if a != b
+        ]
+
+    def group(self, limit: int) -> LimitedGroup:
+        """The memory and the disk of one device."""
+        folder = self.path.resolve().parent
+        return LimitedGroup(limit, cpus=self.cpus, read_bytes_per_s=self.disk_bytes_per_s, folder=folder)
+
+    @contextmanager
+    def groups(self) -> Iterator[Mapping[str, LimitedGroup]]:
+        """Those of all devices."""
+        with ExitStack() as stack:
+            yield {
+                name: stack.enter_context(self.group(limit))
+                for name, limit in zip(self.names, self.limits, strict=True)
+            }
+
+    def devices(self) -> list[DeviceProfile]:
+        """The profiles of all devices."""
+        with self.groups() as groups:
+            return [device_in(group, self._profile, name, self.rate) for name, group in groups.items()]
+
+    def solved(self) -> Plan:
+        """The solver's plan, with every device in it; says so when it is not sure that it is the best."""
+        solution = solve(
+            self.devices(),
+            self._links(),
+            self.model,
+            self._workload,
+            objective="latency",
+            require=frozenset(self.names),
+            time_limit_s=SOLVE_S,
+        )
+        if not solution.proven:
+            out.print(f"the solver did not end within {SOLVE_S:g} s: there may be a plan better by {solution.gap:.0%}")
+        return solution.plan
+
+    def even(self, rounds: int) -> Plan | None:
+        """The best plan of so many rounds in which the workers have equal windows; None where none fits."""
+        question = self._question(self.devices())
+        layers, count = len(self.model.layers), len(self.names)
+        found: list[tuple[float, Plan]] = []
+        for head in range(1, layers // rounds + 1):
+            for other in range(1, layers // rounds + 1):
+                if rounds * (head + other * (count - 1)) < layers // 2:
+                    continue  # nearly all would be the tail
+                try:
+                    plan = residency(
+                        arrange(self.names, [head, *[other] * (count - 1)], rounds=rounds, model=self.model), question
+                    )
+                except Infeasible:
+                    continue
+                prediction = evaluate(plan, question)
+                if not prediction.short:
+                    found.append((prediction.tpot_s, plan))
+        return min(found, key=lambda each: each[0])[1] if found else None
+
+    def predicted(self, plan: Plan) -> float:
+        """Tokens a second that a plan promises."""
+        return 1 / evaluate(plan, self._question(self.devices())).tpot_s
+
+
+def slowed(profile: DeviceProfile, share: float) -> DeviceProfile:
+    """The profile of a device that has this share of the CPU time that ``profile`` was measured with."""
+    cpu, share = profile.cpu, min(1.0, share)
+    speeds = tuple(
+        replace(
+            speed,
+            decode_bytes_per_s=speed.decode_bytes_per_s * share,
+            batch_bytes_per_s=speed.batch_bytes_per_s * share,
+            prefill_flop_per_s=speed.prefill_flop_per_s * share,
+        )
+        for speed in cpu.speeds
+    )
+    return replace(profile, cpu=replace(cpu, step_s=cpu.step_s / share, layer_s=cpu.layer_s / share, speeds=speeds))
+
+
+async def _rings(fleet: _Fleet, plans: Sequence[tuple[Plan, bool]], *, runs: int, tokens: int) -> list[RingRow]:
+    done: list[list[Run]] = [[] for _ in plans]
+    busy = []
+    with tempfile.TemporaryDirectory(prefix="primad-bench-", dir=fleet.path.resolve().parent) as folder:
+        for _ in range(runs):
+            for number, (plan, _) in enumerate(plans):
+                busy.append(busy_share())
+                with fleet.groups() as groups:
+                    done[number].append(
+                        await run_ring(
+                            fleet.path,
+                            plan,
+                            groups,
+                            threads=fleet.threads,
+                            context=CONTEXT,
+                            rows=fleet.rows,
+                            tokens=tokens,
+                            folder=Path(folder),
+                        )
+                    )
+    return [
+        RingRow(
+            model=fleet.path.stem,
+            devices=len(fleet.names),
+            rounds=plan.rounds,
+            chosen=chosen,
+            windows=[len(window.layers) for window in plan.route],
+            slots=[plan.streaming_of(name).slots for name in plan.devices],
+            streamed_layers=[len(plan.streaming_of(name).layers) for name in plan.devices],
+            limit_bytes=fleet.limits,
+            disk_bytes_per_s=fleet.disk_bytes_per_s,
+            tokens_per_s=_median(ran, "tokens_per_s"),
+            predicted_tokens_per_s=fleet.predicted(plan),
+            bytes_read_per_token=_median(ran, "read_bytes_per_token"),
+            baseline_tokens_per_s=None,
+            factor=None,
+            oom_kills=sum(each.oom_kills for run in ran for each in run.counters),
+            busy_share=max(busy),
+        )
+        for (plan, chosen), ran in zip(plans, done, strict=True)
+    ]
+
+
+def show_rings(rows: Sequence[RingRow]) -> None:
+    """Print the result."""
+    table = Table("model", "devices", "rounds", "windows", "streamed", "slots", "tok/s", "predicted", "MB/token")
+    for column in ("plain tok/s", "factor", "busy"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(
+            row.model,
+            str(row.devices),
+            f"{row.rounds}" + (" (the plan's)" if row.chosen else ""),
+            "+".join(map(str, row.windows)),
+            "/".join(map(str, row.streamed_layers)),
+            "/".join(map(str, row.slots)),
+            f"{row.tokens_per_s:.2f}",
+            f"{row.predicted_tokens_per_s:.2f}",
+            f"{row.bytes_read_per_token / 1e6:.0f}",
+            "-" if row.baseline_tokens_per_s is None else f"{row.baseline_tokens_per_s:.2f}",
+            "-" if row.factor is None else f"{row.factor:.1f}",
+            f"{row.busy_share:.0%}" + (" (not idle)" if row.busy_share > QUIET else ""),
+        )
+    out.print(table)
+
+
+def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], threads: int) -> argparse.ArgumentParser:
+    """Adds ``memory`` to the command line."""
+    one = benches.add_parser("memory", help="models larger than memory, beside plain llama.cpp under the same limit")
+    one.add_argument(
+        "--model",
+        type=Path,
+        action="append",
+        help="GGUF file (default: synthetic 3B and 8B; the 3B for --ring, a deep one for --rounds)",
+    )
+    one.add_argument("--limits", type=float, nargs="+", default=list(LIMITS), help="memory as a share of the model")
+    one.add_argument("--rounds", action="store_true", help="instead: rings of 1, 2 and 4 rounds that stream")
+    one.add_argument(
+        "--ring", action="store_true", help="instead: a ring that holds the model, beside one of its devices"
+    )
+    one.add_argument("--devices", type=int, default=4, help="devices of these rings (default: 4)")
+    one.add_argument(
+        "--disk", type=float, help="MB/s of a device's disk (default: 250 for --rounds, no limit for --ring)"
+    )
+    one.add_argument("--cpus", type=float, help="CPU time of a device (default: 0.5 for --rounds, no limit for --ring)")
+    one.add_argument("--streamed", type=float, default=0.5, help="share of the layers to stream in --rounds")
+    one.add_argument("--runs", type=int, default=3, help="runs of each (default: 3)")
+    one.add_argument("--tokens", type=int, default=24, help="tokens of a run (default: 24)")
+    one.add_argument("--seconds", type=float, default=20.0, help="time after which plain llama.cpp is stopped")
+    one.add_argument("--quick", action="store_true", help="the 3B, one run, 10 tokens")
+    one.add_argument("--threads", type=int, help="threads a process (default: one a core; 1 for --rounds)")
+    one.add_argument("--json", help="also write the figures to this file")
+    one.set_defaults(cores=threads)
+    return one
+
+
+def bench(options: argparse.Namespace, models: Sequence[Path]) -> list[dict[str, object]]:
+    """What the command line asks for; plain data for ``--json``."""
+    runs, tokens, seconds = (1, 10, 8.0) if options.quick else (options.runs, options.tokens, options.seconds)
+    threads = options.threads or options.cores
+    disk = None if options.disk is None else int(options.disk * 1e6)
+    rows: list[Row] | list[RingRow]
+    if options.rounds:
+        rows = bench_rounds(
+            models[0],
+            devices=options.devices,
+            streamed=options.streamed,
+            disk_bytes_per_s=disk or ROUNDS_DISK_BYTES_PER_S,
+            cpus=options.cpus or ROUNDS_CPUS,
+            runs=runs,
+            tokens=tokens,
+            threads=options.threads or 1,
+        )
+    elif options.ring:
+        rows = bench_ring(
+            models[0],
+            devices=options.devices,
+            disk_bytes_per_s=disk,
+            cpus=options.cpus,
+            runs=runs,
+            tokens=tokens,
+            seconds=seconds,
+            threads=threads,
+        )
+    else:
+        rows = bench_limits(models, options.limits, runs=runs, tokens=tokens, seconds=seconds, threads=threads)
+    return [asdict(row) for row in rows]

@@ -1,0 +1,76 @@
+"""Plain llama.cpp in a child process, asked by a benchmark; see ``plain_llama.py``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+class PlainChild:
+    """A whole model in one process, mapped; ``extra_buffers`` is on or off, ``rows`` the most that it computes at once."""
+
+    def __init__(
+        self,
+        model: Path,
+        threads: int,
+        extra_buffers: str,
+        environ: Mapping[str, str],
+        *,
+        context: int,
+        rows: int = 512,
+    ) -> None:
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                str(ROOT / "tools" / "plain_llama.py"),
+                str(model),
+                str(threads),
+                extra_buffers,
+                str(context),
+                str(rows),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(environ),
+        )
+        self.rss_bytes = 0
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def ask(self, **what: int) -> float:
+        """Seconds that it took."""
+        return float(self.answer(**what)["seconds"])
+
+    def answer(self, **what: int) -> dict[str, Any]:
+        """All that it says. Raises ``RuntimeError`` when it is gone."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise RuntimeError(f"plain llama.cpp ended with code {self._process.wait(10)}")
+        answer: dict[str, Any] = json.loads(line)
+        self.rss_bytes = answer["rss_bytes"]
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(10)
