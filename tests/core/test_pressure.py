@@ -264,7 +264,7 @@ def test_readings_are_taken_only_so_often():
 def test_what_went_missing_between_readings_is_counted():
     watch = PressureWatch(lambda: replace(QUIET, available_bytes=GIB + MIB))
     actions = [
-        watch.sample(i * 0.01, held_bytes=GIB, layer_bytes=LAYER, shrinkable=3, growable=0, evicted_bytes=LAYER // 10)
+        watch.sample(i * 0.01, held_bytes=GIB, layer_bytes=LAYER, shrinkable=3, growable=0, evicted_bytes=LAYER // 50)
         for i in range(150)
     ]
     assert Shrink(1) in actions
