@@ -64,11 +64,13 @@ class MemoryGroup:
         )
 
 
-def memory(proc: Path = _CGROUP, root: Path = _ROOT) -> Memory:
+def memory(proc: Path = _CGROUP, root: Path = _ROOT, ours: Iterable[int] = ()) -> Memory:
     """The memory of this machine or of the tightest cgroup around this process.
 
-    Of a cgroup's file pages the inactive ones count as available: those in use are somebody's.
+    Of a cgroup's file pages the inactive ones count as available: those in use are somebody's, unless the processes
+    ``ours`` have mapped them, which give them back when another plan needs them.
     """
+    mapped = sum(map(_mapped, ours))
     machine = psutil.virtual_memory()
     total, available = int(machine.total), int(machine.available)
     for group in groups(proc, root):
@@ -76,6 +78,7 @@ def memory(proc: Path = _CGROUP, root: Path = _ROOT) -> Memory:
         if usage is not None:
             total = min(total, usage.limit_bytes)
             free = usage.limit_bytes - usage.used_bytes + usage.inactive_file_bytes
+            free += min(usage.active_file_bytes, mapped)
             available = min(available, max(0, free))
     return Memory(total, available)
 
@@ -135,6 +138,14 @@ def _held(pid: int, proc: Path) -> int:
     if "Pss_Anon" not in fields:  # an older kernel: pages that no file has, or not like this
         return fields.get("Private_Dirty", 0) + fields.get("Shared_Dirty", 0)
     return ours + min(fields.get("Pss_File", 0), max(0, fields.get("Locked", 0) - ours))
+
+
+def _mapped(pid: int) -> int:
+    """File pages in memory that the process has mapped; 0 where that is not told."""
+    try:
+        return int(getattr(psutil.Process(pid).memory_info(), "shared", 0))
+    except psutil.Error:
+        return 0
 
 
 def _private(pid: int) -> int:

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 import numpy as np
+import psutil
 
 from halda import DeviceProfile
 from primad.config import layer_folder
@@ -141,7 +142,7 @@ def ram_read_bytes_per_s(threads: int) -> float:
 
 def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord) -> DeviceProfile:
     """What was measured together with what is so now."""
-    now = memory()
+    now = memory(ours=[child.pid for child in psutil.Process().children()])
     return DeviceProfile(
         device=name,
         host=host_id(),

@@ -85,6 +85,16 @@ def test_a_group_says_what_files_take_of_it(cgroups):
     assert (usage.inactive_file_bytes, usage.active_file_bytes) == (4 * MIB, 7)
 
 
+def test_what_our_own_processes_have_mapped_of_a_group_is_available(cgroups):
+    cgroups.v2("/a", 8 * GIB, 6 * GIB)
+    (cgroups.root / "a" / "memory.stat").write_text(f"inactive_file {GIB}\nactive_file {MIB}\n")
+    cgroups.proc.write_text("0::/a\n")
+    assert memory(cgroups.proc, cgroups.root).available_bytes == 3 * GIB
+    ours = memory(cgroups.proc, cgroups.root, ours=[os.getpid()])
+    assert ours.available_bytes == 3 * GIB + MIB, "no more than the group has in use"
+    assert memory(cgroups.proc, cgroups.root, ours=[]).available_bytes == 3 * GIB
+
+
 def test_a_limit_of_version_1_is_all_there_is(cgroups):
     cgroups.v1("/docker/abc", 64 * MIB, 24 * MIB, inactive=4 * MIB)
     found = cgroups.memory("12:cpu,cpuacct:/docker/abc", "7:memory:/docker/abc", "1:name=systemd:/docker/abc")
