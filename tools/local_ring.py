@@ -169,6 +169,7 @@ class LocalRing:
                 step_timeout_s=self._step_timeout_s,
                 options=options,
                 slots=streaming.slots,
+                usage=str(place.usage),
             )
         if self._groups:
             self._forget_files()

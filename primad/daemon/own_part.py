@@ -48,6 +48,7 @@ async def start_own(parts: RingParts, specs: list[WindowSpec]) -> tuple[RingProc
             step_timeout_s=parts.options.step_timeout_s,
             options=options,
             slots=parts.plan.streaming_of(parts.plan.head).slots,
+            usage=str(parts.place.usage),
         )
     )
     return process, len(windows)

@@ -351,6 +351,7 @@ class Parts:
                 step_timeout_s=load.step_timeout_s,
                 options=options,
                 slots=content.slots,
+                usage=str(self._place.usage),
             ),
         )
         return host

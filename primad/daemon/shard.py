@@ -36,6 +36,11 @@ class Place:
     verdicts: Path
     build: str
 
+    @property
+    def usage(self) -> Path:
+        """Where it is kept how often the experts of layers are used."""
+        return self.verdicts.with_name("expert-usage")
+
 
 async def missing_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> list[LayerRef]:
     """Those of ``refs`` that are not in ``cache`` whole, each once; hashed one at a time, so stopping waits for one."""

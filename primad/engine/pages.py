@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from primad.errors import EngineError
+from primad.errors import EngineError, WeightsError
 
 try:
     import fcntl
@@ -33,11 +34,14 @@ except ImportError:  # Windows
 
 PIECE_BYTES: Final = 8 << 20
 """A range is read in pieces of this size: large enough for the disk, small enough to change one's mind in between."""
+ASK_BYTES: Final = 512 << 10
+"""The system reads no more than its largest request for one advice, and forgets the rest of it."""
 _PAGE: Final = mmap.PAGESIZE
 _POPULATE_READ: Final = 22
 """``MADV_POPULATE_READ`` (Linux 5.14), which Python does not name."""
 _DONTNEED: Final = 4
 _RANDOM: Final = 1
+_WILLNEED: Final = 3
 _F_RDADVISE: Final = 44
 """``fcntl`` command of macOS."""
 
@@ -170,7 +174,8 @@ class Pages:
     def release(self) -> None:
         """Give the pages back, but those that another range has a share in."""
         for span in self._spans:
-            span.release()
+            begin, length = span.inner()
+            span.release(begin, begin + length)
 
     def at_random(self) -> None:
         """Say that single rows will be read, so that nothing is read around them."""
@@ -202,6 +207,62 @@ class Pages:
             file.close()
 
 
+class Slices:
+    """``count`` slices of one size that follow each other in a range of a file, asked for, read and released one by one.
+
+    A page that two of them share is read with either, and released with the second. Thread-safe like ``Pages``.
+    """
+
+    def __init__(self, whole: FileRange, count: int) -> None:
+        assert whole.size % count == 0
+        self.count = count
+        self.slice_bytes = whole.size // count
+        self._whole = whole
+        self._pages = Pages([whole])
+
+    def find(self) -> None:
+        """As ``Pages.find``."""
+        self._pages.find()
+
+    def pieces(self, number: int) -> Iterator[Piece]:
+        """One slice in pieces of at most ``PIECE_BYTES``, in order."""
+        start = self._whole.offset + number * self.slice_bytes
+        for span in self._pages._spans:
+            first, last = max(start, span.offset), min(start + self.slice_bytes, span.offset + span.size)
+            for at in range(first, last, PIECE_BYTES):
+                yield Piece(span, at - span.offset, min(PIECE_BYTES, last - at))
+
+    def release(self, number: int, held: NDArray[np.bool_]) -> None:
+        """Give a slice back; ``held`` says of all slices which are still used."""
+        start = self._whole.offset + number * self.slice_bytes
+        end = start + self.slice_bytes
+        before = number == 0 or bool(held[number - 1])
+        behind = number == self.count - 1 or bool(held[number + 1])
+        first = (start + _PAGE - 1 if before else start) // _PAGE * _PAGE
+        last = (end if behind else end + _PAGE - 1) // _PAGE * _PAGE
+        for span in self._pages._spans:
+            begin, length = span.inner()
+            span.release(max(first, begin), min(last, begin + length))
+
+    def missing(self) -> NDArray[np.float64]:
+        """The share of each slice that is not in memory; 0 where the system does not say."""
+        gone = np.zeros(self.count)
+        if _LIBC is None:
+            return gone
+        for span in self._pages._spans:
+            begin, length = span.outer(0, span.size)
+            absent = np.concatenate(([0], np.cumsum(~_present(span.base + begin, length))))
+            starts = self._whole.offset + self.slice_bytes * np.arange(self.count)
+            first = np.clip((starts - begin) // _PAGE, 0, len(absent) - 1)
+            last = np.clip(-(-(starts + self.slice_bytes - begin) // _PAGE), 0, len(absent) - 1)
+            gone += (absent[last] - absent[first]) * _PAGE / self.slice_bytes
+        return np.minimum(gone, 1.0)
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._pages.close()
+
+
 class _File:
     """An open weight file, with its stamp; without ``/proc`` also mapped here."""
 
@@ -231,8 +292,9 @@ class _File:
         return int(np.frombuffer(self._map, np.uint8).ctypes.data)
 
     def own_touch(self, offset: int, size: int) -> None:
-        """Ask for a range and read a byte of each of its pages."""
+        """Ask for a range and read a byte of each of its pages. Raises ``WeightsError`` when the file ends before it."""
         assert self._map is not None
+        self.check_length(offset, size)
         start = offset - offset % _PAGE
         length = offset + size - start
         if hasattr(self._map, "madvise") and hasattr(mmap, "MADV_WILLNEED"):
@@ -244,7 +306,12 @@ class _File:
             _prefetch_virtual_memory(self.own_address() + start, length)
         np.frombuffer(self._map, np.uint8, count=length, offset=start)[::_PAGE].max()
 
-    def error(self, offset: int, size: int) -> EngineError:
+    def check_length(self, offset: int, size: int) -> None:
+        """Raises ``WeightsError`` when the file ends before the range does: touching its pages would end this process."""
+        if os.fstat(self.handle.fileno()).st_size < offset + size:
+            raise self.error(offset, size)
+
+    def error(self, offset: int, size: int) -> WeightsError:
         """Why a range cannot be read, found out by reading it in the ordinary way."""
         why = "the system does not say why"
         try:
@@ -257,7 +324,7 @@ class _File:
                     left -= len(got)
         except OSError as exc:
             why = exc.strerror or str(exc)
-        return EngineError(f"{self.path}: weights cannot be read: {why}")
+        return WeightsError(f"{self.path}: weights cannot be read: {why}", self.path)
 
     def close(self) -> None:
         self.handle.close()
@@ -304,12 +371,12 @@ class _Span:
         begin, length = self.outer(self.size - 1, 1)
         return _absent(self.base + begin, length) == 0
 
-    def release(self) -> None:
-        begin, length = self.inner()
-        if _LIBC is None or not length:
+    def release(self, first: int, last: int) -> None:
+        """Give back the pages of the file from offset ``first`` to ``last``."""
+        if _LIBC is None or last <= first:
             return
-        _LIBC.madvise(self.base + begin, length, _DONTNEED)
-        os.posix_fadvise(self.file.handle.fileno(), begin, length, os.POSIX_FADV_DONTNEED)
+        _LIBC.madvise(self.base + first, last - first, _DONTNEED)
+        os.posix_fadvise(self.file.handle.fileno(), first, last - first, os.POSIX_FADV_DONTNEED)
 
     def lock(self) -> None:
         begin, length = self.outer(0, self.size)
@@ -333,8 +400,27 @@ class Piece:
     start: int
     size: int
 
+    def ask(self) -> None:
+        """Have the disk begin with it, among others; ``read`` waits for it.
+
+        Where single slices are read, this is more than haste: a range that is only populated makes the system read on
+        behind it, several megabytes at a time.
+        """
+        if _LIBC is None:
+            return
+        begin, length = self.span.outer(self.start, self.size)
+        for at in range(0, length, ASK_BYTES):
+            _LIBC.madvise(self.span.base + begin + at, min(ASK_BYTES, length - at), _WILLNEED)
+
+    def missing(self) -> int:
+        """Bytes that are not in memory; all where the system does not say."""
+        if _LIBC is None:
+            return self.size
+        begin, length = self.span.outer(self.start, self.size)
+        return _absent(self.span.base + begin, length)
+
     def read(self) -> int:
-        """Have it in memory; bytes that were not. Raises ``EngineError`` when the disk does not give them."""
+        """Have it in memory; bytes that were not. Raises ``WeightsError`` when the disk does not give them."""
         span = self.span
         if _LIBC is None:
             span.file.own_touch(span.offset + self.start, self.size)
@@ -344,6 +430,7 @@ class Piece:
         while _LIBC.madvise(span.base + begin, length, _POPULATE_READ) != 0:
             code = ctypes.get_errno()
             if code == errno.EINVAL:  # a kernel before 5.14
+                span.file.check_length(span.offset + self.start, self.size)
                 _touch(span.base + begin, length, span)
                 break
             if code not in (errno.EAGAIN, errno.EINTR):
@@ -362,12 +449,17 @@ def _touch(address: int, length: int, span: _Span) -> None:
 
 def _absent(address: int, length: int) -> int:
     """Bytes of a mapped range that are not in memory."""
+    present = _present(address, length)
+    return int(len(present) - np.count_nonzero(present)) * _PAGE
+
+
+def _present(address: int, length: int) -> NDArray[np.bool_]:
+    """For each page of a mapped range whether it is in memory; said of all where the system does not answer."""
     assert _LIBC is not None
-    pages = length // _PAGE
-    present = np.empty(pages, np.uint8)
+    present = np.empty(length // _PAGE, np.uint8)
     if _LIBC.mincore(address, length, present.ctypes.data) != 0:
-        return 0
-    return int(pages - np.count_nonzero(present & 1)) * _PAGE
+        return np.ones(len(present), np.bool_)
+    return (present & 1).astype(np.bool_)
 
 
 def _prefetch_virtual_memory(address: int, length: int) -> None:

@@ -14,14 +14,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
+from primad.engine.expert_loader import ExpertLoader
+from primad.engine.experts import Picks
 from primad.engine.pages import Pages, Piece, disk_read_bytes
 from primad.engine.pressure import Grow, Hold, Level, PressureWatch, Replan, Shrink
 from primad.engine.residency import Residency, ladder
-from primad.errors import EngineError
+from primad.errors import EngineError, WeightsError
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +47,18 @@ class Streamer:
     """
 
     def __init__(
-        self, units: Sequence[Pages], residency: Residency, *, lock: bool, verify: Verify, watch: PressureWatch
+        self,
+        units: Sequence[Pages],
+        residency: Residency,
+        *,
+        experts: ExpertLoader | None,
+        lock: bool,
+        verify: Verify,
+        watch: PressureWatch,
     ) -> None:
         assert len(units) == len(residency.sizes)
+        self.experts = experts
+        """What looks after the experts of layers that stream by expert; they are no part of the units."""
         self._units = tuple(units)
         self._residency = residency
         self._rungs, self._rung = ladder(residency), 0
@@ -94,11 +105,14 @@ class Streamer:
     def read_bytes(self) -> int:
         """Bytes that this process read from disk since ``start``; what was asked for where the system does not count it."""
         now = disk_read_bytes()
-        return self._asked_bytes if now is None or self._read_before is None else now - self._read_before
+        if now is None or self._read_before is None:
+            return self._asked_bytes + (self.experts.asked_bytes if self.experts is not None else 0)
+        return now - self._read_before
 
     def streamed_pages(self) -> list[Pages]:
         """The units that are not to be held when they are loaded."""
-        return [self._units[unit] for unit in sorted(self._residency.streamed)] if self._residency.streams else []
+        units = [self._units[unit] for unit in sorted(self._residency.streamed)] if self._residency.streams else []
+        return units + (self.experts.absent_pages() if self.experts is not None else [])
 
     def start(self) -> None:
         """Begin to read ahead. Raises ``EngineError`` where a unit is not mapped or cannot be locked."""
@@ -110,6 +124,8 @@ class Streamer:
             self._asked_bytes += self._units[each].read()
             if self._lock_resident:
                 self._units[each].lock()
+        if self.experts is not None:
+            self.experts.start()
         if not residency.streams:
             self._held = set(residency.streamed)
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
@@ -155,8 +171,8 @@ class Streamer:
         for pages in self._files_of(first, last):
             for path in pages.changed():
                 if not self._verify(path):
-                    raise EngineError(
-                        f"{path}: somebody wrote to this file while it was used; it is not the model any more"
+                    raise WeightsError(
+                        f"{path}: somebody wrote to this file while it was used; it is not the model any more", path
                     )
                 pages.trust(path)
 
@@ -184,6 +200,8 @@ class Streamer:
             self._held |= newly  # they are in memory; the loader gives back what is not wanted
             self._held &= residency.streamed
             self._condition.notify_all()
+        if self.experts is not None and residency.pool_bytes != before.pool_bytes:
+            self.experts.resize(residency.pool_bytes)
         if self._lock_resident:
             for unit in newly:
                 self._units[unit].unlock()
@@ -197,6 +215,8 @@ class Streamer:
             self._condition.notify_all()
         if self._thread is not None:
             self._thread.join()
+        if self.experts is not None:
+            self.experts.close()
         for unit in self._units:
             unit.close()
 
@@ -242,7 +262,8 @@ class Streamer:
         """Step down or up the ladder as the watch says."""
         now = self._residency
         locked = now.resident_bytes if self._lock_resident else 0
-        evicted, self._told_evicted = self.evicted_bytes - self._told_evicted, self.evicted_bytes
+        total = self.evicted_bytes + (self.experts.evicted_bytes if self.experts is not None else 0)
+        evicted, self._told_evicted = total - self._told_evicted, total
         action = self._watch.sample(
             time.monotonic(),
             held_bytes=now.held_bytes - locked,
@@ -340,9 +361,21 @@ class WindowStream:
     """One window's part of a ``Streamer``: its units begin at ``first``.
 
     The first ``cpu_layers`` of its ``layers`` are units, in order; ``output``: so is the output matrix behind them.
+    ``routers`` are those of them that stream by expert, counted from the window's first, with their place among all such
+    layers and their number of experts.
     """
 
-    def __init__(self, streamer: Streamer, first: int, *, layers: int, cpu_layers: int, output: bool) -> None:
+    def __init__(
+        self,
+        streamer: Streamer,
+        first: int,
+        *,
+        layers: int,
+        cpu_layers: int,
+        output: bool,
+        routers: Mapping[int, tuple[int, int]],
+    ) -> None:
+        self.routers = dict(routers)
         self._streamer = streamer
         self._first = first
         self._layers, self._cpu_layers, self._output = layers, cpu_layers, output
@@ -370,7 +403,9 @@ class WindowStream:
         return found
 
     def arrive(self) -> None:
-        """As ``Streamer.arrive``."""
+        """As ``Streamer.arrive``, and ``ExpertLoader.arrive``."""
+        if self.routers and self._streamer.experts is not None:
+            self._streamer.experts.arrive()
         if self._first < self._last:
             self._streamer.arrive(self._first, self._last)
 
@@ -378,7 +413,18 @@ class WindowStream:
         """As ``Streamer.reach``."""
         self._streamer.reach(unit)
 
-    def depart(self) -> None:
-        """As ``Streamer.depart``."""
+    def pick(self, place: int, picks: Picks) -> None:
+        """As ``ExpertLoader.pick``."""
+        assert self._streamer.experts is not None
+        start = time.perf_counter()
+        self._streamer.experts.pick(place, picks)
+        self._streamer.stall_s += time.perf_counter() - start
+
+    def depart(self) -> bool:
+        """As ``Streamer.depart``; whether all ``routers`` told what they picked."""
+        told = True
+        if self.routers and self._streamer.experts is not None:
+            told = self._streamer.experts.depart(place for place, _ in self.routers.values())
         if self._first < self._last:
             self._streamer.depart(self._first, self._last)
+        return told

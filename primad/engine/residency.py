@@ -17,7 +17,7 @@ Streamed units are spread evenly, so that between two of them resident ones are 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -29,12 +29,16 @@ LARGE: Final = 1.5
 class Residency:
     """``sizes`` are bytes of the units in visiting order; ``streamed`` are indices of those that stream.
 
-    At most ``ahead_bytes`` of streamed units are held, or one unit where that is larger.
+    At most ``ahead_bytes`` of streamed units are held, or one unit where that is larger. Where layers stream by expert,
+    their experts are no part of the units but share a pool of ``pool_bytes``; ``layer_pool_bytes`` are those of one layer,
+    the least that a pool holds. Both are 0 without.
     """
 
     sizes: tuple[int, ...]
     streamed: frozenset[int]
     ahead_bytes: int
+    pool_bytes: int = 0
+    layer_pool_bytes: int = 0
 
     def __post_init__(self) -> None:
         assert all(0 <= unit < len(self.sizes) for unit in self.streamed)
@@ -58,7 +62,7 @@ class Residency:
     @property
     def held_bytes(self) -> int:
         """The most that is in memory at a time."""
-        return self.resident_bytes + min(self.streamed_bytes, self._room_bytes)
+        return self.resident_bytes + min(self.streamed_bytes, self._room_bytes) + self.pool_bytes
 
     @property
     def streams(self) -> bool:
@@ -92,16 +96,39 @@ class Residency:
 def ladder(base: Residency) -> tuple[Residency, ...]:
     """``base`` and what streams instead under more and more pressure, down to nothing resident.
 
-    Every rung holds less than the one before it: one more unit streams, taken from the middle of the longest run of
-    resident ones, or as many more as it takes until less is held.
+    Every rung holds less than the one before it. First a pool of experts gives back a layer's bytes at a time; then one more
+    unit streams, taken from the middle of the longest run of resident ones, or as many more as it takes until less is held.
     """
     rungs, now = [base], base
+    while now.pool_bytes > now.layer_pool_bytes:
+        now = replace(now, pool_bytes=max(now.pool_bytes - now.layer_pool_bytes, now.layer_pool_bytes))
+        rungs.append(now)
     while now.resident:
         now = replace(now, streamed=now.streamed | {_next_to_stream(now)})
         now = replace(now, ahead_bytes=max(base.ahead_bytes, two_slots(now.sizes, now.streamed)))
         if now.held_bytes < rungs[-1].held_bytes:
             rungs.append(now)
     return tuple(rungs)
+
+
+def by_expert(whole: Residency, experts: Mapping[int, int]) -> Residency | None:
+    """What ``whole`` becomes where units stream by expert, of ``experts`` bytes each; None where that is of no use.
+
+    No more is held than before. The experts of all such units share one pool, also of those that would be resident: the ones
+    used most of each layer stay, which saves more than all those of some layers. What is left of the units stays resident,
+    as far as the pool then holds the experts of one layer, which a prompt needs at a time.
+    """
+    if not whole.streams or not whole.streamed & experts.keys():
+        return None
+    layer = max(experts.values())
+    sizes = tuple(size - experts.get(unit, 0) for unit, size in enumerate(whole.sizes))
+    streamed = whole.streamed - experts.keys()
+    rungs = ladder(Residency(sizes, streamed, two_slots(sizes, streamed)))
+    room = [whole.held_bytes - rung.held_bytes for rung in rungs]
+    rung, pool = next(
+        ((rung, left) for rung, left in zip(rungs, room, strict=True) if left >= layer), (rungs[-1], layer)
+    )
+    return replace(rung, pool_bytes=min(pool, sum(experts.values())), layer_pool_bytes=layer)
 
 
 def two_slots(sizes: Sequence[int], streamed: Collection[int]) -> int:

@@ -6,14 +6,17 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
-from primad.engine.pages import Pages
+from primad.engine.expert_loader import ExpertFiles, ExpertLoader
+from primad.engine.expert_usage import UsageFolder
+from primad.engine.pages import FileRange, Pages
 from primad.engine.prefetch import Follower, Streamer, WindowStream
 from primad.engine.pressure import PressureWatch
 from primad.engine.readings import Sources
-from primad.engine.residency import Residency, ahead_bytes
-from primad.engine.units import WindowUnits, is_still_whole
+from primad.engine.residency import Residency, ahead_bytes, by_expert
+from primad.engine.units import WindowUnits, is_still_whole, without
 
 
 class Streamable(Protocol):
@@ -45,9 +48,13 @@ class StreamedWindow:
 
 
 class Streams:
-    """``begin`` once the ``windows`` are loaded. They share ``slots`` buffers; ``lock`` pins what is resident."""
+    """``begin`` once the ``windows`` are loaded. They share ``slots`` buffers; ``lock`` pins what is resident.
 
-    def __init__(self, windows: Iterable[StreamedWindow], *, slots: int, lock: bool) -> None:
+    How often experts are used is kept in the folder ``usage``, if there is one.
+    """
+
+    def __init__(self, windows: Iterable[StreamedWindow], *, slots: int, lock: bool, usage: Path | None) -> None:
+        self._usage = usage
         self._windows = sorted(windows, key=lambda window: window.index)
         self._slots, self._lock = slots, lock
         self._rest = Pages([part for window in self._windows for part in window.units.rest])
@@ -59,22 +66,32 @@ class Streams:
         return self._streamer
 
     def _make(self) -> Streamer | None:
-        pages: list[Pages] = []
+        units: list[tuple[FileRange, ...]] = []
         streamed: set[int] = set()
         layers: set[int] = set()
+        experts: dict[int, ExpertFiles] = {}
         for window in self._windows:
-            streamed |= window.indices(len(pages))
-            layers |= set(range(len(pages), len(pages) + len(window.units.layers)))
-            pages += [Pages(ranges) for ranges in window.units.layers]
-            pages += [Pages(window.units.output)] if window.units.output else []
-        if not pages:
+            streamed |= window.indices(len(units))
+            layers |= set(range(len(units), len(units) + len(window.units.layers)))
+            experts |= {len(units) + i: files for i, files in enumerate(window.units.experts) if files.tensors}
+            units += [*window.units.layers, *([window.units.output] if window.units.output else [])]
+        if not units:
             return None
-        sizes = tuple(unit.size for unit in pages)
+        sizes = tuple(sum(part.size for part in unit) for unit in units)
         residency = Residency(
             sizes=sizes, streamed=frozenset(streamed), ahead_bytes=ahead_bytes(sizes, streamed, layers, self._slots)
         )
-        watch = PressureWatch(Sources().read)
-        return Streamer(pages, residency, lock=self._lock, verify=is_still_whole, watch=watch)
+        split = by_expert(residency, {unit: files.size for unit, files in experts.items()})
+        if split is not None:
+            units = [without(unit, experts[i]) if i in experts else unit for i, unit in enumerate(units)]
+        return Streamer(
+            [Pages(unit) for unit in units],
+            residency if split is None else split,
+            experts=None if split is None else ExpertLoader(experts, split.pool_bytes, UsageFolder(self._usage)),
+            lock=self._lock,
+            verify=is_still_whole,
+            watch=PressureWatch(Sources().read),
+        )
 
     def loading(self) -> AbstractContextManager[object]:
         """While llama.cpp loads the windows: what it reads of streamed units is given back behind it."""
@@ -92,14 +109,20 @@ class Streams:
         if self._streamer is None:
             return
         self._streamer.start()
-        first = 0
+        first = place = 0
         for window in self._windows:
+            routers: dict[int, tuple[int, int]] = {}
+            for layer, files in enumerate(window.units.experts if self._streamer.experts is not None else ()):
+                if files.tensors:
+                    routers[layer] = place, files.count
+                    place += 1
             stream = WindowStream(
                 self._streamer,
                 first,
                 layers=window.layers,
                 cpu_layers=len(window.units.layers),
                 output=bool(window.units.output),
+                routers=routers,
             )
             models[window.index].attach(stream)
             first += len(window.units.layers) + bool(window.units.output)
@@ -114,4 +137,4 @@ class Streams:
         """The same for windows that are kept, (old route index, new one); after ``end``."""
         new = dict(indices)
         kept = [replace(window, index=new[window.index]) for window in self._windows if window.index in new]
-        return Streams(kept, slots=self._slots, lock=self._lock)
+        return Streams(kept, slots=self._slots, lock=self._lock, usage=self._usage)

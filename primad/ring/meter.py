@@ -38,13 +38,15 @@ class Meter:
 
 
 def _memory(streamer: Streamer) -> MemoryStatus:
-    now = streamer.residency
+    now, experts = streamer.residency, streamer.experts
+    by_expert = frozenset() if experts is None else experts.units.intersection(now.resident)
+    total = 0 if experts is None else experts.pool.total_bytes
     return MemoryStatus(
-        resident=len(now.resident),
-        streamed=len(now.streamed),
+        resident=len(now.resident) - len(by_expert),
+        streamed=len(now.streamed) + len(by_expert),
         slots=len(now.wanted(0)),
-        resident_bytes=now.resident_bytes,
-        streamed_bytes=now.streamed_bytes,
+        resident_bytes=now.resident_bytes + now.pool_bytes,
+        streamed_bytes=now.streamed_bytes + total - now.pool_bytes,
         read_bytes=streamer.read_bytes,
         stall_s=streamer.stall_s,
         pressure=streamer.level,

@@ -57,6 +57,7 @@ def _streams(opening: Open, header: Header | None) -> Streams:
         ),
         slots=opening.slots,
         lock=opening.options.lock,
+        usage=Path(opening.usage) if opening.usage is not None else None,
     )
 
 

@@ -60,7 +60,7 @@ DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0, seed=5)
 
 def no_streams() -> Streams:
     """All weights are somewhere else."""
-    return Streams([], slots=0, lock=False)
+    return Streams([], slots=0, lock=False, usage=None)
 
 
 def an_open(**changes) -> Open:
@@ -76,6 +76,7 @@ def an_open(**changes) -> Open:
         step_timeout_s=PATIENCE_S,
         options=OPTIONS,
         slots=0,
+        usage=None,
     )
     return msgspec.structs.replace(opening, **changes)
 
