@@ -295,11 +295,13 @@ class Streamer:
         pages = self._units[unit]
         for piece in pages.pieces():
             if self._closing or not self._is_still_first(unit):
-                pages.release()
+                if unit in self._residency.streamed:  # else it came to stay meanwhile
+                    pages.release()
                 return
             self._read(piece)
         with self._condition:
-            self._held.add(unit)
+            if unit in self._residency.streamed:
+                self._held.add(unit)
             self._condition.notify_all()
 
     def _is_still_first(self, unit: int) -> bool:

@@ -1,0 +1,429 @@
+"""The loader thread and the thread that computes: what is read and given back, in which order, and how an error travels.
+
+The units are fakes that log what is done to them. Tests wait for what is logged, never for time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from primad.engine.pages import FileRange
+from primad.engine.prefetch import Streamer, WindowStream
+from primad.engine.pressure import PressureWatch, Reading
+from primad.engine.residency import Residency
+from primad.errors import EngineError, WeightsError
+
+PATIENCE_S = 20
+SIZE = 10
+
+
+class Log:
+    """What was done, in order; ``wait`` until it shows something."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+
+    def add(self, line: str) -> None:
+        with self._news:
+            self.lines.append(line)
+            self._news.notify_all()
+
+    def wait(self, line: str, count: int = 1) -> None:
+        with self._news:
+            if not self._news.wait_for(lambda: self.lines.count(line) >= count, PATIENCE_S):
+                pytest.fail(f"not {count} times {line!r} in {self.lines}")
+
+    def since(self, start: int) -> list[str]:
+        return self.lines[start:]
+
+
+class FakePages:
+    """A unit of two pieces. ``gate`` holds its reading back, ``error`` breaks it."""
+
+    def __init__(self, number: int, log: Log) -> None:
+        self.number, self._log = number, log
+        self.size = SIZE
+        self.ranges = (FileRange(f"layer-{number}", 0, SIZE),)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: EngineError | None = None
+        self.present = 0
+        self.touched: list[str] = []
+        self.trusted: list[str] = []
+        self.locked = False
+        self.closed = False
+
+    def find(self) -> None:
+        assert not self.closed
+
+    def pieces(self) -> Iterator[FakePiece]:
+        yield FakePiece(self)
+        yield FakePiece(self)
+
+    def read(self) -> int:
+        return sum(piece.read() for piece in self.pieces())
+
+    def read_piece(self) -> int:
+        assert not self.closed
+        assert self.gate.wait(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+        self.present = min(SIZE, self.present + SIZE // 2)
+        self._log.add(f"read {self.number}")
+        return SIZE // 2
+
+    def missing(self) -> int:
+        return SIZE - self.present
+
+    def release(self) -> None:
+        assert not self.closed
+        self.present = 0
+        self._log.add(f"release {self.number}")
+
+    def lock(self) -> None:
+        self.locked = True
+
+    def unlock(self) -> None:
+        self.locked = False
+
+    def changed(self) -> list[str]:
+        return list(self.touched)
+
+    def trust(self, path: str) -> None:
+        self.touched.remove(path)
+        self.trusted.append(path)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakePiece:
+    def __init__(self, unit: FakePages) -> None:
+        self._unit = unit
+
+    def read(self) -> int:
+        return self._unit.read_piece()
+
+
+def calm() -> Reading:
+    return Reading(
+        total_bytes=1 << 40,
+        available_bytes=1 << 39,
+        counts_mapped=False,
+        stalls=(),
+        swapped_in_bytes=None,
+        major_faults=None,
+        verdict=None,
+    )
+
+
+class Rig:
+    """A streamer over ``count`` fake units."""
+
+    def __init__(self, count: int, streamed: set[int], slots: int, *, lock: bool = False, whole: bool = False) -> None:
+        self.log = Log()
+        self.units = [FakePages(number, self.log) for number in range(count)]
+        self.residency = Residency(sizes=(SIZE,) * count, streamed=frozenset(streamed), ahead_bytes=slots * SIZE)
+        self.verified: list[str] = []
+
+        def verify(path: str) -> bool:
+            self.verified.append(path)
+            return whole
+
+        self.streamer = Streamer(
+            self.units, self.residency, experts=None, lock=lock, verify=verify, watch=PressureWatch(calm)
+        )
+
+    def lap(self, *, first: int = 0, last: int | None = None) -> None:
+        """Compute one window, telling all borders."""
+        end = len(self.units) if last is None else last
+        self.streamer.arrive(first, end)
+        for unit in range(first, end):
+            self.streamer.reach(unit)
+            if unit in self.streamer.residency.streamed:
+                assert self.units[unit].present == SIZE, f"unit {unit} is computed and not in memory"
+        self.streamer.depart(first, end)
+
+    def held(self) -> set[int]:
+        return {unit.number for unit in self.units if unit.present}
+
+
+Make = Callable[..., Rig]
+
+
+@pytest.fixture
+def rig() -> Iterator[Make]:
+    """Makes rigs; none leaves a thread behind."""
+    made: list[Rig] = []
+
+    def make(*args: object, **options: object) -> Rig:
+        made.append(Rig(*args, **options))
+        return made[-1]
+
+    before = threading.active_count()
+    yield make
+    for each in made:
+        for unit in each.units:
+            unit.gate.set()
+        each.streamer.close()
+        assert all(unit.closed for unit in each.units)
+    assert threading.active_count() == before
+
+
+def test_resident_units_are_read_first_and_streamed_ones_behind_in_order(rig):
+    made = rig(5, {1, 3}, 1)
+    made.streamer.start()
+    made.log.wait("read 1", 2)
+    assert made.log.lines == [f"read {unit}" for unit in (0, 0, 2, 2, 4, 4, 1, 1)]
+
+
+def test_laps_read_each_streamed_unit_at_most_once_and_no_resident_one(rig):
+    made = rig(6, {0, 2, 4}, 2)
+    made.streamer.start()
+    for _ in range(6):
+        made.lap()
+    made.log.wait("read 4", 2)
+    assert all(made.log.lines.count(f"read {unit}") <= 2 * (6 + 1) for unit in (0, 2, 4)), "a lap more: read ahead"
+    assert made.log.lines[:6] == [f"read {unit}" for unit in (1, 1, 3, 3, 5, 5)]
+    assert not {f"{what} {unit}" for what in ("read", "release") for unit in (1, 3, 5)} & set(made.log.since(6))
+
+
+def test_no_more_is_held_than_the_slots(rig):
+    made = rig(8, set(range(8)), 2)
+    made.streamer.start()
+    for _ in range(4):
+        made.lap()
+    held: set[int] = set()
+    for line in made.log.lines:
+        what, unit = line.split()
+        if what == "read":
+            held.add(int(unit))
+        else:
+            held.discard(int(unit))
+        assert len(held) <= 2, made.log.lines
+
+
+def test_what_is_given_back_is_given_back_before_the_next_is_read(rig):
+    made = rig(3, {0, 1, 2}, 1)
+    made.streamer.start()
+    made.log.wait("read 0", 2)
+    made.streamer.reach(1)
+    made.log.wait("read 1", 2)
+    assert made.log.lines == ["read 0", "read 0", "release 0", "read 1", "read 1"]
+
+
+def test_the_computing_thread_waits_for_what_is_not_there_and_the_wait_is_counted(rig):
+    made = rig(3, {0, 1, 2}, 1)
+    made.units[1].gate.clear()
+    made.streamer.start()
+    made.streamer.reach(0)
+    arrived = threading.Event()
+
+    def compute() -> None:
+        made.streamer.reach(1)
+        arrived.set()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    made.log.wait("release 0")
+    assert not arrived.is_set()
+    made.units[1].gate.set()
+    thread.join(PATIENCE_S)
+    assert arrived.is_set()
+    assert made.units[1].present == SIZE
+    assert made.streamer.stall_s > 0
+
+
+def test_a_loader_that_is_overtaken_turns_to_what_is_needed(rig):
+    """A step went elsewhere while a unit was read: the rest of that unit is not read."""
+    made = rig(4, {0, 1, 2, 3}, 1)
+    made.units[0].gate.clear()
+    made.streamer.start()
+    thread = threading.Thread(target=made.streamer.reach, args=[2])
+    thread.start()
+    # The first piece of unit 0 is under way; the position has moved when the second is due.
+    while made.streamer._position != 2:
+        pass
+    made.units[0].gate.set()
+    thread.join(PATIENCE_S)
+    assert made.log.lines[:4] == ["read 0", "release 0", "read 2", "read 2"]
+
+
+def test_when_all_fits_nothing_is_given_back(rig):
+    made = rig(4, {1, 2}, 2)
+    made.streamer.start()
+    for unit in (1, 2):
+        made.units[unit].present = SIZE  # as llama.cpp leaves them
+    for _ in range(3):
+        made.lap()
+    assert made.log.lines == ["read 0", "read 0", "read 3", "read 3"]
+    assert made.streamer.streamed_pages() == []
+
+
+def test_an_error_of_the_disk_reaches_the_computing_thread(rig):
+    made = rig(3, {0, 1, 2}, 1)
+    made.units[1].error = WeightsError("layer-1: weights cannot be read: Input/output error", "layer-1")
+    made.streamer.start()
+    made.streamer.reach(0)
+    for _ in range(2):
+        with pytest.raises(WeightsError, match="Input/output error") as caught:
+            made.streamer.reach(1)
+        assert caught.value.file == "layer-1"
+    assert "read 2" not in made.log.lines
+
+
+def test_an_error_of_what_was_read_ahead_is_told_at_any_border(rig):
+    made = rig(4, {1, 3}, 1)
+    made.streamer.start()
+    made.streamer.reach(1)
+    made.units[3].error = WeightsError("layer-3: weights cannot be read: Input/output error", "layer-3")
+    made.streamer.reach(2)
+    made.streamer._thread.join(PATIENCE_S)
+    with pytest.raises(WeightsError):
+        made.streamer.reach(0)
+
+
+def test_a_resident_unit_that_cannot_be_read_does_not_begin(rig):
+    made = rig(2, {1}, 1)
+    made.units[0].error = WeightsError("layer-0: weights cannot be read: Input/output error", "layer-0")
+    with pytest.raises(WeightsError):
+        made.streamer.start()
+
+
+def test_any_other_failure_of_the_loader_is_an_error_too(rig, caplog):
+    made = rig(2, {0, 1}, 1)
+    made.units[0].error = ZeroDivisionError("a bug")
+    made.streamer.start()
+    with pytest.raises(EngineError, match="reading layers ahead failed: a bug"):
+        made.streamer.reach(0)
+    assert "the loader thread ended" in caplog.text
+
+
+def test_less_may_stay_while_steps_pass(rig):
+    made = rig(4, {1}, 2)
+    made.units[1].present = SIZE
+    made.streamer.start()
+    made.lap()
+    made.streamer.change(Residency(sizes=(SIZE,) * 4, streamed=frozenset(range(4)), ahead_bytes=2 * SIZE))
+    made.lap()
+    made.log.wait("release 2")
+    made.log.wait("release 3")
+    assert made.held() == {0, 1}
+    made.streamer.reach(2)
+    made.log.wait("read 3", 4)
+    assert made.held() == {2, 3}
+
+
+def test_more_may_stay_while_steps_pass(rig):
+    made = rig(4, {0, 1, 2, 3}, 2)
+    made.streamer.start()
+    made.lap()
+    made.streamer.change(Residency(sizes=(SIZE,) * 4, streamed=frozenset({1}), ahead_bytes=2 * SIZE))
+    for _ in range(2):
+        made.lap()
+    start = len(made.log.lines)
+    for _ in range(3):
+        made.lap()
+    assert not [line for line in made.log.since(start) if line.startswith("release")]
+
+
+def test_a_unit_that_came_to_stay_while_it_was_read_is_not_given_back(rig):
+    made = rig(5, {0, 1, 2, 3, 4}, 2)
+    made.units[0].gate.clear()
+    made.streamer.start()
+    made.streamer.change(Residency(sizes=(SIZE,) * 5, streamed=frozenset({1, 2, 3, 4}), ahead_bytes=2 * SIZE))
+    made.units[0].gate.set()
+    made.log.wait("read 2", 2)
+    made.streamer.reach(3)
+    made.log.wait("read 4", 2)
+    assert "release 0" not in made.log.lines
+
+
+def test_what_stays_is_locked_and_what_streams_is_not(rig):
+    made = rig(3, {1}, 1, lock=True)
+    made.streamer.start()
+    assert [unit.locked for unit in made.units] == [True, False, True]
+    made.streamer.change(Residency(sizes=(SIZE,) * 3, streamed=frozenset({2}), ahead_bytes=SIZE))
+    assert [unit.locked for unit in made.units] == [True, True, False]
+
+
+def test_resident_units_that_the_system_took_back_are_read_before_a_step_after_a_rest(rig):
+    made = rig(4, {3}, 1)
+    made.units[3].present = SIZE
+    made.streamer.start()
+    made.units[1].present = 0
+    made.streamer._departed_s -= 10  # it was idle
+    made.streamer.arrive(0, 4)
+    assert made.units[1].present == SIZE
+    assert made.log.lines.count("read 1") == 4
+    assert made.streamer.evicted_bytes == SIZE
+
+
+def test_one_resident_unit_after_the_other_is_looked_at_while_steps_pass(rig):
+    made = rig(4, {3}, 1)
+    made.units[3].present = SIZE
+    made.streamer.start()
+    made.units[2].present = 0
+    while made.log.lines.count("read 2") < 4:  # as often as it takes; a lap is short
+        made.lap()
+    assert made.units[2].present == SIZE
+
+
+def test_a_file_that_was_written_to_and_is_the_same_is_trusted(rig):
+    made = rig(3, {0, 1, 2}, 1, whole=True)
+    made.streamer.start()
+    made.units[1].touched.append("layer-1")
+    made.lap()
+    made.lap()
+    assert made.verified == ["layer-1"]
+    assert made.units[1].trusted == ["layer-1"]
+
+
+def test_results_of_a_file_that_somebody_wrote_to_do_not_leave(rig):
+    made = rig(3, {0, 1, 2}, 1)
+    made.streamer.start()
+    made.units[2].touched.append("layer-2")
+    with pytest.raises(WeightsError, match="somebody wrote to this file while it was used") as caught:
+        made.lap()
+    assert caught.value.file == "layer-2"
+
+
+def test_closing_ends_the_thread_in_the_middle_of_a_unit(rig):
+    made = rig(3, {0, 1, 2}, 1)
+    made.units[0].gate.clear()
+    made.streamer.start()
+    closing = threading.Thread(target=made.streamer.close)
+    closing.start()
+    made.units[0].gate.set()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert made.log.lines.count("read 0") <= 2
+    assert "read 1" not in made.log.lines
+
+
+def test_a_streamer_that_never_started_can_be_closed(rig):
+    rig(2, {0}, 1)
+
+
+@pytest.mark.parametrize(
+    ("streamed", "first", "layers", "cpu_layers", "output", "borders"),
+    [
+        (set(), 0, 4, 4, False, {}),
+        ({0, 1, 2, 3}, 0, 4, 4, False, {0: 1, 1: 2, 2: 3}),
+        ({1}, 0, 4, 4, False, {0: 1, 1: 2}),
+        ({3}, 0, 4, 4, False, {2: 3}),
+        ({6}, 4, 4, 4, False, {1: 6, 2: 7}),
+        ({4}, 0, 4, 4, True, {3: 4}),
+        ({3}, 0, 4, 4, True, {2: 3, 3: 4}),
+        ({2}, 0, 4, 2, True, {3: 2}),
+        ({0, 1}, 0, 4, 2, False, {0: 1}),
+    ],
+)
+def test_borders_stand_where_a_streamed_unit_begins_or_ends(rig, streamed, first, layers, cpu_layers, output, borders):
+    made = rig(8, streamed, 1)
+    window = WindowStream(made.streamer, first, layers=layers, cpu_layers=cpu_layers, output=output, routers={})
+    assert window.borders() == borders
