@@ -314,7 +314,13 @@ def _attempt_broke(state: State, attempt: Attempt, event: Broken, now: float, ef
     effects.append(Say(f"{event.reason}; forming the ring again"))
     # Without the device to blame it is another ring, which need not wait.
     pause_s = 0.0 if blamed and not state.last_resort else min(2.0 ** min(failures, 10), _MOST_PAUSE_S)
-    state = bar(replace(state, failures=failures, retry_at_s=now + pause_s), event.device, now, lasting=event.lasting)
+    state = bar(
+        replace(state, failures=failures, retry_at_s=now + pause_s),
+        event.device,
+        event.reason,
+        now,
+        lasting=event.lasting,
+    )
     if not blamed:
         return _not_handed_over(state, attempt, event.reason, effects)
     return state
@@ -327,7 +333,7 @@ def _ring_broke(state: State, event: Broken, now: float, effects: list[Effect]) 
     # The next ring does without a device to blame, unless there is no plan without it: then it was barred and came back.
     is_cured = device is not None and device.barred_until_s <= now
     breaks = state.breaks + (not is_cured) if now < state.serving.since_s + SETTLE_S else 0
-    state = bar(replace(state, breaks=breaks), event.device, now, lasting=event.lasting)
+    state = bar(replace(state, breaks=breaks), event.device, event.reason, now, lasting=event.lasting)
     if event.device is not None and takes_part(state.attempt, event.device):
         state = abandon(state, effects)
     state = close(state, event.reason, now, effects)

@@ -99,15 +99,16 @@ def close(state: State, reason: str, now: float, effects: list[Effect]) -> State
     return replace(state, serving=None, attempt=attempt, holding_s=now, tried={}, failures=0, pressed=frozenset())
 
 
-def bar(state: State, name: str | None, now: float, *, lasting: bool) -> State:
-    """The device ``name``, if it is known, gets no part for a while, longer each time."""
+def bar(state: State, name: str | None, reason: str, now: float, *, lasting: bool) -> State:
+    """The device ``name``, if it is known, gets no part for a while, longer each time; a lasting ``reason`` is shown."""
     device = state.devices.get(name) if name is not None else None
     if name is None or device is None:
         return state
     failures = 1 if now - device.barred_until_s > FORGIVEN_S else device.failures + 1
     pause_s = LASTING_BAR_S if lasting else min(BAR_S * 2 ** min(failures - 1, 10), MOST_BAR_S)
     until_s = max(device.barred_until_s, now + pause_s)
-    return put(state, name, replace(device, failures=failures, barred_until_s=until_s))
+    shown = reason if lasting else device.reason
+    return put(state, name, replace(device, failures=failures, barred_until_s=until_s, reason=shown))
 
 
 def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]) -> State:
@@ -126,4 +127,4 @@ def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]
         state = abandon(state, effects)
     if not serves:
         return state
-    return close(bar(state, name, now, lasting=False), f"{name}: {reason}", now, effects)
+    return close(bar(state, name, reason, now, lasting=False), f"{name}: {reason}", now, effects)

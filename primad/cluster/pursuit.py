@@ -110,8 +110,14 @@ def _swap(state: State, now: float, effects: list[Effect]) -> State:
         since_s=now,
     )
     pressed = state.pressed & (ring.members | {state.settings.head})
+    well = {
+        name: replace(device, reason="")  # whatever it was barred for
+        for name, device in state.devices.items()
+        if name in ring.members and not device.leaving
+    }
     return replace(
         state,
+        devices={**state.devices, **well},
         serving=ring,
         attempt=None,
         has_served=True,

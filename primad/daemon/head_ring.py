@@ -23,7 +23,7 @@ from primad.config import LOOPBACK, is_loopback
 from primad.daemon.own_part import start_own
 from primad.daemon.ring_parts import RingParts
 from primad.daemon.ring_status import Costs, device_status, link_status, plan_lines, promises
-from primad.daemon.shard import remove_metadata, streamed_of
+from primad.daemon.shard import distrust, remove_metadata, streamed_of
 from primad.daemon.stopped import wait_stopped
 from primad.daemon.worker_link import PartError, WorkerLink, WorkerPart, blamed
 from primad.errors import ClusterError, ModelError, PrimadError, RingError, WeightsError
@@ -321,8 +321,7 @@ class HeadRing:
         try:
             await self._attend(process, windows)
         except WeightsError as exc:  # the next ring cuts what is not whole out of the model again
-            self._parts.place.cache.doubt(exc.file, (ref.digest for spec in specs for ref in spec.layers))
-            raise
+            raise distrust(self._parts.place.cache, exc, (ref for spec in specs for ref in spec.layers)) from exc
 
     async def _attend(self, process: RingProcess, windows: int) -> None:
         """Listen to the head's ring process. Raises ``RingError`` or ``WeightsError`` when it ends."""

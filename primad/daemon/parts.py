@@ -30,6 +30,7 @@ from primad.daemon.owner import apply_nice
 from primad.daemon.shard import (
     Place,
     check_layers,
+    distrust,
     fits_twice,
     missing_layers,
     open_windows,
@@ -170,7 +171,8 @@ class Parts:
         except DiskError as exc:
             await self._broke(load, exc, "disk")
         except WeightsError as exc:
-            await self._broke(load, exc, self._blame_disk(load, exc, fault))
+            error = distrust(self._place.cache, exc, _layers(load))
+            await self._broke(load, error, self._blame_disk(error, fault))
         except _NextDeviceError as exc:
             await self._broke(load, exc, "next")
         except PrimadError as exc:
@@ -181,9 +183,8 @@ class Parts:
             if host is not None:
                 self._put_away(host, keep=opened)
 
-    def _blame_disk(self, load: Load, error: WeightsError, fault: str) -> str:
+    def _blame_disk(self, error: WeightsError, fault: str) -> str:
         """What a part is to be said to have failed at whose weights could not be read: its disk, if that goes on."""
-        self._place.cache.doubt(error.file, (ref.digest for ref in _layers(load)))
         now = time.monotonic()
         lately = [(text, at_s) for text, at_s in self._unreadable if now - at_s < FORGIVEN_S]
         self._unreadable = [*lately, (str(error), now)]

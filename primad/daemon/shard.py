@@ -15,7 +15,7 @@ from halda import Plan
 from primad.cluster.transfer import in_thread
 from primad.engine.probe import Stop, Trial, Verdict, probe
 from primad.engine.protocol import EngineOptions, WindowFiles
-from primad.errors import ClusterError
+from primad.errors import ClusterError, WeightsError
 from primad.gguf.cache import LayerCache
 from primad.gguf.layers import LayerRef
 from primad.gguf.windows import ModelCutter, WindowSpec
@@ -56,6 +56,16 @@ async def check_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> None:
         names = ", ".join(ref.digest[:12] for ref in damaged[:3])
         more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
         raise ClusterError(f"layer {names}{more} changed on the disk while it was loaded; it will be fetched again")
+
+
+def distrust(cache: LayerCache, error: WeightsError, refs: Iterable[LayerRef]) -> WeightsError:
+    """``error``, with the file if that can be told; what it may be about of ``refs`` is looked at anew before it is used."""
+    digests = {ref.digest for ref in refs}
+    touched = cache.touched(digests) if error.file is None else []
+    if touched:
+        return WeightsError(f"{error}: {touched[0]}", str(touched[0]))
+    cache.doubt(error.file, digests)
+    return error
 
 
 async def copy_layers(

@@ -91,6 +91,21 @@ class LayerCache:
                 self._drop(ref.digest)
             return whole
 
+    def touched(self, digests: Iterable[str]) -> list[Path]:
+        """The files of these layers that were whole and have another size, time or place now; reads none of them."""
+        wanted, found = set(digests), []
+        for name, stamp in self._verified.items():
+            path = self._folder / name
+            if path.stem.partition("-")[0] not in wanted:
+                continue
+            try:
+                same = stamp_of(path.stat()) == stamp
+            except OSError:
+                same = False
+            if not same:
+                found.append(path)
+        return sorted(found)
+
     def doubt(self, file: str | None, digests: Iterable[str]) -> None:
         """The weights in ``file`` could not be read or were not what they were: they are hashed before they are used again.
 

@@ -29,7 +29,7 @@ _ENTRY: Final = struct.Struct("=4Q2I")
 _OPENED: Final = struct.Struct("=QIi")
 _IO: Final = struct.Struct("=QQIIQII")
 _SET: Final = struct.Struct("=IIQQQQQQIIIIIIII")
-_MAX_WRITE: Final = 1 << 17
+_MAX_BYTES: Final = 1 << 20
 _SHORT_LIVED: Final = 0
 _MNT_DETACH: Final = 2
 
@@ -44,6 +44,11 @@ def spoil(file: Path) -> None:
     file.chmod(file.stat().st_mode | stat.S_ISVTX)
 
 
+def is_spoilt(file: Path) -> bool:
+    """Whether ``file`` (in the folder behind the mount) cannot be read."""
+    return bool(file.stat().st_mode & stat.S_ISVTX)
+
+
 @contextmanager
 def mounted(mount: Path, folder: Path) -> Iterator[None]:
     """Show ``folder`` at ``mount``, both of which are there."""
@@ -53,6 +58,9 @@ def mounted(mount: Path, folder: Path) -> Iterator[None]:
         try:
             assert server.stdout is not None
             assert server.stdout.readline() == "mounted\n", "the folder could not be mounted"
+            device = mount.stat().st_dev
+            ahead = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+            ahead.write_text("1024")  # a request costs more than its bytes
             yield
         finally:
             ctypes.CDLL(None).umount2(os.fsencode(mount), _MNT_DETACH)
@@ -80,7 +88,7 @@ class _Server:
     def serve(self) -> None:
         while True:
             try:
-                request = os.read(self._device, _MAX_WRITE + (1 << 14))
+                request = os.read(self._device, _MAX_BYTES + (1 << 14))
             except OSError as exc:
                 if exc.errno in (errno.EINTR, errno.ENOENT, errno.EAGAIN):
                     continue
@@ -100,8 +108,10 @@ class _Server:
 
     def _init(self, _: int, body: bytes) -> bytes:
         _, _, read_ahead, _ = struct.unpack_from("=4I", body)
-        flags = 1 | 1 << 5  # reads beside each other, writes of more than a page
-        return struct.pack("=4IHHIIHHI7I", 7, 31, read_ahead, flags, 12, 9, _MAX_WRITE, 1, 0, 0, 0, *[0] * 7)
+        flags = 1 | 1 << 5 | 1 << 22  # reads beside each other, writes of more than a page, requests of many pages
+        return struct.pack(
+            "=4IHHIIHHI7I", 7, 31, read_ahead, flags, 12, 9, _MAX_BYTES, 1, _MAX_BYTES >> 12, 0, 0, *[0] * 7
+        )
 
     def _path(self, node: int) -> Path:
         path = self._paths.get(node)
