@@ -77,6 +77,7 @@ class ExpertLoader:
             [usage.load(layer.key, layer.count) for layer in self._files],
         )
         self._first = self._pool.fill()
+        self._loaded: list[Pages] = []
         self._condition = threading.Condition()
         self._arriving: set[Expert] = set()
         self._next: tuple[int, int] | None = None
@@ -99,23 +100,18 @@ class ExpertLoader:
         """What is held."""
         return self._pool
 
-    def absent_pages(self) -> list[Pages]:
-        """What is not to be held when it is loaded."""
-        found = []
-        for layer, files in enumerate(self._files):
-            held = self._pool.held(layer)
-            edges = np.flatnonzero(np.diff(np.concatenate(([True], held, [True])).astype(np.int8)))
-            for tensor in files.tensors:
-                size = tensor.whole.size // tensor.count
-                ranges = [
-                    FileRange(tensor.whole.path, tensor.whole.offset + int(first) * size, int(last - first) * size)
-                    for first, last in zip(edges[::2], edges[1::2], strict=True)
-                ]
-                found += [Pages(ranges)] if ranges else []
-        return found
+    def loaded_pages(self) -> list[Pages]:
+        """What is to be given back when it is loaded; open until ``start`` or ``close``.
+
+        All experts: the system keeps pages that were read with many others in large groups, and drops a group only as a
+        whole, so that one expert that stays would keep its neighbours. Read one by one they come in single pages.
+        """
+        self._loaded = [Pages([tensor.whole for tensor in files.tensors]) for files in self._files]
+        return self._loaded
 
     def start(self) -> None:
         """Have the most used experts in memory and begin to read ahead. Raises ``EngineError`` where one is not mapped."""
+        self._close_loaded()
         for layer in self._slices:
             for tensor in layer:
                 tensor.find()
@@ -195,9 +191,15 @@ class ExpertLoader:
         if self._thread is not None:
             self._thread.join()
             self._save()
+        self._close_loaded()
         for layer in self._slices:
             for tensor in layer:
                 tensor.close()
+
+    def _close_loaded(self) -> None:
+        for pages in self._loaded:
+            pages.close()
+        self._loaded = []
 
     # ---- carried out ---------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -120,9 +121,9 @@ class Pool:
         self._smallest = min(layer.bytes_each for layer in layers)
         self._shares = np.concatenate([usage.share() for usage in usages])
         self._held = np.zeros(len(self._sizes), np.bool_)
-        self._pinned = np.zeros(len(self._sizes), np.bool_)
+        self._needed = np.zeros(len(self._sizes), np.bool_)
+        self._early = np.zeros(len(self._sizes), np.bool_)
         self._held_bytes = 0
-        self._picked: int | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -166,23 +167,17 @@ class Pool:
         self.usages[layer].note(picks)
         self._shares[start : int(self._starts[layer + 1])] = self.usages[layer].share()
         needed = start + np.unique(picks).astype(np.int64)
-        if self._picked is not None:
-            self._unpin(self._picked)
-        self._unpin(layer)  # what was read ahead and is not needed
-        self._picked = layer
-        self._pinned[needed] = True
+        self._early[start : int(self._starts[layer + 1])] = False
+        self._needed[:] = False
+        self._needed[needed] = True
         missing = needed[~self._held[needed]]
-        if not len(missing):
-            return Change((), ())
         released = self._make_room(int(self._sizes[missing].sum()))
         self._hold(missing)
         return Change(self._named(released), self._named(missing))
 
     def depart(self) -> tuple[Expert, ...]:
         """The layer that picked last was computed, and none follows it at once; what to give back."""
-        if self._picked is not None:
-            self._unpin(self._picked)
-            self._picked = None
+        self._needed[:] = False
         return self._named(self._make_room(0))
 
     def ahead(self, layer: int, rows: int, most_bytes: int) -> Change:
@@ -215,7 +210,7 @@ class Pool:
             room -= size
         self._drop(released)
         self._hold(chosen)
-        self._pinned[chosen] = True
+        self._early[chosen] = True
         return Change(self._named(released), self._named(chosen))
 
     def lost(self, layer: int, experts: Iterable[int]) -> None:
@@ -226,9 +221,8 @@ class Pool:
     def unless_picked(self, layer: int, expert: int) -> bool:
         """Drop an expert that was to be read ahead, but not one that a step needs now; whether it was dropped."""
         each = int(self._starts[layer]) + expert
-        if not self._held[each] or (layer == self._picked and self._pinned[each]):
+        if not self._held[each] or self._needed[each]:
             return False
-        self._pinned[each] = False
         self._drop([each])
         return True
 
@@ -237,14 +231,11 @@ class Pool:
         self.capacity = capacity
         return self._named(self._make_room(0))
 
-    def _unpin(self, layer: int) -> None:
-        self._pinned[self._starts[layer] : self._starts[layer + 1]] = False
-
     def _victims(self, excess: int) -> list[int]:
         """What may leave so that ``excess`` bytes do, the least used first; all that may where that is not enough."""
         if excess <= 0:
             return []
-        free = np.flatnonzero(self._held & ~self._pinned)
+        free = np.flatnonzero(self._held & ~self._needed & ~self._early)
         shares = self._shares[free]
         count = excess // self._smallest + 1
         if count < len(free):
@@ -253,10 +244,13 @@ class Pool:
         return [int(each) for each in free[np.argsort(shares, kind="stable")]]
 
     def _make_room(self, size: int) -> list[int]:
-        """Drop the least used until ``size`` bytes more fit, or nothing is left to drop."""
+        """Drop the least used until ``size`` bytes more fit, or only what the step needs is left."""
         excess = self._held_bytes + size - self.capacity
+        if excess <= 0:
+            return []
         released: list[int] = []
-        for victim in self._victims(excess):
+        read_ahead = np.flatnonzero(self._held & self._early & ~self._needed)
+        for victim in chain(self._victims(excess), map(int, read_ahead)):
             if excess <= 0:
                 break
             released.append(victim)
@@ -272,6 +266,7 @@ class Pool:
     def _drop(self, each: Sequence[int]) -> None:
         if len(each):
             self._held[each] = False
+            self._early[each] = False
             self._held_bytes -= int(self._sizes[each].sum())
 
     def _named(self, each: Sequence[int] | NDArray[np.int64]) -> tuple[Expert, ...]:

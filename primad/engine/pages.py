@@ -119,7 +119,7 @@ class Pages:
     def __init__(self, ranges: Sequence[FileRange]) -> None:
         self.ranges = tuple(ranges)
         self.size = sum(part.size for part in ranges)
-        self._files = {part.path: _File(part.path) for part in ranges}
+        self._files = {path: _File(path) for path in dict.fromkeys(part.path for part in ranges)}
         self._spans: list[_Span] = []
 
     def find(self) -> None:
@@ -233,13 +233,18 @@ class Slices:
                 yield Piece(span, at - span.offset, min(PIECE_BYTES, last - at))
 
     def release(self, number: int, held: NDArray[np.bool_]) -> None:
-        """Give a slice back; ``held`` says of all slices which are still used."""
-        start = self._whole.offset + number * self.slice_bytes
-        end = start + self.slice_bytes
-        before = number == 0 or bool(held[number - 1])
-        behind = number == self.count - 1 or bool(held[number + 1])
-        first = (start + _PAGE - 1 if before else start) // _PAGE * _PAGE
-        last = (end if behind else end + _PAGE - 1) // _PAGE * _PAGE
+        """Give a slice back; ``held`` says of all slices which are still used.
+
+        The system keeps pages in groups and drops whole groups only, so those of neighbours that were given back before
+        go along, as far as they had a share in a group of this one.
+        """
+        used = np.flatnonzero(held)
+        place = int(np.searchsorted(used, number))
+        before = int(used[place - 1]) + 1 if place else 0
+        behind = int(used[place]) if place < len(used) else self.count
+        start = self._whole.offset + before * self.slice_bytes
+        end = self._whole.offset + behind * self.slice_bytes
+        first, last = -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
         for span in self._pages._spans:
             begin, length = span.inner()
             span.release(max(first, begin), min(last, begin + length))
@@ -427,6 +432,8 @@ class Piece:
             return self.size
         begin, length = span.outer(self.start, self.size)
         missing = _absent(span.base + begin, length)
+        if missing and self.size < PIECE_BYTES:
+            self.ask()  # the end of a range: nothing behind it is to be read
         while _LIBC.madvise(span.base + begin, length, _POPULATE_READ) != 0:
             code = ctypes.get_errno()
             if code == errno.EINVAL:  # a kernel before 5.14

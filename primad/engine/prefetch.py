@@ -112,7 +112,7 @@ class Streamer:
     def streamed_pages(self) -> list[Pages]:
         """The units that are not to be held when they are loaded."""
         units = [self._units[unit] for unit in sorted(self._residency.streamed)] if self._residency.streams else []
-        return units + (self.experts.absent_pages() if self.experts is not None else [])
+        return units + (self.experts.loaded_pages() if self.experts is not None else [])
 
     def start(self) -> None:
         """Begin to read ahead. Raises ``EngineError`` where a unit is not mapped or cannot be locked."""

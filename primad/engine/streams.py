@@ -132,6 +132,7 @@ class Streams:
         if self._streamer is not None:
             self._streamer.close()
             self._streamer = None
+        self._rest.close()
 
     def reopened(self, indices: Sequence[tuple[int, int]]) -> Streams:
         """The same for windows that are kept, (old route index, new one); after ``end``."""

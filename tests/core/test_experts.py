@@ -1,0 +1,225 @@
+"""The pool of experts: what is picked is there, no more than the room is held, and the ones used most stay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primad.engine.experts import LIKELY, Change, LayerExperts, Pool, Usage
+from primad.engine.residency import Residency, by_expert, ladder
+
+
+def picks(*rows):
+    return np.array(rows, np.int32)
+
+
+def a_pool(counts, capacity, *, size=10):
+    return Pool([LayerExperts(count, size) for count in counts], capacity, [Usage(count) for count in counts])
+
+
+class Memory:
+    """What is in memory when each change is carried out, with the rules that every change keeps."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.held = set(pool.fill())
+        self.read_bytes = 0
+        self._check(frozenset())
+
+    def apply(self, change: Change, needed: frozenset = frozenset()) -> None:
+        assert set(change.release) <= self.held, "only what is there is given back"
+        assert not set(change.release) & needed, "nothing that a step needs is given back"
+        assert len(set(change.release)) == len(change.release)
+        self.held -= set(change.release)
+        assert not set(change.read) & self.held, "nothing is read that is there"
+        assert len(set(change.read)) == len(change.read)
+        self.held |= set(change.read)
+        self.read_bytes += self.bytes_of(change.read)
+        self._check(needed)
+
+    def bytes_of(self, experts) -> int:
+        return sum(self.pool.layers[layer].bytes_each for layer, _ in experts)
+
+    def _check(self, needed: frozenset) -> None:
+        pool = self.pool
+        assert needed <= self.held, "what was picked is there"
+        told = {(layer, int(e)) for layer in range(len(pool.layers)) for e in np.flatnonzero(pool.held(layer))}
+        assert told == self.held
+        assert pool.held_bytes == self.bytes_of(self.held) <= max(pool.capacity, self.bytes_of(needed))
+
+
+LAYERS = st.lists(st.builds(LayerExperts, st.integers(2, 6), st.integers(1, 9)), min_size=1, max_size=4)
+
+
+@given(layers=LAYERS, room=st.floats(0, 1.2), data=st.data())
+def test_whatever_happens_picked_experts_are_there_and_the_room_is_kept(layers, room, data):
+    total = sum(layer.count * layer.bytes_each for layer in layers)
+    pool = Pool(layers, int(room * total), [Usage(layer.count) for layer in layers])
+    memory = Memory(pool)
+    needed: frozenset = frozenset()
+    for _ in range(data.draw(st.integers(1, 20))):
+        layer = data.draw(st.integers(0, len(layers) - 1))
+        match data.draw(st.sampled_from(["pick", "pick", "pick", "ahead", "fill", "lost", "resize", "depart"])):
+            case "pick":
+                experts = st.integers(0, layers[layer].count - 1)
+                used = data.draw(st.integers(1, layers[layer].count))
+                rows = data.draw(
+                    st.lists(st.lists(experts, min_size=used, max_size=used, unique=True), min_size=1, max_size=4)
+                )
+                needed = frozenset((layer, e) for row in rows for e in row)
+                missing = needed - memory.held
+                change = pool.pick(layer, picks(*rows))
+                assert set(change.read) == missing, "only what was picked is read"
+                memory.apply(change, needed)
+            case "ahead":
+                most = data.draw(st.integers(0, total))
+                change = pool.ahead(layer, data.draw(st.integers(1, 64)), most)
+                assert memory.bytes_of(change.read) <= most
+                assert {each for each, _ in change.read} <= {layer}
+                memory.apply(change, needed)
+            case "fill":
+                memory.apply(Change((), pool.fill(data.draw(st.none() | st.integers(0, total)))), needed)
+            case "lost":
+                gone = [e for each, e in memory.held if each == layer and (each, e) not in needed][:2]
+                pool.lost(layer, gone)
+                memory.held -= {(layer, e) for e in gone}
+            case "resize":
+                memory.apply(Change(pool.resize(data.draw(st.integers(0, total))), ()), needed)
+            case "depart":
+                needed = frozenset()
+                memory.apply(Change(pool.depart(), ()))
+
+
+def test_the_pool_begins_with_experts_of_all_layers_alike_and_with_the_most_used_where_that_is_known():
+    assert set(a_pool((4, 4), 40).fill()) == {(0, 0), (1, 0), (0, 1), (1, 1)}
+    known = Usage.stored([0, 0, 50, 90], 100, 1)
+    pool = Pool([LayerExperts(4, 10)] * 2, 40, [Usage(4), known])
+    assert pool.fill()[:2] == ((1, 3), (1, 2))
+
+
+def test_the_experts_used_most_stay_whatever_layer_they_are_of():
+    rng = np.random.default_rng(3)
+    chance = [np.array([0.7, 0.2, 0.06, 0.04]), np.array([0.25, 0.25, 0.25, 0.25])]
+    memory = Memory(pool := a_pool((4, 4), 40))
+    for _ in range(400):
+        for layer in range(2):
+            picked = int(rng.choice(4, p=chance[layer]))
+            memory.apply(pool.pick(layer, picks([picked])), frozenset({(layer, picked)}))
+    counted = memory.read_bytes
+    for _ in range(400):
+        for layer in range(2):
+            picked = int(rng.choice(4, p=chance[layer]))
+            memory.apply(pool.pick(layer, picks([picked])), frozenset({(layer, picked)}))
+    assert (0, 0) in memory.held
+    whole_layers = 400 * 10  # one of two layers held whole: every pick of the other one may be read
+    assert memory.read_bytes - counted < 0.75 * whole_layers
+
+
+def test_a_prompt_that_picks_every_expert_leaves_the_favourites():
+    memory = Memory(pool := a_pool((8, 8, 8), 120))
+    for _ in range(100):
+        for layer in range(3):
+            memory.apply(pool.pick(layer, picks([1, 2])), frozenset({(layer, 1), (layer, 2)}))
+    everything = picks(*[[e, (e + 1) % 8] for e in range(8)])
+    for layer in range(3):
+        memory.apply(pool.pick(layer, everything), frozenset((layer, e) for e in range(8)))
+    pool.depart()
+    assert {(layer, e) for layer in (0, 1) for e in (1, 2)} <= memory.held
+    before = memory.read_bytes
+    for layer in range(3):
+        memory.apply(pool.pick(layer, picks([1, 2])), frozenset({(layer, 1), (layer, 2)}))
+    assert memory.read_bytes == before
+
+
+def test_a_lap_of_a_prompt_reads_no_more_than_what_does_not_fit_and_two_layers():
+    memory = Memory(pool := a_pool((8,) * 6, 240))
+    everything = picks(*[[e, (e + 1) % 8] for e in range(8)])
+    for lap in range(4):
+        before = memory.read_bytes
+        for layer in range(6):
+            needed = frozenset((layer, e) for e in range(8))
+            memory.apply(pool.pick(layer, everything), needed)
+            memory.apply(pool.ahead((layer + 1) % 6, 8, 80), needed)
+        assert lap == 0 or memory.read_bytes - before <= 6 * 80 - 240 + 2 * 80
+
+
+def test_experts_that_repeat_are_read_ahead_and_others_are_not():
+    pool = a_pool((8, 8), 60)
+    pool.fill()
+    for _ in range(200):  # each pick lasts for 10 steps, and none is picked more often than another
+        for start in range(8):
+            for _ in range(10):
+                pool.pick(0, picks([start]))
+            pool.pick(1, picks([(start + 4) % 8]))
+        break
+    likely = pool.usages[0].likely(1)
+    assert likely[7] >= LIKELY
+    assert (likely[:7] < LIKELY).all()
+    pool.resize(20)
+    pool.pick(1, picks([0]))
+    pool.lost(0, range(8))
+    assert pool.ahead(0, 1, 80).read == ((0, 7),)
+
+
+def test_for_many_rows_the_whole_next_layer_is_read_ahead():
+    pool = a_pool((8, 8), 160)
+    pool.pick(0, picks(*[[e % 8, (e + 1) % 8] for e in range(64)]))
+    pool.pick(1, picks(*[[e % 8, (e + 1) % 8] for e in range(64)]))
+    pool.lost(1, range(8))
+    assert len(pool.ahead(1, 64, 80).read) == 8
+    pool.lost(1, range(8))
+    assert pool.ahead(1, 1, 80).read == ()
+
+
+@given(st.lists(st.lists(st.integers(0, 7), min_size=2, max_size=2, unique=True), min_size=1, max_size=60))
+def test_shares_are_probabilities_and_more_rows_need_more(rows):
+    usage = Usage(8)
+    for row in rows:
+        usage.note(picks(row))
+    share = usage.share()
+    assert ((share >= 0) & (share <= 1)).all()
+    assert share.sum() == pytest.approx(2)
+    assert (usage.likely(8) >= usage.likely(1) - 1e-12).all()
+
+
+def test_what_was_picked_long_ago_counts_less():
+    usage = Usage(4)
+    usage.note(np.zeros((3000, 1), np.int32))
+    usage.note(np.ones((3000, 1), np.int32))
+    assert usage.share()[1] > 5 * usage.share()[0]
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=12),
+    output=st.integers(1, 60),
+    room=st.integers(0, 200),
+    data=st.data(),
+)
+def test_layers_by_expert_hold_no_more_than_whole_ones_where_that_is_possible(sizes, output, room, data):
+    whole_sizes = (*(base + experts for base, experts in sizes), output)
+    streamed = data.draw(st.frozensets(st.integers(0, len(sizes))))
+    whole = Residency(whole_sizes, streamed, room)
+    experts = {unit: each for unit, (_, each) in enumerate(sizes) if each}
+    split = by_expert(whole, experts)
+    if not whole.streams or not streamed & experts.keys():
+        assert split is None
+        return
+    assert split is not None
+    assert split.sizes == (*(base for base, _ in sizes), output)
+    assert split.pool_bytes >= split.layer_pool_bytes == max(experts.values())
+    least = ladder(Residency(split.sizes, whole.streamed - experts.keys(), 0))[-1].held_bytes
+    assert split.held_bytes <= max(whole.held_bytes, least + split.layer_pool_bytes)
+
+
+@given(pool=st.integers(1, 100), layer=st.integers(1, 30))
+def test_under_pressure_the_pool_shrinks_to_one_layer_before_any_unit_streams(pool, layer):
+    base = Residency((10,) * 4, frozenset(), 0, max(pool, layer), layer)
+    rungs = ladder(base)
+    held = [rung.held_bytes for rung in rungs]
+    assert held == sorted(held, reverse=True)
+    assert len(set(held)) == len(held)
+    assert rungs[-1].pool_bytes == layer
+    for rung in rungs:
+        assert rung.pool_bytes == layer or not rung.streamed

@@ -1,0 +1,370 @@
+"""Layers that stream by expert: the same logits as with everything in memory, and nothing read that no router picked."""
+
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from primad.engine import experts as core
+from primad.engine.expert_loader import ExpertLoader
+from primad.engine.llama import FirstWindow, TailWindow, TokenEmbedding, WholeModel
+from primad.engine.pages import Piece
+from primad.engine.prefetch import WindowStream
+from primad.engine.protocol import EngineOptions, Rows, WindowFiles
+from primad.engine.residency import ladder
+from primad.engine.streams import StreamedWindow, Streams
+from primad.engine.units import units_of_model, units_of_window
+from primad.errors import EngineError
+from primad.gguf.architectures import embedding_scale, layer_count
+from primad.gguf.header import read_header
+from primad.gguf.layers import layer_header
+from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+
+_spec = importlib.util.spec_from_file_location("synth", Path(__file__).parents[2] / "tools" / "synth.py")
+synth = importlib.util.module_from_spec(_spec)
+sys.modules["synth"] = synth
+_spec.loader.exec_module(synth)
+
+OPTIONS = EngineOptions(context=256, sequences=1, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
+PROMPT = [1, *range(40, 80)]
+DECODED = 12
+COARSE = {"width": 512, "expert_feed_forward": 1024, "experts": 8, "layers": 4}
+"""Experts of many pages each, so that the pages they share with neighbours are few."""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells and drops pages")
+
+
+def a_model(path, architecture="qwen3moe", **shape):
+    synth.write_model(path, architecture=architecture, **shape)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # what is not on the disk yet cannot leave memory
+    return read_header(path)
+
+
+def rows(content, position):
+    count = len(content)
+    return Rows(
+        content=content,
+        positions=range(position, position + count),
+        sequences=[[0]] * count,
+        outputs=[False] * (count - 1) + [True],
+    )
+
+
+def files_of(header):
+    count = layer_count(header)
+    return WindowFiles(metadata=str(header.path), layers=(), layer_count=count, gpu_layers=0, output_on_gpu=False)
+
+
+class Run:
+    """The whole model, with ``streamed`` layers (None: nothing streams) and so many ``slots``."""
+
+    def __init__(self, header, streamed, slots=2, usage=None):
+        files = files_of(header)
+        self.position = 0
+        window = StreamedWindow(
+            index=0,
+            layers=files.layer_count,
+            streamed=frozenset(streamed if streamed is not None else ()),
+            units=units_of_model(header, files),
+        )
+        self.streams = Streams([window], slots=slots, lock=False, usage=usage)
+        with self.streams.loading():
+            self.model = WholeModel(
+                files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False
+            )
+        self.streamer = self.streams.streamer
+        self.experts = self.streamer.experts
+        if streamed is not None:
+            self.streams.begin({0: self.model})
+
+    def logits(self, tokens):
+        self.model.forward(rows(np.array(tokens, np.int32), self.position))
+        self.position += len(tokens)
+        return self.model.logits(len(tokens) - 1).copy()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.streams.end()
+        self.model.release()
+
+
+def expected(header):
+    """What is computed, and the logits of each of it with everything in memory."""
+    chunks, found = [PROMPT], []
+    with Run(header, None) as run:
+        for _ in range(1 + DECODED):
+            found.append(run.logits(chunks[-1]))
+            chunks.append([int(found[-1].argmax())])
+    return list(zip(chunks, found, strict=False))
+
+
+def same(run, steps):
+    for number, (tokens, logits) in enumerate(steps):
+        difference = np.abs(run.logits(tokens) - logits).max()
+        assert difference == 0, f"step {number}: logits differ by {difference}"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "streamed"),
+    [
+        ("llama-moe", range(6)),
+        ("qwen2moe", range(6)),
+        ("deepseek2", range(6)),
+        ("gpt-oss", range(6)),
+        ("qwen2moe", (1, 4, 6)),
+        ("deepseek2", (3,)),
+    ],
+)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_logits_are_those_of_a_model_in_memory(architecture, streamed, slots, tmp_path):
+    header = a_model(tmp_path / "model.gguf", architecture)
+    steps = expected(header)
+    with Run(header, streamed, slots) as run:
+        if run.experts is None:
+            assert not run.streamer.residency.streams
+        else:
+            assert 0 < run.streamer.residency.pool_bytes < run.experts.pool.total_bytes
+        same(run, steps)
+
+
+def test_windows_of_layer_files_share_one_pool(tmp_path):
+    header = a_model(tmp_path / "model.gguf", "qwen2moe")
+    steps = expected(header)
+    cutter, count = ModelCutter(header), layer_count(header)
+    models, windows = {}, []
+    for number, (first, last) in enumerate(pairwise((0, 3, count))):
+        spec = cutter.spec(number, first, last)
+        metadata = tmp_path / f"{number}.gguf"
+        metadata.write_bytes(spec.metadata)
+        paths = []
+        for split, ref in enumerate(spec.layers, start=1):
+            paths.append(tmp_path / f"{ref.digest}.gguf")
+            head = layer_header(ref.tensors, number=split - 1, split=split)
+            paths[-1].write_bytes(head + b"".join(cutter.source(ref.digest).chunks()))
+        files = WindowFiles(
+            metadata=str(metadata),
+            layers=tuple(map(str, paths)),
+            layer_count=last - first,
+            gpu_layers=0,
+            output_on_gpu=False,
+        )
+        if number == 0:
+            embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
+            models[0] = FirstWindow(files, OPTIONS, embedding, extra_buffers=False)
+        else:
+            models[1] = TailWindow(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False)
+        streamed = frozenset(range(last - first))
+        windows.append(
+            StreamedWindow(index=number, layers=last - first, streamed=streamed, units=units_of_window(files))
+        )
+    streams = Streams(windows, slots=2, lock=False, usage=tmp_path / "usage")
+    assert streams.streamer.experts.units == frozenset((0, 1, 2, 3, 4, 5))
+    streams.begin(models)
+    position = 0
+    for tokens, logits in steps:
+        models[1].forward(rows(models[0].forward(rows(np.array(tokens, np.int32), position)), position))
+        assert np.array_equal(models[1].logits(len(tokens) - 1), logits)
+        position += len(tokens)
+    streams.end()
+    for model in models.values():
+        model.release()
+    digests = {path.stem for path in tmp_path.glob("*.gguf")}
+    kept = {path.stem for path in (tmp_path / "usage").iterdir()}
+    assert len(kept) == count
+    assert kept <= digests, "a layer's use is kept under the name of its weights"
+
+
+def present(loader):
+    """For each layer and expert the share of its bytes that is in memory."""
+    return [1 - np.max([tensor.missing() for tensor in layer], axis=0) for layer in loader._slices]
+
+
+class Watch:
+    """What routers picked and which pieces were read, a step at a time."""
+
+    def __init__(self, monkeypatch):
+        self.picked, self.read = set(), []
+        pick, read = WindowStream.pick, Piece.read
+        watch = self
+
+        def watched_pick(stream, place, picks):
+            watch.picked |= {(place, int(e)) for e in picks.ravel()}
+            pick(stream, place, picks)
+
+        def watched_read(piece):
+            watch.read.append((piece.span.offset + piece.start, piece.size))
+            return read(piece)
+
+        monkeypatch.setattr(WindowStream, "pick", watched_pick)
+        monkeypatch.setattr(Piece, "read", watched_read)
+
+    def begin(self):
+        self.picked, self.read = set(), []
+
+
+def test_only_picked_experts_are_read_and_no_other_is_touched(tmp_path, monkeypatch):
+    header = a_model(tmp_path / "model.gguf", **COARSE)
+    steps = expected(header)
+    monkeypatch.setattr(core, "LIKELY", 2.0)  # nothing is read ahead
+    watch = Watch(monkeypatch)
+    with Run(header, range(5), slots=2) as run:
+        loader = run.experts
+        pool, files = loader.pool, loader._files
+        for number, (tokens, logits) in enumerate(steps):
+            held = {(layer, e) for layer in range(4) for e in range(8) if pool.held(layer)[e]}
+            watch.begin()
+            before = loader.asked_bytes
+            assert np.array_equal(run.logits(tokens), logits)
+            if number == 0:
+                assert {layer for layer, _ in watch.picked} == {0, 1, 2, 3}, "every layer told its router's choice"
+                continue
+            assert len(watch.picked) == 4 * 2
+            missed = watch.picked - held  # and some of those may have been driven out within the step
+            places = {
+                (tensor.whole.offset + e * (tensor.whole.size // 8), tensor.whole.size // 8)
+                for layer, e in watch.picked
+                for tensor in files[layer].tensors
+            }
+            assert set(watch.read) <= places, "something else was read"
+            assert len(watch.read) >= 3 * len(missed)
+            outer = sum(size + 2 * 4096 for _, size in watch.read)
+            assert loader.asked_bytes - before <= outer
+            memory = present(loader)
+            for layer in range(4):
+                for e in range(8):
+                    if pool.held(layer)[e]:
+                        assert memory[layer][e] == 1, "what is held is in memory"
+                    else:
+                        assert memory[layer][e] < 0.05, "what is not held was given back and not touched"
+        assert loader.asked_bytes > 0
+
+
+def test_use_is_kept_from_run_to_run_and_a_bad_file_is_as_good_as_none(tmp_path):
+    header = a_model(tmp_path / "model.gguf", **COARSE)
+    steps, folder = expected(header), tmp_path / "home" / "usage"
+    with Run(header, range(5), usage=folder) as run:
+        same(run, steps)
+        shares = [usage.share() for usage in run.experts.pool.usages]
+        assert any(share.max() > 1.5 * share.min() for share in shares)
+    files = sorted(folder.iterdir())
+    assert len(files) == 4
+    with Run(header, range(5), usage=folder) as run:
+        for usage, share in zip(run.experts.pool.usages, shares, strict=True):
+            assert usage.share() == pytest.approx(share, abs=1e-3)
+        first = {(layer, int(e)) for layer in range(4) for e in np.flatnonzero(run.experts.pool.held(layer))}
+        ranked = sorted(((s, (layer, e)) for layer, share in enumerate(shares) for e, s in enumerate(share)))
+        likeliest = {expert for _, expert in ranked[-len(first) :]}
+        assert len(first & likeliest) >= len(first) - 1, "the pool begins with the experts used most"
+        same(run, steps)
+    good = json.loads(files[0].read_bytes())
+    for bad in (b"", b"{", b"[1]", json.dumps({**good, "counts": [1.0]}).encode(), files[0].read_bytes()[:-9]):
+        for file in files:
+            file.write_bytes(bad)
+        with Run(header, range(5), usage=folder) as run:
+            assert all(usage.used == 0 for usage in run.experts.pool.usages)
+    for wrong in ({"rows": -1.0}, {"counts": [1e300] * 8}, {"used": 9}, {"other": 1}):
+        files[0].write_text(json.dumps({**good, **wrong}))
+        with Run(header, range(5), usage=folder) as run:
+            assert all(usage.used == 0 for usage in run.experts.pool.usages)
+
+
+def test_a_folder_that_cannot_be_written_costs_the_memory_and_nothing_else(tmp_path):
+    header = a_model(tmp_path / "model.gguf")
+    (tmp_path / "file").write_bytes(b"")
+    with Run(header, range(6), usage=tmp_path / "file" / "usage") as run:
+        same(run, expected(header))
+
+
+def test_a_router_that_is_not_told_of_costs_page_faults_once(tmp_path):
+    header = a_model(tmp_path / "model.gguf", **COARSE)
+    steps = expected(header)
+    with Run(header, range(5)) as run:
+        same(run, steps[:4])
+        routers, run.model._tap._routers = run.model._tap._routers, {}
+        run.model._tap.clear()
+        same(run, steps[4:5])
+        memory = present(run.experts)
+        for layer in range(4):
+            absent = ~run.experts.pool.held(layer)
+            assert absent.any()
+            assert memory[layer][absent].mean() < 0.5, "what was read by faults is given back"
+        assert not run.model._tap, "and all nodes are asked about again"
+        run.model._tap._routers = routers
+        same(run, steps[5:])
+        assert run.experts._told == set()
+
+
+def test_a_disk_that_fails_is_the_error_of_the_step(tmp_path, monkeypatch):
+    header = a_model(tmp_path / "model.gguf")
+    steps = expected(header)
+    with Run(header, range(6)) as run:
+        same(run, steps[:2])
+
+        def broken(*_):
+            raise EngineError("the disk is broken")
+
+        monkeypatch.setattr(ExpertLoader, "_read_at_once", broken)
+        with pytest.raises(EngineError, match="the disk is broken"):
+            same(run, steps[2:])
+
+
+def test_experts_that_the_system_took_back_while_the_ring_was_idle_are_noticed(tmp_path, monkeypatch):
+    header = a_model(tmp_path / "model.gguf", **COARSE)
+    steps = expected(header)
+    with Run(header, range(5)) as run:
+        same(run, steps[:4])
+        loader = run.experts
+        nothing = np.zeros(8, np.bool_)
+        with loader._condition:
+            for layer in loader._slices:
+                for tensor in layer:
+                    for number in range(8):
+                        tensor.release(number, nothing)
+            loader._departed_s -= 60
+        monkeypatch.setattr(loader.pool, "fill", lambda *_: ())
+        same(run, steps[4:])
+        assert loader.evicted_bytes > 0
+        memory = present(loader)
+        for layer in range(4):
+            assert (memory[layer][loader.pool.held(layer)] == 1).all()
+
+
+def test_every_rung_of_pressure_gives_the_same_logits_within_its_room(tmp_path):
+    header = a_model(tmp_path / "model.gguf", **COARSE)
+    steps = expected(header)
+    with Run(header, (0, 1, 3), slots=2) as run:
+        rungs = ladder(run.streamer.residency)
+        assert rungs[0].pool_bytes > rungs[1].pool_bytes
+        for number, (tokens, logits) in enumerate(steps):
+            now = rungs[min(number, len(rungs) - 1)]
+            run.streamer.change(now)
+            assert run.experts.pool.held_bytes <= now.pool_bytes
+            assert np.array_equal(run.logits(tokens), logits)
+            assert run.experts.pool.held_bytes <= now.pool_bytes
+        run.streamer.change(rungs[0])
+        assert np.array_equal(run.logits([5]).shape, steps[0][1].shape)
+
+
+def test_layers_without_experts_and_models_that_fit_stream_as_they_did(tmp_path):
+    dense = a_model(tmp_path / "dense.gguf", "llama")
+    with Run(dense, range(6)) as run:
+        assert run.experts is None
+    header = a_model(tmp_path / "model.gguf")
+    with Run(header, ()) as run:
+        assert run.experts is None
+    with Run(header, (6,)) as run:  # the output matrix alone
+        assert run.experts is None
+    files = files_of(header)
+    units = units_of_model(header, files)
+    assert all(layer.tensors for layer in units.experts)
+    none = replace(units, experts=tuple(replace(layer, tensors=()) for layer in units.experts))
+    assert none.layers == units.layers
