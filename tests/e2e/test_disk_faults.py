@@ -1,0 +1,233 @@
+"""Disks fail and files change under a model that streams: one clear line, the layer anew, and the same text goes on.
+
+A slow head lets two workers compute that have little memory, so that most of their layers are read for each token.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from primad.gguf.layers import HEADER_BYTES
+from primad.profiler.records import write
+from tests.e2e.cluster import Head, Primad, heading, joined, wait_until
+from tests.e2e.streams import STORY, ask, show
+from tests.fakes import bad_disk
+from tests.fakes.profile import CPU, home_record, machine_record, speeds
+
+pytestmark = pytest.mark.slow
+
+MAX_RAM = "120MiB"
+"""The runtime and little more than two layers, so that nearly all layers stream."""
+MOST_GAP_S = 30.0
+TOKENS = 48
+needs_bad_disk = pytest.mark.skipif(
+    not bad_disk.is_possible(), reason="a disk that fails needs Linux, root and /dev/fuse"
+)
+needs_pages = pytest.mark.skipif(sys.platform != "linux", reason="only on Linux are layers read where they are mapped")
+
+
+def slow_machine(folder: Path) -> Path:
+    """A cache folder in which this machine counts as a slow one."""
+    slow = replace(CPU, speeds=speeds(3e8, 2e9), layer_s=1e-2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        for threads in (None, *range(1, 9)):
+            write(
+                msgspec.structs.replace(machine_record(threads), cpu=slow, ram_read_bytes_per_s=3e9),
+                home_record(),
+                folder,
+            )
+    return folder
+
+
+class Lab:
+    """A head and two workers; the layers of ``w1`` lie on a disk that can fail, where this machine can mount one."""
+
+    def __init__(self, stack: ExitStack, model: Path, make_home: Callable[[str], Path], cache: Path) -> None:
+        self.cluster = f"lab-{secrets.token_hex(6)}"
+        self._homes = {name: make_home(name) for name in ("head", "w1", "w2")}
+        self.disk = self._homes["w1"] / "disk"
+        if bad_disk.is_possible():
+            self.disk.mkdir()
+            self.folder("w1").mkdir(parents=True)
+            stack.enter_context(bad_disk.mounted(self.folder("w1"), self.disk))
+        self._runs: dict[str, Primad] = {}
+        for name in ("w1", "w2"):
+            worker = joined(self._homes[name], self.cluster, "--max-ram", MAX_RAM, PRIMAD_KEEP_LOADED="0")
+            self._runs[name] = stack.enter_context(worker)
+        arguments = ("--wait", 2, "--use-all", "--context", 256)
+        slow = {"XDG_CACHE_HOME": str(slow_machine(cache))}
+        self.head: Head = stack.enter_context(heading(model, self._homes["head"], self.cluster, *arguments, **slow))
+        self._runs["head"] = self.head.run
+        self.head.wait_serving()
+        self.undisturbed = ask(self.head, tokens=TOKENS).text
+
+    def folder(self, name: str) -> Path:
+        """Where a device has its layers."""
+        return self._homes[name] / "cache" / "layers"
+
+    def layers(self, name: str, *, streamed: bool) -> list[Path]:
+        """The layer files that a device uses now; of the ``streamed`` ones those that are not in memory at the moment."""
+        run = self._runs[name]
+        wait_until(lambda: len(ring_processes(run)) == 1, f"{name} has one ring process")
+        found = {place.path: place.rss for place in ring_processes(run)[0].memory_maps()}
+        files = sorted(path for path in self.folder(name).glob("*.gguf") if str(path) in found)
+        return [path for path in files if not streamed or found[str(path)] < path.stat().st_size // 2]
+
+    def status(self) -> dict[str, dict]:
+        """What each device of the ring does and holds."""
+        answer = httpx.get(f"{self.head.url}/status", timeout=20).json()
+        return {device["name"]: device for device in answer.get("devices", ())}
+
+    def wait_computing(self, *names: str) -> None:
+        """Wait until just these workers compute."""
+        wait_until(lambda: set(self.status()) == {"head", *names}, f"{names} compute")
+
+    def goes_on(self, act: Callable[[], object], what: str) -> list[str]:
+        """Ask, ``act`` in the middle, and judge the answer; what the head said meanwhile."""
+        before = len(self.head.run.lines)
+        told = ask(self.head, act, tokens=TOKENS)
+        said = self.head.run.lines[before:]
+        show(f"{what}: {told.gap_s:.2f} s without a token; {said[:1]}")
+        assert (told.text, told.finish, told.error) == (self.undisturbed, "length", None), self.head.run.output
+        assert told.gap_s < MOST_GAP_S
+        assert self.head.health()[0] == 200
+        assert "Traceback" not in "".join(run.output for run in self._runs.values())
+        return said
+
+
+@pytest.fixture(scope="module")
+def lab(smollm2: Path, module_home, tmp_path_factory) -> Iterator[Lab]:
+    with ExitStack() as stack:
+        yield Lab(stack, smollm2, module_home, tmp_path_factory.mktemp("slow"))
+
+
+def ring_processes(run: Primad) -> list[psutil.Process]:
+    """The ring processes of a daemon: one, or two while a ring is formed beside another."""
+    return [process for process in run.processes() if "primad.ring.process" in process.cmdline()]
+
+
+def breaks(said: list[str]) -> list[str]:
+    """The lines that say why a ring was formed again."""
+    return [line for line in said if line.endswith("; forming the ring again")]
+
+
+def overwrite(file: Path) -> None:
+    """Turn over a byte in the middle of a file, as another program does."""
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        byte = opened.read(1)
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte[0] ^ 0xFF]))
+
+
+@needs_pages
+def test_layers_stream(lab):
+    memory = {name: device["memory"] for name, device in lab.status().items()}
+    assert all(memory[name]["streamed"] > 0 for name in ("w1", "w2")), memory
+
+
+@needs_bad_disk
+def test_a_layer_that_cannot_be_read(lab):
+    lab.wait_computing("w1", "w2")
+    bad = lab.layers("w1", streamed=True)[0]
+    said = lab.goes_on(lambda: bad_disk.spoil(lab.disk / bad.name), "a bad sector under a layer of a worker")
+    assert breaks(said) == [f"w1: {bad}: weights cannot be read: Input/output error; forming the ring again"]
+    lab.wait_computing("w1", "w2")
+    assert not bad_disk.is_spoilt(lab.disk / bad.name), "it was fetched again"
+
+
+@needs_pages
+def test_a_layer_file_is_cut_short(lab):
+    lab.wait_computing("w1", "w2")
+    cut = lab.layers("w2", streamed=True)[0]
+    size = cut.stat().st_size
+    said = lab.goes_on(lambda: os.truncate(cut, size // 2), "a layer file of a worker cut short")
+    (line,) = breaks(said)
+    assert line.startswith("w2: ")
+    assert str(cut) in line
+    assert "cut short" in line
+    lab.wait_computing("w1", "w2")
+    assert cut.stat().st_size == size, "it was fetched again"
+
+
+@needs_pages
+def test_a_layer_file_is_overwritten(lab):
+    lab.wait_computing("w1", "w2")
+    file = lab.layers("w1", streamed=True)[1]
+    before = file.read_bytes()
+    said = lab.goes_on(lambda: overwrite(file), "a layer file of a worker overwritten")
+    assert breaks(said) == [
+        f"w1: {file}: somebody wrote to this file while it was used; it is not the model any more; forming the ring again"
+    ]
+    lab.wait_computing("w1", "w2")
+    assert file.read_bytes()[HEADER_BYTES:] == before[HEADER_BYTES:], "it was fetched again"
+
+
+@needs_pages
+def test_a_layer_file_is_replaced(lab, tmp_path):
+    """What is mapped is the old one: nothing happens until it is loaded the next time."""
+    lab.wait_computing("w1", "w2")
+    file = lab.layers("w2", streamed=True)[1]
+    other = file.with_name("other")
+    other.write_bytes(os.urandom(file.stat().st_size))
+    assert breaks(lab.goes_on(lambda: other.replace(file), "a layer file of a worker replaced")) == []
+
+
+@needs_pages
+def test_a_layer_of_the_head_is_cut_short(lab):
+    """A layer that stays in memory: its next use is a SIGBUS."""
+    lab.wait_computing("w1", "w2")
+    cut = lab.layers("head", streamed=False)[0]
+    size = cut.stat().st_size
+    said = lab.goes_on(lambda: os.truncate(cut, HEADER_BYTES), "a layer file of the head cut short")
+    (line,) = breaks(said)
+    assert line.startswith(f"a layer file was cut short or its disk failed while it was read (SIGBUS): {cut}"), line
+    assert cut.stat().st_size == size, "it was cut out of the model again"
+
+
+@needs_bad_disk
+def test_a_disk_that_fails_again_and_again(lab):
+    """Its device was given layers again twice; that will not do for ever."""
+    lab.wait_computing("w1", "w2")
+    bad = lab.layers("w1", streamed=True)[2]
+    said = lab.goes_on(lambda: bad_disk.spoil(lab.disk / bad.name), "a disk that fails for the third time")
+    assert breaks(said) == [f"w1: {bad}: weights cannot be read: Input/output error; forming the ring again"]
+    lab.wait_computing("w2")
+    cluster = httpx.get(f"{lab.head.url}/status", timeout=20).json()["cluster"]
+    assert next(each["reason"] for each in cluster if each["device"] == "w1").startswith(f"w1: {bad}: weights cannot")
+
+
+@needs_pages
+@pytest.mark.parametrize(
+    "act", [overwrite, lambda file: os.truncate(file, file.stat().st_size // 2)], ids=["overwritten", "cut"]
+)
+def test_the_model_file_of_a_head_alone(smollm2, new_home, cluster, tmp_path, act):
+    """There is nothing to fetch it from: whoever asks is told, and what the owner can do."""
+    model = tmp_path / "model.gguf"
+    shutil.copyfile(smollm2, model)
+    with heading(model, new_home("head"), cluster, "--alone", "--context", 256) as head:
+        head.wait_serving()
+        told = ask(head, lambda: act(model), tokens=TOKENS)
+        assert told.error is not None
+        assert str(model) in told.error["message"]
+        wait_until(lambda: head.health()[0] == 503, "the health check says so")
+        assert "start 'primad serve' again" in head.health()[1]
+        body = {"prompt": STORY, "max_tokens": 1}
+        answer = httpx.post(f"{head.url}/v1/completions", json=body, timeout=20)
+        assert answer.status_code == 503
+        assert str(model) in answer.json()["error"]["message"]
+        assert head.run.process.poll() is None
+        assert "Traceback" not in head.run.output

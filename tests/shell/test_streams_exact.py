@@ -1,0 +1,241 @@
+"""Whatever stays and whatever streams: the logits are those of a model that is in memory, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
+from primad.engine.protocol import EngineOptions
+from primad.engine.streams import StreamedWindow, Streams
+from primad.engine.units import units_of_model, units_of_window
+from primad.errors import WeightsError
+from primad.gguf.architectures import embedding_scale, layer_count
+from primad.gguf.header import Header, read_header
+from primad.gguf.layers import layer_header
+from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+from tests.shell.test_cut_exact import DECODED, OPTIONS, PROMPT, files_of, rows, synth, whole_logits
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing that streams is ever given back"),
+]
+
+ARCHITECTURES = ("llama", "qwen3", "gemma3", "granite", "gpt-oss", "deepseek2", "llama-moe", "qwen3moe")
+SIZES = {"width": 256, "feed_forward": 512, "expert_feed_forward": 512, "layers": 6}
+"""Layers of many pages, so that most of each can be given back."""
+
+
+class Streaming:
+    """The windows of a model between ``cuts`` in one process, with what looks after their units.
+
+    ``streamed`` are layers of the model; its layer count stands for the output matrix. One cut is the whole model's file.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        cuts: Sequence[int],
+        folder: Path,
+        *,
+        streamed: Sequence[int],
+        slots: int = 2,
+        options: EngineOptions = OPTIONS,
+    ) -> None:
+        self.layers: dict[int, Path] = {}
+        self._header, self._options = header, options
+        count = layer_count(header)
+        specs = []
+        for number, (first, last) in enumerate(pairwise(cuts)):
+            whole = len(cuts) == 2
+            files = files_of(header.path, (), count) if whole else self._cut(folder, number, first, last)
+            own = frozenset(layer - first for layer in streamed if first <= layer < last + (last == count))
+            units = units_of_model(header, files) if whole else units_of_window(files)
+            specs.append((files, StreamedWindow(index=number, layers=last - first, streamed=own, units=units)))
+        self.streams = Streams([window for _, window in specs], slots=slots, lock=False, usage=None)
+        self.windows = []
+        with self.streams.loading():
+            for number, (files, _) in enumerate(specs):
+                self.windows.append(self._open(files, number, len(specs)))
+        self.streams.begin(dict(enumerate(self.windows)))
+
+    def _cut(self, folder: Path, number: int, first: int, last: int):
+        cutter = ModelCutter(self._header)
+        spec = cutter.spec(number, first, last)
+        metadata = folder / f"{number}.gguf"
+        metadata.write_bytes(spec.metadata)
+        paths = []
+        for split, ref in enumerate(spec.layers, start=1):
+            path = folder / f"{ref.digest}-{split}.gguf"
+            content = b"".join(cutter.source(ref.digest).chunks())
+            path.write_bytes(layer_header(ref.tensors, number=split - 1, split=split) + content)
+            self.layers[first + split - 1] = path
+            paths.append(str(path))
+        return files_of(metadata, paths, last - first)
+
+    def _open(self, files, number: int, count: int):
+        header, options = self._header, self._options
+        if count == 1:
+            return WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False)
+        if number == count - 1:
+            return TailWindow(files, options, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False)
+        embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
+        if number == 0:
+            return FirstWindow(files, options, embedding, extra_buffers=False)
+        return MiddleWindow(files, options, width=embedding.width, extra_buffers=False)
+
+    def logits(self, tokens: Sequence[int], position: int) -> np.ndarray:
+        state = np.array(tokens, np.int32)
+        for window in self.windows[:-1]:
+            state = window.forward(rows(state, position))
+        self.windows[-1].forward(rows(state, position))
+        return self.windows[-1].logits(len(tokens) - 1).copy()
+
+    def release(self) -> None:
+        self.streams.end()
+        for window in self.windows:
+            window.release()
+
+
+@contextmanager
+def streaming(*arguments: object, **options: object) -> Iterator[Streaming]:
+    with ExitStack() as stack:
+        made = Streaming(*arguments, **options)
+        stack.callback(made.release)
+        yield made
+
+
+def model(folder: Path, architecture: str, **sizes: object) -> Header:
+    path = folder / "model.gguf"
+    synth.write_model(path, architecture=architecture, **(SIZES | sizes))
+    return read_header(path)
+
+
+def check(made: Streaming, chunks: Sequence[Sequence[int]], expected: Sequence[np.ndarray]) -> None:
+    position = 0
+    for tokens, logits in zip(chunks, expected, strict=True):
+        difference = np.abs(made.logits(tokens, position) - logits).max()
+        assert difference == 0, f"position {position}: logits differ by {difference}"
+        position += len(tokens)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_with_everything_streamed_through_two_slots_logits_are_the_same(architecture, tmp_path):
+    """As the whole file, as windows that one process computes one after the other, and with every layer a window."""
+    header = model(tmp_path, architecture)
+    chunks, expected = whole_logits(header)
+    everything = range(layer_count(header) + 1)
+    for number, cuts in enumerate(([0, 6], [0, 2, 4, 6], [0, 1, 2, 3, 4, 5, 6])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with streaming(header, cuts, folder, streamed=everything) as made:
+            check(made, chunks, expected)
+            streamer = made.streams.streamer
+            if streamer.experts is None:  # what streams by expert has a pool instead
+                assert streamer.residency.resident == ()
+                assert streamer.residency.streams
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("streamed", "slots"), [([0], 2), ([1, 4], 2), ([0, 2, 3, 5], 3), ([6], 2), ([3, 4, 5, 6], 4)], ids=str
+)
+def test_whatever_streams_logits_are_the_same(architecture, streamed, slots, tmp_path):
+    header = model(tmp_path, architecture)
+    chunks, expected = whole_logits(header)
+    with streaming(header, [0, 3, 6], tmp_path, streamed=streamed, slots=slots) as made:
+        check(made, chunks, expected)
+
+
+def test_what_streams_under_pressure_in_the_middle_of_an_answer_does_not_change_it(tmp_path):
+    header = model(tmp_path, "llama")
+    chunks, expected = whole_logits(header)
+    with streaming(header, [0, 3, 6], tmp_path, streamed=()) as made:
+        streamer = made.streams.streamer
+        rungs, position = streamer._rungs, 0
+        for step, (tokens, logits) in enumerate(zip(chunks, expected, strict=True)):
+            streamer.change(rungs[(2 * step) % len(rungs)])
+            assert np.array_equal(made.logits(tokens, position), logits), f"step {step}"
+            position += len(tokens)
+        assert len(rungs) > 3
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+def test_streamed_and_resident_are_the_same_with_a_smaller_kv_cache(architecture, kv_type, tmp_path):
+    header = model(tmp_path, architecture, head_width=64)
+    options = msgspec.structs.replace(OPTIONS, kv_type=kv_type)
+    chunks = [PROMPT[:64], PROMPT[64:], *([token] for token in range(50, 50 + DECODED))]
+    found = []
+    for name, streamed in (("resident", ()), ("streamed", range(layer_count(header) + 1))):
+        folder = tmp_path / name
+        folder.mkdir()
+        with streaming(header, [0, 3, 6], folder, streamed=streamed, options=options) as made:
+            position, logits = 0, []
+            for tokens in chunks:
+                logits.append(made.logits(tokens, position))
+                position += len(tokens)
+            found.append(np.array(logits))
+    assert np.isfinite(found[0]).all()
+    assert np.array_equal(*found)
+
+
+def test_windows_that_are_kept_stream_on_in_another_ring(tmp_path):
+    """As a worker's ring process does it: end, release what is not kept, begin with the rest."""
+    header = model(tmp_path, "llama")
+    chunks, expected = whole_logits(header)
+    with streaming(header, [0, 2, 4, 6], tmp_path, streamed=range(7)) as made:
+        check(made, chunks, expected)
+        made.streams.end()
+        made.streams = made.streams.reopened([(0, 5), (1, 7), (2, 9)])
+        made.streams.begin({5: made.windows[0], 7: made.windows[1], 9: made.windows[2]})
+        for window in made.windows:
+            window.kv_remove(0, 0, -1)
+        check(made, chunks, expected)
+        assert made.streams.streamer.residency.resident == ()
+
+
+def test_what_is_left_of_a_process_streams_on_alone(tmp_path):
+    header = model(tmp_path, "llama")
+    with streaming(header, [0, 2, 4, 6], tmp_path, streamed=range(7)) as made:
+        state = made.windows[0].forward(rows(np.array(PROMPT[:32], np.int32), 0))
+        expected = made.windows[1].forward(rows(state, 0))
+        made.streams.end()
+        made.streams = made.streams.reopened([(1, 3)])
+        for gone in (made.windows.pop(2), made.windows.pop(0)):
+            gone.release()
+        made.streams.begin({3: made.windows[0]})
+        made.windows[0].kv_remove(0, 0, -1)
+        assert np.array_equal(made.windows[0].forward(rows(state, 0)), expected)
+        assert len(made.streams.streamer.residency.sizes) == 2
+
+
+def test_a_layer_file_that_is_overwritten_never_gives_a_result(tmp_path):
+    header = model(tmp_path, "llama")
+    with streaming(header, [0, 3, 6], tmp_path, streamed=range(7)) as made:
+        made.logits(PROMPT[:8], 0)
+        path = made.layers[4]
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 0xFF
+        path.write_bytes(content)
+        with pytest.raises(WeightsError, match="somebody wrote to this file") as caught:
+            made.logits(PROMPT[8:9], 8)
+        assert caught.value.file == str(path)
+
+
+def test_a_model_file_that_was_written_to_gives_no_first_hidden_state(tmp_path):
+    header = model(tmp_path, "llama")
+    with streaming(header, [0, 3, 6], tmp_path, streamed=()) as made:
+        made.logits(PROMPT[:8], 0)
+        with header.path.open("r+b") as file:
+            file.truncate(header.data_offset)
+        with pytest.raises(WeightsError, match="somebody wrote to the model file") as caught:
+            made.logits(PROMPT[8:9], 8)
+        assert caught.value.file == str(header.path)
