@@ -55,6 +55,7 @@ from tools.memory_runs import (
     most_read_bytes,
     plan_alone,
     prefetch_rate,
+    reserved_bytes,
     run_plain,
     run_ring,
     slot_bytes,
@@ -82,9 +83,10 @@ class Row:
 
     ``ratio`` is the median of runs that stood side by side. ``disk_limit_share``: the time that the bytes read would take at
     the rate that the disk was measured at meanwhile, over the time that a token took. ``most_read_bytes`` is what a token
-    may read: 1.10 times what weights, KV cache, buffers (both as measured: all memory that belongs to no file) and slots
-    exceed the limit by; ``told_bytes_per_token`` is what primad itself counts. The output matrix counts as a layer.
-    ``busy_share`` is the most that others used of the processors before a run.
+    may read: 1.10 times what weights, KV cache, buffers (both as the plan reckons) and slots exceed the limit by;
+    ``most_read_bytes_measured`` is the same with all memory that belongs to no file, as measured, for the two.
+    ``told_bytes_per_token`` is what primad itself counts. The output matrix counts as a layer. ``busy_share`` is the most
+    that others used of the processors before a run.
     """
 
     model: str
@@ -99,6 +101,7 @@ class Row:
     baseline_bytes_read_per_token: float
     told_bytes_per_token: float | None
     most_read_bytes: float
+    most_read_bytes_measured: float
     predicted_bytes_per_token: int
     predicted_tokens_per_s: float
     disk_bytes_per_s: float
@@ -169,7 +172,7 @@ def _limit(
     counters = [each for run in ours for each in run.counters]
     told = any(status.memory is not None for run in ours for status in run.statuses)
     anonymous = max(each.anonymous_bytes for each in counters)
-    streaming = solution.plan.streaming_of("d0")
+    streaming, slots = solution.plan.streaming_of("d0"), slot_bytes(solution.plan, model)
     return Row(
         model=path.stem,
         model_bytes=size_bytes,
@@ -182,7 +185,8 @@ def _limit(
         bytes_read_per_token=reads,
         baseline_bytes_read_per_token=_median(plain, "read_bytes_per_token"),
         told_bytes_per_token=_median(ours, "told_bytes_per_token") if told else None,
-        most_read_bytes=most_read_bytes(size_bytes, anonymous, limit, slot_bytes(solution.plan, model)),
+        most_read_bytes=most_read_bytes(size_bytes, reserved_bytes(solution, model), limit, slots),
+        most_read_bytes_measured=most_read_bytes(size_bytes, anonymous, limit, slots),
         predicted_bytes_per_token=solution.prediction.devices[0].disk_bytes_per_token,
         predicted_tokens_per_s=solution.prediction.tokens_per_s,
         disk_bytes_per_s=rate,
@@ -234,7 +238,7 @@ def show(rows: Sequence[Row]) -> None:
             f"{row.ratio:.2f}",
             f"{row.baseline_bytes_read_per_token / 1e6:.0f}",
             f"{row.bytes_read_per_token / 1e6:.0f}",
-            f"{row.most_read_bytes / 1e6:.0f}",
+            f"{row.most_read_bytes / 1e6:.0f} ({row.most_read_bytes_measured / 1e6:.0f})",
             f"{row.disk_bytes_per_s / 1e6:.0f}",
             f"{row.disk_limit_share:.2f}",
             "-" if row.stall_ms_per_token is None else f"{row.stall_ms_per_token:.0f}",

@@ -101,9 +101,16 @@ def slot_bytes(plan: Plan, model: ModelProfile) -> int:
     return sum(streaming.slots * largest for streaming in plan.streaming)
 
 
-def most_read_bytes(weights: int, besides: int, limit: int, slots: int) -> float:
+def reserved_bytes(solution: Solution, model: ModelProfile) -> int:
+    """What the plan for one device keeps for KV cache and buffers: all that is neither weights nor slots."""
+    (device,) = solution.prediction.devices
+    weights = sum(layer.size_bytes for layer in model.layers) + model.output_bytes
+    return device.ram_bytes - (weights - device.disk_bytes_per_token) - slot_bytes(solution.plan, model)
+
+
+def most_read_bytes(weights: int, besides: int, limit: int, slots: int, *, slack: float = SLACK) -> float:
     """What a token may read: by how much weights, what is held ``besides`` and slots exceed the limit, and a little more."""
-    return SLACK * max(0, weights + besides - limit + slots)
+    return slack * max(0, weights + besides - limit + slots)
 
 
 def prefetch_rate(path: Path) -> float:

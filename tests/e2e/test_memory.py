@@ -1,0 +1,182 @@
+"""A model in less memory than it has: the same text, no more read than must be, nobody killed or swapped out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from halda import ModelProfile, Solution, solve
+from primad.daemon.questions import default_workload
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from primad.ring.messages import Sampled, Status
+from tests.fakes.profile import PROFILE
+from tools.lab import missing
+from tools.lab.cgroups import here
+from tools.lab.memory import Counters, LimitedGroup
+from tools.local_ring import LocalRing
+from tools.memory_runs import SLACK, device_in, most_read_bytes, reserved_bytes, slot_bytes
+from tools.synth import write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROWS = 128
+CONTEXT = 1280
+LONG = [(i * 37) % 300 + 10 for i in range(1000)]
+SHORT = LONG[:20]
+LONG_TOKENS, SHORT_TOKENS = 8, 32
+SHARES = (0.75, 0.5, 0.3)
+NEIGHBOUR = Path(__file__).with_name("neighbour.py")
+NEIGHBOUR_SHARE = 0.2
+"""What the other program takes of the limit at most."""
+NEIGHBOUR_SLACK = 1.25
+"""What it takes for a moment throws out pages that are needed, and they are read again: that may cost more than if it kept
+its share (measured on a busy machine: 0.94, 1.07 and 1.17 times what must be read then, the most where least is left)."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, and what it answers with all the memory that it wants."""
+
+    path: Path
+    profile: ModelProfile
+    size_bytes: int
+    long: list[int]
+    short: list[int]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What it answered in a group, what that cost, and what the group looked like at the end."""
+
+    solution: Solution
+    long: list[int]
+    short: list[int]
+    read_bytes_per_token: float
+    counters: Counters
+    status: Status
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """Many small layers, so that two slots and a process fit where the model does not."""
+    if (reason := unable()) is not None:
+        pytest.skip(f"memory limits: {reason}")
+    folder = tmp_path_factory.mktemp("model")
+    path = folder / "deep.gguf"
+    write_model(path, preset="deep-q4k")
+    profile = model_profile(open_model(path))
+    long, short = asyncio.run(unlimited(path))
+    yield Model(path, profile, path.stat().st_size, long, short)
+    path.unlink()
+
+
+def unable() -> str | None:
+    """Why the memory of a process cannot be limited here."""
+    if (reason := missing()) is not None:
+        return reason
+    return None if "memory" in here().folders else "requires the memory controller of cgroups"
+
+
+async def unlimited(path: Path) -> tuple[list[int], list[int]]:
+    async with LocalRing(path, None, context=CONTEXT, rows=ROWS) as ring:
+        long, _ = await ring.generate(LONG, LONG_TOKENS)
+        short, _ = await ring.generate(SHORT, SHORT_TOKENS)
+    return [event.token for event in long], [event.token for event in short]
+
+
+def planned(model: Model, group: LimitedGroup) -> Solution:
+    """The solver's plan for a device that has the group's memory."""
+    device = device_in(group, PROFILE, "d0", 1e9)
+    return solve([device], [], model.profile, default_workload(CONTEXT, ROWS, "f16"))
+
+
+async def limited(model: Model, group: LimitedGroup, solution: Solution) -> Ran:
+    ring = LocalRing(
+        model.path, None, plan=solution.plan, groups={"d0": group}, context=CONTEXT, rows=ROWS, step_timeout_s=300
+    )
+    reads: list[int] = []
+
+    def heard(_: Sampled) -> None:
+        reads.append(group.counters().read_bytes)
+
+    async with ring:
+        long, _ = await ring.generate(LONG, LONG_TOKENS)
+        short, _ = await ring.generate(SHORT, SHORT_TOKENS, heard=heard)
+        status, counters = await ring.status("d0"), group.counters()
+    return Ran(
+        solution=solution,
+        long=[event.token for event in long],
+        short=[event.token for event in short],
+        read_bytes_per_token=(reads[-1] - reads[0]) / (len(reads) - 1),
+        counters=counters,
+        status=status,
+    )
+
+
+@contextlib.contextmanager
+def neighbour(group: LimitedGroup, most_bytes: int) -> Iterator[subprocess.Popen[str]]:
+    """Another program in the group, ended with it at the latest."""
+    argv = [sys.executable, "-I", str(NEIGHBOUR), str(most_bytes), "0"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            group.add(process.pid)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that belongs to no file."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
+
+
+def check(model: Model, ran: Ran, limit: int, *, others: int, slack: float) -> None:
+    """The text, the plan that was kept, nobody killed, nothing swapped, and no more read than must be."""
+    assert ran.long == model.long
+    assert ran.short == model.short
+    assert len(ran.short) == SHORT_TOKENS, "choose a prompt whose answer does not end"
+    plan, besides = ran.solution.plan, reserved_bytes(ran.solution, model.profile) + others
+    assert plan.streaming_of("d0").layers
+    assert ran.status.memory is not None
+    assert ran.counters.oom_kills == 0
+    assert ran.counters.swap_bytes == 0
+    assert ran.read_bytes_per_token <= most_read_bytes(
+        model.size_bytes, besides, limit, slot_bytes(plan, model.profile), slack=slack
+    )
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_same_text_and_no_more_read_than_must_be(model: Model, share: float) -> None:
+    limit = int(share * model.size_bytes)
+    with LimitedGroup(limit) as group:
+        solution = planned(model, group)
+        ran = asyncio.run(limited(model, group, solution))
+    check(model, ran, limit, others=0, slack=SLACK)
+    memory, streaming = ran.status.memory, solution.plan.streaming_of("d0")
+    assert memory is not None
+    assert (memory.streamed, memory.slots) == (len(streaming.layers), streaming.slots)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_same_text_beside_a_program_that_takes_and_frees_memory(model: Model, share: float) -> None:
+    limit = int(share * model.size_bytes)
+    most = int(NEIGHBOUR_SHARE * limit)
+    with LimitedGroup(limit) as group:
+        solution = planned(model, group)
+        with neighbour(group, most) as other:
+            own = anonymous_bytes(other.pid)
+            ran = asyncio.run(limited(model, group, solution))
+            said, _ = other.communicate("\n", timeout=30)
+    assert int(said) >= 5
+    check(model, ran, limit, others=own + most, slack=NEIGHBOUR_SLACK)
