@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 from gguf import GGUFReader
 
-from primad.errors import ClusterError
+from primad.errors import ClusterError, DiskError
+from primad.gguf import cache as cache_module
 from primad.gguf.cache import LayerCache
 from primad.gguf.header import read_header
 from primad.gguf.layers import HEADER_BYTES, LayerCut, LayerRef, cut_layer
@@ -108,6 +110,71 @@ def test_a_file_that_cannot_be_read_is_one_clear_error(folder, layers):
     LayerCache(folder).path(ref.digest).chmod(0)
     with pytest.raises(ClusterError, match="cannot be read"):
         LayerCache(folder).holds(ref)
+
+
+def rot(path: Path) -> None:
+    """Damage a file without a trace in what the system says of it, as a disk does."""
+    status = path.stat()
+    damage(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_what_is_doubted_is_hashed_again(folder, layers, is_named):
+    cache = LayerCache(folder)
+    first, second = store(cache, layers[0]), store(cache, layers[1])
+    for ref in (first, second):
+        rot(cache.path(ref.digest))
+    assert cache.missing([first, second]) == [], "nothing says that they changed"
+    cache.doubt(str(cache.path(first.digest)) if is_named else None, [first.digest])
+    assert cache.missing([first, second]) == [first]
+
+
+def test_a_copy_that_is_doubted_takes_its_layer_with_it(folder, layers):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[0])
+    copy = cache.place(ref, number=0, split=1, copy=1)
+    rot(copy)
+    cache.doubt(str(copy), [])
+    assert cache.damaged(ref.digest, fix=False) == [copy]
+
+
+def test_a_file_that_is_none_of_the_caches_is_doubted_without_harm(folder, layers):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[0])
+    cache.doubt("/models/llama.gguf", [ref.digest])
+    assert cache.holds(ref)
+
+
+def test_files_that_somebody_touched_are_known_without_reading_them(folder, layers, monkeypatch):
+    cache = LayerCache(folder)
+    cut, gone, same = (store(cache, layer) for layer in layers)
+    monkeypatch.setattr(cache_module, "hash_file", None)
+    os.truncate(cache.path(cut.digest), 10)
+    cache.path(gone.digest).unlink()
+    wanted = {cut.digest, gone.digest, same.digest}
+    assert cache.touched(wanted) == sorted([cache.path(cut.digest), cache.path(gone.digest)])
+    assert cache.touched({same.digest}) == []
+
+
+def test_a_layer_that_the_disk_cannot_read_is_dropped_to_be_written_elsewhere(folder, layers, monkeypatch):
+    cache = LayerCache(folder)
+    ref = store(cache, layers[0])
+    cache.doubt(None, [ref.digest])
+
+    def fail(_: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "hash_file", fail)
+        number = errno.EACCES
+        with pytest.raises(DiskError, match="Permission denied"):
+            cache.holds(ref)
+        number = errno.EIO
+        assert not cache.holds(ref)
+    assert files(folder) == []
+    store(cache, layers[0])
+    assert cache.holds(ref)
 
 
 def test_something_else_under_the_name_of_a_layer_is_one_clear_error(folder, layers):

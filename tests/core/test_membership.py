@@ -480,6 +480,25 @@ def test_a_fault_that_lasts_bars_for_long_and_another_fault_does_not_shorten_tha
     assert shell.state.devices["bo"].barred_until_s == until_s
 
 
+def test_who_is_out_for_long_is_shown_with_the_reason_until_it_serves_again():
+    shell = serving("ada", "bo")
+    broken(shell, "ada")
+    assert shell.state.devices["ada"].reason == "", "it is back in a moment"
+    solve(shell)
+    form(shell)
+    shell = serving("ada", "bo")
+    broken(shell, "bo", lasting=True)
+    solve(shell)
+    form(shell)
+    live(shell, SETTLE_S, "ada", "bo")
+    assert shell.state.devices["bo"].reason == "it broke"
+    live(shell, LASTING_BAR_S, "ada", "bo")
+    solve(shell, value=0.1)
+    form(shell)
+    assert members(shell) == {"ada", "bo"}
+    assert shell.state.devices["bo"].reason == ""
+
+
 def test_a_lasting_bar_is_short_once_the_device_comes_anew():
     shell = serving("ada", "bo")
     shell.tell(m.Broken(1, "bo", "disk full", lasting=True))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from primad.errors import ModelError
 from primad.gguf.layers import cut_layer
-from primad.gguf.model import open_model, parts
+from primad.gguf.model import check_unchanged, open_model, parts, stamps_of
 from tests.fakes.gguf import toy_arrays, write_gguf, write_split
 
 
@@ -131,3 +133,29 @@ def test_the_names_of_the_parts(tmp_path):
         "a-b-00001-of-00002.gguf",
         "a-b-00002-of-00002.gguf",
     ]
+
+
+def test_a_model_whose_files_are_what_they_were_is_unchanged(tmp_path):
+    stamps = stamps_of(open_model(write_split(tmp_path, toy_arrays(), 3)[0]))
+    assert len(stamps) == 3
+    check_unchanged(stamps)
+
+
+@pytest.mark.parametrize("part", [0, 2])
+def test_a_model_that_changes_is_told_with_the_file_and_what_to_do(tmp_path, part):
+    paths = write_split(tmp_path, toy_arrays(), 3)
+    stamps = stamps_of(open_model(paths[0]))
+    before = paths[part].read_bytes()
+    status = paths[part].stat()
+    with paths[part].open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(ModelError, match="start 'primad serve' again") as caught:
+        check_unchanged(stamps)
+    assert str(paths[part]) in str(caught.value)
+    with paths[part].open("r+b") as file:
+        file.write(before)
+    os.utime(paths[part], ns=(status.st_atime_ns, status.st_mtime_ns))
+    check_unchanged(stamps)
+    paths[part].unlink()
+    with pytest.raises(ModelError, match="cannot be read any more: No such file"):
+        check_unchanged(stamps)

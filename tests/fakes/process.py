@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from primad.cluster.identity import new_identity
-from primad.errors import RingError
+from primad.errors import PrimadError, RingError
 from primad.ring.messages import Connect, Open, Opened, Reopen, Report, RingCommand, RingEvent, Status
 
 Command = TypeVar("Command")
@@ -27,7 +27,7 @@ class FakeRingProcess:
         self.closed = False
         self.keys: list[str] = []
         self._holds_back = holds_back
-        self._events: asyncio.Queue[RingEvent | RingError] = asyncio.Queue()
+        self._events: asyncio.Queue[RingEvent | PrimadError] = asyncio.Queue()
         self._news = asyncio.Condition()
 
     async def send(self, command: RingCommand) -> None:
@@ -58,14 +58,14 @@ class FakeRingProcess:
         """Tell the daemon."""
         self._events.put_nowait(event)
 
-    def die(self, reason: str = "the ring process was ended by SIGABRT") -> None:
+    def die(self, reason: str | PrimadError = "the ring process was ended by SIGABRT") -> None:
         """End with ``reason``."""
-        self._events.put_nowait(RingError(reason))
+        self._events.put_nowait(RingError(reason) if isinstance(reason, str) else reason)
 
     async def events(self) -> AsyncIterator[RingEvent]:
         while True:
             event = await self._events.get()
-            if isinstance(event, RingError):
+            if isinstance(event, PrimadError):
                 raise event
             yield event
 

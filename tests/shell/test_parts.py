@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from primad.daemon import parts as parts_module
 from primad.daemon.parts import Parts
 from primad.daemon.shard import Place
 from primad.engine.protocol import WindowFiles
-from primad.errors import ClusterError, DiskError, ModelError
+from primad.errors import ClusterError, DiskError, ModelError, WeightsError
 from primad.gguf.cache import LayerCache
 from primad.gguf.layers import LayerRef, layer_digest, tree_of
 from primad.gguf.windows import WindowSpec
@@ -432,6 +433,95 @@ def test_what_is_kept_and_was_spoilt_meanwhile_is_loaded_anew(worker, processes,
             second = await lap.serve(of_layer(2, ref))
             assert second is not first
             assert first.closed
+
+    asyncio.run(once())
+
+
+def unreadable(file: str | None, why: str = "weights cannot be read: Input/output error") -> WeightsError:
+    return WeightsError(f"{file}: {why}", file) if file else WeightsError("SIGBUS", None)
+
+
+async def break_with(lap: Worker, epoch: int, load: Load, error: WeightsError) -> Broken:
+    process = await lap.serve(load)
+    process.die(error)
+    broken = await lap.hears(Broken, lambda each: each.epoch == epoch)
+    await process.ended()
+    await lap.parts.release(epoch)
+    return broken
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_weights_that_could_not_be_read_are_looked_at_before_they_are_loaded_again(
+    worker, processes, monkeypatch, is_named
+):
+    fetched: list[LayerRef] = []
+
+    async def once() -> None:
+        async with worker() as lap:
+
+            async def fetch(*args: object, **_: object) -> None:
+                fetched.extend(args[3])
+                put_layer(lap.place)
+
+            monkeypatch.setattr(parts_module, "fetch_layers", fetch)
+            ref = put_layer(lap.place)
+            path = lap.place.cache.path(ref.digest)
+            error = unreadable(str(path) if is_named else None)
+            status = path.stat()
+            process = await lap.serve(of_layer(1, ref))
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # nothing but reading it tells
+            process.die(error)
+            broken = await lap.hears(Broken)
+            assert (broken.fault, broken.error) == ("ring", str(error))
+            await process.ended()
+            await lap.serve(of_layer(2, ref))
+            assert fetched == [ref]
+
+    asyncio.run(once())
+
+
+def test_a_file_that_was_cut_short_under_a_process_that_could_not_say_so_is_named(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            ref = put_layer(lap.place)
+            path = lap.place.cache.path(ref.digest)
+            process = await lap.serve(of_layer(1, ref))
+            os.truncate(path, 10)
+            process.die(unreadable(None))
+            assert (await lap.hears(Broken)).error == f"SIGBUS: {path}"
+
+    asyncio.run(once())
+
+
+def test_a_disk_that_fails_twice_at_one_file_is_what_is_at_fault(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            faults = [(await break_with(lap, epoch, a_load(epoch), unreadable("a"))).fault for epoch in (1, 2, 3)]
+            assert faults == ["ring", "disk", "disk"]
+
+    asyncio.run(once())
+
+
+def test_a_disk_that_fails_at_one_file_after_the_other_is_what_is_at_fault(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            errors = [unreadable(name) for name in "abcd"]
+            faults = [
+                (await break_with(lap, epoch, a_load(epoch), error)).fault
+                for epoch, error in enumerate(errors, start=1)
+            ]
+            assert faults == ["ring", "ring", "disk", "disk"]
+
+    asyncio.run(once())
+
+
+def test_a_disk_that_failed_long_ago_is_forgiven(worker, monkeypatch):
+    async def once() -> None:
+        async with worker() as lap:
+            monkeypatch.setattr(parts_module, "FORGIVEN_S", 0.0)
+            faults = [(await break_with(lap, epoch, a_load(epoch), unreadable("a"))).fault for epoch in (1, 2, 3)]
+            assert faults == ["ring", "ring", "ring"]
 
     asyncio.run(once())
 

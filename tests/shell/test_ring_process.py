@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from primad.engine.protocol import EngineOptions, WindowFiles
-from primad.errors import ProtocolError, RingError
+from primad.errors import ProtocolError, RingError, WeightsError
 from primad.ring.channel import LENGTH, frame
 from primad.ring.messages import (
     Cancel,
@@ -30,7 +30,7 @@ from primad.ring.messages import (
     RingCommand,
     Status,
 )
-from primad.ring.spawn import SPIN_COUNT, RingProcess, environment
+from primad.ring.spawn import CUT_SHORT, SPIN_COUNT, RingProcess, _last_line, environment
 from tests.fakes.ring import generate
 
 PATIENCE_S = 60
@@ -129,6 +129,35 @@ def test_the_signal_that_ended_it_is_named(tmp_path, number):
             assert await last_words(process) == f"the ring process was ended by {number.name}"
 
     asyncio.run(once())
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="the system has no SIGBUS")
+def test_a_process_whose_mapped_file_was_cut_short_leaves_its_stacks_and_one_line(tmp_path):
+    """The ring process maps weights: llama.cpp reads them there, and reading beyond the end of a file is a SIGBUS."""
+
+    async def once() -> None:
+        async with started(tmp_path) as process:
+            await process.send(an_open(route=3, model=None, windows=[]))
+            events = process.events()
+            assert isinstance(await anext(events), Opened)  # its handlers stand
+            os.kill(process.pid, signal.SIGBUS)
+            with pytest.raises(WeightsError, match="cut short or its disk failed while it was read") as caught:
+                await anext(events)
+            assert (str(caught.value), caught.value.file) == (CUT_SHORT, None)
+            assert "Fatal Python error: Bus error" in (tmp_path / "ring.log").read_text()
+
+    asyncio.run(once())
+
+
+def test_the_last_line_of_a_log_is_what_was_said_before_the_stacks(tmp_path):
+    log = tmp_path / "ring.log"
+    assert _last_line(log) == ""
+    log.write_text(
+        "GGML_ASSERT(x) failed\n\nFatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File x\n"
+    )
+    assert _last_line(log) == "GGML_ASSERT(x) failed"
+    log.write_text("Fatal Python error: Bus error\n\nThread 0x1 (most recent call first):\n")
+    assert _last_line(log) == ""
 
 
 def test_a_process_that_does_not_end_is_killed(tmp_path):
