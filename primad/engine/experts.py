@@ -57,6 +57,10 @@ class Usage:
         """Experts that a row picks; 0 before the first."""
         return self._used
 
+    def expect(self, used: int) -> None:
+        """A row will pick so many, as the rows of another layer did."""
+        self._used = self._used or used
+
     def note(self, picks: Picks) -> None:
         """The rows of one step picked these."""
         rows, self._used = picks.shape
@@ -164,6 +168,9 @@ class Pool:
     def pick(self, layer: int, picks: Picks) -> Change:
         """The router of ``layer`` picked these for the rows of a step."""
         start = int(self._starts[layer])
+        if not self.usages[layer].used:
+            for usage in self.usages:
+                usage.expect(picks.shape[1])
         self.usages[layer].note(picks)
         self._shares[start : int(self._starts[layer + 1])] = self.usages[layer].share()
         needed = start + np.unique(picks).astype(np.int64)

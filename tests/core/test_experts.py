@@ -163,7 +163,14 @@ def test_experts_that_repeat_are_read_ahead_and_others_are_not():
     assert pool.ahead(0, 1, 80).read == ((0, 7),)
 
 
-def test_for_many_rows_the_whole_next_layer_is_read_ahead():
+def test_for_many_rows_the_whole_next_layer_is_read_ahead_even_before_anything_is_known_of_it():
+    pool = a_pool((8, 8), 160)
+    everything = picks(*[[e % 8, (e + 1) % 8] for e in range(64)])
+    pool.pick(0, everything)
+    assert len(pool.ahead(1, 64, 80).read) == 8
+
+
+def test_for_one_row_it_is_not():
     pool = a_pool((8, 8), 160)
     pool.pick(0, picks(*[[e % 8, (e + 1) % 8] for e in range(64)]))
     pool.pick(1, picks(*[[e % 8, (e + 1) % 8] for e in range(64)]))

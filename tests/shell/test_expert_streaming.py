@@ -25,6 +25,9 @@ from primad.gguf.architectures import embedding_scale, layer_count
 from primad.gguf.header import read_header
 from primad.gguf.layers import layer_header
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+from primad.ring.messages import Open, OpenWindow
+from primad.ring.meter import Meter
+from primad.ring.opening import open_head
 
 _spec = importlib.util.spec_from_file_location("synth", Path(__file__).parents[2] / "tools" / "synth.py")
 synth = importlib.util.module_from_spec(_spec)
@@ -352,6 +355,35 @@ def test_every_rung_of_pressure_gives_the_same_logits_within_its_room(tmp_path):
             assert run.experts.pool.held_bytes <= now.pool_bytes
         run.streamer.change(rungs[0])
         assert np.array_equal(run.logits([5]).shape, steps[0][1].shape)
+
+
+def test_a_ring_process_streams_by_expert_and_says_what_is_in_memory(tmp_path):
+    header = a_model(tmp_path / "model.gguf", **COARSE)
+    opening = Open(
+        ring=1,
+        epoch=1,
+        windows=[OpenWindow(window=0, files=files_of(header), extra_buffers=False, streamed=(0, 1, 3))],
+        route=1,
+        width=512,
+        model=str(header.path),
+        host="127.0.0.1",
+        depth=1,
+        step_timeout_s=5,
+        options=OPTIONS,
+        slots=2,
+        usage=str(tmp_path / "usage"),
+    )
+    head, streams = open_head(opening, lambda _: None)
+    head._tail.forward(rows(np.array(PROMPT, np.int32), 0))
+    pool = streams.streamer.experts.pool
+    memory = Meter().status(0, streams.streamer).memory
+    assert (memory.resident, memory.streamed) == (1, 4), "the output matrix stays, of each layer some experts do"
+    assert memory.resident_bytes + memory.streamed_bytes == sum(streams.streamer.residency.sizes) + pool.total_bytes
+    assert memory.resident_bytes == streams.streamer.residency.held_bytes
+    assert memory.read_bytes > 0
+    streams.end()
+    head._tail.release()
+    assert len(list((tmp_path / "usage").iterdir())) == 4
 
 
 def test_layers_without_experts_and_models_that_fit_stream_as_they_did(tmp_path):
