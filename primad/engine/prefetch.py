@@ -33,6 +33,8 @@ LOOK_S: Final = 0.1
 """While steps pass, one resident unit is looked at so often."""
 WAIT_S: Final = 300.0
 """A disk that takes longer for one unit is taken for dead."""
+CLOSE_S: Final = 5.0
+"""A disk that gives one piece after so long hangs, or the machine is of no use anyway."""
 COLD: Final = 0.02
 """A resident unit of which a larger part is missing is read again; single pages come by themselves."""
 
@@ -214,7 +216,10 @@ class Streamer:
             self._closing = True
             self._condition.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():  # the disk hangs; the daemon must hear of it nonetheless
+                logger.warning("a layer that is being read does not come; its file stays open")
+                return
         if self.experts is not None:
             self.experts.close()
         for unit in self._units:

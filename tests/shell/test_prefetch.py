@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from primad.engine import prefetch as prefetch_module
 from primad.engine.pages import FileRange
 from primad.engine.prefetch import Streamer, WindowStream
 from primad.engine.pressure import PressureWatch, Reading
@@ -403,6 +404,18 @@ def test_closing_ends_the_thread_in_the_middle_of_a_unit(rig):
     assert not closing.is_alive()
     assert made.log.lines.count("read 0") <= 2
     assert "read 1" not in made.log.lines
+
+
+def test_a_disk_that_hangs_does_not_keep_the_process_from_ending(rig, monkeypatch, caplog):
+    monkeypatch.setattr(prefetch_module, "CLOSE_S", 0.01)
+    made = rig(3, {0, 1, 2}, 1)
+    made.units[0].gate.clear()
+    made.streamer.start()
+    made.streamer.close()
+    assert "does not come" in caplog.text
+    assert not any(unit.closed for unit in made.units), "the thread that hangs may still use them"
+    made.units[0].gate.set()
+    made.streamer._thread.join(PATIENCE_S)
 
 
 def test_a_streamer_that_never_started_can_be_closed(rig):
