@@ -178,3 +178,9 @@ def test_slots_are_of_the_size_of_the_largest_layer():
     assert ahead_bytes([10, 20, 30], [], [0, 1], 2) == 0
     assert ahead_bytes([10, 20, 30], [0, 1], [0, 1], 3) == 60
     assert ahead_bytes([10, 20, 100], [0, 1, 2], [0, 1], 2) == 120, "an output matrix takes the place of one of two"
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 11))
+def test_as_many_units_are_wanted_as_there_are_slots(count, slots, position):
+    residency = Residency((10,) * count, frozenset(range(count)), 10 * slots)
+    assert len(residency.wanted(position % count)) == min(slots, count)
