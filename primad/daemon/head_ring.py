@@ -88,6 +88,11 @@ class HeadRing:
         """The plan's number."""
         return self._parts.options.epoch
 
+    @property
+    def broken_by(self) -> PrimadError | None:
+        """What ended it, if something did."""
+        return self._broken.result() if self._broken.done() else None
+
     async def form(self) -> None:
         """Have every device load its windows, link them and run a warm-up lap.
 
@@ -320,7 +325,11 @@ class HeadRing:
     async def _attend_own(self, process: RingProcess, windows: int, specs: list[WindowSpec]) -> None:
         try:
             await self._attend(process, windows)
-        except WeightsError as exc:  # the next ring cuts what is not whole out of the model again
+        except WeightsError as exc:
+            if not specs and exc.file is None:  # then there is but one file
+                path = str(self._parts.header.path)
+                raise WeightsError(f"{exc}: {path}", path) from exc
+            # The next ring cuts what is not whole out of the model again.
             raise distrust(self._parts.place.cache, exc, (ref for spec in specs for ref in spec.layers)) from exc
 
     async def _attend(self, process: RingProcess, windows: int) -> None:

@@ -7,7 +7,9 @@ it was decided (``order`` and ``conduct``).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, Final
 
 from halda import DeviceProfile, Infeasible, Plan, Prediction, Workload
@@ -28,13 +30,15 @@ from primad.daemon.shard import Place
 from primad.daemon.tasks import Tasks
 from primad.daemon.vocabulary import ModelVocabulary
 from primad.daemon.worker_link import blamed
-from primad.errors import ModelError, PlanError, PrimadError
+from primad.errors import ModelError, PlanError, PrimadError, WeightsError
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header
 from primad.gguf.model import check_unchanged, stamps_of
 from primad.gguf.windows import ModelCutter
 
 _MAX_ORDERS: Final = 1000
+UNREADABLE_S: Final = 10.0
+"""A model file that could not be read is tried again so much later; less than the core waits where there is no plan."""
 
 Order = members.Serve | members.Close | members.Fail
 StatusOf = Callable[[], Coroutine[Any, Any, dict[str, Any]]]
@@ -65,6 +69,7 @@ class Rings:
         self._config, self._options, self._place, self._identity = config, options, place, identity
         self._header, self._profile, self._workload, self._session = header, profile, workload, session
         self._stamps = stamps_of(header)
+        self._unreadable: tuple[str, float] | None = None
         self._devices, self._planner, self._backend = devices, planner, backend
         self._post, self._describe, self._status_of, self._reporter = post, describe, status_of, reporter
         self.layer_port = 0
@@ -111,7 +116,7 @@ class Rings:
     async def _solve(self, epoch: int, candidates: frozenset[str], instead: int | None) -> None:
         self._describe("planning")
         try:
-            await asyncio.to_thread(check_unchanged, self._stamps)
+            await asyncio.to_thread(self._check_model)
             plan, prediction, value = await self._planner.plan(candidates)
         except (ModelError, PlanError, Infeasible) as exc:
             self._no_plan(epoch, str(exc), instead)
@@ -140,6 +145,7 @@ class Rings:
             if self._vocabulary is None:
                 self._vocabulary = await asyncio.to_thread(ModelVocabulary, self._header)
         except PrimadError as exc:
+            self._remember(exc)
             device, lasting = blamed(exc, ring.plan)
             self._post(members.Broken(epoch, device, str(exc), lasting))
             return
@@ -178,7 +184,20 @@ class Rings:
             tried=self._tried,
         )
 
+    def _check_model(self) -> None:
+        """Raises ``ModelError`` when the model's own files are not what they were, or could not be read a moment ago."""
+        check_unchanged(self._stamps)
+        if self._unreadable is not None and time.monotonic() < self._unreadable[1] + UNREADABLE_S:
+            raise ModelError(f"{self._unreadable[0]}; check the disk, or serve another copy of the model")
+
+    def _remember(self, error: PrimadError | None) -> None:
+        """No ring can do without the model's own files: a disk that does not give them is no reason to try at once."""
+        if isinstance(error, WeightsError) and error.file is not None and Path(error.file) in self._stamps:
+            self._unreadable = str(error), time.monotonic()
+
     def _on_broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
+        if epoch in self._rings:
+            self._remember(self._rings[epoch].broken_by)
         self._post(members.Broken(epoch, device, reason, lasting))
 
     def _on_pressed(self) -> None:

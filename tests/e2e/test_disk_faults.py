@@ -210,6 +210,32 @@ def test_a_disk_that_fails_again_and_again(lab):
     assert next(each["reason"] for each in cluster if each["device"] == "w1").startswith(f"w1: {bad}: weights cannot")
 
 
+@needs_bad_disk
+def test_the_model_file_of_a_head_alone_cannot_be_read(smollm2, new_home, cluster, tmp_path):
+    folder, disk = tmp_path / "models", tmp_path / "disk"
+    folder.mkdir()
+    disk.mkdir()
+    shutil.copyfile(smollm2, disk / "model.gguf")
+    model = folder / "model.gguf"
+
+    def fail() -> None:
+        bad_disk.spoil(disk / "model.gguf")
+        model.open("rb").close()  # what was in memory of it is not any more
+
+    with (
+        bad_disk.mounted(folder, disk),
+        heading(model, new_home("head"), cluster, "--alone", "--context", 256) as head,
+    ):
+        head.wait_serving()
+        told = ask(head, fail, tokens=TOKENS)
+        assert told.error is not None
+        assert str(model) in told.error["message"]
+        wait_until(lambda: head.health()[0] == 503, "the health check says so")
+        assert "check the disk" in head.health()[1]
+        assert head.run.process.poll() is None
+        assert "Traceback" not in head.run.output
+
+
 @needs_pages
 @pytest.mark.parametrize(
     "act", [overwrite, lambda file: os.truncate(file, file.stat().st_size // 2)], ids=["overwritten", "cut"]
