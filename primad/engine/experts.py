@@ -122,7 +122,8 @@ class Pool:
         counts = [layer.count for layer in layers]
         self._starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         self._sizes = np.repeat([layer.bytes_each for layer in layers], counts).astype(np.int64)
-        self._smallest = min(layer.bytes_each for layer in layers)
+        sizes = [layer.bytes_each for layer in layers]
+        self._smallest, self._largest = min(sizes), max(sizes)
         self._shares = np.concatenate([usage.share() for usage in usages])
         self._held = np.zeros(len(self._sizes), np.bool_)
         self._needed = np.zeros(len(self._sizes), np.bool_)
@@ -146,14 +147,14 @@ class Pool:
     def fill(self, most_bytes: int | None = None) -> tuple[Expert, ...]:
         """Absent experts to read into what room is left, the likeliest first; together at most ``most_bytes`` or one.
 
-        Among equals those of all layers take turns.
+        Among equals those of all layers take turns. Room for less than the largest expert is left to those that are picked.
         """
+        room = self.capacity - self._held_bytes
         absent = np.flatnonzero(~self._held)
-        if not len(absent):
+        if room < self._largest or not len(absent):
             return ()
         layer = np.searchsorted(self._starts, absent, side="right") - 1
         order = absent[np.lexsort((layer, absent - self._starts[layer], -self._shares[absent]))]
-        room = self.capacity - self._held_bytes
         chosen: list[int] = []
         for each in order:
             size = int(self._sizes[each])
