@@ -11,7 +11,7 @@ from halda import Infeasible, Plan, Window
 from primad.cluster.peer import Peer
 from primad.daemon.head_ring import RingParts
 from primad.daemon.solving import Question
-from primad.errors import PrimadError
+from primad.errors import PrimadError, RingError
 from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled
 from tests.fakes.control import HOST, FakeDevice
 
@@ -72,6 +72,7 @@ class FakeRing:
         self.parts, self._rings = parts, rings
         self.told: list[RingCommand] = []
         self.formed = self.drained = self.closed = False
+        self.broken_by: PrimadError | None = None
         self.error: PrimadError | None = rings.errors.pop(0) if rings.errors else None
         self.may_form = asyncio.Event()
         if not rings.holds_back:
@@ -149,9 +150,10 @@ class FakeRing:
         )
         self.parts.deliver(self.epoch, end)
 
-    def breaks(self, device: str | None, reason: str, *, lasting: bool = False) -> None:
+    def breaks(self, device: str | None, reason: str | PrimadError, *, lasting: bool = False) -> None:
         """It cannot go on."""
-        self.parts.on_broken(self.epoch, device, reason, lasting)
+        self.broken_by = RingError(reason) if isinstance(reason, str) else reason
+        self.parts.on_broken(self.epoch, device, str(reason), lasting)
 
 
 class FakeRings:

@@ -26,7 +26,7 @@ from primad.daemon.head import HeadDaemon
 from primad.daemon.questions import ServeOptions
 from primad.daemon.shard import Place
 from primad.daemon.worker_link import PartError
-from primad.errors import ClusterError, RingError
+from primad.errors import ClusterError, RingError, WeightsError
 from primad.gguf.cache import LayerCache
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
@@ -512,6 +512,34 @@ def test_a_ring_that_breaks_is_formed_again_without_who_is_to_blame(lab):
         await stream.has(10, 11)
         assert "nas: the ring process was ended by SIGABRT; forming the ring again" in here.said
         stream.task.cancel()
+
+    run(lab, test)
+
+
+@pytest.mark.parametrize("forms_again", [True, False])
+def test_a_model_file_that_cannot_be_read_is_told_and_tried_again_later(lab, monkeypatch, forms_again):
+    """A ring that breaks over it, serving or while it is formed, is not formed again at once."""
+    monkeypatch.setattr(membership, "RETRY_S", 0.5)
+    monkeypatch.setattr(rings_module, "UNREADABLE_S", 3.0)
+
+    async def test(here: Lab) -> None:
+        path = str(here.header.path)
+        unreadable = WeightsError(f"{path}: weights cannot be read: Input/output error", path)
+        here.start()
+        first = await here.serves()
+        stream, request = await here.stream(first)
+        first.draw(request, 10)
+        if forms_again:
+            first.breaks(None, unreadable)
+        else:
+            here.rings.errors = [unreadable]
+            first.breaks(None, "the ring process was ended by SIGKILL")
+        await here.says("nothing can be served: ")
+        await stream.task
+        assert stream.end is not None
+        assert stream.end.error == f"{unreadable}; check the disk, or serve another copy of the model"
+        assert not here.backend.health().serving
+        await here.serves(after=first.epoch)
 
     run(lab, test)
 
