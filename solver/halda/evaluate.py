@@ -259,17 +259,25 @@ def residency(plan: Plan, instance: Instance) -> Plan:
 def _least_streaming(plan: Plan, instance: Instance, share: _Share, overflow: int) -> list[Streaming]:
     """The least that frees ``overflow`` bytes, or all that can; nothing where there is too little to stream."""
     layers = [layer for _, window in plan.windows_of(share.member.name) for layer in cpu_layers(window)]
-    output = [plan.layer_count] if share.is_head and not plan.output_on_gpu else []
-    ways = [spread(layers, count) for count in range(MIN_SLOTS + 1, len(layers) + 1)]
-    if output:
-        ways += [spread(layers, count) + output for count in range(MIN_SLOTS, len(layers) + 1)]
-    for chosen in ways:
-        freed = sum(unit_bytes(instance.model, unit) for unit in chosen)
-        room = freed - overflow
-        if room >= instance.ahead_bytes(MIN_SLOTS, output=chosen[-1:] == output):
-            slots = min(len(chosen) - 1, room // instance.slot_bytes)
-            return [Streaming(device=share.member.name, layers=tuple(chosen), slots=slots)]
-    return [Streaming(device=share.member.name, layers=tuple(ways[-1]), slots=MIN_SLOTS)] if ways else []
+    sizes = [kind.size_bytes for kind in instance.kinds]
+    ways = [(count, False) for count in range(MIN_SLOTS + 1, len(layers) + 1)]
+    if share.is_head and not plan.output_on_gpu:
+        ways += [(count, True) for count in range(MIN_SLOTS, len(layers) + 1)]
+
+    def units(count: int, output: bool) -> tuple[int, ...]:
+        return (*spread(layers, count), *([plan.layer_count] if output else []))
+
+    for count, output in ways:
+        outside = instance.model.output_bytes if output else 0
+        least = overflow + instance.ahead_bytes(MIN_SLOTS, output=output)
+        if count * instance.slot_bytes + outside < least:
+            continue  # too few, whichever they are
+        chosen = units(count, output)
+        freed = outside + sum(sizes[instance.kind_of[layer]] for layer in chosen[:count])
+        if freed >= least:
+            slots = min(len(chosen) - 1, (freed - overflow) // instance.slot_bytes)
+            return [Streaming(device=share.member.name, layers=chosen, slots=slots)]
+    return [Streaming(device=share.member.name, layers=units(*ways[-1]), slots=MIN_SLOTS)] if ways else []
 
 
 def unit_bytes(model: ModelProfile, unit: int) -> int:

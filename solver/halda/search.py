@@ -5,6 +5,9 @@ everything that more rounds could win (waiting for slots, equal rounds) bounds a
 add hops, so the search mostly ends after a few. Where layers differ, the even layout is itself only a bound; what it leaves
 open is settled by cutting exactly, one ring order at a time.
 
+Before all rings come the plans that are quick to make (``candidates.py``): a program looks only for what is better than
+they are. If the best of them has several rounds, so many are solved early, since time may end before it is their turn.
+
 Where no plan fits, the same search is made once more for plans whose head also streams the output matrix. Streaming it saves
 at most the bytes of one slot, so such plans are looked for only when there is no other.
 """
@@ -19,6 +22,7 @@ from typing import Any, Final
 import pulp
 
 from halda import milp
+from halda.candidates import candidates
 from halda.cuts import good_cuts, weights
 from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, residency, spread
 from halda.instance import Instance, instance
@@ -53,6 +57,10 @@ _FIRST_S: Final = 5.0
 _ELASTIC_ORDERS: Final = 6
 _LEAST_BYTES: Final = 0.5
 """What is less is what the solver takes for nothing."""
+_POLISHED: Final = 3
+"""Candidates whose streaming is settled by a program of its own."""
+_EARLY_SHARE: Final = 0.4
+"""Share of the time left that a number of rounds may take that is solved out of order."""
 _SAME: Final = 1e-9
 """Relative difference that is no difference."""
 _PROVEN: Final = 1e-6
@@ -218,6 +226,7 @@ class _Search:
         self._solver: SolverName = solver
         self._programs = 0
         self._best: tuple[float, Plan] | None = None
+        self._best_is_candidate = False
         self._open_bound_s = float("inf")
 
     def run(self) -> bool:
@@ -229,12 +238,37 @@ class _Search:
             orders = (
                 exact_orders(self._instance, self._objective) if len(self._instance.devices) <= EXACT_DEVICES else None
             )
+            self._begin()
+            bounds = self._early(orders)
             # More rounds only add hops to what the bound leaves open, so the first that cannot win ends the search.
             for rounds in range(1, blocks + 1):
-                if rounds > 1 and not self._may_win(rounds, orders):
-                    break
-                self._rounds(rounds, orders)
+                if rounds not in bounds:
+                    if rounds > 1 and not self._may_win(rounds, orders):
+                        break
+                    bounds[rounds] = self._rounds(rounds, orders, self._left_s).bound / milp.MS
+                self._settle(rounds, orders, bounds[rounds])
         return self._best is not None
+
+    def _begin(self) -> None:
+        """Keep the best of the plans that are quick to make."""
+        found = candidates(self._instance, self._objective, self._required)
+        for candidate in found:
+            self._keep(candidate.plan, is_candidate=True)
+        for candidate in found[:_POLISHED]:
+            if candidate.plan.streaming:
+                self._offer_route(candidate.plan.rounds, candidate.plan.route)
+
+    def _early(self, orders: Sequence[RingOrder] | None) -> dict[int, float]:
+        """Where the best plan so far has several rounds: solve that many before all others, and one round before that.
+
+        One round is mostly settled at once, and may show that more are not worth it. Neither takes all the time. Answers
+        for those that were solved to the end below what no plan can be.
+        """
+        tried: dict[int, Outcome] = {}
+        while self._best is not None and self._best[1].rounds > 1 and self._best[1].rounds not in tried:
+            rounds = self._best[1].rounds if tried else 1
+            tried[rounds] = self._rounds(rounds, orders, self._left_s * _EARLY_SHARE)
+        return {rounds: outcome.bound / milp.MS for rounds, outcome in tried.items() if outcome.proven}
 
     @property
     def _best_s(self) -> float:
@@ -288,18 +322,22 @@ class _Search:
             return False
         return True
 
-    def _rounds(self, rounds: int, orders: Sequence[RingOrder] | None) -> None:
-        """The best ring of ``rounds`` rounds."""
+    def _rounds(self, rounds: int, orders: Sequence[RingOrder] | None, limit_s: float) -> Outcome:
+        """Look for the best ring of ``rounds`` rounds; the outcome is that of the even layout."""
         problem = milp.new_problem(f"rounds_{rounds}")
         layout = self._even(problem, rounds, orders)
-        outcome, program = self._run(problem, layout)
+        outcome, program = self._run(problem, layout, limit_s=limit_s)
         bound_s = outcome.bound / milp.MS
         if outcome.found:
             ring = self._take_even(program)
             if orders is None and bound_s < self._best_s * (1 - _SAME):
                 self._try_hops(rounds, ring)
-        if len(self._instance.kinds) > 1:
+        if len(self._instance.kinds) > 1 and bound_s < self._best_s * (1 - _SAME):
             self._offer_cuts(rounds, ring if outcome.found else None)
+        return outcome
+
+    def _settle(self, rounds: int, orders: Sequence[RingOrder] | None, bound_s: float) -> None:
+        """Cut exactly where the even layout of ``rounds`` rounds says no more than ``bound_s``, or leave that open."""
         if bound_s >= self._best_s * (1 - _SAME):
             return
         if len(self._instance.kinds) > 1 and self._is_small(rounds):
@@ -484,10 +522,22 @@ class _Search:
             streaming=tuple(streaming),
             left_out=(),
         )
+        self._keep(plan, is_candidate=False)
+
+    def _keep(self, plan: Plan, *, is_candidate: bool) -> None:
+        """Keep ``plan`` if it holds all limits and is the best so far, or as good and better to have."""
         prediction = evaluate(plan, self._instance)
         value = self._objective_s(prediction) + milp.TIE * prediction.tpot_s
-        if not prediction.short and value < self._best_s * (1 - _SAME):
-            self._best = (value, plan)
+        slack = _SAME if not is_candidate and self._wins_ties(plan.rounds) else -_SAME
+        if not prediction.short and value < self._best_s * (1 + slack):
+            self._best, self._best_is_candidate = (value, plan), is_candidate
+
+    def _wins_ties(self, rounds: int) -> bool:
+        """Whether a program's plan of ``rounds`` rounds is the one to take if the best so far is as good.
+
+        Of plans of as many rounds a program's leaves the most memory, which a candidate's need not.
+        """
+        return self._best is not None and (rounds < self._best[1].rounds or self._best_is_candidate)
 
     def _objective_s(self, prediction: Prediction) -> float:
         return prediction.objective_s(self._objective, self._instance.workload.answer_tokens)
@@ -512,6 +562,7 @@ class _Search:
         required: frozenset[int] | None = None,
         *,
         cutoff: bool = True,
+        limit_s: float | None = None,
     ) -> tuple[Outcome, milp.Program]:
         program = milp.build(
             problem,
@@ -522,12 +573,12 @@ class _Search:
             elastic=False,
         )
         if cutoff and self._best is not None:
-            problem.addConstraint(
-                program.objective <= self._best_s * milp.MS * (1 - _SAME), "better than the best so far"
-            )
+            slack = self._best_s * milp.MS * _SAME
+            most = slack + milp.EVEN_MS if self._wins_ties(layout.rounds) else -slack
+            problem.addConstraint(program.objective <= self._best_s * milp.MS + most, "better than the best so far")
         # Without any plan yet a program gets time enough to find one.
         least_s = _LEAST_S if self._best is not None else _FIRST_S
-        outcome = run(problem, self._solver, max(least_s, self._left_s))
+        outcome = run(problem, self._solver, max(least_s, self._left_s if limit_s is None else limit_s))
         self._programs += 1
         self._left_s -= outcome.seconds
         return outcome, program

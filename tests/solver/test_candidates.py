@@ -1,0 +1,218 @@
+"""Plans that are quick to make: a search that is cut short is never worse than they are; one that ends proves its answer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from halda import (
+    CpuProfile,
+    DeviceProfile,
+    DiskProfile,
+    Infeasible,
+    Instance,
+    LayerProfile,
+    LinkProfile,
+    ModelProfile,
+    Plan,
+    TypeSpeed,
+    Workload,
+    arrange,
+    evaluate,
+    instance,
+    residency,
+    solve,
+)
+from halda.candidates import candidates
+from tests.solver.random_fleets import random_instance
+from tests.solver.small_fleets import small_instance
+
+HURRIED_S = 0.5
+LAYERS = 64
+DEVICES = 4
+PARTS = [(1024, 1024), (1024, 64), (1024, 1024), (1024, 4096), (1024, 4096)]
+"""Rows and columns of a layer's matrices that are always Q4_K."""
+MIXED = [(1024, 64), (4096, 1024)]
+"""Those that are Q6_K in half of the layers."""
+WORK = Workload(context_tokens=512, kv_type="f16", sequences=1, prompt_tokens=256, answer_tokens=256, chunk_rows=128)
+
+
+def deep_model() -> ModelProfile:
+    """575 MB in 64 layers of two kinds, mixed as Q4_K_M mixes them."""
+    always, sometimes = (sum(rows * columns for rows, columns in parts) for parts in (PARTS, MIXED))
+    plain = {"Q4_K": (always + sometimes) * 144 // 256, "F32": 8192}
+    finer = {"Q4_K": always * 144 // 256, "Q6_K": sometimes * 210 // 256, "F32": 8192}
+    eighth = LAYERS // 8
+    layers = [
+        LayerProfile(
+            bytes_by_type=finer if i < eighth or i >= LAYERS - eighth or (i - eighth) % 3 == 2 else plain,
+            expert_bytes_by_type={},
+            kv_bytes_per_token=256,
+        )
+        for i in range(LAYERS)
+    ]
+    return ModelProfile(
+        name="deep",
+        architecture="llama",
+        layers=tuple(layers),
+        embedding_bytes=4096 * 1024 * 144 // 256,
+        output_bytes_by_type={"Q6_K": 4096 * 1024 * 210 // 256},
+        tied=False,
+        width=1024,
+        vocabulary=4096,
+        context_tokens=8192,
+        experts=0,
+        experts_used=0,
+        kv_head_width=64,
+        cut_multiple=1,
+    )
+
+
+def slow_device(name: str, ram: int) -> DeviceProfile:
+    """Half of one core, and a disk so slow that reading what streams takes as long as computing all."""
+    rates = {"Q4_K": 2.5e9, "Q6_K": 2.25e9, "F32": 3.75e9}
+    speeds = [
+        TypeSpeed(
+            type=kind,
+            decode_bytes_per_s=rate,
+            batch_bytes_per_s=rate / 2,
+            prefill_flop_per_s=2e10,
+            extra_buffers=False,
+            decode_spread=0.0,
+            prefill_spread=0.0,
+        )
+        for kind, rate in rates.items()
+    ]
+    cpu = CpuProfile(
+        name="half a core", cores=1, threads=1, batch_threads=1, step_s=4e-4, layer_s=4e-5, speeds=tuple(speeds)
+    )
+    disk = DiskProfile(prefetch_bytes_per_s=250e6, fault_bytes_per_s=250e6, random_bytes_per_s=25e6, free_bytes=10**12)
+    return DeviceProfile(
+        device=name,
+        host=name,
+        system="Linux",
+        machine="x86_64",
+        cpu=cpu,
+        ram_total_bytes=2 * ram,
+        ram_available_bytes=ram,
+        ram_read_bytes_per_s=8e9,
+        disk=disk,
+        gpu=None,
+    )
+
+
+@pytest.fixture(scope="module")
+def streaming_fleet() -> Instance:
+    """Four such devices, each with memory for half of a quarter of the layers, and two slots."""
+    model, names = deep_model(), [f"d{i}" for i in range(DEVICES)]
+    links = [
+        LinkProfile(source=a, target=b, address="", round_trip_s=2e-4, bytes_per_s=1e9)
+        for a in names
+        for b in names
+        if a != b
+    ]
+    asked = instance([slow_device(name, 0) for name in names], links, model, WORK, {})
+    held = sum(layer.size_bytes for layer in model.layers) + LAYERS * max(asked.kv_bytes)
+    each = held // DEVICES // 2 + 2 * asked.slot_bytes + asked.runtime_bytes
+    head = model.output_bytes + asked.head_bytes
+    rams = [int(1.02 * (each + (0 if i else head))) for i in range(DEVICES)]
+    devices = tuple(slow_device(name, ram) for name, ram in zip(names, rams, strict=True))
+    return replace(asked, devices=devices)
+
+
+def solved(asked: Instance, **options: object):
+    links = list(asked.links.values())
+    return solve(asked.devices, links, asked.model, asked.workload, limits=asked.limits, **options)
+
+
+def even_plans(asked: Instance, rounds: int) -> list[Plan]:
+    """All plans that hold the limits with one size for the head's windows and one for all others'."""
+    names, found = [device.device for device in asked.devices], []
+    for head in range(1, LAYERS // rounds + 1):
+        for other in range(1, (LAYERS // rounds - head) // (len(names) - 1) + 1):
+            if rounds * (head + other * (len(names) - 1)) < LAYERS // 2:
+                continue  # nearly all would be the tail
+            try:
+                plan = arrange(names, [head, *[other] * (len(names) - 1)], rounds=rounds, model=asked.model)
+            except Infeasible:
+                continue
+            plan = residency(plan, asked)
+            if not evaluate(plan, asked).short:
+                found.append(plan)
+    return found
+
+
+def best_s(asked: Instance, plans: list[Plan]) -> float:
+    return min(evaluate(plan, asked).tpot_s for plan in plans)
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_within_a_short_time_rounds_are_found_where_slow_devices_stream(streaming_fleet, required):
+    names = frozenset(device.device for device in streaming_fleet.devices) if required else frozenset()
+    found = solved(streaming_fleet, objective="latency", require=names, time_limit_s=HURRIED_S)
+    even_s = {rounds: best_s(streaming_fleet, even_plans(streaming_fleet, rounds)) for rounds in (1, 2, 3, 4, 5, 8)}
+    assert found.objective_s <= min(even_s.values()) * (1 + 1e-9)
+    # Otherwise the fleet does not show what rounds are worth.
+    assert found.objective_s < 0.5 * even_s[1]
+    assert found.plan.rounds > 1
+    assert len(found.plan.devices) == DEVICES
+    assert found.bound_s <= found.objective_s
+
+
+def test_with_time_enough_the_plan_of_a_fleet_that_streams_is_proven(streaming_fleet):
+    found = solved(streaming_fleet, objective="latency", time_limit_s=120.0)
+    assert found.proven
+    hurried = solved(streaming_fleet, objective="latency", time_limit_s=HURRIED_S)
+    assert hurried.bound_s <= found.objective_s * (1 + 1e-6) <= hurried.objective_s * (1 + 2e-6)
+
+
+def check_candidates(asked: Instance, objective, required: frozenset[int]) -> int:
+    """The number of candidates: each is what it says, holds all limits and is no better than the answer."""
+    found = candidates(asked, objective, required)
+    assert found == candidates(asked, objective, required)
+    names = frozenset(asked.devices[m].device for m in required)
+    for candidate in found:
+        prediction = evaluate(candidate.plan, asked)
+        assert not prediction.short
+        assert names <= set(candidate.plan.devices)
+        assert candidate.plan.head == asked.devices[0].device
+        assert candidate.value_s == prediction.objective_s(objective, asked.workload.answer_tokens)
+        assert candidate.plan.layer_count == len(asked.model.layers)
+        assert asked.output_streams or not candidate.plan.streams_output
+    assert [c.value_s for c in found] == sorted(c.value_s for c in found)
+    assert len({c.plan.rounds for c in found}) == len(found)
+    if found:
+        best = solved(asked, objective=objective, require=names, time_limit_s=1e-3)
+        assert best.objective_s <= found[0].value_s * (1 + 1e-6)
+        assert best.bound_s <= best.objective_s
+    return len(found)
+
+
+def test_no_candidate_is_better_than_the_answer():
+    counts = []
+    for seed in range(12):
+        rng = random.Random(seed)
+        asked = random_instance(rng, devices=rng.randint(2, 6), layers=rng.randint(8, 64))
+        objective = rng.choice(["latency", "ttft", "throughput", "balanced"])
+        required = frozenset({rng.randrange(1, len(asked.devices))}) if rng.random() < 0.4 else frozenset()
+        counts.append(check_candidates(asked, objective, required))
+    assert sum(counts) > len(counts)
+
+
+def test_small_fleets_have_candidates_as_well():
+    asked = [small_instance(random.Random(seed)) for seed in range(300, 330)]
+    assert sum(check_candidates(question, objective, frozenset()) > 0 for question, objective in asked) > 10
+
+
+def test_where_nothing_streams_only_one_round_is_tried(streaming_fleet):
+    ample = tuple(replace(device, ram_available_bytes=10**9) for device in streaming_fleet.devices)
+    (found,) = candidates(replace(streaming_fleet, devices=ample), "latency", frozenset())
+    assert found.plan.rounds == 1
+    assert not found.plan.streaming
+
+
+def test_what_the_question_forbids_to_stream_does_not(streaming_fleet):
+    asked = replace(streaming_fleet, devices=streaming_fleet.devices[:2])
+    assert all(not each.plan.streams_output for each in candidates(asked, "latency", frozenset()))
