@@ -59,7 +59,7 @@ _LEAST_BYTES: Final = 0.5
 """What is less is what the solver takes for nothing."""
 _POLISHED: Final = 3
 """Candidates whose streaming is settled by a program of its own."""
-_EARLY_SHARE: Final = 0.4
+_EARLY_SHARE: Final = 0.2
 """Share of the time left that a number of rounds may take that is solved out of order."""
 _SAME: Final = 1e-9
 """Relative difference that is no difference."""
@@ -239,14 +239,23 @@ class _Search:
                 exact_orders(self._instance, self._objective) if len(self._instance.devices) <= EXACT_DEVICES else None
             )
             self._begin()
-            bounds = self._early(orders)
+            early = self._early(orders)
+            unfinished = {}
             # More rounds only add hops to what the bound leaves open, so the first that cannot win ends the search.
             for rounds in range(1, blocks + 1):
-                if rounds not in bounds:
+                outcome = early.get(rounds)
+                if outcome is None:
                     if rounds > 1 and not self._may_win(rounds, orders):
                         break
-                    bounds[rounds] = self._rounds(rounds, orders, self._left_s).bound / milp.MS
-                self._settle(rounds, orders, bounds[rounds])
+                    outcome = self._rounds(rounds, orders, self._left_s)
+                elif not outcome.proven:
+                    unfinished[rounds] = outcome.bound / milp.MS
+                    continue
+                self._settle(rounds, orders, outcome.bound / milp.MS)
+            for rounds, bound_s in unfinished.items():
+                if self._left_s > 0 and bound_s < self._best_s * (1 - _SAME):
+                    bound_s = max(bound_s, self._rounds(rounds, orders, self._left_s).bound / milp.MS)
+                self._settle(rounds, orders, bound_s)
         return self._best is not None
 
     def _begin(self) -> None:
@@ -258,17 +267,17 @@ class _Search:
             if candidate.plan.streaming:
                 self._offer_route(candidate.plan.rounds, candidate.plan.route)
 
-    def _early(self, orders: Sequence[RingOrder] | None) -> dict[int, float]:
+    def _early(self, orders: Sequence[RingOrder] | None) -> dict[int, Outcome]:
         """Where the best plan so far has several rounds: solve that many before all others, and one round before that.
 
-        One round is mostly settled at once, and may show that more are not worth it. Neither takes all the time. Answers
-        for those that were solved to the end below what no plan can be.
+        One round is mostly settled at once, and may show that more are not worth it. Neither takes all the time, so they
+        may not have come to an end.
         """
         tried: dict[int, Outcome] = {}
         while self._best is not None and self._best[1].rounds > 1 and self._best[1].rounds not in tried:
             rounds = self._best[1].rounds if tried else 1
             tried[rounds] = self._rounds(rounds, orders, self._left_s * _EARLY_SHARE)
-        return {rounds: outcome.bound / milp.MS for rounds, outcome in tried.items() if outcome.proven}
+        return tried
 
     @property
     def _best_s(self) -> float:
