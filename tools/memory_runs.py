@@ -20,6 +20,7 @@ from typing import Final
 import psutil
 
 from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Solution, Workload, solve
+from halda.evaluate import unit_bytes
 from primad.daemon.questions import default_workload
 from primad.engine.pages import FileRange, Pages
 from primad.memory import memory
@@ -105,7 +106,8 @@ def reserved_bytes(solution: Solution, model: ModelProfile) -> int:
     """What the plan for one device keeps for KV cache and buffers: all that is neither weights nor slots."""
     (device,) = solution.prediction.devices
     weights = sum(layer.size_bytes for layer in model.layers) + model.output_bytes
-    return device.ram_bytes - (weights - device.disk_bytes_per_token) - slot_bytes(solution.plan, model)
+    streamed = sum(unit_bytes(model, unit) for unit in solution.plan.streaming_of(device.device).layers)
+    return device.ram_bytes - (weights - streamed) - slot_bytes(solution.plan, model)
 
 
 def most_read_bytes(weights: int, besides: int, limit: int, slots: int, *, slack: float = SLACK) -> float:

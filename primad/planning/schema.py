@@ -30,7 +30,8 @@ class DevicePart(msgspec.Struct, frozen=True, kw_only=True):
     ``ram_bytes`` and ``vram_bytes`` are weights, KV cache and buffers that the plan puts there, of ``ram_limit_bytes`` and
     ``vram_limit_bytes`` that it may fill. ``resident_bytes`` and ``streamed_bytes`` are weights of layers alone;
     ``shard_bytes`` is what the layer cache holds. ``slots`` are the buffers that streamed layers pass through. With
-    ``streams_output`` the output matrix is read for every token too; it is counted in ``disk_bytes_per_token`` alone.
+    ``streams_output`` the output matrix is read for every token too; it is counted in ``disk_bytes_per_token`` alone. That
+    counts all of a streamed layer, but of one with experts at most those that a row uses.
     """
 
     name: str
@@ -60,7 +61,8 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     """What is expected. ``tokens_per_s`` counts all sequences, ``exchange_ms`` a whole typical request.
 
     ``compute_ms``, ``hop_ms`` and ``stall_ms`` add up to ``tpot_ms``; ``disk_ms`` is what the slowest disk needs for a
-    token, in parallel. ``disk_bytes_per_token`` is what all disks read for it.
+    token, in parallel but for experts, which are read when they are picked. ``disk_bytes_per_token`` is what all disks read
+    for it.
     """
 
     tpot_ms: float
@@ -177,7 +179,7 @@ class WorkloadPart(msgspec.Struct, frozen=True, kw_only=True):
 class Span(msgspec.Struct, frozen=True, kw_only=True):
     """What ``device`` does while one token is made.
 
-    ``kind`` is compute, stall, load (its disk reads ahead) or hop (it sends); ``layers`` are those that are computed, read
+    ``kind`` is compute, stall, load (its disk reads) or hop (it sends); ``layers`` are those that are computed, read
     or waited for.
     """
 

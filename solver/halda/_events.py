@@ -34,13 +34,15 @@ class Interval:
 class Piece:
     """Layers that are computed without a break in ``seconds``; a streamed one is alone. ``ends`` the step.
 
-    The number of the model's layers stands for an output matrix that streams.
+    ``streamed``: the loader reads it ahead. ``picked_bytes`` are read of a layer that streams by expert, not before the step
+    has come to it; it takes no slot. The number of the model's layers stands for an output matrix that streams.
     """
 
     layers: tuple[int, ...]
     seconds: float
     streamed: bool
     ends: bool
+    picked_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class _Host:
     computing: bool = False
     reading: bool = False
     to_compute: deque[_Station] = field(default_factory=deque)
-    to_read: deque[_Station] = field(default_factory=deque)
+    to_read: deque[Callable[[], None]] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
@@ -107,6 +109,8 @@ class _Station:
     at: int = 0
     compute_since: float | None = None
     stall_since: float | None = None
+    picked_since: float | None = None
+    """When the reading of what the router picked began, as long as it lasts."""
     wanted: int | None = None
     """What is read next, as soon as slots are free."""
     read: deque[int] = field(default_factory=deque)
@@ -186,6 +190,9 @@ class Ring:
         for station in self._stations:
             if station.read_since is not None and station.reading is not None:
                 found.append(self._interval(station, "load", station.read_since, self.now, (station.reading,)))
+            if station.picked_since is not None:
+                layers = self._piece(station).layers
+                found.append(self._interval(station, "load", station.picked_since, self.now, layers))
             if station.compute_since is not None:
                 layers = self._piece(station).layers
                 found.append(self._interval(station, "compute", station.compute_since, self.now, layers))
@@ -224,9 +231,16 @@ class Ring:
 
     def _go_on(self, station: _Station) -> None:
         """Compute the next piece, or wait for its layer."""
-        if self._piece(station).streamed and not station.read:
+        if self._piece(station).picked_bytes:
             station.stall_since = self.now
-        elif station.host.computing:
+            self._occupy_disk(station, lambda: self._read_picked(station))
+        elif self._piece(station).streamed and not station.read:
+            station.stall_since = self.now
+        else:
+            self._compute_in_turn(station)
+
+    def _compute_in_turn(self, station: _Station) -> None:
+        if station.host.computing:
             station.host.to_compute.append(station)
         else:
             self._compute(station)
@@ -267,10 +281,43 @@ class Ring:
         """Have the next layer in the order of use read, if a slot is free."""
         if station.reading is not None or not self._take_slots(station):
             return
+        self._occupy_disk(station, lambda: self._start_read(station))
+
+    def _occupy_disk(self, station: _Station, read: Callable[[], None]) -> None:
+        """Begin to ``read`` as soon as the disk has served who came before."""
         if station.host.reading:
-            station.host.to_read.append(station)
+            station.host.to_read.append(read)
         else:
-            self._start_read(station)
+            station.host.reading = True
+            read()
+
+    def _leave_disk(self, station: _Station) -> None:
+        if station.host.to_read:
+            station.host.to_read.popleft()()
+        else:
+            station.host.reading = False
+
+    def _read_picked(self, station: _Station) -> None:
+        station.picked_since = self.now
+        seconds = self._piece(station).picked_bytes / station.fixture.disk_bytes_per_s
+        self._at(self.now + seconds, self._was_picked_read, station)
+
+    def _was_picked_read(self, station: _Station) -> None:
+        piece, since, tally = self._piece(station), station.picked_since, station.tally
+        assert since is not None
+        tally.disk_s += self.now - since
+        tally.disk_bytes += piece.picked_bytes
+        self._note(station, "load", since, self.now, piece.layers)
+        station.picked_since = None
+        self._leave_disk(station)
+        self._end_stall(station)
+        self._compute_in_turn(station)
+
+    def _end_stall(self, station: _Station) -> None:
+        assert station.stall_since is not None
+        station.tally.stall_s += self.now - station.stall_since
+        self._note(station, "stall", station.stall_since, self.now, self._piece(station).layers)
+        station.stall_since = None
 
     def _take_slots(self, station: _Station) -> bool:
         """Make the next layer in the order of use the one that is read, if it finds slots."""
@@ -284,7 +331,6 @@ class Ring:
 
     def _start_read(self, station: _Station) -> None:
         assert station.reading is not None
-        station.host.reading = True
         station.read_since = self.now
         fixture = station.fixture
         self._at(self.now + fixture.unit_bytes[station.reading] / fixture.disk_bytes_per_s, self._was_read, station)
@@ -298,14 +344,10 @@ class Ring:
         self._note(station, "load", since, self.now, (layer,))
         station.read.append(layer)
         station.reading = station.read_since = None
-        station.host.reading = False
-        if station.host.to_read:
-            self._start_read(station.host.to_read.popleft())
+        self._leave_disk(station)
         self._read(station)
-        if station.stall_since is not None:
-            tally.stall_s += self.now - station.stall_since
-            self._note(station, "stall", station.stall_since, self.now, (layer,))
-            station.stall_since = None
+        if station.stall_since is not None and self._piece(station).streamed:
+            self._end_stall(station)
             self._go_on(station)
 
     # ---- links -----------------------------------------------------------------------------------------------------

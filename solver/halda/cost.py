@@ -85,6 +85,14 @@ def experts_s(speeds: Sequence[TypeSpeed], layer: LayerProfile, model: ModelProf
     return touched * weights_s(speeds, layer.expert_bytes_by_type, rows_each)
 
 
+def picked_bytes(layer: LayerProfile, model: ModelProfile) -> int:
+    """The most that is read of a layer that streams for one row once its router has picked: the experts that a row uses.
+
+    0 for a dense layer, which is read whole and before it is computed.
+    """
+    return -(-layer.expert_bytes * model.experts_used // model.experts) if layer.expert_bytes else 0
+
+
 def attention_s(
     speeds: Sequence[TypeSpeed],
     read_bytes_per_s: float,

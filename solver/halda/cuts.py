@@ -202,8 +202,9 @@ class _Pricing:
                     of_tail = np.array(phase.gpu if tail_on_gpu else phase.cpu)[tail].sum()
                     rest = rest + (member.gpu_output_s if tail_on_gpu else member.cpu_output_s) * output
                     compute = compute + of_tail
-                seconds, disk_s = self._streamed(member, phase, compute, rest, overflow, layers)
+                seconds, reading_s = self._streamed(member, phase, compute, rest, overflow, layers)
                 price = price + weight * seconds
+                disk_s = reading_s if output else disk_s
         return _Priced(price, disk_s, gpu, np.full((size, size), tail_gpu))
 
     def _streamed(
@@ -211,18 +212,20 @@ class _Pricing:
     ) -> tuple[Floats, Floats]:
         """Seconds of the windows and of the disk when ``overflow`` bytes do not fit; infinite where nothing helps."""
         slot, k, rate = float(self._instance.slot_bytes), self._rounds, member.disk_bytes_per_s
-        mean = float(self._sizes[np.array(self._instance.kind_of)].mean())
-        edge = min(phase.cpu) + min(*phase.cpu, float(self._sizes.min()) / rate)
+        kinds = np.array(self._instance.kind_of)
+        mean = float(self._sizes[kinds].mean())
+        ahead, picked = (float(np.array(sizes)[kinds].mean()) for sizes in (phase.ahead, phase.picked))
+        edge = phase.edge_s(rate)
         best, best_disk = np.full(compute.shape, math.inf), np.zeros(compute.shape)
         ways = [np.full(compute.shape, float(MIN_SLOTS))]
         if k > 1:
             ways.append(np.maximum(MIN_SLOTS, np.ceil(np.maximum(overflow, 0) / ((k - 1) * slot))))
         for slots in ways:
             count = np.ceil((overflow + slots * slot) / mean)
-            waiting = (count * mean - k * slots * slot) / rate
-            seconds = np.maximum(compute + rest, rest + k * edge + waiting)
+            waiting = (count * ahead - k * slots * slot) / rate
+            seconds = np.maximum(compute + rest, rest + k * edge + waiting) + count * picked / rate
             seconds = np.where((count <= layers) & (count > slots), seconds, math.inf)
-            best_disk = np.where(seconds < best, count * mean / rate, best_disk)
+            best_disk = np.where(seconds < best, count * (ahead + picked) / rate, best_disk)
             best = np.minimum(best, seconds)
         fits = overflow <= 0
         return np.where(fits, compute + rest, best), np.where(fits, 0.0, best_disk)

@@ -13,9 +13,19 @@ computing and reading the last, ``rest`` what is not computed by the CPU's layer
     TPOT = max(sum of V_m + hops, streamed_m / disk_m of the slowest disk).
 
 With streamed/k slots nothing waits: that many slots make streaming free as long as the disk keeps up, and more rounds need
-fewer of them. Prefill is the same for a chunk of rows; chunks follow each other through the ring, so after the first each
-costs what the busiest machine, disk or link needs for one, and the output matrix is computed once. A head that streams the
-output matrix reads it with its layers, for each token and each chunk. Devices on one machine share cores and disk.
+fewer of them.
+
+A layer with experts streams by expert in decode. Its memory is that of whole layers (what is resident, and the slots), but
+it holds the experts used most of all such layers and what else these have; a token reads at most the experts that the router
+of a streamed layer picks, ``picked``. They are known only when the layer's turn has come, so nothing is computed while they
+are read, no slot holds them before, and both bounds of V_m get ``picked_m`` more. (Less is read where the experts in memory
+are among the picked ones; more where there is no memory for what these layers have besides experts.) Since a device may
+then have no layer that is read ahead, ``edge`` is left out.
+
+Prefill is the same for a chunk of rows, which together use all experts: every streamed layer is read whole, ahead. Chunks
+follow each other through the ring, so after the first each costs what the busiest machine, disk or link needs for one, and
+the output matrix is computed once. A head that streams the output matrix reads it with its layers, for each token and each
+chunk. Devices on one machine share cores and disk.
 ``simulate.py`` plays the same ring event by event and says where the two part.
 """
 
@@ -36,7 +46,8 @@ OBJECTIVES: Final[tuple[Objective, ...]] = ("latency", "ttft", "throughput", "ba
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePrediction:
-    """One device under a plan. Seconds and disk bytes are those of one token in decode.
+    """One device under a plan. Seconds and disk bytes are those of one token in decode: of layers with experts at most
+    those that are picked are read.
 
     ``window_s`` is compute and stall; ``hop_s`` belongs to what the device sends; ``shard_bytes`` is what its disk holds.
     Where a token takes as long as a disk reads, what others do not take of it is the stall of the device that reads longest.
@@ -125,9 +136,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one device has under a plan: layers on CPU and GPU by kind, windows, streamed bytes and slots.
+    """What one device has under a plan: layers on CPU and GPU and streamed ones by kind, windows, streamed bytes and slots.
 
-    ``streamed_units`` are the streamed layers, and the output matrix where it streams: it is in ``streamed_bytes`` too.
+    ``output_bytes`` are those of the output matrix where it streams, else 0; they are in ``streamed_bytes`` too.
     """
 
     member: Member
@@ -135,8 +146,9 @@ class _Share:
     windows: int
     cpu: tuple[int, ...]
     gpu: tuple[int, ...]
-    streamed_units: int
+    streamed: tuple[int, ...]
     streamed_bytes: int
+    output_bytes: int
     streams_output: bool
     slots: int
     tail_gpu: int
@@ -144,7 +156,7 @@ class _Share:
     @property
     def streamed_layers(self) -> int:
         """How many layers stream."""
-        return self.streamed_units - self.streams_output
+        return sum(self.streamed)
 
     def uses_gpu(self, plan: Plan) -> bool:
         """Whether anything of this device is on its GPU."""
@@ -164,10 +176,22 @@ class _Share:
         """Seconds of all windows, the output matrix aside."""
         return _dot(self.cpu, phase.cpu) + _dot(self.gpu, phase.gpu) + self.windows * self.step_s(plan)
 
+    def ahead_bytes(self, phase: Phase) -> int:
+        """Bytes that are read ahead for a token or a chunk."""
+        return _total(self.streamed, phase.ahead) + self.output_bytes
+
+    def picked_bytes(self, phase: Phase) -> int:
+        """Bytes that are read for it only when a router has picked."""
+        return _total(self.streamed, phase.picked)
+
+    def read_bytes(self, phase: Phase) -> int:
+        """All that is read for it."""
+        return self.ahead_bytes(phase) + self.picked_bytes(phase)
+
     def window_s(self, phase: Phase, plan: Plan, instance: Instance, output_s: float) -> float:
         """Seconds of all windows and of the output matrix, computing or waiting for the disk."""
         compute_s = self.compute_s(phase, plan) + output_s
-        if not self.streamed_units:
+        if not self.streamed_bytes:
             return compute_s
         if self.streams_output:
             output_s = 0.0  # reading goes on while it is computed
@@ -175,11 +199,13 @@ class _Share:
         if self.is_head and len(plan.route) > 1:
             # Reading may go on behind the tail, so nothing of it is sure to add up.
             rest_s -= self.tail_gpu * max(phase.gpu) + self.step_s(plan) + output_s
-        passes, smallest = plan.rounds * self.slots, min(kind.size_bytes for kind in instance.kinds)
-        ahead = passes * instance.slot_bytes + self.streams_output * plan.rounds * instance.output_excess_bytes
-        waiting = max(self.streamed_bytes - ahead, (self.streamed_layers - passes) * smallest)
-        edge_s = min(phase.cpu) + min(*phase.cpu, smallest / self.member.disk_bytes_per_s)
-        return max(compute_s, rest_s + plan.rounds * edge_s + waiting / self.member.disk_bytes_per_s)
+        disk = self.member.disk_bytes_per_s
+        passes = plan.rounds * self.slots
+        held = passes * instance.slot_bytes + self.streams_output * plan.rounds * instance.output_excess_bytes
+        layers = sum(count for count, size in zip(self.streamed, phase.ahead, strict=True) if size)
+        waiting = max(self.ahead_bytes(phase) - held, (layers - passes) * phase.smallest_ahead)
+        beside_s = rest_s + plan.rounds * phase.edge_s(disk) + waiting / disk
+        return max(compute_s, beside_s) + self.picked_bytes(phase) / disk
 
 
 def evaluate(plan: Plan, instance: Instance) -> Prediction:
@@ -191,14 +217,17 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
         share.window_s(share.member.decode, plan, instance, out) for share, out in zip(shares, outputs, strict=True)
     ]
     prefill = [share.window_s(share.member.prefill, plan, instance, 0.0) for share in shares]
-    disk = [share.streamed_bytes / share.member.disk_bytes_per_s for share in shares]
+    read = [share.read_bytes(share.member.decode) for share in shares]
+    disk = [size / share.member.disk_bytes_per_s for size, share in zip(read, shares, strict=True)]
+    chunk_disk = [share.read_bytes(share.member.prefill) / share.member.disk_bytes_per_s for share in shares]
     hops, chunk_hops, occupied = _hops(plan, instance)
     hosts = _by_host(shares)
     disk_s = max(sum(disk[i] for i in host) for host in hosts)
+    chunk_disk_s = max(sum(chunk_disk[i] for i in host) for host in hosts)
     tpot_s = max(sum(decode) + sum(hops), disk_s)
-    chunk_s = max(sum(prefill) + chunk_hops, disk_s)
+    chunk_s = max(sum(prefill) + chunk_hops, chunk_disk_s)
     busiest = max(sum(prefill[i] for i in host) for host in hosts)
-    ttft_s = chunk_s + (instance.chunks - 1) * max(busiest, disk_s, occupied[1]) + sum(outputs)
+    ttft_s = chunk_s + (instance.chunks - 1) * max(busiest, chunk_disk_s, occupied[1]) + sum(outputs)
     busy = max(sum(decode[i] for i in host) for host in hosts)
     period_s = max(tpot_s / instance.workload.sequences, busy, disk_s, occupied[0])
     ram, vram, short = _memory(plan, instance, shares, hosts)
@@ -228,7 +257,7 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
                 ram_bytes=ram[i],
                 vram_bytes=vram[i],
                 shard_bytes=_shard_bytes(plan, instance, share),
-                disk_bytes_per_token=share.streamed_bytes,
+                disk_bytes_per_token=read[i],
                 compute_s=compute[i],
                 stall_s=decode[i] - compute[i] + (late_s if i == slowest else 0.0),
                 hop_s=hops[i],
@@ -306,6 +335,7 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
     on_cpu = [layer for window in windows for layer in cpu_layers(window)]
     on_gpu = [layer for window in windows for layer in window.layers[len(cpu_layers(window)) :]]
     streams_output = member.name == plan.head and plan.streams_output
+    streamed = [layer for layer in streaming.layers if layer < plan.layer_count]
     assert len(streaming.layers) > streams_output or not streaming.layers, "alone it would only be held anew"
     assert not streaming.layers or streaming.slots >= MIN_SLOTS
     assert not on_gpu or member.has_gpu
@@ -319,8 +349,9 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
         windows=len(windows),
         cpu=_by_kind(on_cpu, instance),
         gpu=_by_kind(on_gpu, instance),
-        streamed_units=len(streaming.layers),
+        streamed=_by_kind(streamed, instance),
         streamed_bytes=sum(unit_bytes(instance.model, layer) for layer in streaming.layers),
+        output_bytes=instance.model.output_bytes if streams_output else 0,
         streams_output=streams_output,
         slots=streaming.slots,
         tail_gpu=windows[-1].gpu_layers,
@@ -329,6 +360,10 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
 
 def _dot(counts: Sequence[int], seconds: Sequence[float]) -> float:
     return sum(n * s for n, s in zip(counts, seconds, strict=True))
+
+
+def _total(counts: Sequence[int], sizes: Sequence[int]) -> int:
+    return sum(n * size for n, size in zip(counts, sizes, strict=True))
 
 
 def _by_kind(layers: Sequence[int], instance: Instance) -> tuple[int, ...]:
@@ -360,11 +395,11 @@ def _hops(plan: Plan, instance: Instance) -> tuple[list[float], float, tuple[flo
 
 
 def _weights(counts: Sequence[int], instance: Instance) -> int:
-    return sum(n * kind.size_bytes for n, kind in zip(counts, instance.kinds, strict=True))
+    return _total(counts, [kind.size_bytes for kind in instance.kinds])
 
 
 def _kv(counts: Sequence[int], instance: Instance) -> int:
-    return sum(n * size for n, size in zip(counts, instance.kv_bytes, strict=True))
+    return _total(counts, instance.kv_bytes)
 
 
 def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:

@@ -27,13 +27,36 @@ NO_LIMITS: Final = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Seconds of decode (one row) or of prefill (one chunk of a prompt)."""
+    """Seconds of decode (one row) or of prefill (one chunk of a prompt), and bytes that streaming reads for it.
+
+    A chunk's rows together use all of a layer, so a streamed layer is read whole, ahead of its computation. So is a dense
+    layer in decode; of a layer with experts only those that its router picks are read, not before, and the rest of it stays.
+    """
 
     rows: float
     cpu: tuple[float, ...]
     """One layer of each kind on the CPU."""
     gpu: tuple[float, ...]
     """One layer of each kind on the GPU."""
+    ahead: tuple[int, ...]
+    """Bytes that are read ahead of one streamed layer of each kind; 0 where the router decides."""
+    picked: tuple[int, ...]
+    """Bytes that are read of one streamed layer of each kind when its router has picked; 0 where it is read ahead."""
+
+    @property
+    def smallest_ahead(self) -> int:
+        """Bytes of the smallest layer that is read ahead; 0 where none is."""
+        return min((size for size in self.ahead if size), default=0)
+
+    def edge_s(self, disk_bytes_per_s: float) -> float:
+        """Seconds that a round which streams takes at its ends at the least: the first streamed layer is computed before it
+        gives its slot back, the last is computed or read.
+
+        0 where layers are read by expert, since there may be none that is read ahead.
+        """
+        if any(self.picked):
+            return 0.0
+        return min(self.cpu) + min(*self.cpu, self.smallest_ahead / disk_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -115,6 +138,11 @@ class Instance:
     def kv_bytes(self) -> tuple[int, ...]:
         """KV cache of one layer of each kind."""
         return tuple(cost.kv_bytes(kind, self.workload) for kind in self.kinds)
+
+    @cached_property
+    def picked_bytes(self) -> tuple[int, ...]:
+        """What a token reads of a streamed layer of each kind when its router has picked; 0 for dense ones."""
+        return tuple(cost.picked_bytes(kind, self.model) for kind in self.kinds)
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -209,7 +237,9 @@ class Instance:
         gpu = device.gpu
         _, chunk = cost.prefill_chunks(work)
 
-        def phase(rows: float, kv: float) -> Phase:
+        sizes = tuple(kind.size_bytes for kind in self.kinds)
+
+        def phase(rows: float, kv: float, picked: tuple[int, ...]) -> Phase:
             return Phase(
                 rows=rows,
                 cpu=tuple(
@@ -222,12 +252,14 @@ class Instance:
                     else 0.0
                     for kind in self.kinds
                 ),
+                ahead=tuple(0 if size else whole for size, whole in zip(picked, sizes, strict=True)),
+                picked=picked,
             )
 
         return Member(
             profile=device,
-            decode=phase(1, cost.decode_kv_tokens(work)),
-            prefill=phase(chunk, work.prompt_tokens / 2),
+            decode=phase(1, cost.decode_kv_tokens(work), self.picked_bytes),
+            prefill=phase(chunk, work.prompt_tokens / 2, (0,) * len(sizes)),
             ram_limit=_least(device.ram_available_bytes, limits.ram_bytes),
             vram_limit=_least(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
             disk_limit=_least(device.disk.free_bytes, limits.disk_bytes),

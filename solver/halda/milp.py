@@ -74,20 +74,15 @@ class Program:
 
 @dataclass(slots=True)
 class Streams:
-    """Per member: ``streams`` is 1 where it streams, ``layers`` by kind, through ``slots``; milliseconds of disk a token.
+    """Per member: ``streams`` is 1 where it streams, ``layers`` by kind, through ``slots``.
 
     ``output`` is 1 where the head streams the output matrix: 0 where the question does not allow it. What the head then
     holds beside its slots, to have room for the output matrix and a layer, is ``beside_slots`` (in slots).
-
-    ``waiting_ms`` are two figures of which the larger is what no slot takes away: by bytes, and by layers of the smallest
-    size.
     """
 
     streams: list[Any] = field(default_factory=list)
     layers: list[list[Any]] = field(default_factory=list)
     slots: list[Any] = field(default_factory=list)
-    disk_ms: list[Expression] = field(default_factory=list)
-    waiting_ms: list[tuple[Expression, Expression]] = field(default_factory=list)
     output: Expression = 0
     beside_slots: Expression = 0
 
@@ -359,9 +354,8 @@ def build(
 def _streaming(problem: Any, instance: Instance, layout: Layout) -> Streams:
     """Who streams how many layers through how many slots."""
     total, found = len(instance.model.layers), Streams()
-    sizes = [kind.size_bytes for kind in instance.kinds]
-    for m, member in enumerate(instance.members[: len(layout.cpu)]):
-        s = [integer(problem, f"s_{m}_{g}", 0, instance.kind_totals[g]) for g in range(len(sizes))]
+    for m in range(len(layout.cpu)):
+        s = [integer(problem, f"s_{m}_{g}", 0, most) for g, most in enumerate(instance.kind_totals)]
         q = integer(problem, f"q_{m}", 0, total)
         streams = integer(problem, f"streams_{m}", 0, 1)
         for g, count in enumerate(s):
@@ -370,21 +364,12 @@ def _streaming(problem: Any, instance: Instance, layout: Layout) -> Streams:
         problem += q >= MIN_SLOTS * streams, f"{m} has slots to stream through"
         if m or not instance.output_streams:
             problem += q <= pulp.lpSum(s) - streams, f"{m} streams more than its slots hold"
-        per_byte = MS / member.disk_bytes_per_s
-        disk = _dot(s, [size * per_byte for size in sizes])
         if m == 0 and instance.output_streams:
             found.output, found.beside_slots = _output(problem, instance, streams, q)
             problem += q <= pulp.lpSum(s) + found.output - streams, "the head streams more than its slots hold"
-            disk += found.output * (instance.model.output_bytes * per_byte)
-        by_bytes = disk - q * (layout.rounds * instance.slot_bytes * per_byte)
-        if m == 0:
-            by_bytes -= found.output * (layout.rounds * instance.output_excess_bytes * per_byte)
-        by_layers = (pulp.lpSum(s) - layout.rounds * q) * (min(sizes) * per_byte)
         found.streams.append(streams)
         found.layers.append(s)
         found.slots.append(q)
-        found.disk_ms.append(disk)
-        found.waiting_ms.append((by_bytes, by_layers))
     return found
 
 
@@ -472,7 +457,8 @@ class _Time:
         self._output_on_gpu = output_on_gpu
         self._streams = streams
         self._hosts = [[m for m in host if m < len(layout.cpu)] for host in instance.hosts]
-        self._disks = [pulp.lpSum(streams.disk_ms[m] for m in host) for host in self._hosts if host]
+        self._decode = [member.decode for member in instance.members]
+        self._prefill = [member.prefill for member in instance.members]
 
     def objective(self, objective: Objective) -> Expression:
         work = self._instance.workload
@@ -488,36 +474,41 @@ class _Time:
 
     def _token(self) -> Expression:
         token = positive(self._problem, "token")
-        windows = self._windows("decode", [member.decode for member in self._instance.members], self._output())
+        windows = self._windows("decode", self._decode, self._output())
         hops = self._hops(lambda order: order.hops_s, lambda share: share.hops_s)
         self._problem += token >= pulp.lpSum(windows) + hops, "a token passes all windows and hops"
-        for i, disk in enumerate(self._disks):
+        for i, disk in enumerate(self._disks(self._decode)):
             self._problem += token >= disk, f"a token waits for disk {i}"
         return token
 
     def _first_token(self) -> Expression:
         chunk, period = positive(self._problem, "chunk"), positive(self._problem, "chunk_period")
-        windows = self._windows("prefill", [member.prefill for member in self._instance.members], 0)
+        windows = self._windows("prefill", self._prefill, 0)
         hops = self._hops(lambda order: order.chunk_hops_s, lambda share: share.chunk_hops_s)
         self._problem += chunk >= pulp.lpSum(windows) + hops, "a chunk passes all windows and hops"
-        for i, disk in enumerate(self._disks):
+        for i, disk in enumerate(self._disks(self._prefill)):
             self._problem += chunk >= disk, f"a chunk waits for disk {i}"
-        self._busiest("chunk", period, windows, lambda order: order.chunk_link_s)
+        self._busiest("chunk", period, windows, self._prefill, lambda order: order.chunk_link_s)
         return chunk + (self._instance.chunks - 1) * period + self._output()
 
     def _period(self) -> Expression:
         period = positive(self._problem, "period")
-        windows = self._windows("pass", [member.decode for member in self._instance.members], self._output())
+        windows = self._windows("pass", self._decode, self._output())
         self._problem += period * self._instance.workload.sequences >= self._token(), "sequences take turns"
-        self._busiest("token", period, windows, lambda order: order.link_s)
+        self._busiest("token", period, windows, self._decode, lambda order: order.link_s)
         return period
 
     def _busiest(
-        self, name: str, period: Any, windows: Sequence[Expression], link_s: Callable[[RingOrder], float]
+        self,
+        name: str,
+        period: Any,
+        windows: Sequence[Expression],
+        phases: Sequence[Phase],
+        link_s: Callable[[RingOrder], float],
     ) -> None:
         for i, host in enumerate(host for host in self._hosts if host):
             self._problem += period >= pulp.lpSum(windows[m] for m in host), f"{name}: machine {i} is busy"
-        for i, disk in enumerate(self._disks):
+        for i, disk in enumerate(self._disks(phases)):
             self._problem += period >= disk, f"{name}: disk {i} is busy"
         self._problem += period >= self._hops(link_s, lambda _: 0.0), f"{name}: a link is busy"
 
@@ -528,13 +519,45 @@ class _Time:
             window, phase = positive(self._problem, f"{name}_ms_{m}"), phases[m]
             rest = _dot(self._layout.gpu[m], [s * MS for s in phase.gpu]) + self._steps(m, self._layout.windows[m])
             layers = _dot(self._layout.cpu[m], [s * MS for s in phase.cpu])
-            self._problem += window >= layers + rest + (0 if m else output), f"{name}: {m} computes"
+            picked = self._picked(m, member, phase)
+            self._problem += window >= layers + rest + picked + (0 if m else output), f"{name}: {m} computes"
             if not self._layout.loose:
-                least = self._edges(m, member, phase) + self._sure_rest(m, member, phase, rest, output)
-                for i, waiting in enumerate(self._streams.waiting_ms[m]):
+                least = self._edges(m, member, phase) + self._sure_rest(m, member, phase, rest, output) + picked
+                for i, waiting in enumerate(self._waiting(m, member, phase)):
                     self._problem += window >= least + waiting, f"{name}: {m} waits for its disk {i}"
             windows.append(window)
         return windows
+
+    def _ahead(self, m: int, member: Member, phase: Phase) -> Expression:
+        """Milliseconds in which the disk of ``m`` reads what it reads ahead."""
+        per_byte = MS / member.disk_bytes_per_s
+        layers = _dot(self._streams.layers[m], [size * per_byte for size in phase.ahead])
+        return layers if m else layers + self._streams.output * (self._instance.model.output_bytes * per_byte)
+
+    def _picked(self, m: int, member: Member, phase: Phase) -> Expression:
+        """Milliseconds in which it reads what routers have picked: nothing is computed meanwhile."""
+        if not any(phase.picked):
+            return 0
+        return _dot(self._streams.layers[m], [size * MS / member.disk_bytes_per_s for size in phase.picked])
+
+    def _disks(self, phases: Sequence[Phase]) -> list[Expression]:
+        """Milliseconds that the disk of each machine reads."""
+        members = self._instance.members
+        reads = [
+            self._ahead(m, members[m], phases[m]) + self._picked(m, members[m], phases[m])
+            for m in range(len(self._layout.cpu))
+        ]
+        return [pulp.lpSum(reads[m] for m in host) for host in self._hosts if host]
+
+    def _waiting(self, m: int, member: Member, phase: Phase) -> tuple[Expression, Expression]:
+        """Two figures of which the larger is what no slot takes away: by bytes, and by layers of the smallest size."""
+        instance, rounds, slots = self._instance, self._layout.rounds, self._streams.slots[m]
+        per_byte = MS / member.disk_bytes_per_s
+        by_bytes = self._ahead(m, member, phase) - slots * (rounds * instance.slot_bytes * per_byte)
+        if m == 0:
+            by_bytes -= self._streams.output * (rounds * instance.output_excess_bytes * per_byte)
+        layers = pulp.lpSum(s for s, size in zip(self._streams.layers[m], phase.ahead, strict=True) if size)
+        return by_bytes, (layers - rounds * slots) * (phase.smallest_ahead * per_byte)
 
     def _steps(self, m: int, windows: float) -> Expression:
         """What ``windows`` windows cost besides their layers."""
@@ -544,9 +567,7 @@ class _Time:
 
     def _edges(self, m: int, member: Member, phase: Phase) -> Expression:
         """Of each round of a device that streams: the first streamed layer, and the last, computed or read."""
-        smallest = min(kind.size_bytes for kind in self._instance.kinds)
-        edge_s = min(phase.cpu) + min(*phase.cpu, smallest / member.disk_bytes_per_s)
-        return self._streams.streams[m] * (self._layout.rounds * edge_s * MS)
+        return self._streams.streams[m] * (self._layout.rounds * phase.edge_s(member.disk_bytes_per_s) * MS)
 
     def _sure_rest(self, m: int, member: Member, phase: Phase, rest: Expression, output: Expression) -> Expression:
         """What adds to reading: all that is not a layer on the CPU, in a ring without the tail."""

@@ -147,7 +147,12 @@ class LayerProfile:
     @property
     def size_bytes(self) -> int:
         """Bytes of all weights."""
-        return sum(self.bytes_by_type.values()) + sum(self.expert_bytes_by_type.values())
+        return sum(self.bytes_by_type.values()) + self.expert_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts that a router picks from; 0 for a dense layer."""
+        return sum(self.expert_bytes_by_type.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

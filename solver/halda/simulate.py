@@ -2,12 +2,13 @@
 
 A window computes layer by layer, CPU layers first: a streamed one as soon as it is in a slot, which it frees when it is
 computed. The loader reads in the order of use, whenever a slot is free, over windows and tokens. A hop is the transfer,
-which occupies the link, and half the round trip. Devices on one machine wait for each other's layers and reads. Steps are
+which occupies the link, and half the round trip. A layer that streams by expert is read when its turn has come, and computed
+then. Devices on one machine wait for each other's layers and reads. Steps are
 served in the order of their arrival; several sequences follow each other, each reads for itself. No formula is used here.
 
 Where the closed form of a token coincides, for one sequence without jitter:
 
-- nothing is streamed, whatever else (exact to rounding), or
+- nothing is streamed but by expert, and the loaders share no disk, whatever else (exact to rounding), or
 - layers are of one size, every device that streams has as many streamed layers at each of its stops (windows between two
   hops; the tail and the next first window are one), the loaders share no disk, and
   - its slots hold all of its streamed layers (exact), or
@@ -236,7 +237,7 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Stop]:
             more_s = gpu_step_s + (0.0 if streams_output else tail_s)
             pieces.extend(_pieces(window, plan, instance, phase, member.step_s, more_s))
             if streams_output:
-                pieces.append(Piece((plan.layer_count,), tail_s, True, False))
+                pieces.append(Piece((plan.layer_count,), tail_s, True, False, 0))
             pieces[-1] = replace(pieces[-1], ends=last)
         stops.append(Stop(stations[device], tuple(pieces), 0))
     if decode and len(stops) > 1:
@@ -252,11 +253,12 @@ def _pieces(window: Window, plan: Plan, instance: Instance, phase: Phase, step_s
     layers: list[int] = []
     seconds = step_s
     for layer in cpu_layers(window):
-        layer_s = phase.cpu[instance.kind_of[layer]]
+        kind = instance.kind_of[layer]
+        layer_s, picked = phase.cpu[kind], phase.picked[kind]
         if layer in streamed:
             if seconds or layers:
-                pieces.append(Piece(tuple(layers), seconds, False, False))
-            pieces.append(Piece((layer,), layer_s, True, False))
+                pieces.append(Piece(tuple(layers), seconds, False, False, 0))
+            pieces.append(Piece((layer,), layer_s, not picked, False, picked))
             layers, seconds = [], 0.0
         else:
             layers.append(layer)
@@ -264,7 +266,7 @@ def _pieces(window: Window, plan: Plan, instance: Instance, phase: Phase, step_s
     on_gpu = window.layers[len(cpu_layers(window)) :]
     seconds += sum(phase.gpu[instance.kind_of[layer]] for layer in on_gpu) + more_s
     if seconds or layers or on_gpu:
-        pieces.append(Piece((*layers, *on_gpu), seconds, False, False))
+        pieces.append(Piece((*layers, *on_gpu), seconds, False, False, 0))
     return pieces
 
 

@@ -24,7 +24,8 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Option:
-    """One way for a device to hold its layers: seconds of decode, prefill, output and disk; GPU layers, streamed, slots.
+    """One way for a device to hold its layers: seconds of decode, prefill, output and disk (for a token and for a chunk of a
+    prompt, which reads whole layers where a token reads some experts); GPU layers, streamed, slots.
 
     The output matrix streams only in a question that allows it.
     """
@@ -33,6 +34,7 @@ class Option:
     prefill_s: float
     output_s: float
     disk_s: float
+    chunk_disk_s: float
     gpu: int
     tail_gpu: int
     output_on_gpu: bool
@@ -51,6 +53,7 @@ class Partial:
     decode_max_s: float
     prefill_max_s: float
     disk_s: float
+    chunk_disk_s: float
     options: tuple[Option, ...]
 
     def plus(self, option: Option) -> Partial:
@@ -61,11 +64,12 @@ class Partial:
             max(self.decode_max_s, option.decode_s),
             max(self.prefill_max_s, option.prefill_s),
             max(self.disk_s, option.disk_s),
+            max(self.chunk_disk_s, option.chunk_disk_s),
             (*self.options, option),
         )
 
 
-NOTHING = Partial(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
+NOTHING = Partial(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
 
 
 def undominated(found: list[tuple[Figures, Item]]) -> list[Item]:
@@ -159,7 +163,7 @@ class Brute:
                     on_gpu += range(tail[1] - tail_gpu, tail[1])
                 windows = len(ranges) + bool(tail)
                 found += self._fitting(m, on_cpu, on_gpu, windows, bool(tail), output_on_gpu, gpu, tail_gpu, ring)
-        return undominated([((o.decode_s, o.prefill_s, o.output_s, o.disk_s), o) for o in found])
+        return undominated([((o.decode_s, o.prefill_s, o.output_s, o.disk_s, o.chunk_disk_s), o) for o in found])
 
     def _fitting(
         self,
@@ -190,6 +194,10 @@ class Brute:
         slot_bytes, disk_bytes_per_s, rounds = instance.slot_bytes, member.disk_bytes_per_s, max(1, windows - is_head)
         kind_sizes = [kind.size_bytes for kind in instance.kinds]
         read_s = min(kind_sizes) / disk_bytes_per_s
+        model = instance.model
+        experts = [sum(kind.expert_bytes_by_type.values()) for kind in instance.kinds]
+        picked = [-(-size * model.experts_used // model.experts) if size else 0 for size in experts]
+        dense = [0 if size else whole for size, whole in zip(experts, kind_sizes, strict=True)]
         phases = []  # seconds that computing takes, and those that go by beside reading
         for phase, out in ((member.decode, output_s), (member.prefill, 0.0)):
             rest = sum(phase.gpu[instance.kind_of[i]] for i in on_gpu) + out
@@ -198,7 +206,8 @@ class Brute:
             if is_head and ring > 1:
                 rest -= out + member.step_s + gpu_step_s + tail_gpu * max(phase.gpu)
             layer_s = min(phase.cpu)
-            phases.append((compute, rest + rounds * (layer_s + min(layer_s, read_s))))
+            by_expert = phase is member.decode and any(experts)
+            phases.append((compute, rest + (0 if by_expert else rounds * (layer_s + min(layer_s, read_s)))))
         of_kind = [sum(instance.kind_of[i] == kind for i in on_cpu) for kind in range(len(instance.kinds))]
         ways = product(*(range(most + 1) for most in of_kind))
         may_stream_output = instance.output_streams and is_head and not output_on_gpu
@@ -213,17 +222,25 @@ class Brute:
                     held = max(held, output + slot_bytes, 2 * slot_bytes)
                 if fixed - streamed + held > member.ram_limit:
                     break
-                ahead = slots * slot_bytes + (max(0, output - slot_bytes) if streams_output else 0)
-                unread = (streamed - rounds * ahead) / disk_bytes_per_s
-                unread = max(unread, (layers - rounds * slots) * read_s)
-                decode_s, prefill_s = (max(busy, beside + unread) if slots else busy for busy, beside in phases)
-                if streams_output and ring == 1:  # the output matrix is computed while layers are read
-                    decode_s = max(phases[0][0], phases[0][1] + unread - output_s)
+                ahead = rounds * (slots * slot_bytes + (max(0, output - slot_bytes) if streams_output else 0))
+                unread = max((streamed - ahead) / disk_bytes_per_s, (layers - rounds * slots) * read_s)
+                prefill_s = max(phases[1][0], phases[1][1] + unread) if slots else phases[1][0]
+                # A token waits for the experts of each streamed layer, and reads ahead what has none.
+                read_then = sum(map(mul, counts, picked)) / disk_bytes_per_s
+                read_before = sum(map(mul, counts, dense)) + (output if streams_output else 0)
+                few = sum(count for count, size in zip(counts, dense, strict=True) if size) - rounds * slots
+                unread = max(
+                    (read_before - ahead) / disk_bytes_per_s,
+                    few * min(filter(None, dense), default=0) / disk_bytes_per_s,
+                )
+                hidden = output_s if streams_output and ring == 1 else 0  # it is computed while layers are read
+                decode_s = (max(phases[0][0], phases[0][1] + unread - hidden) if slots else phases[0][0]) + read_then
                 yield Option(
                     decode_s=decode_s,
                     prefill_s=prefill_s,
                     output_s=output_s,
-                    disk_s=streamed / disk_bytes_per_s,
+                    disk_s=read_before / disk_bytes_per_s + read_then,
+                    chunk_disk_s=streamed / disk_bytes_per_s,
                     gpu=gpu,
                     tail_gpu=tail_gpu,
                     output_on_gpu=output_on_gpu,
@@ -237,11 +254,12 @@ class Brute:
             case "latency":
                 return (part.decode_s, part.disk_s)
             case "ttft":
-                return (part.prefill_s, part.output_s, part.prefill_max_s, part.disk_s)
+                return (part.prefill_s, part.output_s, part.prefill_max_s, part.chunk_disk_s)
             case "throughput":
                 return (part.decode_s, part.decode_max_s, part.disk_s)
             case "balanced":
-                return (part.decode_s, part.prefill_s, part.output_s, part.prefill_max_s, part.disk_s)
+                disks = (part.disk_s, part.chunk_disk_s)
+                return (part.decode_s, part.prefill_s, part.output_s, part.prefill_max_s, *disks)
 
     def _undominated(self, parts: list[Partial]) -> list[Partial]:
         return undominated([(self._figures(part), part) for part in parts])
@@ -258,8 +276,8 @@ class Brute:
                 chunk_hops += rounds * (way.round_trip_s / 2 + rows * one)
                 link, chunk_link = max(link, rounds * one), max(chunk_link, rounds * rows * one)
         token = max(part.decode_s + hops, part.disk_s)
-        first = max(part.prefill_s + chunk_hops, part.disk_s)
-        first += (instance.chunks - 1) * max(part.prefill_max_s, part.disk_s, chunk_link) + part.output_s
+        first = max(part.prefill_s + chunk_hops, part.chunk_disk_s)
+        first += (instance.chunks - 1) * max(part.prefill_max_s, part.chunk_disk_s, chunk_link) + part.output_s
         match self._objective:
             case "latency":
                 return token
