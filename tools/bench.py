@@ -1,7 +1,8 @@
 """Speed and memory, measured side by side in one run: alternating runs, medians, ratios.
 
     tools/bench ring [--json FILE] [--quick] [--model FILE.gguf ...]
-    tools/bench memory [--json FILE] [--quick] [--model FILE.gguf ...] [--limits SHARE ...] [--rounds | --ring]
+    tools/bench memory [--json FILE] [--quick] [--model FILE.gguf ...] [--limits SHARE ...]
+                       [--rounds | --ring | --pressure]
     tools/bench predict [--json FILE] [--rounds N]
     tools/bench solve [--json FILE] [--sizes N ...]
     tools/bench paper [--json FILE] [--fleets N]
@@ -269,6 +270,8 @@ def solve(options: argparse.Namespace) -> int:
 def memory(options: argparse.Namespace) -> int:
     if options.model:
         models = options.model
+    elif options.pressure:
+        models = []  # made to measure
     elif options.rounds:
         models = [synthesise(DEEP, "deep-q4k")]
     elif options.ring or options.quick:

@@ -3,6 +3,7 @@
     tools/bench memory [--model FILE.gguf ...] [--limits SHARE ...] [--quick] [--json FILE]
     tools/bench memory --rounds [--devices N] [--disk MB] [--cpus SHARE] [--streamed SHARE]
     tools/bench memory --ring [--devices N] [--disk MB] [--cpus SHARE]
+    tools/bench memory --pressure [--devices N] [--memory GB] [--keep]: see ``bench_pressure.py``
 
 Every run is a process (or one a device) in a cgroup with that much memory, the page cache included. Plain llama.cpp maps
 the model and leaves the rest to the kernel. primad is planned as ever: this machine's profile with what is free in the
@@ -34,7 +35,6 @@ from halda import (
     DeviceProfile,
     Infeasible,
     Instance,
-    LinkProfile,
     ModelProfile,
     Plan,
     arrange,
@@ -47,7 +47,9 @@ from primad.daemon.questions import default_workload
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.profiler.measure import profile_device
+from tools import bench_pressure
 from tools.lab.memory import LimitedGroup
+from tools.loopback import loopback_links
 from tools.memory_runs import (
     Run,
     busy_share,
@@ -68,9 +70,6 @@ ROUNDS_DISK_BYTES_PER_S: Final = 250_000_000
 ROUNDS_CPUS: Final = 0.5
 SOLVE_S: Final = 60.0
 """More than a daemon spends on a plan: what is shown is what the best plan does."""
-ROUND_TRIP_S: Final = 2e-4
-LINK_BYTES_PER_S: Final = 1e9
-"""What loopback is taken for."""
 QUIET: Final = 0.1
 """Share of the processors that others may use without a word about it."""
 
@@ -365,15 +364,7 @@ class _Fleet:
         self._profile = profile if cpus is None else slowed(profile, cpus / threads)
 
     def _question(self, devices: Sequence[DeviceProfile]) -> Instance:
-        return instance(devices, self._links(), self.model, self._workload, {})
-
-    def _links(self) -> list[LinkProfile]:
-        return [
-            LinkProfile(source=a, target=b, address="", round_trip_s=ROUND_TRIP_S, bytes_per_s=LINK_BYTES_PER_S)
-            for a in self.names
-            for b in self.names
-            if a != b
-        ]
+        return instance(devices, loopback_links(self.names), self.model, self._workload, {})
 
     def group(self, limit: int) -> LimitedGroup:
         """The memory and the disk of one device."""
@@ -398,7 +389,7 @@ class _Fleet:
         """The solver's plan, with every device in it; says so when it is not sure that it is the best."""
         solution = solve(
             self.devices(),
-            self._links(),
+            loopback_links(self.names),
             self.model,
             self._workload,
             objective="latency",
@@ -529,6 +520,15 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], thre
     one.add_argument(
         "--ring", action="store_true", help="instead: a ring that holds the model, beside one of its devices"
     )
+    one.add_argument(
+        "--pressure", action="store_true", help="instead: what a ring whose model is 1.3 x its memory takes from others"
+    )
+    one.add_argument("--memory", type=float, default=4.0, help="GB of a device in --pressure (default: 4)")
+    one.add_argument("--context", type=int, help="tokens of context in --pressure (default: what is computed)")
+    one.add_argument(
+        "--rows", type=int, help="rows of a step in --pressure (default: as many as memory allows, to 512)"
+    )
+    one.add_argument("--keep", action="store_true", help="keep the model that --pressure wrote")
     one.add_argument("--devices", type=int, default=4, help="devices of these rings (default: 4)")
     one.add_argument(
         "--disk", type=float, help="MB/s of a device's disk (default: 250 for --rounds, no limit for --ring)"
@@ -536,7 +536,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], thre
     one.add_argument("--cpus", type=float, help="CPU time of a device (default: 0.5 for --rounds, no limit for --ring)")
     one.add_argument("--streamed", type=float, default=0.5, help="share of the layers to stream in --rounds")
     one.add_argument("--runs", type=int, default=3, help="runs of each (default: 3)")
-    one.add_argument("--tokens", type=int, default=24, help="tokens of a run (default: 24)")
+    one.add_argument("--tokens", type=int, help="tokens of a run (default: 24; 10 for --pressure)")
     one.add_argument("--seconds", type=float, default=20.0, help="time after which plain llama.cpp is stopped")
     one.add_argument("--quick", action="store_true", help="the 3B, one run, 10 tokens")
     one.add_argument("--threads", type=int, help="threads a process (default: one a core; 1 for --rounds)")
@@ -547,8 +547,20 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], thre
 
 def bench(options: argparse.Namespace, models: Sequence[Path]) -> list[dict[str, object]]:
     """What the command line asks for; plain data for ``--json``."""
-    runs, tokens, seconds = (1, 10, 8.0) if options.quick else (options.runs, options.tokens, options.seconds)
+    runs, tokens, seconds = (1, 10, 8.0) if options.quick else (options.runs, options.tokens or 24, options.seconds)
     threads = options.threads or options.cores
+    if options.pressure:
+        return bench_pressure.bench(
+            models[0] if models else None,
+            devices=options.devices,
+            memory_bytes=int(options.memory * 1e9),
+            context=options.context,
+            rows=options.rows,
+            tokens=options.tokens or 10,
+            threads=threads,
+            keep=options.keep,
+            profile=lambda: measured_profile(threads),
+        )
     disk = None if options.disk is None else int(options.disk * 1e6)
     rows: list[Row] | list[RingRow]
     if options.rounds:

@@ -227,6 +227,20 @@ def write_model(
     return shape
 
 
+def layers_for(size_bytes: int, preset: str) -> int:
+    """The fewest layers with which the weights of ``preset`` take ``size_bytes``."""
+    layers = 1
+    while weight_bytes(preset, layers) < size_bytes:
+        layers += 1
+    return layers
+
+
+def weight_bytes(preset: str, layers: int) -> int:
+    """Bytes of the weights of ``preset`` with another number of layers; the file has some more."""
+    tensors = _tensors(replace(PRESETS[preset], layers=layers), _Quantisation("q4_k_m"))
+    return sum(tensor.size_bytes for tensor in tensors)
+
+
 @dataclass(frozen=True, slots=True)
 class _Tensor:
     name: str

@@ -33,19 +33,32 @@ _NAME: Final = "limited"
 class Counters:
     """What a group holds, and what it did since it was made.
 
-    ``anonymous_bytes`` belong to no file, ``cache_bytes`` are the page cache, ``usage_bytes`` all that counts, the kernel's
-    own included, ``peak_bytes`` the most of it ever. ``limit_hits`` counts how often the limit made room, ``oom_kills``
-    processes that died of it. ``read_bytes`` came from disks, by calls, read-ahead and page faults alike.
+    ``anonymous_bytes`` belong to no file, ``cache_bytes`` are the page cache, ``shared_bytes`` of it lie in no file of a
+    disk. ``unevictable_bytes`` are locked, of whichever kind. ``usage_bytes`` is all that counts, the kernel's own included,
+    ``peak_bytes`` the most of it ever. ``limit_hits`` counts how often the limit made room, ``oom_kills`` processes that
+    died of it. ``read_bytes`` came from disks, by calls, read-ahead and page faults alike.
     """
 
     anonymous_bytes: int
     cache_bytes: int
+    shared_bytes: int
+    unevictable_bytes: int
     usage_bytes: int
     peak_bytes: int
     swap_bytes: int
     limit_hits: int
     oom_kills: int
     read_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """What processes take that cannot be had back at once; locked memory that belongs to no file counts twice."""
+        return self.anonymous_bytes + self.shared_bytes + self.unevictable_bytes
+
+    @property
+    def kernel_bytes(self) -> int:
+        """What the kernel itself keeps for the processes, such as page tables."""
+        return max(0, self.usage_bytes - self.anonymous_bytes - self.cache_bytes)
 
 
 class LimitedGroup:
@@ -126,6 +139,8 @@ class LimitedGroup:
         return Counters(
             anonymous_bytes=held["total_rss"],
             cache_bytes=held["total_cache"],
+            shared_bytes=held.get("total_shmem", 0),
+            unevictable_bytes=held["total_unevictable"],
             usage_bytes=_number(folder / "memory.usage_in_bytes"),
             peak_bytes=_number(folder / "memory.max_usage_in_bytes"),
             swap_bytes=held.get("total_swap", 0),
@@ -142,6 +157,8 @@ class LimitedGroup:
         return Counters(
             anonymous_bytes=held["anon"],
             cache_bytes=held["file"],
+            shared_bytes=held["shmem"],
+            unevictable_bytes=held["unevictable"],
             usage_bytes=usage,
             peak_bytes=_number(peak) if peak.exists() else usage,
             swap_bytes=_number(swap) if swap.exists() else 0,

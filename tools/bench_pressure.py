@@ -1,0 +1,497 @@
+"""Memory pressure: what a ring takes of its devices' memory so that their owners' other programs cannot have it.
+
+    tools/bench memory --pressure [--devices N] [--memory GB] [--model FILE.gguf] [--context N] [--rows N] [--keep]
+
+Measured as in the paper: the loss of available memory that primad causes, pages that the kernel can have back at once not
+counted, as a share of all memory. Each device is a ring process in a cgroup with that much memory, the page cache included,
+and the model is 1.3 times what all of them have together, so that the solver's plan streams on each. Without ``--model``
+one is written (the 8B preset with more layers) and removed at the end; so are the layer files that are cut from it.
+
+A device counts what its group holds or what its process does, whichever is more, since what a process took before it
+joined the group is not the group's. Daemons do not run: one that waits for a head is measured beside the ring, and its
+memory added in a column of its own. What the kernel keeps for the processes, page tables mainly, has its own column too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from halda import DeviceProfile, Infeasible, ModelProfile, Solution, Workload, solve
+from halda.cost import kv_bytes
+from halda.evaluate import DevicePrediction
+from primad.cluster.local_trust import VARIABLE as LOCAL_TRUST
+from primad.config import LOOPBACK
+from primad.daemon.questions import default_workload
+from primad.errors import PrimadError
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from primad.memory import held_bytes, pressure_share
+from primad.ring.messages import Sampled
+from tools.lab import LabError
+from tools.lab.memory import Counters, LimitedGroup
+from tools.local_ring import LocalRing
+from tools.loopback import loopback_links
+from tools.memory_runs import ROWS, STEP_TIMEOUT_S, busy_share, device_in, prefetch_rate
+from tools.plain_llama import PROMPT
+from tools.synth import layers_for, weight_bytes
+
+ROOT: Final = Path(__file__).parent.parent
+LARGER: Final = 1.3
+"""The model by the memory of all devices together."""
+MOST_SHARE: Final = 0.05
+"""Memory pressure that is promised on every device."""
+PRESET: Final = "8b-q4k"
+SOLVE_S: Final = 60.0
+CONTEXT_STEP: Final = 256
+SAMPLE_S: Final = 1.0
+DAEMON_READY_S: Final = 180.0
+SETTLE_S: Final = 2.0
+ROOM_BYTES: Final = 1 << 30
+"""What stays free on the disk."""
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pressure:
+    """One device of the ring; bytes are the most that any sample saw, from its start to the last token.
+
+    ``pressure_share`` is ``held_bytes`` by the limit: the more of ``group_held_bytes`` and ``process_held_bytes``, less
+    ``before_bytes``, which the group held with nobody in it. ``with_kernel_share`` adds ``kernel_bytes``,
+    ``with_daemon_share`` adds ``daemon_bytes`` instead. Part of what is held is the KV cache, ``kv_bytes``;
+    ``reserved_bytes`` is what the plan keeps for it and all else that is neither weights nor slots. ``streamed_layers``
+    count the output matrix where ``streams_output``. ``bytes_read_per_token`` is decode alone. ``machine_loss_share`` is
+    the loss of what the whole machine has available as a share of all limits, other programs included, at the end.
+    """
+
+    device: str
+    model: str
+    model_bytes: int
+    limit_bytes: int
+    pressure_share: float
+    with_kernel_share: float
+    with_daemon_share: float
+    before_bytes: int
+    held_bytes: int
+    group_held_bytes: int
+    process_held_bytes: int
+    unevictable_bytes: int
+    kernel_bytes: int
+    daemon_bytes: int
+    kv_bytes: int
+    reserved_bytes: int
+    peak_bytes: int
+    limit_hits: int
+    oom_kills: int
+    swap_bytes: int
+    layers: int
+    streams_output: bool
+    streamed_layers: int
+    slots: int
+    rounds: int
+    context: int
+    rows: int
+    prompt_tokens: int
+    tokens: int
+    prompt_read_bytes: int
+    bytes_read_per_token: float
+    prompt_s: float
+    tokens_per_s: float
+    predicted_tokens_per_s: float
+    machine_loss_share: float
+    busy_share: float
+
+
+def bench(
+    model: Path | None,
+    *,
+    devices: int,
+    memory_bytes: int,
+    context: int | None,
+    rows: int | None,
+    tokens: int,
+    threads: int,
+    keep: bool,
+    profile: Callable[[], DeviceProfile],
+) -> list[dict[str, object]]:
+    """The figures of every device; prints a table. Raises ``LabError`` where the machine has no room for it."""
+    fleet_bytes = devices * memory_bytes
+    free = psutil.virtual_memory().available
+    if fleet_bytes > free:
+        raise LabError(
+            f"{devices} devices of {memory_bytes / 1e9:g} GB: this machine has {free / 1e9:.1f} GB available; choose a "
+            "smaller --memory"
+        )
+    context = context or -(-(len(PROMPT) + tokens + 1) // CONTEXT_STEP) * CONTEXT_STEP
+    with _model(model, int(LARGER * fleet_bytes), keep) as path:
+        size = path.stat().st_size
+        out.print(f"{path.name}: {size / 1e9:.2f} GB, {size / fleet_bytes:.2f} x the memory of {devices} devices")
+        _check_room(path.parent, size, f"layer files of {path.name}")
+        fleet = _Fleet(path, devices, memory_bytes, profile())
+        solution, workload = fleet.solved(context, rows)
+        _say(solution, workload)
+        with tempfile.TemporaryDirectory(prefix="primad-bench-", dir=path.parent) as folder:
+            found = asyncio.run(_run(fleet, solution, workload, Path(folder), threads=threads, tokens=tokens))
+    show(found)
+    return [asdict(row) for row in found]
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _model(given: Path | None, wanted_bytes: int, keep: bool) -> Iterator[Path]:
+    """``given``, or a synthetic model of that size, which is removed at the end unless it was there before."""
+    if given is not None:
+        yield given.resolve()
+        return
+    layers = layers_for(wanted_bytes, PRESET)
+    path = (ROOT / ".models").resolve() / f"synthetic-8b-q4_k-{layers}-layers.gguf"
+    if path.exists():
+        yield path
+        return
+    path.parent.mkdir(exist_ok=True)
+    size = weight_bytes(PRESET, layers)
+    _check_room(path.parent, 2 * size, f"a model of {size / 1e9:.1f} GB and its layer files")
+    out.print(f"writing {path.name}: {size / 1e9:.1f} GB, {layers} layers")
+    partial = path.with_suffix(".part")
+    command = [sys.executable, str(ROOT / "tools" / "synth.py"), "--preset", PRESET, "--layers", str(layers)]
+    try:
+        subprocess.run([*command, "--out", str(partial)], check=True)
+        partial.replace(path)
+        yield path
+    finally:
+        partial.unlink(missing_ok=True)
+        if not keep:
+            path.unlink(missing_ok=True)
+
+
+def _check_room(folder: Path, needed_bytes: int, what: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes + ROOM_BYTES:
+        raise LabError(
+            f"{folder}: {free / 1e9:.1f} GB are free, but {what} need {needed_bytes / 1e9:.1f} GB and "
+            f"{ROOM_BYTES / 1e9:.0f} GB stay free; make room or choose a smaller --memory"
+        )
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+class _Fleet:
+    """Devices made of this machine, each with the same memory."""
+
+    def __init__(self, path: Path, devices: int, memory_bytes: int, profile: DeviceProfile) -> None:
+        self.path = path
+        self.names = [f"d{i}" for i in range(devices)]
+        self.memory_bytes = memory_bytes
+        self.model: ModelProfile = model_profile(open_model(path))
+        self._profile = profile
+
+    @contextmanager
+    def groups(self) -> Iterator[Mapping[str, LimitedGroup]]:
+        """The memory of all devices."""
+        with ExitStack() as stack:
+            yield {name: stack.enter_context(LimitedGroup(self.memory_bytes)) for name in self.names}
+
+    def solved(self, context: int, rows: int | None) -> tuple[Solution, Workload]:
+        """The solver's plan with every device in it, and as many rows a step as memory allows. Raises ``LabError``."""
+        rate = prefetch_rate(self.path)
+        with self.groups() as groups:
+            devices = [device_in(group, self._profile, name, rate) for name, group in groups.items()]
+        reason = ""
+        for each in [rows] if rows else ROWS:
+            workload = default_workload(context, each, "f16", prompt_tokens=len(PROMPT))
+            try:
+                solution = solve(
+                    devices,
+                    loopback_links(self.names),
+                    self.model,
+                    workload,
+                    objective="latency",
+                    require=frozenset(self.names),
+                    time_limit_s=SOLVE_S,
+                )
+            except Infeasible as exc:
+                reason = str(exc)
+                continue
+            return solution, workload
+        raise LabError(f"{self.path.name} on {len(self.names)} x {self.memory_bytes / 1e9:g} GB: no plan: {reason}")
+
+
+def _say(solution: Solution, workload: Workload) -> None:
+    plan, prediction = solution.plan, solution.prediction
+    windows = "+".join(str(len(window.layers)) for window in plan.route)
+    sure = "" if solution.proven else f", perhaps not the best (gap {solution.gap:.0%})"
+    out.print(
+        f"plan: windows {windows}, {plan.rounds} rounds, {workload.chunk_rows} rows a step, context "
+        f"{workload.context_tokens}{sure}; it promises a first token after {prediction.ttft_s:.0f} s and "
+        f"{prediction.tokens_per_s:.2f} tokens/s"
+    )
+    if still := [name for name in plan.devices if not plan.streaming_of(name).layers]:
+        out.print(
+            f"{', '.join(still)}: all layers fit, nothing streams; the figures are not those of a model too large"
+        )
+
+
+# ---- what is measured -----------------------------------------------------------------------------------------------
+
+
+class _Watch:
+    """The groups and processes of a ring: the most that each held so far."""
+
+    def __init__(self, groups: Mapping[str, LimitedGroup]) -> None:
+        self._groups = groups
+        self.held = dict.fromkeys(groups, 0)
+        self.processes = dict.fromkeys(groups, 0)
+        self.unevictable = dict.fromkeys(groups, 0)
+        self.kernel = dict.fromkeys(groups, 0)
+        self.swap = dict.fromkeys(groups, 0)
+
+    def look(self) -> dict[str, Counters]:
+        """The counters of now."""
+        counters = {name: group.counters() for name, group in self._groups.items()}
+        for name, now in counters.items():
+            self.held[name] = max(self.held[name], now.held_bytes)
+            self.unevictable[name] = max(self.unevictable[name], now.unevictable_bytes)
+            self.kernel[name] = max(self.kernel[name], now.kernel_bytes)
+            self.swap[name] = max(self.swap[name], now.swap_bytes)
+        return counters
+
+    def look_closely(self, pids: Mapping[str, int]) -> dict[str, Counters]:
+        """The same with what the processes hold, which has the kernel walk through all that they have mapped."""
+        for name, pid in pids.items():
+            self.processes[name] = max(self.processes[name], held_bytes([pid]))
+        return self.look()
+
+    async def keep_looking(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            self.look()
+
+
+async def _run(
+    fleet: _Fleet, solution: Solution, workload: Workload, folder: Path, *, threads: int, tokens: int
+) -> list[Pressure]:
+    """A ring of processes that computes a prompt and then ``tokens`` tokens. Raises ``LabError`` when it does not."""
+    busy = busy_share()
+    plan = solution.plan
+    daemon = await asyncio.to_thread(_daemon_bytes)
+    machine_before = psutil.virtual_memory().available
+    with fleet.groups() as groups:
+        before = {name: group.counters() for name, group in groups.items()}
+        watch = _Watch(groups)
+        ring = LocalRing(
+            fleet.path,
+            None,
+            plan=plan,
+            groups=groups,
+            context=workload.context_tokens,
+            rows=workload.chunk_rows,
+            threads=threads,
+            folder=folder,
+            step_timeout_s=STEP_TIMEOUT_S,
+        )
+        looking = asyncio.create_task(watch.keep_looking())
+        try:
+            async with ring:
+                pids = {name: process.pid for name, process in ring.processes.items()}
+                loaded = watch.look_closely(pids)
+                times: list[float] = []
+                seen: list[Mapping[str, Counters]] = []
+
+                def heard(_: Sampled) -> None:
+                    times.append(time.perf_counter())
+                    seen.append(watch.look_closely(pids) if len(times) == 1 else watch.look())
+
+                start = time.perf_counter()
+                await ring.generate(PROMPT, 1 + tokens, heard=heard)
+                last = watch.look_closely(pids)
+                machine_after = psutil.virtual_memory().available
+        except PrimadError as exc:
+            watch.look()
+            predicted_of = solution.prediction.devices
+            reserved = {each.device: _reserved_bytes(fleet.model, solution, each) for each in predicted_of}
+            killed = [
+                f"{name}, which held {watch.held[name] / 1e6:.0f} MB ({reserved[name] / 1e6:.0f} MB planned)"
+                for name, group in groups.items()
+                if group.counters().oom_kills
+            ]
+            raise LabError(f"the ring ended: {exc}; killed for lack of memory: {'; '.join(killed) or 'none'}") from exc
+        finally:
+            looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking
+    drawn = len(times) - 1
+    if drawn < 1:
+        raise LabError(f"the model ended its answer after {len(times)} tokens; choose another --model")
+    rows = []
+    for predicted in solution.prediction.devices:
+        name = predicted.device
+        streaming = plan.streaming_of(name)
+        held = max(watch.held[name], watch.processes[name])
+
+        def share(bytes_held: int, empty: int = before[name].held_bytes) -> float:
+            limit = fleet.memory_bytes
+            return pressure_share(limit - empty, limit - bytes_held, limit)
+
+        rows.append(
+            Pressure(
+                device=name,
+                model=fleet.path.stem,
+                model_bytes=fleet.path.stat().st_size,
+                limit_bytes=fleet.memory_bytes,
+                pressure_share=share(held),
+                with_kernel_share=share(held + watch.kernel[name]),
+                with_daemon_share=share(held + daemon),
+                before_bytes=before[name].held_bytes,
+                held_bytes=held,
+                group_held_bytes=watch.held[name],
+                process_held_bytes=watch.processes[name],
+                unevictable_bytes=watch.unevictable[name],
+                kernel_bytes=watch.kernel[name],
+                daemon_bytes=daemon,
+                kv_bytes=_kv_bytes(fleet.model, workload, solution, name),
+                reserved_bytes=_reserved_bytes(fleet.model, solution, predicted),
+                peak_bytes=last[name].peak_bytes,
+                limit_hits=last[name].limit_hits,
+                oom_kills=last[name].oom_kills,
+                swap_bytes=watch.swap[name],
+                layers=predicted.layers,
+                streams_output=predicted.streams_output,
+                streamed_layers=len(streaming.layers),
+                slots=streaming.slots,
+                rounds=plan.rounds,
+                context=workload.context_tokens,
+                rows=workload.chunk_rows,
+                prompt_tokens=len(PROMPT),
+                tokens=drawn,
+                prompt_read_bytes=seen[0][name].read_bytes - loaded[name].read_bytes,
+                bytes_read_per_token=(seen[-1][name].read_bytes - seen[0][name].read_bytes) / drawn,
+                prompt_s=times[0] - start,
+                tokens_per_s=drawn / (times[-1] - times[0]),
+                predicted_tokens_per_s=solution.prediction.tokens_per_s,
+                machine_loss_share=pressure_share(machine_before, machine_after, len(fleet.names) * fleet.memory_bytes),
+                busy_share=busy,
+            )
+        )
+    return rows
+
+
+def _kv_bytes(model: ModelProfile, workload: Workload, solution: Solution, name: str) -> int:
+    """The KV cache of a device."""
+    windows = [window for _, window in solution.plan.windows_of(name)]
+    return sum(kv_bytes(model.layers[layer], workload) for window in windows for layer in window.layers)
+
+
+def _reserved_bytes(model: ModelProfile, solution: Solution, predicted: DevicePrediction) -> int:
+    """What the plan keeps on a device besides weights and slots."""
+    plan = solution.plan
+    sizes = [*(layer.size_bytes for layer in model.layers), model.output_bytes]
+    units = {layer for _, window in plan.windows_of(predicted.device) for layer in window.layers}
+    if predicted.device == plan.head:
+        units.add(plan.layer_count)
+    streaming = plan.streaming_of(predicted.device)
+    resident = sum(sizes[unit] for unit in units.difference(streaming.layers))
+    return predicted.ram_bytes - resident - streaming.slots * max(sizes[:-1])
+
+
+def _daemon_bytes() -> int:
+    """What ``primad join`` holds while it waits for a head, on loopback and trusted by nobody. Raises ``LabError``."""
+    with tempfile.TemporaryDirectory(prefix="primad-bench-") as folder:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("PRIMAD_")}
+        home, log = Path(folder) / "home", Path(folder) / "log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [Path(sys.executable).with_name("primad"), "join", "--home", home, "--name", "waiting", "--port", "0"],
+                env=kept | {"PRIMAD_HOST": LOOPBACK, LOCAL_TRUST: str(Path(folder) / "local-trust")},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            deadline = time.monotonic() + DAEMON_READY_S
+            while b"waiting for a head" not in log.read_bytes():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    text = log.read_text(errors="replace").strip()
+                    raise LabError(f"primad join was not ready within {DAEMON_READY_S:g} s; it said: {text}")
+                time.sleep(0.2)
+            time.sleep(SETTLE_S)
+            children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+            return held_bytes([process.pid, *children])
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def show(rows: list[Pressure]) -> None:
+    """Print the result, and whether it is what is promised."""
+    table = Table(
+        "device", "limit MB", "pressure", "with kernel", "with daemon", "held MB (group, process)", "planned MB"
+    )
+    for column in (
+        "KV MB",
+        "kernel MB",
+        "daemon MB",
+        "peak MB",
+        "OOM kills",
+        "swap MB",
+        "streamed",
+        "slots",
+        "MB/token",
+    ):
+        table.add_column(column)
+    for row in rows:
+        held = f"{row.held_bytes / 1e6:.0f} ({row.group_held_bytes / 1e6:.0f}, {row.process_held_bytes / 1e6:.0f})"
+        table.add_row(
+            row.device,
+            f"{row.limit_bytes / 1e6:.0f}",
+            f"{row.pressure_share:.1%}",
+            f"{row.with_kernel_share:.1%}",
+            f"{row.with_daemon_share:.1%}",
+            held,
+            f"{row.reserved_bytes / 1e6:.0f}",
+            f"{row.kv_bytes / 1e6:.0f}",
+            f"{row.kernel_bytes / 1e6:.0f}",
+            f"{row.daemon_bytes / 1e6:.0f}",
+            f"{row.peak_bytes / 1e6:.0f}",
+            str(row.oom_kills),
+            f"{row.swap_bytes / 1e6:.0f}",
+            f"{row.streamed_layers} of {row.layers + row.streams_output}",
+            str(row.slots),
+            f"{row.bytes_read_per_token / 1e6:.0f}",
+        )
+    out.print(table)
+    one = rows[0]
+    out.print(
+        f"prompt of {one.prompt_tokens} tokens in {one.prompt_s:.1f} s, then {one.tokens} tokens at "
+        f"{one.tokens_per_s:.2f} tokens/s (predicted {one.predicted_tokens_per_s:.2f}); the whole machine has "
+        f"{one.machine_loss_share:.1%} of all limits less available than before, whoever took it"
+    )
+    most = max(row.pressure_share for row in rows)
+    kept = "kept" if most <= MOST_SHARE else "NOT kept"
+    out.print(f"most pressure {most:.1%}, promised {MOST_SHARE:.0%}: {kept}")
