@@ -47,7 +47,7 @@ from tools.lab import LabError
 from tools.lab.memory import Counters, LimitedGroup
 from tools.local_ring import LocalRing
 from tools.loopback import loopback_links
-from tools.memory_runs import ROWS, STEP_TIMEOUT_S, busy_share, device_in, prefetch_rate
+from tools.memory_runs import ROWS, busy_share, device_in, prefetch_rate
 from tools.plain_llama import PROMPT
 from tools.synth import layers_for, weight_bytes
 
@@ -59,6 +59,8 @@ MOST_SHARE: Final = 0.05
 PRESET: Final = "8b-q4k"
 SOLVE_S: Final = 60.0
 CONTEXT_STEP: Final = 256
+PROMPT_TIMEOUT_S: Final = 1800.0
+"""Of a step: the whole prompt can be one, through tens of billions of weights on two cores."""
 SAMPLE_S: Final = 1.0
 DAEMON_READY_S: Final = 180.0
 SETTLE_S: Final = 2.0
@@ -307,7 +309,7 @@ async def _run(
             rows=workload.chunk_rows,
             threads=threads,
             folder=folder,
-            step_timeout_s=STEP_TIMEOUT_S,
+            step_timeout_s=PROMPT_TIMEOUT_S,
         )
         looking = asyncio.create_task(watch.keep_looking())
         try:
