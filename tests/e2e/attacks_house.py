@@ -22,7 +22,18 @@ from primad.cluster.pairing import Who
 from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
 from tests.e2e import streams
 from tests.e2e.attacks_wire import Door
-from tests.e2e.cluster import PRIMAD, Head, Primad, control_port, environment, joined, ring_process, serving, wait_until
+from tests.e2e.cluster import (
+    PRIMAD,
+    Head,
+    Primad,
+    command_of,
+    control_port,
+    environment,
+    joined,
+    ring_process,
+    serving,
+    wait_until,
+)
 
 MOST_GROWTH_BYTES = 64 << 20
 MORE_DESCRIPTORS = 12
@@ -203,7 +214,7 @@ def trust(home: Path, device: Identity, name: str = "rogue") -> None:
 
 def steady(run: Primad) -> list[psutil.Process]:
     """The processes of a daemon that live as long as it serves."""
-    return [each for each in run.processes() if "primad.daemon.solving" not in each.cmdline()]
+    return [each for each in run.processes() if "primad.daemon.solving" not in command_of(each)]
 
 
 def listening(run: Primad) -> set[int]:

@@ -159,9 +159,17 @@ class Primad:
         self.process.stdout.close()
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Its arguments; none of one that ended in this moment."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # a zombie is one too
+        return []
+
+
 def ring_process(run: Primad) -> psutil.Process:
     """The one ring process of a daemon."""
-    (found,) = [process for process in run.processes() if "primad.ring.process" in process.cmdline()]
+    (found,) = [process for process in run.processes() if "primad.ring.process" in command_of(process)]
     return found
 
 

@@ -15,7 +15,18 @@ import pytest
 from gguf import GGUFValueType
 
 from primad.gguf.header import read_header, scalar_value
-from tests.e2e.cluster import PRIMAD, environment, free_port, heading, joined, marked, primad, serving, snapshot
+from tests.e2e.cluster import (
+    PRIMAD,
+    command_of,
+    environment,
+    free_port,
+    heading,
+    joined,
+    marked,
+    primad,
+    serving,
+    snapshot,
+)
 from tools.synth import write_model
 
 pytestmark = pytest.mark.slow
@@ -42,7 +53,7 @@ def ended(*arguments: object, temporary: Path, **more: str) -> Ended:
         timeout=60,
         check=False,
     )
-    assert [process.cmdline() for process in marked(mark)] == []
+    assert [command_of(process) for process in marked(mark)] == []
     assert list(temporary.rglob("*")) == []
     return Ended(run.returncode, run.stdout, run.stderr.splitlines())
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.cluster import STOP_S, Head, Primad, heading, joined, marked, primad, serving, wait_until
+from tests.e2e.cluster import STOP_S, Head, Primad, command_of, heading, joined, marked, primad, serving, wait_until
 from tools.synth import write_model
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def assert_ends(run: Primad, number: int, temporary: Path, home: Path | None = N
     assert code == 0, run.output
     assert took_s < STOP_S, f"took {took_s:.2f} s:\n{run.output}"
     assert "Traceback" not in run.output
-    left = [process.cmdline() for process in marked(run.mark)]
+    left = [command_of(process) for process in marked(run.mark)]
     assert left == []
     for port in ports:
         with socket.socket() as probe:
@@ -192,7 +192,8 @@ def test_head_that_tries_extra_buffers(smollm2, new_home, cluster, temporary, nu
     home = new_home("head")
     with heading(smollm2, home, cluster, "--alone", "--extra-buffers", "auto", temporary=temporary) as head:
         wait_until(
-            lambda: any("primad.engine.probe" in process.cmdline() for process in head.run.processes()), "a trial runs"
+            lambda: any("primad.engine.probe" in command_of(process) for process in head.run.processes()),
+            "a trial runs",
         )
         assert_ends(head.run, number, temporary, home)
     # A trial that was interrupted is no verdict.
@@ -208,7 +209,7 @@ def test_first_profile(smollm2, tmp_path, cluster, temporary, command, number):
     cache = str(tmp_path / "cache")  # this machine was never measured
     with primad(*arguments, "--home", home, "--cluster", cluster, temporary=temporary, XDG_CACHE_HOME=cache) as run:
         wait_until(
-            lambda: any("primad.profiler.trial" in process.cmdline() for process in run.processes()), "a trial runs"
+            lambda: any("primad.profiler.trial" in command_of(process) for process in run.processes()), "a trial runs"
         )
         assert_ends(run, number, temporary, home)
 
@@ -260,7 +261,7 @@ def test_head_in_a_long_prompt(smollm2, new_home, cluster, temporary, number):
         told: list[httpx.HTTPError] = []
         client = threading.Thread(target=ask)
         client.start()
-        ring = next(process for process in head.run.processes() if "primad.ring.process" in process.cmdline())
+        ring = next(process for process in head.run.processes() if "primad.ring.process" in command_of(process))
         before = sum(ring.cpu_times()[:2])
         wait_until(lambda: sum(ring.cpu_times()[:2]) > before + 0.2, "the prompt is computed")
         assert_ends(head.run, number, temporary, home)
@@ -293,7 +294,7 @@ def test_chat(smollm2, new_home, cluster, temporary, number):
 
 def busy(head: Head) -> bool:
     """Whether a generation runs: its ring process uses the processor."""
-    ring = next(process for process in head.run.processes() if "primad.ring.process" in process.cmdline())
+    ring = next(process for process in head.run.processes() if "primad.ring.process" in command_of(process))
     before = sum(ring.cpu_times()[:2])
     time.sleep(0.1)
     return sum(ring.cpu_times()[:2]) > before + 0.03

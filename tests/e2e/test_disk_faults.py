@@ -21,7 +21,7 @@ import pytest
 
 from primad.gguf.layers import HEADER_BYTES
 from primad.profiler.records import write
-from tests.e2e.cluster import Head, Primad, heading, joined, wait_until
+from tests.e2e.cluster import Head, Primad, command_of, heading, joined, wait_until
 from tests.e2e.streams import STORY, ask, show
 from tests.fakes import bad_disk
 from tests.fakes.profile import CPU, home_record, machine_record, speeds
@@ -116,7 +116,7 @@ def lab(smollm2: Path, module_home, tmp_path_factory) -> Iterator[Lab]:
 
 def ring_processes(run: Primad) -> list[psutil.Process]:
     """The ring processes of a daemon: one, or two while a ring is formed beside another."""
-    return [process for process in run.processes() if "primad.ring.process" in process.cmdline()]
+    return [process for process in run.processes() if "primad.ring.process" in command_of(process)]
 
 
 def breaks(said: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from zeroconf import IPVersion, ServiceBrowser, ServiceListener, Zeroconf
 from primad.cluster.discovery import SERVICE
 from primad.cluster.local_trust import VARIABLE as LOCAL_TRUST
 from primad.cluster.words import parse_code
-from tests.e2e.cluster import PRIMAD, Head, Primad, environment, heading, joined, wait_until
+from tests.e2e.cluster import PRIMAD, Head, Primad, command_of, environment, heading, joined, wait_until
 from tools.synth import write_model
 
 pytestmark = pytest.mark.slow
@@ -133,7 +133,7 @@ def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny,
 def assert_secrets_stay_home(owners: tuple[Owner, Owner], cluster: str, runs: list[Primad], code: str) -> None:
     """Neither secret key is in an argument, on a terminal, in a log or in mDNS; who else is on the machine reads no key."""
     said = [run.output for run in runs]
-    arguments = [" ".join(process.cmdline()) for run in runs for process in run.processes()]
+    arguments = [" ".join(command_of(process)) for run in runs for process in run.processes()]
     logs = [path.read_text(errors="replace") for owner in owners for path in owner.home.glob("run/*.log")]
     announced = list(mdns(cluster))
     assert any("worker" in text and cluster in text for text in announced)
