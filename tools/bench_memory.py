@@ -358,9 +358,12 @@ class _Fleet:
         held = sum(layer.size_bytes for layer in self.model.layers) + layers * max(question.kv_bytes)
         share = -(-layers // devices) / layers
         slots = 2 * question.slot_bytes if streamed else 0
-        each = int(share * held * (1 - streamed)) + slots + question.runtime_bytes
+        each = int(share * held * (1 - streamed)) + slots
         head = self.model.output_bytes + question.head_bytes
-        self.limits = [int(1.02 * (each + (0 if i else head))) for i in range(devices)]
+        windows = [1 + (i == 0 and devices > 1) for i in range(devices)]  # of one round
+        self.limits = [
+            int(1.02 * (each + question.runtime_bytes(count) + (0 if i else head))) for i, count in enumerate(windows)
+        ]
         self._profile = profile if cpus is None else slowed(profile, cpus / threads)
 
     def _question(self, devices: Sequence[DeviceProfile]) -> Instance:

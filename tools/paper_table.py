@@ -104,7 +104,7 @@ def memory_split(devices: Sequence[DeviceProfile], asked: Instance) -> Plan:
     budgets = [device.gpu.vram_available_bytes if device.gpu else device.ram_available_bytes for device in devices]
     counts = apportion(budgets, len(model.layers), least=[2, *([1] * (len(devices) - 1))])
     plan = arrange([device.device for device in devices], counts, rounds=1, model=model)
-    room = {member.name: gpu_layers(asked, member.name) for member in asked.members}
+    room = {member.name: gpu_layers(asked, member.name, len(plan.windows_of(member.name))) for member in asked.members}
     route = []
     for window in plan.route:
         on_gpu = min(len(window.layers), room[window.device])
@@ -118,11 +118,11 @@ def ask_head(asked: Instance, head: str) -> Instance:
     return instance(asked.devices, list(asked.links.values()), asked.model, asked.workload, asked.limits, head)
 
 
-def gpu_layers(asked: Instance, name: str) -> int:
-    """How many layers the GPU of a device holds."""
+def gpu_layers(asked: Instance, name: str, windows: int) -> int:
+    """How many layers the GPU of a device with so many windows holds."""
     member = next(member for member in asked.members if member.name == name)
     layer = asked.kinds[0].size_bytes + asked.kv_bytes[0]
-    return max(0, member.vram_limit - asked.gpu_runtime_bytes) // layer if member.has_gpu else 0
+    return max(0, member.vram_limit - asked.gpu_runtime_bytes(windows)) // layer if member.has_gpu else 0
 
 
 def one_device_s(asked: Instance) -> float:
@@ -131,11 +131,11 @@ def one_device_s(asked: Instance) -> float:
     The kernel drops the pages used longest ago, which are the next to be needed, so all of the mapped layers are read.
     """
     head, layers = asked.members[0], len(asked.model.layers)
-    on_gpu = min(layers, gpu_layers(asked, head.name))
+    on_gpu = min(layers, gpu_layers(asked, head.name, 1))
     mapped = (layers - on_gpu) * asked.kinds[0].size_bytes + (asked.model.output_bytes if on_gpu < layers else 0)
     compute = on_gpu * head.decode.gpu[0] + (layers - on_gpu) * head.decode.cpu[0] + head.step_s + head.gpu_step_s
     compute += head.gpu_output_s if on_gpu == layers else head.cpu_output_s
-    needed = mapped + (layers - on_gpu) * asked.kv_bytes[0] + asked.runtime_bytes
+    needed = mapped + (layers - on_gpu) * asked.kv_bytes[0] + asked.runtime_bytes(1)
     return compute + (mapped / head.disk_bytes_per_s if needed > head.ram_limit else 0.0)
 
 

@@ -5,7 +5,7 @@ of rounds k some rings get windows in simple proportions (equal, by memory, by s
 little streaming as they need. The best numbers of rounds are then improved layer by layer. All of them have equal rounds and
 a tail, as the programs' plans have: a search that proves its answer the best proves it against the same plans.
 
-Rounds serve streaming only, and more of them take no less memory. So where nothing streams in the best ring of one round, no
+Rounds serve streaming only, and more of them take more memory. So where nothing streams in the best ring of one round, no
 more rounds are tried, nor where nothing fits in one round or two.
 """
 
@@ -168,7 +168,7 @@ def _rings(instance: Instance, required: frozenset[int]) -> list[tuple[int, ...]
     """All members, and those with the most memory or speed, some more at a time; always with those ``required``."""
     others = range(1, len(instance.devices))
     found = [tuple(others)]
-    for worth in (_memory(instance), _speed(instance)):
+    for worth in (_memory(instance, 1), _speed(instance)):
         ranked = sorted(others, key=lambda m: (m not in required, -worth[m]))
         count = max(1, len(required - {0}))
         while count < len(ranked):
@@ -177,12 +177,13 @@ def _rings(instance: Instance, required: frozenset[int]) -> list[tuple[int, ...]
     return list(dict.fromkeys(good_order(instance, (0, *members)).members for members in dict.fromkeys(found)))
 
 
-def _memory(instance: Instance) -> list[float]:
-    """Bytes that each member has for layers."""
+def _memory(instance: Instance, rounds: int) -> list[float]:
+    """Bytes that each member has for layers in a ring of so many rounds."""
     found = []
     for m, member in enumerate(instance.members):
-        own = instance.runtime_bytes + (0 if m else instance.head_bytes + instance.model.output_bytes)
-        vram = 0 if member.shares_memory else max(0, member.vram_limit - instance.gpu_runtime_bytes)
+        windows = rounds + (m == 0)
+        own = instance.runtime_bytes(windows) + (0 if m else instance.head_bytes + instance.model.output_bytes)
+        vram = 0 if member.shares_memory else max(0, member.vram_limit - instance.gpu_runtime_bytes(windows))
         found.append(max(1.0, member.ram_limit - own + vram))
     return found
 
@@ -199,7 +200,7 @@ def _proportions(instance: Instance, ring: Sequence[int], blocks: int, rounds: i
 
     With the shortest tail and with one that is a block a round longer.
     """
-    memory, speed = _memory(instance), _speed(instance)
+    memory, speed = _memory(instance, rounds), _speed(instance)
     for worth in ([1.0] * len(instance.devices), memory, speed):
         whole = sum(worth[m] for m in ring)
         shares = [worth[m] / whole * (blocks + 1) for m in ring]
@@ -213,7 +214,9 @@ def _proportions(instance: Instance, ring: Sequence[int], blocks: int, rounds: i
 def _on_gpus(plan: Plan, instance: Instance) -> Plan:
     """``plan`` with as many layers on GPUs as fit: the tail and the output matrix first, then as many in each round."""
     free = {
-        member.name: member.vram_limit - instance.gpu_runtime_bytes for member in instance.members if member.has_gpu
+        member.name: member.vram_limit - instance.gpu_runtime_bytes(plan.rounds + (m == 0))
+        for m, member in enumerate(instance.members)
+        if member.has_gpu
     }
     if not free:
         return plan

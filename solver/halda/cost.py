@@ -34,11 +34,14 @@ from halda.quantisation import bytes_per_weight
 HIDDEN_VALUE_BYTES: Final = 4
 """Hidden states travel as float32."""
 RUNTIME_BYTES: Final = 96 << 20
-"""What a ring process holds besides weights, KV cache and compute buffer: Python, llama.cpp, message buffers."""
+"""What a ring process holds besides weights, KV cache and compute buffers: Python, llama.cpp, message buffers."""
 GPU_RUNTIME_BYTES: Final = 256 << 20
 """What a GPU backend keeps for itself (context, kernels)."""
 BUFFER_BYTES_PER_VALUE: Final = 52
-"""Compute buffer over rows and width: two feed-forward rows of 3.5 widths and six of one width, float32."""
+"""Compute buffer of a window over rows and width: two feed-forward rows of 3.5 widths and six of one width, float32.
+
+Every window is a llama.cpp context of its own with a buffer of its own. (Measured: a prompt fills each of them.)
+"""
 TOKEN_S: Final = 0.00025
 """What the head does for a token besides: sample it, tell the daemon, begin the next step. (Measured as what a ring of one
 process takes more than plain llama.cpp.)"""
@@ -164,7 +167,7 @@ def kv_bytes(layer: LayerProfile, workload: Workload) -> int:
 
 
 def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
-    """Activations of one window (paper: c^cpu, c^gpu)."""
+    """Activations of one window, which no other uses (paper: c^cpu, c^gpu, once a device)."""
     return workload.chunk_rows * model.width * BUFFER_BYTES_PER_VALUE
 
 

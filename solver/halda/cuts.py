@@ -169,7 +169,8 @@ class _Pricing:
         instance, model = self._instance, self._instance.model
         tail = self._tail if is_head else self._tail[:0]
         tail_gpu = len(tail) if tail_on_gpu else 0
-        vram = float(member.vram_limit - instance.gpu_runtime_bytes)
+        windows = self._rounds + is_head
+        vram = float(member.vram_limit - instance.gpu_runtime_bytes(windows))
         if tail_on_gpu:
             vram -= model.output_bytes + float(self._held[tail].sum())
         size = self._columns + 1
@@ -181,14 +182,14 @@ class _Pricing:
         start = np.minimum(start, self._at[None, :])
         gpu = self._at[None, :] - start
         uses_gpu = (gpu > 0) | tail_on_gpu
-        fixed = instance.runtime_bytes + (instance.head_bytes + (0 if tail_on_gpu else self._output_bytes)) * is_head
+        fixed = instance.runtime_bytes(windows)
+        fixed += (instance.head_bytes + (0 if tail_on_gpu else self._output_bytes)) * is_head
         on_cpu = self._sum(self._held, self._at[:, None], start) + (0 if tail_on_gpu else self._held[tail].sum())
-        in_vram = self._sum(self._held, start, self._at[None, :]) + instance.gpu_runtime_bytes * uses_gpu
+        in_vram = self._sum(self._held, start, self._at[None, :]) + instance.gpu_runtime_bytes(windows) * uses_gpu
         if tail_on_gpu:
             in_vram = in_vram + model.output_bytes + self._held[tail].sum()
         overflow = fixed + on_cpu + (in_vram if member.shares_memory else 0) - member.ram_limit
         layers = self._rounds * (start - self._at[:, None]) + (0 if tail_on_gpu else len(tail))
-        windows = self._rounds + is_head
         price, disk_s = np.zeros((size, size)), np.zeros((size, size))
         for weight, phase, output in (
             (self._weights.decode, member.decode, True),

@@ -404,9 +404,8 @@ def _kv(counts: Sequence[int], instance: Instance) -> int:
 
 def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
     ahead = instance.ahead_bytes(share.slots, output=share.streams_output)
-    total = (
-        _weights(share.cpu, instance) - share.streamed_bytes + ahead + _kv(share.cpu, instance) + instance.runtime_bytes
-    )
+    total = _weights(share.cpu, instance) - share.streamed_bytes + ahead + _kv(share.cpu, instance)
+    total += instance.runtime_bytes(share.windows)
     if share.is_head:
         total += instance.head_bytes + (0 if plan.output_on_gpu else instance.model.output_bytes)
     if share.member.shares_memory:
@@ -418,7 +417,7 @@ def _vram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
     if not share.uses_gpu(plan):
         return 0
     output = instance.model.output_bytes if share.is_head and plan.output_on_gpu else 0
-    return _weights(share.gpu, instance) + _kv(share.gpu, instance) + instance.gpu_runtime_bytes + output
+    return _weights(share.gpu, instance) + _kv(share.gpu, instance) + instance.gpu_runtime_bytes(share.windows) + output
 
 
 def _shard_bytes(plan: Plan, instance: Instance, share: _Share) -> int:

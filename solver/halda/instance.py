@@ -172,10 +172,10 @@ class Instance:
             by_host.setdefault(device.host, []).append(index)
         return tuple(tuple(indices) for indices in by_host.values())
 
-    def gpu_room(self, member: int) -> int:
-        """How many layers the GPU of a member can hold at most."""
+    def gpu_room(self, member: int, windows: int) -> int:
+        """How many layers the GPU of a member with so many windows, or more, can hold at most."""
         smallest = min(kind.size_bytes + kv for kind, kv in zip(self.kinds, self.kv_bytes, strict=True))
-        free = self.members[member].vram_limit - self.gpu_runtime_bytes
+        free = self.members[member].vram_limit - self.gpu_runtime_bytes(windows)
         return max(0, min(len(self.model.layers), free // smallest)) if self.members[member].has_gpu else 0
 
     @property
@@ -183,15 +183,16 @@ class Instance:
         """Chunks of a typical prompt."""
         return cost.prefill_chunks(self.workload)[0]
 
-    @cached_property
-    def runtime_bytes(self) -> int:
-        """RAM of a device that takes part, besides weights and KV cache."""
-        return cost.RUNTIME_BYTES + cost.compute_buffer_bytes(self.model, self.workload)
+    def runtime_bytes(self, windows: int) -> int:
+        """RAM of a device with so many windows, each with its compute buffer, besides weights and KV cache."""
+        return cost.RUNTIME_BYTES + windows * cost.compute_buffer_bytes(self.model, self.workload)
 
-    @cached_property
-    def gpu_runtime_bytes(self) -> int:
-        """VRAM of a device that uses its GPU, besides weights and KV cache."""
-        return cost.GPU_RUNTIME_BYTES + cost.compute_buffer_bytes(self.model, self.workload)
+    def gpu_runtime_bytes(self, windows: int) -> int:
+        """VRAM of a device that uses its GPU, besides weights and KV cache.
+
+        Each of its windows counts: llama.cpp takes the GPU for a chunk of a prompt in windows without GPU layers, too.
+        """
+        return cost.GPU_RUNTIME_BYTES + windows * cost.compute_buffer_bytes(self.model, self.workload)
 
     @cached_property
     def head_bytes(self) -> int:

@@ -42,8 +42,9 @@ Expression = Any
 class Layout:
     """How many layers each member has, as expressions. Lists run over members, inner lists over kinds of layers.
 
-    ``used[m]`` is 1 for a member that takes part; ``windows[m]`` is its number of windows a token. ``tail_on_gpu``
-    counts the layers of the head's last window that are on its GPU. ``orders`` with ``picked``: which ring.
+    ``used[m]`` is 1 for a member that takes part; ``windows[m]`` is its number of windows a token, where ``loose`` the least
+    that it may be. ``tail_on_gpu`` counts the layers of the head's last window that are on its GPU. ``orders`` with
+    ``picked``: which ring.
     """
 
     rounds: int
@@ -51,7 +52,7 @@ class Layout:
     cpu: list[list[Expression]]
     gpu: list[list[Expression]]
     used: list[Expression]
-    windows: list[float]
+    windows: list[int]
     tail_on_gpu: Expression
     orders: Sequence[RingOrder]
     picked: list[Expression]
@@ -137,7 +138,8 @@ def even_layout(
         problem += w[m] >= least * used[m], f"{m} has a window if it takes part"
         if m:
             problem += w[m] <= most * used[m], f"{m} has none if it does not"
-    room = [instance.gpu_room(m) for m in members]
+    windows = [rounds + (m == 0) for m in members]
+    room = [instance.gpu_room(m, windows[m]) for m in members]
     tail_gpu = integer(problem, "tail_gpu", 0, room[0])
     problem += tail_gpu <= tail, "GPU layers of the tail"
     n = [integer(problem, f"n_{m}", 0, min(most * cut, room[m] // k)) for m in members]
@@ -151,7 +153,7 @@ def even_layout(
         cpu=cpu,
         gpu=gpu,
         used=used,
-        windows=[rounds + (m == 0) for m in members],
+        windows=windows,
         tail_on_gpu=tail_gpu,
         orders=orders or (),
         picked=picked,
@@ -260,7 +262,7 @@ def fixed_layout(instance: Instance, plan: Plan) -> Layout:
         cpu=[[pulp.lpSum([n]) for n in counts] for counts in cpu],
         gpu=[[pulp.lpSum([n]) for n in counts] for counts in gpu],
         used=[pulp.lpSum([int(n > 0)]) for n in windows],
-        windows=list(windows),
+        windows=windows,
         tail_on_gpu=pulp.lpSum([plan.route[-1].gpu_layers]),
         orders=(order,),
         picked=[pulp.lpSum([1])],
@@ -329,7 +331,10 @@ def build(
     streams = _streaming(problem, instance, layout)
     uses_gpu = [integer(problem, f"gpu_used_{m}", 0, int(instance.members[m].has_gpu)) for m in members]
     for m in members:
-        problem += pulp.lpSum(layout.gpu[m]) <= instance.gpu_room(m) * uses_gpu[m], f"{m} uses its GPU"
+        problem += (
+            pulp.lpSum(layout.gpu[m]) <= instance.gpu_room(m, layout.windows[m]) * uses_gpu[m],
+            f"{m} uses its GPU",
+        )
     output_on_gpu = integer(problem, "output_on_gpu", 0, int(instance.members[0].has_gpu))
     problem += (
         layout.tail_on_gpu <= len(instance.model.layers) * output_on_gpu,
@@ -402,9 +407,10 @@ def _memory(
     with_kv = [size + kv / unit for size, kv in zip(sizes, instance.kv_bytes, strict=True)]
     output, ram, vram, disk = instance.model.output_bytes / unit, [], [], []
     for m, member in enumerate(instance.members[: len(layout.cpu)]):
-        on_gpu = _dot(layout.gpu[m], with_kv) + uses_gpu[m] * (instance.gpu_runtime_bytes / unit)
+        windows = layout.windows[m]
+        on_gpu = _dot(layout.gpu[m], with_kv) + uses_gpu[m] * (instance.gpu_runtime_bytes(windows) / unit)
         on_cpu = _dot(layout.cpu[m], with_kv) - _dot(streams.layers[m], sizes) + streams.slots[m]
-        on_cpu += layout.used[m] * (instance.runtime_bytes / unit)
+        on_cpu += layout.used[m] * (instance.runtime_bytes(windows) / unit)
         if m == 0:
             on_gpu += output_on_gpu * output
             on_cpu += instance.head_bytes / unit + (1 - output_on_gpu - streams.output) * output + streams.beside_slots

@@ -7,6 +7,7 @@ constraints hold for a device depends on its set (cases 1 to 4), so sets and pro
 
 - Compute time f/s and reading b/T are one term: ``decode_bytes_per_s`` was measured on layers and holds both. The KV read,
   a layer's fixed time and a window's (in xi) are added from the profile; t^kv_cpy is too small to be measured.
+- c^cpu and c^gpu have a compute buffer for each window of a device, as many as rounds, and the head one more for the tail.
 - A layer is ``cut_multiple`` layers of the model, the places where windows may begin. Layers may differ: times are means,
   bytes those of the largest, so that what fits here fits the model.
 - s^disk of macOS is the rate of page faults, which is what the paper's random reads stand for; d^swapout of Android is 0.
@@ -67,11 +68,34 @@ class _Device:
     s_disk: float
     d_avail: float
     """Memory that windows may fill: RAM, or the GPU's share of it with Metal."""
-    d_gpu: float
-    """VRAM for layers: d^avail_gpu - c^gpu (equations 34 and 35)."""
-    b_cio: float
-    """(b_i/V + b_o) on the head, and the compute buffers (equation 33)."""
-    c_cpu: float
+    vram: float
+    """d^avail_gpu, and with Metal on the head less b_o (equations 34 and 35)."""
+    b_io: float
+    """b_i/V + b_o on the head."""
+    ram_besides: float
+    """c^cpu without compute buffers."""
+    gpu_besides: float
+    """c^gpu without compute buffers."""
+    buffer: float
+    """Compute buffer of a window."""
+    tail: int
+    """1 on the head of a ring: it has the tail window besides those of the rounds."""
+
+    def c_cpu(self, k: int) -> float:
+        """RAM besides weights and KV cache in ``k`` rounds."""
+        return self.ram_besides + (k + self.tail) * self.buffer
+
+    def c_gpu(self, k: int) -> float:
+        """The same of VRAM."""
+        return self.gpu_besides + (k + self.tail) * self.buffer
+
+    def b_cio(self, k: int) -> float:
+        """(b_i/V + b_o) on the head, and the compute buffers (equation 33)."""
+        return self.b_io + self.c_cpu(k) + (self.c_gpu(k) if self.metal else 0)
+
+    def d_gpu(self, k: int) -> float:
+        """VRAM for layers: d^avail_gpu - c^gpu (equations 34 and 35)."""
+        return max(0.0, self.vram - self.c_gpu(k))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +174,7 @@ def _worth_keeping(problem: _Problem, solution: _Solution | None, others: list[i
     behind = dict(zip(others, problem.devices[1:], strict=True))
     if solution is not None:
         return [i for i, device in behind.items() if solution.w[device.name] > 1]
-    smallest = min(behind, key=lambda i: behind[i].d_avail + behind[i].d_gpu, default=None)
+    smallest = min(behind, key=lambda i: behind[i].d_avail + behind[i].d_gpu(1), default=None)
     return [i for i in others if i != smallest]
 
 
@@ -176,8 +200,7 @@ def _device(ring: Instance, at: int, to: int) -> _Device:
     macos = profile.system.lower() in ("macos", "darwin")
     metal = member.shares_memory
     cpu, gpu = (unit * _mean(ring, seconds) for seconds in (member.decode.cpu, member.decode.gpu))
-    c_cpu = ring.runtime_bytes + (ring.head_bytes if is_head else 0)
-    head_bytes = ring.model.embedding_bytes / ring.model.vocabulary + ring.model.output_bytes if is_head else 0.0
+    b_o = ring.model.output_bytes if is_head else 0
     return _Device(
         name=member.name,
         is_head=is_head,
@@ -188,20 +211,18 @@ def _device(ring: Instance, at: int, to: int) -> _Device:
         xi=member.step_s + member.gpu_step_s + (ring.hops_s[at][to] if at != to else 0.0),
         s_disk=profile.disk.fault_bytes_per_s if macos else profile.disk.prefetch_bytes_per_s,
         d_avail=min(member.ram_limit, member.vram_limit) if metal else member.ram_limit,
-        d_gpu=_gpu_room(ring, member, is_head),
-        b_cio=head_bytes + c_cpu + (ring.gpu_runtime_bytes if metal else 0),
-        c_cpu=c_cpu,
+        vram=_vram(member) - (b_o if metal else 0),
+        b_io=ring.model.embedding_bytes / ring.model.vocabulary + b_o if is_head else 0.0,
+        ram_besides=ring.runtime_bytes(0) + (ring.head_bytes if is_head else 0),
+        gpu_besides=ring.gpu_runtime_bytes(0),
+        buffer=ring.runtime_bytes(1) - ring.runtime_bytes(0),
+        tail=int(is_head and at != to),
     )
 
 
-def _gpu_room(ring: Instance, member: Member, is_head: bool) -> float:
-    """d^avail_gpu - c^gpu, and with Metal on the head less b_o (equations 34 and 35)."""
-    if not member.has_gpu:
-        return 0.0
-    if not member.shares_memory:
-        return max(0.0, member.vram_limit - ring.gpu_runtime_bytes)
-    room = min(member.vram_limit, member.ram_limit) - ring.gpu_runtime_bytes
-    return max(0.0, room - (ring.model.output_bytes if is_head else 0))
+def _vram(member: Member) -> int:
+    """d^avail_gpu: 0 without a GPU."""
+    return min(member.vram_limit, member.ram_limit) if member.shares_memory else member.vram_limit
 
 
 def _layer_bytes(ring: Instance) -> int:
@@ -261,11 +282,11 @@ def _set_of(problem: _Problem, device: _Device, w: _Counts, n: _Counts, k: int, 
     if device.name in forced or device.s_disk < SLOW_DISK_BYTES_PER_S:
         return "M4"
     in_memory = w[device.name] if device.short_set in ("M1", "M2") else w[device.name] - n[device.name]
-    needed = k * in_memory * problem.b_prime + device.b_cio
+    needed = k * in_memory * problem.b_prime + device.b_cio(k)
     return device.short_set if needed > device.d_avail else "M4"
 
 
-def _coefficients(problem: _Problem, sets: _Sets) -> dict[str, tuple[float, float]]:
+def _coefficients(problem: _Problem, sets: _Sets, k: int) -> dict[str, tuple[float, float]]:
     """a_m and b_m of each device by its set."""
     b, b_prime = problem.b, problem.b_prime
 
@@ -276,20 +297,20 @@ def _coefficients(problem: _Problem, sets: _Sets) -> dict[str, tuple[float, floa
             case "M2":
                 return d.alpha + b / d.s_disk, d.beta
             case "M3":
-                return d.alpha + b_prime / d.s_disk, d.beta - b_prime / d.s_disk if d.d_gpu else 0.0
+                return d.alpha + b_prime / d.s_disk, d.beta - b_prime / d.s_disk if d.d_gpu(k) else 0.0
             case "M4":
                 return d.alpha, d.beta
 
     return {device.name: of(device) for device in problem.devices}
 
 
-def _kappa(problem: _Problem, sets: _Sets) -> float:
+def _kappa(problem: _Problem, sets: _Sets, k: int) -> float:
     """kappa: the output layer and a row of the embedding on the head, and what the overloaded keep in memory."""
     head = problem.devices[0]
     kappa = problem.out_s + problem.b_row / head.s_disk
     if sets[head.name] != "M4":
         kappa += problem.b_out / head.s_disk
-    return kappa + sum((d.c_cpu - d.d_avail) / d.s_disk for d in problem.devices if sets[d.name] in ("M1", "M3"))
+    return kappa + sum((d.c_cpu(k) - d.d_avail) / d.s_disk for d in problem.devices if sets[d.name] in ("M1", "M3"))
 
 
 def _best_over_rounds(problem: _Problem, sets: _Sets) -> _Solution | None:
@@ -305,8 +326,8 @@ def _program(problem: _Problem, sets: _Sets, k: int) -> _Solution | None:
     program = pulp.LpProblem("layer_to_device_assignment", pulp.LpMinimize)
     w = {name: program.add_variable(f"w_{i}", 1, layers, pulp.LpInteger) for i, name in enumerate(names)}
     n = {name: program.add_variable(f"n_{i}", 0, layers, pulp.LpInteger) for i, name in enumerate(names)}
-    a_b = _coefficients(problem, sets)
-    kappa = _kappa(problem, sets)
+    a_b = _coefficients(problem, sets, k)
+    kappa = _kappa(problem, sets, k)
 
     program += k * pulp.lpSum(a_b[d.name][0] * w[d.name] + a_b[d.name][1] * n[d.name] + d.xi for d in problem.devices)
     program += pulp.lpSum(w.values()) == layers_per_round, "every layer of a round has a place"
@@ -314,8 +335,8 @@ def _program(problem: _Problem, sets: _Sets, k: int) -> _Solution | None:
         program += w[names[0]] >= 2, "the head keeps a layer for the tail"
     for i, d in enumerate(problem.devices):
         in_memory = w[d.name] if d.short_set in ("M1", "M2") else w[d.name] - n[d.name]
-        z = (d.d_avail - d.b_cio) / (layers * b_prime)
-        z_gpu = d.d_gpu / (layers * b_prime)
+        z = (d.d_avail - d.b_cio(k)) / (layers * b_prime)
+        z_gpu = d.d_gpu(k) / (layers * b_prime)
         program += n[d.name] <= w[d.name], f"GPU layers are layers of the window {i}"
         program += n[d.name] <= layers_per_round * z_gpu, f"VRAM {i}"
         if sets[d.name] == "M4":
@@ -357,10 +378,10 @@ def _published_plan(ring: Instance, solution: _Solution) -> PublishedPlan:
     )
 
 
-def _beside_output(ring: Instance) -> int:
-    """How many layers the head's GPU holds beside the output matrix."""
-    room = _gpu_room(ring, ring.members[0], False) - ring.model.output_bytes
-    return max(0, int(room // _layer_bytes(ring)))
+def _beside_output(ring: Instance, windows: int) -> int:
+    """How many layers the head's GPU holds beside the output matrix and the buffers of so many windows."""
+    room = _vram(ring.members[0]) - ring.gpu_runtime_bytes(windows) - ring.model.output_bytes
+    return max(0, room // _layer_bytes(ring))
 
 
 def _route(ring: Instance, solution: _Solution) -> tuple[Window, ...]:
@@ -371,9 +392,9 @@ def _route(ring: Instance, solution: _Solution) -> tuple[Window, ...]:
         of_head = (solution.k - 1) * len(solution.w)
         _, w, n = visits[of_head]
         visits[of_head] = (head, w - 1, min(n, w - 1))
-        visits.append((head, 1, 1 if n == w and n * solution.k <= _beside_output(ring) else 0))
+        visits.append((head, 1, 1 if n == w and n * solution.k <= _beside_output(ring, solution.k + 1) else 0))
     else:
-        visits = [(head, w, min(n, _beside_output(ring))) for _, w, n in visits]
+        visits = [(head, w, min(n, _beside_output(ring, 1))) for _, w, n in visits]
     route: list[Window] = []
     first = 0
     for name, w, n in visits:

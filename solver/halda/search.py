@@ -241,7 +241,7 @@ class _Search:
             self._begin()
             early = self._early(orders)
             unfinished = {}
-            # More rounds only add hops to what the bound leaves open, so the first that cannot win ends the search.
+            # More rounds add only hops and buffers to what the bound leaves open: the first that cannot win ends the search.
             for rounds in range(1, blocks + 1):
                 outcome = early.get(rounds)
                 if outcome is None:

@@ -14,7 +14,7 @@ from itertools import permutations, product
 from operator import mul
 from typing import TypeVar
 
-from halda import Instance, Objective, Plan, Streaming, Window
+from halda import Instance, Objective, Plan, Streaming, Window, cost
 from halda.evaluate import spread
 from halda.instance import MIN_SLOTS
 
@@ -90,6 +90,7 @@ class Brute:
         self._options = cache(self._find_options)
         self._sizes = [layer.size_bytes for layer in instance.model.layers]
         self._kv = [instance.kv_bytes[kind] for kind in instance.kind_of]
+        self._buffer = cost.compute_buffer_bytes(instance.model, instance.workload)
 
     def best(self) -> tuple[float, Plan] | None:
         """The smallest objective in seconds and its plan; None when nothing fits."""
@@ -179,12 +180,12 @@ class Brute:
     ) -> Iterator[Option]:
         instance, member, sizes, kv = self._instance, self._instance.members[m], self._sizes, self._kv
         output = instance.model.output_bytes if is_head else 0
-        vram = sum(sizes[i] + kv[i] for i in on_gpu) + (instance.gpu_runtime_bytes if on_gpu else 0)
-        if output_on_gpu:
-            vram += output + (0 if on_gpu else instance.gpu_runtime_bytes)
+        vram = sum(sizes[i] + kv[i] for i in on_gpu) + (output if output_on_gpu else 0)
+        if on_gpu or output_on_gpu:
+            vram += cost.GPU_RUNTIME_BYTES + windows * self._buffer
         if vram > member.vram_limit:
             return
-        fixed = sum(sizes[i] + kv[i] for i in on_cpu) + instance.runtime_bytes
+        fixed = sum(sizes[i] + kv[i] for i in on_cpu) + cost.RUNTIME_BYTES + windows * self._buffer
         fixed += (instance.head_bytes if is_head else 0) + (0 if output_on_gpu else output)
         fixed += vram if member.shares_memory else 0
         if ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit:

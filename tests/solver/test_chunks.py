@@ -53,7 +53,7 @@ def test_where_computing_takes_all_the_time_chunks_stay_small():
 
 
 def test_a_ring_has_one_size_of_chunk_that_all_can_hold():
-    devices = (device("desk", ram=2 * GB, rate=100e9, disk=0.2e9), device("lap", ram=2 * GB, rate=100e9, disk=0.2e9))
+    devices = tuple(device(name, ram=22 * GB // 10, rate=100e9, disk=0.2e9) for name in ("desk", "lap"))
     found = solved(*devices)
     assert len(found.plan.devices) == 2
     assert found.prediction.chunk_rows > 512
