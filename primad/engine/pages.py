@@ -36,6 +36,8 @@ PIECE_BYTES: Final = 8 << 20
 """A range is read in pieces of this size: large enough for the disk, small enough to change one's mind in between."""
 ASK_BYTES: Final = 512 << 10
 """The system reads no more than its largest request for one advice, and forgets the rest of it."""
+SMALL_BYTES: Final = 32 << 20
+"""Of a range that is smaller the system would read too large a share of what is behind it: some megabytes each time."""
 _PAGE: Final = mmap.PAGESIZE
 _POPULATE_READ: Final = 22
 """``MADV_POPULATE_READ`` (Linux 5.14), which Python does not name."""
@@ -432,8 +434,8 @@ class Piece:
             return self.size
         begin, length = span.outer(self.start, self.size)
         missing = _absent(span.base + begin, length)
-        if missing and self.size < PIECE_BYTES:
-            self.ask()  # the end of a range: nothing behind it is to be read
+        if missing and (self.size < PIECE_BYTES or span.size < SMALL_BYTES):
+            self.ask()  # the end of a range, or near it: nothing behind it is to be read
         while _LIBC.madvise(span.base + begin, length, _POPULATE_READ) != 0:
             code = ctypes.get_errno()
             if code == errno.EINVAL:  # a kernel before 5.14
