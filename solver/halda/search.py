@@ -24,7 +24,7 @@ import pulp
 from halda import milp
 from halda.candidates import candidates
 from halda.cuts import good_cuts, weights
-from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, residency, spread
+from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, residency, spread, unit_bytes
 from halda.instance import Instance, instance
 from halda.orders import (
     EXACT_DEVICES,
@@ -286,7 +286,7 @@ class _Search:
     def solution(self) -> Solution:
         """The best plan."""
         assert self._best is not None
-        _, plan = self._best
+        plan = self._without_needless_streaming(self._best[1])
         prediction = evaluate(plan, self._instance)
         value = self._objective_s(prediction)
         bound = min(value, self._open_bound_s)
@@ -301,6 +301,29 @@ class _Search:
             programs=self._programs,
             solver_s=self._limit_s - self._left_s,
         )
+
+    def _without_needless_streaming(self, plan: Plan) -> Plan:
+        """``plan`` where no device streams more than its memory asks for, if that is no slower.
+
+        What a disk reads while others compute costs nothing in the model, and what streams leaves memory free; but a disk
+        that need not work shall not.
+        """
+        value = self._objective_s(evaluate(plan, self._instance))
+        for less in residency(plan, self._instance), replace(plan, streaming=()):
+            for device in [streaming.device for streaming in plan.streaming]:
+                others = [streaming for streaming in plan.streaming if streaming.device != device]
+                own = [less.streaming_of(device)] if less.streaming_of(device).layers else []
+                trial = replace(
+                    plan, streaming=tuple(sorted([*others, *own], key=lambda each: plan.devices.index(each.device)))
+                )
+                found = evaluate(trial, self._instance)
+                is_no_slower = not found.short and self._objective_s(found) <= value * (1 + _SAME)
+                if is_no_slower and self._read_bytes(trial) < self._read_bytes(plan):
+                    plan = trial
+        return plan
+
+    def _read_bytes(self, plan: Plan) -> int:
+        return sum(unit_bytes(self._instance.model, unit) for each in plan.streaming for unit in each.layers)
 
     def _left_out(self, plan: Plan) -> tuple[LeftOut, ...]:
         return tuple(

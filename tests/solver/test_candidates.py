@@ -216,3 +216,23 @@ def test_where_nothing_streams_only_one_round_is_tried(streaming_fleet):
 def test_what_the_question_forbids_to_stream_does_not(streaming_fleet):
     asked = replace(streaming_fleet, devices=streaming_fleet.devices[:2])
     assert all(not each.plan.streams_output for each in candidates(asked, "latency", frozenset()))
+
+
+@pytest.mark.parametrize("objective", ["latency", "balanced"])
+def test_nothing_streams_where_memory_is_ample(streaming_fleet, objective):
+    """Also on one machine, where all splits take equally long and what streams would leave memory free."""
+    ample = tuple(replace(device, ram_available_bytes=10**10, host="one") for device in streaming_fleet.devices)
+    names = frozenset(device.device for device in ample)
+    found = solved(replace(streaming_fleet, devices=ample), objective=objective, require=names, time_limit_s=3)
+    assert found.plan.streaming == ()
+
+
+def test_no_device_streams_more_than_it_must_unless_that_is_faster(streaming_fleet):
+    found = solved(streaming_fleet, objective="latency", require=frozenset({"d1"}), time_limit_s=3)
+    least = residency(found.plan, streaming_fleet)
+    assert not evaluate(least, streaming_fleet).short
+    for streaming in found.plan.streaming:
+        if len(streaming.layers) > len(least.streaming_of(streaming.device).layers):
+            others = tuple(each for each in found.plan.streaming if each.device != streaming.device)
+            trial = replace(found.plan, streaming=(*others, least.streaming_of(streaming.device)))
+            assert evaluate(trial, streaming_fleet).tpot_s > found.prediction.tpot_s
