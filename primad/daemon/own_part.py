@@ -7,7 +7,15 @@ import asyncio
 from primad.daemon.extra import TRIALS, choose_extra_buffers
 from primad.daemon.owner import apply_nice
 from primad.daemon.ring_parts import RingParts
-from primad.daemon.shard import copy_layers, missing_layers, open_windows, place_windows, streamed_of, whole_model
+from primad.daemon.shard import (
+    copy_layers,
+    missing_layers,
+    open_window,
+    open_windows,
+    place_windows,
+    streamed_of,
+    whole_model,
+)
 from primad.engine.protocol import EngineOptions
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.ring.messages import Open, OpenWindow
@@ -77,8 +85,7 @@ async def _windows(parts: RingParts, specs: list[WindowSpec], options: EngineOpt
     streamed = streamed_of(plan, plan.head)
     if not specs:
         whole = whole_model(parts.header.path, plan)
-        streams = streamed[0]
-        return [OpenWindow(window=0, files=whole, extra_buffers=extra[0] and not streams, streamed=streams)]
+        return [open_window(0, whole, extra[0], streamed[0])]
     gpu_layers = [window.gpu_layers for _, window in plan.windows_of(plan.head)]
     files = await asyncio.to_thread(
         place_windows, parts.place, specs, gpu_layers, parts.options.epoch, output_on_gpu=plan.output_on_gpu

@@ -170,15 +170,20 @@ def fits_twice(size_bytes: int, limits: OwnerLimits) -> bool:
     return size_bytes <= EXTRA_MEMORY_SHARE * limits.ram_bytes(now.available_bytes, now.total_bytes)
 
 
+def open_window(index: int, files: WindowFiles, extra_buffers: bool, streamed: tuple[int, ...]) -> OpenWindow:
+    """Window ``index`` of the route as its ring process is told to load it; one that streams needs no extra buffers."""
+    return OpenWindow(window=index, files=files, extra_buffers=extra_buffers and not streamed, streamed=streamed)
+
+
 def open_windows(
     specs: Sequence[WindowSpec],
     files: Sequence[WindowFiles],
     extra_buffers: Sequence[bool],
     streamed: Sequence[tuple[int, ...]],
 ) -> list[OpenWindow]:
-    """The windows as the ring process is told to load them; one that streams has no use for extra buffers."""
+    """The windows as the ring process is told to load them."""
     return [
-        OpenWindow(window=spec.window, files=placed, extra_buffers=extra and not streams, streamed=streams)
+        open_window(spec.window, placed, extra, streams)
         for spec, placed, extra, streams in zip(specs, files, extra_buffers, streamed, strict=True)
     ]
 

@@ -19,18 +19,12 @@ import numpy as np
 
 from primad.engine.expert_usage import UsageFolder
 from primad.engine.experts import Expert, LayerExperts, Picks, Pool
-from primad.engine.pages import PIECE_BYTES, FileRange, Pages, Piece, Slices
+from primad.engine.pages import COLD, IDLE_S, LOOK_S, PIECE_BYTES, FileRange, Pages, Piece, Slices
 from primad.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-IDLE_S: Final = 1.0
-"""After so long without a step all layers are looked at before they are used."""
-LOOK_S: Final = 0.1
-"""While steps pass, one layer's experts are looked at so often."""
 SAVE_S: Final = 60.0
-COLD: Final = 0.02
-"""An expert of which a larger share is missing is not in memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primad.errors import EngineError, WeightsError
+from primad.gguf.layer_file import Stamp, stamp_of
 
 try:
     import fcntl
@@ -36,6 +37,12 @@ PIECE_BYTES: Final = 8 << 20
 """A range is read in pieces of this size: large enough for the disk, small enough to change one's mind in between."""
 ASK_BYTES: Final = 512 << 10
 """The system reads no more than its largest request for one advice, and forgets the rest of it."""
+IDLE_S: Final = 1.0
+"""After so long without a step weights that shall be in memory are looked at before they are used."""
+LOOK_S: Final = 0.1
+"""While steps pass, some of them (a layer, or its experts) are looked at so often."""
+COLD: Final = 0.02
+"""What misses a larger share is not in memory and read again; single pages come by themselves."""
 SMALL_BYTES: Final = 32 << 20
 """Of a range that is smaller the system would read too large a share of what is behind it: some megabytes each time."""
 _PAGE: Final = mmap.PAGESIZE
@@ -55,10 +62,6 @@ class FileRange:
     path: str
     offset: int
     size: int
-
-
-Stamp = tuple[int, int, int]
-"""Size, modification time (ns) and inode: another stamp, another content."""
 
 
 def _libc() -> ctypes.CDLL | None:
@@ -134,14 +137,14 @@ class Pages:
         for part in self.ranges:
             file = self._files[part.path]
             if _LIBC is None:
-                spans.append(_Span(file, part.offset, part.size, file.own_address(), own=True))
+                spans.append(_Span(file, part.offset, part.size, file.own_address()))
                 continue
             covered = 0
             for mapping in known.get(part.path, ()):
                 first = max(part.offset, mapping.offset)
                 last = min(part.offset + part.size, mapping.offset + mapping.end - mapping.start)
                 if first < last:
-                    spans.append(_Span(file, first, last - first, mapping.start - mapping.offset, own=False))
+                    spans.append(_Span(file, first, last - first, mapping.start - mapping.offset))
                     covered += last - first
             if covered < part.size:
                 raise EngineError(f"{part.path}: llama.cpp did not map its weights; primad cannot stream them")
@@ -283,8 +286,7 @@ class _File:
         self._stamp = self._now()
 
     def _now(self) -> Stamp:
-        status = os.fstat(self.handle.fileno())
-        return status.st_size, status.st_mtime_ns, status.st_ino
+        return stamp_of(os.fstat(self.handle.fileno()))
 
     def changed(self) -> bool:
         return self._now() != self._stamp
@@ -346,7 +348,6 @@ class _Span:
     offset: int
     size: int
     base: int
-    own: bool
 
     def outer(self, start: int, size: int) -> tuple[int, int]:
         """File offset and length of all pages that a part of this span has a share in."""

@@ -20,23 +20,17 @@ from typing import Final
 
 from primad.engine.expert_loader import ExpertLoader
 from primad.engine.experts import Picks
-from primad.engine.pages import Pages, Piece, disk_read_bytes
+from primad.engine.pages import COLD, IDLE_S, LOOK_S, Pages, Piece, disk_read_bytes
 from primad.engine.pressure import Grow, Hold, Level, PressureWatch, Replan, Shrink
 from primad.engine.residency import Residency, ladder
 from primad.errors import EngineError, WeightsError
 
 logger = logging.getLogger(__name__)
 
-IDLE_S: Final = 1.0
-"""After so long without a step resident units are looked at before they are used."""
-LOOK_S: Final = 0.1
-"""While steps pass, one resident unit is looked at so often."""
 WAIT_S: Final = 300.0
 """A disk that takes longer for one unit is taken for dead."""
 CLOSE_S: Final = 5.0
 """A disk that gives one piece after so long hangs, or the machine is of no use anyway."""
-COLD: Final = 0.02
-"""A resident unit of which a larger part is missing is read again; single pages come by themselves."""
 
 Verify = Callable[[str], bool]
 """Whether the weights in a file that somebody wrote to are still the same."""

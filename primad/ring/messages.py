@@ -373,7 +373,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What of a ring process's weights is in memory, and what reading the rest cost since it was opened last.
 
     ``resident`` and ``streamed`` count layers (the output matrix is one), ``slots`` the buffers of streamed ones.
-    ``read_bytes`` were read from disk for ``steps`` steps, which waited ``stall_s`` seconds for it. ``pressure`` is the
+    ``read_bytes`` were read from disk, and steps waited ``stall_s`` seconds for it. ``pressure`` is the
     level of memory pressure on this device: calm, some or high.
     """
 

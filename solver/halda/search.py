@@ -309,17 +309,16 @@ class _Search:
         that need not work shall not.
         """
         value = self._objective_s(evaluate(plan, self._instance))
-        for less in residency(plan, self._instance), replace(plan, streaming=()):
-            for device in [streaming.device for streaming in plan.streaming]:
-                others = [streaming for streaming in plan.streaming if streaming.device != device]
-                own = [less.streaming_of(device)] if less.streaming_of(device).layers else []
-                trial = replace(
-                    plan, streaming=tuple(sorted([*others, *own], key=lambda each: plan.devices.index(each.device)))
-                )
-                found = evaluate(trial, self._instance)
-                is_no_slower = not found.short and self._objective_s(found) <= value * (1 + _SAME)
-                if is_no_slower and self._read_bytes(trial) < self._read_bytes(plan):
-                    plan = trial
+        least = residency(plan, self._instance)
+        for device in [streaming.device for streaming in plan.streaming]:
+            others = [streaming for streaming in plan.streaming if streaming.device != device]
+            own = [streaming for streaming in least.streaming if streaming.device == device]
+            streaming = sorted([*others, *own], key=lambda each: plan.devices.index(each.device))
+            trial = replace(plan, streaming=tuple(streaming))
+            found = evaluate(trial, self._instance)
+            is_no_slower = not found.short and self._objective_s(found) <= value * (1 + _SAME)
+            if is_no_slower and self._read_bytes(trial) < self._read_bytes(plan):
+                plan = trial
         return plan
 
     def _read_bytes(self, plan: Plan) -> int:

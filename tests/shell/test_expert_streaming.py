@@ -1,12 +1,10 @@
 """Layers that stream by expert: the same logits as with everything in memory, and nothing read that no router picked."""
 
-import importlib.util
 import json
 import os
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from primad.engine.expert_loader import ExpertLoader
 from primad.engine.llama import FirstWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.pages import Piece
 from primad.engine.prefetch import WindowStream
-from primad.engine.protocol import EngineOptions, Rows, WindowFiles
+from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.engine.residency import ladder
 from primad.engine.streams import StreamedWindow, Streams
 from primad.engine.units import units_of_model, units_of_window
@@ -28,11 +26,7 @@ from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
 from primad.ring.messages import Open, OpenWindow
 from primad.ring.meter import Meter
 from primad.ring.opening import open_head
-
-_spec = importlib.util.spec_from_file_location("synth", Path(__file__).parents[2] / "tools" / "synth.py")
-synth = importlib.util.module_from_spec(_spec)
-sys.modules["synth"] = synth
-_spec.loader.exec_module(synth)
+from tests.shell.test_cut_exact import rows, synth
 
 OPTIONS = EngineOptions(context=256, sequences=1, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
 PROMPT = [1, *range(40, 80)]
@@ -48,16 +42,6 @@ def a_model(path, architecture="qwen3moe", **shape):
     with path.open("rb") as file:
         os.fsync(file.fileno())  # what is not on the disk yet cannot leave memory
     return read_header(path)
-
-
-def rows(content, position):
-    count = len(content)
-    return Rows(
-        content=content,
-        positions=range(position, position + count),
-        sequences=[[0]] * count,
-        outputs=[False] * (count - 1) + [True],
-    )
 
 
 def files_of(header):
