@@ -4,7 +4,8 @@ Nothing secret is announced: the device's name, its cluster, its role, the proto
 pairing code is open, where to bring it. Whatever others announce is hearsay until a connection proves it.
 
 Nothing tells a process, on every system alike, that an interface came or went, so the addresses are looked at every
-``LOOK_EVERY_S``: a laptop that comes back to its Wi-Fi is announced there within that time.
+``LOOK_EVERY_S``: a laptop that comes back to its Wi-Fi is announced there within that time. Multicast gets lost, and a
+device speaks of itself only when it comes: every ``ASK_EVERY_S`` all are asked anew who is there.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 RESOLVE_TIMEOUT_MS: Final = 2000
 LOOK_EVERY_S: Final = 10.0
+ASK_EVERY_S: Final = 30.0
 MAX_PEERS: Final = 512
 """More devices than this are not looked at: announcing costs nothing, and memory does."""
 _TTL_S: Final = 120
@@ -142,9 +144,8 @@ class Discovery:
             await self._zeroconf.async_update_interfaces(self._places)
         except OSError as exc:
             logger.debug("mDNS on %s: %s", self._places, exc)  # an interface went while it was taken up: next time
-        if set(self._places) - set(places) and self._browser is not None:
-            await self._browser.async_cancel()  # a new browser asks at once, this one would when its answers are old
-            self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
+        if set(self._places) - set(places):
+            await self._ask_again()
         self._look_again_at_peers()
 
     async def close(self) -> None:
@@ -195,9 +196,22 @@ class Discovery:
             self._watching = asyncio.get_running_loop().create_task(self._keep_looking())
 
     async def _keep_looking(self) -> None:
+        asked_s = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             await self.refresh()
+            if time.monotonic() - asked_s >= ASK_EVERY_S:
+                await self._ask_again()
+                asked_s = time.monotonic()
+
+    async def _ask_again(self) -> None:
+        """Ask who is there: a new browser asks at once, this one would when its answers are old.
+
+        It also tells of all that were seen, those among them that did not answer when they were asked for their address.
+        """
+        if self._browser is not None:
+            await self._browser.async_cancel()
+            self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
 
     def _on_change(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         task = self._resolving.pop(name, None)

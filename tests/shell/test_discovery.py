@@ -225,6 +225,32 @@ def test_a_device_whose_announcement_ran_out_is_asked_again_and_forgotten_when_i
     asyncio.run(once())
 
 
+def test_a_device_whose_announcement_was_missed_is_found_all_the_same(cluster, monkeypatch):
+    monkeypatch.setattr(discovery_module, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(discovery_module, "ASK_EVERY_S", 0.5)
+    missed = 0
+    real = Discovery._resolve_soon
+
+    def resolve_soon(self: Discovery, name: str) -> None:
+        nonlocal missed
+        if name.startswith(cluster) and not missed:
+            missed += 1
+        else:
+            real(self, name)
+
+    monkeypatch.setattr(Discovery, "_resolve_soon", resolve_soon)
+
+    async def once() -> None:
+        sight = Sight()
+        async with device() as desk, device() as viewer:
+            await viewer.browse(sight.changed)
+            await announce(desk, cluster, cluster)
+            await sight.wait(lambda: bool(sight.of(cluster)))
+
+    asyncio.run(once())
+    assert missed == 1
+
+
 def test_an_interface_that_comes_later_is_taken_up(cluster, monkeypatch):
     monkeypatch.setattr(discovery_module, "LOOK_EVERY_S", 0.1)
     there = False
