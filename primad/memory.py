@@ -67,10 +67,12 @@ class MemoryGroup:
 def memory(proc: Path = _CGROUP, root: Path = _ROOT, ours: Iterable[int] = ()) -> Memory:
     """The memory of this machine or of the tightest cgroup around this process.
 
-    Of a cgroup's file pages the inactive ones count as available: those in use are somebody's, unless the processes
-    ``ours`` have mapped them, which give them back when another plan needs them.
+    What the processes ``ours`` take is available, as far as it is told: they give it back when another plan needs it. Of a
+    cgroup's file pages the inactive ones count as available as well: those in use are somebody's, unless ``ours`` have
+    mapped them.
     """
-    mapped = sum(map(_mapped, ours))
+    ours = list(ours)
+    held, mapped = held_bytes(ours), sum(map(_mapped, ours))
     machine = psutil.virtual_memory()
     total, available = int(machine.total), int(machine.available)
     for group in groups(proc, root):
@@ -80,7 +82,12 @@ def memory(proc: Path = _CGROUP, root: Path = _ROOT, ours: Iterable[int] = ()) -
             free = usage.limit_bytes - usage.used_bytes + usage.inactive_file_bytes
             free += min(usage.active_file_bytes, mapped)
             available = min(available, max(0, free))
-    return Memory(total, available)
+    return Memory(total, min(available + held, total))
+
+
+def children() -> list[int]:
+    """The processes that this one started and that still run."""
+    return [child.pid for child in psutil.Process().children()]
 
 
 def groups(proc: Path = _CGROUP, root: Path = _ROOT) -> list[MemoryGroup]:

@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 import numpy as np
-import psutil
 
 from halda import DeviceProfile
 from primad.config import layer_folder
@@ -24,7 +23,7 @@ from primad.engine.build import build_id
 from primad.errors import ConfigError
 from primad.limits import NO_LIMITS, OwnerLimits
 from primad.measuring import measuring
-from primad.memory import memory
+from primad.memory import children, memory
 from primad.profiler import processors
 from primad.profiler.disk import measure_disk
 from primad.profiler.processors import Advance, cores, gpu_now, list_gpus, measure_cpu, measure_gpu
@@ -142,7 +141,7 @@ def ram_read_bytes_per_s(threads: int) -> float:
 
 def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord) -> DeviceProfile:
     """What was measured together with what is so now."""
-    now = memory(ours=[child.pid for child in psutil.Process().children()])
+    now = memory(ours=children())
     return DeviceProfile(
         device=name,
         host=host_id(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from primad.limits import NO_LIMITS, OwnerLimits
-from primad.memory import Memory, groups, held_bytes, memory, pressure_share
+from primad.memory import Memory, children, groups, held_bytes, memory, pressure_share
 from primad.profiler.measure import cached_bytes, profile_device, within
 from primad.profiles import check_profile
 from primad.values import Share
@@ -85,7 +86,8 @@ def test_a_group_says_what_files_take_of_it(cgroups):
     assert (usage.inactive_file_bytes, usage.active_file_bytes) == (4 * MIB, 7)
 
 
-def test_what_our_own_processes_have_mapped_of_a_group_is_available(cgroups):
+def test_what_our_own_processes_have_mapped_of_a_group_is_available(cgroups, monkeypatch):
+    monkeypatch.setattr("primad.memory._held", lambda *_: 0)
     cgroups.v2("/a", 8 * GIB, 6 * GIB)
     (cgroups.root / "a" / "memory.stat").write_text(f"inactive_file {GIB}\nactive_file {MIB}\n")
     cgroups.proc.write_text("0::/a\n")
@@ -93,6 +95,35 @@ def test_what_our_own_processes_have_mapped_of_a_group_is_available(cgroups):
     ours = memory(cgroups.proc, cgroups.root, ours=[os.getpid()])
     assert ours.available_bytes == 3 * GIB + MIB, "no more than the group has in use"
     assert memory(cgroups.proc, cgroups.root, ours=[]).available_bytes == 3 * GIB
+
+
+def test_what_our_own_processes_take_is_available(cgroups, monkeypatch):
+    """They give it back when another plan needs it; more than there is cannot be had of them."""
+    cgroups.v2("/a", 8 * GIB, 6 * GIB)
+    cgroups.proc.write_text("0::/a\n")
+    monkeypatch.setattr("primad.memory._held", lambda pid, _: {1: GIB, 2: 2 * GIB, 3: 7 * GIB}[pid])
+    monkeypatch.setattr("primad.memory._mapped", lambda _: 0)
+    assert memory(cgroups.proc, cgroups.root, ours=iter([1, 2])).available_bytes == 5 * GIB
+    assert memory(cgroups.proc, cgroups.root, ours=[3]).available_bytes == 8 * GIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere private memory is counted another way")
+def test_what_a_process_of_ours_takes_is_no_loss_to_a_plan(tmp_path):
+    """Measured with a real one: a plan may use what it took, as before it took it."""
+    seed(tmp_path)
+    size = 256 * MIB
+
+    def available() -> int:
+        return profile_device("desk", tmp_path, None, lambda _: None).ram_available_bytes
+
+    hold = f"held = b'1' * {size}; print('ready', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        assert children() == [child.pid]
+        with_it, others = available(), memory().available_bytes
+        child.communicate(b"\n")
+    assert with_it - others >= size // 2, "other programs take and free memory meanwhile"
 
 
 def test_a_limit_of_version_1_is_all_there_is(cgroups):
