@@ -41,15 +41,16 @@ class Settings:
     """What the owner decided.
 
     Without a sign of life for ``suspect_after_s`` a device is suspected, after ``gone_after_s`` gone. A better plan is taken
-    when it gains at least the share ``gain``; with ``-inf`` any plan is, since every device is to have layers. ``wanted`` is
-    the number of workers to wait for at the start, None to take who is there after ``look_s``. ``hold_s`` is how long open
-    answers wait for a new ring. ``solo``: no worker is awaited.
+    when it gains at least the share ``gain``; with ``use_all`` any plan is that has layers for one more device. ``wanted``
+    is the number of workers to wait for at the start, None to take who is there after ``look_s``. ``hold_s`` is how long
+    open answers wait for a new ring. ``solo``: no worker is awaited.
     """
 
     head: str
     suspect_after_s: float
     gone_after_s: float
     gain: float
+    use_all: bool
     wanted: int | None
     look_s: float
     hold_s: float
@@ -92,11 +93,15 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A ring on its way: of the workers ``candidates``, of ``members`` once it is solved; ``formed`` when it could serve."""
+    """A ring on its way: of the workers ``candidates``, of ``members`` once it is solved; ``formed`` when it could serve.
+
+    ``relieved`` are the devices that it is tried for since they have room again.
+    """
 
     epoch: int
     why: Why
     candidates: frozenset[str]
+    relieved: frozenset[str] = frozenset()
     members: frozenset[str] | None = None
     value: float = 0.0
     formed: bool = False
@@ -122,7 +127,8 @@ class State:
     what. ``last_resort``: there is no plan without devices that are barred, so they may take part. Until ``retry_at_s``
     the candidates that were tried are not tried again; ``failures`` is the number of attempts in a row that broke,
     ``breaks`` that of rings in a row that broke soon after they began to serve. ``pressed``: devices of the serving ring
-    that are short of memory; from ``relieve_at_s`` on another plan may be looked for. ``ended``: the core gave up.
+    that are short of memory; from ``relieve_at_s`` on another plan may be looked for. ``relieved``: devices that were and
+    have room again; from ``regain_at_s`` on a better plan may be looked for. ``ended``: the core gave up.
     """
 
     settings: Settings
@@ -142,6 +148,8 @@ class State:
     breaks: int = 0
     pressed: frozenset[str] = frozenset()
     relieve_at_s: float = 0.0
+    relieved: frozenset[str] = frozenset()
+    regain_at_s: float = 0.0
     ended: bool = False
 
 
@@ -216,6 +224,13 @@ class Pressed:
 
 
 @dataclass(frozen=True, slots=True)
+class Relieved:
+    """A worker or the head itself that was short of memory has room again; plans from now on know."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
 class Solved:
     """The plan of attempt ``epoch`` gives work to the workers ``members`` and has the objective ``value``."""
 
@@ -267,6 +282,7 @@ Event = (
     | Lost
     | Leaving
     | Pressed
+    | Relieved
     | Solved
     | NoPlan
     | Formed

@@ -11,7 +11,7 @@ The rules, each in one place here, in ``pursuit.py`` (what is due) and in ``move
 * A device to blame for a break gets no part for a while, which doubles each time, unless there is no plan without it.
 * A device that leaves hands its layers over first; if nobody can take them it may go nonetheless.
 * For a device that is short of memory another plan is formed in the shadow, whether it gains or not; if there is none the
-  ring goes on as it is.
+  ring goes on as it is. When it has room again a plan that gains enough is taken, as when a device joins.
 
 Nothing here waits, sends or looks at a clock.
 """
@@ -40,6 +40,7 @@ from primad.cluster.members import (
     Phase,
     Pressed,
     Refused,
+    Relieved,
     Say,
     Seen,
     Solved,
@@ -123,6 +124,8 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
             return _leaving(state, device, reason, effects)
         case Pressed(device):
             return _pressed(state, device)
+        case Relieved(device):
+            return _relieved(state, device)
         case Solved():
             return _solved(state, event, effects)
         case NoPlan(epoch, reason):
@@ -243,6 +246,13 @@ def _pressed(state: State, name: str) -> State:
     return replace(state, pressed=state.pressed | {name})
 
 
+def _relieved(state: State, name: str) -> State:
+    state = replace(state, pressed=state.pressed - {name})
+    if state.serving is None or name not in state.devices.keys() | {state.settings.head}:
+        return state
+    return replace(state, relieved=state.relieved | {name})
+
+
 # ---- attempts and rings ---------------------------------------------------------------------------------------------
 
 
@@ -252,8 +262,11 @@ def _solved(state: State, event: Solved, effects: list[Effect]) -> State:
         return state
     assert event.members <= attempt.candidates, "a plan with devices that nobody offered"
     if attempt.why is Why.GAIN and serving is not None:
-        if serving.value <= 0 or event.value > (1 - state.settings.gain) * serving.value:
-            return abandon(_in_vain(state, attempt), effects)
+        is_enough = event.value <= (1 - state.settings.gain) * serving.value
+        is_due = state.settings.use_all and not event.members <= serving.members
+        if serving.value <= 0 or not (is_enough or is_due):
+            state = _in_vain(state, attempt)
+            return abandon(replace(state, attempt=replace(attempt, relieved=frozenset())), effects)
         names = ", ".join(sorted(event.members)) or "the head alone"
         better = 1 - event.value / serving.value
         how = (
@@ -306,7 +319,7 @@ def _attempt_broke(state: State, attempt: Attempt, event: Broken, now: float, ef
     blamed = event.device in attempt.candidates
     if attempt.why is not Why.GAIN or not blamed:
         # Whoever broke a better plan is barred, and the plan worth trying again when that is over.
-        state = _in_vain(state, attempt)
+        state = replace(_in_vain(state, attempt), attempt=replace(attempt, relieved=frozenset()))
     state = abandon(state, effects)
     failures = state.failures + 1
     if not state.has_served and (not blamed or failures >= FIRST_FAILURES):

@@ -241,6 +241,15 @@ class Pressed(msgspec.Struct, frozen=True, kw_only=True, tag="pressed"):
     ram_available_bytes: int
 
 
+class Relieved(msgspec.Struct, frozen=True, tag="relieved"):
+    """After ``Pressed`` there is room again, for a while already: a plan may use ``ram_available_bytes`` of this device.
+
+    An older head does not know this and plans on with what it has.
+    """
+
+    ram_available_bytes: int
+
+
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """Here."""
 
@@ -275,6 +284,7 @@ WorkerMessage = (
     | Broken
     | Leaving
     | Pressed
+    | Relieved
     | Pong
     | WorkerStatus
     | LinksMeasured
@@ -342,6 +352,8 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
         case Pressed(needed_bytes=needed, ram_available_bytes=available):
             if not 0 < needed <= MAX_MEMORY_BYTES or not 0 <= available <= MAX_MEMORY_BYTES:
                 raise ProtocolError(f"impossible lack of {needed} bytes of memory, with {available} for a plan")
+        case Relieved(available) if not 0 <= available <= MAX_MEMORY_BYTES:
+            raise ProtocolError(f"impossible relief: {available} bytes of memory for a plan")
         case LinksMeasured(links=links):
             _check_links(links)
     return message

@@ -78,7 +78,7 @@ def abandon(state: State, effects: list[Effect]) -> State:
     """Forget the attempt that is under way."""
     assert state.attempt is not None
     effects.append(Abandon(state.attempt.epoch))
-    return replace(state, attempt=None)
+    return replace(state, attempt=None, relieved=state.relieved | state.attempt.relieved)
 
 
 def give_up(state: State, reason: str, effects: list[Effect]) -> State:
@@ -95,8 +95,9 @@ def close(state: State, reason: str, now: float, effects: list[Effect]) -> State
     assert state.serving is not None
     effects.append(Close(state.serving.epoch, reason))
     effects += dismissals(state)
-    attempt = None if state.attempt is None else replace(state.attempt, why=Why.RECOVERY)
-    return replace(state, serving=None, attempt=attempt, holding_s=now, tried={}, failures=0, pressed=frozenset())
+    attempt = None if state.attempt is None else replace(state.attempt, why=Why.RECOVERY, relieved=frozenset())
+    state = replace(state, pressed=frozenset(), relieved=frozenset())
+    return replace(state, serving=None, attempt=attempt, holding_s=now, tried={}, failures=0)
 
 
 def bar(state: State, name: str | None, reason: str, now: float, *, lasting: bool) -> State:
@@ -119,7 +120,7 @@ def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]
     effects.append(Drop(name))
     left = device.leaving
     device = replace(device, phase=Phase.GONE, leaving=False, reason=reason, greet_at_s=now + GREET_S, greets=1)
-    state = put(state, name, device)
+    state = replace(put(state, name, device), relieved=state.relieved - {name})
     serves = state.serving is not None and name in state.serving.members
     if state.has_served:
         effects.append(Say(f"{name} {'left' if left else 'is gone'}: {reason}"))

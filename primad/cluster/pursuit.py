@@ -26,6 +26,8 @@ SETTLE_S: Final = 5.0
 """A ring serves at least this long before a better plan is looked for."""
 RELIEVE_S: Final = 60.0
 """Between two looks for a plan that asks less of devices which are short of memory."""
+REGAIN_S: Final = 60.0
+"""Between two looks for a better plan since devices have room again."""
 GREETING_S: Final = 1.5
 """How much longer than ``look_s`` the first ring waits for devices that are being greeted."""
 
@@ -60,6 +62,8 @@ def wake_at(state: State, now: float) -> float | None:
         times.append(state.serving.since_s + SETTLE_S)
     if state.pressed:
         times.append(state.relieve_at_s)
+    if state.relieved:
+        times.append(state.regain_at_s)
     if state.holding_s is not None:
         times.append(state.holding_s + settings.hold_s)
     return min((time for time in times if time > now), default=None)
@@ -161,8 +165,14 @@ def _attempt(state: State, now: float, effects: list[Effect]) -> State:
         names = ", ".join(sorted(state.pressed))
         effects.append(Say(f"{names}: other programs need the memory; looking for a plan that asks less of it"))
         instead, state = state.serving.epoch, replace(state, relieve_at_s=now + RELIEVE_S)
+    attempt = Attempt(epoch=epoch, why=why, candidates=candidates)
+    if why is Why.GAIN and state.relieved:
+        names = ", ".join(sorted(state.relieved))
+        effects.append(Say(f"{names}: there is memory again; looking for a better plan"))
+        attempt = replace(attempt, relieved=state.relieved)
+        state = replace(state, relieved=frozenset(), regain_at_s=now + REGAIN_S)
     effects.append(Solve(epoch, candidates, instead))
-    return replace(state, epoch=epoch, attempt=Attempt(epoch=epoch, why=why, candidates=candidates))
+    return replace(state, epoch=epoch, attempt=attempt)
 
 
 def _why_any(state: State, candidates: frozenset[str], now: float) -> Why | None:
@@ -186,7 +196,8 @@ def _why_another(state: State, candidates: frozenset[str], now: float) -> Why | 
     if _measures(state, now) or now < max(serving.since_s + SETTLE_S, state.retry_at_s):
         return None
     is_new = candidates - serving.candidates and state.tried.get(Why.GAIN) != candidates
-    return Why.GAIN if is_new else None
+    has_room = state.relieved & (candidates | {state.settings.head}) and now >= state.regain_at_s
+    return Why.GAIN if is_new or has_room else None
 
 
 def _gathered(state: State, now: float) -> bool:

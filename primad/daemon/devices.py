@@ -173,6 +173,10 @@ class Devices:
         """A worker is short of memory for its part."""
         self._post(members.Pressed(device))
 
+    def relieved(self, device: str) -> None:
+        """A worker that was short of memory has room again."""
+        self._post(members.Relieved(device))
+
     async def watch_trust(self) -> None:
         """Notice what 'primad devices trust' and 'revoke', and pairing, change."""
         trusted: dict[str, bool] = {}

@@ -8,7 +8,6 @@ ends the program with one clear line.
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
@@ -145,6 +144,7 @@ class HeadDaemon:
                     group.create_task(layers.run()),
                     group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
                     group.create_task(self._rings.conduct()),
+                    group.create_task(self._rings.watch_memory()),
                 ]
                 try:
                     if not self._options.alone:
@@ -182,7 +182,8 @@ class HeadDaemon:
             head=config.name,
             suspect_after_s=config.suspect_after_s,
             gone_after_s=config.gone_after_s,
-            gain=-math.inf if options.use_all else config.replan_gain,
+            gain=config.replan_gain,
+            use_all=options.use_all,
             wanted=options.wait or None,
             look_s=patience_s,
             hold_s=HOLD_S,

@@ -350,7 +350,7 @@ class HeadRing:
                     self._look_for_fault(step, waited_s)
                 case Pressed(needed_bytes):
                     logger.info("epoch %d: the head is short of %d bytes of memory", self.epoch, needed_bytes)
-                    self._parts.on_pressed()
+                    self._parts.on_pressed(needed_bytes)
                 case Status():
                     if self._status.full():
                         self._status.get_nowait()

@@ -40,6 +40,8 @@ class Host:
         self.number = number
         """Tells its files from those of others; epochs would not, since each head counts its own."""
         self.indices: list[int] = []
+        self.pressed = False
+        """Whether it was short of memory: what it holds is not kept for another ring."""
         self._events: asyncio.Queue[RingEvent] = asyncio.Queue(_EVENTS)
         self._error: RingError | WeightsError | None = None
         self._first: RingEvent | None = None

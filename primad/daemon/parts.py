@@ -27,6 +27,7 @@ from primad.cluster.transfer import fetch_layers
 from primad.config import Config
 from primad.daemon.host import Content, Host, owner
 from primad.daemon.owner import apply_nice
+from primad.daemon.relief_watch import ReliefWatch
 from primad.daemon.shard import (
     Place,
     check_layers,
@@ -42,7 +43,6 @@ from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, DiskError, PrimadError, RingError, WeightsError
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
-from primad.memory import held_bytes, memory
 from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Pressed, Reopen, Report, RingCommand, Status
 from primad.ring.spawn import RingProcess
 
@@ -77,7 +77,7 @@ class _NextDeviceError(RingError):
 
 
 class Parts:
-    """All parts of this worker. ``tell`` reaches the head, ``say`` the owner."""
+    """All parts of this worker. ``tell`` reaches the head, ``say`` the owner; ``relief`` hears of a lack of memory."""
 
     def __init__(
         self,
@@ -86,11 +86,12 @@ class Parts:
         place: Place,
         context: zmq.asyncio.Context,
         identity: Identity,
+        relief: ReliefWatch,
         tell: Tell,
         say: Say,
     ) -> None:
         self._config, self._place, self._context, self._identity = config, place, context, identity
-        self._tell, self._say = tell, say
+        self._relief, self._tell, self._say = relief, tell, say
         self._parts: dict[int, _Part] = {}
         self._kept: Host | None = None
         self._expiry: asyncio.TimerHandle | None = None
@@ -181,7 +182,7 @@ class Parts:
             if host is None or host.number != number:
                 self._place.cache.let_go(owner(number))
             if host is not None:
-                self._put_away(host, keep=opened)
+                self._put_away(host, keep=opened and not host.pressed)
 
     def _blame_disk(self, error: WeightsError, fault: str) -> str:
         """What a part is to be said to have failed at whose weights could not be read: its disk, if that goes on."""
@@ -393,22 +394,15 @@ class Parts:
                     rss = psutil.Process().memory_info().rss
                     await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))
                 case Pressed(needed_bytes):
-                    await self._tell(await self._pressed(load.epoch, needed_bytes, host))
+                    host.pressed = True
+                    available = await self._relief.press(needed_bytes)
+                    await self._tell(
+                        messages.Pressed(epoch=load.epoch, needed_bytes=needed_bytes, ram_available_bytes=available)
+                    )
                 case Overdue(waited_s=waited_s):
                     raise _NextDeviceError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
                 case _:
                     raise RingError(f"the ring process of a worker said {type(event).__name__}")
-
-    async def _pressed(self, epoch: int, needed_bytes: int, host: Host) -> messages.Pressed:
-        """What to tell the head: all that is available here, and what the ring process would give back, may be used."""
-        now, held = memory(), await asyncio.to_thread(held_bytes, [host.ring.pid])
-        return messages.Pressed(
-            epoch=epoch,
-            needed_bytes=needed_bytes,
-            ram_available_bytes=self._config.limits.ram_bytes(
-                min(now.available_bytes + held, now.total_bytes), now.total_bytes
-            ),
-        )
 
 
 def _layers(load: Load) -> list[LayerRef]:

@@ -21,8 +21,8 @@ Deliver = Callable[[int, Sampled | Finished], None]
 """Takes an event of a generation, with the epoch that it comes from."""
 OnBroken = Callable[[int, str | None, str, bool], None]
 """Hears that ring ``epoch`` broke: the device to blame or None, the reason, and whether it will last."""
-OnPressed = Callable[[], None]
-"""Hears that the head itself is short of memory for its part."""
+OnPressed = Callable[[int], None]
+"""Hears how many bytes of memory the head itself is short of for its part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from primad.daemon.extra import Tried
 from primad.daemon.head_ring import HeadRing
 from primad.daemon.planner import Planner
 from primad.daemon.questions import ServeOptions, model_id
+from primad.daemon.relief_watch import ReliefWatch
 from primad.daemon.reporter import Reporter
 from primad.daemon.ring_parts import RingOptions, RingParts
 from primad.daemon.shard import Place
@@ -82,6 +83,7 @@ class Rings:
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
         self._tasks = Tasks()
+        self._relief = ReliefWatch(config.limits, self._relieved)
 
     def solve(self, epoch: int, candidates: frozenset[str], instead: int | None = None) -> None:
         """Begin to plan for the head and ``candidates``: ``Solved``, ``NoPlan`` or ``Broken`` follows.
@@ -138,7 +140,9 @@ class Rings:
 
     async def _form(self, epoch: int) -> None:
         self._describe("loading")
-        ring = HeadRing(self._parts(epoch, await asyncio.to_thread(self._profile)))
+        profile = await asyncio.to_thread(self._profile)
+        self._relief.begin(profile.ram_available_bytes)
+        ring = HeadRing(self._parts(epoch, profile))
         self._rings[epoch] = ring
         try:
             await ring.form()
@@ -200,10 +204,19 @@ class Rings:
             self._remember(self._rings[epoch].broken_by)
         self._post(members.Broken(epoch, device, reason, lasting))
 
-    def _on_pressed(self) -> None:
+    def _on_pressed(self, needed_bytes: int) -> None:
         """The head's own memory became short: its profile, read anew for every plan, says so already."""
         self._planner.forget()
         self._post(members.Pressed(self._config.name))
+        self._tasks.start(self._watch_relief(needed_bytes))
+
+    async def _watch_relief(self, needed_bytes: int) -> None:
+        await self._relief.press(needed_bytes)
+
+    async def _relieved(self, _: int) -> None:
+        """The head has room again, as its profile will say."""
+        self._planner.forget()
+        self._post(members.Relieved(self._config.name))
 
     def find_layer(self, digest: str) -> LayerSource | None:
         """The layer ``digest``: out of the model file, or out of the cache."""
@@ -220,6 +233,10 @@ class Rings:
         ring = self._rings.pop(epoch, None)
         if ring is not None:
             await ring.close()
+
+    async def watch_memory(self) -> None:
+        """Notice when the head that was short of memory has room again."""
+        await self._relief.run()
 
     async def conduct(self) -> None:
         """Hand the endpoint from ring to ring, in the order in which the core decided."""

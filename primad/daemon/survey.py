@@ -140,6 +140,9 @@ class _Visit:
     def pressed(self, device: str) -> None:
         """It has no part of ours."""
 
+    def relieved(self, device: str) -> None:
+        """It had no part of ours."""
+
     def _take(self, worker: WorkerLink) -> None:
         if worker.name in self._workers or worker.name == self._config.name:
             worker.close()  # the same device, named and seen, or a worker on this very device

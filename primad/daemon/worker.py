@@ -56,6 +56,7 @@ from primad.cluster.messages import (
     Pong,
     Refused,
     Release,
+    Relieved,
     Welcome,
     WorkerMessage,
     agreed_protocol,
@@ -65,6 +66,7 @@ from primad.config import DEFAULT_CONTROL_PORT, Config, is_loopback
 from primad.daemon.owner import OwnerPause
 from primad.daemon.pairing_desk import PairingDesk
 from primad.daemon.parts import Parts, Say
+from primad.daemon.relief_watch import ReliefWatch
 from primad.daemon.shard import Place
 from primad.daemon.worker_link import build_gap, version_gap
 from primad.errors import ClusterError, ConfigError, printable
@@ -119,8 +121,15 @@ class WorkerDaemon:
             bytes_per_s=config.transfer_limit_bytes_per_s,
             allows=trust.trusts,
         )
+        self._relief = ReliefWatch(config.limits, self._relieved)
         self._parts = Parts(
-            config=config, place=place, context=self._context, identity=identity, tell=self._tell, say=say
+            config=config,
+            place=place,
+            context=self._context,
+            identity=identity,
+            relief=self._relief,
+            tell=self._tell,
+            say=say,
         )
         self._pause = OwnerPause(config.home, pause_on_battery=config.pause_on_battery, changed=self._on_pause)
         self._desk = PairingDesk(config, identity, trust, say)
@@ -148,6 +157,7 @@ class WorkerDaemon:
                     group.create_task(self._layers.run()),
                     group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
                     group.create_task(self._pause.watch_battery()),
+                    group.create_task(self._relief.run()),
                 ]
                 try:
                     await self._stop.wait()
@@ -232,6 +242,7 @@ class WorkerDaemon:
                 self._say(build_gap(self._place.build, printable(hello.build, 200), hello.device))
         profile = await asyncio.to_thread(self._profile, self._name)
         self._dismissed.clear()
+        self._relief.begin(profile.ram_available_bytes)
         self._lease = _Lease(
             peer=peer,
             key=key,
@@ -309,6 +320,9 @@ class WorkerDaemon:
         if self._measuring is not None:
             self._measuring.cancel()
             self._measuring = None
+
+    async def _relieved(self, ram_available_bytes: int) -> None:
+        await self._tell(Relieved(ram_available_bytes))
 
     async def _tell(self, message: WorkerMessage) -> None:
         if self._lease is not None:

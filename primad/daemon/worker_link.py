@@ -41,11 +41,13 @@ from primad.cluster.messages import (
     Progress,
     Refused,
     Release,
+    Relieved,
     Welcome,
     WorkerMessage,
     WorkerStatus,
     agreed_protocol,
 )
+from primad.cluster.relief import lowered
 from primad.config import split_address
 from primad.errors import ClusterError, PrimadError
 
@@ -99,6 +101,9 @@ class Listener(Protocol):
 
     def pressed(self, device: str) -> None:
         """It is short of memory for its part; its profile says so now."""
+
+    def relieved(self, device: str) -> None:
+        """It has room again; its profile says so now."""
 
 
 async def knock(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Collection[str]) -> tuple[HeadEnd, Knocked]:
@@ -340,6 +345,11 @@ class WorkerLink:
                 if message.epoch in self._parts:
                     self._lower(message)
                     self._listener.pressed(self.name)
+            case Relieved(available):
+                if available > self.profile.ram_available_bytes:
+                    available = min(available, self.profile.ram_total_bytes)
+                    self.profile = replace(self.profile, ram_available_bytes=available)
+                    self._listener.relieved(self.name)
             case LinksMeasured(links=links):
                 if self._links is not None and not self._links.done():
                     self._links.set_result(links)
@@ -352,8 +362,12 @@ class WorkerLink:
 
     def _lower(self, pressed: Pressed) -> None:
         """From now on plans have less memory of this device: what it says, and less than they had at least."""
-        less = max(0, self.profile.ram_available_bytes - pressed.needed_bytes)
-        self.profile = replace(self.profile, ram_available_bytes=min(less, pressed.ram_available_bytes))
+        left = lowered(
+            self.profile.ram_available_bytes,
+            available_bytes=pressed.ram_available_bytes,
+            needed_bytes=pressed.needed_bytes,
+        )
+        self.profile = replace(self.profile, ram_available_bytes=left)
 
     def _report_lost(self, reason: str) -> None:
         if not self._lost:

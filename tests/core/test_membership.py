@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import inf
 
 import pytest
 
 from primad.cluster import members as m
 from primad.cluster.membership import MOST_BREAKS, MOST_STRANGERS, RETRY_S, phase_of, wake_at
 from primad.cluster.moves import BAR_S, FORGIVEN_S, LASTING_BAR_S, MOST_BAR_S
-from primad.cluster.pursuit import GREETING_S, RELIEVE_S, SETTLE_S
+from primad.cluster.pursuit import GREETING_S, REGAIN_S, RELIEVE_S, SETTLE_S
 from tests.fakes.membership import SETTINGS, Shell
 
 LOOK_S = SETTINGS.look_s
@@ -644,7 +643,7 @@ def test_a_plan_that_gains_too_little_is_not_taken_and_not_asked_for_again():
 
 
 def test_where_every_device_is_to_have_layers_a_new_one_is_taken_whatever_it_costs():
-    shell = serving("ada", gain=-inf)
+    shell = serving("ada", use_all=True)
     welcome(shell, "bo")
     assert solve(shell, value=3.0) == [m.Form(2)]
     assert form(shell) == [m.Serve(2, 1)]
@@ -809,6 +808,96 @@ def test_who_leaves_is_let_go_before_others_are_relieved():
     assert shell.state.attempt.why is m.Why.LEAVING
     solve(shell)
     assert form(shell) == [m.Serve(3, 1), m.Dismiss("bo")]
+
+
+@pytest.mark.parametrize("name", ["ada", "head"])
+def test_when_a_device_has_room_again_a_plan_that_gains_enough_is_taken(name):
+    shell = serving("ada", "bo")
+    assert shell.tell(m.Relieved(name)) == [
+        m.Say(f"{name}: there is memory again; looking for a better plan"),
+        m.Solve(2, frozenset({"ada", "bo"})),
+    ]
+    assert solve(shell, value=0.5) == [m.Form(2)]
+    assert form(shell) == [m.Serve(2, 1)]
+    assert live(shell, 1000.0, "ada", "bo") == []
+
+
+def test_a_device_that_lost_its_part_for_want_of_memory_gets_one_again():
+    shell = serving("ada", "bo")
+    shell.tell(m.Pressed("bo"))
+    solve(shell, "ada", value=2.0)
+    form(shell)
+    assert live(shell, 1000.0, "ada", "bo") == []
+    assert acts(shell.tell(m.Relieved("bo"))) == [m.Solve(3, frozenset({"ada", "bo"}))]
+    assert solve(shell, value=1.0) == [m.Form(3)]
+    assert form(shell) == [m.Serve(3, 2)]
+    assert members(shell) == {"ada", "bo"}
+
+
+@pytest.mark.parametrize("use_all", [False, True])
+def test_room_that_gains_too_little_changes_nothing(use_all):
+    shell = serving("ada", "bo", use_all=use_all)
+    shell.tell(m.Relieved("bo"))
+    assert solve(shell, value=0.95) == [m.Abandon(2)]
+    assert live(shell, 1000.0, "ada", "bo") == []
+    shell.tell(m.Relieved("bo"))
+    assert shell.attempt == 3, "it has more room now than it had then"
+
+
+def test_better_plans_are_not_looked_for_each_time_that_somebody_has_room():
+    shell = serving("ada", "bo")
+    shell.tell(m.Relieved("bo"))
+    solve(shell, value=1.0)
+    assert acts(shell.tell(m.Relieved("ada"))) == []
+    assert acts(shell.tell(m.Relieved("bo"))) == []
+    assert live(shell, REGAIN_S - 0.5, "ada", "bo") == []
+    assert solves(live(shell, 1.0, "ada", "bo")) == [{"ada", "bo"}]
+    solve(shell, value=1.0)
+    assert live(shell, 1000.0, "ada", "bo") == []
+
+
+def test_room_of_a_device_that_is_not_there_is_no_reason():
+    shell = serving("ada", "bo")
+    assert acts(shell.tell(m.Relieved("nobody"))) == []
+    shell.tell(m.Relieved("bo"))
+    solve(shell, value=1.0)
+    shell.tell(m.Relieved("ada"))
+    shell.tell(m.Lost("ada", "unplugged"))
+    solve(shell)
+    form(shell)
+    assert solves(live(shell, 1000.0, "bo")) == []
+
+
+def test_who_has_room_again_before_it_was_planned_for_is_not_short_any_more():
+    shell = serving("ada")
+    welcome(shell, "bo")
+    shell.tell(m.Pressed("ada"))
+    shell.tell(m.Relieved("ada"))
+    looks = m.Solve(3, frozenset({"ada", "bo"}))
+    assert solve(shell, value=1.0) == [m.Abandon(2), looks], "for a better plan, not for one that asks less"
+    assert solve(shell, value=1.0) == [m.Abandon(3)]
+    assert live(shell, 1000.0, "ada", "bo") == []
+
+
+def test_a_plan_for_more_room_that_breaks_by_somebodys_fault_is_tried_again():
+    shell = serving("ada", "bo")
+    shell.tell(m.Relieved("bo"))
+    solve(shell, value=0.5)
+    assert broken(shell, "bo") == [m.Abandon(2)]
+    assert shell.state.relieved == {"bo"}
+    assert solves(live(shell, REGAIN_S + 1.0, "ada", "bo")) == [{"ada", "bo"}]
+    solve(shell, value=0.5)
+    assert broken(shell) == [m.Abandon(3)]
+    assert live(shell, 1000.0, "ada", "bo") == []
+
+
+def test_a_ring_that_breaks_is_formed_with_what_everybody_has_now():
+    shell = serving("ada", "bo")
+    shell.tell(m.Relieved("bo"))
+    assert acts(shell.tell(m.Broken(1, None, "it broke"))) == [m.Close(1, "it broke")]
+    solve(shell)
+    assert form(shell) == [m.Serve(2, None)]
+    assert live(shell, 1000.0, "ada", "bo") == []
 
 
 # ---- leaving --------------------------------------------------------------------------------------------------------

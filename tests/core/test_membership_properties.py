@@ -153,6 +153,10 @@ class Cluster(RuleBasedStateMachine):
     def press(self, name):
         self.shell.tell(m.Pressed(name))
 
+    @rule(name=st.one_of(names, st.just("head")))
+    def relieve(self, name):
+        self.shell.tell(m.Relieved(name))
+
     @precondition(lambda self: self.shell.attempt is not None and self.shell.solved is None)
     @rule(unused=subsets, value=values)
     def solve(self, unused, value):
@@ -256,6 +260,7 @@ events = st.one_of(
     st.builds(m.Lost, names, reasons),
     st.builds(m.Leaving, names, reasons),
     st.builds(m.Pressed, st.one_of(names, st.just("head"))),
+    st.builds(m.Relieved, st.one_of(names, st.just("head"))),
     st.builds(m.Solved, epochs, subsets, values),
     st.builds(m.NoPlan, epochs, reasons),
     st.builds(m.Formed, epochs),

@@ -114,6 +114,7 @@ FROM_WORKER = [
     cluster.Broken(epoch=1, error="no memory", fault="load"),
     cluster.Leaving("paused"),
     cluster.Pressed(epoch=1, needed_bytes=1, ram_available_bytes=0),
+    cluster.Relieved(0),
     cluster.Pong(),
     cluster.WorkerStatus(epoch=1, status=STATUS, daemon_rss_bytes=1),
     cluster.LinksMeasured(links=[]),
@@ -507,6 +508,8 @@ def test_a_profile_with_impossible_figures_is_refused(figures):
         cluster.Pressed(epoch=1, needed_bytes=0, ram_available_bytes=1),
         cluster.Pressed(epoch=1, needed_bytes=cluster.MAX_MEMORY_BYTES + 1, ram_available_bytes=1),
         cluster.Pressed(epoch=1, needed_bytes=1, ram_available_bytes=-1),
+        cluster.Relieved(-1),
+        cluster.Relieved(cluster.MAX_MEMORY_BYTES + 1),
     ],
 )
 def test_impossible_news_of_a_worker_are_refused(message):

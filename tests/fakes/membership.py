@@ -9,7 +9,15 @@ from primad.cluster import members as m
 from primad.cluster.membership import step, usable, wake_at
 
 SETTINGS = m.Settings(
-    head="head", suspect_after_s=1.5, gone_after_s=4.0, gain=0.10, wanted=None, look_s=3.0, hold_s=60.0, solo=False
+    head="head",
+    suspect_after_s=1.5,
+    gone_after_s=4.0,
+    gain=0.10,
+    use_all=False,
+    wanted=None,
+    look_s=3.0,
+    hold_s=60.0,
+    solo=False,
 )
 USELESS = (m.Phase.GONE, m.Phase.DISCOVERED, m.Phase.PAIRED, m.Phase.PROFILED)
 """A device in one of these phases has no place in a plan."""

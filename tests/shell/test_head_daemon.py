@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import zmq.asyncio
 
-from primad.cluster import membership, pursuit
+from primad.cluster import membership, pursuit, relief
 from primad.cluster.identity import new_identity
 from primad.cluster.local_trust import LocalTrust
-from primad.cluster.messages import Dismiss, Introduce, Leaving, Pressed
+from primad.cluster.messages import Dismiss, Introduce, Leaving, Pressed, Relieved
 from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
 from primad.config import load_config, open_home
 from primad.daemon import devices as devices_module
 from primad.daemon import head as head_module
 from primad.daemon import planner as planner_module
+from primad.daemon import relief_watch
 from primad.daemon import rings as rings_module
 from primad.daemon.backend import RingBackend
 from primad.daemon.head import HeadDaemon
@@ -30,6 +32,7 @@ from primad.errors import ClusterError, RingError, WeightsError
 from primad.gguf.cache import LayerCache
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
+from primad.memory import Memory
 from primad.ring.messages import Finished, Sampled
 from tests.fakes.control import HEAD, FakeDevice, gated
 from tests.fakes.planning import device as profile_of
@@ -81,6 +84,7 @@ class Lab:
         self.context, self.home, self.header = context, home, header
         self.solver, self.rings, self.discovery = FakeSolver(), FakeRings(), FakeDiscovery()
         self.backend = RingBackend()
+        self.free_bytes = profile_of("desk").ram_available_bytes
         self.said: list[str] = []
         self.trust = TrustStore(home, HEAD, LocalTrust(home / "local"))
         self.running: asyncio.Task[None] | None = None
@@ -126,7 +130,7 @@ class Lab:
             trust=self.trust,
             header=self.header,
             model=model(),
-            profile=lambda: profile_of("desk"),
+            profile=lambda: replace(profile_of("desk"), ram_available_bytes=self.free_bytes),
             backend=self.backend,
             reporter=self,
         )
@@ -697,13 +701,59 @@ def test_a_device_short_of_memory_is_planned_for_anew_and_the_stream_goes_on(lab
     run(lab, test)
 
 
+def test_a_device_that_has_room_again_is_planned_for_anew_when_that_gains(lab):
+    async def test(here: Lab) -> None:
+        nas = here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        here.solver.layers = {"nas": 3}
+        await press(first, nas)
+        second = await here.serves("nas", after=first.epoch)
+        assert here.solver.memory["nas"] == 123
+        here.solver.layers = {"nas": 4}
+        here.solver.value = lambda _: 5.0
+        await nas.tell(Relieved(2 << 30))
+        await here.says("nas: there is memory again")
+        third = await here.serves("nas", after=second.epoch)
+        assert here.solver.memory["nas"] == 2 << 30
+        assert not third.closed
+        await here.rings.find(lambda each: each is second and each.closed)
+
+    run(lab, test)
+
+
+def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkeypatch):
+    """It looks by itself: a head that was short of memory measures until there is room again."""
+    now = iter(range(0, 10**6, 30))
+    monkeypatch.setattr(relief_watch, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(relief, "LOOK_S", 0.01)
+
+    async def test(here: Lab) -> None:
+        monkeypatch.setattr(relief_watch, "memory", lambda ours: Memory(16 << 30, here.free_bytes))
+        here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        here.solver.layers = {"nas": 3}
+        before, here.free_bytes = here.free_bytes, 1 << 30
+        first.parts.on_pressed(1 << 30)
+        second = await here.serves("nas", after=first.epoch)
+        await asyncio.sleep(0.1)
+        assert not any(line.startswith("desk: there is memory again") for line in here.said)
+        here.solver.value = lambda _: 5.0
+        here.free_bytes = before
+        await here.says("desk: there is memory again")
+        assert await here.serves("nas", after=second.epoch)
+
+    run(lab, test)
+
+
 def test_a_head_short_of_memory_plans_anew(lab):
     async def test(here: Lab) -> None:
         here.device("nas")
         here.start()
         first = await here.serves("nas")
         here.solver.layers = {"nas": 3}
-        first.parts.on_pressed()
+        first.parts.on_pressed(1)
         await here.says("desk: other programs need the memory")
         assert await here.serves("nas", after=first.epoch)
         assert first.drained

@@ -41,10 +41,10 @@ def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
             plan=ALONE,
             options=SimpleNamespace(epoch=5),
             deliver=lambda epoch, event: delivered.append((epoch, event)),
-            on_pressed=lambda: pressed.append(1),
+            on_pressed=pressed.append,
             on_broken=lambda *why: broken.append(why),
         )
         await HeadRing(parts)._attend(Says(Pressed(1 << 20), token), 1)
 
     asyncio.run(once())
-    assert (pressed, delivered, broken) == ([1], [(5, token)], [])
+    assert (pressed, delivered, broken) == ([1 << 20], [(5, token)], [])

@@ -59,6 +59,9 @@ class Nobody:
     def pressed(self, device: str) -> None:
         raise AssertionError(f"{device} is short of memory")
 
+    def relieved(self, device: str) -> None:
+        raise AssertionError(f"{device} has room again")
+
 
 @asynccontextmanager
 async def devices(*names: str) -> AsyncIterator[tuple[zmq.asyncio.Context, list[FakeDevice]]]:

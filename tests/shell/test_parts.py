@@ -18,7 +18,9 @@ from primad.cluster.messages import Broken, Linked, Load, Loaded, Pressed, Progr
 from primad.cluster.transfer_messages import Source
 from primad.config import load_config, open_home
 from primad.daemon import parts as parts_module
+from primad.daemon import relief_watch
 from primad.daemon.parts import Parts
+from primad.daemon.relief_watch import ReliefWatch
 from primad.daemon.shard import Place
 from primad.engine.protocol import WindowFiles
 from primad.errors import ClusterError, DiskError, ModelError, WeightsError
@@ -71,14 +73,19 @@ class Worker:
         self.told: list[WorkerMessage] = []
         self.said: list[str] = []
         self._news = asyncio.Condition()
+        self.relief = ReliefWatch(config.limits, self._relieved)
         self.parts = Parts(
             config=config,
             place=self.place,
             context=None,
             identity=new_identity(),
+            relief=self.relief,
             tell=self._tell,
             say=self.said.append,
         )
+
+    async def _relieved(self, _: int) -> None:
+        raise AssertionError("nobody waited for it")
 
     async def _tell(self, message: WorkerMessage) -> None:
         self.told.append(message)
@@ -554,18 +561,22 @@ def test_a_status_is_passed_on_with_the_daemons_own_memory(worker):
 
 
 def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
-    """What is available, and what the ring process holds and would give back, up to the owner's limit."""
+    """What is available, with what the ring process holds and would give back, up to the owner's limit."""
 
     async def once() -> None:
         async with worker() as lap:
             process = await lap.serve(a_load(1))
-            monkeypatch.setattr(parts_module, "memory", lambda: Memory(8 << 30, 100 << 20))
-            monkeypatch.setattr(parts_module, "held_bytes", lambda pids: {(process.pid,): 300 << 20}[tuple(pids)])
+            monkeypatch.setattr(relief_watch, "children", lambda: [process.pid])
+            monkeypatch.setattr(
+                relief_watch, "memory", lambda ours: {(process.pid,): Memory(8 << 30, 400 << 20)}[tuple(ours)]
+            )
             process.say(RingPressed(50 << 20))
             assert await lap.hears(Pressed) == Pressed(epoch=1, needed_bytes=50 << 20, ram_available_bytes=400 << 20)
             await lap.parts.report()
             assert await lap.hears(WorkerStatus), "the part goes on"
             assert lap.breaks() == []
+            await lap.parts.release(1)
+            await process.ended()  # what is kept for another ring is memory as well
 
     asyncio.run(once())
 

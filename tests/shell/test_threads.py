@@ -87,7 +87,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
             ),
             deliver=RingBackend().deliver,
             on_broken=lambda *news: broken.append(news),
-            on_pressed=lambda: None,
+            on_pressed=lambda _: None,
             reporter=RichReporter(None),
             links=LinkBook(None, HEAD, "desk"),
             tried={},

@@ -31,6 +31,7 @@ from primad.cluster.messages import (
     Progress,
     Refused,
     Release,
+    Relieved,
     WorkerStatus,
 )
 from primad.daemon import worker_link
@@ -52,6 +53,7 @@ class Heard:
         self.left: list[tuple[str, str]] = []
         self.gone: list[tuple[str, str]] = []
         self.short: list[str] = []
+        self.roomy: list[str] = []
         self.news = asyncio.Event()
 
     def heard(self, device: str) -> None:
@@ -64,6 +66,10 @@ class Heard:
 
     def leaving(self, device: str, reason: str) -> None:
         self.left.append((device, reason))
+        self.news.set()
+
+    def relieved(self, device: str) -> None:
+        self.roomy.append(device)
         self.news.set()
 
     def pressed(self, device: str) -> None:
@@ -444,6 +450,30 @@ def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(needed, ava
                 await heard.news.wait()
             assert heard.short == ["nas"]
             assert link.profile == dataclasses.replace(before, ram_available_bytes=left)
+            assert not part.broken.done()
+            link.close()
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize(
+    ("available", "left"), [(3 << 30, 3 << 30), (1 << 40, None)], ids=["what it says", "more than there is"]
+)
+def test_a_device_that_has_room_again_has_more_for_the_next_plan(available, left):
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            part, before = WorkerPart(link, a_load(3), lambda *_: None), link.profile
+            await device.tell(Pressed(epoch=3, needed_bytes=1 << 30, ram_available_bytes=2 << 30))
+            await device.tell(Relieved(1 << 30))  # no more than it has
+            await device.tell(Relieved(available))
+            while not heard.roomy:
+                heard.news.clear()
+                await heard.news.wait()
+            assert (heard.short, heard.roomy) == (["nas"], ["nas"])
+            total = before.ram_total_bytes
+            assert link.profile == dataclasses.replace(before, ram_available_bytes=left or total)
             assert not part.broken.done()
             link.close()
 

@@ -1,0 +1,57 @@
+"""Looks at this device's memory after it was short of it, until plans may have more again; ``cluster/relief.py`` decides."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from primad.cluster import relief
+from primad.limits import OwnerLimits
+from primad.memory import children, memory
+
+Relieved = Callable[[int], Awaitable[None]]
+"""Hears how many bytes plans may use from now on."""
+
+
+class ReliefWatch:
+    """``relieved`` hears of room that is there again. ``run`` it beside everything else."""
+
+    def __init__(self, limits: OwnerLimits, relieved: Relieved) -> None:
+        self._limits, self._relieved = limits, relieved
+        self._state: relief.Relief | None = None
+        self._pressed = asyncio.Event()
+
+    def begin(self, told_bytes: int) -> None:
+        """Plans have so much of this device, measured just now."""
+        self._state = relief.begin(told_bytes, self._state)
+        if not self._state.watches:
+            self._pressed.clear()
+
+    async def press(self, needed_bytes: int) -> int:
+        """The device lacks so much; what plans may use nonetheless, of what primad's own processes would give back too."""
+        room, _ = await self._measure()
+        if self._state is not None:
+            self._state = relief.press(self._state, room, needed_bytes=needed_bytes, now=time.monotonic())
+            self._pressed.set()
+        return room.allowed_bytes
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await self._pressed.wait()
+            await asyncio.sleep(relief.LOOK_S)
+            room, total_bytes = await self._measure()
+            if self._state is None or not self._state.watches:  # somebody began anew meanwhile
+                continue
+            self._state, told_bytes = relief.look(self._state, room, total_bytes=total_bytes, now=time.monotonic())
+            if not self._state.watches:
+                self._pressed.clear()
+            if told_bytes is not None:
+                await self._relieved(told_bytes)
+
+    async def _measure(self) -> tuple[relief.Room, int]:
+        """What there is room for on this device, and all of its memory."""
+        now = await asyncio.to_thread(lambda: memory(ours=children()))
+        allowed_bytes = self._limits.ram_bytes(now.available_bytes, now.total_bytes)
+        return relief.Room(now.available_bytes, allowed_bytes), now.total_bytes
