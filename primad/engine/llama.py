@@ -34,6 +34,8 @@ from numpy.typing import NDArray
 from primad.engine.prefetch import WindowStream
 from primad.engine.protocol import EngineOptions, Hidden, KvType, LogitsWindow, Rows, Sampling, WindowFiles, draw_seed
 from primad.engine.residency import Residency
+from primad.engine.scratch import LARGE_ROWS, Scratch
+from primad.engine.scratch import bind as bind_scratch
 from primad.errors import EngineError, WeightsError
 from primad.gguf.header import TensorInfo
 
@@ -82,6 +84,7 @@ def _ggml() -> ctypes.CDLL:
     library.ggml_nrows.argtypes = [ctypes.c_void_p]
     library.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
     library.ggml_get_type_traits.argtypes = [ctypes.c_int]
+    bind_scratch(library)
     return library
 
 
@@ -137,15 +140,21 @@ class _Tap(dict[int, bool]):
         self._routers: dict[bytes, tuple[int, int]] = {}
         self._residency: Residency | None = None
         self._rows = 0
+        self._scratch = Scratch(_ggml_base)
         self.stream: WindowStream | None = None
         self.error: EngineError | None = None
 
     def begin(self, rows: int) -> None:
         """``rows`` rows are about to be computed. Raises ``EngineError`` when the first unit cannot be read."""
+        before, self._rows = self._rows, rows
+        if self._scratch.begin(rows):
+            self.clear()
         if self.stream is None:
             return
-        if self._residency is not self.stream.residency or self._rows != rows:
-            self._residency, self._rows = self.stream.residency, rows
+        if rows > LARGE_ROWS:
+            self.stream.brace()
+        if self._residency is not self.stream.residency or before != rows:
+            self._residency = self.stream.residency
             self._borders = {f"l_out-{layer}".encode(): unit for layer, unit in self.stream.borders().items()}
             self._routers = {f"ffn_moe_topk-{layer}".encode(): each for layer, each in self.stream.routers.items()}
             self.clear()
@@ -162,12 +171,23 @@ class _Tap(dict[int, bool]):
         if self.stream is not None and not self.stream.depart():
             self.clear()  # a router stood at an address that was another node's
 
+    @property
+    def is_scratch_full(self) -> bool:
+        """Whether scratch memory is to be given back when the next step is not large, or belongs to another window."""
+        return self._scratch.is_full and (self._rows <= LARGE_ROWS or (self.stream is not None and self.stream.shares))
+
+    def give_back(self) -> None:
+        """Nothing of the last step is needed any more: let the system have its scratch memory."""
+        if self._scratch.give_back() and self.stream is not None:
+            self.stream.spare(self._scratch.size)
+
     def take(self) -> Hidden | None:
         """What the last computation left, once; None when the graph never came by the wanted tensor."""
         hidden, self._hidden = self._hidden, None
         return hidden
 
     def __missing__(self, node: int) -> bool:
+        self._scratch.note(node)
         name = _ggml_base.ggml_get_name(node)
         border, router = self._borders.get(name), self._routers.get(name)
         if name != self._wanted and border is None and router is None:
@@ -349,6 +369,9 @@ class _Model:
         if code != 0:
             raise EngineError(f"llama.cpp failed to compute a step (code {code}): {_why('it does not say why')}")
         self._tap.end()
+        if self._tap.is_scratch_full:
+            llama.llama_synchronize(self._context)
+            self._tap.give_back()
 
 
 class _HiddenWindow(_Model):

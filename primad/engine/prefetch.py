@@ -185,6 +185,12 @@ class Streamer:
             self._files[first, last] = chosen
         return self._files[first, last]
 
+    def brace(self) -> None:
+        """A step is about to begin that needs all its scratch memory: what was taken of it is given back."""
+
+    def spare(self, scratch_bytes: int) -> None:
+        """``scratch_bytes`` of scratch memory were given back; they are not needed until ``brace``."""
+
     # ---- any thread ----------------------------------------------------------------------------------------------------
 
     def change(self, residency: Residency) -> None:
@@ -363,7 +369,7 @@ class WindowStream:
 
     The first ``cpu_layers`` of its ``layers`` are units, in order; ``output``: so is the output matrix behind them.
     ``routers`` are those of them that stream by expert, counted from the window's first, with their place among all such
-    layers and their number of experts.
+    layers and their number of experts. ``shares``: the process has other windows, which need scratch memory as well.
     """
 
     def __init__(
@@ -375,8 +381,10 @@ class WindowStream:
         cpu_layers: int,
         output: bool,
         routers: Mapping[int, tuple[int, int]],
+        shares: bool,
     ) -> None:
         self.routers = dict(routers)
+        self.shares = shares
         self._streamer = streamer
         self._first = first
         self._layers, self._cpu_layers, self._output = layers, cpu_layers, output
@@ -402,6 +410,14 @@ class WindowStream:
         if self._output and (output in streamed or output - 1 in streamed):
             found[self._layers - 1] = output
         return found
+
+    def brace(self) -> None:
+        """As ``Streamer.brace``."""
+        self._streamer.brace()
+
+    def spare(self, scratch_bytes: int) -> None:
+        """As ``Streamer.spare``."""
+        self._streamer.spare(scratch_bytes)
 
     def arrive(self) -> None:
         """As ``Streamer.arrive``, and ``ExpertLoader.arrive``."""

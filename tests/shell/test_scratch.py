@@ -1,0 +1,88 @@
+"""Scratch memory goes back to the system after large steps, and nothing reads again what stood there."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import numpy as np
+import pytest
+
+from primad.engine import scratch
+from primad.engine.pages import _present
+from primad.gguf.architectures import SUPPORTED
+from primad.gguf.header import read_header
+from tests.shell.test_cut_exact import PROMPT, Route, synth, whole_logits
+from tests.shell.test_streams_exact import model, streaming
+
+pytestmark = pytest.mark.slow
+
+REAL = scratch.discard
+
+
+class Discards:
+    """What is given back, and what then stands there: a pattern of which every float is not a number."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[int, int]] = []
+
+    def __call__(self, start: int, size: int) -> None:
+        self.ranges.append((start, size))
+        ctypes.memset(start, 0xFF, size)
+
+
+@pytest.mark.parametrize("architecture", [*sorted(set(SUPPORTED) - {"smollm3"}), "llama-moe"])
+def test_logits_are_the_same_whatever_stands_in_scratch_memory_between_steps(architecture, tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=architecture)
+    header = read_header(path)
+    monkeypatch.setattr(scratch, "discard", lambda *_: None)
+    chunks, expected = whole_logits(header)
+    discards = Discards()
+    monkeypatch.setattr(scratch, "discard", discards)
+    assert all(np.array_equal(*pair) for pair in zip(expected, whole_logits(header)[1], strict=True))
+    assert len(discards.ranges) == 1, "after the prompt, with the first step that is not large"
+    route, position = Route(header, [0, 3, 6], tmp_path), 0
+    for tokens, logits in zip(chunks, expected, strict=True):
+        assert np.array_equal(route.logits(tokens, position), logits), f"position {position}"
+        position += len(tokens)
+    route.release()
+    assert len(discards.ranges) == 3, "each of two windows"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system is not asked which pages are in memory")
+def test_the_pages_leave_memory(tmp_path, monkeypatch):
+    kept: list[tuple[int, int]] = []
+
+    def discard(start: int, size: int) -> None:
+        first, last = -(-start // 4096) * 4096, (start + size) // 4096 * 4096
+        assert _present(first, last - first).any()
+        REAL(start, size)
+        kept.append((int(_present(first, last - first).sum()), last - first))
+
+    monkeypatch.setattr(scratch, "discard", discard)
+    with streaming(model(tmp_path, "llama"), [0, 3, 6], tmp_path, streamed=()) as made:
+        made.logits(PROMPT[:64], 0)
+    assert [left for left, _ in kept] == [0, 0], "each of two windows gives back at once"
+    assert min(size for _, size in kept) > 512 << 10
+
+
+def test_steps_of_few_rows_give_nothing_back(tmp_path, monkeypatch):
+    discards = Discards()
+    monkeypatch.setattr(scratch, "discard", discards)
+    with streaming(model(tmp_path, "llama"), [0, 3, 6], tmp_path, streamed=()) as made:
+        made.logits(PROMPT[: scratch.LARGE_ROWS], 0)
+        made.logits([5], scratch.LARGE_ROWS)
+    assert discards.ranges == []
+
+
+def test_one_window_gives_back_when_its_prompt_is_read(tmp_path, monkeypatch):
+    discards = Discards()
+    monkeypatch.setattr(scratch, "discard", discards)
+    with streaming(model(tmp_path, "llama"), [0, 6], tmp_path, streamed=()) as made:
+        made.logits(PROMPT[:64], 0)
+        assert discards.ranges == [], "the next chunk would need it again"
+        made.logits([5], 64)
+        assert len(discards.ranges) == 1
+        made.logits([6], 65)
+        assert len(discards.ranges) == 1
