@@ -233,7 +233,7 @@ def serve(
     if config.pause_on_battery:
         _err.print("pause_on_battery: means nothing to the head, without which nothing is served", markup=False)
     from primad.daemon.questions import ServeOptions
-    from primad.daemon.run import serve as run_serve
+    from primad.daemon.serving import serve as run_serve
     from primad.planning.question import check_objective, parse_kv_type
 
     options = ServeOptions(

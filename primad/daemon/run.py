@@ -1,44 +1,34 @@
-"""Start and stop a daemon: compose it, run it in one task group, end it within two seconds of Ctrl-C."""
+"""Start and stop a daemon, end it within two seconds of Ctrl-C; a worker is composed here, a head in ``serving``.
+
+A worker serves no HTTP, and so does not load what that takes: half of its start, and 30 MB of memory.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
-import socket
 import statistics
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import filelock
-import uvicorn
 
-from halda import DeviceProfile, ModelProfile
-from primad.api.app import create_app
-from primad.api.patience import PatientProtocol
+from halda import DeviceProfile
 from primad.cluster.identity import load_identity
 from primad.cluster.sockets import raise_descriptor_limit
 from primad.cluster.trust import TrustStore
 from primad.config import Config, open_home
-from primad.daemon.backend import RingBackend
-from primad.daemon.head import HeadDaemon
 from primad.daemon.pairing_desk import pair
-from primad.daemon.questions import ServeOptions, bind_http, plan_by_hand, workload_of
 from primad.daemon.reporter import Reporter
 from primad.daemon.shard import Place
 from primad.daemon.worker import WorkerDaemon
 from primad.engine.build import build_id
 from primad.errors import ConfigError, PrimadError, Stopped
-from primad.gguf.architectures import cuttable
 from primad.gguf.cache import LayerCache
-from primad.gguf.header import Header
-from primad.gguf.model import open_model
-from primad.gguf.profile import model_profile
 from primad.profiler.measure import STEPS, is_profiled, profile_device
 
-HTTP_GRACE_S: Final = 1
 DISTURBED_SPREAD: Final = 0.4
 """Runs of one trial that differ by so much of their median were not alone on the machine."""
 
@@ -94,7 +84,7 @@ def _primad_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 @contextlib.contextmanager
-def _own_home(config: Config) -> Iterator[None]:
+def own_home(config: Config) -> Iterator[None]:
     """The home folder belongs to one daemon at a time."""
     open_home(config)
     lock = filelock.FileLock(config.home / "daemon.lock")
@@ -107,9 +97,10 @@ def _own_home(config: Config) -> Iterator[None]:
         ) from exc
 
 
-def _place(config: Config) -> Place:
+def home_place(config: Config) -> Place:
+    """Where the windows of this device's layers lie, without what a daemon that was killed left there."""
     for path in config.run.glob("window-*.gguf"):
-        path.unlink(missing_ok=True)  # left by a daemon that was killed
+        path.unlink(missing_ok=True)
     for path in config.run.glob("ring-*.log"):
         path.unlink(missing_ok=True)
     return Place(
@@ -124,12 +115,13 @@ def profile(config: Config, reporter: Reporter, *, again: bool = False) -> Devic
     """The profile of this device, measured with a progress bar unless that was done before (``again``: done anew)."""
     open_home(config)
     if not again and is_profiled(config.home, config.threads):
-        return _profile(config, reporter)
-    with _own_home(config):
-        return _profile(config, reporter, again=again)
+        return profile_held(config, reporter)
+    with own_home(config):
+        return profile_held(config, reporter, again=again)
 
 
-def _profile(config: Config, reporter: Reporter, *, again: bool = False) -> DeviceProfile:
+def profile_held(config: Config, reporter: Reporter, *, again: bool = False) -> DeviceProfile:
+    """As ``profile``, for who holds the home folder."""
     done = 0
 
     def advance(_: str) -> None:
@@ -153,7 +145,7 @@ def _profile(config: Config, reporter: Reporter, *, again: bool = False) -> Devi
 
 def join(config: Config, reporter: Reporter, *, code: str | None, pair_at: str | None) -> None:
     """Run a worker until it is stopped; first bring ``code`` to the device that shows it, at ``pair_at`` if given."""
-    with _own_home(config):
+    with own_home(config):
         raise_descriptor_limit()
         identity = load_identity(config.home)
         trust = TrustStore(config.home, identity)
@@ -164,8 +156,8 @@ def join(config: Config, reporter: Reporter, *, code: str | None, pair_at: str |
                 await pair(config, identity, trust, bring, pair_at, reporter.say)
 
             run(bring_code())
-        place = _place(config)
-        _profile(config, reporter)
+        place = home_place(config)
+        profile_held(config, reporter)
         workers: list[WorkerDaemon] = []
 
         async def main() -> None:
@@ -174,7 +166,7 @@ def join(config: Config, reporter: Reporter, *, code: str | None, pair_at: str |
                 place=place,
                 identity=identity,
                 trust=trust,
-                profile=lambda name: _profile_now(config, name),
+                profile=lambda name: profile_now(config, name),
                 say=reporter.say,
             )
             workers.append(worker)
@@ -183,82 +175,6 @@ def join(config: Config, reporter: Reporter, *, code: str | None, pair_at: str |
         run(main(), lambda: bool(workers) and workers[0].leave())
 
 
-def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
-    """Judge all that can be judged before the network is touched. Raises ``ConfigError``, ``PlanError``, ``ModelError``."""
-    workload_of(options, model)
-    windows = options.windows
-    if windows is not None:
-        plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)
-    if (windows is not None and len(windows) > 1) or options.wait or config.devices:
-        cuttable(header)
-
-
-def serve(config: Config, path: Path, options: ServeOptions, http_host: str, reporter: Reporter) -> None:
-    """Run the head until it is stopped. Everything that can be judged without the network is judged first."""
-    header = open_model(path)
-    model = model_profile(header)
-    check_options(options, config, header, model)
-    with _own_home(config), contextlib.closing(bind_http(http_host, options.http_port)) as listener:
-        raise_descriptor_limit()
-        identity = load_identity(config.home)
-        trust = TrustStore(config.home, identity)
-        place = _place(config)
-        _profile(config, reporter)
-
-        async def main() -> None:
-            backend = RingBackend()
-            head = HeadDaemon(
-                config=config,
-                options=options,
-                place=place,
-                identity=identity,
-                trust=trust,
-                header=header,
-                model=model,
-                profile=lambda: _profile_now(config, config.name),
-                backend=backend,
-                reporter=reporter,
-            )
-            async with asyncio.TaskGroup() as group:
-                http = _http_server(backend, http_host)
-                serving = group.create_task(http.serve(sockets=[listener]))
-                heading = asyncio.create_task(head.run())
-                try:
-                    await asyncio.wait([heading])
-                finally:
-                    # Open answers end with an error now, and the server need not wait for them.
-                    backend.fail("primad is stopping")
-                    http.should_exit = True
-                    heading.cancel()
-                    await asyncio.wait([serving], timeout=HTTP_GRACE_S)
-                    await asyncio.wait([heading])
-                heading.result()
-
-        run(main())
-
-
-def _profile_now(config: Config, name: str) -> DeviceProfile:
+def profile_now(config: Config, name: str) -> DeviceProfile:
     """The profile of this device as of now; everything that takes time was measured before."""
     return profile_device(name, config.home, config.threads, lambda _: None, limits=config.limits)
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: the daemon decides when it ends."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _http_server(backend: RingBackend, host: str) -> uvicorn.Server:
-    app = create_app(backend, hosts=(host, socket.gethostname()))
-    config = uvicorn.Config(
-        app,
-        lifespan="off",
-        http=PatientProtocol,
-        ws="none",
-        log_level="error",  # its warnings are one a request that is none, as many as somebody likes to send
-        access_log=False,
-        timeout_graceful_shutdown=HTTP_GRACE_S,
-    )
-    return _HttpServer(config)

@@ -69,8 +69,8 @@ def joined(monkeypatch) -> list[tuple]:
 def served(monkeypatch) -> list[tuple]:
     """What ``primad serve`` hands to the daemon: (config, HTTP host)."""
     calls: list[tuple] = []
-    run = SimpleNamespace(serve=lambda config, model, options, host, reporter: calls.append((config, host)))
-    monkeypatch.setitem(sys.modules, "primad.daemon.run", run)
+    serving = SimpleNamespace(serve=lambda config, model, options, host, reporter: calls.append((config, host)))
+    monkeypatch.setitem(sys.modules, "primad.daemon.serving", serving)
     monkeypatch.setitem(sys.modules, "primad.daemon.head", SimpleNamespace(ServeOptions=SimpleNamespace))
     return calls
 
