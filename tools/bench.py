@@ -1,8 +1,8 @@
 """Speed and memory, measured side by side in one run: alternating runs, medians, ratios.
 
     tools/bench ring [--json FILE] [--quick] [--model FILE.gguf ...]
-    tools/bench memory [--json FILE] [--quick] [--model FILE.gguf ...] [--limits SHARE ...]
-                       [--rounds | --ring | --pressure]
+    tools/bench memory [--json FILE] [--quick] [--model FILE.gguf ... | --preset NAME ...] [--limits SHARE ...]
+                       [--rounds | --ring | --pressure | --endure]
     tools/bench predict [--json FILE] [--rounds N]
     tools/bench solve [--json FILE] [--sizes N ...]
     tools/bench paper [--json FILE] [--fleets N]
@@ -23,11 +23,10 @@ import math
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,8 @@ from tools.lab import LabError  # noqa: E402
 from tools.local_ring import LocalRing  # noqa: E402
 from tools.plain_child import PlainChild  # noqa: E402
 from tools.plain_llama import PROMPT  # noqa: E402
+from tools.synthetic import borrowed, model_path  # noqa: E402
+from tools.synthetic import write as synthesise  # noqa: E402
 
 SMALL = ROOT / ".models" / "smollm2-135m-q4_1.gguf"
 MIDDLE = ROOT / ".models" / "gemma3-270m-q4_k_m.gguf"
@@ -220,18 +221,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def synthesise(path: Path, preset: str) -> Path:
-    """Write a synthetic model if it is not there yet."""
-    if path.exists():
-        return path
-    out.print(f"writing {path.name}")
-    partial = path.with_suffix(".part")
-    command = [sys.executable, str(ROOT / "tools" / "synth.py"), "--preset", preset, "--out", str(partial)]
-    subprocess.run(command, check=True)
-    partial.replace(path)
-    return path
-
-
 def warn_if_busy(facts: dict[str, Any]) -> None:
     """Say that figures of a busy machine mean little."""
     if facts["busy_share_before"] > BUSY_SHARE:
@@ -267,26 +256,40 @@ def solve(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def memory_models(options: argparse.Namespace) -> Iterator[list[Path]]:
+    """The models of ``tools/bench memory``; those of ``--preset`` only for as long as they are needed."""
+    with ExitStack() as stack:
+        if options.model:
+            yield options.model
+        elif options.preset:
+            paths = {preset: model_path(preset, folder=options.folder) for preset in options.preset}
+            yield [stack.enter_context(borrowed(path, name, keep=options.keep)) for name, path in paths.items()]
+        elif options.pressure:
+            yield []  # made to measure
+        elif options.rounds:
+            yield [synthesise(DEEP, "deep-q4k")]
+        elif options.ring or options.quick or options.endure:
+            yield [synthesise(LARGER, "3b-q4k")]
+        else:
+            yield [synthesise(LARGER, "3b-q4k"), synthesise(LARGEST, "8b-q4k")]
+
+
 def memory(options: argparse.Namespace) -> int:
-    if options.model:
-        models = options.model
-    elif options.pressure:
-        models = []  # made to measure
-    elif options.rounds:
-        models = [synthesise(DEEP, "deep-q4k")]
-    elif options.ring or options.quick:
-        models = [synthesise(LARGER, "3b-q4k")]
-    else:
-        models = [synthesise(LARGER, "3b-q4k"), synthesise(LARGEST, "8b-q4k")]
     facts = machine()
     warn_if_busy(facts)
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        write_json(options.json, "memory", facts, rows)
+
     try:
-        rows = bench_memory.bench(options, models)
+        with memory_models(options) as models:
+            rows = bench_memory.bench(options, models, keep)
     except LabError as exc:
         out.print(f"tools/bench memory: error: {exc}")
         return 1
-    write_json(options.json, "memory", facts, rows)
-    return 0
+    keep(rows)
+    return int(any(row.get("broken") for row in rows))
 
 
 def ring(options: argparse.Namespace) -> int:

@@ -1,13 +1,16 @@
 """Models larger than memory: plain llama.cpp beside primad under the same limit, rounds, and a ring beside one device.
 
-    tools/bench memory [--model FILE.gguf ...] [--limits SHARE ...] [--quick] [--json FILE]
+    tools/bench memory [--model FILE.gguf ... | --preset NAME ... [--folder DIR] [--keep]] [--limits SHARE ...]
+                       [--quick] [--json FILE]
     tools/bench memory --rounds [--devices N] [--disk MB] [--cpus SHARE] [--streamed SHARE]
     tools/bench memory --ring [--devices N] [--disk MB] [--cpus SHARE]
     tools/bench memory --pressure [--devices N] [--memory GB] [--keep]: see ``bench_pressure.py``
+    tools/bench memory --endure [prompt | neighbour] [--limits SHARE ...]: see ``bench_endure.py``
 
 Every run is a process (or one a device) in a cgroup with that much memory, the page cache included. Plain llama.cpp maps
 the model and leaves the rest to the kernel. primad is planned as ever: this machine's profile with what is free in the
 cgroup, the solver's plan, a ring process that streams what the plan says. Both draw the same tokens, which is checked.
+A model of ``--preset`` is written to ``--folder`` where the disk has room for it, and removed at the end.
 
 ``--rounds`` and ``--ring`` make several devices of this machine: each has a cgroup with memory, CPU time and a disk speed
 of its own, and the network is loopback. Since one device computes at a time, each may have all the cores; but all disks
@@ -22,16 +25,17 @@ import asyncio
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
 from halda import (
+    KV_TYPES,
     DeviceProfile,
     Infeasible,
     Instance,
@@ -47,7 +51,7 @@ from primad.daemon.questions import default_workload
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.profiler.measure import profile_device
-from tools import bench_pressure
+from tools import bench_endure, bench_pressure, synthetic
 from tools.lab.memory import LimitedGroup
 from tools.loopback import loopback_links
 from tools.memory_runs import (
@@ -62,6 +66,7 @@ from tools.memory_runs import (
     run_ring,
     slot_bytes,
 )
+from tools.synth import PRESETS
 
 LIMITS: Final = (0.9, 0.75, 0.5, 0.3)
 CONTEXT: Final = 512
@@ -72,6 +77,9 @@ SOLVE_S: Final = 60.0
 """More than a daemon spends on a plan: what is shown is what the best plan does."""
 QUIET: Final = 0.1
 """Share of the processors that others may use without a word about it."""
+
+Keep = Callable[[list[dict[str, Any]]], None]
+"""Keeps the rows that there are so far."""
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
@@ -119,7 +127,14 @@ class Row:
 
 
 def bench_limits(
-    models: Sequence[Path], shares: Sequence[float], *, runs: int, tokens: int, seconds: float, threads: int
+    models: Sequence[Path],
+    shares: Sequence[float],
+    *,
+    runs: int,
+    tokens: int,
+    seconds: float,
+    threads: int,
+    keep: Keep,
 ) -> list[Row]:
     """Plain llama.cpp and primad in turn under each limit; prints a table."""
     profile = measured_profile(threads)
@@ -129,6 +144,7 @@ def bench_limits(
             row = _limit(path, share, profile, runs=runs, tokens=tokens, seconds=seconds, threads=threads)
             if row is not None:
                 rows.append(row)
+                keep([asdict(each) for each in rows])
                 show([row])
     show(rows)
     return rows
@@ -516,9 +532,23 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], thre
         "--model",
         type=Path,
         action="append",
-        help="GGUF file (default: synthetic 3B and 8B; the 3B for --ring, a deep one for --rounds)",
+        help="GGUF file (default: synthetic 3B and 8B; the 3B for --ring and --endure, a deep one for --rounds)",
     )
-    one.add_argument("--limits", type=float, nargs="+", default=list(LIMITS), help="memory as a share of the model")
+    one.add_argument(
+        "--preset",
+        action="append",
+        choices=[name for name in PRESETS if name.endswith("q4k")],
+        help="instead of --model: a synthetic model, written where it is not there and removed at the end",
+    )
+    one.add_argument(
+        "--folder", type=Path, default=synthetic.MODELS, help="where models of --preset lie (default: .models)"
+    )
+    one.add_argument(
+        "--limits",
+        type=float,
+        nargs="+",
+        help="memory as a share of the model (default: 0.9 0.75 0.5 0.3; 0.75 0.5 0.3 for --endure)",
+    )
     one.add_argument("--rounds", action="store_true", help="instead: rings of 1, 2 and 4 rounds that stream")
     one.add_argument(
         "--ring", action="store_true", help="instead: a ring that holds the model, beside one of its devices"
@@ -526,12 +556,27 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], thre
     one.add_argument(
         "--pressure", action="store_true", help="instead: what a ring whose model is 1.3 x its memory takes from others"
     )
+    one.add_argument(
+        "--endure",
+        choices=list(bench_endure.KINDS),
+        nargs="?",
+        const="both",
+        help="instead: what must hold in a long prompt and beside a program that takes and frees memory, or one of the two",
+    )
+    one.add_argument("--prompt", type=int, default=8192, help="tokens of the long prompt of --endure (default: 8192)")
+    one.add_argument("--neighbour", type=float, default=500, help="MB that the other program takes (default: 500)")
+    one.add_argument(
+        "--kv-type", choices=KV_TYPES, help="of --endure (default: the first of f16, q8_0, q4_0 that fits)"
+    )
+    one.add_argument(
+        "--answers", type=Path, help="keep what the whole model answers in --endure in this file, for the next time"
+    )
     one.add_argument("--memory", type=float, default=4.0, help="GB of a device in --pressure (default: 4)")
     one.add_argument("--context", type=int, help="tokens of context in --pressure (default: what is computed)")
     one.add_argument(
         "--rows", type=int, help="rows of a step in --pressure (default: as many as memory allows, to 512)"
     )
-    one.add_argument("--keep", action="store_true", help="keep the model that --pressure wrote")
+    one.add_argument("--keep", action="store_true", help="keep the model that --pressure or --preset wrote")
     one.add_argument("--devices", type=int, default=4, help="devices of these rings (default: 4)")
     one.add_argument(
         "--disk", type=float, help="MB/s of a device's disk (default: 250 for --rounds, no limit for --ring)"
@@ -539,17 +584,17 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], thre
     one.add_argument("--cpus", type=float, help="CPU time of a device (default: 0.5 for --rounds, no limit for --ring)")
     one.add_argument("--streamed", type=float, default=0.5, help="share of the layers to stream in --rounds")
     one.add_argument("--runs", type=int, default=3, help="runs of each (default: 3)")
-    one.add_argument("--tokens", type=int, help="tokens of a run (default: 24; 10 for --pressure)")
+    one.add_argument("--tokens", type=int, help="tokens of a run (default: 24; 10 for --pressure, 200 for --endure)")
     one.add_argument("--seconds", type=float, default=20.0, help="time after which plain llama.cpp is stopped")
-    one.add_argument("--quick", action="store_true", help="the 3B, one run, 10 tokens")
+    one.add_argument("--quick", action="store_true", help="the 3B, one run, 10 tokens; prompts of 256 for --endure")
     one.add_argument("--threads", type=int, help="threads a process (default: one a core; 1 for --rounds)")
     one.add_argument("--json", help="also write the figures to this file")
     one.set_defaults(cores=threads)
     return one
 
 
-def bench(options: argparse.Namespace, models: Sequence[Path]) -> list[dict[str, object]]:
-    """What the command line asks for; plain data for ``--json``."""
+def bench(options: argparse.Namespace, models: Sequence[Path], keep: Keep) -> list[dict[str, Any]]:
+    """What the command line asks for; plain data for ``--json``, which ``keep`` is given as it comes."""
     runs, tokens, seconds = (1, 10, 8.0) if options.quick else (options.runs, options.tokens or 24, options.seconds)
     threads = options.threads or options.cores
     if options.pressure:
@@ -563,6 +608,20 @@ def bench(options: argparse.Namespace, models: Sequence[Path]) -> list[dict[str,
             threads=threads,
             keep=options.keep,
             profile=lambda: measured_profile(threads),
+        )
+    if options.endure:
+        return bench_endure.bench(
+            models,
+            options.limits or bench_endure.LIMITS,
+            bench_endure.KINDS[options.endure],
+            prompt_tokens=256 if options.quick else options.prompt,
+            tokens=options.tokens or (10 if options.quick else bench_endure.TOKENS),
+            neighbour_bytes=int(options.neighbour * 1e6),
+            kv_types=(options.kv_type,) if options.kv_type else KV_TYPES,
+            threads=threads,
+            profile=measured_profile(threads),
+            answers=options.answers,
+            keep=keep,
         )
     disk = None if options.disk is None else int(options.disk * 1e6)
     rows: list[Row] | list[RingRow]
@@ -589,5 +648,6 @@ def bench(options: argparse.Namespace, models: Sequence[Path]) -> list[dict[str,
             threads=threads,
         )
     else:
-        rows = bench_limits(models, options.limits, runs=runs, tokens=tokens, seconds=seconds, threads=threads)
+        limits = options.limits or LIMITS
+        rows = bench_limits(models, limits, runs=runs, tokens=tokens, seconds=seconds, threads=threads, keep=keep)
     return [asdict(row) for row in rows]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -43,15 +42,15 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.memory import held_bytes, pressure_share
 from primad.ring.messages import Sampled
+from tools import synthetic
 from tools.lab import LabError
 from tools.lab.memory import Counters, LimitedGroup
 from tools.local_ring import LocalRing
 from tools.loopback import loopback_links
 from tools.memory_runs import ROWS, busy_share, device_in, prefetch_rate
 from tools.plain_llama import PROMPT
-from tools.synth import layers_for, weight_bytes
+from tools.synth import layers_for
 
-ROOT: Final = Path(__file__).parent.parent
 LARGER: Final = 1.3
 """The model by the memory of all devices together."""
 MOST_SHARE: Final = 0.05
@@ -64,8 +63,6 @@ PROMPT_TIMEOUT_S: Final = 1800.0
 SAMPLE_S: Final = 1.0
 DAEMON_READY_S: Final = 180.0
 SETTLE_S: Final = 2.0
-ROOM_BYTES: Final = 1 << 30
-"""What stays free on the disk."""
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
@@ -144,7 +141,7 @@ def bench(
     with _model(model, int(LARGER * fleet_bytes), keep) as path:
         size = path.stat().st_size
         out.print(f"{path.name}: {size / 1e9:.2f} GB, {size / fleet_bytes:.2f} x the memory of {devices} devices")
-        _check_room(path.parent, size, f"layer files of {path.name}")
+        synthetic.check_room(path.parent, size, f"layer files of {path.name}")
         fleet = _Fleet(path, devices, memory_bytes, profile())
         solution, workload = fleet.solved(context, rows)
         _say(solution, workload)
@@ -164,33 +161,10 @@ def _model(given: Path | None, wanted_bytes: int, keep: bool) -> Iterator[Path]:
         yield given.resolve()
         return
     layers = layers_for(wanted_bytes, PRESET)
-    path = (ROOT / ".models").resolve() / f"synthetic-8b-q4_k-{layers}-layers.gguf"
-    if path.exists():
+    with synthetic.borrowed(
+        synthetic.model_path(PRESET, layers=layers), PRESET, layers=layers, cut=True, keep=keep
+    ) as path:
         yield path
-        return
-    path.parent.mkdir(exist_ok=True)
-    size = weight_bytes(PRESET, layers)
-    _check_room(path.parent, 2 * size, f"a model of {size / 1e9:.1f} GB and its layer files")
-    out.print(f"writing {path.name}: {size / 1e9:.1f} GB, {layers} layers")
-    partial = path.with_suffix(".part")
-    command = [sys.executable, str(ROOT / "tools" / "synth.py"), "--preset", PRESET, "--layers", str(layers)]
-    try:
-        subprocess.run([*command, "--out", str(partial)], check=True)
-        partial.replace(path)
-        yield path
-    finally:
-        partial.unlink(missing_ok=True)
-        if not keep:
-            path.unlink(missing_ok=True)
-
-
-def _check_room(folder: Path, needed_bytes: int, what: str) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes + ROOM_BYTES:
-        raise LabError(
-            f"{folder}: {free / 1e9:.1f} GB are free, but {what} need {needed_bytes / 1e9:.1f} GB and "
-            f"{ROOM_BYTES / 1e9:.0f} GB stay free; make room or choose a smaller --memory"
-        )
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from halda import Plan, arrange
 from primad.daemon.extra import Tried, choose_extra_buffers
 from primad.daemon.shard import Place, open_windows, place_windows, streamed_of, whole_model
 from primad.engine.build import build_id
-from primad.engine.protocol import EngineOptions, Sampling
+from primad.engine.protocol import EngineOptions, KvType, Sampling
 from primad.gguf.cache import LayerCache
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -76,6 +76,7 @@ class LocalRing:
         groups: Mapping[str, LimitedGroup] | None = None,
         context: int = 2048,
         rows: int = 512,
+        kv_type: KvType = "f16",
         threads: Sequence[int] | int = 2,
         extra_buffers: bool | None = False,
         folder: Path | None = None,
@@ -91,6 +92,7 @@ class LocalRing:
         self._groups = groups or {}
         self._context = context
         self._rows = rows
+        self._kv_type = kv_type
         self._extra_buffers = extra_buffers
         self._folder = folder
         self._step_timeout_s = step_timeout_s
@@ -132,7 +134,7 @@ class LocalRing:
                 rows=self._rows,
                 threads=self._threads[number],
                 batch_threads=self._threads[number],
-                kv_type="f16",
+                kv_type=self._kv_type,
                 lock=False,
             )
             place = Place(
@@ -275,10 +277,11 @@ class LocalRing:
         sampling: Sampling = GREEDY,
         logprobs: int | None = None,
         heard: Callable[[Sampled], None] = lambda _: None,
+        told: Callable[[Status], None] = lambda _: None,
     ) -> tuple[list[Sampled], Finished]:
         """Continue ``prompt`` behind what was ``drawn`` for it: what was sampled, and how it ended.
 
-        ``heard`` is told each token as it comes.
+        ``heard`` is given each token as it comes, ``told`` what the head did and holds if ``report`` asks for it meanwhile.
         """
         self._requests += 1
         head = self.plan.head
@@ -299,12 +302,18 @@ class LocalRing:
                 case Sampled() if event.request == self._requests:
                     sampled.append(event)
                     heard(event)
+                case Status():
+                    told(event)
                 case Finished() if event.request == self._requests:
                     return sampled, event
 
     async def cancel(self) -> None:
         """Cancel the latest generation."""
         await self.processes[self.plan.head].send(Cancel(self._requests))
+
+    async def report(self) -> None:
+        """Ask the head for what it did and holds while it generates; see ``generate``."""
+        await self.processes[self.plan.head].send(Report())
 
     async def status(self, name: str) -> Status:
         """What the process of device ``name`` did and holds. Call it while nothing generates."""

@@ -23,6 +23,7 @@ from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Solution, Workl
 from halda.evaluate import unit_bytes
 from primad.daemon.questions import default_workload
 from primad.engine.pages import FileRange, Pages
+from primad.engine.protocol import KvType
 from primad.memory import memory
 from primad.ring.messages import Sampled, Status
 from tools.lab import disk
@@ -84,10 +85,17 @@ def device_in(group: LimitedGroup, profile: DeviceProfile, name: str, read_bytes
     )
 
 
-def plan_alone(device: DeviceProfile, model: ModelProfile, context: int) -> tuple[Solution, Workload]:
+def plan_alone(
+    device: DeviceProfile,
+    model: ModelProfile,
+    context: int,
+    *,
+    kv_type: KvType = "f16",
+    prompt_tokens: int | None = None,
+) -> tuple[Solution, Workload]:
     """The solver's plan for one device, with as many rows a step as its memory allows. Raises ``Infeasible``."""
     for rows in ROWS:
-        workload = default_workload(context, rows, "f16")
+        workload = default_workload(context, rows, kv_type, prompt_tokens=prompt_tokens)
         try:
             return solve([device], [], model, workload), workload
         except Infeasible:

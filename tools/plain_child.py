@@ -24,6 +24,7 @@ class PlainChild:
         *,
         context: int,
         rows: int = 512,
+        kv_type: str = "f16",
     ) -> None:
         self._process = subprocess.Popen(
             [
@@ -34,6 +35,7 @@ class PlainChild:
                 extra_buffers,
                 str(context),
                 str(rows),
+                kv_type,
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -16,8 +16,16 @@ import llama_cpp as llama
 import numpy as np
 import psutil
 
-PROMPT = [(i * 37) % 1000 + 10 for i in range(512)]
+KV_TYPES = {"f16": llama.GGML_TYPE_F16, "q8_0": llama.GGML_TYPE_Q8_0, "q4_0": llama.GGML_TYPE_Q4_0}
 SEQUENCE = 0
+
+
+def prompt_of(tokens: int) -> list[int]:
+    """A prompt of so many tokens; a longer one begins with a shorter one."""
+    return [(i * 37) % 1000 + 10 for i in range(tokens)]
+
+
+PROMPT = prompt_of(512)
 
 
 @llama.llama_log_callback
@@ -26,7 +34,7 @@ def _quiet(*_: object) -> None:
 
 
 class Plain:
-    def __init__(self, path: str, threads: int, extra_buffers: bool, context: int, rows: int) -> None:
+    def __init__(self, path: str, threads: int, extra_buffers: bool, context: int, rows: int, kv_type: str) -> None:
         llama.llama_log_set(_quiet, ctypes.c_void_p(0))
         llama.llama_backend_init()
         model_params = llama.llama_model_default_params()
@@ -37,6 +45,9 @@ class Plain:
         params.n_ctx, params.n_batch, params.n_ubatch = context, rows, rows
         params.n_threads = params.n_threads_batch = threads
         params.no_perf = True
+        params.type_k = params.type_v = KV_TYPES[kv_type]
+        if kv_type != "f16":  # llama.cpp quantises values only for it
+            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self.context = llama.llama_init_from_model(self.model, params)
         self.memory = llama.llama_get_memory(self.context)
         self.vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
@@ -60,9 +71,10 @@ class Plain:
     def prefill(self, rows: int) -> float:
         """Seconds for a prompt of ``rows`` tokens."""
         llama.llama_memory_clear(self.memory, True)
+        prompt = prompt_of(rows)
         start = time.perf_counter()
         for first in range(0, rows, self.rows):
-            token = self._step(PROMPT[first : min(rows, first + self.rows)], first)
+            token = self._step(prompt[first : first + self.rows], first)
         self.tokens, self.position = [token], rows
         return time.perf_counter() - start
 
@@ -87,8 +99,8 @@ class Plain:
 
 
 def main() -> None:
-    path, threads, extra_buffers, context, rows = sys.argv[1:]
-    plain = Plain(path, int(threads), extra_buffers == "on", int(context), int(rows))
+    path, threads, extra_buffers, context, rows, kv_type = sys.argv[1:]
+    plain = Plain(path, int(threads), extra_buffers == "on", int(context), int(rows), kv_type)
     for line in sys.stdin:
         seconds = plain.answer(json.loads(line))
         held = psutil.Process().memory_info().rss

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +20,7 @@ from tools.lab.cgroups import here
 from tools.lab.memory import Counters, LimitedGroup
 from tools.local_ring import LocalRing
 from tools.memory_runs import SLACK, device_in, most_read_bytes, reserved_bytes, slot_bytes
+from tools.neighbour import Neighbour
 from tools.synth import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -32,7 +30,6 @@ CONTEXT = 1280
 LONG = [(i * 37) % 300 + 10 for i in range(1000)]
 SHORT = LONG[:20]
 LONG_TOKENS, SHORT_TOKENS = 8, 32
-NEIGHBOUR = Path(__file__).with_name("neighbour.py")
 NEIGHBOUR_SHARE = 0.2
 """What the other program takes of the limit at most."""
 NEIGHBOUR_SLACK = 1.25
@@ -120,26 +117,6 @@ async def limited(model: Model, group: LimitedGroup, solution: Solution) -> Ran:
     )
 
 
-@contextlib.contextmanager
-def neighbour(group: LimitedGroup, most_bytes: int) -> Iterator[subprocess.Popen[str]]:
-    """Another program in the group, ended with it at the latest."""
-    argv = [sys.executable, "-I", str(NEIGHBOUR), str(most_bytes), "0"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            group.add(process.pid)
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            yield process
-        finally:
-            process.kill()
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that belongs to no file."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
-
-
 def check(model: Model, ran: Ran, limit: int, *, others: int, slack: float) -> None:
     """The text, the plan that was kept, nobody killed, nothing swapped, and no more read than must be."""
     assert ran.long == model.long
@@ -173,9 +150,7 @@ def test_the_same_text_beside_a_program_that_takes_and_frees_memory(model: Model
     most = int(NEIGHBOUR_SHARE * limit)
     with LimitedGroup(limit) as group:
         solution = planned(model, group)
-        with neighbour(group, most) as other:
-            own = anonymous_bytes(other.pid)
+        with Neighbour(group, most) as other:
             ran = asyncio.run(limited(model, group, solution))
-            said, _ = other.communicate("\n", timeout=30)
-    assert int(said) >= 5
-    check(model, ran, limit, others=own + most, slack=NEIGHBOUR_SLACK)
+            assert other.end() >= 5
+    check(model, ran, limit, others=other.own_bytes + most, slack=NEIGHBOUR_SLACK)

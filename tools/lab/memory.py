@@ -136,6 +136,8 @@ class LimitedGroup:
     def _first(self) -> Counters:
         folder = self._at.group("memory", self._lab, _NAME)
         held = _fields(folder / "memory.stat")
+        # Whichever of two equal limits is asked first counts alone: that which includes swap, where swap is counted.
+        failures = [folder / "memory.failcnt", folder / "memory.memsw.failcnt"]
         return Counters(
             anonymous_bytes=held["total_rss"],
             cache_bytes=held["total_cache"],
@@ -144,7 +146,7 @@ class LimitedGroup:
             usage_bytes=_number(folder / "memory.usage_in_bytes"),
             peak_bytes=_number(folder / "memory.max_usage_in_bytes"),
             swap_bytes=held.get("total_swap", 0),
-            limit_hits=_number(folder / "memory.failcnt"),
+            limit_hits=sum(_number(path) for path in failures if path.exists()),
             oom_kills=_fields(folder / "memory.oom_control").get("oom_kill", 0),
             read_bytes=self._read("blkio.throttle.io_service_bytes_recursive", _reads_of_first),
         )

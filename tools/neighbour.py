@@ -1,0 +1,99 @@
+"""A program beside primad that takes up to so many bytes of memory at random, holds them a moment and frees them.
+
+    neighbour.py MOST SEED
+
+Goes on until it is given a line or its input is closed; then prints how often it took some. ``Neighbour`` starts it.
+"""
+
+from __future__ import annotations
+
+import random
+import select
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:  # the program itself is started without what is beside it
+    from tools.lab.memory import LimitedGroup
+
+
+class Neighbour:
+    """The program in ``group``, taking at most ``most_bytes``; it ends with the block at the latest.
+
+    ``own_bytes`` is what it holds of memory that belongs to no file while it has taken none.
+    """
+
+    def __init__(self, group: LimitedGroup, most_bytes: int) -> None:
+        self._group = group
+        self.most_bytes = most_bytes
+        self.own_bytes = 0
+        self._process: subprocess.Popen[str]
+
+    def __enter__(self) -> Self:
+        argv = [sys.executable, "-I", __file__, str(self.most_bytes), "0"]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            self._group.add(self._process.pid)
+            assert self._process.stdout is not None
+            if self._process.stdout.readline() != "ready\n":
+                raise RuntimeError(f"the neighbour ended with code {self._process.wait(10)}")
+            self.own_bytes = _anonymous_bytes(self._process.pid)
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kill()
+
+    def end(self) -> int:
+        """End it: how often it took memory. Raises ``RuntimeError`` when it was gone already."""
+        said, _ = self._process.communicate("\n", timeout=30)
+        if self._process.returncode:
+            raise RuntimeError(f"the neighbour ended with code {self._process.returncode}")
+        return int(said)
+
+    def _kill(self) -> None:
+        self._process.kill()
+        with self._process, suppress(BrokenPipeError):
+            pass  # closes its pipes and waits for it
+
+
+def _anonymous_bytes(pid: int) -> int:
+    """Memory of a process that belongs to no file."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
+
+
+def main() -> None:
+    """The program."""
+    most, chance = int(sys.argv[1]), random.Random(int(sys.argv[2]))
+    _say("ready")
+    taken = 0
+    while not _closed(chance.uniform(0.01, 0.2)):
+        held = b"\1" * chance.randrange(most // 4, most)  # written to, so that it is there
+        taken += 1
+        if _closed(chance.uniform(0.05, 0.5)):
+            break
+        del held
+    _say(str(taken))
+
+
+def _say(line: str) -> None:
+    """To whoever started it."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _closed(wait_s: float) -> bool:
+    """Whether there is a line or an end of input, awaited for so long."""
+    return bool(select.select([sys.stdin], [], [], wait_s)[0])
+
+
+if __name__ == "__main__":
+    main()
