@@ -30,8 +30,8 @@ def check_room(folder: Path, needed_bytes: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + ROOM_BYTES:
         raise LabError(
-            f"{folder}: {free / 1e9:.1f} GB are free, but {what} need {needed_bytes / 1e9:.1f} GB and "
-            f"{ROOM_BYTES / 1e9:.0f} GB stay free; make room or choose something smaller"
+            f"{folder}: {free / 1e9:.1f} GB are free, but {needed_bytes / 1e9:.1f} GB are needed for {what}, and "
+            f"{ROOM_BYTES / 1e9:.0f} GB stays free; make room or choose something smaller"
         )
 
 
@@ -45,7 +45,7 @@ def write(path: Path, preset: str, *, layers: int | None = None, besides_bytes: 
     path.parent.mkdir(parents=True, exist_ok=True)
     size = weight_bytes(preset, layers or PRESETS[preset].layers)
     also = " and what is cut from it" if besides_bytes else ""
-    check_room(path.parent, size + besides_bytes, f"the {size / 1e9:.1f} GB of {path.name}{also}")
+    check_room(path.parent, size + besides_bytes, f"{path.name}{also}")
     print(f"writing {path}: {size / 1e9:.1f} GB", flush=True)
     partial = path.with_suffix(".part")
     command = [sys.executable, str(ROOT / "tools" / "synth.py"), "--preset", preset, "--out", str(partial)]
