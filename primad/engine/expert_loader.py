@@ -56,14 +56,15 @@ class ExpertFiles:
 class ExpertLoader:
     """The experts of all ``layers`` of a ring process, by unit. ``start`` it once llama.cpp has loaded them.
 
+    ``lock`` pins those that are held to memory, as long as they are.
     ``arrive``, ``pick`` and ``depart`` belong to the computing thread, everything else may be called by any.
     """
 
-    def __init__(self, layers: Mapping[int, ExpertFiles], pool_bytes: int, usage: UsageFolder) -> None:
+    def __init__(self, layers: Mapping[int, ExpertFiles], pool_bytes: int, usage: UsageFolder, *, lock: bool) -> None:
         self.units = frozenset(layers)
         """The units that these are experts of."""
         self._files = tuple(layers[unit] for unit in sorted(layers))
-        self._usage = usage
+        self._usage, self._lock = usage, lock
         self._slices = [[Slices(tensor.whole, tensor.count) for tensor in layer.tensors] for layer in self._files]
         self._pool = Pool(
             [LayerExperts(layer.count, layer.size // layer.count) for layer in self._files],
@@ -104,12 +105,16 @@ class ExpertLoader:
         return self._loaded
 
     def start(self) -> None:
-        """Have the most used experts in memory and begin to read ahead. Raises ``EngineError`` where one is not mapped."""
+        """Have the most used experts in memory and begin to read ahead.
+
+        Raises ``EngineError`` where one is not mapped or cannot be locked.
+        """
         self._close_loaded()
         for layer in self._slices:
             for tensor in layer:
                 tensor.find()
         self.asked_bytes = sum(self._read_at_once([expert]) for expert in self._first)
+        self._pin(self._first)
         self._thread = threading.Thread(target=self._run, name="expert loader", daemon=True)
         self._thread.start()
 
@@ -149,6 +154,7 @@ class ExpertLoader:
             with self._condition:
                 self.asked_bytes += read_bytes
                 self.picked_bytes += read_bytes
+                self._try_to_pin(needed)
         finally:
             with self._condition:
                 self._urgent = False
@@ -211,6 +217,23 @@ class ExpertLoader:
         for piece in pieces:
             piece.read()
         return sum(gone for _, gone in missing)
+
+    def _pin(self, experts: Iterable[Expert]) -> None:
+        """Lock those of ``experts``, which are in memory, that are held. Raises ``EngineError``."""
+        if not self._lock:
+            return
+        for layer, number in experts:
+            if self._pool.held(layer)[number]:
+                for tensor in self._slices[layer]:
+                    tensor.lock(number)
+
+    def _try_to_pin(self, experts: Iterable[Expert]) -> None:
+        """As ``_pin``; what cannot be locked any more is not worth an answer that is under way."""
+        try:
+            self._pin(experts)
+        except EngineError as exc:
+            logger.warning("%s; experts are not locked from now on", exc)
+            self._lock = False
 
     def _release(self, experts: Iterable[Expert]) -> None:
         for layer, number in experts:
@@ -287,6 +310,7 @@ class ExpertLoader:
         with self._condition:
             self.asked_bytes += read_bytes
             self._arriving.discard(expert)
+            self._try_to_pin([expert])
         return True
 
     def _give_up(self, experts: Sequence[Expert]) -> None:

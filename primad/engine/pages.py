@@ -224,6 +224,7 @@ class Slices:
         self.slice_bytes = whole.size // count
         self._whole = whole
         self._pages = Pages([whole])
+        self._locks = False
 
     def find(self) -> None:
         """As ``Pages.find``."""
@@ -237,8 +238,14 @@ class Slices:
             for at in range(first, last, PIECE_BYTES):
                 yield Piece(span, at - span.offset, min(PIECE_BYTES, last - at))
 
+    def lock(self, number: int) -> None:
+        """Pin one slice to memory until it is released. Raises ``EngineError`` when the system does not allow so much."""
+        for piece in self.pieces(number):
+            piece.lock()
+        self._locks = True
+
     def release(self, number: int, held: NDArray[np.bool_]) -> None:
-        """Give a slice back; ``held`` says of all slices which are still used.
+        """Give a slice back, locked or not; ``held`` says of all slices which are still used.
 
         The system keeps pages in groups and drops whole groups only, so those of neighbours that were given back before
         go along, as far as they had a share in a group of this one.
@@ -252,6 +259,8 @@ class Slices:
         first, last = -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
         for span in self._pages._spans:
             begin, length = span.inner()
+            if self._locks:
+                span.unlock_pages(max(first, begin), min(last, begin + length))
             span.release(max(first, begin), min(last, begin + length))
 
     def missing(self) -> NDArray[np.float64]:
@@ -387,7 +396,10 @@ class _Span:
         os.posix_fadvise(self.file.handle.fileno(), first, last - first, os.POSIX_FADV_DONTNEED)
 
     def lock(self) -> None:
-        begin, length = self.outer(0, self.size)
+        self.lock_part(0, self.size)
+
+    def lock_part(self, start: int, size: int) -> None:
+        begin, length = self.outer(start, size)
         if _LIBC is not None and _LIBC.mlock(self.base + begin, length) != 0:
             raise EngineError(
                 f"{self.file.path}: cannot be locked in memory: {os.strerror(ctypes.get_errno())}; "
@@ -396,8 +408,12 @@ class _Span:
 
     def unlock(self) -> None:
         begin, length = self.outer(0, self.size)
-        if _LIBC is not None:
-            _LIBC.munlock(self.base + begin, length)
+        self.unlock_pages(begin, begin + length)
+
+    def unlock_pages(self, first: int, last: int) -> None:
+        """Undo ``lock`` for the pages of the file from offset ``first`` to ``last``."""
+        if _LIBC is not None and first < last:
+            _LIBC.munlock(self.base + first, last - first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +435,10 @@ class Piece:
         begin, length = self.span.outer(self.start, self.size)
         for at in range(0, length, ASK_BYTES):
             _LIBC.madvise(self.span.base + begin + at, min(ASK_BYTES, length - at), _WILLNEED)
+
+    def lock(self) -> None:
+        """Pin it to memory. Raises ``EngineError`` when the system does not allow so much."""
+        self.span.lock_part(self.start, self.size)
 
     def missing(self) -> int:
         """Bytes that are not in memory; all where the system does not say."""

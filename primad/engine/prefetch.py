@@ -266,7 +266,7 @@ class Streamer:
     def _attend_to_pressure(self) -> None:
         """Step down or up the ladder as the watch says."""
         now = self._residency
-        locked = now.resident_bytes if self._lock_resident else 0
+        locked = now.resident_bytes + now.pool_bytes if self._lock_resident else 0
         total = self.evicted_bytes + (self.experts.evicted_bytes if self.experts is not None else 0)
         evicted, self._told_evicted = total - self._told_evicted, total
         action = self._watch.sample(

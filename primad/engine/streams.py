@@ -87,7 +87,9 @@ class Streams:
         return Streamer(
             [Pages(unit) for unit in units],
             residency if split is None else split,
-            experts=None if split is None else ExpertLoader(experts, split.pool_bytes, UsageFolder(self._usage)),
+            experts=None
+            if split is None
+            else ExpertLoader(experts, split.pool_bytes, UsageFolder(self._usage), lock=self._lock),
             lock=self._lock,
             verify=is_still_whole,
             watch=PressureWatch(Sources().read),
