@@ -63,10 +63,15 @@ def lowered(told_bytes: int, *, available_bytes: int, needed_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that are available, and those of them that the owner lets plans use."""
+    """Bytes that are available, those of them that the owner lets plans use, and those beside what serves now.
+
+    The first two count what primad's own processes would give back. The next ring is loaded before they do: where memory is
+    short there must be room for both.
+    """
 
     available_bytes: int
     allowed_bytes: int
+    beside_bytes: int
 
 
 def press(relief: Relief, room: Room, *, needed_bytes: int, now: float) -> Relief:
@@ -76,7 +81,7 @@ def press(relief: Relief, room: Room, *, needed_bytes: int, now: float) -> Relie
         relapsed = now - relieved_s < RELAPSE_PATIENCES * patience_s
         patience_s = min(2 * patience_s, MOST_PATIENCE_S) if relapsed else PATIENCE_S
     return Relief(
-        told_bytes=lowered(relief.told_bytes, available_bytes=room.allowed_bytes, needed_bytes=needed_bytes),
+        told_bytes=lowered(relief.told_bytes, available_bytes=room.beside_bytes, needed_bytes=needed_bytes),
         goal_bytes=relief.told_bytes if relief.goal_bytes is None else relief.goal_bytes,
         enough_bytes=room.available_bytes + needed_bytes,
         patience_s=patience_s,

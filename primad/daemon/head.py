@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import zmq.asyncio
@@ -40,6 +41,7 @@ from primad.daemon.devices import Devices
 from primad.daemon.pairing_desk import PairingDesk
 from primad.daemon.planner import Planner
 from primad.daemon.questions import ServeOptions, workload_of
+from primad.daemon.relief_watch import ReliefWatch
 from primad.daemon.reporter import Reporter
 from primad.daemon.rings import Rings, StatusOf
 from primad.daemon.shard import Place
@@ -73,7 +75,8 @@ class HeadDaemon:
         reporter: Reporter,
     ) -> None:
         self._config, self._options, self._identity, self._trust = config, options, identity, trust
-        self._backend, self._reporter = backend, reporter
+        self._profile, self._backend, self._reporter = profile, backend, reporter
+        self._relief = ReliefWatch(config.limits, self._relieved)
         self._context = zmq.asyncio.Context()
         self._events: asyncio.Queue[members.Event] = asyncio.Queue(_MAX_EVENTS)
         self._state: members.State | None = None
@@ -100,7 +103,12 @@ class HeadDaemon:
         )
         workload = workload_of(options, model)
         self._planner = Planner(
-            options=options, header=header, model=model, workload=workload, profile=profile, devices=self._devices
+            options=options,
+            header=header,
+            model=model,
+            workload=workload,
+            profile=self._own_profile,
+            devices=self._devices,
         )
         self._rings = Rings(
             config=config,
@@ -108,7 +116,8 @@ class HeadDaemon:
             place=place,
             identity=identity,
             header=header,
-            profile=profile,
+            profile=self._own_profile,
+            relief=self._relief,
             workload=workload,
             session=caller.session,
             devices=self._devices,
@@ -144,7 +153,7 @@ class HeadDaemon:
                     group.create_task(layers.run()),
                     group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
                     group.create_task(self._rings.conduct()),
-                    group.create_task(self._rings.watch_memory()),
+                    group.create_task(self._relief.run()),
                 ]
                 try:
                     if not self._options.alone:
@@ -189,6 +198,16 @@ class HeadDaemon:
             hold_s=HOLD_S,
             solo=options.alone or options.wait == 0,
         )
+
+    def _own_profile(self) -> DeviceProfile:
+        """This device's profile as of now, with no more memory than plans may have since it was short of it."""
+        profile = self._profile()
+        return replace(profile, ram_available_bytes=self._relief.most_bytes(profile.ram_available_bytes))
+
+    async def _relieved(self, _: int) -> None:
+        """This device was short of memory and has room again."""
+        self._planner.forget()
+        self._post(members.Relieved(self._config.name))
 
     def _post(self, event: members.Event) -> None:
         self._events.put_nowait(event)

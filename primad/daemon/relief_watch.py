@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from primad.cluster import relief
 from primad.limits import OwnerLimits
-from primad.memory import children, memory
+from primad.memory import children, held_bytes, memory
 
 Relieved = Callable[[int], Awaitable[None]]
 """Hears how many bytes plans may use from now on."""
@@ -23,25 +23,31 @@ class ReliefWatch:
         self._pressed = asyncio.Event()
 
     def begin(self, told_bytes: int) -> None:
-        """Plans have so much of this device, measured just now."""
+        """Plans have so much of this device, as measured just now."""
         self._state = relief.begin(told_bytes, self._state)
         if not self._state.watches:
             self._pressed.clear()
 
+    def most_bytes(self, available_bytes: int) -> int:
+        """What plans may have of what is available: no more than was told since the device was short of memory."""
+        if self._state is None or not self._state.watches:
+            return available_bytes
+        return min(available_bytes, self._state.told_bytes)
+
     async def press(self, needed_bytes: int) -> int:
-        """The device lacks so much; what plans may use nonetheless, of what primad's own processes would give back too."""
-        room, _ = await self._measure()
+        """The device lacks so much; what there is room for beside what serves now, within what the owner allows."""
+        room, _ = await asyncio.to_thread(self._measure)
         if self._state is not None:
             self._state = relief.press(self._state, room, needed_bytes=needed_bytes, now=time.monotonic())
             self._pressed.set()
-        return room.allowed_bytes
+        return room.beside_bytes
 
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
             await self._pressed.wait()
             await asyncio.sleep(relief.LOOK_S)
-            room, total_bytes = await self._measure()
+            room, total_bytes = await asyncio.to_thread(self._measure)
             if self._state is None or not self._state.watches:  # somebody began anew meanwhile
                 continue
             self._state, told_bytes = relief.look(self._state, room, total_bytes=total_bytes, now=time.monotonic())
@@ -50,8 +56,12 @@ class ReliefWatch:
             if told_bytes is not None:
                 await self._relieved(told_bytes)
 
-    async def _measure(self) -> tuple[relief.Room, int]:
+    def _measure(self) -> tuple[relief.Room, int]:
         """What there is room for on this device, and all of its memory."""
-        now = await asyncio.to_thread(lambda: memory(ours=children()))
-        allowed_bytes = self._limits.ram_bytes(now.available_bytes, now.total_bytes)
-        return relief.Room(now.available_bytes, allowed_bytes), now.total_bytes
+        ours = children()
+        now = memory(ours=ours)
+        total, available = now.total_bytes, now.available_bytes
+        beside = max(0, available - held_bytes(ours))
+        return relief.Room(
+            available, self._limits.ram_bytes(available, total), self._limits.ram_bytes(beside, total)
+        ), total

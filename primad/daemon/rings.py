@@ -46,7 +46,10 @@ StatusOf = Callable[[], Coroutine[Any, Any, dict[str, Any]]]
 
 
 class Rings:
-    """All rings of this head. ``layer_port`` is where it serves layers; ``status_of`` adds to a ring's own status."""
+    """All rings of this head. ``layer_port`` is where it serves layers; ``status_of`` adds to a ring's own status.
+
+    ``profile`` gives the head's own as of now; ``relief`` hears when the head is short of memory.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Rings:
         identity: Identity,
         header: Header,
         profile: Callable[[], DeviceProfile],
+        relief: ReliefWatch,
         workload: Workload,
         session: int,
         devices: Devices,
@@ -69,6 +73,7 @@ class Rings:
     ) -> None:
         self._config, self._options, self._place, self._identity = config, options, place, identity
         self._header, self._profile, self._workload, self._session = header, profile, workload, session
+        self._relief = relief
         self._stamps = stamps_of(header)
         self._unreadable: tuple[str, float] | None = None
         self._devices, self._planner, self._backend = devices, planner, backend
@@ -83,7 +88,6 @@ class Rings:
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
         self._tasks = Tasks()
-        self._relief = ReliefWatch(config.limits, self._relieved)
 
     def solve(self, epoch: int, candidates: frozenset[str], instead: int | None = None) -> None:
         """Begin to plan for the head and ``candidates``: ``Solved``, ``NoPlan`` or ``Broken`` follows.
@@ -205,18 +209,13 @@ class Rings:
         self._post(members.Broken(epoch, device, reason, lasting))
 
     def _on_pressed(self, needed_bytes: int) -> None:
-        """The head's own memory became short: its profile, read anew for every plan, says so already."""
+        self._tasks.start(self._press(needed_bytes))
+
+    async def _press(self, needed_bytes: int) -> None:
+        """The head's own memory became short: plans from now on have less of it."""
+        await self._relief.press(needed_bytes)
         self._planner.forget()
         self._post(members.Pressed(self._config.name))
-        self._tasks.start(self._watch_relief(needed_bytes))
-
-    async def _watch_relief(self, needed_bytes: int) -> None:
-        await self._relief.press(needed_bytes)
-
-    async def _relieved(self, _: int) -> None:
-        """The head has room again, as its profile will say."""
-        self._planner.forget()
-        self._post(members.Relieved(self._config.name))
 
     def find_layer(self, digest: str) -> LayerSource | None:
         """The layer ``digest``: out of the model file, or out of the cache."""
@@ -233,10 +232,6 @@ class Rings:
         ring = self._rings.pop(epoch, None)
         if ring is not None:
             await ring.close()
-
-    async def watch_memory(self) -> None:
-        """Notice when the head that was short of memory has room again."""
-        await self._relief.run()
 
     async def conduct(self) -> None:
         """Hand the endpoint from ring to ring, in the order in which the core decided."""

@@ -38,6 +38,7 @@ class Device:
     now: float = 1000.0
     available: int = HAD
     limit: int = TOTAL
+    ours: int = 0
     plans: list[tuple[float, int]] = field(default_factory=list)
     presses: list[float] = field(default_factory=list)
 
@@ -48,7 +49,9 @@ class Device:
 
     @property
     def room(self) -> Room:
-        return Room(self.available, min(self.available, self.limit))
+        return Room(
+            self.available, min(self.available, self.limit), max(0, min(self.available, self.limit) - self.ours)
+        )
 
     def press(self, needed: int) -> None:
         self.relief = press(self.relief, self.room, needed_bytes=needed, now=self.now)
@@ -126,6 +129,16 @@ def test_beyond_what_the_owner_allows_room_counts_but_no_plan_has_it():
     assert device.run(3600, 2199 * MIB) == []
     assert device.run(2 * PATIENCE_S, 2200 * MIB) == [1000 * MIB]
     assert not device.relief.watches
+
+
+def test_the_next_ring_must_fit_beside_what_serves_but_that_it_ends_is_no_relief():
+    device = Device(available=1000 * MIB, ours=300 * MIB)
+    device.press(100 * MIB)
+    assert device.told == 700 * MIB
+    device.ours = 0
+    assert device.run(3600) == []
+    assert device.run(2 * PATIENCE_S, 1099 * MIB) == []
+    assert device.run(2 * PATIENCE_S, 1500 * MIB) == [1500 * MIB]
 
 
 def test_a_lack_soon_after_relief_doubles_the_patience_and_one_long_after_it_does_not():

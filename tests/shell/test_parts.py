@@ -561,17 +561,17 @@ def test_a_status_is_passed_on_with_the_daemons_own_memory(worker):
 
 
 def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
-    """What is available, with what the ring process holds and would give back, up to the owner's limit."""
+    """What there is room for beside the ring process, which goes on until the next one is loaded."""
 
     async def once() -> None:
         async with worker() as lap:
             process = await lap.serve(a_load(1))
             monkeypatch.setattr(relief_watch, "children", lambda: [process.pid])
-            monkeypatch.setattr(
-                relief_watch, "memory", lambda ours: {(process.pid,): Memory(8 << 30, 400 << 20)}[tuple(ours)]
-            )
+            found = {(process.pid,): (Memory(8 << 30, 400 << 20), 300 << 20)}
+            monkeypatch.setattr(relief_watch, "memory", lambda ours: found[tuple(ours)][0])
+            monkeypatch.setattr(relief_watch, "held_bytes", lambda pids: found[tuple(pids)][1])
             process.say(RingPressed(50 << 20))
-            assert await lap.hears(Pressed) == Pressed(epoch=1, needed_bytes=50 << 20, ram_available_bytes=400 << 20)
+            assert await lap.hears(Pressed) == Pressed(epoch=1, needed_bytes=50 << 20, ram_available_bytes=100 << 20)
             await lap.parts.report()
             assert await lap.hears(WorkerStatus), "the part goes on"
             assert lap.breaks() == []

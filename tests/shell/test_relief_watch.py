@@ -23,12 +23,15 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.available, self.looks, self.now = 8 * GIB, 0, 0
         self.heard: asyncio.Queue[int] = asyncio.Queue()
+        self.held = 0
+        monkeypatch.setattr(relief_watch, "children", lambda: [7])
+        monkeypatch.setattr(relief_watch, "held_bytes", lambda pids: self.held if pids == [7] else 0)
         monkeypatch.setattr(relief_watch, "memory", self.memory)
         monkeypatch.setattr(relief_watch, "time", SimpleNamespace(monotonic=self.clock))
         monkeypatch.setattr(relief, "LOOK_S", 0.001)
 
     def memory(self, ours: list[int]) -> Memory:
-        assert ours == []
+        assert ours == [7]
         self.looks += 1
         return Memory(16 * GIB, self.available)
 
@@ -54,12 +57,16 @@ def test_room_that_is_there_again_is_told_once_and_then_nobody_looks_any_more(ma
             await asyncio.sleep(0.05)
             assert machine.looks == 0, "nothing is missing"
             machine.available = 2 * GIB
-            assert await watch.press(GIB) == 2 * GIB
+            assert watch.most_bytes(GIB * 9) == 9 * GIB
+            machine.held = GIB // 2
+            assert await watch.press(GIB) == 2 * GIB - GIB // 2
+            assert (watch.most_bytes(GIB), watch.most_bytes(9 * GIB)) == (GIB, 2 * GIB - GIB // 2)
             await asyncio.sleep(0.05)
             assert machine.heard.empty()
             assert machine.looks > 1
             machine.available = 9 * GIB
             assert await machine.heard.get() == 9 * GIB
+            assert watch.most_bytes(9 * GIB) == 9 * GIB
             looks = machine.looks
             await asyncio.sleep(0.05)
             assert machine.looks <= looks + 1
