@@ -83,7 +83,8 @@ class Row:
 
     ``anonymous_bytes`` of the group (the other program included) at the end, ``most_anonymous_bytes`` and ``swap_bytes``
     the most that a sample each second saw. ``swap_in_bytes`` were swapped in meanwhile by the whole machine, which has
-    ``swap_total_bytes`` of swap. ``limit_hits`` counts how often the limit made room, which a full page cache does.
+    ``swap_total_bytes`` of swap. ``limit_hits`` counts how often the limit made room, which a full page cache does,
+    where the kernel counts it; ``peak_bytes`` says whether the group was ever full.
     ``distinct_tokens``: how many different tokens the answer has.
     """
 

@@ -36,7 +36,8 @@ class Counters:
     ``anonymous_bytes`` belong to no file, ``cache_bytes`` are the page cache, ``shared_bytes`` of it lie in no file of a
     disk. ``unevictable_bytes`` are locked, of whichever kind. ``usage_bytes`` is all that counts, the kernel's own included,
     ``peak_bytes`` the most of it ever. ``limit_hits`` counts how often the limit made room, ``oom_kills`` processes that
-    died of it. ``read_bytes`` came from disks, by calls, read-ahead and page faults alike.
+    died of it. (Linux 6.18 does not count the former in version 1: it says 0 for a group that is full.) ``read_bytes`` came
+    from disks, by calls, read-ahead and page faults alike.
     """
 
     anonymous_bytes: int
