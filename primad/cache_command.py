@@ -19,6 +19,7 @@ from primad.options import Home
 from primad.values import parse_bytes
 
 if TYPE_CHECKING:
+    from primad.engine.expert_usage import StoredFile
     from primad.gguf.cache import LayerCache
     from primad.gguf.room import CachedLayer
 
@@ -138,6 +139,8 @@ def prune(
 ) -> None:
     """Remove layers from disk, least recently used first; never those that a running primad uses.
 
+    With --older and --all also what was counted of the use of experts, which is small and bounded anyway.
+
     Examples:
 
         primad cache prune --to 20GB
@@ -148,23 +151,28 @@ def prune(
     """
     if to is None and older is None and not everything:
         raise ConfigError("primad cache prune: nothing says what may go; give --to SIZE, --older DAYS or --all")
+    from primad.engine import expert_usage
+
     size = None if to is None else parse_bytes(to, "--to")
-    _, cache = _open(home)
+    config, cache = _open(home)
     layers = cache.layers()
     idle = sum(size_bytes for _, size_bytes in cache.idle_partial())
     excess = _excess(layers, cache.partial_bytes(), size)
     gained = idle if everything or excess > 0 else 0
     chosen = _chosen(layers, excess - gained, older, everything=everything)
+    counts = _counts(config.home / expert_usage.FOLDER, older, everything=everything)
     if not dry_run:
         if gained:
             gained = cache.drop_partial()
         cache.remove(chosen)
+        expert_usage.remove(counts)
     freed = gained + sum(layer.size_bytes for layer in chosen)
     held = [layer for layer in layers if layer.held]
     if json:
         _print_json(
             {
                 "removed": [layer.digest for layer in chosen],
+                "removed_counts": len(counts),
                 "freed_bytes": freed,
                 "dry_run": dry_run,
                 "in_use": len(held),
@@ -172,8 +180,20 @@ def prune(
         )
         return
     _out.print(f"{'would remove' if dry_run else 'removed'} {_count(chosen)}, {_size(freed)}")
+    if counts:
+        _out.print(
+            f"{'would remove' if dry_run else 'removed'} what was counted of the experts of {_layers(len(counts))}"
+        )
     if held:
         _out.print(f"{_count(held)} in use stay{'s' if len(held) == 1 else ''}")
+
+
+def _counts(folder: Path, older_days: float | None, *, everything: bool) -> list[StoredFile]:
+    from primad.engine.expert_usage import excess, stored
+
+    if everything:
+        return excess(stored(folder), time.time(), most_files=0)
+    return [] if older_days is None else excess(stored(folder), time.time(), most_age_s=older_days * DAY_S)
 
 
 def _excess(layers: list[CachedLayer], partial_bytes: int, size: int | None) -> int:
@@ -206,7 +226,11 @@ def _print_json(answer: object) -> None:
 
 
 def _count(layers: list[CachedLayer]) -> str:
-    return f"{len(layers)} layer" if len(layers) == 1 else f"{len(layers)} layers"
+    return _layers(len(layers))
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer" if count == 1 else f"{count} layers"
 
 
 def _size(count: float) -> str:

@@ -253,6 +253,7 @@ class ExpertLoader:
     def _save(self) -> None:
         for files, usage in zip(self._files, self._pool.usages, strict=True):
             self._usage.save(files.key, usage)
+        self._usage.bound()
 
     # ---- the loader thread ---------------------------------------------------------------------------------------------
 

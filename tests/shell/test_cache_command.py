@@ -193,3 +193,20 @@ def test_the_commands_have_examples():
     assert isinstance(cache_app, typer.Typer)
     for command in ("list", "verify", "prune"):
         assert "Examples" in CliRunner().invoke(cache_app, [command, "--help"]).stdout
+
+
+def test_what_was_counted_of_experts_goes_with_all_or_when_it_is_old(home, filled):
+    folder = home / "expert-usage"
+    folder.mkdir()
+    for days in (40, 10):
+        path = folder / f"{days}.json"
+        path.write_text("{}")
+        os.utime(path, (time.time() - days * DAY_S,) * 2)
+    assert "experts" not in run(home, "prune", "--to", "1GB")
+    said = run(home, "prune", "--older", "35", "--dry-run")
+    assert said == "would remove 0 layers, 0 B\nwould remove what was counted of the experts of 1 layer\n"
+    assert len(list(folder.iterdir())) == 2
+    assert json.loads(run(home, "prune", "--older", "35", "--json"))["removed_counts"] == 1
+    assert [path.name for path in folder.iterdir()] == ["10.json"]
+    run(home, "prune", "--all")
+    assert list(folder.iterdir()) == []

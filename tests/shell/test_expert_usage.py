@@ -1,0 +1,84 @@
+"""What was counted of the use of experts is kept, and never without bound: the oldest goes when something is added."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from primad.engine import expert_usage
+from primad.engine.expert_usage import LEFT_S, MOST_AGE_S, StoredFile, UsageFolder, excess, stored
+from primad.engine.experts import Usage
+
+NOW = 1e9
+
+
+def counted(experts: int = 8) -> Usage:
+    usage = Usage(experts)
+    usage.note(np.array([[1, 2], [1, 3]], np.int32))
+    return usage
+
+
+def file(name: str, age_s: float, size: int = 100) -> StoredFile:
+    return StoredFile(Path(name), size, NOW - age_s)
+
+
+def names(files: list[StoredFile]) -> list[str]:
+    return sorted(each.path.name for each in files)
+
+
+def test_what_was_counted_is_there_again(tmp_path):
+    folder = UsageFolder(tmp_path / "usage")
+    folder.save("a", counted())
+    folder.bound()
+    assert UsageFolder(tmp_path / "usage").load("a", 8).counts.tolist() == pytest.approx(
+        counted().counts.tolist(), abs=1e-3
+    )
+
+
+def test_the_newest_stay():
+    files = [file(f"{age}.json", age) for age in (5, 1, 4, 2, 3)]
+    assert names(excess(files, NOW, most_files=3)) == ["4.json", "5.json"]
+    assert names(excess(files, NOW, most_bytes=250)) == ["3.json", "4.json", "5.json"]
+    assert names(excess(files, NOW, most_age_s=4.5)) == ["5.json"]
+    assert excess(files, NOW) == []
+    assert names(excess([*files, file("old.json", MOST_AGE_S + 1)], NOW)) == ["old.json"]
+
+
+def test_a_file_on_its_way_stays_until_nobody_writes_it_any_more():
+    files = [file("a.json.1", 1), file("b.json.2", LEFT_S + 1), file("a.json", 2)]
+    assert names(excess(files, NOW)) == ["b.json.2"]
+    assert names(excess(files, NOW, most_files=0)) == ["a.json", "b.json.2"]
+
+
+def test_a_folder_with_too_many_lets_the_oldest_go_when_one_is_added(tmp_path, monkeypatch):
+    monkeypatch.setattr(expert_usage, "MOST_FILES", 3)
+    place = tmp_path / "usage"
+    folder = UsageFolder(place)
+    for number in range(3):
+        folder.save(f"layer-{number}", counted())
+        os.utime(place / f"layer-{number}.json", (time.time() - 100 + number,) * 2)
+    folder.bound()
+    assert len(stored(place)) == 3
+    folder.save("layer-0", counted())  # it is there already, and the newest now
+    folder.save("layer-3", counted())
+    folder.bound()
+    assert names(stored(place)) == ["layer-0.json", "layer-2.json", "layer-3.json"]
+
+
+def test_nobody_looks_at_the_folder_where_nothing_was_added(tmp_path, monkeypatch):
+    folder = UsageFolder(tmp_path)
+    folder.save("a", counted())
+    folder.bound()
+    monkeypatch.setattr(expert_usage, "stored", lambda _: pytest.fail("it was looked at"))
+    folder.save("a", counted())
+    folder.bound()
+    UsageFolder(None).bound()
+
+
+def test_a_folder_that_is_not_there_has_nothing_to_let_go(tmp_path):
+    assert stored(tmp_path / "none") == []
+    expert_usage.remove([StoredFile(tmp_path / "none" / "a.json", 1, 0.0)])
