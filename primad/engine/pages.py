@@ -45,6 +45,8 @@ COLD: Final = 0.02
 """What misses a larger share is not in memory and read again; single pages come by themselves."""
 SMALL_BYTES: Final = 32 << 20
 """Of a range that is smaller the system would read too large a share of what is behind it: some megabytes each time."""
+GROUP_BYTES: Final = 2 << 20
+"""The system keeps pages of files in groups of up to this size, aligned in the file, and drops whole groups only."""
 _PAGE: Final = mmap.PAGESIZE
 _POPULATE_READ: Final = 22
 """``MADV_POPULATE_READ`` (Linux 5.14), which Python does not name."""
@@ -118,12 +120,58 @@ def disk_read_bytes() -> int | None:
     return None
 
 
-class Pages:
-    """The pages of some ranges of files, which llama.cpp has mapped. Thread-safe; every method may block on the disk."""
+class Part:
+    """The bytes from ``begin`` to ``end`` of ``pages``. Thread-safe; every method may block on the disk."""
+
+    def __init__(self, pages: Pages, begin: int, end: int) -> None:
+        self.pages, self.begin, self.end = pages, begin, end
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.end - self.begin
+
+    def pieces(self) -> Iterator[Piece]:
+        """It in pieces of at most ``PIECE_BYTES``, in order."""
+        for span in self.pages.spans(self.begin, self.end):
+            for start in range(0, span.size, PIECE_BYTES):
+                yield Piece(span, start, min(PIECE_BYTES, span.size - start))
+
+    def read(self) -> int:
+        """Have everything in memory, reading by range what is not; bytes that were read. Raises ``EngineError``."""
+        return sum(piece.read() for piece in self.pieces())
+
+    def missing(self) -> int:
+        """Bytes that are not in memory; 0 where the system does not say."""
+        return sum(span.missing() for span in self.pages.spans(self.begin, self.end))
+
+    def has_last_page(self) -> bool:
+        """Whether the last page is in memory: llama.cpp, which fills its mappings in order, is done with it."""
+        return any(span.has_last_page() for span in self.pages.spans(self.end - 1, self.end))
+
+    def release(self) -> None:
+        """Give the pages back, but those that another range has a share in."""
+        for span in self.pages.spans(self.begin, self.end):
+            begin, length = span.inner()
+            span.release(begin, begin + length)
+
+    def lock(self) -> None:
+        """Pin the pages to memory. Raises ``EngineError`` when the system does not allow so much."""
+        for span in self.pages.spans(self.begin, self.end):
+            span.lock()
+
+    def unlock(self) -> None:
+        """Undo ``lock``."""
+        for span in self.pages.spans(self.begin, self.end):
+            span.unlock()
+
+
+class Pages(Part):
+    """The pages of some ranges of files, which llama.cpp has mapped."""
 
     def __init__(self, ranges: Sequence[FileRange]) -> None:
+        super().__init__(self, 0, sum(part.size for part in ranges))
         self.ranges = tuple(ranges)
-        self.size = sum(part.size for part in ranges)
         self._files = {path: _File(path) for path in dict.fromkeys(part.path for part in ranges)}
         self._spans: list[_Span] = []
 
@@ -133,18 +181,21 @@ class Pages:
         Raises ``EngineError`` when a range is not mapped (on Linux; elsewhere it is mapped here).
         """
         known = _mappings(self._files) if _LIBC is not None else {}
-        spans = []
+        spans: list[_Span] = []
+        before = 0
         for part in self.ranges:
-            file = self._files[part.path]
+            file, place = self._files[part.path], before
+            before += part.size
             if _LIBC is None:
-                spans.append(_Span(file, part.offset, part.size, file.own_address()))
+                spans.append(_Span(file, part.offset, part.size, file.own_address(), place))
                 continue
             covered = 0
             for mapping in known.get(part.path, ()):
                 first = max(part.offset, mapping.offset)
                 last = min(part.offset + part.size, mapping.offset + mapping.end - mapping.start)
                 if first < last:
-                    spans.append(_Span(file, first, last - first, mapping.start - mapping.offset))
+                    base = mapping.start - mapping.offset
+                    spans.append(_Span(file, first, last - first, base, place + first - part.offset))
                     covered += last - first
             if covered < part.size:
                 raise EngineError(f"{part.path}: llama.cpp did not map its weights; primad cannot stream them")
@@ -158,44 +209,30 @@ class Pages:
             return False
         return True
 
-    def pieces(self) -> Iterator[Piece]:
-        """The ranges in pieces of at most ``PIECE_BYTES``, in order."""
+    def part(self, begin: int, end: int) -> Part:
+        """The bytes from ``begin`` to ``end``, counted along the ranges."""
+        return Part(self, begin, end)
+
+    def cuts(self) -> tuple[int, ...]:
+        """Where a part may begin or end and share no group of pages with what is before or behind it."""
+        found, before = [], 0
+        for part in self.ranges:
+            first = -(-part.offset // GROUP_BYTES) * GROUP_BYTES
+            found += [before + at - part.offset for at in range(first, part.offset + part.size + 1, GROUP_BYTES)]
+            before += part.size
+        return tuple(found)
+
+    def spans(self, begin: int, end: int) -> Iterator[_Span]:
+        """Where the bytes from ``begin`` to ``end`` are mapped."""
         for span in self._spans:
-            for start in range(0, span.size, PIECE_BYTES):
-                yield Piece(span, start, min(PIECE_BYTES, span.size - start))
-
-    def read(self) -> int:
-        """Have everything in memory, reading by range what is not; bytes that were read. Raises ``EngineError``."""
-        return sum(piece.read() for piece in self.pieces())
-
-    def missing(self) -> int:
-        """Bytes that are not in memory; 0 where the system does not say."""
-        return sum(span.missing() for span in self._spans)
-
-    def has_last_page(self) -> bool:
-        """Whether the last page is in memory: llama.cpp, which fills its mappings in order, is done with it."""
-        return bool(self._spans) and self._spans[-1].has_last_page()
-
-    def release(self) -> None:
-        """Give the pages back, but those that another range has a share in."""
-        for span in self._spans:
-            begin, length = span.inner()
-            span.release(begin, begin + length)
+            first, last = max(begin - span.place, 0), min(end - span.place, span.size)
+            if first < last:
+                yield _Span(span.file, span.offset + first, last - first, span.base, span.place + first)
 
     def at_random(self) -> None:
         """Say that single rows will be read, so that nothing is read around them."""
         for span in self._spans:
             span.advise(_RANDOM)
-
-    def lock(self) -> None:
-        """Pin the pages to memory. Raises ``EngineError`` when the system does not allow so much."""
-        for span in self._spans:
-            span.lock()
-
-    def unlock(self) -> None:
-        """Undo ``lock``."""
-        for span in self._spans:
-            span.unlock()
 
     def changed(self) -> list[str]:
         """The files that somebody wrote to since they were opened or were ``trusted``."""
@@ -351,12 +388,13 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """``size`` bytes of a file from ``offset``, mapped at ``base`` + offset."""
+    """``size`` bytes of a file from ``offset``, mapped at ``base`` + offset, behind ``place`` bytes of the ranges."""
 
     file: _File
     offset: int
     size: int
     base: int
+    place: int
 
     def outer(self, start: int, size: int) -> tuple[int, int]:
         """File offset and length of all pages that a part of this span has a share in."""

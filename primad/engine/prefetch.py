@@ -5,8 +5,9 @@ not in memory yet. The loader thread follows: it first gives back what is not wa
 nearest first, a piece at a time, so that it can turn to something nearer in between. It never reads more than the residency
 allows to be held, and never gives back a resident unit.
 
-Resident units are looked after as well: one is looked at a step, and all of a window where the ring was idle; what the
-system took back meanwhile is read again by range. After every visit the files' stamps say whether somebody wrote to them.
+Resident weights are looked after as well: those of one unit a step, and all of a window where the ring was idle; what the
+system took back meanwhile is read again by range. While no prompt is read more stays than otherwise, in the room that
+scratch memory left (``brace`` and ``spare``). After every visit the files' stamps say whether somebody wrote to them.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ from typing import Final
 
 from primad.engine.expert_loader import ExpertLoader
 from primad.engine.experts import Picks
-from primad.engine.pages import COLD, IDLE_S, LOOK_S, Pages, Piece, disk_read_bytes
+from primad.engine.pages import COLD, IDLE_S, LOOK_S, Pages, Part, Piece, disk_read_bytes
 from primad.engine.pressure import Grow, Hold, Level, PressureWatch, Replan, Shrink
-from primad.engine.residency import Residency, ladder
+from primad.engine.residency import Residency, Spread, ladder
 from primad.errors import EngineError, WeightsError
 
 logger = logging.getLogger(__name__)
 
 WAIT_S: Final = 300.0
 """A disk that takes longer for one unit is taken for dead."""
+SETTLED_S: Final = 1.0
+"""So long after the last large step the room of its scratch memory is used: chunks of prompts may come one after another."""
+SPARE_RUNGS: Final = 4
+"""In so many steps, since not all of that room may be there any more."""
 CLOSE_S: Final = 5.0
 """A disk that gives one piece after so long hangs, or the machine is of no use anyway."""
 
@@ -39,6 +44,7 @@ Verify = Callable[[str], bool]
 class Streamer:
     """The pages of one ring process's units, in visiting order. ``start`` it once llama.cpp has loaded them.
 
+    ``spread`` says what else may stay or stream when there is more or less room; without it units stream as a whole.
     ``reach``, ``arrive`` and ``depart`` belong to the computing thread, everything else may be called by any.
     """
 
@@ -47,6 +53,7 @@ class Streamer:
         units: Sequence[Pages],
         residency: Residency,
         *,
+        spread: Spread | None,
         experts: ExpertLoader | None,
         lock: bool,
         verify: Verify,
@@ -57,7 +64,10 @@ class Streamer:
         """What looks after the experts of layers that stream by expert; they are no part of the units."""
         self._units = tuple(units)
         self._residency = residency
-        self._rungs, self._rung = ladder(residency), 0
+        self._spread = spread
+        self._rungs, self._base, self._rung = ladder(residency, spread), 0, 0
+        self._spare_bytes = 0
+        self._braced_s: float | None = None
         held = [rung.held_bytes for rung in self._rungs]
         self._layer_bytes = max((more - less for more, less in pairwise(held)), default=max(residency.sizes))
         self._watch = watch
@@ -68,6 +78,8 @@ class Streamer:
         self._condition = threading.Condition()
         self._position = 0
         self._held: set[int] = set()
+        self._surplus: set[int] = set()
+        self._lacking: set[int] = set()
         self._error: EngineError | None = None
         self._closing = False
         self._next_look = 0
@@ -105,10 +117,21 @@ class Streamer:
             return self._asked_bytes + (self.experts.asked_bytes if self.experts is not None else 0)
         return now - self._read_before
 
-    def streamed_pages(self) -> list[Pages]:
-        """The units that are not to be held when they are loaded."""
-        units = [self._units[unit] for unit in sorted(self._residency.streamed)] if self._residency.streams else []
-        return units + (self.experts.loaded_pages() if self.experts is not None else [])
+    def streamed_pages(self) -> list[Part]:
+        """What is not to be held when it is loaded."""
+        parts = [self._part(unit) for unit in sorted(self._residency.streamed)] if self._residency.streams else []
+        return [*parts, *(self.experts.loaded_pages() if self.experts is not None else [])]
+
+    def _part(self, unit: int) -> Part:
+        """What of ``unit`` streams."""
+        return self._units[unit].part(*self._residency.parts[unit])
+
+    def _rest(self, unit: int) -> list[Part]:
+        """What of ``unit`` stays."""
+        pages, (begin, end) = self._units[unit], self._residency.parts[unit]
+        if begin == end:
+            return [pages]
+        return [pages.part(*place) for place in ((0, begin), (end, pages.size)) if place[0] < place[1]]
 
     def start(self) -> None:
         """Begin to read ahead. Raises ``EngineError`` where a unit is not mapped or cannot be locked."""
@@ -116,10 +139,11 @@ class Streamer:
             unit.find()
         self._read_before, self._asked_bytes = disk_read_bytes(), 0
         residency = self._residency
-        for each in residency.resident:
-            self._asked_bytes += self._units[each].read()
-            if self._lock_resident:
-                self._units[each].lock()
+        for number in range(len(self._units)):
+            for rest in self._rest(number):
+                self._asked_bytes += rest.read()
+                if self._lock_resident:
+                    rest.lock()
         if self.experts is not None:
             self.experts.start()
         if not residency.streams:
@@ -136,8 +160,7 @@ class Streamer:
         if idle:
             start = time.perf_counter()
             for unit in range(first, last):
-                if unit not in self._residency.streamed:
-                    self._look_at(unit)
+                self._look_at(unit)
             self.stall_s += time.perf_counter() - start
 
     def reach(self, unit: int) -> None:
@@ -147,15 +170,17 @@ class Streamer:
         """
         with self._condition:
             self._position = unit
-            streamed = unit in self._residency.streamed
             self._condition.notify_all()
-            if streamed and unit not in self._held:
+            if not self._is_there(unit):
                 start = time.perf_counter()
-                if not self._condition.wait_for(lambda: unit in self._held or self._error is not None, WAIT_S):
+                if not self._condition.wait_for(lambda: self._is_there(unit) or self._error is not None, WAIT_S):
                     raise EngineError(f"a layer could not be read within {WAIT_S:g} s; the disk hangs")
                 self.stall_s += time.perf_counter() - start
             if self._error is not None:
                 raise self._error
+
+    def _is_there(self, unit: int) -> bool:
+        return unit in self._held or unit not in self._residency.streamed  # it may come to stay while it is waited for
 
     def depart(self, first: int, last: int) -> None:
         """A window was computed, and its results may leave if no weight file changed. Raises ``EngineError`` if one did."""
@@ -186,29 +211,52 @@ class Streamer:
         return self._files[first, last]
 
     def brace(self) -> None:
-        """A step is about to begin that needs all its scratch memory: what was taken of it is given back."""
+        """A step is about to begin that needs all its scratch memory: what was taken of its room is given back."""
+        with self._condition:
+            self._braced_s = None
+            if self._rung < self._base:
+                self._climb(self._base)
 
     def spare(self, scratch_bytes: int) -> None:
-        """``scratch_bytes`` of scratch memory were given back; they are not needed until ``brace``."""
+        """``scratch_bytes`` of scratch memory were given back; the next step that needs them is told by ``brace``."""
+        with self._condition:
+            self._braced_s = time.monotonic()
+            if self._spread is None or scratch_bytes <= self._spare_bytes or not self._rungs[self._base].streams:
+                return
+            self._spare_bytes = scratch_bytes
+            base, above = self._rungs[self._base], []
+            for step in range(SPARE_RUNGS, 0, -1):
+                rung = self._spread.within(base.held_bytes + scratch_bytes * step // SPARE_RUNGS)
+                if rung.held_bytes > base.held_bytes:
+                    above.append(rung)
+            self._rungs = (*above, *self._rungs[self._base :])
+            self._rung += len(above) - self._base
+            self._base = len(above)
 
     # ---- any thread ----------------------------------------------------------------------------------------------------
 
     def change(self, residency: Residency) -> None:
-        """Let other units stream; what is not to be held any more is given back at once."""
+        """Let something else stream; what is not to be held any more is given back, and what is to stay read, soon."""
         assert residency.sizes == self._residency.sizes
         with self._condition:
             before, self._residency = self._residency, residency
-            newly = residency.streamed - before.streamed
-            self._held |= newly  # they are in memory; the loader gives back what is not wanted
+            for unit, (was, now) in enumerate(zip(before.part_sizes, residency.part_sizes, strict=True)):
+                if now > was and (was == 0 or unit in self._held):
+                    self._held.add(unit)  # all of it is in memory; the loader gives back what is not wanted
+                elif now > was:
+                    self._surplus.add(unit)
+                elif now < was:
+                    self._lacking.add(unit)
             self._held &= residency.streamed
             self._condition.notify_all()
         if self.experts is not None and residency.pool_bytes != before.pool_bytes:
             self.experts.resize(residency.pool_bytes)
         if self._lock_resident:
-            for unit in newly:
-                self._units[unit].unlock()
-            for unit in before.streamed - residency.streamed:
-                self._units[unit].lock()
+            for unit, (old, new) in enumerate(zip(before.parts, residency.parts, strict=True)):
+                if old != new:
+                    self._units[unit].unlock()
+                    for rest in self._rest(unit):
+                        rest.lock()
 
     def close(self) -> None:
         """End the loader thread and let the files go."""
@@ -248,19 +296,28 @@ class Streamer:
             stale = self._held.difference(wanted) if self._residency.streams else set()
             self._held -= stale
             load = next((unit for unit in wanted if unit not in self._held), None)
+            stale |= self._surplus - self._held - ({load} if load is not None else set())
+            self._surplus.clear()
+            lacking, self._lacking = self._lacking, set()
         for unit in stale:
-            self._units[unit].release()
+            self._part(unit).release()
+        for unit in lacking:
+            for rest in self._rest(unit):
+                self._asked_bytes += rest.read()
         if load is not None:
             self._load(load)
             return
-        if stale:
+        if stale or lacking:
             return
         now = time.monotonic()
         if now - self._looked_s > LOOK_S > now - self._departed_s:
             self._looked_s = now
             self._look_at_one()
         with self._condition:
-            if not self._closing and self._residency.wanted(self._position) == wanted:
+            wanted = self._residency.wanted(self._position)
+            is_due = self._surplus or self._lacking or not self._held.issuperset(wanted)
+            is_due = is_due or (self._residency.streams and not self._held.issubset(wanted))
+            if not (self._closing or is_due):
                 self._condition.wait(IDLE_S)
 
     def _attend_to_pressure(self) -> None:
@@ -269,44 +326,55 @@ class Streamer:
         locked = now.resident_bytes + now.pool_bytes if self._lock_resident else 0
         total = self.evicted_bytes + (self.experts.evicted_bytes if self.experts is not None else 0)
         evicted, self._told_evicted = total - self._told_evicted, total
+        with self._condition:
+            rung, rungs = self._rung, self._rungs
+            settled = self._braced_s is not None and time.monotonic() - self._braced_s > SETTLED_S
+            returned = rungs[rung - 1].held_bytes - now.held_bytes if 0 < rung <= self._base and settled else 0
+            growable = rung if settled else max(rung - self._base, 0)
         action = self._watch.sample(
             time.monotonic(),
             held_bytes=now.held_bytes - locked,
             layer_bytes=self._layer_bytes,
-            shrinkable=len(self._rungs) - 1 - self._rung,
-            growable=self._rung,
+            shrinkable=len(rungs) - 1 - rung,
+            growable=growable,
+            returned_bytes=returned,
             evicted_bytes=evicted,
         )
         match action:
             case Shrink(layers):
-                self._climb(min(self._rung + layers, len(self._rungs) - 1))
+                with self._condition:
+                    self._climb(min(self._rung + layers, len(self._rungs) - 1))
             case Grow():
-                self._climb(max(self._rung - 1, 0))
+                with self._condition:
+                    if self._braced_s is not None or self._rung > self._base:  # else a prompt came meanwhile
+                        self._climb(max(self._rung - 1, 0))
             case Replan(needed_bytes):
                 self._replan = needed_bytes
             case Hold():
                 pass
 
     def _climb(self, rung: int) -> None:
-        before, now = self._residency, self._rungs[rung]
-        logger.info("memory: %d of %d layers resident (pressure: %s)", len(now.resident), len(now.sizes), self.level)
+        now = self._rungs[rung]
+        level = logging.DEBUG if rung <= self._base and self._rung <= self._base else logging.INFO
+        logger.log(level, "memory: %d MB resident (pressure: %s)", now.resident_bytes // 1_000_000, self.level)
         self._rung = rung
         self.change(now)
-        for unit in before.streamed - now.streamed:
-            self._look_at(unit)
 
     def _load(self, unit: int) -> None:
         """Read ``unit``, unless it turns out meanwhile that another one is needed first."""
-        pages = self._units[unit]
-        for piece in pages.pieces():
+        place = self._residency.parts[unit]
+        for piece in self._units[unit].part(*place).pieces():
             if self._closing or not self._is_still_first(unit):
-                if unit in self._residency.streamed:  # else it came to stay meanwhile
-                    pages.release()
+                with self._condition:
+                    self._surplus.add(unit)
+                    self._lacking.add(unit)  # if some of it came to stay meanwhile
                 return
             self._read(piece)
         with self._condition:
-            if unit in self._residency.streamed:
+            if self._residency.parts[unit] == place:
                 self._held.add(unit)
+            else:
+                self._lacking.add(unit)
             self._condition.notify_all()
 
     def _is_still_first(self, unit: int) -> bool:
@@ -318,24 +386,22 @@ class Streamer:
         self._asked_bytes += piece.read()
 
     def _look_at_one(self) -> None:
-        resident = self._residency.resident
-        if resident:
-            self._next_look = (self._next_look + 1) % len(resident)
-            self._look_at(resident[self._next_look])
+        self._next_look = (self._next_look + 1) % len(self._units)
+        self._look_at(self._next_look)
 
     def _look_at(self, unit: int) -> None:
-        """Read a resident unit again if the system took it back."""
-        pages = self._units[unit]
-        missing = pages.missing()
-        if missing > COLD * pages.size:
-            self.evicted_bytes += missing
-            self._asked_bytes += pages.read()
+        """Read again what stays of a unit if the system took it back."""
+        for rest in self._rest(unit):
+            missing = rest.missing()
+            if missing > COLD * rest.size:
+                self.evicted_bytes += missing
+                self._asked_bytes += rest.read()
 
 
 class Follower:
     """While llama.cpp fills its mappings, gives back each streamed unit that it is done with. A context manager."""
 
-    def __init__(self, units: Sequence[Pages]) -> None:
+    def __init__(self, units: Sequence[Part]) -> None:
         self._units = units
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
@@ -350,14 +416,14 @@ class Follower:
             self._stop.set()
             self._thread.join()
             for unit in self._units:
-                if unit.mapped():
+                if unit.pages.mapped():
                     unit.release()
 
     def _run(self) -> None:
         mapped: set[int] = set()
         while not self._stop.wait(0.01):
             for number, unit in enumerate(self._units):
-                if number not in mapped and not unit.mapped():
+                if number not in mapped and not unit.pages.mapped():
                     break  # nor is any behind it
                 mapped.add(number)
                 if unit.has_last_page():

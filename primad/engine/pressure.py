@@ -19,7 +19,8 @@ less what we hold or are to hold of files. It says at once, within one token, th
 Where the system judges for itself (macOS, Windows) it is believed in any case.
 
 It grows back one layer at a time, and only into room that was there throughout for ``patience_s``: a program that takes and
-frees memory again and again keeps it. Pressure soon after we grew doubles the patience, a long calm halves it.
+frees memory again and again keeps it. Memory that this process gave back itself a moment ago is nobody's yet, and needs no
+patience. Pressure soon after we grew doubles the patience, a long calm halves it.
 
 When nothing is left to shrink and pressure stays, the head is asked for another plan (``Replan``), not again for a while.
 """
@@ -106,13 +107,15 @@ class Holding:
 
     ``held_bytes`` is what it holds, or is to hold, of weights in pages that the kernel may take: resident layers and those
     read ahead, without locked ones. ``layer_bytes`` (more than 0) is what one layer more or less makes of a difference, at
-    most. So many layers are ``shrinkable`` and ``growable``. ``evicted_bytes`` went missing since the last time.
+    most. So many layers are ``shrinkable`` and ``growable``; the next of these takes ``returned_bytes`` of what this process
+    gave back a moment ago and counts on, 0 if it takes others. ``evicted_bytes`` went missing since the last time.
     """
 
     held_bytes: int
     layer_bytes: int
     shrinkable: int
     growable: int
+    returned_bytes: int
     evicted_bytes: int
 
 
@@ -312,7 +315,12 @@ def _calm(state: State, reading: Reading, holding: Holding, now: float) -> tuple
         state = replace(state, level="calm")
     if state.patience_s > PATIENCE_S and now - state.patience_since_s >= CALM_PATIENCES * state.patience_s:
         state = replace(state, patience_s=max(state.patience_s / 2, PATIENCE_S), patience_since_s=now)
-    if holding.growable == 0 or not _may_grow(state, now):
+    if holding.growable == 0:
+        return state, Hold()
+    if holding.returned_bytes:
+        fits = room_bytes(reading, holding) >= holding.returned_bytes + reserve_bytes(reading.total_bytes)
+        return state, Grow() if fits and state.level == "calm" else Hold()
+    if not _may_grow(state, now):
         return state, Hold()
     assert state.before_bytes is not None
     # Where what we hold is not in what is available, nor is it in the least of it: it was the same before.
@@ -346,7 +354,15 @@ class PressureWatch:
         return "calm" if self._state is None else self._state.level
 
     def sample(
-        self, now: float, *, held_bytes: int, layer_bytes: int, shrinkable: int, growable: int, evicted_bytes: int
+        self,
+        now: float,
+        *,
+        held_bytes: int,
+        layer_bytes: int,
+        shrinkable: int,
+        growable: int,
+        returned_bytes: int,
+        evicted_bytes: int,
     ) -> Action:
         """What to do at ``now`` (seconds, any monotonic scale). Call it at layer boundaries and, idle, about once a second.
 
@@ -367,6 +383,7 @@ class PressureWatch:
             layer_bytes=layer_bytes,
             shrinkable=shrinkable,
             growable=growable,
+            returned_bytes=returned_bytes,
             evicted_bytes=self._evicted_bytes,
         )
         self._evicted_bytes = 0

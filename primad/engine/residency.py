@@ -1,77 +1,101 @@
 """Which of a device's layers stay in memory, which stream, and what is to be held when: values in, values out.
 
-A *unit* is one layer of a window, or the output matrix: the grain of residency. Units stand in the order in which a step
-visits them, the windows of all rounds one behind the other; a token visits each once, so the order is a circle. Resident
-units are always held. The streamed ones pass through ``ahead_bytes``: at each place of the circle the next streamed units
-that fit together are wanted, each is released when it was computed and is not among them, and the loader fills up what is
-wanted, nearest first. That the loader may run ahead by bytes and not by whole rounds makes the same rule good for any
-number of rounds: while other devices compute, it fills for this device's next window.
+A *unit* is one layer of a window, or the output matrix. Units stand in the order in which a step visits them, the windows
+of all rounds one behind the other; a token visits each once, so the order is a circle. Of each unit a *part* streams, all
+of it, some or nothing; the rest stays. The parts pass through ``ahead_bytes``: at each place of the circle the next parts
+that fit together are wanted, each is released when its unit was computed and is not among them, and the loader fills up
+what is wanted, nearest first. That the loader may run ahead by bytes and not by whole rounds makes the same rule good for
+any number of rounds: while other devices compute, it fills for this device's next window.
 
-A unit is read at most once a lap of the circle, and none is read twice before it was used; a lap therefore reads no more
-than the streamed units together, which are the overflow, rounded up to whole units, and the slots. If all streamed units
-fit into ``ahead_bytes``, nothing is released and nothing is read.
+A part is read at most once a lap of the circle, and none is read twice before it was used; a lap therefore reads no more
+than the parts together, which are the overflow, rounded up to the next place where a unit may be parted, and what is held
+ahead. If all parts fit into ``ahead_bytes``, nothing is released and nothing is read.
 
-Streamed units are spread evenly, so that between two of them resident ones are computed while the disk works.
+The same share of each layer streams (``Spread``): between two parts resident weights are computed while the disk works,
+and the part of a layer is a small buffer where a whole one is a large one, which leaves more room for what stays.
 """
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 LARGE: Final = 1.5
 """A unit so many times the median is large."""
+_STEPS: Final = 512
+"""Shares of the layers, and then of the large units, that are tried."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Residency:
-    """``sizes`` are bytes of the units in visiting order; ``streamed`` are indices of those that stream.
+    """``sizes`` are bytes of the units in visiting order; ``parts`` are the bytes of each that stream, from and to.
 
-    At most ``ahead_bytes`` of streamed units are held, or one unit where that is larger. Where layers stream by expert,
+    At most ``ahead_bytes`` of what streams is held, or one part where that is larger. Where layers stream by expert,
     their experts are no part of the units but share a pool of ``pool_bytes``; ``layer_pool_bytes`` are those of one layer,
     the least that a pool holds. Both are 0 without.
     """
 
     sizes: tuple[int, ...]
-    streamed: frozenset[int]
+    parts: tuple[tuple[int, int], ...]
     ahead_bytes: int
     pool_bytes: int = 0
     layer_pool_bytes: int = 0
 
     def __post_init__(self) -> None:
-        assert all(0 <= unit < len(self.sizes) for unit in self.streamed)
+        assert len(self.parts) == len(self.sizes)
+        assert all(0 <= begin <= end <= size for (begin, end), size in zip(self.parts, self.sizes, strict=True))
         assert self.ahead_bytes >= 0
+
+    @classmethod
+    def whole(cls, sizes: Sequence[int], streamed: Collection[int], ahead_bytes: int) -> Residency:
+        """Units that stream as a whole, those in ``streamed``."""
+        assert all(0 <= unit < len(sizes) for unit in streamed)
+        parts = tuple((0, size if unit in streamed else 0) for unit, size in enumerate(sizes))
+        return cls(tuple(sizes), parts, ahead_bytes)
+
+    @cached_property
+    def part_sizes(self) -> tuple[int, ...]:
+        """Bytes of each unit that stream."""
+        return tuple(end - begin for begin, end in self.parts)
+
+    @cached_property
+    def streamed(self) -> frozenset[int]:
+        """The units of which something streams."""
+        return frozenset(unit for unit, size in enumerate(self.part_sizes) if size)
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """The resident units in visiting order."""
+        """The units that stay as a whole, in visiting order."""
         return tuple(unit for unit in range(len(self.sizes)) if unit not in self.streamed)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the resident units."""
-        return sum(self.sizes[unit] for unit in self.resident)
+        """Bytes that stay."""
+        return sum(self.sizes) - self.streamed_bytes
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of the streamed units."""
-        return sum(self.sizes[unit] for unit in self.streamed)
+        """Bytes that stream."""
+        return sum(self.part_sizes)
 
     @property
     def held_bytes(self) -> int:
         """The most that is in memory at a time."""
-        return self.resident_bytes + min(self.streamed_bytes, self._room_bytes) + self.pool_bytes
+        return self.resident_bytes + min(self.streamed_bytes, self.room_bytes) + self.pool_bytes
 
     @property
     def streams(self) -> bool:
         """Whether a lap reads anything."""
-        return self.streamed_bytes > self._room_bytes
+        return self.streamed_bytes > self.room_bytes
 
     @property
-    def _room_bytes(self) -> int:
-        return max(self.ahead_bytes, max((self.sizes[unit] for unit in self.streamed), default=0))
+    def room_bytes(self) -> int:
+        """What is held at most of what streams."""
+        return max(self.ahead_bytes, max(self.part_sizes, default=0))
 
     @property
     def read_bytes(self) -> int:
@@ -79,32 +103,91 @@ class Residency:
         return self.streamed_bytes if self.streams else 0
 
     def wanted(self, position: int) -> tuple[int, ...]:
-        """The streamed units to hold while a step stands at unit ``position``, the one that is needed first in front."""
+        """The units whose parts to hold while a step stands at unit ``position``, the one that is needed first in front."""
         count = len(self.sizes)
         chosen: list[int] = []
         held = 0
         for unit in ((position + i) % count for i in range(count)):
-            if unit not in self.streamed:
+            size = self.part_sizes[unit]
+            if not size:
                 continue
-            if chosen and held + self.sizes[unit] > self.ahead_bytes:
+            if chosen and held + size > self.ahead_bytes:
                 break
             chosen.append(unit)
-            held += self.sizes[unit]
+            held += size
         return tuple(chosen)
 
 
-def ladder(base: Residency) -> tuple[Residency, ...]:
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Units of ``sizes`` that may be parted at ``cuts``, bytes within each in ascending order.
+
+    ``ahead_bytes`` are held ahead of what streams, or two parts where that is more: one is computed, the next one read.
+    """
+
+    sizes: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...]
+    ahead_bytes: int
+
+    def within(self, held_bytes: int) -> Residency:
+        """What stays and what streams where ``held_bytes`` may be held; all streams where that is not enough.
+
+        The same share of each layer streams, as near as the cuts allow; units much larger than the others (an output
+        matrix) only when all layers do, since each would take as much room to pass through.
+        """
+        whole = self._at(0)
+        if whole.held_bytes <= held_bytes:
+            return whole
+        found = bisect.bisect_left(range(2 * _STEPS), True, 1, key=lambda step: self._at(step).held_bytes <= held_bytes)
+        return self._at(found)
+
+    def _at(self, step: int) -> Residency:
+        """All with a share of ``step`` of ``_STEPS``, those beyond 1 of the large units."""
+        ordinary = LARGE * statistics.median(self.sizes)
+        shares = min(step, _STEPS) / _STEPS, max(step - _STEPS, 0) / _STEPS
+        parts: list[tuple[int, int]] = []
+        due = 0.0
+        for size, cuts in zip(self.sizes, self.cuts, strict=True):
+            share = shares[size > ordinary]
+            due += share * size
+            part = (0, size) if share == 1 else _part(size, cuts, due)
+            parts.append(part)
+            due -= part[1] - part[0]
+        sizes = [end - begin for begin, end in parts]
+        return Residency(self.sizes, tuple(parts), max(self.ahead_bytes, sum(sorted(sizes)[-2:])))
+
+
+def _part(size: int, cuts: Sequence[int], due: float) -> tuple[int, int]:
+    """The part of a unit that is nearest to ``due`` bytes: up to its last cut, so that what is behind shares no page."""
+    options = [(0, 0), (0, size)]
+    if len(cuts) > 1:
+        place = bisect.bisect_left(cuts, cuts[-1] - due, 0, len(cuts) - 1)
+        options += [(cuts[i], cuts[-1]) for i in (place - 1, place) if 0 <= i < len(cuts) - 1]
+    return min(options, key=lambda option: abs(option[1] - option[0] - due))
+
+
+def ladder(base: Residency, spread: Spread | None) -> tuple[Residency, ...]:
     """``base`` and what streams instead under more and more pressure, down to nothing resident.
 
-    Every rung holds less than the one before it. First a pool of experts gives back a layer's bytes at a time; then one more
-    unit streams, taken from the middle of the longest run of resident ones, or as many more as it takes until less is held.
+    Every rung holds less than the one before it, by about a layer. Without ``spread`` units stream as a whole: first a pool
+    of experts gives back a layer's bytes at a time; then one more unit streams, taken from the middle of the longest run of
+    resident ones, or as many more as it takes until less is held.
     """
     rungs, now = [base], base
+    if spread is not None:
+        held, layer = base.held_bytes, int(statistics.median(base.sizes))
+        while now.resident_bytes and held > 0:
+            held -= max(layer, 1)
+            now = spread.within(held)
+            if now.held_bytes < rungs[-1].held_bytes:
+                rungs.append(now)
+        return tuple(rungs)
     while now.pool_bytes > now.layer_pool_bytes:
         now = replace(now, pool_bytes=max(now.pool_bytes - now.layer_pool_bytes, now.layer_pool_bytes))
         rungs.append(now)
     while now.resident:
-        now = replace(now, streamed=now.streamed | {_next_to_stream(now)})
+        unit = _next_to_stream(now)
+        now = replace(now, parts=(*now.parts[:unit], (0, now.sizes[unit]), *now.parts[unit + 1 :]))
         now = replace(now, ahead_bytes=max(base.ahead_bytes, two_slots(now.sizes, now.streamed)))
         if now.held_bytes < rungs[-1].held_bytes:
             rungs.append(now)
@@ -123,7 +206,7 @@ def by_expert(whole: Residency, experts: Mapping[int, int]) -> Residency | None:
     layer = max(experts.values())
     sizes = tuple(size - experts.get(unit, 0) for unit, size in enumerate(whole.sizes))
     streamed = whole.streamed - experts.keys()
-    rungs = ladder(Residency(sizes, streamed, two_slots(sizes, streamed)))
+    rungs = ladder(Residency.whole(sizes, streamed, two_slots(sizes, streamed)), None)
     room = [whole.held_bytes - rung.held_bytes for rung in rungs]
     rung, pool = next(
         ((rung, left) for rung, left in zip(rungs, room, strict=True) if left >= layer), (rungs[-1], layer)

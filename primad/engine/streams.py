@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from primad.engine.expert_loader import ExpertFiles, ExpertLoader
 from primad.engine.expert_usage import UsageFolder
@@ -15,8 +15,11 @@ from primad.engine.pages import FileRange, Pages
 from primad.engine.prefetch import Follower, Streamer, WindowStream
 from primad.engine.pressure import PressureWatch
 from primad.engine.readings import Sources
-from primad.engine.residency import Residency, ahead_bytes, by_expert
+from primad.engine.residency import Residency, Spread, ahead_bytes, by_expert, two_slots
 from primad.engine.units import WindowUnits, is_still_whole, without
+
+LEAST_AHEAD_BYTES: Final = 16 << 20
+"""So much is held of what streams, or two layers where they are smaller: with less the disk waits between small parts."""
 
 
 class Streamable(Protocol):
@@ -50,11 +53,16 @@ class StreamedWindow:
 class Streams:
     """``begin`` once the ``windows`` are loaded. They share ``slots`` buffers; ``lock`` pins what is resident.
 
-    How often experts are used is kept in the folder ``usage``, if there is one.
+    What the slots are for depends on who else computes: while other devices do, they are filled for the next window. A
+    process that computes ``alone`` needs no more than to read one part while it computes another. How often experts are
+    used is kept in the folder ``usage``, if there is one.
     """
 
-    def __init__(self, windows: Iterable[StreamedWindow], *, slots: int, lock: bool, usage: Path | None) -> None:
+    def __init__(
+        self, windows: Iterable[StreamedWindow], *, slots: int, alone: bool, lock: bool, usage: Path | None
+    ) -> None:
         self._usage = usage
+        self._alone = alone
         self._windows = sorted(windows, key=lambda window: window.index)
         self._slots, self._lock = slots, lock
         self._rest = Pages([part for window in self._windows for part in window.units.rest])
@@ -78,15 +86,23 @@ class Streams:
         if not units:
             return None
         sizes = tuple(sum(part.size for part in unit) for unit in units)
-        residency = Residency(
-            sizes=sizes, streamed=frozenset(streamed), ahead_bytes=ahead_bytes(sizes, streamed, layers, self._slots)
-        )
+        ahead = ahead_bytes(sizes, streamed, layers, self._slots)
+        residency = Residency.whole(sizes, streamed, ahead)
         split = by_expert(residency, {unit: files.size for unit, files in experts.items()})
+        spread = None
         if split is not None:
             units = [without(unit, experts[i]) if i in experts else unit for i, unit in enumerate(units)]
+        pages = [Pages(unit) for unit in units]
+        if split is None:
+            cuts = tuple(each.cuts() for each in pages)
+            least = min(LEAST_AHEAD_BYTES, two_slots(sizes, range(len(sizes))))
+            spread = Spread(sizes, cuts, least if self._alone else max(ahead, least))
+            if streamed:
+                residency = spread.within(residency.held_bytes)
         return Streamer(
-            [Pages(unit) for unit in units],
+            pages,
             residency if split is None else split,
+            spread=spread,
             experts=None
             if split is None
             else ExpertLoader(experts, split.pool_bytes, UsageFolder(self._usage), lock=self._lock),
@@ -141,4 +157,4 @@ class Streams:
         """The same for windows that are kept, (old route index, new one); after ``end``."""
         new = dict(indices)
         kept = [replace(window, index=new[window.index]) for window in self._windows if window.index in new]
-        return Streams(kept, slots=self._slots, lock=self._lock, usage=self._usage)
+        return Streams(kept, slots=self._slots, alone=self._alone, lock=self._lock, usage=self._usage)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -207,7 +209,7 @@ def test_what_was_picked_long_ago_counts_less():
 def test_layers_by_expert_hold_no_more_than_whole_ones_where_that_is_possible(sizes, output, room, data):
     whole_sizes = (*(base + experts for base, experts in sizes), output)
     streamed = data.draw(st.frozensets(st.integers(0, len(sizes))))
-    whole = Residency(whole_sizes, streamed, room)
+    whole = Residency.whole(whole_sizes, streamed, room)
     experts = {unit: each for unit, (_, each) in enumerate(sizes) if each}
     split = by_expert(whole, experts)
     if not whole.streams or not streamed & experts.keys():
@@ -216,14 +218,14 @@ def test_layers_by_expert_hold_no_more_than_whole_ones_where_that_is_possible(si
     assert split is not None
     assert split.sizes == (*(base for base, _ in sizes), output)
     assert split.pool_bytes >= split.layer_pool_bytes == max(experts.values())
-    least = ladder(Residency(split.sizes, whole.streamed - experts.keys(), 0))[-1].held_bytes
+    least = ladder(Residency.whole(split.sizes, whole.streamed - experts.keys(), 0), None)[-1].held_bytes
     assert split.held_bytes <= max(whole.held_bytes, least + split.layer_pool_bytes)
 
 
 @given(pool=st.integers(1, 100), layer=st.integers(1, 30))
 def test_under_pressure_the_pool_shrinks_to_one_layer_before_any_unit_streams(pool, layer):
-    base = Residency((10,) * 4, frozenset(), 0, max(pool, layer), layer)
-    rungs = ladder(base)
+    base = replace(Residency.whole((10,) * 4, frozenset(), 0), pool_bytes=max(pool, layer), layer_pool_bytes=layer)
+    rungs = ladder(base, None)
     held = [rung.held_bytes for rung in rungs]
     assert held == sorted(held, reverse=True)
     assert len(set(held)) == len(held)

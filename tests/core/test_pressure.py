@@ -100,6 +100,7 @@ class World:
             layer_bytes=LAYER,
             shrinkable=self.resident,
             growable=self.streamed,
+            returned_bytes=0,
             evicted_bytes=int(self.evicted * seconds),
         )
         match action:
@@ -257,14 +258,24 @@ def test_readings_are_taken_only_so_often():
 
     watch = PressureWatch(read)
     for i in range(1000):
-        watch.sample(i * 0.001, held_bytes=GIB, layer_bytes=LAYER, shrinkable=3, growable=0, evicted_bytes=0)
+        watch.sample(
+            i * 0.001, held_bytes=GIB, layer_bytes=LAYER, shrinkable=3, growable=0, returned_bytes=0, evicted_bytes=0
+        )
     assert count <= 1 / INTERVAL_S + 1
 
 
 def test_what_went_missing_between_readings_is_counted():
     watch = PressureWatch(lambda: replace(QUIET, available_bytes=GIB + MIB))
     actions = [
-        watch.sample(i * 0.01, held_bytes=GIB, layer_bytes=LAYER, shrinkable=3, growable=0, evicted_bytes=LAYER // 50)
+        watch.sample(
+            i * 0.01,
+            held_bytes=GIB,
+            layer_bytes=LAYER,
+            shrinkable=3,
+            growable=0,
+            returned_bytes=0,
+            evicted_bytes=LAYER // 50,
+        )
         for i in range(150)
     ]
     assert Shrink(1) in actions

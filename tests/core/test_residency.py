@@ -7,17 +7,28 @@ from itertools import pairwise
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from primad.engine.residency import Residency, ahead_bytes, ladder, two_slots
+from primad.engine.residency import Residency, Spread, ahead_bytes, ladder, two_slots
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=24)
 
 
 @st.composite
 def residencies(draw: st.DrawFn) -> Residency:
-    """Any units, any of them streamed, any room for those."""
+    """Any units, any part of each streamed, any room for those."""
     sizes = tuple(draw(SIZES))
-    streamed = draw(st.frozensets(st.integers(0, len(sizes) - 1)))
-    return Residency(sizes=sizes, streamed=streamed, ahead_bytes=draw(st.integers(0, 2 * sum(sizes))))
+    ahead = draw(st.integers(0, 2 * sum(sizes)))
+    if draw(st.booleans()):
+        return Residency.whole(sizes, draw(st.frozensets(st.integers(0, len(sizes) - 1))), ahead)
+    parts = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in sizes]
+    return Residency(sizes, tuple((begin, end) for begin, end in parts), ahead)
+
+
+@st.composite
+def spreads(draw: st.DrawFn) -> Spread:
+    """Any units that may be parted anywhere."""
+    sizes = tuple(draw(SIZES))
+    cuts = tuple(tuple(sorted(draw(st.frozensets(st.integers(0, size))))) for size in sizes)
+    return Spread(sizes, cuts, draw(st.integers(0, 60)))
 
 
 class Loader:
@@ -30,7 +41,7 @@ class Loader:
 
     @property
     def read_bytes(self) -> int:
-        return sum(self._residency.sizes[unit] for unit in self.read)
+        return sum(self._residency.part_sizes[unit] for unit in self.read)
 
     def move(self, position: int) -> None:
         """Stand at ``position``: give back what is not wanted, then read what is, nearest first."""
@@ -43,8 +54,8 @@ class Loader:
                 continue
             self.held.add(unit)
             self.read.append(unit)
-            held = sum(residency.sizes[each] for each in self.held)
-            assert held <= max(residency.ahead_bytes, residency.sizes[wanted[0]])
+            held = sum(residency.part_sizes[each] for each in self.held)
+            assert held <= max(residency.ahead_bytes, residency.part_sizes[wanted[0]])
         assert position not in residency.streamed or position in self.held, "the unit that is computed is in memory"
 
     def lap(self) -> None:
@@ -61,12 +72,12 @@ def test_a_lap_reads_each_streamed_unit_once_and_nothing_else(residency):
         loader.lap()
         read = loader.read[len(before) :]
         assert len(read) == len(set(read)), "read twice before it was used"
-        assert sum(residency.sizes[unit] for unit in read) == residency.read_bytes <= residency.streamed_bytes
+        assert sum(residency.part_sizes[unit] for unit in read) == residency.read_bytes <= residency.streamed_bytes
         assert set(read) <= residency.streamed
 
 
 def test_a_single_streamed_unit_stays_however_small_the_room():
-    residency = Residency(sizes=(3, 4), streamed=frozenset({1}), ahead_bytes=0)
+    residency = Residency.whole((3, 4), frozenset({1}), 0)
     assert (residency.streams, residency.read_bytes, residency.held_bytes) == (False, 0, 7)
 
 
@@ -94,10 +105,10 @@ def test_a_step_that_goes_back_costs_no_more_than_the_slots(residency, data):
         jumps += first != expected
         for position in range(first, last):
             loader.move(position)
-            visited += residency.sizes[position] if position in residency.streamed else 0
+            visited += residency.part_sizes[position]
         expected = last % count
         loader.move(expected)
-    slots = max(residency.ahead_bytes, max((residency.sizes[unit] for unit in residency.streamed), default=0))
+    slots = max(residency.ahead_bytes, *residency.part_sizes)
     assert loader.read_bytes <= visited + jumps * slots
 
 
@@ -130,7 +141,9 @@ def test_what_is_resident_and_what_streams_is_everything(residency):
 
 @given(residencies())
 def test_under_pressure_less_and_less_is_held_down_to_nothing_resident(base):
-    rungs = ladder(base)
+    """Of units that stream as a whole."""
+    assume(base == Residency.whole(base.sizes, base.streamed, base.ahead_bytes))
+    rungs = ladder(base, None)
     assert rungs[0] == base
     for upper, lower in pairwise(rungs):
         assert lower.held_bytes < upper.held_bytes
@@ -138,15 +151,15 @@ def test_under_pressure_less_and_less_is_held_down_to_nothing_resident(base):
     # The last rung holds the least there is: with everything streamed nothing less is held.
     sizes = base.sizes
     everything = frozenset(range(len(sizes)))
-    least = Residency(sizes, everything, max(base.ahead_bytes, two_slots(sizes, everything)))
+    least = Residency.whole(sizes, everything, max(base.ahead_bytes, two_slots(sizes, everything)))
     assert rungs[-1].held_bytes <= max(base.held_bytes if len(rungs) == 1 else 0, least.held_bytes)
 
 
 @given(SIZES, st.integers(0, 100))
 def test_the_rung_that_fits_reads_no_more_than_the_overflow_the_slots_and_a_unit(sizes, percent):
-    everything = Residency(tuple(sizes), frozenset(), 0)
+    everything = Residency.whole(tuple(sizes), frozenset(), 0)
     budget = sum(sizes) * percent // 100
-    rung = next((rung for rung in ladder(everything) if rung.held_bytes <= budget), None)
+    rung = next((rung for rung in ladder(everything, None) if rung.held_bytes <= budget), None)
     assume(rung is not None)
     assert rung is not None
     overflow = sum(sizes) - budget
@@ -157,7 +170,7 @@ def test_the_rung_that_fits_reads_no_more_than_the_overflow_the_slots_and_a_unit
 def test_streamed_units_are_spread_evenly(count, streams):
     """Of equal units: between two that stream, the numbers of resident ones differ by a factor of little more than two."""
     assume(streams <= count)
-    rungs = ladder(Residency((10,) * count, frozenset(), 0))
+    rungs = ladder(Residency.whole((10,) * count, frozenset(), 0), None)
     rung = next((rung for rung in rungs if len(rung.streamed) == streams), None)
     assume(rung is not None)
     assert rung is not None
@@ -170,7 +183,7 @@ def test_streamed_units_are_spread_evenly(count, streams):
 @given(st.lists(st.integers(7, 10), min_size=3, max_size=20))
 def test_an_output_matrix_is_the_last_to_stream(layers):
     sizes = (*layers, 100)
-    for rung in ladder(Residency(sizes, frozenset(), 0)):
+    for rung in ladder(Residency.whole(sizes, frozenset(), 0), None):
         assert len(layers) not in rung.streamed or set(range(len(layers))) <= rung.streamed
 
 
@@ -182,5 +195,65 @@ def test_slots_are_of_the_size_of_the_largest_layer():
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 11))
 def test_as_many_units_are_wanted_as_there_are_slots(count, slots, position):
-    residency = Residency((10,) * count, frozenset(range(count)), 10 * slots)
+    residency = Residency.whole((10,) * count, frozenset(range(count)), 10 * slots)
     assert len(residency.wanted(position % count)) == min(slots, count)
+
+
+def steps(spread: Spread) -> int:
+    """The most that a share of the units is rounded by: a step of it, and the longest way to the next cut."""
+    longest = 0
+    for size, cuts in zip(spread.sizes, spread.cuts, strict=True):
+        places = sorted({0, size, *(cuts[-1] - cut for cut in cuts)})
+        longest = max(longest, *(after - before for before, after in pairwise(places)))
+    return sum(spread.sizes) // 512 + 2 * longest + 2
+
+
+@given(spreads(), st.integers(0, 1200))
+def test_a_spread_holds_no_more_than_it_may_unless_everything_streams(spread, held):
+    found = spread.within(held)
+    assert found.sizes == spread.sizes
+    assert found.held_bytes <= held or not found.resident_bytes
+    assert found.room_bytes <= max(spread.ahead_bytes, two_slots(found.part_sizes, found.streamed))
+
+
+@given(spreads())
+def test_everything_stays_where_everything_fits(spread):
+    assert spread.within(sum(spread.sizes)).streamed == frozenset()
+
+
+@given(st.integers(1, 40), st.integers(10, 200), st.integers(1, 10), st.integers(0, 100))
+def test_a_spread_reads_the_overflow_and_two_small_parts(count, size, cut, percent):
+    """Of equal units that may be parted often: the buffer shrinks with the share that streams."""
+    spread = Spread((size,) * count, (tuple(range(0, size + 1, cut)),) * count, 0)
+    total = size * count
+    held = total * percent // 100
+    found = spread.within(held)
+    assume(found.held_bytes <= held)
+    parts = two_slots(found.part_sizes, found.streamed)
+    assert found.read_bytes <= total - held + parts + steps(spread)
+    assert max(found.part_sizes) - min(found.part_sizes) <= 2 * cut + size // 512 + 2, "the same share of each"
+
+
+@given(st.lists(st.integers(7, 10), min_size=3, max_size=20), st.integers(0, 300))
+def test_of_an_output_matrix_nothing_streams_while_something_of_a_layer_stays(layers, held):
+    sizes = (*layers, 100)
+    found = Spread(sizes, tuple(tuple(range(size + 1)) for size in sizes), 0).within(held)
+    assert not found.part_sizes[-1] or found.part_sizes[:-1] == tuple(layers)
+
+
+@given(spreads(), st.integers(0, 1200))
+def test_under_pressure_a_spread_is_stepped_down_to_nothing_resident(spread, held):
+    base = spread.within(held)
+    rungs = ladder(base, spread)
+    assert rungs[0] == base
+    assert all(lower.held_bytes < upper.held_bytes for upper, lower in pairwise(rungs))
+    assert rungs[-1].held_bytes <= min(base.held_bytes, spread.within(0).held_bytes)
+
+
+def test_parts_begin_at_a_cut_and_end_at_the_last_one():
+    cuts = (5, 25, 45, 65, 85)
+    parts = Spread((100,) * 10, (cuts,) * 10, 0).within(840).parts
+    assert parts == ((65, 85),) * 10
+    for begin, end in Spread((100,) * 10, (cuts,) * 10, 0).within(700).parts:
+        assert begin in cuts
+        assert end == 85

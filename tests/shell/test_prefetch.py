@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from primad.engine import prefetch as prefetch_module
+from primad.engine import pressure
 from primad.engine.pages import FileRange
 from primad.engine.prefetch import Streamer, WindowStream
 from primad.engine.pressure import PressureWatch, Reading
-from primad.engine.residency import Residency
+from primad.engine.residency import Residency, Spread
 from primad.errors import EngineError, WeightsError
 
 PATIENCE_S = 20
+HALF = 5
 SIZE = 10
 
 
@@ -52,44 +55,43 @@ class FakePages:
         self.gate = threading.Event()
         self.gate.set()
         self.error: EngineError | None = None
-        self.present = 0
+        self.halves: set[int] = set()
         self.touched: list[str] = []
         self.trusted: list[str] = []
-        self.locked = False
+        self.locked_halves: set[int] = set()
         self.closed = False
+
+    @property
+    def present(self) -> int:
+        return len(self.halves) * HALF
+
+    @present.setter
+    def present(self, size: int) -> None:
+        assert size in (0, SIZE)
+        self.halves = {0, 1} if size else set()
+
+    @property
+    def locked(self) -> bool:
+        return bool(self.locked_halves)
 
     def find(self) -> None:
         assert not self.closed
 
-    def pieces(self) -> Iterator[FakePiece]:
-        yield FakePiece(self)
-        yield FakePiece(self)
+    def part(self, begin: int, end: int) -> FakePart:
+        return FakePart(self, begin, end)
 
-    def read(self) -> int:
-        return sum(piece.read() for piece in self.pieces())
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part(0, SIZE), name)
 
-    def read_piece(self) -> int:
+    def read_piece(self, half: int) -> int:
         assert not self.closed
         assert self.gate.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
-        self.present = min(SIZE, self.present + SIZE // 2)
+        missing = HALF * (half not in self.halves)
+        self.halves.add(half)
         self._log.add(f"read {self.number}")
-        return SIZE // 2
-
-    def missing(self) -> int:
-        return SIZE - self.present
-
-    def release(self) -> None:
-        assert not self.closed
-        self.present = 0
-        self._log.add(f"release {self.number}")
-
-    def lock(self) -> None:
-        self.locked = True
-
-    def unlock(self) -> None:
-        self.locked = False
+        return missing
 
     def changed(self) -> list[str]:
         return list(self.touched)
@@ -102,12 +104,42 @@ class FakePages:
         self.closed = True
 
 
-class FakePiece:
-    def __init__(self, unit: FakePages) -> None:
-        self._unit = unit
+class FakePart:
+    """Some pieces of a unit."""
+
+    def __init__(self, unit: FakePages, begin: int, end: int) -> None:
+        assert begin % HALF == end % HALF == 0
+        self.pages, self.size = unit, end - begin
+        self._halves = range(begin // HALF, end // HALF)
+
+    def pieces(self) -> Iterator[FakePiece]:
+        return (FakePiece(self.pages, half) for half in self._halves)
 
     def read(self) -> int:
-        return self._unit.read_piece()
+        return sum(piece.read() for piece in self.pieces())
+
+    def missing(self) -> int:
+        return sum(HALF for half in self._halves if half not in self.pages.halves)
+
+    def release(self) -> None:
+        assert not self.pages.closed
+        self.pages.halves -= set(self._halves)
+        if self._halves:
+            self.pages._log.add(f"release {self.pages.number}")
+
+    def lock(self) -> None:
+        self.pages.locked_halves |= set(self._halves)
+
+    def unlock(self) -> None:
+        self.pages.locked_halves -= set(self._halves)
+
+
+class FakePiece:
+    def __init__(self, unit: FakePages, half: int) -> None:
+        self._unit, self._half = unit, half
+
+    def read(self) -> int:
+        return self._unit.read_piece(self._half)
 
 
 def calm() -> Reading:
@@ -125,10 +157,21 @@ def calm() -> Reading:
 class Rig:
     """A streamer over ``count`` fake units."""
 
-    def __init__(self, count: int, streamed: set[int], slots: int, *, lock: bool = False, whole: bool = False) -> None:
+    def __init__(
+        self,
+        count: int,
+        streamed: set[int],
+        slots: int,
+        *,
+        lock: bool = False,
+        whole: bool = False,
+        spread: Spread | None = None,
+    ) -> None:
         self.log = Log()
         self.units = [FakePages(number, self.log) for number in range(count)]
-        self.residency = Residency(sizes=(SIZE,) * count, streamed=frozenset(streamed), ahead_bytes=slots * SIZE)
+        self.residency = Residency.whole((SIZE,) * count, frozenset(streamed), slots * SIZE)
+        if spread is not None:
+            self.residency = spread.within(self.residency.held_bytes)
         self.verified: list[str] = []
 
         def verify(path: str) -> bool:
@@ -136,7 +179,13 @@ class Rig:
             return whole
 
         self.streamer = Streamer(
-            self.units, self.residency, experts=None, lock=lock, verify=verify, watch=PressureWatch(calm)
+            self.units,
+            self.residency,
+            spread=spread,
+            experts=None,
+            lock=lock,
+            verify=verify,
+            watch=PressureWatch(calm),
         )
 
     def lap(self, *, first: int = 0, last: int | None = None) -> None:
@@ -309,7 +358,7 @@ def test_less_may_stay_while_steps_pass(rig):
     made.units[1].present = SIZE
     made.streamer.start()
     made.lap()
-    made.streamer.change(Residency(sizes=(SIZE,) * 4, streamed=frozenset(range(4)), ahead_bytes=2 * SIZE))
+    made.streamer.change(Residency.whole((SIZE,) * 4, frozenset(range(4)), 2 * SIZE))
     made.lap()
     made.log.wait("release 2")
     made.log.wait("release 3")
@@ -323,7 +372,7 @@ def test_more_may_stay_while_steps_pass(rig):
     made = rig(4, {0, 1, 2, 3}, 2)
     made.streamer.start()
     made.lap()
-    made.streamer.change(Residency(sizes=(SIZE,) * 4, streamed=frozenset({1}), ahead_bytes=2 * SIZE))
+    made.streamer.change(Residency.whole((SIZE,) * 4, frozenset({1}), 2 * SIZE))
     for _ in range(2):
         made.lap()
     start = len(made.log.lines)
@@ -336,7 +385,7 @@ def test_a_unit_that_came_to_stay_while_it_was_read_is_not_given_back(rig):
     made = rig(5, {0, 1, 2, 3, 4}, 2)
     made.units[0].gate.clear()
     made.streamer.start()
-    made.streamer.change(Residency(sizes=(SIZE,) * 5, streamed=frozenset({1, 2, 3, 4}), ahead_bytes=2 * SIZE))
+    made.streamer.change(Residency.whole((SIZE,) * 5, frozenset({1, 2, 3, 4}), 2 * SIZE))
     made.units[0].gate.set()
     made.log.wait("read 2", 2)
     made.streamer.reach(3)
@@ -348,7 +397,7 @@ def test_what_stays_is_locked_and_what_streams_is_not(rig):
     made = rig(3, {1}, 1, lock=True)
     made.streamer.start()
     assert [unit.locked for unit in made.units] == [True, False, True]
-    made.streamer.change(Residency(sizes=(SIZE,) * 3, streamed=frozenset({2}), ahead_bytes=SIZE))
+    made.streamer.change(Residency.whole((SIZE,) * 3, frozenset({2}), SIZE))
     assert [unit.locked for unit in made.units] == [True, True, False]
 
 
@@ -416,6 +465,74 @@ def test_a_disk_that_hangs_does_not_keep_the_process_from_ending(rig, monkeypatc
     assert not any(unit.closed for unit in made.units), "the thread that hangs may still use them"
     made.units[0].gate.set()
     made.streamer._thread.join(PATIENCE_S)
+
+
+def halves(count: int) -> Spread:
+    return Spread((SIZE,) * count, ((0, HALF, SIZE),) * count, 0)
+
+
+def test_of_a_unit_that_is_parted_only_its_part_is_read_and_given_back(rig):
+    made = rig(8, {0, 1, 2, 3}, 2, spread=halves(8))
+    assert set(made.residency.parts) == {(HALF, SIZE), (0, 0)}
+    for unit in made.units:
+        unit.present = SIZE
+    made.streamer.start()
+    made.lap()
+    start = len(made.log.lines)
+    made.lap()
+    made.lap()
+    read = [line for line in made.log.since(start) if line.startswith("read")]
+    assert len(read) == 2 * len(made.residency.streamed), "half of each unit of which something streams"
+    assert all(0 in unit.halves for unit in made.units), "what stays is never given back"
+
+
+def test_more_stays_while_scratch_memory_lies_idle_and_is_given_back_for_the_next_prompt(rig, monkeypatch):
+    monkeypatch.setattr(prefetch_module, "SETTLED_S", 0.0)
+    monkeypatch.setattr(pressure, "INTERVAL_S", 0.0)
+    made = rig(8, {0, 1, 2, 3, 4, 5}, 2, spread=halves(8))
+    for unit in made.units:
+        unit.present = SIZE
+    streamer, base = made.streamer, made.residency
+    streamer.start()
+    streamer.brace()
+    made.lap()
+    assert streamer.residency == base, "nothing was given back yet"
+    streamer.spare(2 * SIZE)
+    while streamer.residency.held_bytes < base.held_bytes + SIZE:
+        made.lap()
+    grown = streamer.residency
+    assert base.held_bytes < grown.held_bytes <= base.held_bytes + 2 * SIZE
+    assert grown.read_bytes < base.read_bytes
+    streamer.brace()
+    assert streamer.residency == base
+    made.lap()
+    assert streamer.residency == base, "no more stays before scratch memory is given back again"
+    streamer.spare(2 * SIZE)
+    while streamer.residency != grown:
+        made.lap()
+
+
+def test_a_part_that_came_to_stay_is_read_and_looked_after(rig):
+    made = rig(4, {0, 1, 2, 3}, 1)
+    made.streamer.start()
+    made.lap()
+    parts = ((0, 0), (HALF, SIZE), (0, SIZE), (0, SIZE))
+    made.streamer.change(Residency((SIZE,) * 4, parts, SIZE))
+    made.lap()
+    while made.units[0].present < SIZE or 0 not in made.units[1].halves:
+        made.lap()
+
+
+def test_a_unit_that_comes_to_stay_is_not_waited_for(rig):
+    made = rig(3, {0, 1, 2}, 1)
+    made.units[0].gate.clear()
+    made.streamer.start()
+    waiting = threading.Thread(target=made.streamer.reach, args=(0,))
+    waiting.start()
+    made.streamer.change(Residency.whole((SIZE,) * 3, frozenset({1, 2}), SIZE))
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    made.units[0].gate.set()
 
 
 def test_a_streamer_that_never_started_can_be_closed(rig):

@@ -60,7 +60,7 @@ DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0, seed=5)
 
 def no_streams() -> Streams:
     """All weights are somewhere else."""
-    return Streams([], slots=0, lock=False, usage=None)
+    return Streams([], slots=0, alone=False, lock=False, usage=None)
 
 
 def an_open(**changes) -> Open:

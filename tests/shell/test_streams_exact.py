@@ -59,7 +59,9 @@ class Streaming:
             own = frozenset(layer - first for layer in streamed if first <= layer < last + (last == count))
             units = units_of_model(header, files) if whole else units_of_window(files)
             specs.append((files, StreamedWindow(index=number, layers=last - first, streamed=own, units=units)))
-        self.streams = Streams([window for _, window in specs], slots=slots, lock=False, usage=None)
+        self.streams = Streams(
+            [window for _, window in specs], slots=slots, alone=len(cuts) == 2, lock=False, usage=None
+        )
         self.windows = []
         with self.streams.loading():
             for number, (files, _) in enumerate(specs):
