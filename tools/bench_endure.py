@@ -5,7 +5,8 @@
 
 ``prompt``: a prompt of 8,192 tokens and 200 tokens behind it. ``neighbour``: a short prompt and 200 tokens, while another
 program in the same cgroup takes and frees up to 500 MB at random. Each under 75, 50 and 30 % of the model. The KV cache is
-of the first of F16, Q8_0 and Q4_0 with which there is a plan; the plan does not know of the other program.
+of the first of F16, Q8_0 and Q4_0 with which there is a plan that need not stream the output matrix, else of the first with
+which there is a plan; the plan does not know of the other program.
 
 What must hold, and is judged in each run: nobody is killed, by the limit or otherwise; nothing is swapped; the tokens are
 those that plain llama.cpp draws with the whole model in memory, the same KV cache and as many rows a step; and a token
@@ -32,7 +33,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from halda import DeviceProfile, Infeasible, ModelProfile
+from halda import DeviceProfile, Infeasible, ModelProfile, Solution, Workload
 from primad.engine.build import build_id
 from primad.engine.protocol import KvType
 from primad.gguf.model import open_model
@@ -218,26 +219,42 @@ class _Bench:
         for share in LESS:
             prompt = max(1, int(share * prompt_tokens))
             context = -(-(prompt + 1 + self._tokens + 1) // CONTEXT_STEP) * CONTEXT_STEP
-            failure: Infeasible | None = None
-            for kv_type in self._kv_types:
-                try:
-                    solution, workload = plan_alone(device, self.model, context, kv_type=kv_type, prompt_tokens=prompt)
-                except Infeasible as exc:
-                    failure = exc
-                    continue
-                room = limit - reserved_bytes(solution, self.model) - LEAST_SLOTS * self._largest_bytes
-                return Question(
-                    solution=solution,
-                    workload=workload,
-                    context=context,
-                    prompt_tokens=prompt,
-                    tokens=self._tokens,
-                    neighbour_bytes=min(neighbour_bytes, max(0, room)),
-                    refused=None if refused is None else str(refused),
-                )
-            refused = refused or failure
+            try:
+                solution, workload = self._planned(device, context, prompt)
+            except Infeasible as exc:
+                refused = refused or exc
+                continue
+            room = limit - reserved_bytes(solution, self.model) - LEAST_SLOTS * self._largest_bytes
+            return Question(
+                solution=solution,
+                workload=workload,
+                context=context,
+                prompt_tokens=prompt,
+                tokens=self._tokens,
+                neighbour_bytes=min(neighbour_bytes, max(0, room)),
+                refused=None if refused is None else str(refused),
+            )
         assert refused is not None
         raise refused
+
+    def _planned(self, device: DeviceProfile, context: int, prompt: int) -> tuple[Solution, Workload]:
+        """A plan with the first KV type that leaves room for the output matrix, or where none does, with the first that
+        has a plan. Raises ``Infeasible``."""
+        failure: Infeasible | None = None
+        streaming: list[tuple[Solution, Workload]] = []
+        for kv_type in self._kv_types:
+            try:
+                found = plan_alone(device, self.model, context, kv_type=kv_type, prompt_tokens=prompt)
+            except Infeasible as exc:
+                failure = exc
+                continue
+            if not found[0].prediction.devices[0].streams_output:
+                return found
+            streaming.append(found)
+        if streaming:
+            return streaming[0]
+        assert failure is not None
+        raise failure
 
     @property
     def _largest_bytes(self) -> int:
