@@ -201,6 +201,8 @@ def _figures(figures: MemoryFigures | PlannedFigures) -> list[str]:
     counts = [
         _UNKNOWN if count is None else str(count) for count in (figures.resident, figures.streamed, figures.slots)
     ]
+    if figures.streams_output:
+        counts[1] += " + output"
     read, stall = figures.bytes_read_per_token, figures.stall_ms_per_token
     return [
         *counts,

@@ -31,13 +31,14 @@ class RingFigures(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What of a device's weights is in memory, and what reading the rest costs.
 
-    ``resident`` and ``streamed`` count layers, the output matrix as one. ``read_bytes`` and ``stall_s`` are sums since the
-    ring process was opened last; the means of a token are as ``daemon.ring_status.Costs`` has them. ``pressure`` is calm,
-    some or high.
+    ``resident`` and ``streamed`` count layers; ``streams_output``: besides them the output matrix streams. ``read_bytes``
+    and ``stall_s`` are sums since the ring process was opened last; the means of a token are as
+    ``daemon.ring_status.Costs`` has them. ``pressure`` is calm, some or high.
     """
 
     resident: int | None = None
     streamed: int | None = None
+    streams_output: bool | None = None
     slots: int | None = None
     resident_bytes: int | None = None
     streamed_bytes: int | None = None
@@ -56,6 +57,7 @@ class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     resident: int | None = None
     streamed: int | None = None
+    streams_output: bool | None = None
     slots: int | None = None
     ram_bytes: int | None = None
     bytes_read_per_token: float | None = None

@@ -56,18 +56,26 @@ def _goes_on(before: Costs, status: Status) -> bool:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Who computes what, a line a device, and who is left out. Of what streams the output matrix counts as a layer."""
+    """Who computes what, a line a device, and who is left out."""
     lines = []
     for name in plan.devices:
         windows = ", ".join(
             f"{window.first}-{window.last - 1}" if len(window.layers) > 1 else str(window.first)
             for _, window in plan.windows_of(name)
         )
-        streaming = plan.streaming_of(name)
-        streamed = f", {len(streaming.layers)} of them streamed" if streaming.layers else ""
-        lines.append(f"{name}: {plan.layers_of(name)} layers ({windows}){streamed}")
+        streamed, output = _streaming(plan, name)
+        also = " and the output matrix" if output else ""
+        streams = f", {streamed} of them{also} streamed" if streamed or output else ""
+        lines.append(f"{name}: {plan.layers_of(name)} layers ({windows}){streams}")
     lines += [f"{left.device} is left out: {left.reason}" for left in plan.left_out]
     return lines
+
+
+def _streaming(plan: Plan, name: str) -> tuple[int, bool]:
+    """How many layers of the device ``name`` stream, and whether the output matrix does."""
+    units = plan.streaming_of(name).layers
+    output = plan.layer_count in units
+    return len(units) - output, output
 
 
 def device_status(
@@ -130,8 +138,9 @@ def _memory(status: Status | None, costs: Costs) -> MemoryFigures:
         return MemoryFigures()
     memory = status.memory
     return MemoryFigures(
-        resident=memory.resident,
-        streamed=memory.streamed,
+        resident=memory.resident - (memory.output == "resident"),
+        streamed=memory.streamed - (memory.output == "streamed"),
+        streams_output=memory.output == "streamed",
         slots=memory.slots,
         resident_bytes=memory.resident_bytes,
         streamed_bytes=memory.streamed_bytes,
@@ -146,10 +155,11 @@ def _memory(status: Status | None, costs: Costs) -> MemoryFigures:
 def _planned(plan: Plan, prediction: Prediction | None, name: str) -> PlannedFigures:
     for device in prediction.devices if prediction is not None else ():
         if device.device == name:
-            streamed = len(plan.streaming_of(name).layers)
+            streamed, output = _streaming(plan, name)
             return PlannedFigures(
-                resident=device.layers + (name == plan.head) - streamed,
+                resident=device.layers - streamed,
                 streamed=streamed,
+                streams_output=output,
                 slots=device.slots,
                 ram_bytes=device.ram_bytes,
                 bytes_read_per_token=device.disk_bytes_per_token,

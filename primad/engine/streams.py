@@ -73,6 +73,17 @@ class Streams:
         """What reads ahead; None where all weights are llama.cpp's own copies."""
         return self._streamer
 
+    @property
+    def outputs(self) -> frozenset[int]:
+        """Which units are output matrices."""
+        found, first = set(), 0
+        for window in self._windows:
+            first += len(window.units.layers)
+            if window.units.output:
+                found.add(first)
+                first += 1
+        return frozenset(found)
+
     def _make(self) -> Streamer | None:
         units: list[tuple[FileRange, ...]] = []
         streamed: set[int] = set()

@@ -374,7 +374,8 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``resident`` and ``streamed`` count layers (the output matrix is one), ``slots`` the buffers of streamed ones.
     ``read_bytes`` were read from disk, and steps waited ``stall_s`` seconds for it. ``pressure`` is the
-    level of memory pressure on this device: calm, some or high.
+    level of memory pressure on this device: calm, some or high. ``output`` is which of the two the output matrix is,
+    resident or streamed; empty where it is not here.
     """
 
     resident: int
@@ -385,6 +386,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes: int
     stall_s: float
     pressure: str
+    output: str = ""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):

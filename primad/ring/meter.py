@@ -8,6 +8,7 @@ from typing import Final
 import psutil
 
 from primad.engine.prefetch import Streamer
+from primad.engine.streams import Streams
 from primad.ring.messages import MemoryStatus, Status
 
 HOPS_KEPT: Final = 4096
@@ -22,8 +23,8 @@ class Meter:
         self.compute_s = 0.0
         self.hop_s: deque[float] = deque(maxlen=HOPS_KEPT)
 
-    def status(self, refused: int, streamer: Streamer | None) -> Status:
-        """The figures until now; ``streamer`` looks after the weights, where these are not llama.cpp's own copies."""
+    def status(self, refused: int, streams: Streams) -> Status:
+        """The figures until now; ``streams`` looks after the weights, where these are not llama.cpp's own copies."""
         memory = psutil.Process().memory_info()
         return Status(
             steps=self.steps,
@@ -33,11 +34,11 @@ class Meter:
             rss_bytes=memory.rss,
             private_bytes=memory.rss - getattr(memory, "shared", 0),
             refused=refused,
-            memory=None if streamer is None else _memory(streamer),
+            memory=None if streams.streamer is None else _memory(streams.streamer, streams.outputs),
         )
 
 
-def _memory(streamer: Streamer) -> MemoryStatus:
+def _memory(streamer: Streamer, outputs: frozenset[int]) -> MemoryStatus:
     now, experts = streamer.residency, streamer.experts
     by_expert = frozenset() if experts is None else experts.units.intersection(now.resident)
     total = 0 if experts is None else experts.pool.total_bytes
@@ -50,4 +51,5 @@ def _memory(streamer: Streamer) -> MemoryStatus:
         read_bytes=streamer.read_bytes,
         stall_s=streamer.stall_s,
         pressure=streamer.level,
+        output=("streamed" if outputs & now.streamed else "resident") if outputs else "",
     )

@@ -84,7 +84,7 @@ class WorkerPart:
             case Reopen():
                 self._reopen(command)
             case Report():
-                self._channel.tell(self._meter.status(self._links.refused, self._streams.streamer))
+                self._channel.tell(self._meter.status(self._links.refused, self._streams))
             case Generate() | Cancel() | Drain():
                 raise RingError(f"a worker was given {type(command).__name__}, which is the head's")
 
@@ -181,7 +181,7 @@ class HeadPart:
                 self._head.drain()
             case Report():
                 refused = self._links.refused if self._links is not None else 0
-                self._channel.tell(self._meter.status(refused, self._streams.streamer))
+                self._channel.tell(self._meter.status(refused, self._streams))
             case Reopen():
                 raise RingError("the head's ring process was given Reopen, which is a worker's")
 

@@ -121,6 +121,7 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
     assert found.memory == MemoryFigures(
         resident=7,
         streamed=3,
+        streams_output=False,
         slots=2,
         resident_bytes=700,
         streamed_bytes=300,
@@ -131,20 +132,35 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
         pressure="some",
     )
     assert found.predicted == PlannedFigures(
-        resident=7, streamed=3, slots=2, ram_bytes=900, bytes_read_per_token=300, stall_ms_per_token=20
+        resident=7,
+        streamed=3,
+        streams_output=False,
+        slots=2,
+        ram_bytes=900,
+        bytes_read_per_token=300,
+        stall_ms_per_token=20,
     )
     assert found.ring is not None
     assert (found.ring.hops, found.ring.hop_median_s, found.ring.hop_p99_s) == (3, 0.002, 0.003)
     assert (found.ring.rss_bytes, found.ring.private_bytes, found.ring.refused_messages) == (5000, 400, 1)
 
 
-def test_the_output_matrix_counts_as_a_layer_of_the_head():
+def test_the_output_matrix_is_no_layer():
     """Desk streams it: index 25, behind the last layer."""
     found = device_status(PLAN, PREDICTION, "desk", None, Costs(), daemon_rss_bytes=0).predicted
-    assert (found.resident, found.streamed, found.slots) == (13, 3, 3)
+    assert (found.resident, found.streamed, found.streams_output, found.slots) == (13, 2, True, 3)
     held = dataclasses.replace(PLAN, streaming=())
     found = device_status(held, PREDICTION, "desk", None, Costs(), daemon_rss_bytes=0).predicted
-    assert (found.resident, found.streamed) == (16, 0)
+    assert (found.resident, found.streamed, found.streams_output) == (15, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("output", "counts"), [("", (7, 3, False)), ("resident", (6, 3, False)), ("streamed", (7, 2, True))]
+)
+def test_a_ring_process_says_where_the_output_matrix_is(output, counts):
+    said = status(3, msgspec.structs.replace(memory(), output=output))
+    found = device_status(PLAN, PREDICTION, "desk", said, Costs(), daemon_rss_bytes=0).memory
+    assert (found.resident, found.streamed, found.streams_output) == counts
 
 
 @pytest.mark.parametrize("said", [None, status(3, None)])
@@ -202,6 +218,6 @@ def test_the_body_without_a_ring():
 def test_the_owner_is_told_who_streams():
     lines = plan_lines(dataclasses.replace(PLAN, streaming=PLAN.streaming[:1]))
     assert lines == [
-        "desk: 15 layers (0-4, 10-14, 20-24), 3 of them streamed",
+        "desk: 15 layers (0-4, 10-14, 20-24), 2 of them and the output matrix streamed",
         "lap: 10 layers (5-9, 15-19)",
     ]

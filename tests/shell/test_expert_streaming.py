@@ -360,8 +360,9 @@ def test_a_ring_process_streams_by_expert_and_says_what_is_in_memory(tmp_path):
     head, streams = open_head(opening, lambda _: None)
     head._tail.forward(rows(np.array(PROMPT, np.int32), 0))
     pool = streams.streamer.experts.pool
-    memory = Meter().status(0, streams.streamer).memory
+    memory = Meter().status(0, streams).memory
     assert (memory.resident, memory.streamed) == (1, 4), "the output matrix stays, of each layer some experts do"
+    assert memory.output == "resident"
     assert memory.resident_bytes + memory.streamed_bytes == sum(streams.streamer.residency.sizes) + pool.total_bytes
     assert memory.resident_bytes == streams.streamer.residency.held_bytes
     assert memory.read_bytes > 0

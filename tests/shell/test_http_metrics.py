@@ -177,6 +177,7 @@ def test_what_a_device_says():
         "layers": 26,
         "resident_layers": 23,
         "streamed_layers": 3,
+        "streams_output": 0,
         "slots": 2,
         "resident_bytes": 2.3e9,
         "streamed_bytes": 3e8,

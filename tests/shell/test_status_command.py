@@ -15,7 +15,7 @@ import pytest
 from primad import cli, status_command
 from primad.api.backend import Health
 from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
-from tests.fakes.status import device, ring
+from tests.fakes.status import MEMORY, PLANNED, device, ring
 
 SERVING = Health(serving=True, detail="serving with 2 devices")
 PROMISES = Promises(tokens_per_s=4.2, tpot_ms=238, ttft_ms=900)
@@ -96,6 +96,14 @@ def test_a_row_a_device_and_what_was_planned_below(primad, endpoint):
     header = " ".join(out.splitlines()[1:4])
     for column in ("device", "layers", "resident", "streamed", "slots", "read", "stall", "pressure", "memory"):
         assert column in header
+
+
+def test_an_output_matrix_that_streams_is_named_as_in_a_plan(primad, endpoint):
+    memory, planned = (msgspec.structs.replace(each, streams_output=True) for each in (MEMORY, PLANNED))
+    endpoint.says(ring(device("desk", role="head", memory=memory, predicted=planned)))
+    _, out, _ = primad("status", "--url", endpoint.url)
+    assert row(out, "desk")[:6] == ["26", "23", "3", "+", "output", "2"]
+    assert row(out, "planned")[:5] == ["22", "4", "+", "output", "3"]
 
 
 def test_it_fits_a_terminal_of_80_columns(primad, endpoint, monkeypatch):
