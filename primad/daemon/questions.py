@@ -39,7 +39,7 @@ class ServeOptions:
     ``wait`` is the number of workers to wait for (None: take who is there), at most ``wait_timeout_s``. ``windows`` and
     ``rounds`` set the plan by hand; otherwise it makes ``objective`` small, with every device in it if ``use_all``.
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
-    with more, for typical prompts of ``prompt_tokens``.
+    with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are.
     """
 
     wait: int | None

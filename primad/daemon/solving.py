@@ -83,7 +83,7 @@ def _ask(question: Question, stop: Stop, background: bool) -> Solution:
 
 
 def _answer(question: Question) -> _Solved | _Unsolvable:
-    from halda import LARGER_CHUNKS, solve  # only this process loads the solver
+    from halda import CHUNKS, solve  # only this process loads the solver
 
     try:
         solution = solve(
@@ -93,7 +93,7 @@ def _answer(question: Question) -> _Solved | _Unsolvable:
             question.workload,
             objective=question.objective,
             require=question.require,
-            chunks=LARGER_CHUNKS,
+            chunks=CHUNKS,
             time_limit_s=question.time_limit_s,
         )
     except Infeasible as exc:

@@ -14,7 +14,7 @@ from halda import Infeasible
 from halda.evaluate import evaluate
 from halda.instance import Instance, instance
 from halda.published import solve_published
-from halda.search import LARGER_CHUNKS, solve, solve_alone, solve_heads
+from halda.search import CHUNKS, solve, solve_alone, solve_heads
 from halda.simulate import simulate
 from halda.solution import Solution
 from primad import __version__
@@ -95,7 +95,7 @@ def _halda(question: Question) -> Answer:
         objective=question.objective,
         heads=heads,
         limits=question.limits,
-        chunks=LARGER_CHUNKS,
+        chunks=CHUNKS,
         time_limit_s=question.time_limit_s,
     )
     return _answer(question, solution)
@@ -163,7 +163,7 @@ def _with_device(question: Question, chosen: Answer, solution: Solution, name: s
             head=chosen.plan.head,
             limits=question.limits,
             require=frozenset({name}),
-            chunks=LARGER_CHUNKS,
+            chunks=CHUNKS,
             time_limit_s=min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s),
         )
     except Infeasible as exc:
@@ -194,7 +194,7 @@ def _alone(question: Question) -> list[AlonePart]:
         question.workload,
         objective=question.objective,
         limits=question.limits,
-        chunks=LARGER_CHUNKS,
+        chunks=CHUNKS,
         time_limit_s=question.time_limit_s,
     )
     parts = []

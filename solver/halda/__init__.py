@@ -30,9 +30,9 @@ from halda.profile import (
 from halda.solution import SOLVERS, Solution, SolverName
 
 if TYPE_CHECKING:
-    from halda.search import LARGER_CHUNKS, solve, solve_alone, solve_heads
+    from halda.search import CHUNKS, solve, solve_alone, solve_heads
 
-_SOLVING = ("LARGER_CHUNKS", "solve", "solve_alone", "solve_heads")
+_SOLVING = ("CHUNKS", "solve", "solve_alone", "solve_heads")
 
 
 def __getattr__(name: str) -> Any:
@@ -45,9 +45,9 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "BATCH_ROWS",
+    "CHUNKS",
     "KV_BLOCK",
     "KV_TYPES",
-    "LARGER_CHUNKS",
     "OBJECTIVES",
     "PREFILL_ROWS",
     "SOLVERS",

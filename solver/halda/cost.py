@@ -33,15 +33,21 @@ from halda.quantisation import bytes_per_weight
 
 HIDDEN_VALUE_BYTES: Final = 4
 """Hidden states travel as float32."""
-RUNTIME_BYTES: Final = 96 << 20
-"""What a ring process holds besides weights, KV cache and compute buffers: Python, llama.cpp, message buffers."""
+RUNTIME_BYTES: Final = 72 << 20
+"""What a ring process holds besides weights, KV cache and compute buffers: Python, llama.cpp, message buffers. (Measured: 57
+to 72 MiB.)"""
+WINDOW_BYTES: Final = 4 << 20
+"""What a window keeps of its compute buffer between steps of many rows. (Measured: about 2 MB.)"""
 GPU_RUNTIME_BYTES: Final = 256 << 20
 """What a GPU backend keeps for itself (context, kernels)."""
-BUFFER_BYTES_PER_VALUE: Final = 52
-"""Compute buffer of a window over rows and width: two feed-forward rows of 3.5 widths and six of one width, float32.
-
-Every window is a llama.cpp context of its own with a buffer of its own. (Measured: a prompt fills each of them.)
-"""
+ACTIVATION_BYTES: Final = 4
+"""A value of a compute buffer: float32."""
+MASK_BYTES: Final = 2
+"""A value of an attention mask."""
+LOGIT_ROWS: Final = 64
+"""Rows of a step that may want logits."""
+TWO_MASKS: Final = frozenset(("cohere2", "gemma3", "gpt-oss", "olmo2"))
+"""Architectures with layers that attend to a sliding window only: they have a mask of their own, as large."""
 TOKEN_S: Final = 0.00025
 """What the head does for a token besides: sample it, tell the daemon, begin the next step. (Measured as what a ring of one
 process takes more than plain llama.cpp.)"""
@@ -167,10 +173,37 @@ def kv_bytes(layer: LayerProfile, workload: Workload) -> int:
 
 
 def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
-    """Activations of one window, which no other uses (paper: c^cpu, c^gpu, once a device)."""
-    return workload.chunk_rows * model.width * BUFFER_BYTES_PER_VALUE
+    """Activations of a chunk of a prompt in one window, with the attention mask (paper: part of c^cpu and c^gpu).
+
+    Measured as what llama.cpp allocates: a row of a dense layer with gates takes 4 bytes for three feed-forward widths and
+    four widths, and 2 bytes for each cell of the KV cache. This estimate, which has only the bytes of a layer, is 1 to 5 %
+    above it for Llama of 135M to 8B, Qwen2, Gemma 3, Mixtral and Qwen3 MoE, 5 to 30 % for other mixtures of experts, and 25
+    to 50 % where feed-forward has no gate or there are as many keys as queries (StarCoder2, Phi-3).
+    """
+    cells = workload.context_tokens * workload.sequences
+    masks = 2 if model.architecture in TWO_MASKS else 1
+    values = max(_values_a_row(layer, model) for layer in model.layers)
+    return math.ceil(min(workload.chunk_rows, cells) * (values * ACTIVATION_BYTES + masks * cells * MASK_BYTES))
 
 
-def head_bytes(model: ModelProfile) -> int:
-    """What the head holds in RAM besides: logits of a few rows. Of the embedding, which is mapped, single rows are read."""
-    return 64 * model.vocabulary * 4
+def _values_a_row(layer: LayerProfile, model: ModelProfile) -> float:
+    """Values that a row has in the compute buffer at the most, from the weights that it uses.
+
+    Attention counts as feed-forward, which is a width and a third more than there is. Experts have a row for each that is
+    used, and what comes out of them is kept apart until it is added up.
+    """
+    always = _weights(layer.bytes_by_type) / (3 * model.width)
+    if not layer.expert_bytes:
+        return 3 * always + 2 * model.width
+    experts = _weights(layer.expert_bytes_by_type) * model.experts_used / model.experts / (3 * model.width)
+    return max(3 * (always + experts) + 2 * model.width, 2 * experts + (2 * model.experts_used + 1) * model.width)
+
+
+def _weights(bytes_by_type: Mapping[str, int]) -> float:
+    return sum(size / bytes_per_weight(kind) for kind, size in bytes_by_type.items())
+
+
+def logits_bytes(model: ModelProfile, workload: Workload) -> int:
+    """Compute buffer of the window with the output matrix when its layers are done: logits of a few rows and what they
+    come from. Of the embedding, which is mapped, single rows are read."""
+    return min(LOGIT_ROWS, workload.chunk_rows) * (model.vocabulary + 4 * model.width) * ACTIVATION_BYTES

@@ -183,21 +183,30 @@ class Instance:
         """Chunks of a typical prompt."""
         return cost.prefill_chunks(self.workload)[0]
 
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Compute buffer of a window while it computes a chunk of a prompt."""
+        return cost.compute_buffer_bytes(self.model, self.workload)
+
     def runtime_bytes(self, windows: int) -> int:
-        """RAM of a device with so many windows, each with its compute buffer, besides weights and KV cache."""
-        return cost.RUNTIME_BYTES + windows * cost.compute_buffer_bytes(self.model, self.workload)
+        """RAM of a device with so many windows besides weights and KV cache.
+
+        Of its windows one at a time has a full compute buffer: the engine gives its pages back before the next one computes.
+        """
+        return cost.RUNTIME_BYTES + windows * cost.WINDOW_BYTES + self.buffer_bytes
 
     def gpu_runtime_bytes(self, windows: int) -> int:
         """VRAM of a device that uses its GPU, besides weights and KV cache.
 
-        Each of its windows counts: llama.cpp takes the GPU for a chunk of a prompt in windows without GPU layers, too.
+        The compute buffer of each of its windows stays there: llama.cpp takes the GPU for a chunk of a prompt in windows
+        without GPU layers, too.
         """
-        return cost.GPU_RUNTIME_BYTES + windows * cost.compute_buffer_bytes(self.model, self.workload)
+        return cost.GPU_RUNTIME_BYTES + windows * self.buffer_bytes
 
     @cached_property
     def head_bytes(self) -> int:
-        """RAM of the head besides, the output matrix aside."""
-        return cost.head_bytes(self.model)
+        """RAM of the head besides, the output matrix aside: what logits take beyond the compute buffer they are in."""
+        return max(0, cost.logits_bytes(self.model, self.workload) - self.buffer_bytes)
 
     def link(self, source: int, target: int) -> LinkProfile:
         """The link between two members; on one machine with what it costs to change between processes."""

@@ -7,7 +7,8 @@ constraints hold for a device depends on its set (cases 1 to 4), so sets and pro
 
 - Compute time f/s and reading b/T are one term: ``decode_bytes_per_s`` was measured on layers and holds both. The KV read,
   a layer's fixed time and a window's (in xi) are added from the profile; t^kv_cpy is too small to be measured.
-- c^cpu and c^gpu have a compute buffer for each window of a device, as many as rounds, and the head one more for the tail.
+- c^cpu has one compute buffer, as the paper's, and a little for each window of a device; c^gpu has a buffer for each window.
+  They are as many as rounds, and on the head one more for the tail.
 - A layer is ``cut_multiple`` layers of the model, the places where windows may begin. Layers may differ: times are means,
   bytes those of the largest, so that what fits here fits the model.
 - s^disk of macOS is the rate of page faults, which is what the paper's random reads stand for; d^swapout of Android is 0.
@@ -73,21 +74,23 @@ class _Device:
     b_io: float
     """b_i/V + b_o on the head."""
     ram_besides: float
-    """c^cpu without compute buffers."""
+    """c^cpu without what each window takes."""
+    ram_window: float
+    """What each window takes of RAM."""
     gpu_besides: float
     """c^gpu without compute buffers."""
-    buffer: float
+    gpu_window: float
     """Compute buffer of a window."""
     tail: int
     """1 on the head of a ring: it has the tail window besides those of the rounds."""
 
     def c_cpu(self, k: int) -> float:
         """RAM besides weights and KV cache in ``k`` rounds."""
-        return self.ram_besides + (k + self.tail) * self.buffer
+        return self.ram_besides + (k + self.tail) * self.ram_window
 
     def c_gpu(self, k: int) -> float:
         """The same of VRAM."""
-        return self.gpu_besides + (k + self.tail) * self.buffer
+        return self.gpu_besides + (k + self.tail) * self.gpu_window
 
     def b_cio(self, k: int) -> float:
         """(b_i/V + b_o) on the head, and the compute buffers (equation 33)."""
@@ -214,8 +217,9 @@ def _device(ring: Instance, at: int, to: int) -> _Device:
         vram=_vram(member) - (b_o if metal else 0),
         b_io=ring.model.embedding_bytes / ring.model.vocabulary + b_o if is_head else 0.0,
         ram_besides=ring.runtime_bytes(0) + (ring.head_bytes if is_head else 0),
+        ram_window=ring.runtime_bytes(1) - ring.runtime_bytes(0),
         gpu_besides=ring.gpu_runtime_bytes(0),
-        buffer=ring.runtime_bytes(1) - ring.runtime_bytes(0),
+        gpu_window=ring.gpu_runtime_bytes(1) - ring.gpu_runtime_bytes(0),
         tail=int(is_head and at != to),
     )
 

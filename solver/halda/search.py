@@ -42,11 +42,14 @@ from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelPro
 from halda.solution import Solution, SolverName
 from halda.solving import Outcome, available, run
 
-LARGER_CHUNKS: Final = (1024, 2048)
-"""Rows of a chunk of the prompt that may be worth their buffers where layers stream."""
+CHUNKS: Final = (128, 256, 1024, 2048)
+"""Rows of a chunk of the prompt that may be better than those asked for where layers stream: what is read serves more of
+them, or a smaller buffer leaves more room for layers."""
 MOST_CHUNK_S: Final = 60.0
 """A chunk that takes longer is not made larger: nothing else is computed meanwhile, and a ring whose step does not come back
 counts as broken after a while."""
+FEWER_GAIN: Final = 0.05
+"""Share of the objective that fewer rows must gain: with other prompts than the typical one they may be slower."""
 EXACT_CUTS: Final = 160
 """Binaries up to which windows are cut exactly where layers differ; beyond, the gap is reported."""
 _HOP_TRIALS: Final = 3
@@ -84,47 +87,61 @@ def solve(
     """The plan that makes ``objective`` smallest, with ``head`` (None: the first device) as head.
 
     ``require`` names devices that must take part. Where layers stream, a chunk of the prompt may have as many rows as one of
-    ``chunks`` says instead of ``workload.chunk_rows``: what was read serves all of them. Raises ``Infeasible``, which says
-    which limit is short and by how much.
+    ``chunks`` says instead of ``workload.chunk_rows``; where there is no plan, those with the fewest rows come first. Raises
+    ``Infeasible``, which says which limit is short and by how much.
     """
     question = instance(devices, links, model, workload, limits or {}, head)
 
-    def best(question: Instance) -> Solution:
+    def search(question: Instance) -> _Search:
         search = _Search(question, objective, require, time_limit_s, available(solver))
         if search.run():
-            return search.solution()
+            return search
         # Whoever has less memory than any plan needs may still read the output matrix with the layers.
-        smaller = _Search(replace(question, output_streams=True), objective, require, time_limit_s, available(solver))
-        if smaller.run():
-            return smaller.solution()
-        raise smaller.infeasible()
+        search = _Search(replace(question, output_streams=True), objective, require, time_limit_s, available(solver))
+        search.run()
+        return search
 
-    found = best(question)
-    larger = _larger_chunks(found, question, chunks)
-    if larger is None:
+    first = search(question)
+    fewest = min(chunks, default=workload.chunk_rows)
+    if not first.found and fewest < workload.chunk_rows:
+        question = _with_rows(question, fewest)
+        first = search(question)
+    if not first.found:
+        raise first.infeasible()
+    found = first.solution()
+    other = _other_chunks(found, question, chunks)
+    if other is None:
         return found
     # With another buffer other layers may be the best ones to stream, so it is worth another search.
-    again = best(larger)
-    return again if again.objective_s < found.objective_s else found
+    again = search(other)
+    return again.solution() if again.found and again.solution().objective_s < found.objective_s else found
 
 
-def _larger_chunks(found: Solution, question: Instance, chunks: Sequence[int]) -> Instance | None:
+def _with_rows(question: Instance, rows: int) -> Instance:
+    """``question`` with chunks of so many rows."""
+    return replace(question, workload=replace(question.workload, chunk_rows=rows))
+
+
+def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) -> Instance | None:
     """``question`` with the rows of a chunk with which the plan that was found, as it then has to stream, is best.
 
-    None where nothing streams, a prompt has no more rows, or none of ``chunks`` is better.
+    None where nothing streams, or none of ``chunks`` is better: fewer rows have to be clearly better, and more rows than a
+    prompt has are of no use.
     """
     rows, work = question.workload.chunk_rows, question.workload
-    if not found.plan.streaming or work.prompt_tokens <= rows:
+    if not found.plan.streaming:
         return None
-    best, best_s = None, found.objective_s * (1 - _SAME)
-    for more in sorted(chunks):
-        if more <= rows:
-            continue
-        larger = replace(question, workload=replace(work, chunk_rows=more))
-        prediction = evaluate(residency(found.plan, larger), larger)
+    best, best_s = None, found.objective_s
+    more = sorted(chunk for chunk in chunks if chunk > rows and work.prompt_tokens > rows)
+    fewer = sorted((chunk for chunk in chunks if chunk < rows), reverse=True)
+    for chunk in more + fewer:
+        other = _with_rows(question, chunk)
+        prediction = evaluate(residency(found.plan, other), other)
         value = prediction.objective_s(found.objective, work.answer_tokens)
-        if value < best_s and not prediction.short and prediction.prefill_chunk_s <= MOST_CHUNK_S:
-            best, best_s = larger, value
+        gain = _SAME if chunk > rows else FEWER_GAIN
+        too_long = chunk > rows and prediction.prefill_chunk_s > MOST_CHUNK_S
+        if value < best_s * (1 - gain) and not prediction.short and not too_long:
+            best, best_s = other, value
     return best
 
 
@@ -229,6 +246,11 @@ class _Search:
         self._best_is_candidate = False
         self._open_bound_s = float("inf")
 
+    @property
+    def found(self) -> bool:
+        """Whether there is a plan."""
+        return self._best is not None
+
     def run(self) -> bool:
         """Look for the best plan. Answers whether there is any."""
         blocks = (len(self._instance.model.layers) - 1) // self._instance.model.cut_multiple
@@ -241,7 +263,7 @@ class _Search:
             self._begin()
             early = self._early(orders)
             unfinished = {}
-            # More rounds add only hops and buffers to what the bound leaves open: the first that cannot win ends the search.
+            # More rounds add only hops and memory to what the bound leaves open: the first that cannot win ends the search.
             for rounds in range(1, blocks + 1):
                 outcome = early.get(rounds)
                 if outcome is None:

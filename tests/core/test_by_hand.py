@@ -38,9 +38,13 @@ def test_who_is_short_of_memory_streams_just_enough(rounds):
 
 
 def test_the_least_memory_streams_the_output_matrix_too():
-    plan, prediction = by_hand(9 * GB // 8, windows=(20,))
+    needs = instance([device("d0")], [], model(), WORK, {})
+    least = needs.runtime_bytes(1) + needs.head_bytes + 20 * needs.kv_bytes[0] + 2 * needs.slot_bytes
+    plan, prediction = by_hand(least, windows=(20,))
     assert plan.streams_output
     assert not prediction.short
+    with pytest.raises(PlanError, match="d0 is short of"):
+        by_hand(least - 1, windows=(20,))
 
 
 def test_who_has_less_than_that_is_named_with_what_is_missing():

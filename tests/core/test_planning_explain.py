@@ -8,6 +8,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from halda import CHUNKS, instance
 from primad.errors import PlanError
 from primad.planning.explain import explain
 from primad.planning.question import Question, Wishes, ask
@@ -155,9 +156,9 @@ def test_no_plan_says_which_limit_is_short():
 
 
 def test_a_change_shows_what_was_before():
-    answer = what_if(question(), "ram:laptop=8GB")
+    answer = what_if(question(), "ram:desk=8GB")
     assert answer.what_if is not None
-    assert answer.what_if.changes == ["ram:laptop=8GB"]
+    assert answer.what_if.changes == ["ram:desk=8GB"]
     assert answer.what_if.before is not None
     assert answer.predicted.exchange_ms <= answer.what_if.before.predicted.exchange_ms * (1 + 1e-6)
 
@@ -208,8 +209,12 @@ def test_what_streams_is_counted_for_each_device_and_in_all():
 
 
 def test_an_output_matrix_that_streams_is_read_with_the_layers():
-    least = 96 * (1 << 20) + 512 * 4096 * 52 + 64 * 32_000 * 4 + 20 * 4096 * 4096 + 2 * GB // 4
+    asked = question(device("desk"))
+    fewest = replace(asked.workload, chunk_rows=min(CHUNKS))
+    needs = instance(asked.devices, [], asked.model, fewest, {})
+    least = needs.runtime_bytes(1) + needs.head_bytes + 20 * 4096 * 4096 + 2 * GB // 4
     found = explain(question(device("desk", ram=least)))
+    assert found.chunk_rows == fewest.chunk_rows
     (part,) = found.devices
     assert part.streams_output
     assert part.streamed_bytes == 20 * GB // 4

@@ -96,3 +96,6 @@ def test_what_is_read_from_disk_is_shown_where_something_is():
     least = explain(ask(Wishes(), (device("desk", ram=9 * GB // 8),), (), model()))
     assert "20 + output" in shown(least)
     assert "20 of 20 layers and the output matrix" in shown(least)
+    assert "at a time" not in fast
+    assert f"for a prompt of 512 tokens, {least.chunk_rows} at a time" in shown(least)
+    assert least.chunk_rows < 512

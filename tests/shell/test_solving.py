@@ -6,13 +6,14 @@ import asyncio
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
 import psutil
 import pytest
 
-from halda import Infeasible, solve
+from halda import CHUNKS, Infeasible, solve
 from primad.daemon import solving
 from primad.daemon.questions import default_workload
 from primad.daemon.solving import Question, solve_apart
@@ -52,16 +53,16 @@ def test_the_answer_is_the_solvers(require):
 
 
 def test_where_layers_stream_it_may_take_larger_chunks():
-    work = default_workload(8192, 512, "f16", prompt_tokens=4096)
+    work = replace(default_workload(8192, 512, "f16", prompt_tokens=4096), answer_tokens=16)
     quick = device("d0", ram=3 * GB, rate=100e9, disk=0.2e9)
-    asked = msgspec.structs.replace(question(1), devices=[quick], workload=work)
+    asked = msgspec.structs.replace(question(1), devices=[quick], workload=work, model=replace(model(), width=8192))
     assert asyncio.run(solve_apart(asked)).prediction.chunk_rows > 512
 
 
 def test_what_is_short_is_said_as_the_solver_says_it():
     asked = question(1, ram=GB // 8)
     with pytest.raises(Infeasible) as expected:
-        solve(asked.devices, asked.links, asked.model, asked.workload)
+        solve(asked.devices, asked.links, asked.model, asked.workload, chunks=CHUNKS)
     with pytest.raises(Infeasible) as said:
         asyncio.run(solve_apart(asked))
     assert (str(said.value), said.value.short_bytes) == (str(expected.value), expected.value.short_bytes)

@@ -182,10 +182,10 @@ class Brute:
         output = instance.model.output_bytes if is_head else 0
         vram = sum(sizes[i] + kv[i] for i in on_gpu) + (output if output_on_gpu else 0)
         if on_gpu or output_on_gpu:
-            vram += cost.GPU_RUNTIME_BYTES + windows * self._buffer
+            vram += cost.GPU_RUNTIME_BYTES + windows * self._buffer  # each stays there
         if vram > member.vram_limit:
             return
-        fixed = sum(sizes[i] + kv[i] for i in on_cpu) + cost.RUNTIME_BYTES + windows * self._buffer
+        fixed = sum(sizes[i] + kv[i] for i in on_cpu) + cost.RUNTIME_BYTES + windows * cost.WINDOW_BYTES + self._buffer
         fixed += (instance.head_bytes if is_head else 0) + (0 if output_on_gpu else output)
         fixed += vram if member.shares_memory else 0
         if ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit:

@@ -70,7 +70,7 @@ def random_model(rng: random.Random, *, layers: int | None = None) -> ModelProfi
         kinds = dense * count
     tied = rng.random() < 0.3
     vocabulary = rng.choice([32_000, 128_256, 151_936])
-    width = rng.choice([1024, 2048, 4096, 8192])
+    width = 64 * round(math.sqrt(size / bytes_per_weight("Q4_K") / rng.choice([8, 12, 16, 24])) / 64)
     output = int(vocabulary * width * bytes_per_weight("Q6_K"))
     return ModelProfile(
         name="random",

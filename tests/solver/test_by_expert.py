@@ -29,7 +29,7 @@ def moe(layers: int = 12, *, dense: int = 0, used: int = 4) -> ModelProfile:
     toy = planning.model(layers=layers, layer_bytes=BASE)
     sparse = replace(toy.layers[0], expert_bytes_by_type={"Q4_K": EXPERTS})
     kinds = (replace(toy.layers[0], bytes_by_type={"Q4_K": BASE + EXPERTS}),) * dense + (sparse,) * (layers - dense)
-    return replace(toy, layers=kinds, output_bytes_by_type={"Q4_K": 20 * MB}, width=512, experts=32, experts_used=used)
+    return replace(toy, layers=kinds, output_bytes_by_type={"Q4_K": 20 * MB}, width=4096, experts=32, experts_used=used)
 
 
 def question(model: ModelProfile, *rams: int, work: Workload = WORK, disk: float = DISK) -> Instance:

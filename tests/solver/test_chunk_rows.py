@@ -1,4 +1,7 @@
-"""Where layers stream, a prompt is computed in larger chunks if that is quicker: what was read serves more rows."""
+"""Where layers stream, a prompt is computed in larger chunks if that is quicker: what was read serves more rows.
+
+Where memory is short, in smaller ones, whose buffers leave more room for layers.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,27 @@ from dataclasses import replace
 
 import pytest
 
-from halda import LARGER_CHUNKS, Objective, Solution, Workload, evaluate, instance, solve
-from tests.fakes.planning import GB, device, model
+from halda import CHUNKS, Infeasible, Instance, Objective, Solution, Workload, evaluate, instance, solve, solve_heads
+from halda.profile import DeviceProfile, ModelProfile
+from halda.search import FEWER_GAIN
+from tests.fakes import planning
+from tests.fakes.planning import GB, device
 
 WORK = Workload(context_tokens=8192, kv_type="f16", sequences=1, prompt_tokens=4096, answer_tokens=16, chunk_rows=512)
 SLOW_DISK = device("desk", ram=3 * GB, rate=100e9, disk=0.2e9)
 
 
+def model() -> ModelProfile:
+    """20 layers of 250 MB, with buffers of 150 MB for 512 rows."""
+    return replace(planning.model(), width=8192)
+
+
+def question(*devices: DeviceProfile, rows: int = 512, work: Workload = WORK) -> Instance:
+    return instance(devices, [], model(), replace(work, chunk_rows=rows), {})
+
+
 def solved(
-    *devices, work: Workload = WORK, objective: Objective = "balanced", chunks: tuple[int, ...] = LARGER_CHUNKS
+    *devices, work: Workload = WORK, objective: Objective = "balanced", chunks: tuple[int, ...] = CHUNKS
 ) -> Solution:
     return solve(devices or (SLOW_DISK,), [], model(), work, objective=objective, chunks=chunks)
 
@@ -26,8 +41,7 @@ def test_a_slow_disk_serves_more_rows_with_each_read(objective):
     assert large.objective_s < small.objective_s
     assert large.prediction.ttft_s < 0.5 * small.prediction.ttft_s
     assert large.prediction.devices[0].ram_bytes <= 3 * GB
-    asked = instance([SLOW_DISK], [], model(), replace(WORK, chunk_rows=2048), {})
-    assert evaluate(large.plan, asked) == large.prediction
+    assert evaluate(large.plan, question(SLOW_DISK, rows=2048)) == large.prediction
 
 
 def test_the_larger_buffer_may_cost_more_than_it_gains():
@@ -47,7 +61,9 @@ def test_a_short_prompt_and_a_plan_without_streaming_keep_their_chunks():
 
 def test_where_computing_takes_all_the_time_chunks_stay_small():
     quick = device("desk", ram=3 * GB, rate=20e9, disk=5e9)
-    assert solved(quick, objective="latency").prediction.chunk_rows == 512
+    assert solved(quick).prediction.chunk_rows == 512
+    # A token gains nothing by more rows, but by the layer that fewer leave room for.
+    assert solved(quick, objective="latency").prediction.chunk_rows == 128
     # A chunk of 1024 rows would keep a slow device busy for more than a minute.
     assert solved(device("desk", ram=3 * GB, rate=4e9, disk=0.05e9)).prediction.chunk_rows == 512
 
@@ -57,5 +73,70 @@ def test_a_ring_has_one_size_of_chunk_that_all_can_hold():
     found = solved(*devices)
     assert len(found.plan.devices) == 2
     assert found.prediction.chunk_rows > 512
-    asked = instance(devices, [], model(), replace(WORK, chunk_rows=found.prediction.chunk_rows), {}, found.plan.head)
-    assert not evaluate(found.plan, asked).short
+    assert not evaluate(found.plan, question(*devices, rows=found.prediction.chunk_rows)).short
+
+
+def least_ram(rows: int, layers: int = 20) -> int:
+    """What a head needs at the least to compute so many layers: it streams them all, and the output matrix."""
+    asked = question(device("desk", ram=0), rows=rows)
+    windows = 1 if layers == 20 else 2
+    kv, layer, output = asked.kv_bytes[0], asked.slot_bytes, asked.model.output_bytes
+    return asked.runtime_bytes(windows) + asked.head_bytes + layers * kv + layer + max(layer, output)
+
+
+def test_with_the_least_memory_a_chunk_has_the_fewest_rows():
+    small = device("desk", ram=least_ram(128), rate=100e9, disk=0.2e9)
+    for rows in (512, 256):
+        with pytest.raises(Infeasible, match="RAM of desk is short"):
+            solved(small, work=replace(WORK, chunk_rows=rows), chunks=())
+    found = solved(small)
+    assert found.prediction.chunk_rows == 128
+    assert evaluate(found.plan, question(small, rows=128)) == found.prediction
+    assert not found.prediction.short
+    with pytest.raises(Infeasible, match=r"RAM of desk is short of 0\.1 MB"):
+        solved(device("desk", ram=least_ram(128) - 1, rate=100e9, disk=0.2e9))
+
+
+def test_a_fleet_with_the_least_memory_has_a_plan_with_the_fewest_rows():
+    """Neither holds the KV cache of the whole model besides."""
+    asked = question(device("desk", ram=0), rows=128)
+    worker = asked.runtime_bytes(1) + 10 * asked.kv_bytes[0] + 2 * asked.slot_bytes
+    fleet = (device("desk", ram=least_ram(128, layers=10)), device("lap", ram=worker))
+    with pytest.raises(Infeasible):
+        solved(*fleet, chunks=())
+    for found in (
+        solved(*fleet),
+        solve_heads(fleet, [], model(), WORK, chunks=CHUNKS),
+    ):
+        assert found.prediction.chunk_rows == 128
+        assert len(found.plan.devices) == 2
+        assert not evaluate(found.plan, question(*fleet, rows=128)).short
+
+
+def test_what_is_not_short_of_memory_has_as_many_rows_as_it_can():
+    """Between the least for 128 rows and that for 512 there is room for 256, which read half as often."""
+    assert solved(device("desk", ram=least_ram(256), rate=100e9, disk=0.2e9)).prediction.chunk_rows == 256
+    assert solved(device("desk", ram=least_ram(512), rate=100e9, disk=0.2e9)).prediction.chunk_rows == 512
+
+
+def test_fewer_rows_are_taken_where_a_long_answer_is_clearly_quicker():
+    """With 128 rows nothing streams; with 512 some layers have to, for every token."""
+    work = replace(WORK, prompt_tokens=600, answer_tokens=4000)
+    (whole,) = solved(device("desk", ram=20 * GB), work=replace(work, chunk_rows=128), chunks=()).prediction.devices
+    assert not whole.streamed_layers
+    tight = device("desk", ram=whole.ram_bytes, rate=100e9, disk=0.2e9)
+    usual, found = solved(tight, work=work, chunks=()), solved(tight, work=work)
+    assert usual.plan.streaming
+    assert found.prediction.chunk_rows == 128
+    assert not found.plan.streaming
+    assert found.objective_s < (1 - FEWER_GAIN) * usual.objective_s
+    # A prompt with hardly an answer is quicker with one chunk than with five.
+    assert solved(tight, work=work, objective="ttft").prediction.chunk_rows >= 512
+
+
+def test_fewer_rows_are_not_taken_for_a_little():
+    """Of 15 layers that stream one less: 6 % of a token. Of a request with its prompt that is less than a twentieth."""
+    work = replace(WORK, answer_tokens=100)
+    usual, fewer = (solved(work=replace(work, chunk_rows=rows), chunks=()) for rows in (512, 128))
+    assert fewer.prediction.tpot_s < usual.prediction.tpot_s
+    assert solved(work=work, chunks=(128, 256)).prediction.chunk_rows == 512

@@ -38,7 +38,7 @@ WORK = Workload(context_tokens=1024, kv_type="f16", sequences=1, prompt_tokens=5
 
 def model(*, layers: int = 12, output: int) -> ModelProfile:
     toy = planning.model(layers=layers, layer_bytes=LAYER)
-    return replace(toy, output_bytes_by_type={"Q4_K": output}, width=512)
+    return replace(toy, output_bytes_by_type={"Q4_K": output}, width=4096)
 
 
 def question(toy: ModelProfile, *rams: int, work: Workload = WORK) -> Instance:
