@@ -39,28 +39,38 @@ def available(name: SolverName) -> SolverName:
 def run(problem: Any, name: SolverName, time_limit_s: float) -> Outcome:
     """Solve ``problem`` for at most ``time_limit_s``."""
     if name == "highs":
-        solver = pulp.HiGHS(
-            msg=False,
-            gapRel=_GAP,
-            gapAbs=_GAP,
-            threads=1,
-            timeLimit=time_limit_s,
-            mip_feasibility_tolerance=_TOLERANCE,
-            primal_feasibility_tolerance=_TOLERANCE,
-        )
+        problem.solve(_highs(time_limit_s, presolve="choose"))
+        seconds = float(problem.solutionTime)
+        if problem.solverModel.getModelStatus().name == "kSolveError":
+            # What its presolve made smaller does not always hold in the whole program, by less than counts.
+            problem.solve(_highs(time_limit_s, presolve="off"))
+            seconds += float(problem.solutionTime)
     else:
         with warnings.catch_warnings():
             # PuLP 3 brings CBC along; its successor wants a package of half a gigabyte for it.
             warnings.simplefilter("ignore", DeprecationWarning)
             solver = pulp.PULP_CBC_CMD(msg=False, gapRel=_GAP, gapAbs=_GAP, threads=1, timeLimit=time_limit_s)
-    problem.solve(solver)
-    seconds = float(problem.solutionTime)
+        problem.solve(solver)
+        seconds = float(problem.solutionTime)
     solved = problem.sol_status == pulp.LpSolutionOptimal
     found = solved or problem.sol_status == pulp.LpSolutionIntegerFeasible
     if problem.status == pulp.LpStatusInfeasible:
         return Outcome(False, True, float("inf"), float("inf"), seconds)
     value = float(pulp.value(problem.objective)) if found else float("inf")
     return Outcome(found, solved, value, value if solved else _bound(problem, name), seconds)
+
+
+def _highs(time_limit_s: float, *, presolve: str) -> Any:
+    return pulp.HiGHS(
+        msg=False,
+        gapRel=_GAP,
+        gapAbs=_GAP,
+        threads=1,
+        timeLimit=time_limit_s,
+        mip_feasibility_tolerance=_TOLERANCE,
+        primal_feasibility_tolerance=_TOLERANCE,
+        presolve=presolve,
+    )
 
 
 def _bound(problem: Any, name: SolverName) -> float:
