@@ -100,6 +100,10 @@ class Stream:
             assert left > 0, f"{len(self.times)} of {count} tokens within {timeout_s:g} s"
             self._running.wait_news(min(left, 0.5))
 
+    def leave(self) -> None:
+        """Do not listen any more, as a client that goes away."""
+        self._running.end()
+
     def wait_end(self, timeout_s: float = PATIENCE_S) -> str:
         """Wait until the stream is over; how it ended."""
         self._running.wait_for('"end"', timeout_s)

@@ -156,6 +156,14 @@ class Cgroups:
         key = "memory.current" if self._at.version == 2 else "memory.usage_in_bytes"
         return int((self._at.group("memory", self._lab, name) / key).read_text(encoding="ascii"))
 
+    def oom_kills(self, name: str) -> int:
+        """How many processes of the group died because it was out of memory; 0 where nobody counts."""
+        if "memory" not in self._at.folders:
+            return 0
+        key = "memory.events" if self._at.version == 2 else "memory.oom_control"
+        text = (self._at.group("memory", self._lab, name) / key).read_text(encoding="ascii")
+        return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+
     def pids(self, name: str) -> set[int]:
         """The processes of the group."""
         found: set[int] = set()

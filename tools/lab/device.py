@@ -109,6 +109,10 @@ class Device:
         """What they use, page cache included."""
         return self._cgroups.memory_bytes(self.name)
 
+    def oom_kills(self) -> int:
+        """How many of its processes died because it was out of memory."""
+        return self._cgroups.oom_kills(self.name)
+
     def kill(self, which: Which = "all", number: int = signal.SIGKILL) -> set[int]:
         """Kill -9 its processes, or its primad ring processes or daemons only; those that were killed.
 

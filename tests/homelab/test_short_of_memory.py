@@ -1,0 +1,154 @@
+"""Another program takes a worker's memory in the middle of an answer, for good: others compute its layers, word for word.
+
+The worker first gives back what it holds, layer by layer; with nothing left it asks for another plan. When the program ends
+it computes again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.homelab.cluster import Cluster
+from tests.homelab.running import MakeLab, Running
+from tests.homelab.stream import Stream
+from tools.lab import DeviceSpec
+from tools.lab.device import Device
+from tools.synth import write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+MB = 1_000_000
+LAYERS = 32
+"""Of 9 MB: several hundred megabytes, read a little at a time."""
+WORKER_BYTES = 500 * MB
+"""For its daemon and ring process (some 110 MB) and more than half of the model."""
+HEAD_RAM = "280MB"
+"""With it the head alone must stream most layers, so that the worker is worth having."""
+FIRST_BYTES, STEP_BYTES, LAST_BYTES = 240 * MB, 8 * MB, 4 * MB
+FEW_BYTES, LAST_S = 25 * MB, 3.0
+"""Less is taken at the end, so that it never is all there is: nobody shall be killed for want of memory."""
+PROMPT, MORE_TOKENS = "Once upon a time", 30
+UNENDING = {"0": -100, "2": -100}
+"""No token ends the answer."""
+SHORT_S, RELIEF_S = 240.0, 240.0
+"""A ring takes up an answer by computing its tokens again, one by one."""
+
+HOLDER = """
+import sys
+held = []
+for line in sys.stdin:
+    held.append(b"1" * int(line))  # written to, so that it is there
+    print(len(held), flush=True)
+"""
+
+
+class Neighbour:
+    """Another program on a device; it takes memory when it is told, and ends with its input."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.taken_bytes = 0
+
+    def take(self, size: int) -> None:
+        """Take so many bytes more."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{size}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline(), "the other program was killed"
+        self.taken_bytes += size
+
+    def end(self) -> None:
+        """Give it all back."""
+        self._process.communicate(timeout=30)
+        assert self._process.returncode == 0
+
+
+@contextmanager
+def neighbour(device: Device) -> Iterator[Neighbour]:
+    argv = [sys.executable, "-I", "-c", HOLDER]
+    with device.popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Neighbour(process)
+        finally:
+            process.kill()
+
+
+def computing(cluster: Cluster) -> set[str]:
+    """The devices that compute now."""
+    return {device["name"] for device in cluster.status().get("devices", ())}
+
+
+def resident_bytes(cluster: Cluster, name: str) -> int:
+    """Bytes of what stays on a device; 0 where that is not known."""
+    for device in cluster.status().get("devices", ()):
+        if device["name"] == name:
+            return int(device["memory"].get("resident_bytes") or 0)
+    return 0
+
+
+def said(head: Running, text: str) -> bool:
+    return any(text in line for _, line in list(head.lines))
+
+
+def press(cluster: Cluster, head: Running, other: Neighbour) -> None:
+    """Take memory on ``b`` until hardly anything stays there, and then little by little until the head plans anew."""
+    deadline = time.monotonic() + SHORT_S
+    while not said(head, "b: other programs need the memory; looking for a plan that asks less of it"):
+        assert time.monotonic() < deadline, f"with {other.taken_bytes / MB:.0f} MB taken:\n{cluster.logs()}"
+        last = resident_bytes(cluster, "b") < FEW_BYTES
+        other.take(LAST_BYTES if last else STEP_BYTES)
+        time.sleep(LAST_S if last else 0.5)
+
+
+def wait_computing(cluster: Cluster, names: set[str], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while computing(cluster) != names:
+        assert time.monotonic() < deadline, f"{computing(cluster)} compute, not {names}:\n{cluster.logs()}"
+        time.sleep(0.5)
+
+
+def ask(cluster: Cluster, tokens: int) -> Stream:
+    return cluster.stream(PROMPT, tokens, logit_bias=UNENDING)
+
+
+def test_others_compute_what_a_worker_has_no_memory_for_and_give_it_back(make_lab: MakeLab, tmp_path: Path) -> None:
+    model = tmp_path / "deep.gguf"
+    write_model(model, preset="deep-q4k", layers=LAYERS)
+    lab = make_lab(DeviceSpec(name="a"), DeviceSpec(name="b", memory_bytes=WORKER_BYTES))
+    short = lab.device("b")
+    with Cluster(lab, model, serve=("--max-ram", HEAD_RAM, "--context", 4096)) as cluster:
+        cluster.prepare()
+        worker = cluster.start_worker("b")
+        head = cluster.start_head("--wait", 1)
+        cluster.wait_serving()
+        assert computing(cluster) == {"a", "b"}, cluster.logs()
+        with neighbour(short) as other:
+            other.take(FIRST_BYTES)
+            stream = ask(cluster, 4000)
+            stream.wait_tokens(5)
+            press(cluster, head, other)
+            wait_computing(cluster, {"a"}, SHORT_S)
+            stream.wait_tokens(len(stream.times) + MORE_TOKENS, SHORT_S)
+            stream.leave()
+            assert stream.error is None
+            assert short.oom_kills() == 0
+            assert other.taken_bytes < WORKER_BYTES
+            other.end()
+        head.wait_for("b: there is memory again; looking for a better plan", RELIEF_S)
+        wait_computing(cluster, {"a", "b"}, SHORT_S)
+        again = ask(cluster, len(stream.times) + 10)  # some tokens bring no text
+        assert again.wait_end(SHORT_S) == "done"
+        assert again.text.startswith(stream.text)
+        assert worker.process.poll() is None
+        assert "b is left out" in head.output
+        assert short.oom_kills() == 0
+        assert "Traceback" not in cluster.logs()
+        assert head.output.count("better; changing to it") == 1, head.output
