@@ -181,7 +181,9 @@ def _limit(
         rates.append(prefetch_rate(path))
         busy.append(busy_share())
         with LimitedGroup(limit) as group:
-            ours.append(asyncio.run(run_ring(path, solution.plan, {"d0": group}, **chosen)))
+            ours.append(
+                asyncio.run(run_ring(path, solution.plan, {"d0": group}, prediction=solution.prediction, **chosen))
+            )
     rate, speed = statistics.median(rates), _median(ours, "tokens_per_s")
     reads = _median(ours, "read_bytes_per_token")
     counters = [each for run in ours for each in run.counters]

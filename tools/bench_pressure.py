@@ -278,6 +278,7 @@ async def _run(
             fleet.path,
             None,
             plan=plan,
+            prediction=solution.prediction,
             groups=groups,
             context=workload.context_tokens,
             rows=workload.chunk_rows,

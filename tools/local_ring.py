@@ -12,7 +12,7 @@ from types import TracebackType
 
 import msgspec
 
-from halda import Plan, arrange
+from halda import Plan, Prediction, arrange
 from primad.daemon.extra import Tried, choose_extra_buffers
 from primad.daemon.shard import Place, open_windows, place_windows, streamed_of, whole_model
 from primad.engine.build import build_id
@@ -59,9 +59,9 @@ GREEDY = Sampling(
 class LocalRing:
     """``windows[i]`` layers a round for device ``i``; ``windows=None`` is the whole model in one process.
 
-    ``plan`` takes the place of ``windows`` and ``rounds``, and may stream. ``groups`` limits the memory of the process of a
-    device; then no process finds anything of its files in the page cache when it starts. ``extra_buffers`` None lets each
-    window's probe decide, as the daemon does.
+    ``plan`` takes the place of ``windows`` and ``rounds``, and may stream; ``prediction`` says what memory it leaves.
+    ``groups`` limits the memory of the process of a device; then no process finds anything of its files in the page cache
+    when it starts. ``extra_buffers`` None lets each window's probe decide, as the daemon does.
 
     ``async with LocalRing(...) as ring`` loads and links it; layer files live in ``folder`` (shared between rings).
     """
@@ -73,6 +73,7 @@ class LocalRing:
         *,
         rounds: int = 1,
         plan: Plan | None = None,
+        prediction: Prediction | None = None,
         groups: Mapping[str, LimitedGroup] | None = None,
         context: int = 2048,
         rows: int = 512,
@@ -89,6 +90,8 @@ class LocalRing:
         layers = len(profile.layers)
         self.plan = plan or arrange(names, windows or [layers], rounds=rounds, model=profile)
         self._threads = [threads] * len(self.plan.devices) if isinstance(threads, int) else list(threads)
+        devices = prediction.devices if prediction is not None else ()
+        self._rooms = {device.device: device.room_bytes for device in devices}
         self._groups = groups or {}
         self._context = context
         self._rows = rows
@@ -171,6 +174,7 @@ class LocalRing:
                 step_timeout_s=self._step_timeout_s,
                 options=options,
                 slots=streaming.slots,
+                room_bytes=self._rooms.get(name, 0),
                 usage=str(place.usage),
             )
         if self._groups:

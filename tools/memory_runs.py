@@ -19,7 +19,7 @@ from typing import Final
 
 import psutil
 
-from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Solution, Workload, solve
+from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Prediction, Solution, Workload, solve
 from halda.evaluate import unit_bytes
 from primad.daemon.questions import default_workload
 from primad.engine.pages import FileRange, Pages
@@ -184,6 +184,7 @@ async def run_ring(
     context: int,
     rows: int,
     tokens: int,
+    prediction: Prediction | None = None,
     folder: Path | None = None,
 ) -> Run:
     """A ring of processes, one a group."""
@@ -191,6 +192,7 @@ async def run_ring(
         model,
         None,
         plan=plan,
+        prediction=prediction,
         groups=groups,
         context=context,
         rows=rows,

@@ -95,6 +95,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     (see ``ring.spawn.environment``). The last ``gpu_layers[i]`` layers of ``windows[i]`` go to the GPU. A worker may have
     parts in several epochs at a time: the next ring is loaded while the last one serves. Of ``windows[i]`` the layers
     ``streamed[i]``, counted from its first, are read each time they are used, through ``slots`` buffers; none without it.
+    ``room_bytes`` more of them may stay than the plan counts.
     ``kv_type`` is that of the KV cache.
     """
 
@@ -114,6 +115,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     place: int
     streamed: list[tuple[int, ...]] = []
     slots: int = 0
+    room_bytes: int = 0
     kv_type: KvType = "f16"
 
 

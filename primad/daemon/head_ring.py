@@ -277,6 +277,7 @@ class HeadRing:
             place=self._place_of(name),
             streamed=streamed_of(self.plan, name),
             slots=self.plan.streaming_of(name).slots,
+            room_bytes=self._parts.room_bytes(name),
             kv_type=options.kv_type,
         )
 

@@ -56,6 +56,7 @@ async def start_own(parts: RingParts, specs: list[WindowSpec]) -> tuple[RingProc
             step_timeout_s=parts.options.step_timeout_s,
             options=options,
             slots=parts.plan.streaming_of(parts.plan.head).slots,
+            room_bytes=parts.room_bytes(parts.plan.head),
             usage=str(parts.place.usage),
         )
     )

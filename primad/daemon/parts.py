@@ -353,6 +353,7 @@ class Parts:
                 step_timeout_s=load.step_timeout_s,
                 options=options,
                 slots=content.slots,
+                room_bytes=load.room_bytes,
                 usage=str(self._place.usage),
             ),
         )

@@ -65,6 +65,11 @@ class RingParts:
     links: LinkBook
     tried: Tried
 
+    def room_bytes(self, device: str) -> int:
+        """Bytes of a device's memory that the plan leaves."""
+        devices = self.prediction.devices if self.prediction is not None else ()
+        return sum(each.room_bytes for each in devices if each.device == device)
+
     @property
     def owner(self) -> str:
         """Who holds the head's own layers in its cache."""

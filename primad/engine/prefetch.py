@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
@@ -221,17 +222,24 @@ class Streamer:
         """``scratch_bytes`` of scratch memory were given back; the next step that needs them is told by ``brace``."""
         with self._condition:
             self._braced_s = time.monotonic()
-            if self._spread is None or scratch_bytes <= self._spare_bytes or not self._rungs[self._base].streams:
+            if scratch_bytes <= self._spare_bytes:
                 return
             self._spare_bytes = scratch_bytes
             base, above = self._rungs[self._base], []
             for step in range(SPARE_RUNGS, 0, -1):
-                rung = self._spread.within(base.held_bytes + scratch_bytes * step // SPARE_RUNGS)
+                rung = self._with_more(base, scratch_bytes * step // SPARE_RUNGS)
                 if rung.held_bytes > base.held_bytes:
                     above.append(rung)
             self._rungs = (*above, *self._rungs[self._base :])
             self._rung += len(above) - self._base
             self._base = len(above)
+
+    def _with_more(self, base: Residency, more_bytes: int) -> Residency:
+        if self.experts is not None:
+            return replace(base, pool_bytes=min(base.pool_bytes + more_bytes, self.experts.pool.total_bytes))
+        if self._spread is None or not base.streams:
+            return base
+        return self._spread.within(base.held_bytes + more_bytes)
 
     # ---- any thread ----------------------------------------------------------------------------------------------------
 

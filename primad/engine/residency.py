@@ -194,12 +194,12 @@ def ladder(base: Residency, spread: Spread | None) -> tuple[Residency, ...]:
     return tuple(rungs)
 
 
-def by_expert(whole: Residency, experts: Mapping[int, int]) -> Residency | None:
+def by_expert(whole: Residency, experts: Mapping[int, int], room_bytes: int) -> Residency | None:
     """What ``whole`` becomes where units stream by expert, of ``experts`` bytes each; None where that is of no use.
 
-    No more is held than before. The experts of all such units share one pool, also of those that would be resident: the ones
-    used most of each layer stay, which saves more than all those of some layers. What is left of the units stays resident,
-    as far as the pool then holds the experts of one layer, which a prompt needs at a time.
+    At most ``room_bytes`` more are held than before. The experts of all such units share one pool, also of those that would
+    be resident: the ones used most of each layer stay, which saves more than all those of some layers. What is left of the
+    units stays resident, as far as the pool then holds the experts of one layer, which a prompt needs at a time.
     """
     if not whole.streams or not whole.streamed & experts.keys():
         return None
@@ -207,7 +207,7 @@ def by_expert(whole: Residency, experts: Mapping[int, int]) -> Residency | None:
     sizes = tuple(size - experts.get(unit, 0) for unit, size in enumerate(whole.sizes))
     streamed = whole.streamed - experts.keys()
     rungs = ladder(Residency.whole(sizes, streamed, two_slots(sizes, streamed)), None)
-    room = [whole.held_bytes - rung.held_bytes for rung in rungs]
+    room = [whole.held_bytes + room_bytes - rung.held_bytes for rung in rungs]
     rung, pool = next(
         ((rung, left) for rung, left in zip(rungs, room, strict=True) if left >= layer), (rungs[-1], layer)
     )

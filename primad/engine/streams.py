@@ -51,7 +51,9 @@ class StreamedWindow:
 
 
 class Streams:
-    """``begin`` once the ``windows`` are loaded. They share ``slots`` buffers; ``lock`` pins what is resident.
+    """``begin`` once the ``windows`` are loaded. They share ``slots`` buffers, and ``room_bytes`` more may stay.
+
+    ``lock`` pins what stays.
 
     What the slots are for depends on who else computes: while other devices do, they are filled for the next window. A
     process that computes ``alone`` needs no more than to read one part while it computes another. How often experts are
@@ -59,12 +61,19 @@ class Streams:
     """
 
     def __init__(
-        self, windows: Iterable[StreamedWindow], *, slots: int, alone: bool, lock: bool, usage: Path | None
+        self,
+        windows: Iterable[StreamedWindow],
+        *,
+        slots: int,
+        room_bytes: int,
+        alone: bool,
+        lock: bool,
+        usage: Path | None,
     ) -> None:
         self._usage = usage
         self._alone = alone
         self._windows = sorted(windows, key=lambda window: window.index)
-        self._slots, self._lock = slots, lock
+        self._slots, self._room_bytes, self._lock = slots, room_bytes, lock
         self._rest = Pages([part for window in self._windows for part in window.units.rest])
         self._streamer = self._make()
 
@@ -99,7 +108,7 @@ class Streams:
         sizes = tuple(sum(part.size for part in unit) for unit in units)
         ahead = ahead_bytes(sizes, streamed, layers, self._slots)
         residency = Residency.whole(sizes, streamed, ahead)
-        split = by_expert(residency, {unit: files.size for unit, files in experts.items()})
+        split = by_expert(residency, {unit: files.size for unit, files in experts.items()}, self._room_bytes)
         spread = None
         if split is not None:
             units = [without(unit, experts[i]) if i in experts else unit for i, unit in enumerate(units)]
@@ -109,7 +118,7 @@ class Streams:
             least = min(LEAST_AHEAD_BYTES, two_slots(sizes, range(len(sizes))))
             spread = Spread(sizes, cuts, least if self._alone else max(ahead, least))
             if streamed:
-                residency = spread.within(residency.held_bytes)
+                residency = spread.within(residency.held_bytes + self._room_bytes)
         return Streamer(
             pages,
             residency if split is None else split,
@@ -168,4 +177,5 @@ class Streams:
         """The same for windows that are kept, (old route index, new one); after ``end``."""
         new = dict(indices)
         kept = [replace(window, index=new[window.index]) for window in self._windows if window.index in new]
-        return Streams(kept, slots=self._slots, alone=self._alone, lock=self._lock, usage=self._usage)
+        # What the plan before left over may have gone to others.
+        return Streams(kept, slots=self._slots, room_bytes=0, alone=self._alone, lock=self._lock, usage=self._usage)

@@ -268,8 +268,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 
     ``route`` is the number of windows in the route. ``model`` is the path of the model file on the head and None on a
     worker; ``width`` is that of the hidden state. ``depth`` bounds the steps that the head keeps in flight. Streamed layers
-    of all windows pass through ``slots`` buffers of the size of the largest one; 0 where nothing streams. How often experts
-    are used is kept in the folder ``usage``, or nowhere.
+    of all windows pass through ``slots`` buffers of the size of the largest one; 0 where nothing streams. Of them
+    ``room_bytes`` more may stay. How often experts are used is kept in the folder ``usage``, or nowhere.
     """
 
     ring: int
@@ -283,6 +283,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     step_timeout_s: float
     options: EngineOptions
     slots: int
+    room_bytes: int
     usage: str | None
 
 

@@ -56,6 +56,7 @@ def _streams(opening: Open, header: Header | None) -> Streams:
             if not window.extra_buffers
         ),
         slots=opening.slots,
+        room_bytes=opening.room_bytes,
         alone=opening.route == 1,
         lock=opening.options.lock,
         usage=Path(opening.usage) if opening.usage is not None else None,

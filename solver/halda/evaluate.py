@@ -51,7 +51,8 @@ class DevicePrediction:
 
     ``window_s`` is compute and stall; ``hop_s`` belongs to what the device sends; ``shard_bytes`` is what its disk holds.
     Where a token takes as long as a disk reads, what others do not take of it is the stall of the device that reads longest.
-    ``streams_output``: the output matrix is read with the ``streamed_layers``.
+    ``streams_output``: the output matrix is read with the ``streamed_layers``. ``room_bytes`` of RAM are left over, less than
+    another layer takes in most plans that stream.
     """
 
     device: str
@@ -63,6 +64,7 @@ class DevicePrediction:
     streams_output: bool
     slots: int
     ram_bytes: int
+    room_bytes: int
     vram_bytes: int
     shard_bytes: int
     disk_bytes_per_token: int
@@ -231,6 +233,7 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
     busy = max(sum(decode[i] for i in host) for host in hosts)
     period_s = max(tpot_s / instance.workload.sequences, busy, disk_s, occupied[0])
     ram, vram, short = _memory(plan, instance, shares, hosts)
+    room = _room(shares, hosts, ram)
     slowest = max(range(len(shares)), key=lambda i: disk[i])
     compute = [share.compute_s(share.member.decode, plan) + out for share, out in zip(shares, outputs, strict=True)]
     late_s = max(0.0, disk_s - sum(decode) - sum(hops))
@@ -255,6 +258,7 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
                 streams_output=share.streams_output,
                 slots=share.slots,
                 ram_bytes=ram[i],
+                room_bytes=room[i],
                 vram_bytes=vram[i],
                 shard_bytes=_shard_bytes(plan, instance, share),
                 disk_bytes_per_token=read[i],
@@ -425,6 +429,17 @@ def _shard_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
     if len(plan.route) == 1:
         return 0
     return _weights(share.cpu, instance) + _weights(share.gpu, instance)
+
+
+def _room(shares: Sequence[_Share], hosts: Sequence[Sequence[int]], ram: Sequence[int]) -> list[int]:
+    """RAM that each device has left; of what is left of a machine its devices get equal shares."""
+    room = [0] * len(shares)
+    for host in hosts:
+        there = max(shares[i].member.profile.ram_available_bytes for i in host) - sum(ram[i] for i in host)
+        for i in host:
+            own = shares[i].member.ram_limit - ram[i]
+            room[i] = max(0, own if len(host) == 1 else min(own, there // len(host)))
+    return room
 
 
 def _memory(

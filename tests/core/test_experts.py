@@ -211,7 +211,7 @@ def test_layers_by_expert_hold_no_more_than_whole_ones_where_that_is_possible(si
     streamed = data.draw(st.frozensets(st.integers(0, len(sizes))))
     whole = Residency.whole(whole_sizes, streamed, room)
     experts = {unit: each for unit, (_, each) in enumerate(sizes) if each}
-    split = by_expert(whole, experts)
+    split = by_expert(whole, experts, 0)
     if not whole.streams or not streamed & experts.keys():
         assert split is None
         return

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from halda import ModelProfile, Solution, solve
+from halda.evaluate import unit_bytes
 from primad.daemon.questions import default_workload
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -96,7 +97,14 @@ def planned(model: Model, group: LimitedGroup) -> Solution:
 
 async def limited(model: Model, group: LimitedGroup, solution: Solution) -> Ran:
     ring = LocalRing(
-        model.path, None, plan=solution.plan, groups={"d0": group}, context=CONTEXT, rows=ROWS, step_timeout_s=300
+        model.path,
+        None,
+        plan=solution.plan,
+        prediction=solution.prediction,
+        groups={"d0": group},
+        context=CONTEXT,
+        rows=ROWS,
+        step_timeout_s=300,
     )
     reads: list[int] = []
 
@@ -141,7 +149,9 @@ def test_the_same_text_and_no_more_read_than_must_be(model: Model, share: float)
     check(model, ran, limit, others=0, slack=SLACK)
     memory, streaming = ran.status.memory, solution.plan.streaming_of("d0")
     assert memory is not None
-    assert (memory.streamed, memory.slots) == (len(streaming.layers), streaming.slots)
+    planned_bytes = sum(unit_bytes(model.profile, unit) for unit in streaming.layers)
+    assert 0 < memory.streamed_bytes <= planned_bytes, "the process streams no more than the plan"
+    assert memory.slots >= 2
 
 
 @pytest.mark.parametrize("share", [0.5])

@@ -61,7 +61,7 @@ class Run:
             streamed=frozenset(streamed if streamed is not None else ()),
             units=units_of_model(header, files),
         )
-        self.streams = Streams([window], slots=slots, alone=True, lock=False, usage=usage)
+        self.streams = Streams([window], slots=slots, room_bytes=0, alone=True, lock=False, usage=usage)
         with self.streams.loading():
             self.model = WholeModel(
                 files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False
@@ -153,7 +153,7 @@ def test_windows_of_layer_files_share_one_pool(tmp_path):
         windows.append(
             StreamedWindow(index=number, layers=last - first, streamed=streamed, units=units_of_window(files))
         )
-    streams = Streams(windows, slots=2, alone=False, lock=False, usage=tmp_path / "usage")
+    streams = Streams(windows, slots=2, room_bytes=0, alone=False, lock=False, usage=tmp_path / "usage")
     assert streams.streamer.experts.units == frozenset((0, 1, 2, 3, 4, 5))
     streams.begin(models)
     position = 0

@@ -60,7 +60,7 @@ DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0, seed=5)
 
 def no_streams() -> Streams:
     """All weights are somewhere else."""
-    return Streams([], slots=0, alone=False, lock=False, usage=None)
+    return Streams([], slots=0, room_bytes=0, alone=False, lock=False, usage=None)
 
 
 def an_open(**changes) -> Open:
@@ -76,6 +76,7 @@ def an_open(**changes) -> Open:
         step_timeout_s=PATIENCE_S,
         options=OPTIONS,
         slots=0,
+        room_bytes=0,
         usage=None,
     )
     return msgspec.structs.replace(opening, **changes)

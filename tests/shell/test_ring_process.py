@@ -65,6 +65,7 @@ def an_open(**changes) -> Open:
         step_timeout_s=5,
         options=OPTIONS,
         slots=0,
+        room_bytes=0,
         usage=None,
     )
     return msgspec.structs.replace(opening, **changes)

@@ -60,7 +60,7 @@ class Streaming:
             units = units_of_model(header, files) if whole else units_of_window(files)
             specs.append((files, StreamedWindow(index=number, layers=last - first, streamed=own, units=units)))
         self.streams = Streams(
-            [window for _, window in specs], slots=slots, alone=len(cuts) == 2, lock=False, usage=None
+            [window for _, window in specs], slots=slots, room_bytes=0, alone=len(cuts) == 2, lock=False, usage=None
         )
         self.windows = []
         with self.streams.loading():
