@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -83,7 +84,7 @@ def _ask(question: Question, stop: Stop, background: bool) -> Solution:
 
 
 def _answer(question: Question) -> _Solved | _Unsolvable:
-    from halda import CHUNKS, solve  # only this process loads the solver
+    from halda import CHUNKS, as_run, instance, solve  # only this process loads the solver
 
     try:
         solution = solve(
@@ -98,7 +99,9 @@ def _answer(question: Question) -> _Solved | _Unsolvable:
         )
     except Infeasible as exc:
         return _Unsolvable(str(exc), exc.short_bytes)
-    return _Solved(solution)
+    work = replace(question.workload, chunk_rows=solution.prediction.chunk_rows)
+    asked = instance(question.devices, question.links, question.model, work, {}, head=solution.plan.head)
+    return _Solved(replace(solution, prediction=as_run(solution.plan, solution.prediction, asked)))
 
 
 if __name__ == "__main__":

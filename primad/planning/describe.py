@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halda import Plan
+from halda import Plan, as_run
 from halda.evaluate import Prediction
 from halda.instance import Instance
 from halda.published import PublishedPlan
@@ -35,6 +35,11 @@ class Answer:
     solution: Solution | None = None
     published: PublishedPlan | None = None
 
+    @property
+    def as_run(self) -> Prediction:
+        """``prediction`` as the engine carries the plan out."""
+        return as_run(self.plan, self.prediction, self.instance)
+
 
 def ring_part(answer: Answer) -> Ring:
     """The plan with what it costs."""
@@ -62,7 +67,7 @@ def ring_part(answer: Answer) -> Ring:
 
 def _device(answer: Answer, name: str) -> DevicePart:
     plan, model = answer.plan, answer.instance.model
-    found = next(device for device in answer.prediction.devices if device.device == name)
+    found = next(device for device in answer.as_run.devices if device.device == name)
     member = next(member for member in answer.instance.members if member.name == name)
     streamed = set(plan.streaming_of(name).layers)
     windows = [
@@ -106,7 +111,7 @@ def _device(answer: Answer, name: str) -> DevicePart:
 
 def predicted_part(answer: Answer) -> Predicted:
     """What is expected of it."""
-    prediction = answer.prediction
+    prediction = answer.as_run
     return Predicted(
         tpot_ms=prediction.tpot_s * 1e3,
         ttft_ms=prediction.ttft_s * 1e3,

@@ -145,7 +145,8 @@ def _simulated(answer: Explanation) -> str:
     simulated = answer.simulated_tpot_ms
     if abs(simulated / answer.predicted.tpot_ms - 1) < _CLOSE:
         return ""
-    return f"; {show_ms(simulated)} in a simulation of every read and hop"
+    whole = ", of layers that stream as a whole" if any(device.slots for device in answer.devices) else ""
+    return f"; {show_ms(simulated)} in a simulation of every read and hop{whole}"
 
 
 def _short(ring: Ring) -> str:

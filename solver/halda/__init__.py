@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from halda.arrange import arrange, by_memory
 from halda.evaluate import OBJECTIVES, DevicePrediction, Objective, Prediction, Short, evaluate, residency
 from halda.instance import Instance, instance
+from halda.parted import as_run
 from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
 from halda.profile import (
     BATCH_ROWS,
@@ -75,6 +76,7 @@ __all__ = [
     "Window",
     "Workload",
     "arrange",
+    "as_run",
     "by_memory",
     "evaluate",
     "instance",

@@ -51,8 +51,8 @@ class DevicePrediction:
 
     ``window_s`` is compute and stall; ``hop_s`` belongs to what the device sends; ``shard_bytes`` is what its disk holds.
     Where a token takes as long as a disk reads, what others do not take of it is the stall of the device that reads longest.
-    ``streams_output``: the output matrix is read with the ``streamed_layers``. ``room_bytes`` of RAM are left over, less than
-    another layer takes in most plans that stream.
+    ``streams_output``: the output matrix is read with the ``streamed_layers``. ``room_bytes`` of RAM are left over, less
+    than another layer takes in most plans that stream.
     """
 
     device: str
