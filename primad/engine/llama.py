@@ -141,6 +141,7 @@ class _Tap(dict[int, bool]):
         self._residency: Residency | None = None
         self._rows = 0
         self._scratch = Scratch(_ggml_base)
+        self.shares_scratch = False
         self.stream: WindowStream | None = None
         self.error: EngineError | None = None
 
@@ -174,7 +175,7 @@ class _Tap(dict[int, bool]):
     @property
     def is_scratch_full(self) -> bool:
         """Whether scratch memory is to be given back when the next step is not large, or belongs to another window."""
-        return self._scratch.is_full and (self._rows <= LARGE_ROWS or (self.stream is not None and self.stream.shares))
+        return self._scratch.is_full and (self._rows <= LARGE_ROWS or self.shares_scratch)
 
     def give_back(self) -> None:
         """Nothing of the last step is needed any more: let the system have its scratch memory."""
@@ -340,6 +341,10 @@ class _Model:
         self._callback = _EVAL_CALLBACK(self._tap.__getitem__)
         params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
         return params
+
+    def share_scratch(self) -> None:
+        """Other windows of this process need scratch memory as well: give it back after every large step."""
+        self._tap.shares_scratch = True
 
     def attach(self, stream: WindowStream | None) -> None:
         """Stream this window's units from now on; None: all are in memory, whatever the system does."""

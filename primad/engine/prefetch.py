@@ -443,7 +443,7 @@ class WindowStream:
 
     The first ``cpu_layers`` of its ``layers`` are units, in order; ``output``: so is the output matrix behind them.
     ``routers`` are those of them that stream by expert, counted from the window's first, with their place among all such
-    layers and their number of experts. ``shares``: the process has other windows, which need scratch memory as well.
+    layers and their number of experts.
     """
 
     def __init__(
@@ -455,10 +455,8 @@ class WindowStream:
         cpu_layers: int,
         output: bool,
         routers: Mapping[int, tuple[int, int]],
-        shares: bool,
     ) -> None:
         self.routers = dict(routers)
-        self.shares = shares
         self._streamer = streamer
         self._first = first
         self._layers, self._cpu_layers, self._output = layers, cpu_layers, output

@@ -161,7 +161,6 @@ class Streams:
                 cpu_layers=len(window.units.layers),
                 output=bool(window.units.output),
                 routers=routers,
-                shares=len(self._windows) > 1,
             )
             models[window.index].attach(stream)
             first += len(window.units.layers) + bool(window.units.output)

@@ -373,10 +373,10 @@ class Pressed(msgspec.Struct, frozen=True, tag="pressed"):
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What of a ring process's weights is in memory, and what reading the rest cost since it was opened last.
 
-    ``resident`` and ``streamed`` count layers (the output matrix is one), ``slots`` the buffers of streamed ones.
-    ``read_bytes`` were read from disk, and steps waited ``stall_s`` seconds for it. ``pressure`` is the
-    level of memory pressure on this device: calm, some or high. ``output`` is which of the two the output matrix is,
-    resident or streamed; empty where it is not here.
+    ``resident`` and ``streamed`` count layers' worth (the output matrix is one more): a share of each may stream. ``slots``
+    counts the layers of which something is read ahead. ``read_bytes`` were read from disk, and steps waited ``stall_s``
+    seconds for it. ``pressure`` is the level of memory pressure on this device: calm, some or high. ``output`` is which of
+    the two the output matrix is, resident or streamed; empty where it is not here.
     """
 
     resident: int

@@ -42,9 +42,12 @@ def _memory(streamer: Streamer, outputs: frozenset[int]) -> MemoryStatus:
     now, experts = streamer.residency, streamer.experts
     by_expert = frozenset() if experts is None else experts.units.intersection(now.resident)
     total = 0 if experts is None else experts.pool.total_bytes
+    shares = [part / size for part, size in zip(now.part_sizes, now.sizes, strict=True)]
+    parted = sum(share for unit, share in enumerate(shares) if unit not in outputs)
+    streamed = max(round(parted), parted > 0) + len(outputs & now.streamed) + len(by_expert)
     return MemoryStatus(
-        resident=len(now.resident) - len(by_expert),
-        streamed=len(now.streamed) + len(by_expert),
+        resident=len(now.sizes) - streamed,
+        streamed=streamed,
         slots=len(now.wanted(0)),
         resident_bytes=now.resident_bytes + now.pool_bytes,
         streamed_bytes=now.streamed_bytes + total - now.pool_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, Vocabulary, WholeModel
@@ -63,6 +63,13 @@ def _streams(opening: Open, header: Header | None) -> Streams:
     )
 
 
+def share_scratch(windows: Collection[FirstWindow | MiddleWindow | TailWindow | WholeModel]) -> None:
+    """Have only one of several windows fill its scratch memory at a time."""
+    if len(windows) > 1:
+        for window in windows:
+            window.share_scratch()
+
+
 def open_worker(opening: Open, loaded: Loaded) -> tuple[dict[int, HiddenWindow], Streams]:
     """A worker's windows by route index, and what streams. Raises ``EngineError`` when llama.cpp cannot load one."""
     windows: dict[int, MiddleWindow] = {}
@@ -73,6 +80,7 @@ def open_worker(opening: Open, loaded: Loaded) -> tuple[dict[int, HiddenWindow],
                 window.files, opening.options, width=opening.width, extra_buffers=window.extra_buffers
             )
             loaded(len(windows))
+    share_scratch(windows.values())
     streams.begin(windows)
     return dict(windows), streams
 
@@ -104,6 +112,7 @@ def open_head(opening: Open, loaded: Loaded) -> tuple[Head, Streams]:
                 windows[window.window] = MiddleWindow(files, options, width=opening.width, extra_buffers=extra)
             loaded(len(windows) + (tail is not None))
     assert tail is not None
+    share_scratch((*windows.values(), tail))
     streams.begin({**windows, opening.route - 1: tail})
     head = Head(
         windows=windows,

@@ -355,6 +355,7 @@ def test_a_ring_process_streams_by_expert_and_says_what_is_in_memory(tmp_path):
         step_timeout_s=5,
         options=OPTIONS,
         slots=2,
+        room_bytes=0,
         usage=str(tmp_path / "usage"),
     )
     head, streams = open_head(opening, lambda _: None)

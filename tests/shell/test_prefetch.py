@@ -555,7 +555,5 @@ def test_a_streamer_that_never_started_can_be_closed(rig):
 )
 def test_borders_stand_where_a_streamed_unit_begins_or_ends(rig, streamed, first, layers, cpu_layers, output, borders):
     made = rig(8, streamed, 1)
-    window = WindowStream(
-        made.streamer, first, layers=layers, cpu_layers=cpu_layers, output=output, routers={}, shares=False
-    )
+    window = WindowStream(made.streamer, first, layers=layers, cpu_layers=cpu_layers, output=output, routers={})
     assert window.borders() == borders

@@ -12,6 +12,7 @@ from primad.engine import scratch
 from primad.engine.pages import _present
 from primad.gguf.architectures import SUPPORTED
 from primad.gguf.header import read_header
+from primad.ring.opening import share_scratch
 from tests.shell.test_cut_exact import PROMPT, Route, synth, whole_logits
 from tests.shell.test_streams_exact import model, streaming
 
@@ -62,6 +63,7 @@ def test_the_pages_leave_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(scratch, "discard", discard)
     with streaming(model(tmp_path, "llama"), [0, 3, 6], tmp_path, streamed=()) as made:
+        share_scratch(made.windows)
         made.logits(PROMPT[:64], 0)
     assert [left for left, _ in kept] == [0, 0], "each of two windows gives back at once"
     assert min(size for _, size in kept) > 512 << 10
