@@ -29,9 +29,10 @@ from tests.e2e.cluster import (
     command_of,
     control_port,
     environment,
-    joined,
+    joining,
     ring_process,
     serving,
+    wait_joined,
     wait_until,
 )
 
@@ -62,8 +63,10 @@ class House:
         self.homes = {name: make_home(f"{name}-{secrets.token_hex(3)}") for name in ("head", "w1", "idle")}
         for name in ("head", "idle"):
             trust(self.homes[name], ROGUE)
-        self.idle: Primad = stack.enter_context(joined(self.homes["idle"], f"idle-{secrets.token_hex(6)}"))
-        self.worker: Primad = stack.enter_context(joined(self.homes["w1"], self.cluster))
+        self.idle: Primad = stack.enter_context(joining(self.homes["idle"], f"idle-{secrets.token_hex(6)}"))
+        self.worker: Primad = stack.enter_context(joining(self.homes["w1"], self.cluster))
+        wait_joined(self.idle, self.homes["idle"])
+        wait_joined(self.worker, self.homes["w1"])
         self.head: Head = stack.enter_context(
             serving(model, self.homes["head"], self.cluster, "--wait", 1, "--use-all", "--context", 512)
         )

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,13 +150,23 @@ class Primad:
         """Kill whatever is left of it."""
         if self.process.poll() is None:
             self.kill()
-        for process in self.processes():
+        left = self.processes()
+        for process in left:
             with suppress(psutil.NoSuchProcess):  # those it started end by themselves, some just now
                 process.kill()
-                process.wait(PATIENCE_S)
+        # Its children are not ours: whoever inherits them lets their entries stand for seconds.
+        wait_until(lambda: all(map(has_ended, left)), f"the end of {left}")
         self._reader.join(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process is no more, or only its entry is left."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def command_of(process: psutil.Process) -> list[str]:
@@ -184,15 +194,39 @@ def primad(*arguments: object, temporary: Path | None = None, **more: str) -> It
 
 
 @contextmanager
+def joining(
+    home: Path, cluster: str, *arguments: object, temporary: Path | None = None, **more: str
+) -> Iterator[Primad]:
+    """A worker that was just started; its name is that of its home folder. See ``wait_joined``."""
+    base = ("join", "--home", home, "--name", home.name, "--cluster", cluster)
+    with primad(*base, *arguments, temporary=temporary, **more) as worker:
+        yield worker
+
+
+def wait_joined(worker: Primad, home: Path) -> None:
+    """Wait until a worker waits for a head."""
+    worker.wait_for("waiting for a head")
+    wait_until((home / "run" / "admin.json").exists, "it can be asked to leave")
+
+
+@contextmanager
 def joined(
     home: Path, cluster: str, *arguments: object, temporary: Path | None = None, **more: str
 ) -> Iterator[Primad]:
     """A worker that waits for a head; its name is that of its home folder."""
-    base = ("join", "--home", home, "--name", home.name, "--cluster", cluster)
-    with primad(*base, *arguments, temporary=temporary, **more) as worker:
-        worker.wait_for("waiting for a head")
-        wait_until((home / "run" / "admin.json").exists, "it can be asked to leave")
+    with joining(home, cluster, *arguments, temporary=temporary, **more) as worker:
+        wait_joined(worker, home)
         yield worker
+
+
+@contextmanager
+def all_joined(homes: Sequence[Path], cluster: str, *arguments: object, **more: str) -> Iterator[list[Primad]]:
+    """Workers that wait for a head, started together."""
+    with ExitStack() as stack:
+        workers = [stack.enter_context(joining(home, cluster, *arguments, **more)) for home in homes]
+        for worker, home in zip(workers, homes, strict=True):
+            wait_joined(worker, home)
+        yield workers
 
 
 def control_port(worker: Primad) -> int:
@@ -264,7 +298,7 @@ def ring(model: Path, homes: list[Path], cluster: str, *arguments: object) -> It
     """
     everyone = () if "--windows" in arguments else ("--use-all",)
     with ExitStack() as stack:
-        workers = [stack.enter_context(joined(home, cluster)) for home in homes[1:]]
+        workers = stack.enter_context(all_joined(homes[1:], cluster))
         head = stack.enter_context(serving(model, homes[0], cluster, "--wait", len(workers), *everyone, *arguments))
         yield head, workers
 

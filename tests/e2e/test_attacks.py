@@ -258,6 +258,7 @@ def test_of_two_devices_with_one_code_one_is_paired_and_the_code_is_used(house: 
     assert sorted(isinstance(each, ClusterError) for each in outcomes) == [False, True], outcomes
     with pytest.raises(ClusterError):
         asyncio.run(pair_with("127.0.0.1", shown.port, code, who(house, "third")))
+    house.head.run.wait_for("paired with (first|second)")
     assert house.head.run.output.count("paired with first") + house.head.run.output.count("paired with second") == 1
 
 

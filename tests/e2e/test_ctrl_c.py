@@ -10,10 +10,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.cluster import STOP_S, Head, Primad, command_of, heading, joined, marked, primad, serving, wait_until
@@ -76,12 +77,12 @@ def is_last_word(path: Path) -> bool:
 
 def listening(run: Primad) -> set[int]:
     """The TCP ports that it and its children listen on."""
-    return {
-        connection.laddr.port
-        for process in run.processes()
-        for connection in process.net_connections("tcp")
-        if connection.status == "LISTEN"
-    }
+    found = set()
+    for process in run.processes():
+        with suppress(psutil.NoSuchProcess):  # trials come and go
+            ends = process.net_connections("tcp")
+            found |= {each.laddr.port for each in ends if each.status == psutil.CONN_LISTEN}
+    return found
 
 
 @contextmanager

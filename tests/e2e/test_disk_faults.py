@@ -21,7 +21,7 @@ import pytest
 
 from primad.gguf.layers import HEADER_BYTES
 from primad.profiler.records import write
-from tests.e2e.cluster import Head, Primad, command_of, heading, joined, wait_until
+from tests.e2e.cluster import Head, Primad, all_joined, command_of, heading, wait_until
 from tests.e2e.streams import STORY, ask, show
 from tests.fakes import bad_disk
 from tests.fakes.profile import CPU, home_record, machine_record, speeds
@@ -63,10 +63,9 @@ class Lab:
             self.disk.mkdir()
             self.folder("w1").mkdir(parents=True)
             stack.enter_context(bad_disk.mounted(self.folder("w1"), self.disk))
-        self._runs: dict[str, Primad] = {}
-        for name in ("w1", "w2"):
-            worker = joined(self._homes[name], self.cluster, "--max-ram", MAX_RAM, PRIMAD_KEEP_LOADED="0")
-            self._runs[name] = stack.enter_context(worker)
+        homes = [self._homes[name] for name in ("w1", "w2")]
+        workers = all_joined(homes, self.cluster, "--max-ram", MAX_RAM, PRIMAD_KEEP_LOADED="0")
+        self._runs: dict[str, Primad] = dict(zip(("w1", "w2"), stack.enter_context(workers), strict=True))
         arguments = ("--wait", 2, "--use-all", "--context", 256)
         slow = {"XDG_CACHE_HOME": str(slow_machine(cache))}
         self.head: Head = stack.enter_context(heading(model, self._homes["head"], self.cluster, *arguments, **slow))

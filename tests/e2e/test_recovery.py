@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.cluster import PRIMAD, Head, Primad, environment, heading, joined, ring_process, wait_until
+from tests.e2e.cluster import PRIMAD, Head, Primad, all_joined, environment, heading, ring_process, wait_until
 from tests.e2e.streams import ask, show
 
 pytestmark = pytest.mark.slow
@@ -32,20 +32,20 @@ class Lab:
         self._count = 0
         self.workers: dict[str, Primad] = {}
         self._homes: dict[str, Path] = {}
-        self.add()
-        self.add()
+        self.add(2)
         arguments = ("--wait", 2, "--use-all", "--context", 512)
         self.head: Head = stack.enter_context(heading(model, make_home("head"), self.cluster, *arguments))
         self.head.wait_serving()
         self.undisturbed = ask(self.head).text
 
-    def add(self) -> str:
-        """Start one more worker; its name."""
-        self._count += 1
-        name = f"w{self._count}"
-        home = self._homes[name] = self._make_home(name)
-        self.workers[name] = self._stack.enter_context(joined(home, self.cluster))
-        return name
+    def add(self, count: int) -> list[str]:
+        """Start more workers, all together; their names."""
+        names = [f"w{self._count + 1 + each}" for each in range(count)]
+        self._count += count
+        self._homes |= {name: self._make_home(name) for name in names}
+        runs = self._stack.enter_context(all_joined([self._homes[name] for name in names], self.cluster))
+        self.workers |= dict(zip(names, runs, strict=True))
+        return names
 
     def home(self, name: str) -> Path:
         """The home folder of a worker."""
@@ -64,8 +64,7 @@ class Lab:
         """The names of two workers that compute, with nobody else around: (who was there longest, the latest)."""
         for name in [name for name, run in self.workers.items() if run.process.poll() is not None]:
             del self.workers[name]
-        while len(self.workers) < 2:
-            self.add()
+        self.add(2 - len(self.workers))
         first, second = self.workers
         self.wait_computing(first, second)
         return first, second
@@ -185,7 +184,7 @@ def test_a_worker_pauses_and_resumes(lab):
 
 def test_a_worker_joins(lab):
     first, second = lab.two()
-    third = lab.add()
+    (third,) = lab.add(1)
     gaps = []
     while lab.computing() != {first, second, third}:
         told = ask(lab.head)

@@ -15,7 +15,8 @@ from tools.local_ring import GREEDY, LocalRing
 pytestmark = pytest.mark.slow
 
 COUNT = 24
-PROMPT = [(7 * place + 11) % 900 + 20 for place in range(530)]
+ROWS = 128
+PROMPT = [(7 * place + 11) % 900 + 20 for place in range(ROWS + 18)]
 """Longer than one chunk, so that chunk boundaries matter."""
 DRAWN = msgspec.structs.replace(
     GREEDY, temperature=1.1, top_p=0.95, seed=99, repeat_penalty=1.2, presence_penalty=0.3, penalty_tokens=16
@@ -28,7 +29,7 @@ class Rings:
     def __init__(self, model: Path) -> None:
         self._runner = asyncio.Runner()
         self._rings = {
-            shape: LocalRing(model, shape, rounds=rounds, context=640, threads=1)
+            shape: LocalRing(model, shape, rounds=rounds, context=256, rows=ROWS, threads=1)
             for shape, rounds in ((None, 1), ((10, 12, 7), 1), ((8, 6), 2))
         }
         for ring in self._rings.values():

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.cluster import Head, Primad, heading, joined, marked, ring_process, snapshot, wait_until
+from tests.e2e.cluster import Head, Primad, all_joined, heading, joined, marked, ring_process, snapshot, wait_until
 from tests.e2e.streams import ask, show
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,8 @@ def three(smollm2: Path, module_home) -> Iterator[Three]:
     with ExitStack() as stack:
         cluster = f"three-{secrets.token_hex(6)}"
         homes = {name: module_home(name) for name in ("head", "one", "two")}
-        workers = {name: stack.enter_context(joined(homes[name], cluster)) for name in ("one", "two")}
+        one, two = stack.enter_context(all_joined([homes["one"], homes["two"]], cluster))
+        workers = {"one": one, "two": two}
         head = stack.enter_context(heading(smollm2, homes["head"], cluster, *BY_HAND))
         head.wait_serving()
         head.run.wait_for("^two: shipping layers: done")

@@ -20,6 +20,7 @@ import pytest
 from tests.e2e.cluster import (
     PRIMAD,
     Head,
+    all_joined,
     control_port,
     environment,
     heading,
@@ -65,8 +66,7 @@ class Served:
 def served(smollm2: Path, module_home) -> Iterator[Served]:
     cluster = f"serve-{time.time_ns():x}"
     with (
-        joined(module_home("first"), cluster),
-        joined(module_home("second"), cluster),
+        all_joined([module_home("first"), module_home("second")], cluster),
         heading(smollm2, module_home("head"), cluster, "--wait", 2, "--use-all", "--context", CONTEXT) as head,
     ):
         head.wait_health("loading")
