@@ -13,6 +13,7 @@ scratch memory left (``brace`` and ``spare``). After every visit the files' stam
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -74,13 +75,14 @@ class Streamer:
         self._watch = watch
         self._told_evicted = 0
         self._replan: int | None = None
-        self._lock_resident = lock
+        self._lock_resident = self._may_lock = lock
         self._verify = verify
         self._condition = threading.Condition()
         self._position = 0
         self._held: set[int] = set()
+        # Of a surplus unit more may be in memory than stays and is held; of a lacking one not all that stays of a place.
         self._surplus: set[int] = set()
-        self._lacking: set[int] = set()
+        self._lacking: dict[int, tuple[int, int]] = {}
         self._error: EngineError | None = None
         self._closing = False
         self._next_look = 0
@@ -127,12 +129,13 @@ class Streamer:
         """What of ``unit`` streams."""
         return self._units[unit].part(*self._residency.parts[unit])
 
-    def _rest(self, unit: int) -> list[Part]:
-        """What of ``unit`` stays."""
-        pages, (begin, end) = self._units[unit], self._residency.parts[unit]
-        if begin == end:
-            return [pages]
-        return [pages.part(*place) for place in ((0, begin), (end, pages.size)) if place[0] < place[1]]
+    def _rest(self, unit: int, part: tuple[int, int], place: tuple[int, int] | None = None) -> list[Part]:
+        """What of ``unit``, or of a ``place`` in it, stays where ``part`` streams."""
+        pages = self._units[unit]
+        first, last = place or (0, pages.size)
+        begin, end = part if part[0] < part[1] else (last, last)
+        found = (first, min(begin, last)), (max(end, first), last)
+        return [pages.part(*each) for each in found if each[0] < each[1]]
 
     def start(self) -> None:
         """Begin to read ahead. Raises ``EngineError`` where a unit is not mapped or cannot be locked."""
@@ -141,7 +144,7 @@ class Streamer:
         self._read_before, self._asked_bytes = disk_read_bytes(), 0
         residency = self._residency
         for number in range(len(self._units)):
-            for rest in self._rest(number):
+            for rest in self._rest(number, residency.parts[number]):
                 self._asked_bytes += rest.read()
                 if self._lock_resident:
                     rest.lock()
@@ -181,6 +184,8 @@ class Streamer:
                 raise self._error
 
     def _is_there(self, unit: int) -> bool:
+        if unit in self._lacking:
+            return False
         return unit in self._held or unit not in self._residency.streamed  # it may come to stay while it is waited for
 
     def depart(self, first: int, last: int) -> None:
@@ -225,10 +230,13 @@ class Streamer:
             if scratch_bytes <= self._spare_bytes:
                 return
             self._spare_bytes = scratch_bytes
-            base, above = self._rungs[self._base], []
+            if self._rung < self._base:  # a step that failed left another window's scratch memory as it was
+                self._climb(self._base)
+            base: Residency = self._rungs[self._base]
+            above: list[Residency] = []
             for step in range(SPARE_RUNGS, 0, -1):
                 rung = self._with_more(base, scratch_bytes * step // SPARE_RUNGS)
-                if rung.held_bytes > base.held_bytes:
+                if base.held_bytes < rung.held_bytes < (above[-1].held_bytes if above else math.inf):
                     above.append(rung)
             self._rungs = (*above, *self._rungs[self._base :])
             self._rung += len(above) - self._base
@@ -249,22 +257,22 @@ class Streamer:
         with self._condition:
             before, self._residency = self._residency, residency
             for unit, (was, now) in enumerate(zip(before.part_sizes, residency.part_sizes, strict=True)):
-                if now > was and (was == 0 or unit in self._held):
+                is_there = unit not in self._lacking and (was == 0 or unit in self._held)
+                if now > was and is_there:
                     self._held.add(unit)  # all of it is in memory; the loader gives back what is not wanted
                 elif now > was:
+                    self._held.discard(unit)
                     self._surplus.add(unit)
-                elif now < was:
-                    self._lacking.add(unit)
+                elif now < was and (self._may_lock or not is_there):
+                    old = before.parts[unit]
+                    known = self._lacking.get(unit, old)
+                    self._lacking[unit] = min(known[0], old[0]), max(known[1], old[1])
+                if now > was and self._lock_resident:
+                    self._units[unit].part(*residency.parts[unit]).unlock()
             self._held &= residency.streamed
             self._condition.notify_all()
         if self.experts is not None and residency.pool_bytes != before.pool_bytes:
             self.experts.resize(residency.pool_bytes)
-        if self._lock_resident:
-            for unit, (old, new) in enumerate(zip(before.parts, residency.parts, strict=True)):
-                if old != new:
-                    self._units[unit].unlock()
-                    for rest in self._rest(unit):
-                        rest.lock()
 
     def close(self) -> None:
         """End the loader thread and let the files go."""
@@ -303,19 +311,20 @@ class Streamer:
             wanted = self._residency.wanted(self._position)
             stale = self._held.difference(wanted) if self._residency.streams else set()
             self._held -= stale
-            load = next((unit for unit in wanted if unit not in self._held), None)
-            stale |= self._surplus - self._held - ({load} if load is not None else set())
-            self._surplus.clear()
-            lacking, self._lacking = self._lacking, set()
-        for unit in stale:
-            self._part(unit).release()
-        for unit in lacking:
-            for rest in self._rest(unit):
-                self._asked_bytes += rest.read()
-        if load is not None:
-            self._load(load)
+            stale |= self._surplus.difference(self._held, wanted)
+            self._surplus &= set(wanted) - self._held
+            released = [self._part(unit) for unit in stale]  # another thread may change what streams at any time
+            first = self._first()
+        for part in released:
+            part.release()
+        if first is not None:
+            unit, is_lacking = first
+            if is_lacking:
+                self._complete(unit)
+            else:
+                self._load(unit)
             return
-        if stale or lacking:
+        if stale:
             return
         now = time.monotonic()
         if now - self._looked_s > LOOK_S > now - self._departed_s:
@@ -323,22 +332,31 @@ class Streamer:
             self._look_at_one()
         with self._condition:
             wanted = self._residency.wanted(self._position)
-            is_due = self._surplus or self._lacking or not self._held.issuperset(wanted)
+            is_due = self._surplus or self._first() is not None
             is_due = is_due or (self._residency.streams and not self._held.issubset(wanted))
             if not (self._closing or is_due):
                 self._condition.wait(IDLE_S)
 
+    def _first(self) -> tuple[int, bool] | None:
+        """The unit that is to be read next, and whether that is because it is lacking; with the lock held."""
+        count, position = len(self._units), self._position
+        wanted = self._residency.wanted(position)
+        load = next((unit for unit in wanted if unit not in self._held), None)
+        lacking = min(self._lacking, key=lambda unit: (unit - position) % count, default=None)
+        if lacking is not None and (load is None or (lacking - position) % count <= (load - position) % count):
+            return lacking, True
+        return None if load is None else (load, False)
+
     def _attend_to_pressure(self) -> None:
         """Step down or up the ladder as the watch says."""
-        now = self._residency
-        locked = now.resident_bytes + now.pool_bytes if self._lock_resident else 0
         total = self.evicted_bytes + (self.experts.evicted_bytes if self.experts is not None else 0)
         evicted, self._told_evicted = total - self._told_evicted, total
         with self._condition:
-            rung, rungs = self._rung, self._rungs
+            now, rung, rungs = self._residency, self._rung, self._rungs
             settled = self._braced_s is not None and time.monotonic() - self._braced_s > SETTLED_S
             returned = rungs[rung - 1].held_bytes - now.held_bytes if 0 < rung <= self._base and settled else 0
             growable = rung if settled else max(rung - self._base, 0)
+        locked = now.resident_bytes + now.pool_bytes if self._may_lock else 0
         action = self._watch.sample(
             time.monotonic(),
             held_bytes=now.held_bytes - locked,
@@ -369,26 +387,46 @@ class Streamer:
         self.change(now)
 
     def _load(self, unit: int) -> None:
-        """Read ``unit``, unless it turns out meanwhile that another one is needed first."""
+        """Read what streams of ``unit``, unless it turns out meanwhile that another one is needed first."""
         place = self._residency.parts[unit]
         for piece in self._units[unit].part(*place).pieces():
-            if self._closing or not self._is_still_first(unit):
+            if self._closing or not self._is_still_first(unit, False):
                 with self._condition:
                     self._surplus.add(unit)
-                    self._lacking.add(unit)  # if some of it came to stay meanwhile
                 return
             self._read(piece)
         with self._condition:
-            if self._residency.parts[unit] == place:
-                self._held.add(unit)
-            else:
-                self._lacking.add(unit)
+            (self._held if self._residency.parts[unit] == place else self._surplus).add(unit)
             self._condition.notify_all()
 
-    def _is_still_first(self, unit: int) -> bool:
+    def _complete(self, unit: int) -> None:
+        """Read what came to stay of ``unit``, as ``_load`` does."""
         with self._condition:
-            wanted = self._residency.wanted(self._position)
-            return next((each for each in wanted if each not in self._held), None) == unit
+            was, now = self._lacking[unit], self._residency.parts[unit]
+        came = self._rest(unit, now, was)
+        for part in came:
+            for piece in part.pieces():
+                if self._closing or self._residency.parts[unit] != now or not self._is_still_first(unit, True):
+                    return
+                self._read(piece)
+        with self._condition:
+            if (self._lacking[unit], self._residency.parts[unit]) == (was, now):
+                self._lock(came)
+                del self._lacking[unit]
+                self._condition.notify_all()
+
+    def _lock(self, parts: Sequence[Part]) -> None:
+        """Pin what came to stay; what cannot be pinned stays as well."""
+        try:
+            for part in parts if self._may_lock else ():
+                part.lock()
+        except EngineError as exc:
+            logger.warning("%s; layers that come to stay are not locked from now on", exc)
+            self._may_lock = False
+
+    def _is_still_first(self, unit: int, is_lacking: bool) -> bool:
+        with self._condition:
+            return self._first() == (unit, is_lacking)
 
     def _read(self, piece: Piece) -> None:
         self._asked_bytes += piece.read()
@@ -399,11 +437,22 @@ class Streamer:
 
     def _look_at(self, unit: int) -> None:
         """Read again what stays of a unit if the system took it back."""
-        for rest in self._rest(unit):
+        with self._condition:
+            if unit in self._lacking:
+                return  # it was not there before
+            place = self._residency.parts[unit]
+        for rest in self._rest(unit, place):
             missing = rest.missing()
-            if missing > COLD * rest.size:
-                self.evicted_bytes += missing
-                self._asked_bytes += rest.read()
+            if missing <= COLD * rest.size:
+                continue
+            if self._residency.parts[unit] != place:
+                return  # not all of it is to stay any more
+            self.evicted_bytes += missing
+            self._asked_bytes += rest.read()
+            with self._condition:
+                if self._residency.parts[unit] != place:
+                    self._surplus.add(unit)
+                    self._condition.notify_all()
 
 
 class Follower:

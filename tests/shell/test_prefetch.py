@@ -5,7 +5,9 @@ The units are fakes that log what is done to them. Tests wait for what is logged
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,7 +83,7 @@ class FakePages:
         return FakePart(self, begin, end)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.part(0, SIZE), name)
+        return getattr(self.part(0, self.size), name)
 
     def read_piece(self, half: int) -> int:
         assert not self.closed
@@ -398,6 +400,8 @@ def test_what_stays_is_locked_and_what_streams_is_not(rig):
     made.streamer.start()
     assert [unit.locked for unit in made.units] == [True, False, True]
     made.streamer.change(Residency.whole((SIZE,) * 3, frozenset({2}), SIZE))
+    assert not made.units[2].locked
+    made.streamer.reach(1)
     assert [unit.locked for unit in made.units] == [True, True, False]
 
 
@@ -523,16 +527,159 @@ def test_a_part_that_came_to_stay_is_read_and_looked_after(rig):
         made.lap()
 
 
-def test_a_unit_that_comes_to_stay_is_not_waited_for(rig):
+def test_a_unit_that_comes_to_stay_while_it_is_waited_for_is_computed_when_it_is_there(rig):
     made = rig(3, {0, 1, 2}, 1)
     made.units[0].gate.clear()
     made.streamer.start()
     waiting = threading.Thread(target=made.streamer.reach, args=(0,))
     waiting.start()
     made.streamer.change(Residency.whole((SIZE,) * 3, frozenset({1, 2}), SIZE))
+    made.units[0].gate.set()
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
+    assert made.units[0].present == SIZE
+
+
+def test_a_unit_that_was_to_stay_and_was_not_read_yet_is_not_taken_for_held(rig):
+    made = rig(4, {0, 1, 2, 3}, 1)
+    made.units[0].gate.clear()
+    made.streamer.start()
+    while not made.streamer._thread.is_alive():
+        pass
+    made.streamer.change(Residency.whole((SIZE,) * 4, frozenset({0, 1, 2}), SIZE))
+    made.streamer.change(Residency.whole((SIZE,) * 4, frozenset({0, 1, 2, 3}), SIZE))
     made.units[0].gate.set()
+    made.streamer.reach(3)
+    assert made.units[3].present == SIZE
+
+
+def test_what_came_to_stay_and_is_not_read_yet_was_not_taken_by_the_system(rig):
+    made = rig(4, {0, 1, 2, 3}, 1)
+    made.units[0].gate.clear()
+    made.streamer.start()
+    made.streamer.change(Residency.whole((SIZE,) * 4, frozenset({0, 1, 2}), SIZE))
+    made.streamer._look_at(3)
+    assert made.streamer.evicted_bytes == 0
+    made.units[0].gate.set()
+
+
+def test_layers_that_come_to_stay_and_cannot_be_locked_stay_all_the_same(rig, monkeypatch, caplog):
+    made = rig(3, {1, 2}, 1, lock=True)
+    made.streamer.start()
+
+    def refuse(_: FakePart) -> None:
+        raise EngineError("layer-1: cannot be locked in memory")
+
+    monkeypatch.setattr(FakePart, "lock", refuse)
+    made.streamer.change(Residency.whole((SIZE,) * 3, frozenset({2}), SIZE))
+    for _ in range(3):
+        made.lap()
+    assert made.units[1].present == SIZE
+    assert caplog.text.count("not locked from now on") == 1
+
+
+def test_more_scratch_memory_that_is_told_of_without_bracing_is_counted_from_what_the_plan_holds(rig, monkeypatch):
+    """As after a step of another window that failed."""
+    monkeypatch.setattr(prefetch_module, "SETTLED_S", 0.0)
+    monkeypatch.setattr(pressure, "INTERVAL_S", 0.0)
+    made = rig(8, {0, 1, 2, 3, 4, 5}, 2, spread=halves(8))
+    for unit in made.units:
+        unit.present = SIZE
+    streamer, base = made.streamer, made.residency
+    streamer.start()
+    streamer.spare(SIZE)
+    while streamer.residency == base:
+        made.lap()
+    monkeypatch.setattr(prefetch_module, "SETTLED_S", 1000.0)
+    streamer.spare(2 * SIZE)
+    assert streamer.residency == base
+    streamer.brace()
+    assert streamer.residency == base
+
+
+class Parts(FakePages):
+    """A unit of eight pieces, nothing of which is logged."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, Log())
+        self.size = 8 * HALF
+        self.halves = set(range(8))
+
+    def read_piece(self, half: int) -> int:
+        missing = HALF * (half not in self.halves)
+        self.halves.add(half)
+        return missing
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_comes_to_stay_and_to_stream_meanwhile_is_there_when_it_is_needed_and_gone_when_it_is_not(
+    seed, monkeypatch
+):
+    """Steps in any order and from time to time a large one, while others let more stay or stream."""
+    monkeypatch.setattr(prefetch_module, "SETTLED_S", 0.0)
+    monkeypatch.setattr(pressure, "INTERVAL_S", 0.0)
+    dice = random.Random(seed)
+    count, size = dice.randrange(1, 12), 8 * HALF
+    spread = Spread((size,) * count, (tuple(range(0, size + 1, HALF)),) * count, dice.choice([0, size]))
+    total = count * size
+    units = [Parts(number) for number in range(count)]
+    streamer = Streamer(
+        units,
+        spread.within(dice.randrange(total // 2, total + 1)),
+        spread=spread,
+        experts=None,
+        lock=seed % 2 == 0,
+        verify=lambda _: True,
+        watch=PressureWatch(calm),
+    )
+    for unit in streamer.streamed_pages():
+        unit.release()
+    streamer.start()
+    ended = threading.Event()
+
+    def interfere() -> None:
+        others = random.Random(seed)
+        while not ended.wait(others.random() / 500):
+            streamer.change(spread.within(others.randrange(total // 4, total + 1)))
+
+    thread = threading.Thread(target=interfere)
+    thread.start()
+    try:
+        for _ in range(60):
+            if dice.random() < 0.3:
+                streamer.brace()
+            first = dice.randrange(count)
+            last = dice.randrange(first, count) + 1
+            streamer.arrive(first, last)
+            for unit in range(first, last):
+                streamer.reach(unit)
+                assert len(units[unit].halves) == 8, f"unit {unit} is computed and not in memory"
+            streamer.depart(first, last)
+            if dice.random() < 0.3:
+                streamer.spare(dice.randrange(size))
+            if dice.random() < 0.2:
+                time.sleep(dice.random() / 200)
+    finally:
+        ended.set()
+        thread.join(PATIENCE_S)
+
+    def left() -> list[str]:
+        """What is in memory, or is locked, against what is to be."""
+        now, wanted = streamer.residency, streamer.residency.wanted(streamer._position)
+        found = []
+        for unit, (begin, end) in zip(units, now.parts, strict=True):
+            part = set(range(begin // HALF, end // HALF))
+            due = set(range(8)) - (set() if unit.number in wanted or not now.streams else part)
+            if unit.halves != due or unit.locked_halves != (set(range(8)) - part if seed % 2 == 0 else set()):
+                found.append(f"{unit.number}: {unit.halves} {unit.locked_halves} of {due} with {part}")
+        return found
+
+    streamer.brace()
+    deadline = time.monotonic() + PATIENCE_S
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not left()
+    streamer.close()
 
 
 def test_a_streamer_that_never_started_can_be_closed(rig):
