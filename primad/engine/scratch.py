@@ -58,10 +58,10 @@ class Scratch:
 
     def give_back(self) -> bool:
         """Give back what the step that was just computed left, and those before it; whether there was anything."""
-        if self._place is None:
+        place, self._place, self.is_full = self._place, None, False
+        if place is None:  # a GPU's, or beside one: nodes are not to be asked about again for it
             return False
-        discard(*self._place)
-        self._place, self.is_full = None, False
+        discard(*place)
         return True
 
 
