@@ -19,8 +19,8 @@ less what we hold or are to hold of files. It says at once, within one token, th
 Where the system judges for itself (macOS, Windows) it is believed in any case.
 
 It grows back one layer at a time, and only into room that was there throughout for ``patience_s``: a program that takes and
-frees memory again and again keeps it. Memory that this process gave back itself a moment ago is nobody's yet, and needs no
-patience. Pressure soon after we grew doubles the patience, a long calm halves it.
+frees memory again and again keeps it. Memory that this process gave back itself a moment ago is nobody's yet, and needs
+patience only after pressure. Pressure soon after we grew doubles the patience, a long calm halves it.
 
 When nothing is left to shrink and pressure stays, the head is asked for another plan (``Replan``), not again for a while.
 """
@@ -319,7 +319,7 @@ def _calm(state: State, reading: Reading, holding: Holding, now: float) -> tuple
         return state, Hold()
     if holding.returned_bytes:
         fits = room_bytes(reading, holding) >= holding.returned_bytes + reserve_bytes(reading.total_bytes)
-        return state, Grow() if fits and state.level == "calm" else Hold()
+        return state, Grow() if fits and _is_rested(state, now) else Hold()
     if not _may_grow(state, now):
         return state, Hold()
     assert state.before_bytes is not None
@@ -331,9 +331,12 @@ def _calm(state: State, reading: Reading, holding: Holding, now: float) -> tuple
 
 
 def _may_grow(state: State, now: float) -> bool:
-    rested = state.pressed_s is None or now - state.pressed_s >= state.patience_s
     settled = state.grown_s is None or now - state.grown_s >= GROW_EVERY_S
-    return rested and settled and state.before_bytes is not None
+    return _is_rested(state, now) and settled and state.before_bytes is not None
+
+
+def _is_rested(state: State, now: float) -> bool:
+    return state.pressed_s is None or now - state.pressed_s >= state.patience_s
 
 
 class PressureWatch:

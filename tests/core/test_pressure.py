@@ -510,3 +510,16 @@ def test_when_it_is_calm_everything_comes_back(changes, streamed):
     world.run(2 * MOST_PATIENCE_S + 4 * world.layers)
     assert world.streamed == 0
     assert world.watch.level == "calm"
+
+
+def test_what_this_process_gave_back_is_taken_again_at_once_but_not_soon_after_pressure():
+    sample = {"held_bytes": GIB, "layer_bytes": LAYER, "shrinkable": 3, "growable": 1, "evicted_bytes": 0}
+    room = QUIET
+    watch = PressureWatch(lambda: room)
+    assert watch.sample(0.0, **sample, returned_bytes=LAYER) == Grow()
+    watch._state = replace(watch._state, patience_s=40.0)
+    room = replace(QUIET, available_bytes=GIB - MIB)
+    assert isinstance(watch.sample(1.0, **sample, returned_bytes=0), Shrink)
+    room = QUIET
+    said = [watch.sample(second, **sample, returned_bytes=LAYER) for second in range(2, 60)]
+    assert said.index(Grow()) == 39, "the patience after the pressure"
