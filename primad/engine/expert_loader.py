@@ -311,7 +311,10 @@ class ExpertLoader:
         with self._condition:
             self.asked_bytes += read_bytes
             self._arriving.discard(expert)
-            self._try_to_pin([expert])
+            if self._pool.held(expert[0])[expert[1]]:
+                self._try_to_pin([expert])
+            else:  # it had to leave before it was there
+                self._release([expert])
         return True
 
     def _give_up(self, experts: Sequence[Expert]) -> None:

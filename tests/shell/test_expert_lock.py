@@ -152,3 +152,20 @@ def test_an_answer_goes_on_where_no_more_can_be_locked(tmp_path, monkeypatch, ca
         model.loader.pick(0, picks(0, 1, 2))
         assert model.loader._error is None
         assert sum("not locked from now on" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_an_expert_that_has_to_leave_while_it_is_read_is_given_back_when_it_was(tmp_path, monkeypatch, stays):
+    model = Model(tmp_path / "w", 4, lock=False)
+    loader = model.loader
+    for layer in loader._slices:
+        for tensor in layer:
+            tensor.find()
+    leaving = next(iter(model.held()))
+    loader.resize(4 * EXPERT if stays else 0)
+    done: list[object] = []
+    monkeypatch.setattr(loader, "_read_at_once", lambda experts: done.append(("read", *experts)) or EXPERT)
+    monkeypatch.setattr(pages_module.Slices, "release", lambda _, number, held: done.append(("release", number)))
+    assert loader._read_ahead(leaving, None)
+    assert done == [("read", leaving), *([] if stays else [("release", leaving[1])])]
+    loader.close()
