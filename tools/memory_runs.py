@@ -134,6 +134,7 @@ def prefetch_rate(path: Path) -> float:
         for place in places:
             pages = Pages([place])
             pages.find()
+            pages.in_groups()
             start = time.perf_counter()
             pages.read()
             rates.append(place.size / (time.perf_counter() - start))

@@ -17,8 +17,9 @@ import mmap
 import os
 import struct
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -30,8 +31,10 @@ from primad.gguf.layer_file import Stamp, stamp_of
 
 try:
     import fcntl
+    import resource
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+    resource = None  # type: ignore[assignment]
 
 PIECE_BYTES: Final = 8 << 20
 """A range is read in pieces of this size: large enough for the disk, small enough to change one's mind in between."""
@@ -50,6 +53,12 @@ GROUP_BYTES: Final = 2 << 20
 _PAGE: Final = mmap.PAGESIZE
 _POPULATE_READ: Final = 22
 """``MADV_POPULATE_READ`` (Linux 5.14), which Python does not name."""
+_HUGEPAGE: Final = 14
+"""``MADV_HUGEPAGE``: pages of files are read in groups of ``GROUP_BYTES`` at once, where the file system knows groups.
+
+(Measured on ext4, Linux 6.18: parts of 4 to 28 MB come at 1.5 to 2.1 GB/s, without it at 0.7 to 1.1; they are given back in
+a hundredth of the time; and little is read behind them.)
+"""
 _DONTNEED: Final = 4
 _RANDOM: Final = 1
 _WILLNEED: Final = 3
@@ -227,7 +236,11 @@ class Pages(Part):
         for span in self._spans:
             first, last = max(begin - span.place, 0), min(end - span.place, span.size)
             if first < last:
-                yield _Span(span.file, span.offset + first, last - first, span.base, span.place + first)
+                yield replace(span, offset=span.offset + first, size=last - first, place=span.place + first)
+
+    def in_groups(self) -> None:
+        """Have the system read large groups of pages at a time; to be called after ``find``."""
+        self._spans = [replace(span, in_groups=span.advise(_HUGEPAGE)) for span in self._spans]
 
     def at_random(self) -> None:
         """Say that single rows will be read, so that nothing is read around them."""
@@ -395,6 +408,7 @@ class _Span:
     size: int
     base: int
     place: int
+    in_groups: bool = False
 
     def outer(self, start: int, size: int) -> tuple[int, int]:
         """File offset and length of all pages that a part of this span has a share in."""
@@ -409,10 +423,9 @@ class _Span:
         end = (self.offset + self.size) // _PAGE * _PAGE
         return begin, max(0, end - begin)
 
-    def advise(self, advice: int) -> None:
+    def advise(self, advice: int) -> bool:
         begin, length = self.inner()
-        if _LIBC is not None and length:
-            _LIBC.madvise(self.base + begin, length, advice)
+        return _LIBC is not None and length > 0 and _LIBC.madvise(self.base + begin, length, advice) == 0
 
     def missing(self) -> int:
         if _LIBC is None:
@@ -493,17 +506,50 @@ class Piece:
             return self.size
         begin, length = span.outer(self.start, self.size)
         missing = _absent(span.base + begin, length)
-        if missing and (self.size < PIECE_BYTES or span.size < SMALL_BYTES):
+        if missing and not span.in_groups and (self.size < PIECE_BYTES or span.size < SMALL_BYTES):
             self.ask()  # the end of a range, or near it: nothing behind it is to be read
-        while _LIBC.madvise(span.base + begin, length, _POPULATE_READ) != 0:
-            code = ctypes.get_errno()
-            if code == errno.EINVAL:  # a kernel before 5.14
-                span.file.check_length(span.offset + self.start, self.size)
-                _touch(span.base + begin, length, span)
-                break
-            if code not in (errno.EAGAIN, errno.EINTR):
-                raise span.file.error(span.offset + self.start, self.size)
+        with _own_faults:
+            while _LIBC.madvise(span.base + begin, length, _POPULATE_READ) != 0:
+                code = ctypes.get_errno()
+                if code == errno.EINVAL:  # a kernel before 5.14
+                    span.file.check_length(span.offset + self.start, self.size)
+                    _touch(span.base + begin, length, span)
+                    break
+                if code not in (errno.EAGAIN, errno.EINTR):
+                    raise span.file.error(span.offset + self.start, self.size)
         return missing
+
+
+class _OwnFaults:
+    """Counts the page faults of ranges that are read on purpose, which the system counts like any other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self._local.before = self._of_thread()
+
+    def __exit__(self, *_: object) -> None:
+        more = self._of_thread() - self._local.before
+        with self._lock:
+            self.count += more
+
+    @staticmethod
+    def _of_thread() -> int:
+        which = getattr(resource, "RUSAGE_THREAD", None)  # of Linux
+        return 0 if which is None else resource.getrusage(which).ru_majflt
+
+
+_own_faults: Final = _OwnFaults()
+
+
+def major_faults() -> int | None:
+    """Major page faults of this process, without those of ranges that it read on purpose; None where nobody counts them."""
+    if sys.platform == "win32":
+        return None
+    return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_majflt - _own_faults.count)
 
 
 def _touch(address: int, length: int, span: _Span) -> None:

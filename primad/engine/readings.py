@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import sys
 import time
 from collections.abc import Callable
@@ -15,13 +16,9 @@ from typing import Any, Final
 
 import psutil
 
+from primad.engine.pages import major_faults
 from primad.engine.pressure import Level, Reading, Stall
 from primad.memory import MemoryGroup, groups
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 GROUPS_S: Final = 10.0
 """A process hardly ever changes its cgroup, and limits are seldom given to one that had none."""
@@ -76,7 +73,7 @@ class Sources:
             counts_mapped=counts_mapped,
             stalls=(_stall(self._proc / "pressure" / "memory"), group),
             swapped_in_bytes=_swapped_in(self._proc / "vmstat", self._page_bytes) if has_swap else None,
-            major_faults=None if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
+            major_faults=major_faults(),
             verdict=self._verdict(),
         )
 
@@ -99,7 +96,7 @@ class Sources:
 
 def _page_bytes() -> int:
     """Bytes of a page."""
-    return resource.getpagesize() if resource is not None else 4096
+    return mmap.PAGESIZE
 
 
 def _meminfo(path: Path) -> tuple[int, int, bool] | None:

@@ -22,6 +22,10 @@ LEAST_AHEAD_BYTES: Final = 16 << 20
 """So much is held of what streams, or two layers where they are smaller: with less the disk waits between small parts."""
 
 
+RESERVE_BYTES: Final = 16 << 20
+"""So much of what a plan leaves over stays free: the system reads a little behind a part, and must not run dry over it."""
+
+
 class Streamable(Protocol):
     """A window of llama.cpp."""
 
@@ -73,7 +77,7 @@ class Streams:
         self._usage = usage
         self._alone = alone
         self._windows = sorted(windows, key=lambda window: window.index)
-        self._slots, self._room_bytes, self._lock = slots, room_bytes, lock
+        self._slots, self._room_bytes, self._lock = slots, max(0, room_bytes - RESERVE_BYTES), lock
         self._rest = Pages([part for window in self._windows for part in window.units.rest])
         self._streamer = self._make()
 

@@ -39,6 +39,8 @@ _RANDOM_S: Final = 0.8
 _PAGE_BYTES: Final = 4096
 _POPULATE_READ: Final = 22
 """``MADV_POPULATE_READ`` (Linux 5.14), which Python does not name."""
+_HUGEPAGE: Final = 14
+"""``MADV_HUGEPAGE``: as the engine reads (``engine/pages.py``)."""
 _F_RDADVISE: Final = 44
 _F_NOCACHE: Final = 48
 """``fcntl`` commands of macOS."""
@@ -118,6 +120,8 @@ def _ranges(size: int) -> Iterator[tuple[int, int]]:
 
 def _populate(file: BinaryIO, size: int) -> None:
     with _mapped(file, size) as mapping:
+        with contextlib.suppress(OSError):  # a kernel without large groups of pages
+            mapping.madvise(_HUGEPAGE)
         for start, length in _ranges(size):
             mapping.madvise(_POPULATE_READ, start, length)
 

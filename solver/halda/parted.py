@@ -19,6 +19,10 @@ LEAST_AHEAD_BYTES: Final = 16 << 20
 """What the engine holds ahead at least, or two layers where they are smaller."""
 
 
+RESERVE_BYTES: Final = 16 << 20
+"""What the engine leaves free of the memory that a plan leaves over."""
+
+
 def as_run(plan: Plan, prediction: Prediction, instance: Instance) -> Prediction:
     """``prediction`` of ``plan`` with what is read for a token as the engine reads it; other figures as far as they follow.
 
@@ -68,7 +72,7 @@ def _parted(plan: Plan, device: DevicePrediction, instance: Instance) -> DeviceP
 
 def read_bytes(plan: Plan, device: DevicePrediction, instance: Instance) -> int:
     """Bytes that ``device`` reads for a token: what does not fit, and what is held ahead of it."""
-    more = device.room_bytes + instance.buffer_bytes
+    more = max(0, device.room_bytes - RESERVE_BYTES) + instance.buffer_bytes
     streamed = device.disk_bytes_per_token
     ahead = instance.ahead_bytes(device.slots, output=device.streams_output)
     if len(plan.route) > 1:

@@ -300,3 +300,47 @@ def test_a_closed_unit_lets_the_file_go(weights, opened):
     unit.close()
     assert handle.closed
     assert list(unit.pieces()) == []
+
+
+@on_linux
+def test_a_part_is_read_and_given_back_and_the_rest_stays(weights, opened):
+    unit = opened(in_parts(weights(), 0, FILE_PARTS))
+    unit.in_groups()
+    unit.read()
+    part = unit.part(4 * PART, 8 * PART)
+    part.release()
+    assert part.missing() == part.size
+    assert unit.missing() == part.size, "what is before and behind it stays"
+    assert part.read() == part.size
+    assert unit.missing() == 0
+
+
+@on_linux
+def test_units_are_parted_where_no_group_of_pages_is_shared(weights, made):
+    path = weights()
+    unit = made(FileRange(str(path), PART, 9 * PART), FileRange(str(path), 11 * PART, 5 * PART))
+    cuts = unit.cuts()
+    assert cuts == tuple(PART * each for each in (1, 3, 5, 7, 9, 10, 12, 14))
+    assert all(cut <= unit.size for cut in cuts)
+
+
+@on_linux
+def test_a_part_of_several_ranges_is_where_they_are(weights, opened):
+    path = weights()
+    unit = opened(FileRange(str(path), 0, 4 * PART), FileRange(str(path), 8 * PART, 4 * PART))
+    unit.release()
+    part = unit.part(2 * PART, 6 * PART)
+    part.read()
+    assert part.missing() == 0
+    assert unit.part(0, 2 * PART).missing() + unit.part(6 * PART, 8 * PART).missing() >= 4 * PART - SLACK
+
+
+@on_linux
+def test_what_is_read_on_purpose_is_no_page_fault(weights, opened):
+    resource = pytest.importorskip("resource")
+    unit = opened(in_parts(weights(), 0, FILE_PARTS))
+    unit.release()
+    before, all_before = pages_module.major_faults(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    unit.read()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_majflt > all_before, "the system counts it"
+    assert pages_module.major_faults() - before <= 1

@@ -79,6 +79,9 @@ class FakePages:
     def find(self) -> None:
         assert not self.closed
 
+    def in_groups(self) -> None:
+        assert not self.closed
+
     def part(self, begin: int, end: int) -> FakePart:
         return FakePart(self, begin, end)
 
