@@ -141,7 +141,8 @@ class Streamer:
         """Begin to read ahead. Raises ``EngineError`` where a unit is not mapped or cannot be locked."""
         for unit in self._units:
             unit.find()
-            unit.in_groups()
+            if self.experts is None:  # a group at the end of a unit would keep those beside it that are not held
+                unit.in_groups()
         self._read_before, self._asked_bytes = disk_read_bytes(), 0
         residency = self._residency
         for number in range(len(self._units)):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -61,7 +62,7 @@ class FakePages:
         self.touched: list[str] = []
         self.trusted: list[str] = []
         self.locked_halves: set[int] = set()
-        self.closed = False
+        self.closed = self.is_in_groups = False
 
     @property
     def present(self) -> int:
@@ -81,6 +82,7 @@ class FakePages:
 
     def in_groups(self) -> None:
         assert not self.closed
+        self.is_in_groups = True
 
     def part(self, begin: int, end: int) -> FakePart:
         return FakePart(self, begin, end)
@@ -683,6 +685,15 @@ def test_whatever_comes_to_stay_and_to_stream_meanwhile_is_there_when_it_is_need
         time.sleep(0.001)
     assert not left()
     streamer.close()
+
+
+@pytest.mark.parametrize("by_expert", [False, True])
+def test_beside_experts_that_stream_one_by_one_nothing_is_read_in_groups(rig, by_expert):
+    made = rig(3, {1}, 1)
+    if by_expert:
+        made.streamer.experts = mock.Mock(asked_bytes=0, evicted_bytes=0)
+    made.streamer.start()
+    assert [unit.is_in_groups for unit in made.units] == [not by_expert] * 3
 
 
 def test_a_streamer_that_never_started_can_be_closed(rig):
