@@ -549,8 +549,6 @@ def test_a_unit_that_was_to_stay_and_was_not_read_yet_is_not_taken_for_held(rig)
     made = rig(4, {0, 1, 2, 3}, 1)
     made.units[0].gate.clear()
     made.streamer.start()
-    while not made.streamer._thread.is_alive():
-        pass
     made.streamer.change(Residency.whole((SIZE,) * 4, frozenset({0, 1, 2}), SIZE))
     made.streamer.change(Residency.whole((SIZE,) * 4, frozenset({0, 1, 2, 3}), SIZE))
     made.units[0].gate.set()
