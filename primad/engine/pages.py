@@ -15,6 +15,8 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
+import re
 import struct
 import sys
 import threading
@@ -87,6 +89,15 @@ def _libc() -> ctypes.CDLL | None:
 
 
 _LIBC: Final = _libc()
+
+
+def _knows_groups() -> bool:
+    """Whether ``MADV_HUGEPAGE`` says anything of files: since Linux 5.18; before, it was taken and ignored."""
+    found = re.match(r"(\d+)\.(\d+)", platform.release()) if sys.platform == "linux" else None
+    return found is not None and (int(found[1]), int(found[2])) >= (5, 18)
+
+
+_KNOWS_GROUPS: Final = _knows_groups()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +251,8 @@ class Pages(Part):
 
     def in_groups(self) -> None:
         """Have the system read large groups of pages at a time; to be called after ``find``."""
-        self._spans = [replace(span, in_groups=span.advise(_HUGEPAGE)) for span in self._spans]
+        if _KNOWS_GROUPS:
+            self._spans = [replace(span, in_groups=span.advise(_HUGEPAGE)) for span in self._spans]
 
     def at_random(self) -> None:
         """Say that single rows will be read, so that nothing is read around them."""
