@@ -42,6 +42,7 @@ from halda import (
     ModelProfile,
     Plan,
     arrange,
+    as_run,
     evaluate,
     instance,
     residency,
@@ -184,6 +185,8 @@ def _limit(
             ours.append(
                 asyncio.run(run_ring(path, solution.plan, {"d0": group}, prediction=solution.prediction, **chosen))
             )
+    asked = instance([device], [], model, replace(workload, chunk_rows=solution.prediction.chunk_rows), {})
+    told_before = as_run(solution.plan, solution.prediction, asked)
     rate, speed = statistics.median(rates), _median(ours, "tokens_per_s")
     reads = _median(ours, "read_bytes_per_token")
     counters = [each for run in ours for each in run.counters]
@@ -204,8 +207,8 @@ def _limit(
         told_bytes_per_token=_median(ours, "told_bytes_per_token") if told else None,
         most_read_bytes=most_read_bytes(size_bytes, reserved_bytes(solution, model), limit, slots),
         most_read_bytes_measured=most_read_bytes(size_bytes, anonymous, limit, slots),
-        predicted_bytes_per_token=solution.prediction.devices[0].disk_bytes_per_token,
-        predicted_tokens_per_s=solution.prediction.tokens_per_s,
+        predicted_bytes_per_token=told_before.devices[0].disk_bytes_per_token,
+        predicted_tokens_per_s=told_before.tokens_per_s,
         disk_bytes_per_s=rate,
         disk_limit_share=reads / rate * speed,
         stall_ms_per_token=_median(ours, "stall_s_per_token") * 1e3 if told else None,
