@@ -571,7 +571,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], thre
     one.add_argument("--prompt", type=int, default=8192, help="tokens of the long prompt of --endure (default: 8192)")
     one.add_argument("--neighbour", type=float, default=500, help="MB that the other program takes (default: 500)")
     one.add_argument(
-        "--kv-type", choices=KV_TYPES, help="of --endure (default: the first of f16, q8_0, q4_0 that fits)"
+        "--kv-type", choices=KV_TYPES, help="of --endure and --pressure (default: the first that fits; f16)"
     )
     one.add_argument(
         "--answers", type=Path, help="keep what the whole model answers in --endure in this file, for the next time"
@@ -609,6 +609,7 @@ def bench(options: argparse.Namespace, models: Sequence[Path], keep: Keep) -> li
             memory_bytes=int(options.memory * 1e9),
             context=options.context,
             rows=options.rows,
+            kv_type=options.kv_type or "f16",
             tokens=options.tokens or 10,
             threads=threads,
             keep=options.keep,
