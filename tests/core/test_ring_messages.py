@@ -283,6 +283,7 @@ COMMANDS = [
         step_timeout_s=5.0,
         options=EngineOptions(context=64, sequences=1, rows=8, threads=1, batch_threads=2, kv_type="f16", lock=False),
         slots=0,
+        room_bytes=0,
         usage="/home/primad/expert-usage",
     ),
     Reopen(ring=1, epoch=2, windows=[(1, 4), (3, 1)], route=6, host="::1", step_timeout_s=5.0),
