@@ -97,7 +97,7 @@ def _knows_groups() -> bool:
     return found is not None and (int(found[1]), int(found[2])) >= (5, 18)
 
 
-_KNOWS_GROUPS: Final = _knows_groups()
+KNOWS_GROUPS: Final = _knows_groups()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class Pages(Part):
 
     def in_groups(self) -> None:
         """Have the system read large groups of pages at a time; to be called after ``find``."""
-        if _KNOWS_GROUPS:
+        if KNOWS_GROUPS:
             self._spans = [replace(span, in_groups=span.advise(_HUGEPAGE)) for span in self._spans]
 
     def at_random(self) -> None:

@@ -141,7 +141,7 @@ class Streamer:
         """Begin to read ahead. Raises ``EngineError`` where a unit is not mapped or cannot be locked."""
         for unit in self._units:
             unit.find()
-            if self.experts is None:  # a group at the end of a unit would keep those beside it that are not held
+            if self._spread is not None and self._spread.in_groups:
                 unit.in_groups()
         self._read_before, self._asked_bytes = disk_read_bytes(), 0
         residency = self._residency

@@ -123,11 +123,14 @@ class Spread:
     """Units of ``sizes`` that may be parted at ``cuts``, bytes within each in ascending order.
 
     ``ahead_bytes`` are held ahead of what streams, or two parts where that is more: one is computed, the next one read.
+    ``in_groups``: what lies before the first cut of a unit and behind its last one stays in any case, as the system gives it
+    back only with what is beside it; else all of a unit may stream.
     """
 
     sizes: tuple[int, ...]
     cuts: tuple[tuple[int, ...], ...]
     ahead_bytes: int
+    in_groups: bool = False
 
     def within(self, held_bytes: int) -> Residency:
         """What stays and what streams where ``held_bytes`` may be held; all streams where that is not enough.
@@ -150,16 +153,17 @@ class Spread:
         for size, cuts in zip(self.sizes, self.cuts, strict=True):
             share = shares[size > ordinary]
             due += share * size
-            part = (0, size) if share == 1 else _part(size, cuts, due)
+            most = (cuts[0], cuts[-1]) if self.in_groups and len(cuts) > 1 else (0, size)
+            part = most if share == 1 else _part(most, cuts, due)
             parts.append(part)
             due -= part[1] - part[0]
         sizes = [end - begin for begin, end in parts]
         return Residency(self.sizes, tuple(parts), max(self.ahead_bytes, sum(sorted(sizes)[-2:])))
 
 
-def _part(size: int, cuts: Sequence[int], due: float) -> tuple[int, int]:
+def _part(most: tuple[int, int], cuts: Sequence[int], due: float) -> tuple[int, int]:
     """The part of a unit that is nearest to ``due`` bytes: up to its last cut, so that what is behind shares no page."""
-    options = [(0, 0), (0, size)]
+    options = [(0, 0), most]
     if len(cuts) > 1:
         place = bisect.bisect_left(cuts, cuts[-1] - due, 0, len(cuts) - 1)
         options += [(cuts[i], cuts[-1]) for i in (place - 1, place) if 0 <= i < len(cuts) - 1]
@@ -176,7 +180,7 @@ def ladder(base: Residency, spread: Spread | None) -> tuple[Residency, ...]:
     rungs, now = [base], base
     if spread is not None:
         held, layer = base.held_bytes, int(statistics.median(base.sizes))
-        while now.resident_bytes and held > 0:
+        while now.resident_bytes and held > 0:  # of some spreads a little stays in any case
             held -= max(layer, 1)
             now = spread.within(held)
             if now.held_bytes < rungs[-1].held_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Final, Protocol
 
 from primad.engine.expert_loader import ExpertFiles, ExpertLoader
 from primad.engine.expert_usage import UsageFolder
-from primad.engine.pages import FileRange, Pages
+from primad.engine.pages import KNOWS_GROUPS, FileRange, Pages
 from primad.engine.prefetch import Follower, Streamer, WindowStream
 from primad.engine.pressure import PressureWatch
 from primad.engine.readings import Sources
@@ -22,6 +23,8 @@ LEAST_AHEAD_BYTES: Final = 16 << 20
 """So much is held of what streams, or two layers where they are smaller: with less the disk waits between small parts."""
 
 
+LEAST_IN_GROUPS_BYTES: Final = 32 << 20
+"""Smaller layers are not read in large groups of pages: what neighbours share of them would be too large a part."""
 RESERVE_BYTES: Final = 16 << 20
 """So much of what a plan leaves over stays free: the system reads a little behind a part, and must not run dry over it."""
 
@@ -120,9 +123,12 @@ class Streams:
         if split is None:
             cuts = tuple(each.cuts() for each in pages)
             least = min(LEAST_AHEAD_BYTES, two_slots(sizes, range(len(sizes))))
-            spread = Spread(sizes, cuts, least if self._alone else max(ahead, least))
+            held = residency.held_bytes + self._room_bytes
+            spread = Spread(sizes, cuts, least if self._alone else max(ahead, least), KNOWS_GROUPS)
+            if statistics.median(sizes) < LEAST_IN_GROUPS_BYTES or spread.within(held).held_bytes > held:
+                spread = replace(spread, in_groups=False)
             if streamed:
-                residency = spread.within(residency.held_bytes + self._room_bytes)
+                residency = spread.within(held)
         return Streamer(
             pages,
             residency if split is None else split,

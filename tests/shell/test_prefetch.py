@@ -9,8 +9,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -685,13 +685,11 @@ def test_whatever_comes_to_stay_and_to_stream_meanwhile_is_there_when_it_is_need
     streamer.close()
 
 
-@pytest.mark.parametrize("by_expert", [False, True])
-def test_beside_experts_that_stream_one_by_one_nothing_is_read_in_groups(rig, by_expert):
-    made = rig(3, {1}, 1)
-    if by_expert:
-        made.streamer.experts = mock.Mock(asked_bytes=0, evicted_bytes=0)
+@pytest.mark.parametrize("in_groups", [None, False, True], ids=["by expert", "small", "large"])
+def test_what_is_parted_where_groups_end_is_read_in_groups(rig, in_groups):
+    made = rig(3, {1}, 1, spread=None if in_groups is None else replace(halves(3), in_groups=in_groups))
     made.streamer.start()
-    assert [unit.is_in_groups for unit in made.units] == [not by_expert] * 3
+    assert [unit.is_in_groups for unit in made.units] == [bool(in_groups)] * 3
 
 
 def test_a_streamer_that_never_started_can_be_closed(rig):
