@@ -84,6 +84,6 @@ def read_bytes(plan: Plan, device: DevicePrediction, instance: Instance) -> int:
     # Two parts of layers are held ahead, a share of them that is the share of all that streams.
     parted = over / (1 - 2 * instance.slot_bytes / layers) if layers > 2 * instance.slot_bytes else layers
     if parted > layers:
-        parted = streamed - more  # the output matrix streams as well: about as planned
+        parted = over + 2 * instance.slot_bytes  # all layers do, and of the output matrix what is left
     least = over + min(LEAST_AHEAD_BYTES, 2 * instance.slot_bytes)
     return int(min(max(parted, least), streamed))
