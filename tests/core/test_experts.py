@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.engine.experts import LIKELY, Change, LayerExperts, Pool, Usage
-from primad.engine.residency import Residency, by_expert, ladder
+from primad.engine.residency import Residency, by_expert, ladder, two_slots
 
 
 def picks(*rows):
@@ -218,7 +218,8 @@ def test_layers_by_expert_hold_no_more_than_whole_ones_where_that_is_possible(si
     assert split is not None
     assert split.sizes == (*(base for base, _ in sizes), output)
     assert split.pool_bytes >= split.layer_pool_bytes == max(experts.values())
-    least = ladder(Residency.whole(split.sizes, whole.streamed - experts.keys(), 0), None)[-1].held_bytes
+    rest = whole.streamed - experts.keys()
+    least = ladder(Residency.whole(split.sizes, rest, two_slots(split.sizes, rest)), None)[-1].held_bytes
     assert split.held_bytes <= max(whole.held_bytes, least + split.layer_pool_bytes)
 
 
