@@ -185,7 +185,7 @@ def _limit(
             ours.append(
                 asyncio.run(run_ring(path, solution.plan, {"d0": group}, prediction=solution.prediction, **chosen))
             )
-    asked = instance([device], [], model, replace(workload, chunk_rows=solution.prediction.chunk_rows), {})
+    asked = instance([device], [], model, workload, {}).with_rows(solution.prediction.chunk_rows)
     told_before = as_run(solution.plan, solution.prediction, asked)
     rate, speed = statistics.median(rates), _median(ours, "tokens_per_s")
     reads = _median(ours, "read_bytes_per_token")

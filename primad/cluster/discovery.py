@@ -125,7 +125,7 @@ class Discovery:
     async def browse(self, changed: Changed) -> None:
         """Call ``changed`` with every device in sight whenever one comes, changes or goes."""
         self._changed = changed
-        self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
+        self._ask()
         self._watch()
 
     async def refresh(self) -> None:
@@ -211,7 +211,10 @@ class Discovery:
         """
         if self._browser is not None:
             await self._browser.async_cancel()
-            self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
+            self._ask()
+
+    def _ask(self) -> None:
+        self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
 
     def _on_change(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         task = self._resolving.pop(name, None)

@@ -99,8 +99,8 @@ def _answer(question: Question) -> _Solved | _Unsolvable:
         )
     except Infeasible as exc:
         return _Unsolvable(str(exc), exc.short_bytes)
-    work = replace(question.workload, chunk_rows=solution.prediction.chunk_rows)
-    asked = instance(question.devices, question.links, question.model, work, {}, head=solution.plan.head)
+    asked = instance(question.devices, question.links, question.model, question.workload, {}, head=solution.plan.head)
+    asked = asked.with_rows(solution.prediction.chunk_rows)
     return _Solved(replace(solution, prediction=as_run(solution.plan, solution.prediction, asked)))
 
 

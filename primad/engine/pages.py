@@ -53,9 +53,9 @@ SMALL_BYTES: Final = 32 << 20
 GROUP_BYTES: Final = 2 << 20
 """The system keeps pages of files in groups of up to this size, aligned in the file, and drops whole groups only."""
 _PAGE: Final = mmap.PAGESIZE
-_POPULATE_READ: Final = 22
+POPULATE_READ: Final = 22
 """``MADV_POPULATE_READ`` (Linux 5.14), which Python does not name."""
-_HUGEPAGE: Final = 14
+HUGEPAGE: Final = 14
 """``MADV_HUGEPAGE``: pages of files are read in groups of ``GROUP_BYTES`` at once, where the file system knows groups.
 
 (Measured on ext4, Linux 6.18: parts of 4 to 28 MB come at 1.5 to 2.1 GB/s, without it at 0.7 to 1.1; they are given back in
@@ -64,7 +64,7 @@ a hundredth of the time; and little is read behind them.)
 _DONTNEED: Final = 4
 _RANDOM: Final = 1
 _WILLNEED: Final = 3
-_F_RDADVISE: Final = 44
+F_RDADVISE: Final = 44
 """``fcntl`` command of macOS."""
 
 
@@ -252,7 +252,7 @@ class Pages(Part):
     def in_groups(self) -> None:
         """Have the system read large groups of pages at a time; to be called after ``find``."""
         if KNOWS_GROUPS:
-            self._spans = [replace(span, in_groups=span.advise(_HUGEPAGE)) for span in self._spans]
+            self._spans = [replace(span, in_groups=span.advise(HUGEPAGE)) for span in self._spans]
 
     def at_random(self) -> None:
         """Say that single rows will be read, so that nothing is read around them."""
@@ -381,7 +381,7 @@ class _File:
             self._map.madvise(mmap.MADV_WILLNEED, start, length)
         if sys.platform == "darwin" and fcntl is not None:
             with contextlib.suppress(OSError):
-                fcntl.fcntl(self.handle.fileno(), _F_RDADVISE, struct.pack("qi4x", start, min(length, 1 << 30)))
+                fcntl.fcntl(self.handle.fileno(), F_RDADVISE, struct.pack("qi4x", start, min(length, 1 << 30)))
         if sys.platform == "win32":
             _prefetch_virtual_memory(self.own_address() + start, length)
         np.frombuffer(self._map, np.uint8, count=length, offset=start)[::_PAGE].max()
@@ -521,7 +521,7 @@ class Piece:
         if missing and not span.in_groups and (self.size < PIECE_BYTES or span.size < SMALL_BYTES):
             self.ask()  # the end of a range, or near it: nothing behind it is to be read
         with _own_faults:
-            while _LIBC.madvise(span.base + begin, length, _POPULATE_READ) != 0:
+            while _LIBC.madvise(span.base + begin, length, POPULATE_READ) != 0:
                 code = ctypes.get_errno()
                 if code == errno.EINVAL:  # a kernel before 5.14
                     span.file.check_length(span.offset + self.start, self.size)

@@ -124,11 +124,14 @@ class Streams:
             cuts = tuple(each.cuts() for each in pages)
             least = min(LEAST_AHEAD_BYTES, two_slots(sizes, range(len(sizes))))
             held = residency.held_bytes + self._room_bytes
-            spread = Spread(sizes, cuts, least if self._alone else max(ahead, least), KNOWS_GROUPS)
-            if statistics.median(sizes) < LEAST_IN_GROUPS_BYTES or spread.within(held).held_bytes > held:
+            in_groups = KNOWS_GROUPS and statistics.median(sizes) >= LEAST_IN_GROUPS_BYTES
+            spread = Spread(sizes, cuts, least if self._alone else max(ahead, least), in_groups)
+            found = spread.within(held)
+            if in_groups and found.held_bytes > held:
                 spread = replace(spread, in_groups=False)
+                found = spread.within(held)
             if streamed:
-                residency = spread.within(held)
+                residency = found
         return Streamer(
             pages,
             residency if split is None else split,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halda import Plan, as_run
-from halda.evaluate import Prediction
+from halda.evaluate import DevicePrediction, Prediction
 from halda.instance import Instance
 from halda.published import PublishedPlan
 from halda.simulate import Simulation
@@ -43,14 +43,14 @@ class Answer:
 
 def ring_part(answer: Answer) -> Ring:
     """The plan with what it costs."""
-    plan, prediction = answer.plan, answer.prediction
+    plan, prediction = answer.plan, answer.as_run
     return Ring(
         solver="halda" if answer.published is None else "paper",
         head=plan.head,
         rounds=plan.rounds,
         output_on_gpu=plan.output_on_gpu,
         chunk_rows=prediction.chunk_rows,
-        devices=[_device(answer, device) for device in plan.devices],
+        devices=[_device(answer, device) for device in prediction.devices],
         predicted=predicted_part(answer),
         short=[
             ShortPart(
@@ -65,9 +65,8 @@ def ring_part(answer: Answer) -> Ring:
     )
 
 
-def _device(answer: Answer, name: str) -> DevicePart:
-    plan, model = answer.plan, answer.instance.model
-    found = next(device for device in answer.as_run.devices if device.device == name)
+def _device(answer: Answer, found: DevicePrediction) -> DevicePart:
+    plan, model, name = answer.plan, answer.instance.model, found.device
     member = next(member for member in answer.instance.members if member.name == name)
     streamed = set(plan.streaming_of(name).layers)
     windows = [

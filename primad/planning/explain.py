@@ -7,7 +7,6 @@ device that was left out taking part after all, and what was before ``--what-if`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from halda import Infeasible
@@ -103,8 +102,8 @@ def _halda(question: Question) -> Answer:
 
 def _answer(question: Question, solution: Solution) -> Answer:
     asked = _instance(question, solution.plan.head)
-    work = replace(asked.workload, chunk_rows=solution.prediction.chunk_rows)
-    return Answer(solution.plan, solution.prediction, replace(asked, workload=work), solution=solution)
+    asked = asked.with_rows(solution.prediction.chunk_rows)
+    return Answer(solution.plan, solution.prediction, asked, solution=solution)
 
 
 def _paper(question: Question, head: str) -> Answer:

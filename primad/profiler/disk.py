@@ -21,6 +21,7 @@ from typing import BinaryIO, Final
 import numpy as np
 
 from halda import DiskProfile
+from primad.engine.pages import F_RDADVISE, HUGEPAGE, POPULATE_READ
 
 try:
     import fcntl
@@ -37,13 +38,8 @@ _ENOUGH_S: Final = 2.0
 _RANDOM_READS: Final = 512
 _RANDOM_S: Final = 0.8
 _PAGE_BYTES: Final = 4096
-_POPULATE_READ: Final = 22
-"""``MADV_POPULATE_READ`` (Linux 5.14), which Python does not name."""
-_HUGEPAGE: Final = 14
-"""``MADV_HUGEPAGE``: as the engine reads (``engine/pages.py``)."""
-_F_RDADVISE: Final = 44
 _F_NOCACHE: Final = 48
-"""``fcntl`` commands of macOS."""
+"""``fcntl`` command of macOS."""
 
 
 def measure_disk(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[DiskProfile, str]:
@@ -121,9 +117,9 @@ def _ranges(size: int) -> Iterator[tuple[int, int]]:
 def _populate(file: BinaryIO, size: int) -> None:
     with _mapped(file, size) as mapping:
         with contextlib.suppress(OSError):  # a kernel without large groups of pages
-            mapping.madvise(_HUGEPAGE)
+            mapping.madvise(HUGEPAGE)
         for start, length in _ranges(size):
-            mapping.madvise(_POPULATE_READ, start, length)
+            mapping.madvise(POPULATE_READ, start, length)
 
 
 def _will_need(file: BinaryIO, size: int) -> None:
@@ -136,7 +132,7 @@ def _will_need(file: BinaryIO, size: int) -> None:
 def _read_advise(file: BinaryIO, size: int) -> None:
     with _mapped(file, size) as mapping:
         for start, length in _ranges(size):
-            fcntl.fcntl(file.fileno(), _F_RDADVISE, struct.pack("qi4x", start, length))
+            fcntl.fcntl(file.fileno(), F_RDADVISE, struct.pack("qi4x", start, length))
             _touch(mapping, start, length)
 
 

@@ -172,6 +172,10 @@ class Instance:
             by_host.setdefault(device.host, []).append(index)
         return tuple(tuple(indices) for indices in by_host.values())
 
+    def with_rows(self, chunk_rows: int) -> Instance:
+        """The same question with chunks of so many rows."""
+        return replace(self, workload=replace(self.workload, chunk_rows=chunk_rows))
+
     def gpu_room(self, member: int, windows: int) -> int:
         """How many layers the GPU of a member with so many windows, or more, can hold at most."""
         smallest = min(kind.size_bytes + kv for kind, kv in zip(self.kinds, self.kv_bytes, strict=True))

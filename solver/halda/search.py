@@ -104,7 +104,7 @@ def solve(
     first = search(question)
     fewest = min(chunks, default=workload.chunk_rows)
     if not first.found and fewest < workload.chunk_rows:
-        question = _with_rows(question, fewest)
+        question = question.with_rows(fewest)
         first = search(question)
     if not first.found:
         raise first.infeasible()
@@ -115,11 +115,6 @@ def solve(
     # With another buffer other layers may be the best ones to stream, so it is worth another search.
     again = search(other)
     return again.solution() if again.found and again.solution().objective_s < found.objective_s else found
-
-
-def _with_rows(question: Instance, rows: int) -> Instance:
-    """``question`` with chunks of so many rows."""
-    return replace(question, workload=replace(question.workload, chunk_rows=rows))
 
 
 def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) -> Instance | None:
@@ -135,7 +130,7 @@ def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) ->
     more = sorted(chunk for chunk in chunks if chunk > rows and work.prompt_tokens > rows)
     fewer = sorted((chunk for chunk in chunks if chunk < rows), reverse=True)
     for chunk in more + fewer:
-        other = _with_rows(question, chunk)
+        other = question.with_rows(chunk)
         prediction = evaluate(residency(found.plan, other), other)
         value = prediction.objective_s(found.objective, work.answer_tokens)
         gain = _SAME if chunk > rows else FEWER_GAIN

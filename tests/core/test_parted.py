@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from halda import Instance, LinkProfile, Plan, Prediction, Workload, as_run, instance, solve
+from halda import Instance, LinkProfile, Plan, Prediction, Workload, as_run, instance, parted, solve
 from halda.cost import RUNTIME_BYTES
 from primad.engine.residency import Spread, two_slots
-from primad.engine.streams import RESERVE_BYTES
+from primad.engine.streams import LEAST_AHEAD_BYTES, RESERVE_BYTES
 from tests.fakes import planning
 
 MB = 10**6
@@ -44,8 +44,12 @@ def engine_reads(plan: Plan, prediction: Prediction, asked: Instance) -> int:
     planned = device.disk_bytes_per_token
     held = sum(sizes) - planned + asked.ahead_bytes(device.slots, output=plan.streams_output)
     cuts = tuple(tuple(range(0, size, CUT)) for size in sizes)
-    spread = Spread(sizes, cuts, min(16 << 20, two_slots(sizes, range(len(sizes)))))
+    spread = Spread(sizes, cuts, min(LEAST_AHEAD_BYTES, two_slots(sizes, range(len(sizes)))))
     return spread.within(held + max(0, device.room_bytes - RESERVE_BYTES) + asked.buffer_bytes).read_bytes
+
+
+def test_solver_and_engine_count_with_the_same_figures():
+    assert (parted.RESERVE_BYTES, parted.LEAST_AHEAD_BYTES) == (RESERVE_BYTES, LEAST_AHEAD_BYTES)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.75, 0.9, 0.97])

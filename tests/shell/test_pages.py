@@ -258,7 +258,7 @@ def test_a_row_that_is_read_at_random_brings_nothing_else(weights, opened):
 @pytest.mark.usefixtures("on_disk")
 def test_an_older_kernel_reads_by_touching(weights, monkeypatch, opened):
     """Before Linux 5.14 there is no MADV_POPULATE_READ."""
-    monkeypatch.setattr(pages_module, "_POPULATE_READ", 222)
+    monkeypatch.setattr(pages_module, "POPULATE_READ", 222)
     unit = opened(in_parts(weights(), 8, 4))
     assert unit.read() == 4 * PART
     assert unit.missing() == 0

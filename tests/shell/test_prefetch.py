@@ -495,12 +495,18 @@ def test_of_a_unit_that_is_parted_only_its_part_is_read_and_given_back(rig):
     assert all(0 in unit.halves for unit in made.units), "what stays is never given back"
 
 
-def test_more_stays_while_scratch_memory_lies_idle_and_is_given_back_for_the_next_prompt(rig, monkeypatch):
+def parted(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Units that are in memory and of which halves stream, and a loader that takes room as soon as it is there."""
     monkeypatch.setattr(prefetch_module, "SETTLED_S", 0.0)
     monkeypatch.setattr(pressure, "INTERVAL_S", 0.0)
     made = rig(8, {0, 1, 2, 3, 4, 5}, 2, spread=halves(8))
     for unit in made.units:
         unit.present = SIZE
+    return made
+
+
+def test_more_stays_while_scratch_memory_lies_idle_and_is_given_back_for_the_next_prompt(rig, monkeypatch):
+    made = parted(rig, monkeypatch)
     streamer, base = made.streamer, made.residency
     streamer.start()
     streamer.brace()
@@ -583,11 +589,7 @@ def test_layers_that_come_to_stay_and_cannot_be_locked_stay_all_the_same(rig, mo
 
 def test_more_scratch_memory_that_is_told_of_without_bracing_is_counted_from_what_the_plan_holds(rig, monkeypatch):
     """As after a step of another window that failed."""
-    monkeypatch.setattr(prefetch_module, "SETTLED_S", 0.0)
-    monkeypatch.setattr(pressure, "INTERVAL_S", 0.0)
-    made = rig(8, {0, 1, 2, 3, 4, 5}, 2, spread=halves(8))
-    for unit in made.units:
-        unit.present = SIZE
+    made = parted(rig, monkeypatch)
     streamer, base = made.streamer, made.residency
     streamer.start()
     streamer.spare(SIZE)
