@@ -163,6 +163,7 @@ class WorkerDaemon:
                     await self._stop.wait()
                     await self._hand_over("its owner ended it")
                 finally:
+                    self._stop_measuring()
                     for task in tasks:
                         task.cancel()
 

@@ -13,6 +13,7 @@ import pytest
 import zmq.asyncio
 from gguf import GGMLQuantizationType
 
+from halda import LinkProfile
 from primad.cluster import messages
 from primad.cluster.admin import Describe, Leave, Pause, Resume
 from primad.cluster.control import HeadEnd
@@ -31,6 +32,7 @@ from primad.cluster.messages import (
     Leaving,
     Load,
     Loaded,
+    MeasureLinks,
     Ping,
     Pong,
     Refused,
@@ -470,6 +472,27 @@ def test_a_worker_that_computes_nothing_leaves_at_once(lab, greeted):
             await lap.running
             if greeted:
                 await desk.hear(Leaving)
+
+    asyncio.run(once())
+
+
+def test_a_worker_that_measures_a_silent_link_leaves_at_once(lab, monkeypatch):
+    begun = asyncio.Event()
+
+    async def without_end(*_: object) -> list[LinkProfile]:
+        begun.set()
+        return await asyncio.Future()
+
+    monkeypatch.setattr(worker_module, "measure_links", without_end)
+
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes()
+            await desk.say(MeasureLinks(targets=[]))
+            await begun.wait()
+            lap.daemon.leave()
+            await lap.running
 
     asyncio.run(once())
 
