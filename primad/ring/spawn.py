@@ -69,10 +69,28 @@ class RingProcess:
     async def start(cls, log: Path, *, threads: int, place: int = 0) -> RingProcess:
         """Start a ring process for ``threads`` compute threads, whose standard error goes to the file ``log``.
 
-        ``place`` is as in ``environment``.
+        ``place`` is as in ``environment``. Raises ``RingError`` when this device cannot start another process.
         """
         ours, theirs = socket.socketpair()
-        with theirs, log.open("wb") as errors:
+        try:
+            with theirs:
+                process = cls._begin(log, theirs, environment(os.environ, threads, place))
+        except OSError as exc:  # as where memory, processes or disk are at an end
+            ours.close()
+            raise RingError(f"the ring process cannot be started: {exc.strerror or exc}") from exc
+        try:
+            ours.setblocking(False)
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:  # cancelled over it, nobody else would end the process
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
+        return cls(process, reader, writer, log)
+
+    @staticmethod
+    def _begin(log: Path, theirs: socket.socket, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+        with log.open("wb") as errors:
             options: dict[str, object] = {"stderr": errors, "stdout": errors}
             argument = str(theirs.fileno())
             if sys.platform == "win32":
@@ -80,18 +98,16 @@ class RingProcess:
                 options["stdin"] = subprocess.PIPE
             else:
                 options |= {"stdin": subprocess.DEVNULL, "pass_fds": (theirs.fileno(),)}
-            process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: ASYNC220  (starting does not wait)
+            process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", "primad.ring.process", argument],
-                env=environment(os.environ, threads, place),
+                env=variables,
                 **options,  # type: ignore[call-overload]
             )
             if sys.platform == "win32":
                 assert process.stdin is not None
                 process.stdin.write(theirs.share(process.pid))
                 process.stdin.close()
-        ours.setblocking(False)
-        reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(process, reader, writer, log)
+            return process
 
     @property
     def pid(self) -> int:
@@ -134,15 +150,19 @@ class RingProcess:
         return RingError(f"the ring process {how}" + (f": {last}" if last else ""))
 
     async def close(self) -> None:
-        """End it: it leaves by itself when its connection closes, and is killed ``LEAVE_S`` later if it does not."""
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        """End it: it leaves by itself when its connection closes, and is killed ``LEAVE_S`` later if it does not.
+
+        What it has not taken yet is dropped, since it may never take it. Cancelled over it, it is killed at once.
+        """
+        self._writer.transport.abort()
         try:
             await asyncio.to_thread(self._process.wait, LEAVE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+        except BaseException:
+            self._process.kill()
+            raise
         with contextlib.suppress(OSError):  # a log without a word would only add up, one for each ring
             if self._log.stat().st_size == 0:
                 self._log.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -165,6 +166,63 @@ def test_a_process_that_does_not_end_is_killed(tmp_path):
     async def once() -> None:
         async with started(tmp_path) as process:
             os.kill(process.pid, signal.SIGSTOP)
+
+    asyncio.run(once())
+
+
+def test_a_process_that_takes_no_commands_is_killed_all_the_same(tmp_path):
+    """What it was told and never read is in its daemon's buffer still."""
+
+    async def once() -> None:
+        async with started(tmp_path) as process:
+            os.kill(process.pid, signal.SIGSTOP)
+            sending = asyncio.create_task(process.send(generate(1, list(range(1 << 20)))))
+            await asyncio.sleep(0)
+            assert not sending.done(), "it fits the socket's own buffer"
+            await process.close()
+            await sending
+
+    asyncio.run(once())
+
+
+def test_a_process_whose_end_is_not_waited_for_is_killed(tmp_path):
+    async def once() -> None:
+        async with started(tmp_path) as process:
+            os.kill(process.pid, signal.SIGSTOP)
+            closing = asyncio.create_task(process.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.wait([closing])
+            assert await asyncio.to_thread(process._process.wait, PATIENCE_S) == -signal.SIGKILL
+
+    asyncio.run(once())
+
+
+def test_a_start_that_is_cancelled_leaves_no_process(tmp_path, monkeypatch):
+    begun: list[subprocess.Popen[bytes]] = []
+    begin = RingProcess._begin
+
+    def noted(*arguments: object) -> subprocess.Popen[bytes]:
+        begun.append(begin(*arguments))
+        return begun[-1]
+
+    monkeypatch.setattr(RingProcess, "_begin", noted)
+
+    async def once() -> None:
+        starting = asyncio.create_task(RingProcess.start(tmp_path / "ring.log", threads=1))
+        await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+        assert starting.cancelled()
+        assert begun[0].returncode is not None, "the ring process is still there"
+
+    asyncio.run(once())
+
+
+def test_a_process_that_cannot_be_started_is_a_ring_error(tmp_path):
+    async def once() -> None:
+        with pytest.raises(RingError, match="the ring process cannot be started: No such file or directory"):
+            await RingProcess.start(tmp_path / "nowhere" / "ring.log", threads=1)
 
     asyncio.run(once())
 
