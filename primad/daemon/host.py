@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,8 +11,10 @@ from primad.daemon.shard import Place, remove_metadata
 from primad.daemon.stopped import wait_stopped
 from primad.engine.protocol import EngineOptions
 from primad.errors import PrimadError, RingError, WeightsError
-from primad.ring.messages import RingEvent
+from primad.ring.messages import Opened, RingEvent
 from primad.ring.spawn import RingProcess
+
+logger = logging.getLogger(__name__)
 
 _EVENTS: Final = 64
 
@@ -67,10 +70,15 @@ class Host:
         self._ended.set()
 
     async def answers(self, timeout_s: float) -> bool:
-        """Whether it says something within ``timeout_s``; ``next_event`` gives that."""
+        """Whether it opens within ``timeout_s``; ``next_event`` gives that.
+
+        What it says before is about an epoch that is over: it was on its way when it was asked to reopen.
+        """
         try:
             async with asyncio.timeout(timeout_s):
-                self._first = await self.next_event()
+                while not isinstance(event := await self.next_event(), Opened):
+                    logger.debug("of an epoch that is over: %s", type(event).__name__)
+                self._first = event
         except (TimeoutError, RingError, WeightsError):
             return False
         return True

@@ -23,7 +23,7 @@ from halda import DeviceProfile
 from primad.cluster import messages
 from primad.cluster.identity import Identity
 from primad.cluster.messages import Broken, Linked, Load, Loaded, Progress, WorkerMessage, WorkerStatus
-from primad.cluster.transfer import fetch_layers
+from primad.cluster.transfer import fetch_layers, in_thread
 from primad.config import Config
 from primad.daemon.host import Content, Host, owner
 from primad.daemon.owner import apply_nice
@@ -36,6 +36,7 @@ from primad.daemon.shard import (
     missing_layers,
     open_windows,
     place_windows,
+    remove_metadata,
     try_extra_buffers,
 )
 from primad.engine.probe import is_worth_it
@@ -53,6 +54,7 @@ REOPEN_S: Final = 5.0
 """A process with its windows loaded reopens in milliseconds; one that takes so long hangs."""
 FORGIVEN_S: Final = 600.0
 """A disk that gave all weights for so long is as good as any."""
+RELEASE_S: Final = 1.0
 MOST_UNREADABLE: Final = 2
 """One file is read again from where it came, and another one; a disk that then fails once more is at an end."""
 MOST_PARTS: Final = 8
@@ -126,16 +128,21 @@ class Parts:
         await self._to_all(Report())
 
     async def release(self, epoch: int) -> None:
-        """The part in ``epoch`` is over; its windows stay loaded for a while."""
+        """The part in ``epoch`` is over; its windows stay loaded for a while.
+
+        One that is busy with the disk is waited for no longer than ``RELEASE_S``: the head is to be heard meanwhile.
+        """
         part = self._parts.pop(epoch, None)
         if part is not None:
             part.task.cancel()
-            await asyncio.wait([part.task])
+            _, busy = await asyncio.wait([part.task], timeout=RELEASE_S)
+            for task in busy:
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
 
     async def release_all(self) -> None:
         """No part goes on."""
-        for epoch in list(self._parts):
-            await self.release(epoch)
+        await asyncio.gather(*(self.release(epoch) for epoch in list(self._parts)))
 
     async def unload(self) -> None:
         """End the process that is kept."""
@@ -149,9 +156,13 @@ class Parts:
     async def close(self) -> None:
         """End everything."""
         await self.release_all()
+        await self._wait_closing()  # what was busy with the disk may still put a process away
         await self.unload()
-        if self._closing:
-            await asyncio.wait(self._closing)
+        await self._wait_closing()
+
+    async def _wait_closing(self) -> None:
+        while tasks := {task for task in self._closing if not task.done()}:
+            await asyncio.wait(tasks)
 
     async def _to_all(self, command: RingCommand) -> None:
         for part in list(self._parts.values()):
@@ -178,8 +189,12 @@ class Parts:
             await self._broke(load, exc, "next")
         except PrimadError as exc:
             await self._broke(load, exc, fault)
+        except Exception as exc:  # our own mistake; the head is to hear of it, or it waits for this part
+            logger.exception("the part in epoch %d failed", load.epoch)
+            await self._broke(load, RingError(f"internal error: {type(exc).__name__}: {exc}"), fault)
         finally:
             if host is None or host.number != number:
+                remove_metadata(self._place, number)
                 self._place.cache.let_go(owner(number))
             if host is not None:
                 self._put_away(host, keep=opened and not host.pressed)
@@ -324,7 +339,7 @@ class Parts:
         host.indices = following
 
     async def _start(self, load: Load, content: Content, number: int) -> Host:
-        files = await asyncio.to_thread(place_windows, self._place, load.windows, load.gpu_layers, number)
+        files = await in_thread(place_windows, self._place, load.windows, load.gpu_layers, number)
         for window in files:
             # The head wrote it: judged before llama.cpp sees it.
             await asyncio.to_thread(read_header, Path(window.metadata))

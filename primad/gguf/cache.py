@@ -94,7 +94,7 @@ class LayerCache:
     def touched(self, digests: Iterable[str]) -> list[Path]:
         """The files of these layers that were whole and have another size, time or place now; reads none of them."""
         wanted, found = set(digests), []
-        for name, stamp in self._verified.items():
+        for name, stamp in list(self._verified.items()):  # others are verified meanwhile, in threads
             path = self._folder / name
             if path.stem.partition("-")[0] not in wanted:
                 continue
@@ -112,8 +112,9 @@ class LayerCache:
         So are the layers ``digests`` where it is not known which file it was. Any other file is none of the cache's.
         """
         doubted = set(digests) if file is None else {Path(file).stem.partition("-")[0]}
-        for name in [name for name in self._verified if Path(name).stem.partition("-")[0] in doubted]:
-            del self._verified[name]
+        for name in list(self._verified):
+            if Path(name).stem.partition("-")[0] in doubted:
+                self._verified.pop(name, None)
 
     def damaged(self, digest: str, *, fix: bool) -> list[Path]:
         """The files of the layer, copies among them, that are not the layer; ``fix`` removes them.

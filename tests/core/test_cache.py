@@ -157,6 +157,21 @@ def test_files_that_somebody_touched_are_known_without_reading_them(folder, laye
     assert cache.touched({same.digest}) == []
 
 
+def test_what_is_verified_in_a_thread_meanwhile_is_no_trouble_to_who_looks_for_changes(folder, layers, monkeypatch):
+    cache = LayerCache(folder)
+    first, second = store(cache, layers[0]), store(cache, layers[1])
+    cache.doubt(None, [second.digest])
+    look = cache_module.stamp_of
+
+    def look_while_another_is_verified(status: os.stat_result) -> object:
+        monkeypatch.setattr(cache_module, "stamp_of", look)
+        assert cache.holds(second)
+        return look(status)
+
+    monkeypatch.setattr(cache_module, "stamp_of", look_while_another_is_verified)
+    assert cache.touched({first.digest}) == []
+
+
 def test_a_layer_that_the_disk_cannot_read_is_dropped_to_be_written_elsewhere(folder, layers, monkeypatch):
     cache = LayerCache(folder)
     ref = store(cache, layers[0])

@@ -26,7 +26,7 @@ class FakeRingProcess:
         self.commands: list[RingCommand] = []
         self.closed = False
         self.keys: list[str] = []
-        self._holds_back = holds_back
+        self.holds_back = holds_back
         self._events: asyncio.Queue[RingEvent | PrimadError] = asyncio.Queue()
         self._news = asyncio.Condition()
 
@@ -50,7 +50,7 @@ class FakeRingProcess:
             self._news.notify_all()
 
     def _open(self) -> None:
-        if not self._holds_back:
+        if not self.holds_back:
             self.keys.append(new_identity().public)
             self.say(Opened(f"tcp://127.0.0.1:{4000 + self.number}", self.keys[-1]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from primad.cluster.identity import new_identity
 from primad.cluster.messages import Broken, Linked, Load, Loaded, Pressed, Progress, WorkerMessage, WorkerStatus
+from primad.cluster.transfer import in_thread
 from primad.cluster.transfer_messages import Source
 from primad.config import load_config, open_home
 from primad.daemon import parts as parts_module
@@ -313,6 +315,95 @@ def test_a_part_that_is_released_while_it_loads_leaves_nothing(worker, processes
             await lap.parts.release(1)
             await process.ended()
             assert lap.breaks() == []
+
+    asyncio.run(once())
+
+
+def test_a_part_that_is_released_while_its_files_are_placed_leaves_none(worker, monkeypatch):
+    placing, placed = threading.Event(), threading.Event()
+
+    def place(place: Place, specs: list[WindowSpec], *_: object) -> list[WindowFiles]:
+        placing.set()
+        assert placed.wait(PATIENCE_S)
+        (place.run / "window-1-1.gguf").write_bytes(b"")
+        return [FILES] * len(specs)
+
+    monkeypatch.setattr(parts_module, "place_windows", place)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1), PROFILE)
+            assert await asyncio.to_thread(placing.wait, PATIENCE_S)
+            releasing = asyncio.create_task(lap.parts.release(1))
+            await asyncio.sleep(0)
+            placed.set()
+            await releasing
+            assert list(lap.place.run.iterdir()) == []
+
+    asyncio.run(once())
+
+
+def test_a_part_that_is_busy_with_the_disk_is_not_waited_for_when_it_is_released(worker, processes, monkeypatch):
+    """The worker hears nobody while it waits, and would be taken for gone."""
+    monkeypatch.setattr(parts_module, "RELEASE_S", 0.01)
+    reading, read = threading.Event(), threading.Event()
+
+    def look() -> None:
+        reading.set()
+        assert read.wait(PATIENCE_S)
+
+    async def missing(*_: object) -> list[LayerRef]:
+        await in_thread(look)
+        return []
+
+    monkeypatch.setattr(parts_module, "missing_layers", missing)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1), PROFILE)
+            assert await asyncio.to_thread(reading.wait, PATIENCE_S)
+            await lap.parts.release(1)
+            assert not lap.parts.is_serving
+            assert not read.is_set()
+            read.set()
+            await lap.parts.close()
+            assert processes.all == []
+
+    asyncio.run(once())
+
+
+def test_what_a_process_said_of_an_epoch_that_is_over_is_nothing_to_the_next(worker, processes):
+    """It was on its way when the process was asked to reopen."""
+
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            process.holds_back = True
+            await lap.parts.start(a_load(2), PROFILE)
+            await process.told(Reopen)
+            process.say(Overdue(step=3, waited_s=10.0))
+            process.say(STATUS)
+            process.say(Opened("tcp://127.0.0.1:4000", KEY))
+            assert (await lap.hears(Loaded, lambda each: each.epoch == 2)).key == KEY
+            assert lap.breaks() == []
+            assert processes.all == [process]
+
+    asyncio.run(once())
+
+
+def test_a_mistake_of_our_own_is_told_to_the_head_which_waits_for_the_part(worker, monkeypatch):
+    def place(*_: object) -> list[WindowFiles]:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(parts_module, "place_windows", place)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1), PROFILE)
+            broken = await lap.hears(Broken)
+            assert broken.error == "internal error: RuntimeError: dictionary changed size during iteration"
+            assert broken.fault == "load"
 
     asyncio.run(once())
 
