@@ -97,7 +97,10 @@ async def _measure(
     context: zmq.asyncio.Context, identity: Identity, host: str, target: LinkTarget
 ) -> tuple[float, float, float]:
     """Round trip in seconds, bytes per second there and back. Raises ``ClusterError`` when it does not answer in time."""
-    socket = open_socket(context, zmq.DEALER, identity=identity, server=target.key)
+    try:
+        socket = open_socket(context, zmq.DEALER, identity=identity, server=target.key)
+    except zmq.ZMQError as exc:  # as where no more sockets can be had
+        raise ClusterError(f"no connection can be made: {exc.strerror}") from exc
 
     async def exchange(count: int, send_bytes: int, answer_bytes: int) -> float:
         echo = Echo(payload=bytes(send_bytes), answer_bytes=answer_bytes)

@@ -6,6 +6,7 @@ What happens to them is posted as the events of ``cluster/members.py``; what to 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack, suppress
 from typing import Final
@@ -22,6 +23,8 @@ from primad.daemon.reporter import Reporter
 from primad.daemon.worker_link import Caller, DeviceLostError, WorkerLink, build_gap, greet_named, knock, version_gap
 from primad.daemon.worker_link import greet as say_hello
 from primad.errors import ClusterError
+
+logger = logging.getLogger(__name__)
 
 TRUST_LOOK_S: Final = 2.0
 FAREWELL_S: Final = 0.2
@@ -128,6 +131,10 @@ class Devices:
             self._tell_once(device, f"{device} is left out: {exc}")
             self._post(members.Refused(device, str(exc)))
             return
+        except Exception as exc:  # our own mistake; the core waits for an outcome
+            logger.exception("%s could not be greeted", device)
+            self._post(members.Refused(device, f"internal error of the head: {type(exc).__name__}: {exc}"))
+            return
         await self._welcome(worker)
 
     def drop(self, device: str) -> None:
@@ -155,6 +162,9 @@ class Devices:
             except DeviceLostError as exc:
                 self._post(members.Lost(exc.device, str(exc)))
                 left.discard(exc.device)
+            except Exception:  # our own mistake; the core waits for an outcome
+                logger.exception("the links could not be measured")
+                left.clear()
         self._post(members.Measured(frozenset(left)))
 
     def heard(self, device: str) -> None:

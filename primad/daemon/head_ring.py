@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Coroutine, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import psutil
@@ -52,6 +52,8 @@ STATUS_TIMEOUT_S: Final = 5.0
 OVERDUE_ANSWER_S: Final = 2.0
 """When a step is overdue, a ring process that does not answer for so long hangs; a slow one answers between two steps."""
 DRAIN_TIMEOUT_S: Final = 10.0
+
+Result = TypeVar("Result")
 
 
 class HeadRing:
@@ -125,9 +127,15 @@ class HeadRing:
             await self._serving
 
     async def send(self, command: RingCommand) -> None:
-        """Give the head's ring process a command."""
+        """Give the head's ring process a command; it need not be taken any more once the ring is broken."""
         assert self._process is not None
-        await self._process.send(command)
+        sending = asyncio.create_task(self._process.send(command))
+        try:
+            await _first_of(sending, self._broken)
+            if sending.done():
+                await sending
+        finally:
+            sending.cancel()
 
     async def drain(self) -> None:
         """Begin no further step and wait until those on their way are back, or the ring breaks over it."""
@@ -342,11 +350,11 @@ class HeadRing:
                 case Loading(done):
                     self._parts.reporter.progress(self.plan.head, "load", done, windows)
                 case Opened(address, key):
-                    self._own.set_result((address, key))
+                    _settle(self._own, (address, key))
                 case Serving():
-                    self._serving.set_result(None)
+                    _settle(self._serving, None)
                 case Drained():
-                    self._drained.set_result(None)
+                    _settle(self._drained, None)
                 case Overdue(step=step, waited_s=waited_s):
                     self._look_for_fault(step, waited_s)
                 case Pressed(needed_bytes):
@@ -408,6 +416,12 @@ class HeadRing:
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._parts.reporter.progress(device, progress.phase, progress.done, progress.total)
+
+
+def _settle(future: asyncio.Future[Result], result: Result) -> None:
+    """Who waits for ``future`` has its ``result``, unless it was cancelled over waiting."""
+    if not future.done():
+        future.set_result(result)
 
 
 async def _first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 
+from primad.cluster.transfer import in_thread
 from primad.daemon.extra import TRIALS, choose_extra_buffers
 from primad.daemon.owner import apply_nice
 from primad.daemon.ring_parts import RingParts
@@ -43,23 +44,27 @@ async def start_own(parts: RingParts, specs: list[WindowSpec]) -> tuple[RingProc
         parts.place.run / f"ring-{parts.options.epoch}.log", threads=max(options.threads, options.batch_threads)
     )
     apply_nice(process.pid, parts.config.nice)
-    await process.send(
-        Open(
-            ring=parts.options.session,
-            epoch=parts.options.epoch,
-            windows=windows,
-            route=len(parts.plan.route),
-            width=token_embedding(parts.header).shape[0],
-            model=str(parts.header.path),
-            host=parts.config.host,
-            depth=len(parts.plan.devices),
-            step_timeout_s=parts.options.step_timeout_s,
-            options=options,
-            slots=parts.plan.streaming_of(parts.plan.head).slots,
-            room_bytes=parts.room_bytes(parts.plan.head),
-            usage=str(parts.place.usage),
+    try:
+        await process.send(
+            Open(
+                ring=parts.options.session,
+                epoch=parts.options.epoch,
+                windows=windows,
+                route=len(parts.plan.route),
+                width=token_embedding(parts.header).shape[0],
+                model=str(parts.header.path),
+                host=parts.config.host,
+                depth=len(parts.plan.devices),
+                step_timeout_s=parts.options.step_timeout_s,
+                options=options,
+                slots=parts.plan.streaming_of(parts.plan.head).slots,
+                room_bytes=parts.room_bytes(parts.plan.head),
+                usage=str(parts.place.usage),
+            )
         )
-    )
+    except BaseException:  # cancelled over it, nobody else would end the process
+        await process.close()
+        raise
     return process, len(windows)
 
 
@@ -88,8 +93,8 @@ async def _windows(parts: RingParts, specs: list[WindowSpec], options: EngineOpt
         whole = whole_model(parts.header.path, plan)
         return [open_window(0, whole, extra[0], streamed[0])]
     gpu_layers = [window.gpu_layers for _, window in plan.windows_of(plan.head)]
-    files = await asyncio.to_thread(
-        place_windows, parts.place, specs, gpu_layers, parts.options.epoch, output_on_gpu=plan.output_on_gpu
+    files = await in_thread(
+        partial(place_windows, output_on_gpu=plan.output_on_gpu), parts.place, specs, gpu_layers, parts.options.epoch
     )
     return open_windows(specs, files, extra, streamed)
 

@@ -151,7 +151,7 @@ class Parts:
             self._expiry = None
         kept, self._kept = self._kept, None
         if kept is not None:
-            await kept.close(self._place)
+            await asyncio.wait([self._end_soon(kept)])  # it ends also when who waits is cancelled
 
     async def close(self) -> None:
         """End everything."""
@@ -225,10 +225,11 @@ class Parts:
         else:
             self._end_soon(host)
 
-    def _end_soon(self, host: Host) -> None:
+    def _end_soon(self, host: Host) -> asyncio.Task[None]:
         task = asyncio.create_task(host.close(self._place))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+        return task
 
     def _expire(self, host: Host) -> None:
         if self._kept is host:

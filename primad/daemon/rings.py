@@ -7,6 +7,7 @@ it was decided (``order`` and ``conduct``).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -28,7 +29,7 @@ from primad.daemon.relief_watch import ReliefWatch
 from primad.daemon.reporter import Reporter
 from primad.daemon.ring_parts import RingOptions, RingParts
 from primad.daemon.shard import Place
-from primad.daemon.tasks import Tasks
+from primad.daemon.tasks import Tasks, to_its_end
 from primad.daemon.vocabulary import ModelVocabulary
 from primad.daemon.worker_link import blamed
 from primad.errors import ModelError, PlanError, PrimadError, WeightsError
@@ -36,6 +37,8 @@ from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header
 from primad.gguf.model import check_unchanged, stamps_of
 from primad.gguf.windows import ModelCutter
+
+logger = logging.getLogger(__name__)
 
 _MAX_ORDERS: Final = 1000
 UNREADABLE_S: Final = 10.0
@@ -130,6 +133,10 @@ class Rings:
         except PrimadError as exc:
             self._post(members.Broken(epoch, None, str(exc)))
             return
+        except Exception as exc:  # our own mistake; the core waits for an outcome
+            logger.exception("epoch %d cannot be planned", epoch)
+            self._post(members.Broken(epoch, None, _mistake(exc)))
+            return
         before = self._plans.get(instead) if instead is not None else None
         if before is not None and before[0].route == plan.route:
             self._no_plan(epoch, "the best one has the same windows", instead)
@@ -156,6 +163,10 @@ class Rings:
             self._remember(exc)
             device, lasting = blamed(exc, ring.plan)
             self._post(members.Broken(epoch, device, str(exc), lasting))
+            return
+        except Exception as exc:  # as above
+            logger.exception("ring %d cannot be formed", epoch)
+            self._post(members.Broken(epoch, None, _mistake(exc)))
             return
         self._post(members.Formed(epoch))
 
@@ -231,7 +242,7 @@ class Rings:
         self._candidates.pop(epoch, None)
         ring = self._rings.pop(epoch, None)
         if ring is not None:
-            await ring.close()
+            await to_its_end(ring.close())  # nobody else would end its process
 
     async def conduct(self) -> None:
         """Hand the endpoint from ring to ring, in the order in which the core decided."""
@@ -280,3 +291,7 @@ class Rings:
         self._planner.foresee(
             self._candidates.get(epoch, frozenset()), frozenset(ring.plan.devices) - {ring.plan.head}, self._tasks
         )
+
+
+def _mistake(error: Exception) -> str:
+    return f"internal error of the head: {type(error).__name__}: {error}"

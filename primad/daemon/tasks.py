@@ -10,6 +10,16 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
+async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Do ``work`` to its end, even when the task that waits for it is cancelled meanwhile."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 class Tasks:
     """Tasks that nobody awaits one by one. One that fails is our mistake, and is said where it is seen."""
 

@@ -68,6 +68,7 @@ from primad.daemon.pairing_desk import PairingDesk
 from primad.daemon.parts import Parts, Say
 from primad.daemon.relief_watch import ReliefWatch
 from primad.daemon.shard import Place
+from primad.daemon.tasks import Tasks
 from primad.daemon.worker_link import build_gap, version_gap
 from primad.errors import ClusterError, ConfigError, printable
 
@@ -137,7 +138,7 @@ class WorkerDaemon:
         self._measuring: asyncio.Task[None] | None = None
         self._dismissed = asyncio.Event()
         self._stop = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._say_next_s: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -147,6 +148,7 @@ class WorkerDaemon:
             await stack.enter_async_context(Gate(self._context, self._trust.trusts))
             stack.callback(self._end.close)
             stack.push_async_callback(self._parts.close)
+            stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._desk.close)
             await self._announce(stack)
             stack.enter_context(self._trust.announce_locally(self._name))
@@ -350,9 +352,7 @@ class WorkerDaemon:
             self._say(f"{self._name} computes again; waiting for a head")
             return
         self._say(f"{self._name} {paused}")
-        task = asyncio.create_task(self._stand_down(paused))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._stand_down(paused))
 
     async def _stand_down(self, reason: str) -> None:
         await self._hand_over(reason.partition(";")[0])

@@ -25,6 +25,7 @@ from primad.daemon import relief_watch
 from primad.daemon import rings as rings_module
 from primad.daemon.backend import RingBackend
 from primad.daemon.head import HeadDaemon
+from primad.daemon.links import LinkBook
 from primad.daemon.questions import ServeOptions
 from primad.daemon.shard import Place
 from primad.daemon.worker_link import PartError
@@ -783,5 +784,79 @@ def test_a_head_that_ends_closes_its_ring(lab):
         await asyncio.wait([here.running])
         assert here.running.cancelled()
         assert ring.closed
+
+    run(lab, test)
+
+
+def test_a_head_that_ends_while_it_closes_a_ring_that_broke_closes_it_all_the_same(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.start()
+        ring = await here.serves("nas")
+        begun, may_end = asyncio.Event(), asyncio.Event()
+
+        async def close() -> None:
+            begun.set()
+            await may_end.wait()
+            ring.closed = True
+
+        ring.close = close
+        ring.breaks(None, "the head's ring process was ended by SIGKILL")
+        await begun.wait()
+        here.running.cancel()
+        await asyncio.sleep(0.05)
+        may_end.set()
+        await asyncio.wait([here.running])
+        assert ring.closed
+
+    run(lab, test)
+
+
+# ---- mistakes of our own --------------------------------------------------------------------------------------------
+
+
+def fails_once(monkeypatch, holder: object, name: str) -> None:
+    """The first call of a coroutine function fails as no code of ours means to."""
+    real = getattr(holder, name)
+
+    async def first(*_: object) -> None:
+        monkeypatch.setattr(holder, name, real)
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(holder, name, first)
+
+
+def test_a_mistake_of_our_own_in_planning_is_told(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.solver.value = lambda count: 1 / 0
+        here.start()
+        with pytest.raises(ExceptionGroup) as caught:
+            await here.running
+        assert caught.group_contains(ClusterError, match="internal error of the head: ZeroDivisionError")
+
+    run(lab, test)
+
+
+def test_after_a_mistake_of_our_own_in_forming_a_ring_it_is_formed_again(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.start()
+        ring = await here.serves("nas")
+        here.rings.errors = [RuntimeError("dictionary changed size during iteration")]
+        ring.breaks(None, "the head's ring process was ended by SIGKILL")
+        await here.says("internal error of the head: RuntimeError: dictionary changed size")
+        await here.serves("nas", after=ring.epoch)
+
+    run(lab, test)
+
+
+@pytest.mark.parametrize("work", ["knock", "measure"])
+def test_after_a_mistake_of_our_own_a_device_is_greeted_and_measured_again(lab, monkeypatch, work):
+    async def test(here: Lab) -> None:
+        fails_once(monkeypatch, devices_module if work == "knock" else LinkBook, work)
+        here.device("nas")
+        here.start(use_all=True)
+        await here.serves("nas")
 
     run(lab, test)

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 from halda import Plan, Window
 from primad.daemon.head_ring import HeadRing
-from primad.ring.messages import Pressed, RingEvent, Sampled
+from primad.errors import RingError
+from primad.ring.messages import Drained, Opened, Pressed, Report, RingCommand, RingEvent, Sampled, Serving
 
 ALONE = Plan(
     rounds=1,
@@ -24,6 +25,10 @@ class Says:
 
     def __init__(self, *events: RingEvent) -> None:
         self._events = events
+
+    async def send(self, command: RingCommand) -> None:
+        """It takes no command, and whoever has one for it waits."""
+        await asyncio.Future()
 
     async def events(self) -> AsyncIterator[RingEvent]:
         for event in self._events:
@@ -48,3 +53,31 @@ def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
 
     asyncio.run(once())
     assert (pressed, delivered, broken) == ([1 << 20], [(5, token)], [])
+
+
+def test_what_is_said_when_nobody_waits_for_it_any_more_is_no_trouble():
+    """Forming was cancelled, and the process not ended yet."""
+
+    async def once() -> None:
+        ring = HeadRing(SimpleNamespace())
+        for wanted in (ring._own, ring._serving, ring._drained):
+            wanted.cancel()
+        await ring._attend(Says(Opened("tcp://127.0.0.1:1", "key"), Serving(), Drained()), 1)
+
+    asyncio.run(once())
+
+
+def test_who_has_a_command_for_a_ring_that_breaks_is_not_kept_waiting():
+    """The process takes nothing, as one that was stopped; whoever hands over to the next ring must go on."""
+
+    async def once() -> None:
+        ring = HeadRing(SimpleNamespace(plan=ALONE, options=SimpleNamespace(epoch=5), on_broken=lambda *_: None))
+        ring._process = Says()
+        sending = asyncio.create_task(ring.send(Report()))
+        await asyncio.sleep(0)
+        assert not sending.done()
+        ring._break(RingError("the head's ring process was stopped"))
+        async with asyncio.timeout(10):
+            await sending
+
+    asyncio.run(once())

@@ -233,6 +233,30 @@ def test_nothing_is_kept_where_the_owner_wants_it_so(worker):
     asyncio.run(once())
 
 
+def test_what_is_kept_ends_though_nobody_waits_for_its_end_any_more(worker):
+    """As when the daemon ends while its owner's pause takes effect."""
+
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            begun, may_end, close = asyncio.Event(), asyncio.Event(), process.close
+
+            async def close_slowly() -> None:
+                begun.set()
+                await may_end.wait()
+                await close()
+
+            process.close = close_slowly
+            unloading = asyncio.create_task(lap.parts.unload())
+            await begun.wait()
+            unloading.cancel()
+            await asyncio.wait([unloading])
+            may_end.set()
+
+    asyncio.run(once())
+
+
 def test_two_epochs_stand_side_by_side_and_the_first_to_end_is_kept(worker, processes):
     async def once() -> None:
         async with worker() as lap:

@@ -497,6 +497,21 @@ def test_a_worker_that_measures_a_silent_link_leaves_at_once(lab, monkeypatch):
     asyncio.run(once())
 
 
+def test_a_worker_that_ends_while_it_is_paused_leaves_nothing_under_way(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes()
+            await desk.loads(a_load(1))
+            await lap.admin(Pause())
+            await desk.hear(Leaving)
+            lap.running.cancel()
+            await asyncio.wait([lap.running])
+            assert not [task for task in asyncio.all_tasks() if "_stand_down" in str(task.get_coro())]
+
+    asyncio.run(once())
+
+
 def test_a_head_that_goes_away_meanwhile_is_not_waited_for(lab):
     async def once() -> None:
         async with lab() as lap:
