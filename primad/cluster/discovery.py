@@ -199,10 +199,13 @@ class Discovery:
         asked_s = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            await self.refresh()
-            if time.monotonic() - asked_s >= ASK_EVERY_S:
-                await self._ask_again()
-                asked_s = time.monotonic()
+            try:
+                await self.refresh()
+                if time.monotonic() - asked_s >= ASK_EVERY_S:
+                    await self._ask_again()
+                    asked_s = time.monotonic()
+            except Exception:  # whatever it was once: who looks no more finds nobody any more
+                logger.exception("looking for devices failed; it is tried again")
 
     async def _ask_again(self) -> None:
         """Ask who is there: a new browser asks at once, this one would when its answers are old.

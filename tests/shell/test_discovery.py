@@ -251,6 +251,28 @@ def test_a_device_whose_announcement_was_missed_is_found_all_the_same(cluster, m
     assert missed == 1
 
 
+def test_a_look_that_fails_is_not_the_last_one(cluster, monkeypatch):
+    monkeypatch.setattr(discovery_module, "LOOK_EVERY_S", 0.1)
+    looks = 0
+
+    async def refresh(self: Discovery) -> None:
+        nonlocal looks
+        looks += 1
+        looked.set()
+        raise RuntimeError("no code of ours means to")
+
+    async def once() -> None:
+        async with device() as viewer, asyncio.timeout(PATIENCE_S):
+            await viewer.browse(lambda _: None)
+            while looks < 2:
+                looked.clear()
+                await looked.wait()
+
+    looked = asyncio.Event()
+    monkeypatch.setattr(Discovery, "refresh", refresh)
+    asyncio.run(once())
+
+
 def test_an_interface_that_comes_later_is_taken_up(cluster, monkeypatch):
     monkeypatch.setattr(discovery_module, "LOOK_EVERY_S", 0.1)
     there = False
