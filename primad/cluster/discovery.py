@@ -6,6 +6,9 @@ pairing code is open, where to bring it. Whatever others announce is hearsay unt
 Nothing tells a process, on every system alike, that an interface came or went, so the addresses are looked at every
 ``LOOK_EVERY_S``: a laptop that comes back to its Wi-Fi is announced there within that time. Multicast gets lost, and a
 device speaks of itself only when it comes: every ``ASK_EVERY_S`` all are asked anew who is there.
+
+Answers are asked for by multicast (QM), never to the asker alone (QU): where several programs of a machine speak mDNS, all
+have its port, and an answer to one address reaches only one of them.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Final
 
+from zeroconf import DNSQuestionType, NonUniqueNameException, ServiceStateChange, Zeroconf
 from zeroconf import Error as ZeroconfError
-from zeroconf import NonUniqueNameException, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from primad.cluster.addresses import (
@@ -217,7 +220,9 @@ class Discovery:
             self._ask()
 
     def _ask(self) -> None:
-        self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
+        self._browser = AsyncServiceBrowser(
+            self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change], question_type=DNSQuestionType.QM
+        )
 
     def _on_change(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         task = self._resolving.pop(name, None)
@@ -237,7 +242,7 @@ class Discovery:
         """Ask for what ``name`` announces; one that does not answer is gone."""
         for _ in range(_RESOLVE_TRIES):
             info = AsyncServiceInfo(SERVICE, name)
-            if await info.async_request(self._zeroconf.zeroconf, RESOLVE_TIMEOUT_MS):
+            if await info.async_request(self._zeroconf.zeroconf, RESOLVE_TIMEOUT_MS, DNSQuestionType.QM):
                 break
         else:
             return self._forget(name)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
-from zeroconf import IPVersion, Zeroconf
+from zeroconf import DNSIncoming, DNSQuestion, IPVersion, Zeroconf
 
 from primad.cluster import discovery as discovery_module
-from primad.cluster.discovery import Discovery, Peer, look
+from primad.cluster.discovery import SERVICE, Discovery, Peer, look
 from primad.cluster.messages import PROTOCOL
 from primad.errors import ClusterError
 
@@ -249,6 +250,46 @@ def test_a_device_whose_announcement_was_missed_is_found_all_the_same(cluster, m
 
     asyncio.run(once())
     assert missed == 1
+
+
+def test_answers_are_asked_for_where_all_programs_of_a_machine_hear_them(cluster):
+    """Several have the port of mDNS, and what is sent to the asker alone reaches one of them, whichever."""
+
+    async def once() -> list[DNSQuestion]:
+        sight = Sight()
+        async with device() as desk, device() as viewer:
+            await announce(desk, cluster, cluster)
+            with overheard() as packets:
+                await viewer.browse(sight.changed)
+                await sight.wait(lambda: bool(sight.of(cluster)))
+                await asyncio.sleep(0.1)
+                return [question for packet in packets() for question in packet.questions]
+
+    asked = [question for question in asyncio.run(once()) if question.name == SERVICE or cluster in question.name]
+    assert asked
+    assert [question for question in asked if question.unicast] == []
+
+
+@contextmanager
+def overheard() -> Iterator[Callable[[], list[DNSIncoming]]]:
+    """What is said to all on loopback from now on, told when it is asked for."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
+        ear.setblocking(False)
+        for option in ("SO_REUSEADDR", "SO_REUSEPORT"):
+            if hasattr(socket, option):
+                ear.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
+        ear.bind(("", 5353))
+        group = socket.inet_aton("224.0.0.251") + socket.inet_aton(HOST)
+        ear.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
+
+        def packets() -> list[DNSIncoming]:
+            heard = []
+            with suppress(BlockingIOError):
+                while True:
+                    heard.append(DNSIncoming(ear.recv(9000)))
+            return heard
+
+        yield packets
 
 
 def test_a_look_that_fails_is_not_the_last_one(cluster, monkeypatch):
