@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -71,7 +72,7 @@ async def fetch_layers(
     async with cache.turn:
         wanted = []
         for ref in dict.fromkeys(refs):
-            if await in_thread(cache.holds, ref):
+            if await hash_in_thread(cache.holds, ref):
                 progress(ref.size_bytes)
             else:
                 wanted.append(ref)
@@ -93,6 +94,20 @@ async def in_thread(function: Callable[..., Answer], *arguments: object) -> Answ
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # nobody is interested any more
+        raise
+
+
+async def hash_in_thread(function: Callable[..., Answer], *arguments: object) -> Answer:
+    """As ``in_thread`` for what hashes a layer and takes a ``Stop`` last: cancelled, it waits for one chunk and no more."""
+    stop = threading.Event()
+    task = asyncio.create_task(in_thread(function, *arguments, stop.is_set))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        stop.set()
         await asyncio.wait([task])
         if not task.cancelled():
             task.exception()  # nobody is interested any more

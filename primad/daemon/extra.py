@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import shutil
 from collections.abc import Callable, Sequence
 
 from halda import Window
+from primad.cluster.transfer import hash_in_thread
 from primad.daemon.shard import Place, copy_layers, fits_twice, missing_layers, try_extra_buffers
 from primad.engine.probe import Verdict, is_worth_it
 from primad.engine.protocol import EngineOptions
@@ -77,7 +77,11 @@ async def _try(
     try:
         trial = Place(cache=LayerCache(folder), run=place.run, verdicts=place.verdicts, build=place.build)
         cutter = ModelCutter(header)
-        specs = [await asyncio.to_thread(cutter.spec, 0, *window) for window in ((0, 1), (tail_first, total))]
+        specs = []
+        for first, last in ((0, 1), (tail_first, total)):
+            for number in cutter.layers_of(first, last):
+                await hash_in_thread(cutter.ref, number)
+            specs.append(cutter.spec(0, first, last))
         refs = await missing_layers(trial.cache, (ref for spec in specs for ref in spec.layers))
         await copy_layers(cutter, trial.cache, refs, lambda _: None)
         width, vocabulary = token_embedding(header).shape[0], vocabulary_size(header)

@@ -18,6 +18,7 @@ import psutil
 from halda import Plan, Prediction
 from primad.cluster.messages import MAX_SOURCES, Load, Progress
 from primad.cluster.sockets import endpoint
+from primad.cluster.transfer import hash_in_thread
 from primad.cluster.transfer_messages import Source, is_endpoint
 from primad.config import LOOPBACK, is_loopback
 from primad.daemon.own_part import start_own
@@ -247,7 +248,7 @@ class HeadRing:
     async def _specs(self) -> dict[str, list[WindowSpec]]:
         """The windows of every device; hashes the layers that no plan needed before (reads them from the model file).
 
-        One layer at a time, so that stopping waits for no more than one.
+        Stopping waits for no more than one chunk.
         """
         cutter, plan = self._parts.cutter, self.plan
         if len(plan.route) == 1:
@@ -256,7 +257,7 @@ class HeadRing:
         needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
         for done, layer in enumerate(needed):
             self._parts.reporter.progress(plan.head, "hash", done, len(needed))
-            await asyncio.to_thread(cutter.ref, layer)
+            await hash_in_thread(cutter.ref, layer)
         self._parts.reporter.progress(plan.head, "hash", len(needed), len(needed))
         if cutter.digests is not None:
             cutter.digests.save()

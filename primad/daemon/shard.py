@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halda import Plan
-from primad.cluster.transfer import in_thread
+from primad.cluster.transfer import hash_in_thread, in_thread
 from primad.engine import expert_usage
 from primad.engine.probe import Stop, Trial, Verdict, probe
 from primad.engine.protocol import EngineOptions, WindowFiles
@@ -44,8 +44,8 @@ class Place:
 
 
 async def missing_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> list[LayerRef]:
-    """Those of ``refs`` that are not in ``cache`` whole, each once; hashed one at a time, so stopping waits for one."""
-    return [ref for ref in dict.fromkeys(refs) if not await asyncio.to_thread(cache.holds, ref)]
+    """Those of ``refs`` that are not in ``cache`` whole, each once; stopping waits for one chunk to be hashed."""
+    return [ref for ref in dict.fromkeys(refs) if not await hash_in_thread(cache.holds, ref)]
 
 
 async def check_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> None:
@@ -80,7 +80,7 @@ async def copy_layers(
     async with cache.turn:
         wanted = []
         for ref in dict.fromkeys(refs):
-            if await asyncio.to_thread(cache.holds, ref):
+            if await hash_in_thread(cache.holds, ref):
                 copied(ref.size_bytes)
             else:
                 wanted.append(ref)

@@ -28,7 +28,7 @@ from typing import Final
 from primad.errors import DiskError
 from primad.gguf.holds import Holds
 from primad.gguf.layer_file import Stamp, StoredLayer, hash_file, save_tree, stamp_of
-from primad.gguf.layers import DIGEST_BYTES, HEADER_BYTES, LayerRef, is_tree_of, layer_header
+from primad.gguf.layers import DIGEST_BYTES, HEADER_BYTES, LayerRef, Stop, is_tree_of, layer_header, never
 from primad.gguf.partial import LayerPart
 from primad.gguf.room import CachedLayer, Disk, oldest_first
 from primad.gguf.writer import LayerWriter
@@ -80,13 +80,13 @@ class LayerCache:
         """Those of ``refs`` that are not here whole, each once; damaged files are removed on the way."""
         return [ref for ref in dict.fromkeys(refs) if not self.holds(ref)]
 
-    def holds(self, ref: LayerRef) -> bool:
+    def holds(self, ref: LayerRef, stop: Stop = never) -> bool:
         """Whether the layer is here and its weights hash to their name; a file that does not is removed.
 
-        Raises ``DiskError`` when the disk refuses to read or remove it.
+        Raises ``DiskError`` when the disk refuses to read or remove it, ``HashingStopped`` at ``stop``.
         """
         with self._disk_errors(f"layer {ref.digest[:12]} cannot be read"):
-            whole = self._is_whole(self.path(ref.digest), ref.digest, ref.size_bytes)
+            whole = self._is_whole(self.path(ref.digest), ref.digest, ref.size_bytes, stop)
             if not whole:
                 self._drop(ref.digest)
             return whole
@@ -131,7 +131,7 @@ class LayerCache:
                     path.unlink(missing_ok=True)
             return bad
 
-    def _is_whole(self, path: Path, digest: str, size_bytes: int | None) -> bool:
+    def _is_whole(self, path: Path, digest: str, size_bytes: int | None, stop: Stop = never) -> bool:
         """Whether ``path`` holds the weights of ``digest``; hashes them the first time and after a change."""
         try:
             stamp = stamp_of(path.stat())
@@ -142,7 +142,7 @@ class LayerCache:
         if self._verified.get(path.name) == stamp:
             return True
         try:
-            tree, hashed = hash_file(path)
+            tree, hashed = hash_file(path, stop)
         except OSError as exc:
             if exc.errno != errno.EIO:
                 raise

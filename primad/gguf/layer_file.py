@@ -12,11 +12,14 @@ from primad.errors import DiskError
 from primad.gguf.layers import (
     CHUNK_BYTES,
     HEADER_BYTES,
+    Stop,
     chunk_count,
     chunk_size,
     is_chunk_of,
     is_tree_of,
+    never,
     tree_of,
+    until,
 )
 
 Stamp = tuple[int, int, int]
@@ -28,15 +31,15 @@ def stamp_of(status: os.stat_result) -> Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def hash_file(path: Path) -> tuple[bytes, Stamp | None]:
+def hash_file(path: Path, stop: Stop = never) -> tuple[bytes, Stamp | None]:
     """The tree of the layer file ``path``, and its stamp; None when the file changed while it was hashed.
 
-    Raises ``OSError``.
+    Raises ``OSError``, and ``HashingStopped`` at ``stop``.
     """
     with path.open("rb", buffering=0) as file:
         before = stamp_of(os.fstat(file.fileno()))
         file.seek(HEADER_BYTES)
-        tree = tree_of(_chunks(file.readinto))
+        tree = tree_of(until(stop, _chunks(file.readinto)))
         after = stamp_of(os.fstat(file.fileno()))
     return tree, after if before == after else None
 

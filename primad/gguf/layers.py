@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from primad.errors import ModelError, ProtocolError
 from primad.gguf.header import MAGIC, Header, TensorInfo, Value, scalar_value
+
+Chunk = TypeVar("Chunk", bytes, memoryview)
 
 HEADER_BYTES: Final = 16_384
 ALIGNMENT: Final = 32
@@ -69,6 +71,27 @@ class LayerRef(msgspec.Struct, frozen=True, array_like=True):
     def file_bytes(self) -> int:
         """Size of the file on disk."""
         return HEADER_BYTES + self.size_bytes
+
+
+Stop = Callable[[], bool]
+"""Whether nobody waits any more for weights to be hashed."""
+
+
+class HashingStopped(Exception):  # noqa: N818 - nothing went wrong
+    """Nobody waited any more; raised in the thread that hashes, and seen by nobody."""
+
+
+def never() -> bool:
+    """A ``Stop`` that stops nothing."""
+    return False
+
+
+def until(stop: Stop, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """``chunks`` as they come. Raises ``HashingStopped`` instead of the next one once ``stop`` says so."""
+    for chunk in chunks:
+        if stop():
+            raise HashingStopped
+        yield chunk
 
 
 def chunk_count(size_bytes: int) -> int:
@@ -149,10 +172,14 @@ class LayerCut:
         """The digests of the chunks; reads and hashes all weights (about 1 GB/s) unless they are ``known``."""
         return tree_of(self.chunks()) if self.known is None else self.known
 
-    def hashed(self, known: bytes | None = None) -> LayerCut:
-        """The same layer with its tree; ``known`` is believed where it has the right length, else the weights are read."""
+    def hashed(self, known: bytes | None = None, stop: Stop = never) -> LayerCut:
+        """The same layer with its tree; ``known`` is believed where it has the right length, else the weights are read.
+
+        Raises ``HashingStopped`` at ``stop``.
+        """
+        known = self.known if known is None else known
         fits = known is not None and len(known) == chunk_count(self.size_bytes) * DIGEST_BYTES
-        return replace(self, known=known if fits else self.tree())
+        return replace(self, known=known if fits else tree_of(until(stop, self.chunks())))
 
     def ref(self) -> LayerRef:
         """What identifies this layer; reads all weights unless they were hashed."""

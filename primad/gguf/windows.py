@@ -19,7 +19,7 @@ from primad.errors import ModelError
 from primad.gguf.architectures import TensorRole, cuttable, layer_count, tensor_role, window_values
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header, TensorInfo
-from primad.gguf.layers import LayerCut, LayerRef, SmallTensor, cut, cut_layer, metadata_split
+from primad.gguf.layers import LayerCut, LayerRef, SmallTensor, Stop, cut, cut_layer, metadata_split, never
 
 TOKEN_EMBEDDING: Final = "token_embd.weight"
 OUTPUT: Final = "output.weight"
@@ -58,11 +58,14 @@ class ModelCutter:
     def _cuts(self) -> dict[str, LayerCut]:
         return {}
 
-    def ref(self, layer: int) -> LayerRef:
-        """The layer file of ``layer``, hashed on first use. ``layer`` equal to the layer count is the output matrix."""
+    def ref(self, layer: int, stop: Stop = never) -> LayerRef:
+        """The layer file of ``layer``, hashed on first use. ``layer`` equal to the layer count is the output matrix.
+
+        Raises ``HashingStopped`` at ``stop``.
+        """
         if layer not in self._refs:
             known = self.digests.get(layer) if self.digests is not None else None
-            layer_cut = self.cut(layer).hashed(known)
+            layer_cut = self.cut(layer).hashed(known, stop)
             ref = layer_cut.ref()
             if self.digests is not None:
                 self.digests.put(layer, layer_cut.tree())

@@ -177,7 +177,7 @@ def test_a_layer_that_the_disk_cannot_read_is_dropped_to_be_written_elsewhere(fo
     ref = store(cache, layers[0])
     cache.doubt(None, [ref.digest])
 
-    def fail(_: Path) -> None:
+    def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:

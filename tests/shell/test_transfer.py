@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -23,7 +24,7 @@ from primad.cluster.gate import Gate
 from primad.cluster.identity import Identity, new_identity
 from primad.cluster.layer_server import READS_AT_ONCE, REQUESTS_WAITING, LayerServer, LayerSource
 from primad.cluster.sockets import listen, open_socket
-from primad.cluster.transfer import fetch_layers
+from primad.cluster.transfer import fetch_layers, hash_in_thread
 from primad.cluster.transfer_messages import (
     CHUNK_BYTES,
     MAX_REQUEST_BYTES,
@@ -39,7 +40,9 @@ from primad.cluster.transfer_messages import (
     TransferRequest,
     decode_transfer,
 )
+from primad.daemon.shard import missing_layers
 from primad.errors import ClusterError, DiskError
+from primad.gguf import layers as layers_module
 from primad.gguf.cache import LayerCache
 from primad.gguf.header import read_header
 from primad.gguf.layers import HEADER_BYTES, LayerCut, LayerRef, cut_layer
@@ -904,3 +907,41 @@ def test_a_ref_is_asked_for_once(layers, cache):
 
     run(once())
     assert log == [0]
+
+
+# ---- hashing that nobody waits for any more -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["in the cache", "in the model"])
+def test_who_stops_waits_for_one_chunk_to_be_hashed_and_not_for_the_layer(layers, cache, monkeypatch, what):
+    big = layers[2]
+    with cache.writing(big.ref()) as writer:
+        for chunk in big.chunks():
+            writer.write(chunk)
+    again = LayerCache(cache.path(big.ref().digest).parent)  # it has not looked at what is there
+    fresh = dataclasses.replace(big, known=None)
+    begun, may_go_on, hashed, digest = threading.Event(), threading.Event(), [], layers_module.chunk_digest
+
+    def slowly(chunk: bytes | memoryview) -> bytes:
+        begun.set()
+        assert may_go_on.wait(PATIENCE_S)
+        hashed.append(len(chunk))
+        return digest(chunk)
+
+    monkeypatch.setattr(layers_module, "chunk_digest", slowly)
+
+    async def once() -> None:
+        work = missing_layers(again, [big.ref()]) if what == "in the cache" else hash_in_thread(fresh.hashed, None)
+        waiting = asyncio.create_task(work)
+        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        assert not waiting.done(), "nothing is read any more once it ended"
+        may_go_on.set()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+
+    asyncio.run(once())
+    assert len(hashed) == 1
+    if what == "in the cache":
+        assert again.holds(big.ref()), "what was not read whole is not damaged"
