@@ -85,6 +85,7 @@ class RingProcess:
             ours.close()
             process.kill()
             process.wait()
+            _remove_empty(log)
             raise
         return cls(process, reader, writer, log)
 
@@ -163,9 +164,15 @@ class RingProcess:
         except BaseException:
             self._process.kill()
             raise
-        with contextlib.suppress(OSError):  # a log without a word would only add up, one for each ring
-            if self._log.stat().st_size == 0:
-                self._log.unlink()
+        finally:
+            _remove_empty(self._log)
+
+
+def _remove_empty(log: Path) -> None:
+    """A log without a word would only add up, one for each ring."""
+    with contextlib.suppress(OSError):
+        if log.stat().st_size == 0:
+            log.unlink()
 
 
 def _last_line(log: Path) -> str:

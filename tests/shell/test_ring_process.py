@@ -194,6 +194,7 @@ def test_a_process_whose_end_is_not_waited_for_is_killed(tmp_path):
             closing.cancel()
             await asyncio.wait([closing])
             assert await asyncio.to_thread(process._process.wait, PATIENCE_S) == -signal.SIGKILL
+            assert list(tmp_path.iterdir()) == []
 
     asyncio.run(once())
 
@@ -217,6 +218,7 @@ def test_a_start_that_is_cancelled_leaves_no_process(tmp_path, monkeypatch):
         assert begun[0].returncode is not None, "the ring process is still there"
 
     asyncio.run(once())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_that_cannot_be_started_is_a_ring_error(tmp_path):
