@@ -27,6 +27,7 @@ from tests.e2e.cluster import (
     serving,
     snapshot,
 )
+from tests.e2e.forks import run_forked
 from tools.synth import write_model
 
 pytestmark = pytest.mark.slow
@@ -53,9 +54,21 @@ def ended(*arguments: object, temporary: Path, **more: str) -> Ended:
         timeout=60,
         check=False,
     )
+    return nothing_left(Ended(run.returncode, run.stdout, run.stderr.splitlines()), mark, temporary)
+
+
+def nothing_left(run: Ended, mark: str, temporary: Path) -> Ended:
+    """What was run, with no process and no temporary file left."""
     assert [command_of(process) for process in marked(mark)] == []
     assert list(temporary.rglob("*")) == []
-    return Ended(run.returncode, run.stdout, run.stderr.splitlines())
+    return run
+
+
+def forked(*arguments: object, temporary: Path, **more: str) -> Ended:
+    """The same without the time to import everything, which half a hundred commands would take."""
+    mark = os.urandom(8).hex()
+    code, out, errors = run_forked(arguments, environment(mark, temporary, **more))
+    return nothing_left(Ended(code, out, errors.splitlines()), mark, temporary)
 
 
 def assert_refused(run: Ended, *named: object, after: tuple[str, ...] = ()) -> None:
@@ -121,7 +134,7 @@ DAMAGES = {
 def test_damaged_model(tiny, tmp_path, temporary, damage):
     model, home = tmp_path / "model.gguf", tmp_path / "home"
     model.write_bytes(DAMAGES[damage](tiny.read_bytes()))
-    run = ended("serve", "--model", model, "--home", home, temporary=temporary)
+    run = forked("serve", "--model", model, "--home", home, temporary=temporary)
     assert_refused(run, model, *(["big-endian"] if damage == "big-endian" else []))
     assert not home.exists()
 
@@ -133,7 +146,7 @@ def test_model_cut_at_many_bytes(tiny, tmp_path, temporary):
     model = tmp_path / "model.gguf"
     for at in range(1, end, end // 7):
         model.write_bytes(content[:at])
-        assert_refused(ended("serve", "--model", model, "--home", home, temporary=temporary), model)
+        assert_refused(forked("serve", "--model", model, "--home", home, temporary=temporary), model)
     assert not home.exists()
 
 
@@ -237,7 +250,7 @@ def test_windows_that_do_not_fit(tiny, new_home, cluster, temporary):
 )
 def test_options_of_serve(tiny, tmp_path, temporary, arguments, named):
     home = tmp_path / "home"
-    run = ended("serve", "--model", tiny, "--home", home, *arguments, temporary=temporary)
+    run = forked("serve", "--model", tiny, "--home", home, *arguments, temporary=temporary)
     assert_refused(run, named)
     assert not home.exists()
 
@@ -271,7 +284,7 @@ def test_options_of_serve(tiny, tmp_path, temporary, arguments, named):
 def test_other_commands(tmp_path, temporary, arguments, variables, named):
     before = snapshot(tmp_path)
     variables = {"PRIMAD_HOME": str(tmp_path / "home"), **variables}
-    assert_refused(ended(*arguments, temporary=temporary, **variables), named)
+    assert_refused(forked(*arguments, temporary=temporary, **variables), named)
     assert snapshot(tmp_path) == before
 
 
@@ -286,7 +299,7 @@ def test_configuration_file(tmp_path, temporary):
     ):
         (home / "config.toml").write_text(text)
         before = snapshot(home)
-        assert_refused(ended("join", "--home", home, temporary=temporary), home / "config.toml", named)
+        assert_refused(forked("join", "--home", home, temporary=temporary), home / "config.toml", named)
         assert snapshot(home) == before
 
 
