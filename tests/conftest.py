@@ -15,6 +15,23 @@ from tests.fakes.profile import seed
 os.environ["COLUMNS"] = "200"  # the commands' consoles ask for it when they are first imported
 MODELS = Path(__file__).parent.parent / ".models"
 
+LONGEST = (
+    "e2e/test_exactness.py",
+    "homelab/test_short_of_memory.py",
+    "e2e/test_less_memory.py",
+    "e2e/test_recovery.py",
+    "e2e/test_disk_faults.py",
+    "e2e/test_ctrl_c.py",
+    "e2e/test_serve.py",
+    "e2e/test_sampling.py",
+    "e2e/test_replay_in_processes.py",
+    "e2e/test_bad_input.py",
+    "e2e/test_restart.py",
+    "e2e/test_pairing_daemons.py",
+    "shell/test_profiler.py",
+)
+"""Files that take half a minute to some minutes, the longest first."""
+
 MakeHome = Callable[[str], Path]
 """Makes a home folder by name; it is measured already."""
 
@@ -24,6 +41,14 @@ def _model(name: str) -> Path:
     if not path.is_file():
         pytest.fail(f"{path}: the test model is missing; run tools/setup --tests", pytrace=False)
     return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first, so that of two processes with whole files neither waits long for the other at the end."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    assert all(path.is_file() for path in places), places
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: places.get(item.path, len(places) + (item.path not in slow)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -69,6 +69,12 @@ def test_a_program_that_presolving_spoils_is_solved_without():
     assert answer.plan.rounds == 1
 
 
+def processes() -> ProcessPoolExecutor:
+    """As many as there are cores, less those of the tests beside."""
+    count = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return ProcessPoolExecutor(max(1, count), mp_context=get_context("spawn"))
+
+
 def small_answer(seed: int) -> Solution | None:
     return check_against_brute_force(*small_instance(random.Random(seed)))
 
@@ -76,7 +82,7 @@ def small_answer(seed: int) -> Solution | None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_no_plan_is_better_on_a_thousand_small_fleets():
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    with processes() as pool:
         answers = list(pool.map(small_answer, range(1000, 2000), chunksize=20))
     found = [answer for answer in answers if answer is not None]
     assert len(found) > 700
@@ -91,7 +97,7 @@ def test_no_plan_is_better_on_a_thousand_small_fleets():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_paper_is_never_better():
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    with processes() as pool:
         answers = list(pool.map(beside_published, SEEDS, chunksize=10))
     ratios = [ratio for ratio in answers if ratio is not None]
     assert len(ratios) > 250
