@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROWS = 128
 CONTEXT = 1280
-LONG = [(i * 37) % 300 + 10 for i in range(1000)]
+LONG = [(i * 37) % 300 + 10 for i in range(400)]
+"""Three whole chunks and a part."""
 SHORT = LONG[:20]
 LONG_TOKENS, SHORT_TOKENS = 8, 32
 NEIGHBOUR_SHARE = 0.2

@@ -8,11 +8,10 @@ objective looks at is dropped, which loses nothing. Each device has a machine of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import permutations, product
-from operator import mul
-from typing import TypeVar
+from operator import le, mul
+from typing import NamedTuple, TypeVar
 
 from halda import Instance, Objective, Plan, Streaming, Window, cost
 from halda.evaluate import spread
@@ -22,8 +21,7 @@ Figures = tuple[float, ...]
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """One way for a device to hold its layers: seconds of decode, prefill, output and disk (for a token and for a chunk of a
     prompt, which reads whole layers where a token reads some experts); GPU layers, streamed, slots.
 
@@ -43,8 +41,7 @@ class Option:
     slots: int
 
 
-@dataclass(frozen=True)
-class Partial:
+class Partial(NamedTuple):
     """The devices so far: figures that add up or are the largest, and how it was done."""
 
     decode_s: float
@@ -76,7 +73,7 @@ def undominated(found: list[tuple[Figures, Item]]) -> list[Item]:
     """Those that no other matches or beats in every figure."""
     kept: list[tuple[Figures, Item]] = []
     for figures, item in sorted(found, key=lambda pair: pair[0]):
-        if not any(all(a <= b for a, b in zip(other, figures, strict=True)) for other, _ in kept):
+        if not any(all(map(le, other, figures)) for other, _ in kept):
             kept.append((figures, item))
     return [item for _, item in kept]
 
@@ -91,6 +88,13 @@ class Brute:
         self._sizes = [layer.size_bytes for layer in instance.model.layers]
         self._kv = [instance.kv_bytes[kind] for kind in instance.kind_of]
         self._buffer = cost.compute_buffer_bytes(instance.model, instance.workload)
+        model = instance.model
+        self._kind_sizes = [kind.size_bytes for kind in instance.kinds]
+        experts = [sum(kind.expert_bytes_by_type.values()) for kind in instance.kinds]
+        self._picked = [-(-size * model.experts_used // model.experts) if size else 0 for size in experts]
+        self._dense = [0 if size else whole for size, whole in zip(experts, self._kind_sizes, strict=True)]
+        self._any_experts = any(experts)
+        self._least_dense = min(filter(None, self._dense), default=0)
 
     def best(self) -> tuple[float, Plan] | None:
         """The smallest objective in seconds and its plan; None when nothing fits."""
@@ -193,12 +197,8 @@ class Brute:
         gpu_step_s = member.gpu_step_s if on_gpu or output_on_gpu else 0
         output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if is_head else 0.0
         slot_bytes, disk_bytes_per_s, rounds = instance.slot_bytes, member.disk_bytes_per_s, max(1, windows - is_head)
-        kind_sizes = [kind.size_bytes for kind in instance.kinds]
+        kind_sizes, picked, dense = self._kind_sizes, self._picked, self._dense
         read_s = min(kind_sizes) / disk_bytes_per_s
-        model = instance.model
-        experts = [sum(kind.expert_bytes_by_type.values()) for kind in instance.kinds]
-        picked = [-(-size * model.experts_used // model.experts) if size else 0 for size in experts]
-        dense = [0 if size else whole for size, whole in zip(experts, kind_sizes, strict=True)]
         phases = []  # seconds that computing takes, and those that go by beside reading
         for phase, out in ((member.decode, output_s), (member.prefill, 0.0)):
             rest = sum(phase.gpu[instance.kind_of[i]] for i in on_gpu) + out
@@ -207,7 +207,7 @@ class Brute:
             if is_head and ring > 1:
                 rest -= out + member.step_s + gpu_step_s + tail_gpu * max(phase.gpu)
             layer_s = min(phase.cpu)
-            by_expert = phase is member.decode and any(experts)
+            by_expert = phase is member.decode and self._any_experts
             phases.append((compute, rest + (0 if by_expert else rounds * (layer_s + min(layer_s, read_s)))))
         of_kind = [sum(instance.kind_of[i] == kind for i in on_cpu) for kind in range(len(instance.kinds))]
         ways = product(*(range(most + 1) for most in of_kind))
@@ -230,10 +230,7 @@ class Brute:
                 read_then = sum(map(mul, counts, picked)) / disk_bytes_per_s
                 read_before = sum(map(mul, counts, dense)) + (output if streams_output else 0)
                 few = sum(count for count, size in zip(counts, dense, strict=True) if size) - rounds * slots
-                unread = max(
-                    (read_before - ahead) / disk_bytes_per_s,
-                    few * min(filter(None, dense), default=0) / disk_bytes_per_s,
-                )
+                unread = max((read_before - ahead) / disk_bytes_per_s, few * self._least_dense / disk_bytes_per_s)
                 hidden = output_s if streams_output and ring == 1 else 0  # it is computed while layers are read
                 decode_s = (max(phases[0][0], phases[0][1] + unread - hidden) if slots else phases[0][0]) + read_then
                 yield Option(
