@@ -139,6 +139,7 @@ class HeadDaemon:
             stack.push_async_callback(self._rings.close)
             stack.push_async_callback(self._desk.close)
             stack.enter_context(self._trust.announce_locally(self._config.name))
+            sight = await stack.enter_async_context(AsyncExitStack())
             layers = LayerServer(
                 self._context,
                 self._config.host,
@@ -158,14 +159,15 @@ class HeadDaemon:
                 try:
                     if not self._options.alone:
                         self._describe("looking for devices")
-                        await self._devices.discover(stack)
+                        await self._devices.discover(sight)
                         await self._devices.greet_named()
                         services.append(group.create_task(self._devices.watch_trust()))
                     await self._drive()
                 finally:
                     for service in services:
                         service.cancel()
-                    await self._devices.farewell()
+                    # Beside each other: to say goodbye takes a while, and so does the end of a ring process.
+                    await asyncio.gather(self._devices.farewell(), sight.aclose(), self._rings.close())
 
     async def _drive(self) -> None:
         """Ask the core about everything that happens, and do what it says."""

@@ -150,7 +150,8 @@ class WorkerDaemon:
             stack.push_async_callback(self._parts.close)
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._desk.close)
-            await self._announce(stack)
+            sight = await stack.enter_async_context(AsyncExitStack())
+            await self._announce(sight)
             stack.enter_context(self._trust.announce_locally(self._name))
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -168,6 +169,8 @@ class WorkerDaemon:
                     self._stop_measuring()
                     for task in tasks:
                         task.cancel()
+                    # Beside each other: to say goodbye takes a while, and so does the end of a ring process.
+                    await asyncio.gather(sight.aclose(), self._end_parts())
 
     def leave(self) -> bool:
         """Hand over what this device computes, then end ``run``. False when that was asked for before."""
@@ -175,6 +178,10 @@ class WorkerDaemon:
             return False
         self._stop.set()
         return True
+
+    async def _end_parts(self) -> None:
+        await self._tasks.close()
+        await self._parts.close()
 
     async def _announce(self, stack: AsyncExitStack) -> None:
         try:

@@ -788,6 +788,25 @@ def test_a_head_that_ends_closes_its_ring(lab):
     run(lab, test)
 
 
+def test_a_head_that_ends_says_goodbye_while_its_ring_ends(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.start()
+        ring = await here.serves("nas")
+        ends, close = asyncio.Event(), ring.close
+
+        async def close_at_last() -> None:
+            ends.set()
+            await close()
+
+        ring.close = close_at_last
+        here.discovery.close = ends.wait
+        here.running.cancel()
+        await asyncio.wait([here.running])
+
+    run(lab, test)
+
+
 def test_a_head_that_ends_while_it_closes_a_ring_that_broke_closes_it_all_the_same(lab):
     async def test(here: Lab) -> None:
         here.device("nas")

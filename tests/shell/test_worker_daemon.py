@@ -497,6 +497,33 @@ def test_a_worker_that_measures_a_silent_link_leaves_at_once(lab, monkeypatch):
     asyncio.run(once())
 
 
+def test_a_worker_that_ends_says_goodbye_while_its_ring_process_ends(lab, monkeypatch):
+    made: list[Lab] = []
+
+    class Patient:
+        def __init__(self, host: str, interface: str | None) -> None:
+            assert host == HOST
+
+        async def announce(self, name: str, **_: object) -> str:
+            return name
+
+        async def close(self) -> None:
+            await made[0].processes.all[0].ended()
+
+    monkeypatch.setattr(worker_module, "Discovery", Patient)
+
+    async def once() -> None:
+        async with lab() as lap:
+            made.append(lap)
+            desk = lap.head()
+            await desk.takes()
+            await desk.loads(a_load(1))
+            lap.running.cancel()
+            await asyncio.wait([lap.running])
+
+    asyncio.run(once())
+
+
 def test_a_worker_that_ends_while_it_is_paused_leaves_nothing_under_way(lab):
     async def once() -> None:
         async with lab() as lap:
