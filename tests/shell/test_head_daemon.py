@@ -791,16 +791,17 @@ def test_a_head_that_ends_closes_its_ring(lab):
 def test_a_head_that_ends_says_goodbye_while_its_ring_ends(lab):
     async def test(here: Lab) -> None:
         here.device("nas")
+        ends = asyncio.Event()
+        here.discovery.close = ends.wait
         here.start()
         ring = await here.serves("nas")
-        ends, close = asyncio.Event(), ring.close
+        close = ring.close
 
         async def close_at_last() -> None:
             ends.set()
             await close()
 
         ring.close = close_at_last
-        here.discovery.close = ends.wait
         here.running.cancel()
         await asyncio.wait([here.running])
 
