@@ -10,6 +10,9 @@ A window is a model of its own to llama.cpp, loaded from a metadata split and it
   answered in C without running a line of Python, and only an unknown one, or the wanted one, reaches ``__missing__``.
 * **The first hidden state** is looked up here, row by row, with ggml's own dequantisation: bit for bit what llama.cpp
   computes from tokens, and without the logits buffer of the whole vocabulary that a first window would allocate.
+* **Many hidden states go in through the callback too.** As ``llama_batch.embd`` they are copied four times, and two of the
+  copies stay with the context: of 256 rows of width 4,096 those of one window are 8 MB. So a large step is a batch of
+  tokens 0, whose rows are overwritten where the graph has looked them up, and again where it has scaled them (Gemma).
 * **The last window's matrix** is stored under the name of the token embedding (llama.cpp's tied-output fall-back), so
   that the embedding itself need not be held twice.
 """
@@ -49,6 +52,8 @@ _KV_TYPES: Final[dict[KvType, int]] = {
     "q8_0": llama.GGML_TYPE_Q8_0,
     "q4_0": llama.GGML_TYPE_Q4_0,
 }
+_ENTRIES: Final = frozenset((b"embd", b"inp_scaled"))
+"""What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
 KV_CELL_PADDING: Final = 256
 """llama.cpp rounds the KV cache up to whole groups of cells."""
 
@@ -78,6 +83,8 @@ def _ggml() -> ctypes.CDLL:
     library.ggml_nbytes.argtypes = [ctypes.c_void_p]
     library.ggml_backend_tensor_get.restype = None
     library.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    library.ggml_backend_tensor_set.restype = None
+    library.ggml_backend_tensor_set.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
     library.ggml_nelements.restype = ctypes.c_int64
     library.ggml_nelements.argtypes = [ctypes.c_void_p]
     library.ggml_nrows.restype = ctypes.c_int64
@@ -136,6 +143,8 @@ class _Tap(dict[int, bool]):
         self._width = width
         self._asked = False
         self._hidden: Hidden | None = None
+        self._feed: Hidden | None = None
+        self._is_fed = False
         self._borders: dict[bytes, int] = {}
         self._routers: dict[bytes, tuple[int, int]] = {}
         self._residency: Residency | None = None
@@ -145,10 +154,14 @@ class _Tap(dict[int, bool]):
         self.stream: WindowStream | None = None
         self.error: EngineError | None = None
 
-    def begin(self, rows: int) -> None:
-        """``rows`` rows are about to be computed. Raises ``EngineError`` when the first unit cannot be read."""
+    def begin(self, rows: int, feed: Hidden | None) -> None:
+        """``rows`` rows are about to be computed, of ``feed`` unless the batch says of what.
+
+        Raises ``EngineError`` when the first unit cannot be read.
+        """
         before, self._rows = self._rows, rows
-        if self._scratch.begin(rows):
+        self._feed, self._is_fed = feed, feed is None
+        if self._scratch.begin(rows) or feed is not None:
             self.clear()
         if self.stream is None:
             return
@@ -169,6 +182,9 @@ class _Tap(dict[int, bool]):
 
     def end(self) -> None:
         """The rows were computed. Raises ``EngineError`` when a weight file is not the model's any more."""
+        self._feed = None
+        if not self._is_fed:
+            raise EngineError("llama.cpp computed a window without its hidden states; its build is unknown to primad")
         if self.stream is not None and not self.stream.depart():
             self.clear()  # a router stood at an address that was another node's
 
@@ -191,16 +207,27 @@ class _Tap(dict[int, bool]):
         self._scratch.note(node)
         name = _ggml_base.ggml_get_name(node)
         border, router = self._borders.get(name), self._routers.get(name)
-        if name != self._wanted and border is None and router is None:
+        is_entry = self._feed is not None and name in _ENTRIES
+        if name != self._wanted and border is None and router is None and not is_entry:
             self[node] = False
             return False
         if not self._asked:
             self._asked = True
             return True
         self._asked = False
+        if is_entry:
+            return self._enter(node)
         if router is not None:
             return self._pick(node, *router)
         return self._cross(border) if border is not None else self._copy(node)
+
+    def _enter(self, node: int) -> bool:
+        assert self._feed is not None
+        if _ggml_base.ggml_nbytes(node) != self._feed.nbytes:
+            return False  # of another shape than known: ``end`` says so
+        _ggml_base.ggml_backend_tensor_set(node, self._feed.ctypes.data, 0, self._feed.nbytes)
+        self._is_fed = True
+        return True
 
     def _cross(self, unit: int) -> bool:
         assert self.stream is not None
@@ -259,8 +286,11 @@ class _Batch:
     def _pointer(array: NDArray[Any], kind: Any) -> Any:
         return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
 
-    def fill(self, rows: Rows, *, every_row_out: bool) -> Any:
-        """The batch holding ``rows``; valid until the next ``fill``. ``rows.content`` must stay alive meanwhile."""
+    def fill(self, rows: Rows, *, fed: bool, every_row_out: bool) -> Any:
+        """The batch holding ``rows``; valid until the next ``fill``. ``rows.content`` must stay alive meanwhile.
+
+        ``fed``: it is not in the batch, which has a token for each row instead.
+        """
         count = len(rows)
         self._positions[:count] = rows.positions
         self._logits[:count] = True if every_row_out else rows.outputs
@@ -269,8 +299,8 @@ class _Batch:
             self._sequences[i, : len(sequences)] = sequences
         batch = self._batch
         batch.n_tokens = count
-        if rows.content.dtype == np.int32:
-            self._tokens[:count] = rows.content
+        if fed or rows.content.dtype == np.int32:
+            self._tokens[:count] = 0 if fed else rows.content
             batch.token, batch.embd = self._pointer(self._tokens, ctypes.c_int32), None
         else:
             assert rows.content.dtype == np.float32
@@ -366,8 +396,10 @@ class _Model:
         del self._context, self._model, self._memory
 
     def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
-        self._tap.begin(len(rows))
-        code = llama.llama_decode(self._context, self._batch.fill(rows, every_row_out=every_row_out))
+        feed = rows.content if len(rows) > LARGE_ROWS and rows.content.dtype == np.float32 else None
+        self._tap.begin(len(rows), feed)  # type: ignore[arg-type]
+        batch = self._batch.fill(rows, fed=feed is not None, every_row_out=every_row_out)
+        code = llama.llama_decode(self._context, batch)
         self._tap.check()
         if code == 1:
             raise EngineError(f"the context of {self._options.context} tokens is full")

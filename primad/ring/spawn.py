@@ -29,9 +29,15 @@ SPIN_COUNT: Final = 5000
 the other programs of the machine, ring processes among them; sleeping at once ruins decode. Between 2,000 and 20,000 one
 process keeps its full speed and several can share the cores."""
 
+MMAP_THRESHOLD_BYTES: Final = 3 << 19
+"""Memory of this size and more is the system's again as soon as it is free (glibc). Left to itself glibc raises its bound to
+the largest block that was ever freed, and keeps the hidden states of a prompt's chunks, 70 MB of them in a ring of eight
+windows a device. It is above what a token takes again and again, such as logits."""
+
 
 def environment(base: Mapping[str, str], threads: int, place: int) -> dict[str, str]:
-    """The environment of a ring process with ``threads`` compute threads: ``base``, and where that is silent, how they wait.
+    """The environment of a ring process with ``threads`` compute threads: ``base``, and where that is silent, how they wait,
+    and when freed memory goes back to the system.
 
     Threads that fill all cores are bound to one each: left to itself the scheduler now and then puts two that wait for each
     other on one core, which costs a factor of ten while anything else runs. Fewer threads than cores are left free to move
@@ -39,7 +45,7 @@ def environment(base: Mapping[str, str], threads: int, place: int) -> dict[str, 
     receives: devices that follow each other in a ring on one machine get different ones, so that the next one starts on a
     core that the last one has left.
     """
-    chosen = {"GGML_NO_BACKTRACE": "1"}
+    chosen = {"GGML_NO_BACKTRACE": "1", "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES)}
     if "OMP_WAIT_POLICY" not in base:
         chosen["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
     if sys.platform == "linux":

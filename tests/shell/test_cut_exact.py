@@ -11,6 +11,7 @@ from gguf import GGUFValueType
 
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions, Rows, WindowFiles
+from primad.errors import EngineError
 from primad.gguf.architectures import SUPPORTED, cuttable, embedding_scale, layer_count
 from primad.gguf.header import array_value, read_header, scalar_value
 from primad.gguf.layers import layer_header
@@ -200,3 +201,15 @@ def test_every_supported_architecture_can_be_synthesised(tmp_path):
         path = tmp_path / f"{architecture}.gguf"
         synth.write_model(path, architecture=architecture, layers=8)
         assert cuttable(read_header(path)).name == architecture
+
+
+def test_a_graph_that_never_asks_for_the_hidden_states_is_told(monkeypatch, tmp_path):
+    """A large step's rows go in where the graph looks up tokens; one that does it under another name is not believed."""
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="llama", layers=3)
+    route = Route(read_header(path), [0, 1, 2, 3], tmp_path)
+    monkeypatch.setattr("primad.engine.llama._ENTRIES", frozenset())
+    with pytest.raises(EngineError, match="without its hidden states"):
+        route.logits(PROMPT[:64], 0)
+    assert np.isfinite(route.logits(PROMPT[64:], 64)).all(), "a small step has them in its batch"
+    route.release()
