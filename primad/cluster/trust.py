@@ -4,6 +4,8 @@ Trust is in a key, a name is only how people call it. The command line and a dae
 is read, made and written under a lock; every question looks whether the file was replaced, so that a change by another
 process acts at once. A key that was revoked stays revoked, whoever introduces it, until its device is paired with again or
 added by hand.
+
+A change waits for the disk and may be made in a thread: who asks meanwhile is answered from what stands in the file.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +23,7 @@ import filelock
 import msgspec
 
 from primad.cluster.identity import LOCK_PATIENCE_S, Identity, is_key
-from primad.cluster.local_trust import LocalDevice, LocalTrust, default_folder
+from primad.cluster.local_trust import LocalTrust, default_folder
 from primad.cluster.private_file import read_private, write_private
 from primad.config import NAME
 from primad.errors import ConfigError, printable
@@ -48,6 +50,15 @@ class TrustedDevice:
     key: str
     how: str
     since: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was read of the file, by key; replaced as a whole, so that every thread sees one version of it."""
+
+    trusted: dict[str, TrustedDevice]
+    revoked: dict[str, TrustedDevice]
+    stamp: _Stamp
 
 
 class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,39 +89,34 @@ class TrustStore:
         self._path = home / FILE_NAME
         self._own = identity.public
         self._local = local if local is not None else LocalTrust(default_folder())
-        self._trusted: dict[str, TrustedDevice] = {}
-        self._revoked: dict[str, TrustedDevice] = {}
-        self._stamp: _Stamp = None
-        self._read()
+        self._known = self._read()
 
     def trusts(self, key: str) -> bool:
         """Whether the device with ``key`` may come in now. Our own key is trusted: only our processes can prove it."""
-        self._refresh()
-        if key in self._revoked:
+        known = self._refresh()
+        if key in known.revoked:
             return False
-        return key == self._own or key in self._trusted or (is_key(key) and self._local.knows(key))
+        return key == self._own or key in known.trusted or (is_key(key) and self._local.knows(key))
 
     def entries(self) -> list[TrustedDevice]:
         """All that are trusted, by name: those of the file, and the daemons of this user that run here."""
-        self._refresh()
-        found = {each.key: TrustedDevice(each.device, each.key, LOCAL, "") for each in self._others_here()}
-        return sorted((found | self._trusted).values(), key=lambda each: (each.device, each.key))
+        known = self._refresh()
+        return sorted((self._others_here(known) | known.trusted).values(), key=lambda each: (each.device, each.key))
 
     def revoked(self) -> frozenset[str]:
         """The keys that were revoked."""
-        self._refresh()
-        return frozenset(self._revoked)
+        return frozenset(self._refresh().revoked)
 
     def add(self, device: TrustedDevice) -> None:
         """Trust ``device``; paired or by hand also when it was revoked before. Raises ``ConfigError``."""
         trusted_now(device.device, device.key, device.how)
         if device.key == self._own:
             raise ConfigError(f"the key of {device.device} is this device's own; give the other one's")
-        with self._changing():
+        with self._changing() as known:
             if device.how in (PAIRED, BY_HAND):
-                self._revoked.pop(device.key, None)
-            if device.key not in self._revoked:
-                self._put(device)
+                known.revoked.pop(device.key, None)
+            if device.key not in known.revoked:
+                self._put(known, device)
 
     def introduce(self, devices: Iterable[tuple[str, str]], by: str) -> None:
         """Trust the (name, key) that device ``by`` vouches for, except those known here, revoked here or malformed."""
@@ -119,28 +125,27 @@ class TrustStore:
             for device, key in devices
             if NAME.fullmatch(device) and is_key(key) and key != self._own
         ]
-        self._refresh()
-        if all(device.key in self._trusted or device.key in self._revoked for device in news):
+        known = self._refresh()
+        if all(device.key in known.trusted or device.key in known.revoked for device in news):
             return
-        with self._changing():
+        with self._changing() as known:
             for device in news:
-                if device.key not in self._trusted and device.key not in self._revoked:
-                    self._put(device)
+                if device.key not in known.trusted and device.key not in known.revoked:
+                    self._put(known, device)
 
     def revoke(self, name_or_key: str) -> list[TrustedDevice]:
         """Trust none of that name, or the one with that key, any more; returns who lost it.
 
         A key need not be known: it is kept from ever being introduced. Raises ``ConfigError`` for a name that nobody has.
         """
-        with self._changing():
-            here = [TrustedDevice(each.device, each.key, LOCAL, "") for each in self._others_here()]
-            known = {each.key: each for each in here} | self._trusted
-            gone = [each for each in known.values() if name_or_key in (each.device, each.key)]
+        with self._changing() as known:
+            held = self._others_here(known) | known.trusted
+            gone = [each for each in held.values() if name_or_key in (each.device, each.key)]
             if not gone and is_key(name_or_key) and name_or_key != self._own:
-                gone = [self._revoked.get(name_or_key) or trusted_now("unknown", name_or_key, BY_HAND)]
+                gone = [known.revoked.get(name_or_key) or trusted_now("unknown", name_or_key, BY_HAND)]
             if not gone:
                 raise ConfigError(f"no device {printable(name_or_key, 70)!r} is trusted; 'primad devices' lists them")
-            self._put_out(gone)
+            self._put_out(known, gone)
         return gone
 
     def withdraw(self, keys: Iterable[str], by: str) -> list[TrustedDevice]:
@@ -148,16 +153,15 @@ class TrustStore:
 
         Malformed keys and our own are left out. Raises ``ConfigError`` when that cannot be kept.
         """
-        self._refresh()
         wanted = {key for key in keys if is_key(key) and key != self._own}
-        if wanted <= self._revoked.keys():
+        if wanted <= self._refresh().revoked.keys():
             return []
-        with self._changing():
+        with self._changing() as known:
             gone = [
-                self._trusted.get(key) or trusted_now("unknown", key, f"revoked by {by}")
-                for key in sorted(wanted - self._revoked.keys())
+                known.trusted.get(key) or trusted_now("unknown", key, f"revoked by {by}")
+                for key in sorted(wanted - known.revoked.keys())
             ]
-            self._put_out(gone)
+            self._put_out(known, gone)
         return gone
 
     @contextlib.contextmanager
@@ -166,25 +170,27 @@ class TrustStore:
         with self._local.announce(device, self._own):
             yield
 
-    def _others_here(self) -> list[LocalDevice]:
-        known = self._revoked.keys() | {self._own}
-        return [each for each in self._local.devices() if each.key not in known]
+    def _others_here(self, known: _Known) -> dict[str, TrustedDevice]:
+        """The daemons of this user that run here, by key; not those that were revoked, nor this one."""
+        left_out = known.revoked.keys() | {self._own}
+        here = (each for each in self._local.devices() if each.key not in left_out)
+        return {each.key: TrustedDevice(each.device, each.key, LOCAL, "") for each in here}
 
-    def _put(self, device: TrustedDevice) -> None:
-        if device.key not in self._trusted and len(self._trusted) >= MAX_DEVICES:
+    def _put(self, known: _Known, device: TrustedDevice) -> None:
+        if device.key not in known.trusted and len(known.trusted) >= MAX_DEVICES:
             raise ConfigError(f"{self._path}: holds {MAX_DEVICES} devices, which is the most; revoke some first")
-        self._trusted[device.key] = device
+        known.trusted[device.key] = device
 
-    def _put_out(self, devices: list[TrustedDevice]) -> None:
-        if len(self._revoked) + len(devices) > MAX_REVOKED:
-            raise ConfigError(f"{self._path}: holds {len(self._revoked)} revoked keys, which is the most; {_CURE}")
+    def _put_out(self, known: _Known, devices: list[TrustedDevice]) -> None:
+        if len(known.revoked) + len(devices) > MAX_REVOKED:
+            raise ConfigError(f"{self._path}: holds {len(known.revoked)} revoked keys, which is the most; {_CURE}")
         for device in devices:
-            self._trusted.pop(device.key, None)
-            self._revoked[device.key] = device
+            known.trusted.pop(device.key, None)
+            known.revoked[device.key] = device
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        """What is changed inside is written; what others wrote before is kept."""
+    def _changing(self) -> Iterator[_Known]:
+        """What is changed inside is written, and counts from then on; what others wrote before is kept."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lock = filelock.FileLock(self._path.with_suffix(".lock"), timeout=LOCK_PATIENCE_S)
@@ -196,33 +202,34 @@ class TrustStore:
                 f"{self._path}: cannot be written: {exc.strerror or exc}; make room or the folder writable"
             ) from exc
         try:
-            self._read()
-            try:
-                yield
-                stored = _Stored(1, list(self._trusted.values()), list(self._revoked.values()))
-                write_private(self._path, msgspec.json.format(msgspec.json.encode(stored), indent=1) + b"\n")
-            finally:  # what counts is what stands in the file, also when the change failed half way
-                self._read()
+            self._known = self._read()
+            changed = _Known(dict(self._known.trusted), dict(self._known.revoked), None)
+            yield changed
+            stored = _Stored(1, list(changed.trusted.values()), list(changed.revoked.values()))
+            write_private(self._path, msgspec.json.format(msgspec.json.encode(stored), indent=1) + b"\n")
+            self._known = self._read()
         finally:
             lock.release()
 
-    def _refresh(self) -> None:
-        """Read the file again if it is another one. A damaged one changes nothing and costs one log line."""
-        if _stamp(self._path) == self._stamp:
-            return
+    def _refresh(self) -> _Known:
+        """What stands in the file, read again if it is another one. A damaged one changes nothing and costs one log line."""
+        known = self._known
+        stamp = _stamp(self._path)
+        if stamp == known.stamp:
+            return known
         try:
-            self._read()
+            known = self._read()
         except ConfigError as exc:
-            self._stamp = _stamp(self._path)
+            known = replace(known, stamp=stamp)
             logger.warning("trust is as it was before: %s", exc)
+        self._known = known
+        return known
 
-    def _read(self) -> None:
+    def _read(self) -> _Known:
         stamp = _stamp(self._path)
         data = read_private(self._path)
         trusted, revoked = _parse(self._path, data) if data is not None else ([], [])
-        self._trusted = {each.key: each for each in trusted}
-        self._revoked = {each.key: each for each in revoked}
-        self._stamp = stamp
+        return _Known({each.key: each for each in trusted}, {each.key: each for each in revoked}, stamp)
 
 
 def _stamp(path: Path) -> _Stamp:

@@ -63,6 +63,7 @@ from primad.cluster.messages import (
 )
 from primad.cluster.trust import TrustStore
 from primad.config import DEFAULT_CONTROL_PORT, Config, is_loopback
+from primad.daemon.introductions import Introductions
 from primad.daemon.owner import OwnerPause
 from primad.daemon.pairing_desk import PairingDesk
 from primad.daemon.parts import Parts, Say
@@ -70,7 +71,7 @@ from primad.daemon.relief_watch import ReliefWatch
 from primad.daemon.shard import Place
 from primad.daemon.tasks import Tasks
 from primad.daemon.worker_link import build_gap, version_gap
-from primad.errors import ClusterError, ConfigError, printable
+from primad.errors import ClusterError, printable
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,7 @@ class WorkerDaemon:
         )
         self._pause = OwnerPause(config.home, pause_on_battery=config.pause_on_battery, changed=self._on_pause)
         self._desk = PairingDesk(config, identity, trust, say)
+        self._introductions = Introductions(trust, say)
         self._lease: _Lease | None = None
         self._measuring: asyncio.Task[None] | None = None
         self._dismissed = asyncio.Event()
@@ -158,6 +160,7 @@ class WorkerDaemon:
                     group.create_task(self._hear(group)),
                     group.create_task(self._watch_lease()),
                     group.create_task(self._layers.run()),
+                    group.create_task(self._introductions.run()),
                     group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
                     group.create_task(self._pause.watch_battery()),
                     group.create_task(self._relief.run()),
@@ -284,8 +287,8 @@ class WorkerDaemon:
                 await self._tell(Pong())
                 if status:
                     await self._parts.report()
-            case Introduce(devices=devices, revoked=revoked):
-                self._introduced(devices=[(each.device, each.key) for each in devices], revoked=revoked, by=lease.head)
+            case Introduce():
+                self._introductions.add(message, lease.head)
             case MeasureLinks(targets=targets):
                 self._stop_measuring()
                 self._measuring = group.create_task(self._measure_links(targets))
@@ -293,16 +296,6 @@ class WorkerDaemon:
                 self._dismissed.set()
             case Knock() | Hello() | Echo():
                 raise AssertionError("answered before")
-
-    def _introduced(self, *, devices: list[tuple[str, str]], revoked: list[str], by: str) -> None:
-        """Believe the head; a list that cannot be kept, as on a full disk, costs a line and not this device."""
-        try:
-            self._trust.introduce(devices, by)
-            for device in self._trust.withdraw(revoked, by):
-                self._say(f"{by} does not trust {device.device} any more; neither does this device")
-        except ConfigError as exc:
-            if self._may_say("trust"):
-                self._say(f"whom {by} trusts, and whom not any more, is not kept: {exc}")
 
     async def _measure_links(self, targets: list[LinkTarget]) -> None:
         links = await measure_links(self._context, self._identity, self._name, targets)

@@ -287,6 +287,23 @@ def test_a_change_that_cannot_be_written_is_an_error_and_no_change(store: TrustS
     assert not store.trusts(PI)
 
 
+def test_who_asks_during_a_change_is_answered_from_what_stands_in_the_file(
+    store: TrustStore, monkeypatch: pytest.MonkeyPatch
+):
+    """As the event loop does while a thread waits for the disk."""
+    answers: list[tuple[bool, bool]] = []
+
+    def asked_meanwhile(descriptor: int) -> None:
+        answers.append((store.trusts(PI), store.trusts(NAS)))
+
+    store.add(trusted_now("nas", NAS, PAIRED))
+    monkeypatch.setattr(os, "fsync", asked_meanwhile)
+    store.introduce([("pi", PI)], by="desk")
+    store.withdraw([NAS], by="desk")
+    assert answers == [(False, True), (True, True)]
+    assert (store.trusts(PI), store.trusts(NAS)) == (True, False)
+
+
 # daemons of the same user on this machine
 
 

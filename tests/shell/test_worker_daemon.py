@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -352,6 +353,35 @@ def test_whom_the_head_trusts_is_trusted_and_whom_it_revoked_is_not(lab):
             knocking = lap.head("nas", friend)
             await knocking.say(Knock(protocol=2, oldest=2, version="0", device="nas"))
             await knocking.hear(Knocked)
+
+    asyncio.run(once())
+
+
+def test_a_disk_that_is_busy_with_an_introduction_keeps_no_head_waiting_and_changes_no_order(lab, monkeypatch):
+    go_on, kept = threading.Event(), []
+
+    async def once() -> None:
+        async with lab() as lap:
+            introduce, begun, loop = lap.trust.introduce, asyncio.Event(), asyncio.get_running_loop()
+
+            def slow(devices: list[tuple[str, str]], by: str) -> None:
+                loop.call_soon_threadsafe(begun.set)
+                go_on.wait(PATIENCE_S / 4)
+                introduce(devices, by)
+                kept.extend(name for name, _ in devices)
+
+            monkeypatch.setattr(lap.trust, "introduce", slow)
+            desk, nas, phone = lap.head(), Introduction("nas", STRANGER.public), Introduction("phone", TOWER.public)
+            await desk.takes()
+            await desk.say(Introduce(devices=[nas], revoked=[]))
+            await desk.say(Introduce(devices=[phone], revoked=[STRANGER.public]))
+            await begun.wait()
+            await desk.say(Ping(status=False))
+            await desk.hear(Pong)
+            assert kept == [], "the head is heard meanwhile"
+            go_on.set()
+            await lap.says("desk does not trust nas any more")
+            assert kept == ["nas", "phone"]
 
     asyncio.run(once())
 
