@@ -123,8 +123,9 @@ class State:
     """All that the core knows.
 
     ``holding_s`` is since when open answers wait for a ring, None when none waits. ``measuring``: the devices whose links
-    are being measured; from ``measure_at_s`` on the next may be. ``tried``: the candidates that were tried last in vain, for
-    what. ``last_resort``: there is no plan without devices that are barred, so they may take part. Until ``retry_at_s``
+    are being measured; from ``measure_at_s`` on the next may be. From ``again_at_s`` on those that did not work are measured
+    again, which they were ``agains`` times since a device came; None when all work. ``tried``: the candidates that were
+    tried last in vain, for what. ``last_resort``: there is no plan without devices that are barred, so they may take part. Until ``retry_at_s``
     the candidates that were tried are not tried again; ``failures`` is the number of attempts in a row that broke,
     ``breaks`` that of rings in a row that broke soon after they began to serve. ``pressed``: devices of the serving ring
     that are short of memory; from ``relieve_at_s`` on another plan may be looked for. ``relieved``: devices that were and
@@ -141,6 +142,8 @@ class State:
     holding_s: float | None = None
     measuring: frozenset[str] = frozenset()
     measure_at_s: float = 0.0
+    again_at_s: float | None = None
+    agains: int = 0
     tried: Mapping[Why, frozenset[str]] = field(default_factory=dict)
     last_resort: bool = False
     retry_at_s: float = 0.0
@@ -191,6 +194,18 @@ class Measured:
     """The links of ``devices`` are known. Of those that were to be measured, the others could not be."""
 
     devices: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """Among the links that were measured are some that did not work; a device that was busy may be why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A link of this worker that did not work when it was measured does now; plans from now on know."""
+
+    device: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +293,8 @@ Event = (
     | Welcomed
     | Refused
     | Measured
+    | Unreached
+    | Reached
     | Heard
     | Lost
     | Leaving
@@ -310,9 +327,13 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Measure what is missing of the links between the head and ``devices``; answer with ``Measured``."""
+    """Measure what is missing of the links between the head and ``devices``; answer with ``Measured``.
+
+    ``again``: those that did not work too. ``Unreached`` follows when some do not, ``Reached`` for those that do now.
+    """
 
     devices: frozenset[str]
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

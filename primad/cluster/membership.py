@@ -8,6 +8,8 @@ The rules, each in one place here, in ``pursuit.py`` (what is due) and in ``move
 * There is one serving ring and at most one attempt at another. When the serving ring breaks, open answers wait for the next
   one; they end with an error as soon as no plan exists, or after ``hold_s``, or when ring after ring breaks under them.
 * A better plan is taken only if it gains enough; candidates that gave none are not asked again until they change.
+* A link that does not work is measured again while a ring serves, after a pause that doubles each time; when it works, its
+  devices are planned for as if they had just come.
 * A device to blame for a break gets no part for a while, which doubles each time, unless there is no plan without it.
 * A device that leaves hands its layers over first; if nobody can take them it may go nonetheless.
 * For a device that is short of memory another plan is formed in the shadow, whether it gains or not; if there is none the
@@ -39,6 +41,7 @@ from primad.cluster.members import (
     NoPlan,
     Phase,
     Pressed,
+    Reached,
     Refused,
     Relieved,
     Say,
@@ -46,6 +49,7 @@ from primad.cluster.members import (
     Solved,
     State,
     Tick,
+    Unreached,
     Vanished,
     Welcomed,
     Why,
@@ -81,6 +85,9 @@ MOST_STRANGERS: Final = 64
 """Announcements of devices that are not trusted are forgotten beyond so many: anyone can make them."""
 _MOST_GREET_S: Final = 10.0
 _MEASURE_AGAIN_S: Final = 2.0
+AGAIN_S: Final = 60.0
+MOST_AGAIN_S: Final = 3600.0
+"""The first and the longest pause until a link that did not work is measured again."""
 _MOST_PAUSE_S: Final = 30.0
 
 
@@ -116,6 +123,10 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
             return _refused(state, device, reason, now)
         case Measured(devices):
             return _measured(state, devices, now)
+        case Unreached():
+            return _unreached(state, now)
+        case Reached(device):
+            return _reached(state, device)
         case Heard(device):
             return _heard(state, device, now, effects)
         case Lost(device, reason):
@@ -177,7 +188,7 @@ def _welcomed(state: State, name: str, now: float, effects: list[Effect]) -> Sta
     fresh = replace(
         known, phase=Phase.PROFILED, heard_s=now, greeting=False, greets=0, reason="", barred_until_s=until_s
     )
-    return put(state, name, fresh)
+    return replace(put(state, name, fresh), agains=0)
 
 
 def _refused(state: State, name: str, reason: str, now: float) -> State:
@@ -207,6 +218,21 @@ def _measured(state: State, devices: frozenset[str], now: float) -> State:
         else:
             state = put(state, name, replace(device, phase=Phase.READY, reason=""))
     return state
+
+
+def _unreached(state: State, now: float) -> State:
+    at_s = now + min(AGAIN_S * 2.0 ** min(state.agains, 10), MOST_AGAIN_S)
+    return replace(state, again_at_s=at_s if state.again_at_s is None else min(at_s, state.again_at_s))
+
+
+def _reached(state: State, name: str) -> State:
+    """It may be of use now: it is a new candidate for a better plan than the one that serves."""
+    serving = state.serving
+    if serving is None:
+        return state
+    tried = dict(state.tried)
+    tried.pop(Why.GAIN, None)
+    return replace(state, serving=replace(serving, candidates=serving.candidates - {name}), tried=tried)
 
 
 def _heard(state: State, name: str, now: float, effects: list[Effect]) -> State:

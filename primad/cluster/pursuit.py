@@ -60,6 +60,8 @@ def wake_at(state: State, now: float) -> float | None:
             times.append(device.greet_at_s)
     if state.serving is not None:
         times.append(state.serving.since_s + SETTLE_S)
+        if state.again_at_s is not None:
+            times.append(state.again_at_s)
     if state.pressed:
         times.append(state.relieve_at_s)
     if state.relieved:
@@ -140,11 +142,24 @@ def _measure_is_due(state: State, now: float) -> bool:
 
 def _measure(state: State, now: float, effects: list[Effect]) -> State:
     """Measure new devices, but not beside an attempt: it would slow both, and spoil what is measured."""
-    if state.attempt is not None or not _measure_is_due(state, now):
+    if state.attempt is not None or state.measuring:
+        return state
+    again = _measure_again_is_due(state, now)
+    if not again and not _measure_is_due(state, now):
         return state
     present = frozenset(name for name, device in state.devices.items() if device.phase in PRESENT)
-    effects.append(Measure(present))
+    if not present:
+        return replace(state, again_at_s=None)
+    effects.append(Measure(present, again))
+    if again:
+        state = replace(state, again_at_s=None, agains=state.agains + 1)
     return replace(state, measuring=present)
+
+
+def _measure_again_is_due(state: State, now: float) -> bool:
+    """Whether to look if links that did not work do now: at leisure, as each of them may take seconds to say no."""
+    serving, at_s = state.serving, state.again_at_s
+    return serving is not None and at_s is not None and max(serving.since_s + SETTLE_S, at_s) <= now
 
 
 def _attempt(state: State, now: float, effects: list[Effect]) -> State:

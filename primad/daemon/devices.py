@@ -150,14 +150,18 @@ class Devices:
             with suppress(ClusterError):
                 await self.workers[device].dismiss()
 
-    async def measure(self, devices: frozenset[str]) -> None:
-        """Measure what is missing of the links between ``devices`` and here: ``Measured`` follows."""
+    async def measure(self, devices: frozenset[str], *, again: bool) -> None:
+        """Measure what is missing of the links between ``devices`` and here: ``Measured`` follows.
+
+        ``again``: those that did not work too; ``Reached`` follows for those that do now, ``Unreached`` when some do not.
+        """
         left = set(devices)
+        unreached = self.book.unreached(devices)
         announced = {name: peer.addresses for name, peer in self._peers.items()}
         self._describe("measuring links")
         while workers := self.present(left):
             try:
-                await self.book.measure(workers, announced, self._reporter)
+                await self.book.measure(workers, announced, self._reporter, again=again)
                 break
             except DeviceLostError as exc:
                 self._post(members.Lost(exc.device, str(exc)))
@@ -166,6 +170,11 @@ class Devices:
                 logger.exception("the links could not be measured")
                 left.clear()
         self._post(members.Measured(frozenset(left)))
+        still = self.book.unreached(left)
+        if still:
+            self._post(members.Unreached())
+        for name in sorted({name for pair in unreached - still for name in pair} & left):
+            self._post(members.Reached(name))
 
     def heard(self, device: str) -> None:
         """A worker gave a sign of life."""

@@ -220,8 +220,8 @@ class HeadDaemon:
                 self._tasks.start(self._devices.greet(device))
             case members.Drop(device):
                 self._devices.drop(device)
-            case members.Measure(devices):
-                self._tasks.start(self._devices.measure(devices))
+            case members.Measure(devices, again):
+                self._tasks.start(self._devices.measure(devices, again=again))
             case members.Dismiss(device):
                 self._tasks.start(self._devices.dismiss(device))
             case members.Solve(epoch, candidates, instead):

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from halda import LinkProfile
 from primad.cluster.identity import Identity
-from primad.cluster.linkprobe import TIMEOUT_S, measure_links
+from primad.cluster.linkprobe import TIMEOUT_S, UNREACHABLE_S, measure_links
 from primad.cluster.messages import GONE_AFTER_S, MAX_ADDRESSES, LinkTarget
 from primad.daemon.reporter import Reporter
 from primad.daemon.worker_link import DeviceLostError, WorkerLink
@@ -36,14 +36,20 @@ class LinkBook:
         self._head = head
         self._targets: dict[str, LinkTarget] = {}
         self._links: dict[tuple[str, str], LinkProfile] = {}
+        self._said: set[tuple[str, str]] = set()
 
     async def measure(
-        self, workers: Sequence[WorkerLink], addresses: Mapping[str, Iterable[str]], reporter: Reporter
+        self,
+        workers: Sequence[WorkerLink],
+        addresses: Mapping[str, Iterable[str]],
+        reporter: Reporter,
+        *,
+        again: bool = False,
     ) -> list[LinkProfile]:
         """All links between the head and ``workers``. ``addresses`` are those that the devices announced.
 
-        Links of devices that moved are forgotten. Raises ``DeviceLostError`` when a worker goes away over it; then it is
-        forgotten, and what was measured of others is kept.
+        Links of devices that moved are forgotten; with ``again`` those that did not work are measured anew. Raises
+        ``DeviceLostError`` when a worker goes away over it; then it is forgotten, and what was measured of others is kept.
         """
         targets = {worker.name: await _target(worker, addresses.get(worker.name, ())) for worker in workers}
         for name, target in targets.items():
@@ -51,9 +57,10 @@ class LinkBook:
                 self.forget(name)
         self._targets |= targets
         names = [self._head, *targets]
+        known = self._links.keys() - (self.unreached(names) if again else set())
         jobs = []
         for i, name in enumerate(names[:-1]):
-            missing = [targets[other] for other in names[i + 1 :] if (name, other) not in self._links]
+            missing = [targets[other] for other in names[i + 1 :] if (name, other) not in known]
             if missing:
                 jobs.append((name, missing))
         by_name = {worker.name: worker for worker in workers}
@@ -77,6 +84,11 @@ class LinkBook:
         names = set(devices)
         return [link for pair, link in self._links.items() if names.issuperset(pair)]
 
+    def unreached(self, devices: Iterable[str]) -> set[tuple[str, str]]:
+        """The links between the head and ``devices`` that did not work when they were measured."""
+        found = self.between([self._head, *devices])
+        return {(link.source, link.target) for link in found if link.round_trip_s >= UNREACHABLE_S}
+
     def address(self, source: str, target: str) -> str | None:
         """The address by which ``source`` reaches ``target`` best, if it was measured."""
         link = self._links.get((source, target))
@@ -86,6 +98,7 @@ class LinkBook:
         """A device went away; it may come back elsewhere, so its links are measured anew then."""
         self._targets.pop(device, None)
         self._links = {pair: link for pair, link in self._links.items() if device not in pair}
+        self._said = {pair for pair in self._said if device not in pair}
 
     async def _measure(
         self, source: str, targets: Sequence[LinkTarget], workers: Mapping[str, WorkerLink], reporter: Reporter
@@ -96,9 +109,15 @@ class LinkBook:
             await asyncio.sleep(AGAIN_S)
             await self._ask(source, unreached, workers)
         for target in targets:
-            if self.address(source, target.device) is None:
+            pair = (source, target.device)
+            if self.address(*pair) is None:
                 await workers[target.device].measure_links([], 2 * GONE_AFTER_S)  # is it there at all?
-                reporter.say(f"{source} does not reach {target.device}; plans avoid sending over this link")
+                if pair not in self._said:
+                    self._said.add(pair)
+                    reporter.say(f"{source} does not reach {target.device}; plans avoid sending over this link")
+            elif pair in self._said:
+                self._said.discard(pair)
+                reporter.say(f"{source} reaches {target.device} now")
 
     async def _ask(self, source: str, targets: Sequence[LinkTarget], workers: Mapping[str, WorkerLink]) -> None:
         if source == self._head:

@@ -157,6 +157,14 @@ class Cluster(RuleBasedStateMachine):
     def relieve(self, name):
         self.shell.tell(m.Relieved(name))
 
+    @rule()
+    def reach_not(self):
+        self.shell.tell(m.Unreached())
+
+    @rule(name=names)
+    def reach(self, name):
+        self.shell.tell(m.Reached(name))
+
     @precondition(lambda self: self.shell.attempt is not None and self.shell.solved is None)
     @rule(unused=subsets, value=values)
     def solve(self, unused, value):
@@ -261,6 +269,8 @@ events = st.one_of(
     st.builds(m.Leaving, names, reasons),
     st.builds(m.Pressed, st.one_of(names, st.just("head"))),
     st.builds(m.Relieved, st.one_of(names, st.just("head"))),
+    st.just(m.Unreached()),
+    st.builds(m.Reached, names),
     st.builds(m.Solved, epochs, subsets, values),
     st.builds(m.NoPlan, epochs, reasons),
     st.builds(m.Formed, epochs),

@@ -59,7 +59,8 @@ async def gated(
 class FakeDevice:
     """A worker: greets, answers pings, echoes and questions for links as the daemon does; the rest is up to the test.
 
-    What it does not answer by itself is in ``heard``. ``silent`` answers nothing; ``refuses`` is what it says to a hello.
+    What it does not answer by itself is in ``heard``. ``silent`` answers nothing; ``refuses`` is what it says to a hello;
+    without ``echoes`` no link to it can be measured.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class FakeDevice:
         self.silent = False
         self.refuses: str | None = None
         self.measures = True
+        self.echoes = True
         self.hellos: list[Hello] = []
         self.knocks = 0
         self.asked: list[list[str]] = []
@@ -147,7 +149,7 @@ class FakeDevice:
             case Hello():
                 self.hellos.append(message)
                 await self.end.send(peer, self._welcome() if self.refuses is None else Refused(self.refuses))
-            case Echo(answer_bytes=size):
+            case Echo(answer_bytes=size) if self.echoes:
                 await self.end.send(peer, Echoed(bytes(size)))
             case Ping(status=False):
                 await self.end.send(peer, Pong())

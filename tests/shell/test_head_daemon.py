@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import zmq.asyncio
 
-from primad.cluster import membership, pursuit, relief
+from primad.cluster import linkprobe, membership, pursuit, relief
 from primad.cluster.identity import new_identity
 from primad.cluster.local_trust import LocalTrust
 from primad.cluster.messages import Dismiss, Introduce, Leaving, Pressed, Relieved
@@ -20,6 +20,7 @@ from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
 from primad.config import load_config, open_home
 from primad.daemon import devices as devices_module
 from primad.daemon import head as head_module
+from primad.daemon import links as links_module
 from primad.daemon import planner as planner_module
 from primad.daemon import relief_watch
 from primad.daemon import rings as rings_module
@@ -723,6 +724,28 @@ def test_a_device_that_has_room_again_is_planned_for_anew_when_that_gains(lab):
     run(lab, test)
 
 
+def test_a_device_that_was_not_reached_is_measured_again_and_planned_for_when_it_is(lab, monkeypatch):
+    monkeypatch.setattr(membership, "AGAIN_S", 0.3)
+    monkeypatch.setattr(pursuit, "SETTLE_S", 0.0)
+    monkeypatch.setattr(linkprobe, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(links_module, "AGAIN_S", 0.01)
+
+    async def test(here: Lab) -> None:
+        nas = here.device("nas")
+        nas.echoes = False
+        here.start()
+        here.solver.layers = {"nas": 3}
+        first = await here.serves("nas")
+        await here.says("desk does not reach nas")
+        here.solver.layers = {"nas": 4}
+        here.solver.value = lambda _: 5.0
+        nas.echoes = True
+        await here.says("desk reaches nas now")
+        assert await here.serves("nas", after=first.epoch)
+
+    run(lab, test)
+
+
 def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkeypatch):
     """It looks by itself: a head that was short of memory measures until there is room again."""
     now = iter(range(0, 10**6, 30))
@@ -839,7 +862,7 @@ def fails_once(monkeypatch, holder: object, name: str) -> None:
     """The first call of a coroutine function fails as no code of ours means to."""
     real = getattr(holder, name)
 
-    async def first(*_: object) -> None:
+    async def first(*_: object, **__: object) -> None:
         monkeypatch.setattr(holder, name, real)
         raise RuntimeError("dictionary changed size during iteration")
 

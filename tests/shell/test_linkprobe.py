@@ -296,3 +296,33 @@ def test_a_device_that_is_there_but_not_reached_stays_and_is_named(impatient, mo
                 worker.close()
 
     asyncio.run(once())
+
+
+def test_a_device_that_was_too_busy_to_answer_is_measured_again_when_that_is_asked_for(impatient):
+    async def once() -> None:
+        async with devices("a", "b") as (context, (a, b)):
+            book, lines = book_of(context), Lines()
+            workers = await greeted(context, a, b)
+            b.echoes = False
+            await book.measure(workers, {}, lines)
+            said = [f"{one} does not reach b; plans avoid sending over this link" for one in ("desk", "a")]
+            assert (lines.said, lines.measured) == (said, 3)
+            assert book.unreached(["a", "b"]) == every("desk", "a", "b") - every("desk", "a")
+            assert book.unreached(["a"]) == set()
+
+            await book.measure(workers, {}, lines)
+            assert lines.measured == 3, "not before each plan"
+            await book.measure(workers, {}, lines, again=True)
+            assert (lines.said, lines.measured) == (said, 5), "it is told once"
+
+            b.echoes = True
+            links = await book.measure(workers, {}, lines, again=True)
+            assert pairs(links) == every("desk", "a", "b")
+            assert all(map(plausible, links))
+            assert lines.said[2:] == ["desk reaches b now", "a reaches b now"]
+            assert book.unreached(["a", "b"]) == set()
+            assert await book.measure(workers, {}, lines, again=True) == links, "what works is left as it is"
+            for worker in workers:
+                worker.close()
+
+    asyncio.run(once())
