@@ -380,7 +380,7 @@ class _Fleet:
         share = -(-layers // devices) / layers
         slots = 2 * question.slot_bytes if streamed else 0
         each = int(share * held * (1 - streamed)) + slots
-        head = self.model.output_bytes + question.head_bytes
+        head = self.model.output_bytes + question.head_bytes(2)
         windows = [1 + (i == 0 and devices > 1) for i in range(devices)]  # of one round
         self.limits = [
             int(1.02 * (each + question.runtime_bytes(count) + (0 if i else head))) for i, count in enumerate(windows)
@@ -578,9 +578,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], thre
     )
     one.add_argument("--memory", type=float, default=4.0, help="GB of a device in --pressure (default: 4)")
     one.add_argument("--context", type=int, help="tokens of context in --pressure (default: what is computed)")
-    one.add_argument(
-        "--rows", type=int, help="rows of a step in --pressure (default: as many as memory allows, to 512)"
-    )
+    one.add_argument("--rows", type=int, help="rows of a step in --pressure (default: what the solver finds best)")
     one.add_argument("--keep", action="store_true", help="keep the model that --pressure or --preset wrote")
     one.add_argument("--devices", type=int, default=4, help="devices of these rings (default: 4)")
     one.add_argument(

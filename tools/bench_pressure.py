@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +31,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from halda import DeviceProfile, Infeasible, KvType, ModelProfile, Solution, Workload, solve
+from halda import CHUNKS, DeviceProfile, Infeasible, KvType, ModelProfile, Solution, Workload, solve
 from halda.cost import kv_bytes
 from halda.evaluate import DevicePrediction
 from primad.cluster.local_trust import VARIABLE as LOCAL_TRUST
@@ -190,28 +190,28 @@ class _Fleet:
             yield {name: stack.enter_context(LimitedGroup(self.memory_bytes)) for name in self.names}
 
     def solved(self, context: int, rows: int | None, kv_type: KvType) -> tuple[Solution, Workload]:
-        """The solver's plan with every device in it, and as many rows a step as memory allows. Raises ``LabError``."""
+        """The solver's plan with every device in it, as ``primad serve`` asks for it.
+
+        A step has as many rows as ``rows`` says, or as the solver finds best. Raises ``LabError``.
+        """
         rate = prefetch_rate(self.path)
         with self.groups() as groups:
             devices = [device_in(group, self._profile, name, rate) for name, group in groups.items()]
-        reason = ""
-        for each in [rows] if rows else ROWS:
-            workload = default_workload(context, each, kv_type, prompt_tokens=len(PROMPT))
-            try:
-                solution = solve(
-                    devices,
-                    loopback_links(self.names),
-                    self.model,
-                    workload,
-                    objective="latency",
-                    require=frozenset(self.names),
-                    time_limit_s=SOLVE_S,
-                )
-            except Infeasible as exc:
-                reason = str(exc)
-                continue
-            return solution, workload
-        raise LabError(f"{self.path.name} on {len(self.names)} x {self.memory_bytes / 1e9:g} GB: no plan: {reason}")
+        workload = default_workload(context, rows or ROWS[0], kv_type, prompt_tokens=len(PROMPT))
+        try:
+            solution = solve(
+                devices,
+                loopback_links(self.names),
+                self.model,
+                workload,
+                require=frozenset(self.names),
+                chunks=() if rows else CHUNKS,
+                time_limit_s=SOLVE_S,
+            )
+        except Infeasible as exc:
+            where = f"{self.path.name} on {len(self.names)} x {self.memory_bytes / 1e9:g} GB"
+            raise LabError(f"{where}: no plan: {exc}") from exc
+        return solution, replace(workload, chunk_rows=solution.prediction.chunk_rows)
 
 
 def _say(solution: Solution, workload: Workload) -> None:

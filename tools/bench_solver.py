@@ -292,7 +292,7 @@ def solve_times(sizes: Sequence[int], fleets: int, layers: int) -> list[Solved]:
 def _with_a_head(question: Instance) -> Instance:
     """Room on the head for the output matrix, which a random share of a large fleet's memory mostly lacks."""
     head, *others = question.devices
-    more = question.model.output_bytes + question.head_bytes
+    more = question.model.output_bytes + question.head_bytes(2)
     return replace(question, devices=(replace(head, ram_available_bytes=head.ram_available_bytes + more), *others))
 
 

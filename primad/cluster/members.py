@@ -125,11 +125,11 @@ class State:
     ``holding_s`` is since when open answers wait for a ring, None when none waits. ``measuring``: the devices whose links
     are being measured; from ``measure_at_s`` on the next may be. From ``again_at_s`` on those that did not work are measured
     again, which they were ``agains`` times since a device came; None when all work. ``tried``: the candidates that were
-    tried last in vain, for what. ``last_resort``: there is no plan without devices that are barred, so they may take part. Until ``retry_at_s``
-    the candidates that were tried are not tried again; ``failures`` is the number of attempts in a row that broke,
-    ``breaks`` that of rings in a row that broke soon after they began to serve. ``pressed``: devices of the serving ring
-    that are short of memory; from ``relieve_at_s`` on another plan may be looked for. ``relieved``: devices that were and
-    have room again; from ``regain_at_s`` on a better plan may be looked for. ``ended``: the core gave up.
+    tried last in vain, for what. ``last_resort``: there is no plan without devices that are barred, so they may take part.
+    Until ``retry_at_s`` the candidates that were tried are not tried again; ``failures`` is the number of attempts in a row
+    that broke, ``breaks`` that of rings in a row that broke soon after they began to serve. ``pressed``: devices of the
+    serving ring that are short of memory; from ``relieve_at_s`` on another plan may be looked for. ``relieved``: devices
+    that were and have room again; from ``regain_at_s`` on a better plan may be looked for. ``ended``: the core gave up.
     """
 
     settings: Settings

@@ -4,6 +4,9 @@ One msgpack frame a message. The head opens with ``Knock``, which anyone who is 
 which address works. ``Hello`` then makes the worker this head's; it answers ``Welcome`` or ``Refused``. From then on a
 ``Ping`` and its ``Pong`` pass several times a second, so that either side notices the other's end.
 
+A TCP connection that is reset, as by a router that starts anew, is made again in silence, and takes with it what was on its
+way. So each ``Pong`` says again how every part of the worker stands, and the head asks again for what did not arrive.
+
 Versions. A device speaks ``PROTOCOL`` and the one before it, down to ``OLDEST``; both sides use the newer one that both
 speak. A field that is added has a default, and a field that is not known is skipped, so that neighbours understand each
 other. A message that is not known is refused with a log line, so that one which may go unheard can be added. A change
@@ -37,6 +40,7 @@ MAX_MESSAGE_BYTES: Final = 16 << 20
 PHASES: Final = ("fetch", "probe", "load")
 FAULTS: Final = ("fetch", "disk", "load", "ring", "next")
 """What a part was doing when it ended; ``next``: the device behind it in the ring takes no steps."""
+MAX_PARTS: Final = 64
 MAX_DEVICES: Final = 1024
 MAX_SOURCES: Final = 256
 MAX_ECHO_BYTES: Final = 1 << 20
@@ -135,9 +139,10 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Are you there? Also asks for a ``WorkerStatus`` when ``status`` is set."""
+    """Are you there? Also asks for a ``WorkerStatus`` when ``status`` is set. ``Pong`` gives ``number`` back."""
 
     status: bool
+    number: int = 0
 
 
 class LinkTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,8 +257,20 @@ class Relieved(msgspec.Struct, frozen=True, tag="relieved"):
     ram_available_bytes: int
 
 
+class PartState(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of the worker in ``epoch``: what it said of it so far, which may have been lost on the way."""
+
+    epoch: int
+    loaded: Loaded | None
+    linked: bool
+    broken: Broken | None
+
+
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """Here."""
+    """Here, with these parts when ping ``number`` came; an older worker does not say (None)."""
+
+    number: int = 0
+    parts: list[PartState] | None = None
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
@@ -338,17 +355,16 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             raise ProtocolError(f"answer of {printable(device, 70)!r}, which is no device name")
         case Knocked():
             return msgspec.structs.replace(message, version=printable(message.version, 40))
-        case Loaded(port=port, key=key):
-            _check_port(port)
-            _check_key(key)
+        case Loaded():
+            _check_loaded(message)
+        case Pong(parts=list(parts)):
+            return msgspec.structs.replace(message, parts=_checked_parts(parts))
         case Progress(phase=phase, done=done, total=total) if phase not in PHASES or not 0 <= done <= total:
             raise ProtocolError(f"impossible progress: {done} of {total} in phase {printable(phase, 20)!r}")
         case Refused(reason):
             return Refused(printable(reason))
-        case Broken(epoch=epoch, error=error, fault=fault):
-            if fault not in FAULTS:
-                raise ProtocolError(f"impossible fault {printable(fault, 20)!r}")
-            return Broken(epoch=epoch, error=printable(error), fault=fault)
+        case Broken():
+            return _checked_broken(message)
         case Leaving(reason):
             return Leaving(printable(reason, 100))
         case Pressed(needed_bytes=needed, ram_available_bytes=available):
@@ -382,6 +398,31 @@ def _check_port(port: int) -> None:
 def _check_key(key: str) -> None:
     if not is_key(key):
         raise ProtocolError(f"{printable(key, 50)!r} is no public key")
+
+
+def _check_loaded(loaded: Loaded) -> None:
+    _check_port(loaded.port)
+    _check_key(loaded.key)
+
+
+def _checked_broken(broken: Broken) -> Broken:
+    if broken.fault not in FAULTS:
+        raise ProtocolError(f"impossible fault {printable(broken.fault, 20)!r}")
+    return Broken(epoch=broken.epoch, error=printable(broken.error), fault=broken.fault)
+
+
+def _checked_parts(parts: list[PartState]) -> list[PartState]:
+    if len(parts) > MAX_PARTS:
+        raise ProtocolError(f"a worker with {len(parts)} parts; at most {MAX_PARTS} are allowed")
+    checked = []
+    for part in parts:
+        if any(said is not None and said.epoch != part.epoch for said in (part.loaded, part.broken)):
+            raise ProtocolError(f"part in epoch {part.epoch} of which something about another is said")
+        if part.loaded is not None:
+            _check_loaded(part.loaded)
+        broken = None if part.broken is None else _checked_broken(part.broken)
+        checked.append(msgspec.structs.replace(part, broken=broken))
+    return checked
 
 
 def _check_introductions(message: Introduce) -> None:

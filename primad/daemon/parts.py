@@ -16,13 +16,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import psutil
 import zmq.asyncio
 
 from halda import DeviceProfile
 from primad.cluster import messages
 from primad.cluster.identity import Identity
-from primad.cluster.messages import Broken, Linked, Load, Loaded, Progress, WorkerMessage, WorkerStatus
+from primad.cluster.messages import Broken, Linked, Load, Loaded, PartState, Progress, WorkerMessage, WorkerStatus
 from primad.cluster.transfer import fetch_layers, in_thread
 from primad.config import Config
 from primad.daemon.host import Content, Host, owner
@@ -68,9 +69,10 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True)
 class _Part:
-    """This device's part in one epoch: its task, and its ring process once that is loaded."""
+    """This device's part in one epoch: its task, its ring process once that is loaded, and what the head was told of it."""
 
     task: asyncio.Task[None]
+    state: PartState
     host: Host | None = None
 
 
@@ -114,14 +116,20 @@ class Parts:
             await self._tell(Broken(epoch=load.epoch, error=busy, fault="load"))
             return
         task = asyncio.create_task(self._work(load, profile))
-        self._parts[load.epoch] = _Part(task=task)
+        state = PartState(epoch=load.epoch, loaded=None, linked=False, broken=None)
+        self._parts[load.epoch] = _Part(task=task, state=state)
 
     async def link(self, epoch: int, address: str, key: str, sender: str) -> None:
         """Connect the ring process of ``epoch`` to its neighbours."""
         part = self._parts.get(epoch)
         if part is not None and part.host is not None:
             await part.host.ring.send(Connect(address, key, sender))
+            part.state = msgspec.structs.replace(part.state, linked=True)
             await self._tell(Linked(epoch))
+
+    def states(self) -> list[PartState]:
+        """How every part stands."""
+        return [part.state for part in self._parts.values()]
 
     async def report(self) -> None:
         """Ask all ring processes for their status; the head gets it as it comes."""
@@ -211,7 +219,16 @@ class Parts:
             logger.info("epoch %d: %s", load.epoch, error)
         else:
             self._say(str(error))
-        await self._tell(Broken(epoch=load.epoch, error=str(error), fault=fault))
+        broken = Broken(epoch=load.epoch, error=str(error), fault=fault)
+        part = self._own_part(load)
+        if part is not None:
+            part.state = msgspec.structs.replace(part.state, broken=broken)
+        await self._tell(broken)
+
+    def _own_part(self, load: Load) -> _Part | None:
+        """The part whose task this is; None when it was released, though another may have begun in the same epoch."""
+        part = self._parts.get(load.epoch)
+        return part if part is not None and part.task is asyncio.current_task() else None
 
     def _put_away(self, host: Host, *, keep: bool) -> None:
         """Keep a process that could serve again, end any other."""
@@ -400,13 +417,16 @@ class Parts:
                 case Loading(windows):
                     await self._tell(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
                 case Opened(address, key):
-                    part = self._parts.get(load.epoch)
+                    part = self._own_part(load)
                     if part is not None:
                         part.host = host
                     layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
                     self._say(f"computing layers {layers}")
                     yield None
-                    await self._tell(Loaded(epoch=load.epoch, port=int(address.rsplit(":", 1)[1]), key=key))
+                    loaded = Loaded(epoch=load.epoch, port=int(address.rsplit(":", 1)[1]), key=key)
+                    if part is not None:
+                        part.state = msgspec.structs.replace(part.state, loaded=loaded)
+                    await self._tell(loaded)
                 case Status():
                     rss = psutil.Process().memory_info().rss
                     await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))

@@ -283,8 +283,8 @@ class WorkerDaemon:
                 await self._parts.link(epoch, address, key, sender)
             case Release(epoch=epoch):
                 await self._parts.release(epoch)
-            case Ping(status=status):
-                await self._tell(Pong())
+            case Ping(status=status, number=number):
+                await self._tell(Pong(number, self._parts.states()))
                 if status:
                     await self._parts.report()
             case Introduce():

@@ -23,6 +23,7 @@ from primad.cluster.messages import (
     PROTOCOL,
     Broken,
     Dismiss,
+    HeadMessage,
     Hello,
     Introduce,
     Introduction,
@@ -36,7 +37,9 @@ from primad.cluster.messages import (
     Load,
     Loaded,
     MeasureLinks,
+    PartState,
     Ping,
+    Pong,
     Pressed,
     Progress,
     Refused,
@@ -53,6 +56,9 @@ from primad.errors import ClusterError, PrimadError
 
 KNOCK_TIMEOUT_S: Final = 3.0
 HELLO_TIMEOUT_S: Final = 5.0
+MISSES: Final = 2
+"""After so many answers in a row that know nothing of a message it was lost: one alone may have overtaken it when the
+connection was made anew."""
 
 OnProgress = Callable[[str, Progress], None]
 
@@ -248,6 +254,9 @@ class WorkerLink:
         self._parts: dict[int, WorkerPart] = {}
         self._links: asyncio.Future[list[LinkProfile]] | None = None
         self._lost = False
+        self._strays: dict[int, int] = {}
+        self._again: list[HeadMessage] = []
+        self.next_ping = 1
         self._tasks = [
             asyncio.create_task(self._ping(ping_interval_s)),
             asyncio.create_task(self._read()),
@@ -319,8 +328,12 @@ class WorkerLink:
 
     async def _ping(self, interval_s: float) -> None:
         while True:
+            again, self._again = self._again, []
             with contextlib.suppress(ClusterError):  # that it takes nothing shows where its answers are missed
-                await self.end.send(Ping(status=False))
+                for message in again:
+                    await self.end.send(message)
+                number, self.next_ping = self.next_ping, self.next_ping + 1
+                await self.end.send(Ping(status=False, number=number))
             await asyncio.sleep(interval_s)
 
     async def _watch(self) -> None:
@@ -357,8 +370,21 @@ class WorkerLink:
                 part = self._parts.get(message.epoch)
                 if part is not None:
                     part.hear(message)
+            case Pong(number=number, parts=list(states)) if number:
+                self._compare(number, {state.epoch: state for state in states})
             case _:
                 return  # a sign of life and no more
+
+    def _compare(self, number: int, states: dict[int, PartState]) -> None:
+        """With ping ``number`` the worker had the parts ``states``: say what it did not hear once more."""
+        for part in self._parts.values():
+            lost = part.compare(number, states.get(part.epoch))
+            if lost is not None:
+                self._again.append(lost)
+        self._strays = {epoch: self._strays.get(epoch, 0) + 1 for epoch in states.keys() - self._parts.keys()}
+        for epoch in [epoch for epoch, times in self._strays.items() if times >= MISSES]:
+            del self._strays[epoch]
+            self._again.append(Release(epoch=epoch))
 
     def _lower(self, pressed: Pressed) -> None:
         """From now on plans have less memory of this device: what it says, and less than they had at least."""
@@ -389,6 +415,9 @@ class WorkerPart:
         self.epoch = load.epoch
         self._load = load
         self._on_progress = on_progress
+        self._asked: Load | Link | None = None
+        self._asked_before = 0
+        self._misses = 0
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[tuple[int, str]] = loop.create_future()
         self.linked: asyncio.Future[None] = loop.create_future()
@@ -404,11 +433,15 @@ class WorkerPart:
 
     async def load(self) -> None:
         """Have the worker load its windows. Raises ``ClusterError`` when it takes no messages."""
-        await self.link.end.send(self._load)
+        await self._ask(self._load)
 
     async def connect(self, address: str, key: str, sender: str) -> None:
         """Tell the worker where its steps go, and from whom they come."""
-        await self.link.end.send(Link(epoch=self.epoch, address=address, key=key, sender=sender))
+        await self._ask(Link(epoch=self.epoch, address=address, key=key, sender=sender))
+
+    async def _ask(self, message: Load | Link) -> None:
+        await self.link.end.send(message)
+        self._asked, self._asked_before, self._misses = message, self.link.next_ping, 0
 
     async def wait_status(self) -> WorkerStatus | None:
         """What the worker's ring process did so far, asked for now."""
@@ -427,6 +460,29 @@ class WorkerPart:
         """This part is over."""
         if not self.broken.done():
             self.broken.set_result(error)
+
+    def compare(self, number: int, state: PartState | None) -> Load | Link | None:
+        """With ping ``number`` the part stood so, or was not there: what was asked for and lost, and is to be said again.
+
+        An answer that was lost is heard now. A part that is gone after it was loaded does not come back.
+        """
+        if state is not None:
+            answers = (state.loaded, Linked(self.epoch) if state.linked else None, state.broken)
+            for answer in answers:
+                if answer is not None:
+                    self.hear(answer)
+        arrived = state is not None and (isinstance(self._asked, Load) or state.linked)
+        if self._asked is None or number < self._asked_before or arrived or self.broken.done():
+            self._misses = 0
+            return None
+        self._misses += 1
+        if self._misses < MISSES:
+            return None
+        self._misses, self._asked_before = 0, self.link.next_ping
+        if state is None and self.loaded.done():
+            self.fail(PartError(f"{self.name}: its part ended without a word", self.name, "ring"))
+            return None
+        return self._asked
 
     def hear(self, message: Progress | Loaded | Linked | Broken | WorkerStatus) -> None:
         """What the worker says about this epoch."""

@@ -182,7 +182,7 @@ def _memory(instance: Instance, rounds: int) -> list[float]:
     found = []
     for m, member in enumerate(instance.members):
         windows = rounds + (m == 0)
-        own = instance.runtime_bytes(windows) + (0 if m else instance.head_bytes + instance.model.output_bytes)
+        own = instance.runtime_bytes(windows) + (0 if m else instance.head_bytes(windows) + instance.model.output_bytes)
         vram = 0 if member.shares_memory else max(0, member.vram_limit - instance.gpu_runtime_bytes(windows))
         found.append(max(1.0, member.ram_limit - own + vram))
     return found

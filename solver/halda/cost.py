@@ -33,11 +33,18 @@ from halda.quantisation import bytes_per_weight
 
 HIDDEN_VALUE_BYTES: Final = 4
 """Hidden states travel as float32."""
-RUNTIME_BYTES: Final = 72 << 20
-"""What a ring process holds besides weights, KV cache and compute buffers: Python, llama.cpp, message buffers. (Measured: 57
-to 72 MiB.)"""
-WINDOW_BYTES: Final = 4 << 20
-"""What a window keeps of its compute buffer between steps of many rows. (Measured: about 2 MB.)"""
+RUNTIME_BYTES: Final = 40 << 20
+"""What a ring process holds whatever it computes: Python, llama.cpp and, in the kernel, page tables and buffers of sockets.
+(Measured: 29 to 33 MB in the process, 5 to 10 beside it.)"""
+RING_HEAD_BYTES: Final = 10 << 20
+"""What the head of a ring holds besides. (Measured: 7 MB.)"""
+VOCABULARY_BYTES: Final = 300
+"""What llama.cpp holds of each token of a vocabulary, in a device that computes alone. (Measured: 160 without merges, 440
+for each of 49,000 with as many.)"""
+WINDOW_BYTES: Final = 2 << 20
+"""What a window holds besides: graphs, and what one row fills of its compute buffer. (Measured: 1.1 to 1.6 MB.)"""
+HIDDEN_COPIES: Final = 3
+"""Hidden states of a chunk of a prompt that are on their way in or out of a process."""
 GPU_RUNTIME_BYTES: Final = 256 << 20
 """What a GPU backend keeps for itself (context, kernels)."""
 ACTIVATION_BYTES: Final = 4
@@ -183,7 +190,37 @@ def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
     cells = workload.context_tokens * workload.sequences
     masks = 2 if model.architecture in TWO_MASKS else 1
     values = max(_values_a_row(layer, model) for layer in model.layers)
-    return math.ceil(min(workload.chunk_rows, cells) * (values * ACTIVATION_BYTES + masks * cells * MASK_BYTES))
+    return math.ceil(_largest_rows(workload) * (values * ACTIVATION_BYTES + masks * cells * MASK_BYTES))
+
+
+def _largest_rows(workload: Workload) -> int:
+    """Rows of the largest step: those of a chunk, or all that the context holds."""
+    return min(workload.chunk_rows, workload.context_tokens * workload.sequences)
+
+
+def hidden_bytes(model: ModelProfile, workload: Workload) -> int:
+    """Hidden states of a chunk that are on their way through a process."""
+    return HIDDEN_COPIES * _largest_rows(workload) * model.width * HIDDEN_VALUE_BYTES
+
+
+def window_bytes(model: ModelProfile, workload: Workload) -> int:
+    """What a window keeps of RAM besides weights, KV cache and compute buffer, once it has computed a chunk of a prompt.
+
+    llama.cpp keeps the rows in which it converts the inputs of a matrix multiplication to the type that suits the weights,
+    the widest of a layer: feed-forward's. (Measured as its size: 4.2 MB for 256 rows of an 8B.)
+    """
+    widest = max(_converted_bytes_a_row(layer, model) for layer in model.layers)
+    return WINDOW_BYTES + math.ceil(_largest_rows(workload) * widest)
+
+
+def _converted_bytes_a_row(layer: LayerProfile, model: ModelProfile) -> float:
+    """Bytes of the widest row: feed-forward's, of attention as good as nothing, or those of all experts that it uses."""
+    value_bytes = 2 if {"F16", "BF16"} & {*layer.bytes_by_type, *layer.expert_bytes_by_type} else 292 / 256  # Q8_K
+    always = max(model.width, _weights(layer.bytes_by_type) / (3 * model.width) - 5 / 6 * model.width)
+    experts = 0.0
+    if layer.expert_bytes:
+        experts = _weights(layer.expert_bytes_by_type) * model.experts_used / model.experts / (3 * model.width)
+    return value_bytes * max(always, experts)
 
 
 def _values_a_row(layer: LayerProfile, model: ModelProfile) -> float:

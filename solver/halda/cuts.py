@@ -183,7 +183,7 @@ class _Pricing:
         gpu = self._at[None, :] - start
         uses_gpu = (gpu > 0) | tail_on_gpu
         fixed = instance.runtime_bytes(windows)
-        fixed += (instance.head_bytes + (0 if tail_on_gpu else self._output_bytes)) * is_head
+        fixed += (instance.head_bytes(windows) + (0 if tail_on_gpu else self._output_bytes)) * is_head
         on_cpu = self._sum(self._held, self._at[:, None], start) + (0 if tail_on_gpu else self._held[tail].sum())
         in_vram = self._sum(self._held, start, self._at[None, :]) + instance.gpu_runtime_bytes(windows) * uses_gpu
         if tail_on_gpu:

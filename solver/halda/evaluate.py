@@ -411,7 +411,7 @@ def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
     total = _weights(share.cpu, instance) - share.streamed_bytes + ahead + _kv(share.cpu, instance)
     total += instance.runtime_bytes(share.windows)
     if share.is_head:
-        total += instance.head_bytes + (0 if plan.output_on_gpu else instance.model.output_bytes)
+        total += instance.head_bytes(share.windows) + (0 if plan.output_on_gpu else instance.model.output_bytes)
     if share.member.shares_memory:
         total += _vram_bytes(plan, instance, share)
     return total

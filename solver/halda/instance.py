@@ -192,12 +192,18 @@ class Instance:
         """Compute buffer of a window while it computes a chunk of a prompt."""
         return cost.compute_buffer_bytes(self.model, self.workload)
 
+    @cached_property
+    def window_bytes(self) -> int:
+        """What each window takes of RAM besides weights and KV cache."""
+        return cost.window_bytes(self.model, self.workload)
+
     def runtime_bytes(self, windows: int) -> int:
         """RAM of a device with so many windows besides weights and KV cache.
 
         Of its windows one at a time has a full compute buffer: the engine gives its pages back before the next one computes.
         """
-        return cost.RUNTIME_BYTES + windows * cost.WINDOW_BYTES + self.buffer_bytes
+        moving = cost.hidden_bytes(self.model, self.workload)
+        return cost.RUNTIME_BYTES + moving + windows * self.window_bytes + self.buffer_bytes
 
     def gpu_runtime_bytes(self, windows: int) -> int:
         """VRAM of a device that uses its GPU, besides weights and KV cache.
@@ -207,10 +213,11 @@ class Instance:
         """
         return cost.GPU_RUNTIME_BYTES + windows * self.buffer_bytes
 
-    @cached_property
-    def head_bytes(self) -> int:
-        """RAM of the head besides, the output matrix aside: what logits take beyond the compute buffer they are in."""
-        return max(0, cost.logits_bytes(self.model, self.workload) - self.buffer_bytes)
+    def head_bytes(self, windows: int) -> int:
+        """RAM of the head besides, the output matrix aside: what logits take beyond the compute buffer they are in, and the
+        vocabulary where it has one window, and so all layers."""
+        logits = max(0, cost.logits_bytes(self.model, self.workload) - self.buffer_bytes)
+        return logits + (cost.RING_HEAD_BYTES if windows > 1 else cost.VOCABULARY_BYTES * self.model.vocabulary)
 
     def link(self, source: int, target: int) -> LinkProfile:
         """The link between two members; on one machine with what it costs to change between processes."""

@@ -413,7 +413,11 @@ def _memory(
         on_cpu += layout.used[m] * (instance.runtime_bytes(windows) / unit)
         if m == 0:
             on_gpu += output_on_gpu * output
-            on_cpu += instance.head_bytes / unit + (1 - output_on_gpu - streams.output) * output + streams.beside_slots
+            on_cpu += (
+                instance.head_bytes(windows) / unit
+                + (1 - output_on_gpu - streams.output) * output
+                + streams.beside_slots
+            )
         vram.append(on_gpu)
         ram.append(on_cpu + on_gpu if member.shares_memory else on_cpu)
         disk.append(_dot(layout.cpu[m], sizes) + _dot(layout.gpu[m], sizes) if len(layout.cpu) > 1 else 0)

@@ -216,7 +216,7 @@ def _device(ring: Instance, at: int, to: int) -> _Device:
         d_avail=min(member.ram_limit, member.vram_limit) if metal else member.ram_limit,
         vram=_vram(member) - (b_o if metal else 0),
         b_io=ring.model.embedding_bytes / ring.model.vocabulary + b_o if is_head else 0.0,
-        ram_besides=ring.runtime_bytes(0) + (ring.head_bytes if is_head else 0),
+        ram_besides=ring.runtime_bytes(0) + (ring.head_bytes(2) if is_head else 0),
         ram_window=ring.runtime_bytes(1) - ring.runtime_bytes(0),
         gpu_besides=ring.gpu_runtime_bytes(0),
         gpu_window=ring.gpu_runtime_bytes(1) - ring.gpu_runtime_bytes(0),

@@ -39,7 +39,7 @@ def test_who_is_short_of_memory_streams_just_enough(rounds):
 
 def test_the_least_memory_streams_the_output_matrix_too():
     needs = instance([device("d0")], [], model(), WORK, {})
-    least = needs.runtime_bytes(1) + needs.head_bytes + 20 * needs.kv_bytes[0] + 2 * needs.slot_bytes
+    least = needs.runtime_bytes(1) + needs.head_bytes(1) + 20 * needs.kv_bytes[0] + 2 * needs.slot_bytes
     plan, prediction = by_hand(least, windows=(20,))
     assert plan.streams_output
     assert not prediction.short

@@ -212,7 +212,7 @@ def test_an_output_matrix_that_streams_is_read_with_the_layers():
     asked = question(device("desk"))
     fewest = replace(asked.workload, chunk_rows=min(CHUNKS))
     needs = instance(asked.devices, [], asked.model, fewest, {})
-    least = needs.runtime_bytes(1) + needs.head_bytes + 20 * 4096 * 4096 + 2 * GB // 4
+    least = needs.runtime_bytes(1) + needs.head_bytes(1) + 20 * 4096 * 4096 + 2 * GB // 4
     found = explain(question(device("desk", ram=least)))
     assert found.chunk_rows == fewest.chunk_rows
     (part,) = found.devices

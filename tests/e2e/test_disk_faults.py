@@ -28,7 +28,7 @@ from tests.fakes.profile import CPU, home_record, machine_record, speeds
 
 pytestmark = pytest.mark.slow
 
-MAX_RAM = "97MiB"
+MAX_RAM = "65MiB"
 """The runtime and little more than two layers, so that nearly all layers stream."""
 MOST_GAP_S = 30.0
 TOKENS = 48

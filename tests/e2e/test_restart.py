@@ -98,7 +98,7 @@ def test_a_head_that_restarts_finds_the_layers_in_the_memory_of_the_workers(thre
 
 def test_without_a_plan_an_answer_ends_with_an_error_and_the_endpoint_waits_for_devices(smollm2, new_home, cluster):
     worker_home = new_home("worker")
-    limited = ("--max-ram", "152MB", "--context", 2048, "--wait", 1)
+    limited = ("--max-ram", "130MB", "--context", 2048, "--wait", 1)
     with ExitStack() as stack:
         worker = stack.enter_context(joined(worker_home, cluster))
         head = stack.enter_context(heading(smollm2, new_home("head"), cluster, *limited))

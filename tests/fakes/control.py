@@ -27,6 +27,7 @@ from primad.cluster.messages import (
     LinksMeasured,
     LinkTarget,
     MeasureLinks,
+    PartState,
     Ping,
     Pong,
     Refused,
@@ -60,7 +61,7 @@ class FakeDevice:
     """A worker: greets, answers pings, echoes and questions for links as the daemon does; the rest is up to the test.
 
     What it does not answer by itself is in ``heard``. ``silent`` answers nothing; ``refuses`` is what it says to a hello;
-    without ``echoes`` no link to it can be measured.
+    without ``echoes`` no link to it can be measured. ``parts`` is how it says that its parts stand; None as an older one.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class FakeDevice:
         self.refuses: str | None = None
         self.measures = True
         self.echoes = True
+        self.parts: list[PartState] | None = None
+        self.pings = 0
         self.hellos: list[Hello] = []
         self.knocks = 0
         self.asked: list[list[str]] = []
@@ -151,8 +154,9 @@ class FakeDevice:
                 await self.end.send(peer, self._welcome() if self.refuses is None else Refused(self.refuses))
             case Echo(answer_bytes=size) if self.echoes:
                 await self.end.send(peer, Echoed(bytes(size)))
-            case Ping(status=False):
-                await self.end.send(peer, Pong())
+            case Ping(status=False, number=number):
+                self.pings += 1
+                await self.end.send(peer, Pong(number, self.parts))
             case MeasureLinks(targets=targets) if self.measures:
                 if targets:
                     self.asked.append([target.device for target in targets])

@@ -29,7 +29,7 @@ LAYERS = 32
 """Of 9 MB: several hundred megabytes, read a little at a time."""
 WORKER_BYTES = 500 * MB
 """For its daemon and ring process (some 110 MB) and more than half of the model."""
-HEAD_RAM = "280MB"
+HEAD_RAM = "255MB"
 """With it the head alone must stream most layers, so that the worker is worth having."""
 FIRST_BYTES, STEP_BYTES, LAST_BYTES = 240 * MB, 8 * MB, 4 * MB
 FEW_BYTES, LAST_S = 25 * MB, 3.0

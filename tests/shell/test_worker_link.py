@@ -25,6 +25,7 @@ from primad.cluster.messages import (
     Load,
     Loaded,
     MeasureLinks,
+    PartState,
     Ping,
     Pong,
     Pressed,
@@ -557,6 +558,132 @@ def test_a_status_is_asked_for_and_the_answer_is_new():
                 answer = WorkerStatus(epoch=3, status=STATUS, daemon_rss_bytes=size)
                 await device.tell(answer)
                 assert await asking == answer
+            link.close()
+
+    asyncio.run(once())
+
+
+# ---- messages that were lost ----------------------------------------------------------------------------------------
+
+
+def state(epoch: int = 3, *, loaded: bool = False, linked: bool = False, broken: str | None = None) -> PartState:
+    return PartState(
+        epoch=epoch,
+        loaded=Loaded(epoch=epoch, port=4000, key=KEY) if loaded else None,
+        linked=linked,
+        broken=None if broken is None else Broken(epoch=epoch, error=broken, fault="load"),
+    )
+
+
+async def some_pings(device: FakeDevice, count: int = 10) -> None:
+    """Time for what a head says to answers that it finds wrong."""
+    enough = device.pings + count
+    await device.wait(lambda: device.pings >= enough)
+
+
+def test_a_load_that_was_lost_is_asked_for_again_until_it_arrives():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.parts = []
+            link = await link_to(context, device, heard)
+            part = WorkerPart(link, a_load(3), lambda *_: None)
+            await some_pings(device)
+            assert device.heard.empty(), "nothing was asked for yet"
+            await part.load()
+            for _ in range(3):
+                assert (await device.hear(Load)).epoch == 3
+            device.parts = [state()]
+            await some_pings(device)
+            while not device.heard.empty():
+                device.heard.get_nowait()
+            await some_pings(device)
+            assert device.heard.empty(), "it is loading"
+            assert not part.broken.done()
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_link_that_was_lost_is_asked_for_again_and_its_answer_is_heard():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            part = WorkerPart(link, a_load(3), lambda *_: None)
+            device.parts = [state(loaded=True)]
+            await part.load()
+            assert await part.loaded == (4000, KEY), "though it was never told in a message of its own"
+            await part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY)
+            first = await device.hear(Link)
+            assert await device.hear(Link) == first
+            device.parts = [state(loaded=True, linked=True)]
+            await part.linked
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_break_whose_message_was_lost_is_heard():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            part = WorkerPart(link, a_load(3), lambda *_: None)
+            device.parts = [state(broken="no memory")]
+            error = await part.broken
+            assert isinstance(error, PartError)
+            assert (error.device, error.fault, str(error)) == ("nas", "load", "nas: no memory")
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_part_that_is_gone_after_it_was_loaded_is_over():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.parts = [state(loaded=True)]
+            link = await link_to(context, device, heard)
+            part = WorkerPart(link, a_load(3), lambda *_: None)
+            await part.load()
+            await part.loaded
+            device.parts = []
+            error = await part.broken
+            assert isinstance(error, PartError)
+            assert str(error) == "nas: its part ended without a word"
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_release_that_was_lost_is_said_again():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.parts = [state(3), state(4)]
+            link = await link_to(context, device, heard)
+            part = WorkerPart(link, a_load(4), lambda *_: None)
+            await part.load()
+            for _ in range(2):
+                assert await device.hear(Release) == Release(epoch=3)
+            assert not part.broken.done()
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_an_older_worker_that_does_not_say_how_its_parts_stand_is_asked_once():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            part = WorkerPart(link, a_load(3), lambda *_: None)
+            await part.load()
+            await device.hear(Load)
+            await some_pings(device)
+            assert device.heard.empty()
+            assert not part.broken.done()
             link.close()
 
     asyncio.run(once())

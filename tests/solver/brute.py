@@ -88,6 +88,8 @@ class Brute:
         self._sizes = [layer.size_bytes for layer in instance.model.layers]
         self._kv = [instance.kv_bytes[kind] for kind in instance.kind_of]
         self._buffer = cost.compute_buffer_bytes(instance.model, instance.workload)
+        self._window = cost.window_bytes(instance.model, instance.workload)
+        self._besides = cost.RUNTIME_BYTES + cost.hidden_bytes(instance.model, instance.workload) + self._buffer
         model = instance.model
         self._kind_sizes = [kind.size_bytes for kind in instance.kinds]
         experts = [sum(kind.expert_bytes_by_type.values()) for kind in instance.kinds]
@@ -189,8 +191,8 @@ class Brute:
             vram += cost.GPU_RUNTIME_BYTES + windows * self._buffer  # each stays there
         if vram > member.vram_limit:
             return
-        fixed = sum(sizes[i] + kv[i] for i in on_cpu) + cost.RUNTIME_BYTES + windows * cost.WINDOW_BYTES + self._buffer
-        fixed += (instance.head_bytes if is_head else 0) + (0 if output_on_gpu else output)
+        fixed = sum(sizes[i] + kv[i] for i in on_cpu) + self._besides + windows * self._window
+        fixed += (instance.head_bytes(windows) if is_head else 0) + (0 if output_on_gpu else output)
         fixed += vram if member.shares_memory else 0
         if ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit:
             return

@@ -31,7 +31,7 @@ def small_instance(rng: random.Random) -> tuple[Instance, Objective]:
         if len(question.kinds) <= (2 if layers <= 10 else 1):
             break
     head, *others = question.devices
-    extra = question.model.output_bytes + question.head_bytes  # or else most heads hold too little
+    extra = question.model.output_bytes + question.head_bytes(2)  # or else most heads hold too little
     fleet = (replace(head, ram_available_bytes=head.ram_available_bytes + extra), *others)
     links = dict(question.links)
     if rng.random() < 0.5:

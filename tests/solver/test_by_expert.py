@@ -196,7 +196,7 @@ def test_no_plan_is_better_where_dense_layers_stream_beside_experts(objective):
     for head_slots, slots in ((3, 2), (2.5, 3), (4, 4)):
         asked = question(model, 0, 0, disk=DISK / 5)
         kv, size = sum(asked.kv_bytes[kind] for kind in asked.kind_of), asked.slot_bytes
-        besides = asked.runtime_bytes(2) + asked.head_bytes + asked.model.output_bytes + kv
+        besides = asked.runtime_bytes(2) + asked.head_bytes(2) + asked.model.output_bytes + kv
         asked = question(model, int(besides + head_slots * size), int(besides + slots * size), disk=DISK / 5)
         # On slow links a token takes longer than each disk reads.
         links = [planning.link(a, b, round_trip_s=1.5) for a, b in (("d0", "d1"), ("d1", "d0"))]
@@ -216,7 +216,7 @@ def test_no_plan_is_better_where_dense_layers_stream_beside_experts(objective):
 def test_where_the_output_matrix_streams_too_the_program_agrees_with_all_plans():
     model = moe(6, dense=1)
     asked = question(model, 0, work=WORK)
-    least = asked.runtime_bytes(1) + asked.head_bytes + sum(asked.kv_bytes[kind] for kind in asked.kind_of)
+    least = asked.runtime_bytes(1) + asked.head_bytes(1) + sum(asked.kv_bytes[kind] for kind in asked.kind_of)
     asked = question(model, least + 2 * asked.slot_bytes + 5 * MB)
     assert Brute(asked, "latency").best() is None
     answer = check_against_brute_force(asked, "latency")

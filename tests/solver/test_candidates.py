@@ -116,7 +116,7 @@ def streaming_fleet() -> Instance:
     asked = instance([slow_device(name, 0) for name in names], links, model, WORK, {})
     held = sum(layer.size_bytes for layer in model.layers) + LAYERS * max(asked.kv_bytes)
     each = held // DEVICES // 2 + 2 * asked.slot_bytes + asked.runtime_bytes(1)
-    head = model.output_bytes + asked.head_bytes
+    head = model.output_bytes + asked.head_bytes(2)
     rams = [int(1.02 * (each + (0 if i else head))) for i in range(DEVICES)]
     devices = tuple(slow_device(name, ram) for name, ram in zip(names, rams, strict=True))
     return replace(asked, devices=devices)

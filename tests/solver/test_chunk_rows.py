@@ -34,14 +34,14 @@ def solved(
     return solve(devices or (SLOW_DISK,), [], model(), work, objective=objective, chunks=chunks)
 
 
-@pytest.mark.parametrize("objective", ["balanced", "ttft"])
-def test_a_slow_disk_serves_more_rows_with_each_read(objective):
+@pytest.mark.parametrize(("objective", "rows"), [("balanced", 1024), ("ttft", 2048)])
+def test_a_slow_disk_serves_more_rows_with_each_read(objective, rows):
     small, large = solved(objective=objective, chunks=()), solved(objective=objective)
-    assert (small.prediction.chunk_rows, large.prediction.chunk_rows) == (512, 2048)
+    assert (small.prediction.chunk_rows, large.prediction.chunk_rows) == (512, rows)
     assert large.objective_s < small.objective_s
-    assert large.prediction.ttft_s < 0.5 * small.prediction.ttft_s
-    assert large.prediction.devices[0].ram_bytes <= 3 * GB
-    assert evaluate(large.plan, question(SLOW_DISK, rows=2048)) == large.prediction
+    assert large.prediction.ttft_s < 0.6 * small.prediction.ttft_s
+    assert large.prediction.devices[0].ram_bytes <= SLOW_DISK.ram_available_bytes
+    assert evaluate(large.plan, question(SLOW_DISK, rows=rows)) == large.prediction
 
 
 def test_the_larger_buffer_may_cost_more_than_it_gains():
@@ -81,7 +81,7 @@ def least_ram(rows: int, layers: int = 20) -> int:
     asked = question(device("desk", ram=0), rows=rows)
     windows = 1 if layers == 20 else 2
     kv, layer, output = asked.kv_bytes[0], asked.slot_bytes, asked.model.output_bytes
-    return asked.runtime_bytes(windows) + asked.head_bytes + layers * kv + layer + max(layer, output)
+    return asked.runtime_bytes(windows) + asked.head_bytes(windows) + layers * kv + layer + max(layer, output)
 
 
 def test_with_the_least_memory_a_chunk_has_the_fewest_rows():

@@ -138,7 +138,7 @@ def test_an_overloaded_device_reads_what_its_memory_lacks_from_disk() -> None:
     small = device("a", 3 * GB)
     answer = published(small, of=model(4))
     asked = instance([small], [], model(4), WORK, {})
-    lacking = 4 * GB + GB + ROW_BYTES + asked.runtime_bytes(1) + asked.head_bytes - 3 * GB
+    lacking = 4 * GB + GB + ROW_BYTES + asked.runtime_bytes(1) + asked.head_bytes(2) - 3 * GB
     assert answer.sets == {"a": "M3"}
     assert answer.predicted_s == pytest.approx(4 * 0.1 + OUTPUT_S + lacking / GB)
     assert answer.plan.streaming
