@@ -86,6 +86,13 @@ def a_welcome(profile: DeviceProfile = PROFILE, layer_port: int = 7771) -> clust
     return cluster.Welcome(protocol=2, version="0", build="b", profile=profile, layer_port=layer_port)
 
 
+def a_part(epoch: int = 1, **changes: Any) -> cluster.PartState:
+    loaded = cluster.Loaded(epoch=epoch, port=4000, key=KEY)
+    broken = cluster.Broken(epoch=epoch, error="no memory", fault="load")
+    part = cluster.PartState(epoch=epoch, loaded=loaded, linked=True, broken=broken)
+    return msgspec.structs.replace(part, **changes)
+
+
 STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[0.1], rss_bytes=1, private_bytes=1, refused=0)
 
 FROM_HEAD = [
@@ -98,6 +105,7 @@ FROM_HEAD = [
     cluster.Link(epoch=1, address="tcp://127.0.0.1:1", key=KEY, sender=KEY),
     cluster.Release(epoch=1),
     cluster.Ping(status=True),
+    cluster.Ping(status=False, number=7),
     cluster.MeasureLinks(targets=[]),
     cluster.MeasureLinks(targets=[a_target(addresses=["127.0.0.1", "::1", "fe80::1%eth0"], port=7770)]),
     cluster.Echo(payload=b"", answer_bytes=cluster.MAX_ECHO_BYTES),
@@ -116,6 +124,8 @@ FROM_WORKER = [
     cluster.Pressed(epoch=1, needed_bytes=1, ram_available_bytes=0),
     cluster.Relieved(0),
     cluster.Pong(),
+    cluster.Pong(7, []),
+    cluster.Pong(7, [a_part(loaded=None, broken=None), a_part(epoch=2), a_part(broken=None)]),
     cluster.WorkerStatus(epoch=1, status=STATUS, daemon_rss_bytes=1),
     cluster.LinksMeasured(links=[]),
     cluster.LinksMeasured(links=[a_link(), a_link(address="")]),
@@ -454,6 +464,12 @@ def test_the_texts_of_a_worker_are_one_printable_line(message):
     assert len(text) < 400
 
 
+def test_the_texts_of_a_workers_parts_are_one_printable_line():
+    broken = cluster.Broken(epoch=1, error=HOSTILE, fault="ring")
+    received = cluster.decode_from_worker(encode(cluster.Pong(1, [a_part(broken=broken)])))
+    assert received.parts[0].broken == cluster.decode_from_worker(encode(broken))
+
+
 def test_the_build_and_version_of_a_worker_are_one_printable_line():
     hostile = msgspec.structs.replace(a_welcome(), build=HOSTILE, version=HOSTILE)
     received = cluster.decode_from_worker(encode(hostile))
@@ -510,11 +526,29 @@ def test_a_profile_with_impossible_figures_is_refused(figures):
         cluster.Pressed(epoch=1, needed_bytes=1, ram_available_bytes=-1),
         cluster.Relieved(-1),
         cluster.Relieved(cluster.MAX_MEMORY_BYTES + 1),
+        cluster.Pong(1, [a_part(loaded=cluster.Loaded(epoch=1, port=0, key=KEY))]),
+        cluster.Pong(1, [a_part(broken=cluster.Broken(epoch=1, error="no memory", fault="dance"))]),
     ],
 )
 def test_impossible_news_of_a_worker_are_refused(message):
     with pytest.raises(ProtocolError, match="impossible"):
         cluster.decode_from_worker(encode(message))
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([a_part()] * (cluster.MAX_PARTS + 1), "65 parts; at most 64"),
+        ([a_part(loaded=cluster.Loaded(epoch=2, port=1, key=KEY))], "something about another"),
+        ([a_part(broken=cluster.Broken(epoch=2, error="no memory", fault="load"))], "something about another"),
+        ([a_part(loaded=cluster.Loaded(epoch=1, port=1, key=HOSTILE))], "no public key"),
+    ],
+    ids=["too many", "loaded", "broken", "key"],
+)
+def test_parts_that_cannot_be_are_refused(parts, why):
+    with pytest.raises(ProtocolError, match=why) as refused:
+        cluster.decode_from_worker(encode(cluster.Pong(1, parts)))
+    assert_one_line(str(refused.value))
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------
@@ -536,6 +570,16 @@ def test_a_version_talks_to_its_neighbours_and_to_no_other_whoever_asks(monkeypa
         monkeypatch.setattr(cluster, "PROTOCOL", protocol)
         monkeypatch.setattr(cluster, "OLDEST", oldest)
         assert cluster.agreed_protocol(*other) == agreed
+
+
+def test_signs_of_life_of_an_older_version_are_understood_and_ours_by_it():
+    assert cluster.decode_from_head(msgspec.msgpack.encode({"type": "ping", "status": False})) == cluster.Ping(False)
+    assert cluster.decode_from_worker(msgspec.msgpack.encode({"type": "pong"})) == cluster.Pong()
+
+    class Pong(msgspec.Struct, frozen=True, tag="pong"):
+        """As it was."""
+
+    assert msgspec.msgpack.decode(encode(cluster.Pong(7, [a_part()])), type=Pong) == Pong()
 
 
 def test_a_field_of_a_newer_version_is_skipped():

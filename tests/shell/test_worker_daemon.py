@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -46,14 +47,17 @@ from primad.daemon import parts as parts_module
 from primad.daemon import worker as worker_module
 from primad.daemon.shard import Place
 from primad.daemon.worker import WorkerDaemon
+from primad.daemon.worker_link import Caller, PartError, WorkerLink, WorkerPart, greet, knock
 from primad.engine.protocol import WindowFiles
 from primad.errors import ClusterError
 from primad.gguf.cache import LayerCache
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
+from primad.ring.messages import Connect
 from tests.fakes.control import HOST
 from tests.fakes.process import FakeProcesses
 from tests.fakes.profile import PROFILE
+from tests.fakes.relay import Relay
 
 PATIENCE_S = 20
 DESK, TOWER, STRANGER = (new_identity() for _ in range(3))
@@ -130,7 +134,7 @@ class Lab:
         self.identity = new_identity()
         self.home = home
         self.said: list[str] = []
-        self._context = context
+        self.context = context
         self._news = asyncio.Condition()
         config = load_config({"home": home, "name": "lap", "host": HOST, "port": 0} | flags, {})
         open_home(config)
@@ -163,7 +167,7 @@ class Lab:
         return next(line for line in self.said if line.startswith(start))
 
     def head(self, name: str = "desk", identity: Identity = DESK) -> FakeHead:
-        return FakeHead(self._context, name, identity, self)
+        return FakeHead(self.context, name, identity, self)
 
     async def admin(self, request: object) -> object:
         return await self.daemon._administer(request)
@@ -305,6 +309,103 @@ def test_a_ring_process_that_dies_is_told_and_the_daemon_goes_on(lab):
             assert (broken.epoch, broken.fault) == (1, "ring")
             await desk.say(Release(epoch=1))
             await desk.loads(a_load(2))
+
+    asyncio.run(once())
+
+
+# ---- connections that are reset -------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def linked_over(relay: Relay, lap: Lab, context: zmq.asyncio.Context) -> AsyncIterator[WorkerLink]:
+    caller = Caller(
+        context=context,
+        identity=DESK,
+        device="desk",
+        session=1,
+        build="a build",
+        gone_after_s=600.0,
+        ping_interval_s=0.02,
+    )
+    deaf = SimpleNamespace(heard=lambda _: None)  # whoever is lost, leaves or is short of memory is a mistake
+    end, _ = await knock(caller, [(HOST, relay.port)], [lap.identity.public])
+    link = await greet(caller, end, deaf)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
+    """``Load`` and ``Link`` on their way there, ``Loaded`` and ``Linked`` back."""
+
+    async def once() -> None:
+        async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
+            part = WorkerPart(link, a_load(1), lambda *_: None)
+            relay.swallow(way)
+            await part.load()
+            await relay.swallows(1000)
+            assert not part.loaded.done()
+            relay.reset()
+            port, key = await part.loaded
+            (process,) = lap.processes.all
+            assert (port, [key]) == (4000 + process.number, process.keys), "loaded once"
+
+            relay.swallow(way)
+            await part.connect("tcp://127.0.0.1:5", TOWER.public, TOWER.public)
+            await relay.swallows(1000)
+            assert not part.linked.done()
+            relay.reset()
+            await part.linked
+            assert await process.told(Connect) == Connect("tcp://127.0.0.1:5", TOWER.public, TOWER.public)
+            assert not part.broken.done()
+
+    asyncio.run(once())
+
+
+def test_a_break_that_a_reset_connection_took_with_it_is_said_again(lab):
+    async def once() -> None:
+        async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
+            part = WorkerPart(link, a_load(1), lambda *_: None)
+            await part.load()
+            await part.loaded
+            relay.swallow("back")
+            lap.processes.all[0].die("the ring process was ended by SIGABRT")
+            await relay.swallows(1000)
+            assert not part.broken.done()
+            relay.reset()
+            error = await part.broken
+            assert isinstance(error, PartError)
+            assert (error.fault, str(error)) == ("ring", "lap: the ring process was ended by SIGABRT")
+
+    asyncio.run(once())
+
+
+def test_a_release_that_a_reset_connection_took_with_it_is_said_again(lab, monkeypatch):
+    async def once() -> None:
+        async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
+            part = WorkerPart(link, a_load(1), lambda *_: None)
+            await part.load()
+            await part.loaded
+            release, released = lap.daemon._parts.release, asyncio.Event()
+
+            async def noted(epoch: int) -> None:
+                await release(epoch)
+                if epoch == 1:
+                    released.set()
+
+            monkeypatch.setattr(lap.daemon._parts, "release", noted)
+            relay.swallow("there")
+            await part.release()
+            await relay.swallows(200)
+            assert lap.daemon._parts.is_serving
+            relay.reset()
+            following = WorkerPart(link, a_load(2), lambda *_: None)
+            await following.load()
+            await following.loaded
+            await released.wait()
+            assert [state.epoch for state in lap.daemon._parts.states()] == [2]
 
     asyncio.run(once())
 

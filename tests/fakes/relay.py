@@ -1,0 +1,74 @@
+"""A wire between a head and a worker whose connections can be reset, with what is on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Literal, Self
+
+HOST = "127.0.0.1"
+RESETS = struct.pack("ii", 1, 0)
+"""Linger of no time: a socket that is closed so says RST and drops what it still has."""
+
+Way = Literal["there", "back"]
+
+
+class Relay:
+    """Passes on what comes to ``port``; of the way ``swallow`` nothing arrives, though it is taken."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._server: asyncio.Server | None = None
+        self._writers: list[asyncio.StreamWriter] = []
+        self._news = asyncio.Condition()
+        self._swallowed: Way | None = None
+        self._swallowed_bytes = 0
+        self.port = 0
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connected, HOST, 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.reset()
+
+    def swallow(self, way: Way) -> None:
+        """From now on, and until ``reset``, nothing arrives that goes this way."""
+        self._swallowed, self._swallowed_bytes = way, 0
+
+    async def swallows(self, count: int) -> None:
+        """Until so many bytes were taken and did not arrive."""
+        async with self._news:
+            await self._news.wait_for(lambda: self._swallowed_bytes >= count)
+
+    def reset(self) -> None:
+        """Reset every connection; new ones are passed on."""
+        self._swallowed = None
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            end: socket.socket = writer.get_extra_info("socket")
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETS)
+            writer.transport.abort()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(HOST, self._target)
+        self._writers += [writer, far_writer]
+        await asyncio.gather(self._pass(reader, far_writer, "there"), self._pass(far_reader, writer, "back"))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                if self._swallowed == way:
+                    self._swallowed_bytes += len(data)
+                    async with self._news:
+                        self._news.notify_all()
+                else:
+                    writer.write(data)
+        except ConnectionError:
+            return  # it was reset
+        finally:
+            writer.close()
