@@ -1,5 +1,3 @@
 """primad: the machines you own run one large language model together."""
 
-from importlib.metadata import version
-
-__version__ = version("primad")
+__version__ = "0.1.0"

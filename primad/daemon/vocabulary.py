@@ -5,9 +5,8 @@ Loaded only after the ring process has loaded the same file: whatever crashes ll
 
 from __future__ import annotations
 
-from gguf import GGUFValueType
-
 from primad.engine.llama import Vocabulary
+from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header
 
 CHAT_TEMPLATE = "tokenizer.chat_template"

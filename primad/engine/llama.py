@@ -29,8 +29,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-import gguf
-import llama_cpp as llama
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,7 +38,12 @@ from primad.engine.residency import Residency
 from primad.engine.scratch import LARGE_ROWS, Scratch
 from primad.engine.scratch import bind as bind_scratch
 from primad.errors import EngineError, WeightsError
+from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import TensorInfo
+from primad.lean import without_top
+
+with without_top("llama_cpp"):
+    from llama_cpp import llama_cpp as llama
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +118,6 @@ _EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
 llama.llama_log_set(_log, ctypes.c_void_p(0))
 llama.llama_backend_init()
 _ggml_base = _ggml()
-
-
-def build() -> str:
-    """What identifies this build of llama.cpp: package version and compiled-in features."""
-    return f"llama-cpp-python {llama.__version__}; {llama.llama_print_system_info().decode().strip()}"
 
 
 def _why(fallback: str) -> str:
@@ -457,7 +455,7 @@ class TokenEmbedding:
         )
         to_float = _ggml_base.ggml_get_type_traits(int(tensor.type)).contents.to_float
         self._to_float = _TO_FLOAT(to_float) if to_float else None
-        if self._to_float is None and tensor.type != gguf.GGMLQuantizationType.F32:
+        if self._to_float is None and tensor.type != GGMLQuantizationType.F32:
             raise EngineError(f"{tensor.path}: llama.cpp cannot read a token embedding of type {tensor.type.name}")
 
     def rows(self, tokens: NDArray[np.int32]) -> Hidden:

@@ -24,9 +24,9 @@ from enum import Enum
 from typing import Final
 
 import numpy as np
-from gguf import GGUFValueType
 
 from primad.errors import ModelError
+from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header, Value, array_value, scalar_value
 
 MAX_LAYERS: Final = 512

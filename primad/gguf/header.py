@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from primad.errors import ModelError
+from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 MAGIC: Final = b"GGUF"
 DEFAULT_ALIGNMENT: Final = 32

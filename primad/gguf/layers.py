@@ -23,9 +23,9 @@ from hashlib import blake2b
 from typing import Final, TypeVar
 
 import msgspec
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from primad.errors import ModelError, ProtocolError
+from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from primad.gguf.header import MAGIC, Header, TensorInfo, Value, scalar_value
 
 Chunk = TypeVar("Chunk", bytes, memoryview)

@@ -13,10 +13,10 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from gguf import GGMLQuantizationType
 
 from primad.errors import ModelError
 from primad.gguf.architectures import TensorRole, cuttable, layer_count, tensor_role, window_values
+from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header, TensorInfo
 from primad.gguf.layers import LayerCut, LayerRef, SmallTensor, Stop, cut, cut_layer, metadata_split, never

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from primad.engine.protocol import WindowFiles
+from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from primad.gguf.header import Value, scalar_value
 from primad.gguf.layers import ALIGNMENT, LayerTensor, SmallTensor, layer_header, metadata_split
 

@@ -1,0 +1,10 @@
+"""The constants of GGUF files, from the package that llama.cpp's makers keep."""
+
+from __future__ import annotations
+
+from primad.lean import without_top
+
+with without_top("gguf"):
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+__all__ = ["GGML_QUANT_SIZES", "GGMLQuantizationType", "GGUFValueType"]

@@ -1,0 +1,67 @@
+"""Processes load of llama_cpp and gguf what they need, and who wants the whole packages still gets them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from primad.lean import without_top
+
+
+def python(program: str) -> str:
+    """What ``program`` prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout
+
+
+def test_a_ring_process_loads_nothing_that_it_does_not_use():
+    heavy = {
+        "jinja2",
+        "diskcache",
+        "yaml",
+        "csv",
+        "email",
+        "importlib.metadata",
+        "zeroconf",
+        "typer",
+        "fastapi",
+        "asyncio",
+    }
+    loaded = python("import sys, primad.ring.process; print(' '.join(sys.modules))").split()
+    assert heavy.isdisjoint(loaded)
+    assert {"llama_cpp.llama_cpp", "gguf.constants"} <= set(loaded)
+
+
+def test_the_whole_packages_are_there_for_who_imports_them_later():
+    program = """
+import primad.engine.llama as ours
+from primad.gguf.constants import GGMLQuantizationType
+import gguf, llama_cpp
+assert gguf.GGMLQuantizationType is GGMLQuantizationType and gguf.GGUFReader and gguf.__spec__.name == "gguf"
+assert llama_cpp.Llama and llama_cpp.llama_decode is ours.llama.llama_decode
+print("whole")
+"""
+    assert python(program) == "whole\n"
+
+
+def test_a_package_that_is_loaded_already_stays_as_it_is():
+    program = """
+import gguf
+from primad.lean import without_top
+with without_top("gguf"):
+    import gguf.constants
+import sys
+assert sys.modules["gguf"] is gguf and gguf.GGUFReader
+print("the same")
+"""
+    assert python(program) == "the same\n"
+
+
+def test_a_package_that_is_not_there_is_missed_as_ever():
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"), without_top("no_such_package"):
+        import no_such_package  # noqa: F401
+    assert "no_such_package" not in sys.modules
+    with pytest.raises(ModuleNotFoundError), without_top("gguf.nothing"):
+        import gguf.nothing  # noqa: F401
