@@ -64,7 +64,6 @@ def _chat(url: str, body: str) -> None:
     end = "closed"
     try:
         connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
-        tell(sent=True)
         answer = connection.getresponse()
         tell(status=answer.status, retry_after=answer.getheader("Retry-After"))
         if answer.status != 200:

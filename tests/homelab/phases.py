@@ -6,10 +6,12 @@ import os
 import re
 import shutil
 import signal
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 from tests.homelab.cluster import Cluster, home
 from tests.homelab.rig import LONG, SHORT, Rig, wait_until
@@ -20,8 +22,8 @@ from tools.lab.device import Device, role
 SLOW_TRANSFER: Final = 'transfer_limit = "3MB/s"\n'
 LITTLE_CPUS: Final = 0.25
 MIDDLE_TOKENS: Final = 20
-MIDDLE_SHARE: Final = 0.4
-"""Of the time to the first token of a long prompt."""
+MIDDLE_CPU_S: Final = 0.2
+"""CPU time that a worker has spent on a long prompt of which it has much left to compute, whatever else the machine does."""
 
 _ESTABLISHED: Final = "01"
 
@@ -69,15 +71,30 @@ def loading(rig: Rig, name: str) -> None:
 
 
 def prefill(rig: Rig, name: str) -> Stream:
-    """The ring reads a long prompt; no token has come."""
-    del name
-    first_s = rig.undisturbed(LONG)
+    """The ring reads a long prompt, and the worker has begun with it; no token has come."""
+    rig.undisturbed(LONG)
     rig.mark()
+    device = rig.lab.device(name)
+    before = ring_cpu_s(device)
     stream = rig.ask(LONG)
-    stream.wait_sent()
-    time.sleep(max(0.0, stream.sent_s + MIDDLE_SHARE * first_s - time.monotonic()))
+
+    def is_under_way() -> bool:
+        return any(used_s >= before.get(pid, 0.0) + MIDDLE_CPU_S for pid, used_s in ring_cpu_s(device).items())
+
+    wait_until(is_under_way, f"it computes\n{rig.cluster.logs()}")
     assert not stream.times, "the prompt was read already"
     return stream
+
+
+def ring_cpu_s(device: Device) -> dict[int, float]:
+    """The CPU time that each ring process of a device has used."""
+    used_s = {}
+    for pid in device.pids():
+        with suppress(psutil.NoSuchProcess):
+            if role(pid) == "ring":
+                times = psutil.Process(pid).cpu_times()
+                used_s[pid] = times.user + times.system
+    return used_s
 
 
 def decode(rig: Rig, name: str) -> Stream:

@@ -49,7 +49,6 @@ class Rig:
         self.cluster = cluster
         self.lab: Homelab = cluster.lab
         self._texts: dict[str, str] = {}
-        self._times: dict[str, float] = {}
         self._blamed: set[str] = set()
         self._marks: dict[str, tuple[Running, int]] = {}
 
@@ -59,15 +58,14 @@ class Rig:
         """Ask for an answer; does not wait for it."""
         return self.cluster.stream(prompt, tokens, **_PLAIN)
 
-    def undisturbed(self, prompt: str, tokens: int = TOKENS) -> float:
-        """Note what the answer is as long as nothing happens; seconds to its first token. Asked once for each prompt."""
+    def undisturbed(self, prompt: str, tokens: int = TOKENS) -> None:
+        """Note what the answer is as long as nothing happens. Asked once for each prompt."""
         if prompt not in self._texts:
             stream = self.ask(prompt, tokens)
             stream.wait_end(PATIENCE_S)
             assert settled(stream), self.cluster.logs()
             assert stream.finish_reason == "length", self.cluster.logs()
-            self._texts[prompt], self._times[prompt] = stream.text, stream.times[0] - stream.sent_s
-        return self._times[prompt]
+            self._texts[prompt] = stream.text
 
     def check(self, stream: Stream, prompt: str = SHORT, patience_s: float = PATIENCE_S) -> None:
         """The answer ends as every answer must, and its text is the undisturbed one."""

@@ -41,11 +41,6 @@ class Stream:
         return [at for at, _ in self._texts()]
 
     @property
-    def sent_s(self) -> float:
-        """When the question was sent; it has been."""
-        return next(float(said["at"]) for said in self._said() if said.get("sent"))
-
-    @property
     def status(self) -> int | None:
         """The HTTP status; None while there is none."""
         return next((int(said["status"]) for said in self._said() if "status" in said), None)
@@ -86,10 +81,6 @@ class Stream:
         """
         gaps = [(later - earlier, later) for earlier, later in itertools.pairwise(self.times) if later > since]
         return max(gaps)[1] - since if gaps else None
-
-    def wait_sent(self, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until the question was sent."""
-        self._running.wait_for('"sent"', timeout_s)
 
     def wait_tokens(self, count: int, timeout_s: float = PATIENCE_S) -> None:
         """Wait until ``count`` tokens are there. Fails when the stream ends before."""
