@@ -20,8 +20,9 @@ from primad.config import Config, is_loopback, split_address
 from primad.daemon.links import LinkBook
 from primad.daemon.pairing_desk import PairingDesk
 from primad.daemon.reporter import Reporter
-from primad.daemon.worker_link import Caller, DeviceLostError, WorkerLink, build_gap, greet_named, knock, version_gap
+from primad.daemon.worker_link import Caller, WorkerLink, build_gap, greet_named, knock, version_gap
 from primad.daemon.worker_link import greet as say_hello
+from primad.daemon.worker_part import DeviceLostError
 from primad.errors import ClusterError
 
 logger = logging.getLogger(__name__)

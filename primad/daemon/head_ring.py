@@ -26,7 +26,8 @@ from primad.daemon.ring_parts import RingParts
 from primad.daemon.ring_status import Costs, device_status, link_status, plan_lines, promises
 from primad.daemon.shard import distrust, remove_metadata, streamed_of
 from primad.daemon.stopped import wait_stopped
-from primad.daemon.worker_link import PartError, WorkerLink, WorkerPart, blamed
+from primad.daemon.worker_link import WorkerLink
+from primad.daemon.worker_part import PartError, WorkerPart, blamed
 from primad.errors import ClusterError, ModelError, PrimadError, RingError, WeightsError
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.ring.messages import (

@@ -19,7 +19,8 @@ from primad.cluster.identity import Identity
 from primad.cluster.linkprobe import TIMEOUT_S, UNREACHABLE_S, measure_links
 from primad.cluster.messages import GONE_AFTER_S, MAX_ADDRESSES, LinkTarget
 from primad.daemon.reporter import Reporter
-from primad.daemon.worker_link import DeviceLostError, WorkerLink
+from primad.daemon.worker_link import WorkerLink
+from primad.daemon.worker_part import DeviceLostError
 
 logger = logging.getLogger(__name__)
 

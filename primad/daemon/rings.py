@@ -31,7 +31,7 @@ from primad.daemon.ring_parts import RingOptions, RingParts
 from primad.daemon.shard import Place
 from primad.daemon.tasks import Tasks, to_its_end
 from primad.daemon.vocabulary import ModelVocabulary
-from primad.daemon.worker_link import blamed
+from primad.daemon.worker_part import blamed
 from primad.errors import ModelError, PlanError, PrimadError, WeightsError
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header

@@ -1,20 +1,21 @@
-"""The head's conversation with one worker: find the address that works, greet it, hear that it lives, give it parts.
+"""The head's conversation with one worker: find the address that works, greet it, hear that it lives.
 
-``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``WorkerPart``; what is about the
-device itself (a sign of life, that it leaves, that its link broke) goes to the ``Listener``.
+``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``WorkerPart``
+(``worker_part.py``); what is about the device itself (a sign of life, that it leaves, that its link broke) goes to the
+``Listener``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import zmq.asyncio
 
-from halda import DeviceProfile, LinkProfile, Plan
+from halda import DeviceProfile, LinkProfile
 from primad import __version__
 from primad.cluster.control import HeadEnd
 from primad.cluster.identity import Identity
@@ -30,11 +31,9 @@ from primad.cluster.messages import (
     Knock,
     Knocked,
     Leaving,
-    Link,
     Linked,
     LinksMeasured,
     LinkTarget,
-    Load,
     Loaded,
     MeasureLinks,
     PartState,
@@ -52,32 +51,11 @@ from primad.cluster.messages import (
 )
 from primad.cluster.relief import lowered
 from primad.config import split_address
-from primad.errors import ClusterError, PrimadError
+from primad.daemon.worker_part import MISSES, DeviceLostError, WorkerPart
+from primad.errors import ClusterError
 
 KNOCK_TIMEOUT_S: Final = 3.0
 HELLO_TIMEOUT_S: Final = 5.0
-MISSES: Final = 2
-"""After so many answers in a row that know nothing of a message it was lost: one alone may have overtaken it when the
-connection was made anew."""
-
-OnProgress = Callable[[str, Progress], None]
-
-
-class DeviceLostError(ClusterError):
-    """``device`` does not answer any more, or works for another head."""
-
-    def __init__(self, message: str, device: str) -> None:
-        super().__init__(message)
-        self.device = device
-
-
-class PartError(ClusterError):
-    """The part of ``device`` in a ring failed; ``fault`` is what it was doing (``messages.FAULTS``)."""
-
-    def __init__(self, message: str, device: str, fault: str) -> None:
-        super().__init__(message)
-        self.device = device
-        self.fault = fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,19 +173,6 @@ async def greet_named(caller: Caller, address: str, keys: Collection[str], liste
         return await greet(caller, end, listener)
     except ClusterError as exc:
         raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
-
-
-def blamed(error: PrimadError, plan: Plan) -> tuple[str | None, bool]:
-    """Which worker of ``plan`` is to blame for ``error`` that ended its ring, None for none, and whether that will last."""
-    if isinstance(error, DeviceLostError):
-        return error.device, False
-    if not isinstance(error, PartError):
-        return None, False
-    device: str | None = error.device
-    if error.fault == "next":
-        following = plan.after(error.device)
-        device = following if following != plan.head else None
-    return device, error.fault == "disk"
 
 
 async def greet(caller: Caller, end: HeadEnd, listener: Listener) -> WorkerLink:
@@ -401,102 +366,3 @@ class WorkerLink:
             for part in list(self._parts.values()):
                 part.fail(DeviceLostError(f"{self.name} is gone: {reason}", self.name))
             self._listener.lost(self.name, reason)
-
-
-class WorkerPart:
-    """One worker's part in one epoch, as the head sees it.
-
-    ``loaded`` becomes its ring process's (port, key), ``linked`` is set when it sends to the next device. ``broken`` gets
-    the ``PartError`` or ``DeviceLostError`` that ends it.
-    """
-
-    def __init__(self, link: WorkerLink, load: Load, on_progress: OnProgress) -> None:
-        self.link = link
-        self.epoch = load.epoch
-        self._load = load
-        self._on_progress = on_progress
-        self._asked: Load | Link | None = None
-        self._asked_before = 0
-        self._misses = 0
-        loop = asyncio.get_running_loop()
-        self.loaded: asyncio.Future[tuple[int, str]] = loop.create_future()
-        self.linked: asyncio.Future[None] = loop.create_future()
-        self.broken: asyncio.Future[ClusterError] = loop.create_future()
-        self.status: WorkerStatus | None = None
-        self._status_news = asyncio.Event()
-        link.attend(self)
-
-    @property
-    def name(self) -> str:
-        """The device's name."""
-        return self.link.name
-
-    async def load(self) -> None:
-        """Have the worker load its windows. Raises ``ClusterError`` when it takes no messages."""
-        await self._ask(self._load)
-
-    async def connect(self, address: str, key: str, sender: str) -> None:
-        """Tell the worker where its steps go, and from whom they come."""
-        await self._ask(Link(epoch=self.epoch, address=address, key=key, sender=sender))
-
-    async def _ask(self, message: Load | Link) -> None:
-        await self.link.end.send(message)
-        self._asked, self._asked_before, self._misses = message, self.link.next_ping, 0
-
-    async def wait_status(self) -> WorkerStatus | None:
-        """What the worker's ring process did so far, asked for now."""
-        self._status_news.clear()
-        await self.link.end.send(Ping(status=True))
-        await self._status_news.wait()
-        return self.status
-
-    async def release(self) -> None:
-        """Let the worker give its windows back; nothing more is heard of this part. A worker that is gone has done so."""
-        self.link.forget(self)
-        with contextlib.suppress(ClusterError):
-            await self.link.end.send(Release(epoch=self.epoch))
-
-    def fail(self, error: ClusterError) -> None:
-        """This part is over."""
-        if not self.broken.done():
-            self.broken.set_result(error)
-
-    def compare(self, number: int, state: PartState | None) -> Load | Link | None:
-        """With ping ``number`` the part stood so, or was not there: what was asked for and lost, and is to be said again.
-
-        An answer that was lost is heard now. A part that is gone after it was loaded does not come back.
-        """
-        if state is not None:
-            answers = (state.loaded, Linked(self.epoch) if state.linked else None, state.broken)
-            for answer in answers:
-                if answer is not None:
-                    self.hear(answer)
-        arrived = state is not None and (isinstance(self._asked, Load) or state.linked)
-        if self._asked is None or number < self._asked_before or arrived or self.broken.done():
-            self._misses = 0
-            return None
-        self._misses += 1
-        if self._misses < MISSES:
-            return None
-        self._misses, self._asked_before = 0, self.link.next_ping
-        if state is None and self.loaded.done():
-            self.fail(PartError(f"{self.name}: its part ended without a word", self.name, "ring"))
-            return None
-        return self._asked
-
-    def hear(self, message: Progress | Loaded | Linked | Broken | WorkerStatus) -> None:
-        """What the worker says about this epoch."""
-        match message:
-            case Progress():
-                self._on_progress(self.name, message)
-            case Loaded(port=port, key=key):
-                if not self.loaded.done():
-                    self.loaded.set_result((port, key))
-            case Linked():
-                if not self.linked.done():
-                    self.linked.set_result(None)
-            case Broken(error=error, fault=fault):
-                self.fail(PartError(f"{self.name}: {error}", self.name, fault))
-            case WorkerStatus():
-                self.status = message
-                self._status_news.set()

@@ -29,7 +29,7 @@ from primad.daemon.head import HeadDaemon
 from primad.daemon.links import LinkBook
 from primad.daemon.questions import ServeOptions
 from primad.daemon.shard import Place
-from primad.daemon.worker_link import PartError
+from primad.daemon.worker_part import PartError
 from primad.errors import ClusterError, RingError, WeightsError
 from primad.gguf.cache import LayerCache
 from primad.gguf.header import Header

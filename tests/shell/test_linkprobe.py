@@ -16,7 +16,8 @@ from primad.cluster.linkprobe import UNREACHABLE_S, measure_links
 from primad.cluster.messages import MAX_ADDRESSES, LinkTarget
 from primad.daemon import links as links_module
 from primad.daemon.links import LinkBook
-from primad.daemon.worker_link import Caller, DeviceLostError, WorkerLink, greet
+from primad.daemon.worker_link import Caller, WorkerLink, greet
+from primad.daemon.worker_part import DeviceLostError
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated, head_end
 
 PATIENCE_S = 30

@@ -47,7 +47,8 @@ from primad.daemon import parts as parts_module
 from primad.daemon import worker as worker_module
 from primad.daemon.shard import Place
 from primad.daemon.worker import WorkerDaemon
-from primad.daemon.worker_link import Caller, PartError, WorkerLink, WorkerPart, greet, knock
+from primad.daemon.worker_link import Caller, WorkerLink, greet, knock
+from primad.daemon.worker_part import PartError, WorkerPart
 from primad.engine.protocol import WindowFiles
 from primad.errors import ClusterError
 from primad.gguf.cache import LayerCache

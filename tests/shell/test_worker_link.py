@@ -36,7 +36,8 @@ from primad.cluster.messages import (
     WorkerStatus,
 )
 from primad.daemon import worker_link
-from primad.daemon.worker_link import Caller, DeviceLostError, PartError, WorkerLink, WorkerPart, greet, knock
+from primad.daemon.worker_link import Caller, WorkerLink, greet, knock
+from primad.daemon.worker_part import DeviceLostError, PartError, WorkerPart
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
