@@ -225,6 +225,7 @@ class LocalRing:
                     route=len(plan.route),
                     host="127.0.0.1",
                     step_timeout_s=self._step_timeout_s,
+                    room_bytes=self._rooms.get(name, 0),
                 )
             )
         await self.link({name: await self.opened(name) for name in plan.devices})

@@ -352,6 +352,7 @@ class Parts:
                 route=load.route,
                 host=self._config.host,
                 step_timeout_s=load.step_timeout_s,
+                room_bytes=load.room_bytes,
             ),
         )
         host.indices = following

@@ -185,9 +185,10 @@ class Streams:
             self._streamer = None
         self._rest.close()
 
-    def reopened(self, indices: Sequence[tuple[int, int]]) -> Streams:
-        """The same for windows that are kept, (old route index, new one); after ``end``."""
+    def reopened(self, indices: Sequence[tuple[int, int]], room_bytes: int) -> Streams:
+        """The same for windows that are kept, (old route index, new one), and what another plan leaves over; after ``end``."""
         new = dict(indices)
         kept = [replace(window, index=new[window.index]) for window in self._windows if window.index in new]
-        # What the plan before left over may have gone to others.
-        return Streams(kept, slots=self._slots, room_bytes=0, alone=self._alone, lock=self._lock, usage=self._usage)
+        return Streams(
+            kept, slots=self._slots, room_bytes=room_bytes, alone=self._alone, lock=self._lock, usage=self._usage
+        )

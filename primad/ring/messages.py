@@ -292,7 +292,7 @@ class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
 
     ``windows`` are pairs (old route index, new route index); a window that none of them names is released. Everything of
     the epoch before is dropped: KV cells, links and their keys, steps on their way. The answer is another ``Opened``, and
-    a ``Connect`` must follow. The other fields are as in ``Open``; context, rows and threads stay as they were opened.
+    a ``Connect`` must follow. The other fields are as in ``Open``; context, rows, threads and slots stay as they were.
     """
 
     ring: int
@@ -301,6 +301,7 @@ class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
     route: int
     host: str
     step_timeout_s: float
+    room_bytes: int
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect"):

@@ -94,7 +94,7 @@ class WorkerPart:
         self._links.close()
         self._links = Links(reopen.host, limits, patience_s=_patience_s(reopen.step_timeout_s))
         self._streams.end()  # before any window is unmapped
-        self._streams = self._streams.reopened(reopen.windows)
+        self._streams = self._streams.reopened(reopen.windows, reopen.room_bytes)
         for window in self._windows.values():
             if window in kept.values():
                 _forget(window, self._options)

@@ -286,7 +286,7 @@ COMMANDS = [
         room_bytes=0,
         usage="/home/primad/expert-usage",
     ),
-    Reopen(ring=1, epoch=2, windows=[(1, 4), (3, 1)], route=6, host="::1", step_timeout_s=5.0),
+    Reopen(ring=1, epoch=2, windows=[(1, 4), (3, 1)], route=6, host="::1", step_timeout_s=5.0, room_bytes=7),
     Connect("tcp://127.0.0.1:1", "k" * 40, "s" * 40),
     generate(1, [1, 2], drawn=[3]),
     Cancel(1),

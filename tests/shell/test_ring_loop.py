@@ -83,7 +83,9 @@ def an_open(**changes) -> Open:
 
 
 def a_reopen(**changes) -> Reopen:
-    reopen = Reopen(ring=1, epoch=2, windows=[(1, 1)], route=ROUTE, host="127.0.0.1", step_timeout_s=PATIENCE_S)
+    reopen = Reopen(
+        ring=1, epoch=2, windows=[(1, 1)], route=ROUTE, host="127.0.0.1", step_timeout_s=PATIENCE_S, room_bytes=0
+    )
     return msgspec.structs.replace(reopen, **changes)
 
 

@@ -74,7 +74,7 @@ def an_open(**changes) -> Open:
 
 
 def a_reopen(**changes) -> Reopen:
-    reopen = Reopen(ring=2, epoch=5, windows=[(1, 1)], route=3, host="127.0.0.1", step_timeout_s=5)
+    reopen = Reopen(ring=2, epoch=5, windows=[(1, 1)], route=3, host="127.0.0.1", step_timeout_s=5, room_bytes=0)
     return msgspec.structs.replace(reopen, **changes)
 
 

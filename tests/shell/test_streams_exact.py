@@ -14,7 +14,7 @@ import pytest
 
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions
-from primad.engine.streams import StreamedWindow, Streams
+from primad.engine.streams import RESERVE_BYTES, StreamedWindow, Streams
 from primad.engine.units import units_of_model, units_of_window
 from primad.errors import WeightsError
 from primad.gguf.architectures import embedding_scale, layer_count
@@ -196,12 +196,25 @@ def test_windows_that_are_kept_stream_on_in_another_ring(tmp_path):
     with streaming(header, [0, 2, 4, 6], tmp_path, streamed=range(7)) as made:
         check(made, chunks, expected)
         made.streams.end()
-        made.streams = made.streams.reopened([(0, 5), (1, 7), (2, 9)])
+        made.streams = made.streams.reopened([(0, 5), (1, 7), (2, 9)], 0)
         made.streams.begin({5: made.windows[0], 7: made.windows[1], 9: made.windows[2]})
         for window in made.windows:
             window.kv_remove(0, 0, -1)
         check(made, chunks, expected)
         assert made.streams.streamer.residency.resident == ()
+
+
+def test_windows_that_are_kept_have_what_the_next_plan_leaves_over(tmp_path):
+    header = model(tmp_path, "llama")
+    chunks, expected = whole_logits(header)
+    with streaming(header, [0, 2, 4, 6], tmp_path, streamed=range(7)) as made:
+        before = made.streams.streamer.residency
+        made.streams.end()
+        made.streams = made.streams.reopened([(0, 0), (1, 1), (2, 2)], RESERVE_BYTES + sum(before.sizes))
+        made.streams.begin(dict(enumerate(made.windows)))
+        check(made, chunks, expected)
+        assert before.read_bytes > 0
+        assert made.streams.streamer.residency.read_bytes == 0
 
 
 def test_what_is_left_of_a_process_streams_on_alone(tmp_path):
@@ -210,7 +223,7 @@ def test_what_is_left_of_a_process_streams_on_alone(tmp_path):
         state = made.windows[0].forward(rows(np.array(PROMPT[:32], np.int32), 0))
         expected = made.windows[1].forward(rows(state, 0))
         made.streams.end()
-        made.streams = made.streams.reopened([(1, 3)])
+        made.streams = made.streams.reopened([(1, 3)], 0)
         for gone in (made.windows.pop(2), made.windows.pop(0)):
             gone.release()
         made.streams.begin({3: made.windows[0]})
