@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -29,9 +30,13 @@ from primad.errors import ClusterError, PrimadError
 if TYPE_CHECKING:
     from primad.daemon.worker_link import WorkerLink
 
+logger = logging.getLogger(__name__)
+
 MISSES: Final = 2
 """After so many answers in a row that know nothing of a message it was lost: one alone may have overtaken it when the
 connection was made anew."""
+MOST_REPEATS: Final = 5
+"""What was said so often again is not lost: the worker does not understand it."""
 
 OnProgress = Callable[[str, Progress], None]
 
@@ -80,7 +85,7 @@ class WorkerPart:
         self._on_progress = on_progress
         self._asked: Load | Link | None = None
         self._asked_before = 0
-        self._misses = 0
+        self._misses = self._repeats = 0
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[tuple[int, str]] = loop.create_future()
         self.linked: asyncio.Future[None] = loop.create_future()
@@ -104,7 +109,8 @@ class WorkerPart:
 
     async def _ask(self, message: Load | Link) -> None:
         await self.link.end.send(message)
-        self._asked, self._asked_before, self._misses = message, self.link.next_ping, 0
+        self._asked, self._asked_before = message, self.link.next_ping
+        self._misses = self._repeats = 0
 
     async def wait_status(self) -> WorkerStatus | None:
         """What the worker's ring process did so far, asked for now."""
@@ -145,6 +151,11 @@ class WorkerPart:
         if state is None and self.loaded.done():
             self.fail(PartError(f"{self.name}: its part ended without a word", self.name, "ring"))
             return None
+        self._repeats += 1
+        if self._repeats > MOST_REPEATS:
+            self.fail(PartError(f"{self.name}: it does not take its part in the ring", self.name, "load"))
+            return None
+        logger.info("epoch %d: %s did not hear %s; saying it again", self.epoch, self.name, type(self._asked).__name__)
         return self._asked
 
     def hear(self, message: Progress | Loaded | Linked | Broken | WorkerStatus) -> None:

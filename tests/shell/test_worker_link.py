@@ -37,7 +37,7 @@ from primad.cluster.messages import (
 )
 from primad.daemon import worker_link
 from primad.daemon.worker_link import Caller, WorkerLink, greet, knock
-from primad.daemon.worker_part import DeviceLostError, PartError, WorkerPart
+from primad.daemon.worker_part import MOST_REPEATS, DeviceLostError, PartError, WorkerPart
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
@@ -601,6 +601,24 @@ def test_a_load_that_was_lost_is_asked_for_again_until_it_arrives():
             await some_pings(device)
             assert device.heard.empty(), "it is loading"
             assert not part.broken.done()
+            link.close()
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_worker_that_never_does_what_it_is_asked_for_is_not_asked_without_end(loaded):
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.parts = [state(loaded=True)] if loaded else []
+            link = await link_to(context, device, heard)
+            part = WorkerPart(link, a_load(3), lambda *_: None)
+            await (part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY) if loaded else part.load())
+            error = await part.broken
+            assert isinstance(error, PartError)
+            assert (error.device, str(error)) == ("nas", "nas: it does not take its part in the ring")
+            assert device.heard.qsize() == 1 + MOST_REPEATS
             link.close()
 
     asyncio.run(once())
