@@ -186,7 +186,7 @@ class Streams:
         self._rest.close()
 
     def reopened(self, indices: Sequence[tuple[int, int]], room_bytes: int) -> Streams:
-        """The same for windows that are kept, (old route index, new one), and what another plan leaves over; after ``end``."""
+        """The same for windows that are kept, (old route index, new one), under another plan; after ``end``."""
         new = dict(indices)
         kept = [replace(window, index=new[window.index]) for window in self._windows if window.index in new]
         return Streams(
