@@ -53,6 +53,8 @@ LOAD_TIMEOUT_S: Final = 3600.0
 STATUS_TIMEOUT_S: Final = 5.0
 OVERDUE_ANSWER_S: Final = 2.0
 """When a step is overdue, a ring process that does not answer for so long hangs; a slow one answers between two steps."""
+LOST_S: Final = 4.0
+"""A step that is out for so long, and that nobody has had since it was looked for before, comes no more."""
 DRAIN_TIMEOUT_S: Final = 10.0
 
 Result = TypeVar("Result")
@@ -76,6 +78,7 @@ class HeadRing:
         self._costs: dict[str, Costs] = {}
         self._asking: asyncio.Task[dict[str, Any]] | None = None
         self._finding_fault: asyncio.Task[None] | None = None
+        self._computed: list[int] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -377,12 +380,13 @@ class HeadRing:
     def _look_for_fault(self, step: int, waited_s: float) -> None:
         logger.info("epoch %d: step %d is out for %.1f s", self.epoch, step, waited_s)
         if self._finding_fault is None or self._finding_fault.done():
-            self._finding_fault = self._start(self._find_fault(waited_s))
+            self._finding_fault = self._start(self._find_fault(step, waited_s))
 
-    async def _find_fault(self, waited_s: float) -> None:
+    async def _find_fault(self, step: int, waited_s: float) -> None:
         """A step is late. A worker whose ring process does not even answer hangs; one that answers is slow.
 
-        Raises ``PartError`` for the one that hangs.
+        Raises ``PartError`` for the one that hangs. Where all answer, and not one has computed anything since it was asked
+        last, nobody has the step: a connection between two of them broke and took it along. Raises ``RingError`` then.
         """
         names = list(self._workers)
         answers = await asyncio.gather(*(self._worker_status(name, OVERDUE_ANSWER_S) for name in names))
@@ -390,6 +394,14 @@ class HeadRing:
         if silent:
             reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s + OVERDUE_ANSWER_S:.1f} s"
             raise PartError(reason, silent[0], "ring")
+        own = await self._own_status(OVERDUE_ANSWER_S)
+        if own is None:  # it computes another step, and may not have looked at what arrived
+            self._computed = None
+            return
+        counts = [step, own.steps, *(status.steps for status, _ in answers if status is not None)]
+        if waited_s >= LOST_S and counts == self._computed:
+            raise RingError(f"step {step} is out for {waited_s:.1f} s, and no device has it: it was lost on its way")
+        self._computed = counts
 
     async def _link(self, own: tuple[str, str], loaded: Mapping[str, tuple[int, str]]) -> None:
         """Tell every device where its steps go, and from whom they come."""

@@ -130,7 +130,8 @@ class Head:
     def receive(self, step: Step, hidden: Hidden) -> None:
         """Take a judged step from the ring; it is computed by a later ``turn``.
 
-        Raises ``ProtocolError`` for a step that is not under way, or that came back with other rows than it left with.
+        Raises ``ProtocolError`` for a step that is not under way, or that came back with other rows than it left with, and
+        ``RingError`` when a step before it was lost.
         """
         sent = self._under_way.get(step.step)
         if sent is None:
@@ -139,6 +140,9 @@ class Head:
             raise ProtocolError(f"step {step.step} came back for window {step.window}, where it has been already")
         if msgspec.structs.replace(sent, window=step.window) != step:
             raise ProtocolError(f"step {step.step} came back with other rows than it left with")
+        for number, other in self._under_way.items():
+            if number < step.step and other.window < step.window:
+                raise RingError(f"step {number} was lost on its way; a connection of the ring was interrupted")
         now = self._clock()
         self._under_way[step.step] = step
         self._deadlines[step.step] = now + self._step_timeout_s

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from primad.engine.protocol import Hidden, HiddenWindow, RouteWindow, Rows, Tokens
+from primad.errors import RingError
 from primad.ring.messages import KvCopy, KvKeep, KvOp, KvRemove, Step
 
 
@@ -40,16 +41,25 @@ def visit(window: HiddenWindow, step: Step, content: Tokens | Hidden) -> tuple[S
 
 
 class Worker:
-    """The windows of one worker. Steps that arrive are visits to one of them, in the order of the step log."""
+    """The windows of one worker. Steps that arrive are visits to one of them, in the order of the step log, from 0 on.
+
+    Every hop keeps the order and loses nothing while its connection holds. One that breaks takes along what was on its way:
+    then a number is missing, and to go on would be to compute without what that step would have left here.
+    """
 
     def __init__(self, windows: Mapping[int, HiddenWindow]) -> None:
         self._windows = windows
+        self._following: dict[int, int] = {}
 
     def receive(self, step: Step, hidden: Hidden) -> tuple[Step, Hidden]:
         """Compute ``step``, which is already judged (``decode_step``); what to send to the next device.
 
-        Raises ``EngineError`` when the window fails.
+        Raises ``RingError`` when a step before it was lost, ``EngineError`` when the window fails.
         """
+        expected = self._following.get(step.window, 0)
+        if step.step != expected:
+            raise RingError(f"step {expected} was lost on its way here; a connection of the ring was interrupted")
+        self._following[step.window] = step.step + 1
         following, hidden = visit(self._windows[step.window], step, hidden)
         while following.window in self._windows:
             following, hidden = visit(self._windows[following.window], following, hidden)

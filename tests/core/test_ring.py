@@ -381,6 +381,30 @@ def test_a_step_that_is_over_is_refused():
         ring.head.receive(a_step(0, 3), np.zeros((1, WIDTH), np.float32))
 
 
+@rings
+@given(st.data(), shapes(least_devices=2))
+def test_a_step_that_is_lost_on_its_way_never_leads_to_another_text(data, shape):
+    """A connection that breaks takes it along: somebody sees the gap, or nothing comes any more and the answer is open."""
+    asked = data.draw(prompts(shape))
+    expected, _ = shape.ring().ask(generate(1, asked, tokens=4))
+    ring = shape.ring()
+    ring.head.submit(generate(1, asked, tokens=4))
+    moves, lost, seen = data.draw(st.integers(0, 200)), False, ""
+    try:
+        while ring.move():
+            moves -= 1
+            if moves < 0 and not lost and (way := next((link for link in ring.links if link), None)) is not None:
+                way.popleft()
+                lost = True
+    except RingError as exc:
+        seen = str(exc)
+    assert not seen or (lost and "was lost on its way" in seen)
+    told = [event for event in ring.events if isinstance(event, Sampled | Finished)]
+    drawn = [event.token for event in told if isinstance(event, Sampled)]
+    assert drawn == expected[: len(drawn)]
+    assert lost != any(isinstance(event, Finished) for event in told)
+
+
 @pytest.mark.parametrize("window", range(4))
 def test_a_failing_window_is_heard_of(window):
     ring = FakeRing(*SMALL)
@@ -409,15 +433,15 @@ def hidden_of(model: FakeModel, tokens: list[int]) -> np.ndarray:
 
 def test_a_worker_sends_the_step_on_to_the_next_window():
     model = FakeModel(4)
-    following, hidden = Worker({1: model.middle(1, 3)}).receive(a_step(5, 1, 3), hidden_of(model, [1, 2, 3]))
-    assert following == msgspec.structs.replace(a_step(5, 1, 3), window=2)
+    following, hidden = Worker({1: model.middle(1, 3)}).receive(a_step(0, 1, 3), hidden_of(model, [1, 2, 3]))
+    assert following == msgspec.structs.replace(a_step(0, 1, 3), window=2)
     assert hidden.shape == (3, WIDTH)
 
 
 def test_neighbouring_windows_of_a_worker_are_visited_at_once():
     model = FakeModel(4)
     worker = Worker({1: model.middle(1, 2), 2: model.middle(2, 3), 5: model.middle(3, 4)})
-    following, hidden = worker.receive(a_step(5, 1, 2), hidden_of(model, [1, 2]))
+    following, hidden = worker.receive(a_step(0, 1, 2), hidden_of(model, [1, 2]))
     assert (following.window, hidden[0, 0]) == (3, 3)
 
 
@@ -438,4 +462,21 @@ def test_operations_are_applied_before_the_rows():
     hidden = hidden_of(model, [1, 2, 3])
     worker.receive(a_step(0, 1, 3), hidden)
     again = msgspec.structs.replace(a_step(1, 1, 3), ops=[KvRemove(0, 0, -1)])
-    assert np.array_equal(worker.receive(again, hidden)[1], worker.receive(again, hidden)[1])
+    once_more = msgspec.structs.replace(again, step=2)
+    assert np.array_equal(worker.receive(again, hidden)[1], worker.receive(once_more, hidden)[1])
+
+
+def test_a_worker_computes_nothing_behind_a_step_that_was_lost():
+    """It would be without what that step had left in the KV cache. Other windows have a count of their own."""
+    model = FakeModel(6)
+    worker = Worker({1: model.middle(1, 2), 3: model.middle(3, 4)})
+    nothing = np.empty((0, WIDTH), np.float32)
+    for step in (0, 1):
+        worker.receive(a_step(step, 1, 0), nothing)
+    worker.receive(a_step(0, 3, 0), nothing)
+    with pytest.raises(RingError, match="step 2 was lost on its way here"):
+        worker.receive(a_step(3, 1, 0), nothing)
+    with pytest.raises(RingError, match="step 1 was lost on its way here"):
+        worker.receive(a_step(3, 3, 0), nothing)
+    with pytest.raises(RingError, match="step 0 was lost on its way here"):
+        Worker({1: model.middle(1, 2)}).receive(a_step(1, 1, 0), nothing)
