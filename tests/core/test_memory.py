@@ -120,7 +120,7 @@ def test_what_a_process_of_ours_takes_is_no_loss_to_a_plan(tmp_path):
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
-        assert children() == [child.pid]
+        assert child.pid in children(), "beside what other tests in this process have started"
         with_it, others = available(), memory().available_bytes
         child.communicate(b"\n")
     assert with_it - others >= size // 2, "other programs take and free memory meanwhile"
