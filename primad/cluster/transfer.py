@@ -90,24 +90,23 @@ async def in_thread(function: Callable[..., Answer], *arguments: object) -> Answ
 
     So nothing is written any more once a cancelled caller has ended.
     """
-    task = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # nobody is interested any more
-        raise
+    return await _in_thread(function, arguments, lambda: None)
 
 
 async def hash_in_thread(function: Callable[..., Answer], *arguments: object) -> Answer:
     """As ``in_thread`` for what hashes a layer and takes a ``Stop`` last: cancelled, it waits for one chunk and no more."""
     stop = threading.Event()
-    task = asyncio.create_task(in_thread(function, *arguments, stop.is_set))
+    return await _in_thread(function, (*arguments, stop.is_set), stop.set)
+
+
+async def _in_thread(
+    function: Callable[..., Answer], arguments: Sequence[object], cancelled: Callable[[], None]
+) -> Answer:
+    task = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        stop.set()
+        cancelled()
         await asyncio.wait([task])
         if not task.cancelled():
             task.exception()  # nobody is interested any more

@@ -20,6 +20,7 @@ from primad.config import Config, is_loopback, split_address
 from primad.daemon.links import LinkBook
 from primad.daemon.pairing_desk import PairingDesk
 from primad.daemon.reporter import Reporter
+from primad.daemon.tasks import mistake
 from primad.daemon.worker_link import Caller, WorkerLink, build_gap, greet_named, knock, version_gap
 from primad.daemon.worker_link import greet as say_hello
 from primad.daemon.worker_part import DeviceLostError
@@ -134,7 +135,7 @@ class Devices:
             return
         except Exception as exc:  # our own mistake; the core waits for an outcome
             logger.exception("%s could not be greeted", device)
-            self._post(members.Refused(device, f"internal error of the head: {type(exc).__name__}: {exc}"))
+            self._post(members.Refused(device, mistake(exc)))
             return
         await self._welcome(worker)
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Coroutine, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import psutil
@@ -26,6 +26,7 @@ from primad.daemon.ring_parts import RingParts
 from primad.daemon.ring_status import Costs, device_status, link_status, plan_lines, promises
 from primad.daemon.shard import distrust, remove_metadata, streamed_of
 from primad.daemon.stopped import wait_stopped
+from primad.daemon.tasks import mistake, settle
 from primad.daemon.worker_link import WorkerLink
 from primad.daemon.worker_part import PartError, WorkerPart, blamed
 from primad.errors import ClusterError, ModelError, PrimadError, RingError, WeightsError
@@ -56,8 +57,6 @@ OVERDUE_ANSWER_S: Final = 2.0
 LOST_S: Final = 4.0
 """A step that is out for so long, and that nobody has had since it was looked for before, comes no more."""
 DRAIN_TIMEOUT_S: Final = 10.0
-
-Result = TypeVar("Result")
 
 
 class HeadRing:
@@ -178,7 +177,7 @@ class HeadRing:
             self._break(error)
         elif error is not None:
             logger.error("a task of the ring failed", exc_info=error)
-            self._break(RingError(f"internal error of the head: {type(error).__name__}: {error}"))
+            self._break(RingError(mistake(error)))
 
     def _break(self, error: PrimadError) -> None:
         if self._closed or self._broken.done():
@@ -355,11 +354,11 @@ class HeadRing:
                 case Loading(done):
                     self._parts.reporter.progress(self.plan.head, "load", done, windows)
                 case Opened(address, key):
-                    _settle(self._own, (address, key))
+                    settle(self._own, (address, key))
                 case Serving():
-                    _settle(self._serving, None)
+                    settle(self._serving, None)
                 case Drained():
-                    _settle(self._drained, None)
+                    settle(self._drained, None)
                 case Overdue(step=step, waited_s=waited_s):
                     self._look_for_fault(step, waited_s)
                 case Pressed(needed_bytes):
@@ -430,12 +429,6 @@ class HeadRing:
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._parts.reporter.progress(device, progress.phase, progress.done, progress.total)
-
-
-def _settle(future: asyncio.Future[Result], result: Result) -> None:
-    """Who waits for ``future`` has its ``result``, unless it was cancelled over waiting."""
-    if not future.done():
-        future.set_result(result)
 
 
 async def _first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:

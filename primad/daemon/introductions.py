@@ -7,7 +7,6 @@ this device for gone meanwhile.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -17,16 +16,17 @@ from primad.cluster.trust import TrustStore
 from primad.errors import ConfigError
 
 MOST_WAITING: Final = 8
-SAY_EVERY_S: Final = 1.0
 
 
 class Introductions:
-    """What heads said of other devices and is not kept yet. ``say`` tells the owner one line."""
+    """What heads said of other devices and is not kept yet.
 
-    def __init__(self, trust: TrustStore, say: Callable[[str], None]) -> None:
-        self._trust, self._say = trust, say
+    ``say`` tells the owner one line, ``may_say`` whether one about a topic is said now.
+    """
+
+    def __init__(self, trust: TrustStore, say: Callable[[str], None], may_say: Callable[[str], bool]) -> None:
+        self._trust, self._say, self._may_say = trust, say, may_say
         self._waiting: asyncio.Queue[tuple[Introduce, str]] = asyncio.Queue(MOST_WAITING)
-        self._say_next_s = 0.0
 
     def add(self, introduce: Introduce, by: str) -> None:
         """Believe the head ``by``, soon. What waits longest is dropped for want of room: the latest list holds it too."""
@@ -43,6 +43,5 @@ class Introductions:
                 for device in await in_thread(self._trust.withdraw, introduce.revoked, by):
                     self._say(f"{by} does not trust {device.device} any more; neither does this device")
             except ConfigError as exc:
-                if time.monotonic() >= self._say_next_s:
-                    self._say_next_s = time.monotonic() + SAY_EVERY_S
+                if self._may_say("trust"):
                     self._say(f"whom {by} trusts, and whom not any more, is not kept: {exc}")

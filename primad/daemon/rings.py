@@ -29,7 +29,7 @@ from primad.daemon.relief_watch import ReliefWatch
 from primad.daemon.reporter import Reporter
 from primad.daemon.ring_parts import RingOptions, RingParts
 from primad.daemon.shard import Place
-from primad.daemon.tasks import Tasks, to_its_end
+from primad.daemon.tasks import Tasks, mistake, to_its_end
 from primad.daemon.vocabulary import ModelVocabulary
 from primad.daemon.worker_part import blamed
 from primad.errors import ModelError, PlanError, PrimadError, WeightsError
@@ -135,7 +135,7 @@ class Rings:
             return
         except Exception as exc:  # our own mistake; the core waits for an outcome
             logger.exception("epoch %d cannot be planned", epoch)
-            self._post(members.Broken(epoch, None, _mistake(exc)))
+            self._post(members.Broken(epoch, None, mistake(exc)))
             return
         before = self._plans.get(instead) if instead is not None else None
         if before is not None and before[0].route == plan.route:
@@ -166,7 +166,7 @@ class Rings:
             return
         except Exception as exc:  # as above
             logger.exception("ring %d cannot be formed", epoch)
-            self._post(members.Broken(epoch, None, _mistake(exc)))
+            self._post(members.Broken(epoch, None, mistake(exc)))
             return
         self._post(members.Formed(epoch))
 
@@ -291,7 +291,3 @@ class Rings:
         self._planner.foresee(
             self._candidates.get(epoch, frozenset()), frozenset(ring.plan.devices) - {ring.plan.head}, self._tasks
         )
-
-
-def _mistake(error: Exception) -> str:
-    return f"internal error of the head: {type(error).__name__}: {error}"

@@ -1,13 +1,27 @@
-"""Tasks that belong together and end together, whatever each of them is about."""
+"""Tasks that belong together and end together, whatever each of them is about; what they leave for who waits."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+
+
+Result = TypeVar("Result")
+
+
+def mistake(error: BaseException) -> str:
+    """What to say of an error that no code of ours means to raise."""
+    return f"internal error of the head: {type(error).__name__}: {error}"
+
+
+def settle(future: asyncio.Future[Result], result: Result) -> None:
+    """Who waits for ``future`` has its ``result``, unless it has one already or was cancelled over waiting."""
+    if not future.done():
+        future.set_result(result)
 
 
 async def to_its_end(work: Coroutine[Any, Any, None]) -> None:

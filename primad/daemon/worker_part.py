@@ -25,6 +25,7 @@ from primad.cluster.messages import (
     Release,
     WorkerStatus,
 )
+from primad.daemon.tasks import settle
 from primad.errors import ClusterError, PrimadError
 
 if TYPE_CHECKING:
@@ -127,8 +128,7 @@ class WorkerPart:
 
     def fail(self, error: ClusterError) -> None:
         """This part is over."""
-        if not self.broken.done():
-            self.broken.set_result(error)
+        settle(self.broken, error)
 
     def compare(self, number: int, state: PartState | None) -> Load | Link | None:
         """With ping ``number`` the part stood so, or was not there: what was asked for and lost, and is to be said again.
@@ -164,11 +164,9 @@ class WorkerPart:
             case Progress():
                 self._on_progress(self.name, message)
             case Loaded(port=port, key=key):
-                if not self.loaded.done():
-                    self.loaded.set_result((port, key))
+                settle(self.loaded, (port, key))
             case Linked():
-                if not self.linked.done():
-                    self.linked.set_result(None)
+                settle(self.linked, None)
             case Broken(error=error, fault=fault):
                 self.fail(PartError(f"{self.name}: {error}", self.name, fault))
             case WorkerStatus():
