@@ -9,11 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.fakes.profile import seed
 
 os.environ["COLUMNS"] = "200"  # the commands' consoles ask for it when they are first imported
 MODELS = Path(__file__).parent.parent / ".models"
+
+# The time of an example is that of the clock: a process that waits for a core or a disk would take too long.
+settings.register_profile("primad", deadline=None)
+settings.load_profile("primad")
 
 LONGEST = (
     "e2e/test_exactness.py",
