@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from primad.config import Config, load_config
+from primad.config import Config, load_config, usage_folder
 from primad.errors import ConfigError
 from primad.options import Home
 from primad.values import parse_bytes
@@ -160,7 +160,7 @@ def prune(
     excess = _excess(layers, cache.partial_bytes(), size)
     gained = idle if everything or excess > 0 else 0
     chosen = _chosen(layers, excess - gained, older, everything=everything)
-    counts = _counts(config.home / expert_usage.FOLDER, older, everything=everything)
+    counts = _counts(usage_folder(config.home), older, everything=everything)
     if not dry_run:
         if gained:
             gained = cache.drop_partial()

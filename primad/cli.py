@@ -96,7 +96,7 @@ def profile(
         primad profile --again --save desk.json
     """
     from primad.daemon.run import profile as run_profile
-    from primad.profiler.measure import how_measured
+    from primad.profiler.device import how_measured
     from primad.profiler.store import encode_profile, save_profile
     from primad.profiler.table import profile_table
 

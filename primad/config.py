@@ -134,6 +134,11 @@ def layer_folder(home: Path) -> Path:
     return home / "cache" / "layers"
 
 
+def usage_folder(home: Path) -> Path:
+    """The folder in ``home`` where it is kept how often the experts of each layer are used."""
+    return home / "expert-usage"
+
+
 def any_host() -> str:
     """The address that stands for all addresses of this machine.
 

@@ -51,7 +51,7 @@ from halda import (
 from primad.daemon.questions import default_workload
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.profiler.measure import profile_device
+from primad.profiler.device import profile_device
 from tools import bench_endure, bench_pressure, synthetic
 from tools.lab.memory import LimitedGroup
 from tools.loopback import loopback_links

@@ -27,7 +27,7 @@ from primad.daemon.worker import WorkerDaemon
 from primad.engine.build import build_id
 from primad.errors import ConfigError, PrimadError, Stopped
 from primad.gguf.cache import LayerCache
-from primad.profiler.measure import STEPS, is_profiled, profile_device
+from primad.profiler.device import is_profiled, profile_device
 
 DISTURBED_SPREAD: Final = 0.4
 """Runs of one trial that differ by so much of their median were not alone on the machine."""
@@ -126,13 +126,15 @@ def profile_held(config: Config, reporter: Reporter, *, again: bool = False) -> 
 
     def advance(_: str) -> None:
         nonlocal done
+        from primad.profiler.measure import STEPS
+
         reporter.progress(config.name, "profile", done, STEPS)
         done += 1
 
     try:
         measured = profile_device(config.name, config.home, config.threads, advance, again=again, limits=config.limits)
         if done:
-            reporter.progress(config.name, "profile", STEPS, STEPS)
+            reporter.progress(config.name, "profile", done, done)
     finally:
         reporter.settle()
     if done and statistics.median(speed.decode_spread for speed in measured.cpu.speeds) > DISTURBED_SPREAD:

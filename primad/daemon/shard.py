@@ -13,7 +13,7 @@ from pathlib import Path
 
 from halda import Plan
 from primad.cluster.transfer import hash_in_thread, in_thread
-from primad.engine import expert_usage
+from primad.config import usage_folder
 from primad.engine.probe import Stop, Trial, Verdict, probe
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.errors import ClusterError, WeightsError
@@ -40,7 +40,7 @@ class Place:
     @property
     def usage(self) -> Path:
         """Where it is kept how often the experts of layers are used."""
-        return self.verdicts.with_name(expert_usage.FOLDER)
+        return usage_folder(self.verdicts.parent)
 
 
 async def missing_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> list[LayerRef]:

@@ -19,8 +19,6 @@ import msgspec
 
 from primad.engine.experts import Usage
 
-FOLDER: Final = "expert-usage"
-"""Its name in the home folder."""
 MOST_FILES: Final = 4096
 """Of some fifty models with as many layers as the largest have."""
 MOST_BYTES: Final = 16 << 20

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from primad.engine.protocol import EngineOptions, Rows, WindowFiles
 from primad.errors import EngineError
@@ -166,7 +165,9 @@ def _measure(trial: Trial, stop: Stop) -> Timing | str:
 
 
 def _run(trial: Trial) -> Timing:
-    from primad.engine.llama import MiddleWindow, TailWindow  # only the child loads llama.cpp
+    import numpy as np  # only the child loads it and llama.cpp
+
+    from primad.engine.llama import MiddleWindow, TailWindow
 
     window: MiddleWindow | TailWindow
     if trial.vocabulary:

@@ -4,22 +4,26 @@ A window is a contiguous run of layers with its own KV cache. It takes rows (tok
 states; the tail window, and the window that is the whole model, keep logits instead, from which a ``Sampler`` draws.
 Everything is synchronous and belongs to one thread. ``engine/llama.py`` is the implementation; ``tests/fakes/engine.py``
 is a strict one that remembers every layer and position.
+
+Daemons speak of options and files and never see an array, so numpy is not loaded for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-Hidden = NDArray[np.float32]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Hidden: TypeAlias = "NDArray[np.float32]"
 """Hidden states, shape (rows, width), C-contiguous little-endian float32."""
 
-Tokens = NDArray[np.int32]
+Tokens: TypeAlias = "NDArray[np.int32]"
 """Token ids, shape (rows,)."""
 
 

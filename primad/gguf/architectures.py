@@ -18,16 +18,15 @@ what the window's metadata can say again. So this table is closed: each entry wa
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-import numpy as np
-
 from primad.errors import ModelError
 from primad.gguf.constants import GGUFValueType
-from primad.gguf.header import Header, Value, array_value, scalar_value
+from primad.gguf.header import Header, Value, array_value, scalar_value, single
 
 MAX_LAYERS: Final = 512
 """llama.cpp's LLAMA_MAX_LAYERS."""
@@ -242,9 +241,9 @@ def embedding_scale(header: Header) -> float:
     name = header.text("general.architecture")
     architecture = SUPPORTED[name]
     if architecture.embedding is Embedding.SQRT_WIDTH:
-        return float(np.sqrt(np.float32(header.count(f"{name}.embedding_length"))))
+        return single(math.sqrt(header.count(f"{name}.embedding_length")))
     if architecture.embedding is Embedding.KEY:
-        return float(np.float32(header.number(f"{name}.embedding_scale", architecture.default_embedding_scale))) or 1.0
+        return single(header.number(f"{name}.embedding_scale", architecture.default_embedding_scale)) or 1.0
     return 1.0
 
 
@@ -335,7 +334,7 @@ def _derived_values(header: Header, name: str, layers: int) -> dict[str, Value]:
     """Values llama.cpp would derive from the number of layers or the vocabulary, written out for the whole model."""
     values: dict[str, Value] = {}
     if name == "minicpm" and "minicpm.residual_scale" not in header.values:
-        values["minicpm.residual_scale"] = _float32(float(np.float32(1.4) / np.sqrt(np.float32(layers))))
+        values["minicpm.residual_scale"] = _float32(single(1.4) / single(math.sqrt(layers)))
     if name == "deepseek2":
         if _deepseek2_lite(header, layers):
             values["deepseek2.attention.q_lora_rank"] = _uint32(0)

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import numpy as np
-
 from primad.errors import ModelError
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
@@ -32,6 +30,8 @@ MAX_STRINGS: Final = 1 << 22
 """Items of an array of strings; the largest vocabularies and merge lists have some 500,000."""
 MAX_HEADER_BYTES: Final = 1 << 28
 """Metadata and tensor infos together; those of real models take 30 MB at most."""
+MAX_FLOAT32: Final = (2 - 2.0**-23) * 2.0**127
+"""llama.cpp computes in single precision."""
 _SMALLEST_VALUE_BYTES: Final = 8 + 4 + 1
 _SMALLEST_TENSOR_BYTES: Final = 8 + 4 + 8 + 4 + 8
 
@@ -91,8 +91,12 @@ class Value:
                 texts.append(self.raw[at + 8 : at + 8 + size].decode("utf-8", errors="replace"))
                 at += 8 + size
             return texts
-        dtype = np.dtype(_SCALARS[self.item_type])
-        return np.frombuffer(self.raw, dtype, offset=12).tolist()  # type: ignore[no-any-return]
+        return [item for (item,) in struct.iter_unpack(_SCALARS[self.item_type], memoryview(self.raw)[12:])]
+
+
+def single(number: float) -> float:
+    """``number``, at most ``MAX_FLOAT32``, rounded to single precision."""
+    return float(struct.unpack("<f", struct.pack("<f", number))[0])
 
 
 def scalar_value(kind: GGUFValueType, content: Scalar) -> Value:
@@ -155,8 +159,8 @@ class Header:
             raise ModelError(f"{self.path}: metadata key '{key}' is {value.type.name}, not a number")
         number = value.scalar()
         assert not isinstance(number, str)
-        if not math.isfinite(number):
-            raise ModelError(f"{self.path}: metadata key '{key}' is {number}, not a finite number")
+        if not abs(number) <= MAX_FLOAT32:
+            raise ModelError(f"{self.path}: metadata key '{key}' is {number}, not a finite number of single precision")
         return number
 
     def count(self, key: str, default: int | None = None, *, most: int = 1 << 31) -> int:

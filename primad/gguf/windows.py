@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from primad.errors import ModelError
 from primad.gguf.architectures import TensorRole, cuttable, layer_count, tensor_role, window_values
@@ -119,7 +118,7 @@ class ModelCutter:
                 small.append(SmallTensor(name=name, type=tensor.type, shape=tensor.shape, data=_content(tensor)))
         if not tail:
             width = token_embedding(self.header).shape[0]
-            row = np.zeros(width, np.float32).tobytes()
+            row = bytes(width * 4)
             tied = cuttable(self.header).tied_output_fallback
             for name in (TOKEN_EMBEDDING,) if tied else (TOKEN_EMBEDDING, OUTPUT):
                 small.append(SmallTensor(name=name, type=GGMLQuantizationType.F32, shape=(width, 1), data=row))

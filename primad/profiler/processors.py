@@ -8,7 +8,6 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +16,7 @@ import psutil
 from halda import CpuProfile, GpuProfile
 from primad.engine.devices import GpuDevice
 from primad.errors import EngineError
-from primad.memory import memory
+from primad.profiler.gpus import gpu_now
 from primad.profiler.speeds import (
     MAIN,
     REPEATS_S,
@@ -123,16 +122,6 @@ def sweep_bytes() -> int:
     return min(max(_SWEEP_BYTES, 2 * largest), _MOST_SWEEP_BYTES)
 
 
-def list_gpus() -> Sequence[GpuDevice]:
-    """The GPUs that llama.cpp can use; none where asking for them fails."""
-    with child_trials(1) as trials:
-        answer = trials.gpus()
-    if isinstance(answer, str):
-        logger.warning("GPUs cannot be listed and stay unused: %s", answer)
-        return ()
-    return answer
-
-
 def measure_gpu(folder: Path, device: GpuDevice, threads: int, advance: Advance) -> GpuProfile | None:
     """The profile of ``device``, or None where llama.cpp cannot compute on it.
 
@@ -171,20 +160,6 @@ def measure_gpu(folder: Path, device: GpuDevice, threads: int, advance: Advance)
         ),
         [device],
     )
-
-
-def gpu_now(gpu: GpuProfile, devices: Sequence[GpuDevice]) -> GpuProfile | None:
-    """``gpu`` with the memory that is free now; None when it is not among ``devices`` any more.
-
-    Memory that the GPU shares with the CPU is free only as far as the RAM is.
-    """
-    for device in devices:
-        if (device.name, device.backend) == (gpu.name, gpu.backend):
-            free = device.vram_available_bytes
-            if device.unified_memory:
-                free = min(free, memory().available_bytes)
-            return replace(gpu, vram_total_bytes=device.vram_total_bytes, vram_available_bytes=free)
-    return None
 
 
 def cpu_name() -> str:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from halda import BATCH_ROWS, PREFILL_ROWS
 from primad.engine.devices import GpuDevice
@@ -82,7 +81,9 @@ def _gpus() -> Gpus:
 
 
 def _time(task: TimeWindow) -> Timings:
-    from primad.engine.llama import MiddleWindow  # only the child loads llama.cpp
+    import numpy as np  # only the child loads it and llama.cpp
+
+    from primad.engine.llama import MiddleWindow
 
     options = EngineOptions(
         context=CONTEXT,

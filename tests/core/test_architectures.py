@@ -197,6 +197,13 @@ def test_embedding_scales():
     assert embedding_scale(model("minicpm")) == 12.0
 
 
+@pytest.mark.parametrize("number", [1e300, -3.5e38, float("inf"), float("nan")])
+def test_numbers_beyond_single_precision_are_refused(number):
+    header = model("granite", embedding_scale=scalar_value(GGUFValueType.FLOAT64, number))
+    with pytest.raises(ModelError, match=r"granite\.embedding_scale.*not a finite number"):
+        embedding_scale(header)
+
+
 def test_windows_do_not_scale_what_the_head_has_scaled():
     for architecture in (entry.name for entry in SUPPORTED.values() if entry.embedding is Embedding.KEY):
         assert window(model(architecture, embedding_scale=12.0), 0, 2)["embedding_scale"] == 0.0

@@ -14,7 +14,7 @@ import pytest
 
 from primad.limits import NO_LIMITS, OwnerLimits
 from primad.memory import Memory, children, groups, held_bytes, memory, pressure_share
-from primad.profiler.measure import cached_bytes, profile_device, within
+from primad.profiler.device import cached_bytes, profile_device, within
 from primad.profiles import check_profile
 from primad.values import Share
 from tests.fakes.profile import GPU, PROFILE, seed

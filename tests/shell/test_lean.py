@@ -34,6 +34,13 @@ def test_a_ring_process_loads_nothing_that_it_does_not_use():
     assert {"llama_cpp.llama_cpp", "gguf.constants"} <= set(loaded)
 
 
+def test_a_worker_that_waits_loads_no_arrays_no_web_server_and_no_solver():
+    heavy = {"numpy", "llama_cpp", "fastapi", "uvicorn", "pydantic", "pulp", "highspy", "halda.search"}
+    loaded = python("import sys, primad.daemon.run; print(' '.join(sys.modules))").split()
+    assert heavy.isdisjoint(loaded)
+    assert {"primad.daemon.worker", "primad.gguf.windows", "primad.profiler.device"} <= set(loaded)
+
+
 def test_the_whole_packages_are_there_for_who_imports_them_later():
     program = """
 import primad.engine.llama as ours

@@ -22,8 +22,9 @@ from primad.engine.devices import GpuDevice, list_gpus
 from primad.errors import ConfigError, EngineError
 from primad.measuring import measuring
 from primad.memory import Memory
-from primad.profiler import disk, measure, processors, speeds, trials
-from primad.profiler.measure import STEPS, is_profiled, profile_device
+from primad.profiler import disk, gpus, measure, processors, speeds, trials
+from primad.profiler.device import is_profiled, profile_device
+from primad.profiler.measure import STEPS
 from primad.profiler.records import home_file, machine_file, read_home, read_machine, write
 from primad.profiler.speeds import (
     TYPES,
@@ -265,7 +266,7 @@ def test_a_hang_is_an_answer(tmp_path, monkeypatch):
 
 
 def test_no_gpu_is_the_ordinary_case(caplog):
-    assert all(isinstance(device, GpuDevice) for device in processors.list_gpus())
+    assert all(isinstance(device, GpuDevice) for device in gpus.list_gpus())
     assert not caplog.records
 
 
@@ -322,11 +323,11 @@ def a_device(**changes: Any) -> GpuDevice:
 
 
 def test_free_memory_of_a_gpu_is_read_anew(monkeypatch):
-    now = processors.gpu_now(GPU, [a_device(name="another"), a_device()])
+    now = gpus.gpu_now(GPU, [a_device(name="another"), a_device()])
     assert now == replace(GPU, vram_available_bytes=7 << 30)
-    assert processors.gpu_now(GPU, [a_device(name="another")]) is None
-    monkeypatch.setattr(processors, "memory", lambda: Memory(16 << 30, 2 << 30))
-    shared = processors.gpu_now(GPU, [a_device(unified_memory=True)])
+    assert gpus.gpu_now(GPU, [a_device(name="another")]) is None
+    monkeypatch.setattr(gpus, "memory", lambda: Memory(16 << 30, 2 << 30))
+    shared = gpus.gpu_now(GPU, [a_device(unified_memory=True)])
     assert shared is not None
     assert shared.vram_available_bytes == 2 << 30
 

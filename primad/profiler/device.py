@@ -1,0 +1,136 @@
+"""The profile of this device: measured once (about a minute), then read; what changes by the minute is read anew.
+
+Who was measured before does not load what measures: that takes numpy, 6 MB of memory for as long as a daemon lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halda import DeviceProfile
+from primad.config import layer_folder
+from primad.errors import ConfigError
+from primad.limits import NO_LIMITS, OwnerLimits
+from primad.measuring import measuring
+from primad.memory import children, memory
+from primad.profiler.gpus import gpu_now, list_gpus
+from primad.profiler.records import HomeRecord, MachineRecord, host_id, read_home, read_machine, write
+from primad.profiler.store import utc_now
+from primad.profiles import Implausible, check_profile
+
+if TYPE_CHECKING:
+    from primad.profiler.processors import Advance
+
+
+def profile_device(
+    name: str,
+    home: Path,
+    threads: int | None,
+    advance: Advance,
+    *,
+    again: bool = False,
+    limits: OwnerLimits = NO_LIMITS,
+) -> DeviceProfile:
+    """The profile of this device, measured now unless it was before (``again`` measures anyway).
+
+    ``threads`` pins the count of compute threads; None takes the best of those that are tried. What is free is capped by
+    the owner's ``limits``; what was measured and the totals stay the machine's. Raises ``ConfigError`` when
+    the home folder cannot hold the trials or the figures make no sense, ``EngineError`` when llama.cpp fails.
+    """
+    if not again:
+        machine, disk = read_machine(home, threads), read_home(home)
+        if machine is not None and disk is not None:
+            return within(limits, _compose(name, home, machine, disk), cached_bytes(home))
+    from primad.profiler.measure import measure_home, measure_machine, trial_folder
+
+    with measuring(), trial_folder(home) as folder:
+        # Another home of this machine may have measured it meanwhile.
+        machine = None if again else read_machine(home, threads)
+        machine = machine or measure_machine(folder, threads, advance)
+        disk = None if again else read_home(home)
+        disk = disk or measure_home(folder, advance)
+    profile = _compose(name, home, machine, disk)
+    _check(profile)
+    write(machine, disk, home)
+    return within(limits, profile, cached_bytes(home))
+
+
+def is_profiled(home: Path, threads: int | None) -> bool:
+    """Whether the figures of this device are known already."""
+    return read_machine(home, threads) is not None and read_home(home) is not None
+
+
+def how_measured(home: Path, threads: int | None) -> tuple[str, str]:
+    """When (UTC) and how the figures of this device were measured, for those who read them elsewhere."""
+    machine, disk = read_machine(home, threads), read_home(home)
+    build = "" if machine is None else f" with {machine.build}"
+    call = "" if disk is None else f", prefetch by {disk.prefetch_call}"
+    return utc_now() if machine is None else machine.measured, (
+        f"measured by 'primad profile'{build}: windows of synthetic layers, medians of runs with swept caches, 1, 8 and "
+        f"512 rows; disk with the page cache dropped{call}"
+    )
+
+
+def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord) -> DeviceProfile:
+    """What was measured together with what is so now."""
+    now = memory(ours=children())
+    return DeviceProfile(
+        device=name,
+        host=host_id(),
+        system=platform.system() or "unknown",
+        machine=platform.machine() or "unknown",
+        cpu=machine.cpu,
+        ram_total_bytes=now.total_bytes,
+        ram_available_bytes=min(now.available_bytes, now.total_bytes),
+        ram_read_bytes_per_s=machine.ram_read_bytes_per_s,
+        disk=replace(disk.disk, free_bytes=shutil.disk_usage(home).free),
+        gpu=None if machine.gpu is None else gpu_now(machine.gpu, list_gpus()),
+    )
+
+
+def within(limits: OwnerLimits, profile: DeviceProfile, cached_bytes: int) -> DeviceProfile:
+    """``profile`` as the plan may use it, where the layer cache holds ``cached_bytes`` already.
+
+    Memory that the GPU shares with the processor is bounded by the owner's limit for RAM too.
+    """
+    gpu = profile.gpu
+    if gpu is not None:
+        free = limits.vram_bytes(gpu.vram_available_bytes, gpu.vram_total_bytes)
+        if gpu.unified_memory:
+            free = limits.ram_bytes(free, profile.ram_total_bytes)
+        gpu = replace(gpu, vram_available_bytes=free)
+    return replace(
+        profile,
+        ram_available_bytes=limits.ram_bytes(profile.ram_available_bytes, profile.ram_total_bytes),
+        disk=replace(profile.disk, free_bytes=limits.disk_for_layers(profile.disk.free_bytes, cached_bytes)),
+        gpu=gpu,
+    )
+
+
+def cached_bytes(home: Path) -> int:
+    """What the layer cache of ``home`` holds, files on their way among it."""
+    size = 0
+    for folder in (layer_folder(home), layer_folder(home) / "partial"):
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # a file that arrived or was pruned meanwhile
+                        size += entry.stat().st_size if entry.is_file(follow_symlinks=False) else 0
+        except OSError:  # no cache yet, or one that cannot be read: whoever uses it says so
+            continue
+    return size
+
+
+def _check(profile: DeviceProfile) -> None:
+    try:
+        check_profile(profile)
+    except Implausible as exc:
+        raise ConfigError(
+            f"this device was measured, but {exc}; let the machine come to rest and run 'primad profile --again'"
+        ) from exc
