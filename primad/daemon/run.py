@@ -27,6 +27,7 @@ from primad.daemon.worker import WorkerDaemon
 from primad.engine.build import build_id
 from primad.errors import ConfigError, PrimadError, Stopped
 from primad.gguf.cache import LayerCache
+from primad.lean import keep_little_freed
 from primad.profiler.device import is_profiled, profile_device
 
 DISTURBED_SPREAD: Final = 0.4
@@ -149,6 +150,7 @@ def join(config: Config, reporter: Reporter, *, code: str | None, pair_at: str |
     """Run a worker until it is stopped; first bring ``code`` to the device that shows it, at ``pair_at`` if given."""
     with own_home(config):
         raise_descriptor_limit()
+        keep_little_freed()
         identity = load_identity(config.home)
         trust = TrustStore(config.home, identity)
         if code is not None:

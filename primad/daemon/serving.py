@@ -27,6 +27,7 @@ from primad.gguf.architectures import cuttable
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
+from primad.lean import keep_little_freed
 
 HTTP_GRACE_S: Final = 1
 
@@ -48,6 +49,7 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
     check_options(options, config, header, model)
     with own_home(config), contextlib.closing(bind_http(http_host, options.http_port)) as listener:
         raise_descriptor_limit()
+        keep_little_freed()
         identity = load_identity(config.home)
         trust = TrustStore(config.home, identity)
         place = home_place(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 
@@ -10,9 +11,9 @@ import pytest
 from primad.lean import without_top
 
 
-def python(program: str) -> str:
+def python(program: str, *arguments: str) -> str:
     """What ``program`` prints in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout
 
 
@@ -72,3 +73,31 @@ def test_a_package_that_is_not_there_is_missed_as_ever():
     assert "no_such_package" not in sys.modules
     with pytest.raises(ModuleNotFoundError), without_top("gguf.nothing"):
         import gguf.nothing  # noqa: F401
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library decides for itself")
+def test_blocks_that_are_freed_go_back_to_the_system():
+    program = """
+import os, sys, threading
+from primad.lean import keep_little_freed
+from primad.memory import held_bytes
+if sys.argv[1] == "little":
+    keep_little_freed()
+
+def take_and_free():
+    os.urandom(4 << 20)  # the largest block ever freed
+    blocks = [os.urandom(1 << 20) for _ in range(8)]
+    pinned = os.urandom(64 << 10)
+    del blocks
+    kept.append(pinned)
+
+kept = []
+before = held_bytes([os.getpid()])
+for _ in range(4):
+    thread = threading.Thread(target=take_and_free)
+    thread.start()
+    thread.join()
+print(held_bytes([os.getpid()]) - before)
+"""
+    assert int(python(program, "little")) < 2 << 20
+    assert int(python(program, "as ever")) > 6 << 20
