@@ -43,7 +43,8 @@ from tests.fakes.ring import GREEDY
 from tests.fakes.rings import FakeDiscovery, FakeRing, FakeRings, FakeSolver
 
 PATIENCE_S = 30
-QUICK = {"heartbeat_interval": 0.05, "suspect_after": 0.3, "gone_after": 1.2}
+QUICK = {"heartbeat_interval": 0.05, "suspect_after": 1.0, "gone_after": 4.0}
+"""For tests in which a device falls silent; in all others none does, however long the machine keeps this process waiting."""
 
 
 class Stream:
@@ -105,7 +106,9 @@ class Lab:
 
     def start(self, *, wait: int | None = None, use_all: bool = False, **flags: object) -> None:
         """Run the head."""
-        config = load_config({"home": self.home, "name": "desk", "cluster": "test", "host": "127.0.0.1"} | flags, {})
+        own = {"home": self.home, "name": "desk", "cluster": "test", "host": "127.0.0.1"}
+        patient = {"suspect_after": PATIENCE_S, "gone_after": 2 * PATIENCE_S}
+        config = load_config(own | patient | flags, {})
         open_home(config)
         options = ServeOptions(
             wait=wait,
@@ -189,6 +192,9 @@ def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManag
     monkeypatch.setattr(rings_module, "ModelVocabulary", lambda _: object())
     monkeypatch.setattr(pursuit, "SETTLE_S", 0.2)
     monkeypatch.setattr(membership, "SETTLE_S", 0.2)
+    monkeypatch.setattr(pursuit, "GREETING_S", PATIENCE_S)
+    monkeypatch.setattr("primad.daemon.worker_link.KNOCK_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr("primad.daemon.worker_link.HELLO_TIMEOUT_S", PATIENCE_S)
 
     @asynccontextmanager
     async def make() -> AsyncIterator[Lab]:
@@ -355,7 +361,7 @@ def test_a_device_that_is_not_paired_is_named_once_and_not_spoken_to(lab):
 def test_a_stranger_with_the_name_of_a_device_that_serves_changes_nothing(lab):
     async def test(here: Lab) -> None:
         here.device("nas")
-        here.start(**QUICK)
+        here.start()
         ring = await here.serves("nas")
         impostor = FakeDevice(here.context, "nas", identity=new_identity())
         here.discovery.sees(impostor)
@@ -739,6 +745,7 @@ def test_a_device_that_was_not_reached_is_measured_again_and_planned_for_when_it
         await here.says("desk does not reach nas")
         here.solver.layers = {"nas": 4}
         here.solver.value = lambda _: 5.0
+        monkeypatch.setattr(linkprobe, "TIMEOUT_S", PATIENCE_S)  # it may take its time now
         nas.echoes = True
         await here.says("desk reaches nas now")
         assert await here.serves("nas", after=first.epoch)
