@@ -40,6 +40,7 @@ from primad.cluster.sockets import endpoint, open_socket
 from primad.config import LOOPBACK
 from primad.errors import ClusterError, ConfigError
 
+PATIENCE_S = 30.0
 ANSWERS: dict[type, AdminAnswer] = {
     OpenPairing: PairingCode(code="7-lamp-river", expires_s=600.0, port=4711),
     Leave: Refusal(reason="not now"),
@@ -69,7 +70,7 @@ def with_daemon(home: Path, meet: Callable[[], Awaitable[None]], handler=handle)
 
 
 async def until_running(home: Path, daemon: asyncio.Task[None]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not is_running(home):
             assert not daemon.done(), daemon.result()
             await asyncio.sleep(0)
@@ -79,7 +80,7 @@ def port_of(home: Path) -> int:
     return int(json.loads(note_path(home).read_text())["port"])
 
 
-async def asked(home: Path, request: AdminRequest, timeout_s: float = 5.0) -> AdminAnswer:
+async def asked(home: Path, request: AdminRequest, timeout_s: float = PATIENCE_S) -> AdminAnswer:
     return await asyncio.to_thread(ask, home, request, timeout_s)
 
 
@@ -262,7 +263,7 @@ def test_nonsense_is_refused_and_the_daemon_goes_on(tmp_path, frames):
             with open_socket(context, zmq.DEALER, identity=identity, server=identity.public) as client:
                 client.connect(endpoint(LOOPBACK, port_of(tmp_path)))
                 await client.send_multipart(frames)
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(PATIENCE_S):
                     (answer,) = await client.recv_multipart()
         finally:
             context.destroy(linger=0)

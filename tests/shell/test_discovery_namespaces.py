@@ -187,6 +187,5 @@ def test_one_interface_of_two_is_looked_at_where_the_owner_says_so(spaces):
         space.ip("link", "set", "spare-end", "up")
     with one.python(_ANNOUNCE, "one", "0.0.0.0") as first, two.python(_BROWSE, "0.0.0.0", two.link) as second:
         announced(first)
-        addresses = seen(second, lambda peers: "one" in peers)["one"]
+        addresses = seen(second, lambda peers: "10.99.0.1" in peers.get("one", []))["one"]
     assert addresses[0] == "10.77.0.1"
-    assert "10.99.0.1" in addresses
