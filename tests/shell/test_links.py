@@ -207,16 +207,15 @@ def test_every_opening_has_a_key_of_its_own():
         assert len(one.key) == len(other.key) == 40
 
 
-def test_a_device_that_connects_before_it_is_known_gets_in_once_it_is():
+def test_a_device_that_connects_before_it_is_known_gets_in_once_it_is(monkeypatch):
+    monkeypatch.setattr(links_module, "HANDSHAKE_S", 1000.0)  # nobody gives up and tries again
     with opened() as receiver, opened() as sender:
         sender.connect(receiver.endpoint, receiver.key, NOBODY)
         sender.send(a_step(), hidden())
         assert sender.is_waiting
         assert_nothing_comes(receiver, sender)
         receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
-        began = time.monotonic()
         assert wait_step(receiver, sender)[0] == a_step()
-        assert time.monotonic() - began < 2, "it was not waited for, but tried again"
 
 
 def test_a_device_that_was_refused_gets_in_when_it_becomes_the_one_before(receiver):
@@ -234,6 +233,10 @@ def test_a_device_that_is_no_longer_before_this_one_is_refused_though_it_is_conn
         assert wait_step(receiver)[0] == a_step()
         receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
         push.send_multipart(VALID)
+        deadline = time.monotonic() + PATIENCE_MS / 1000
+        while receiver.refused == 0 and time.monotonic() < deadline:
+            turn(receiver, timeout_ms=PATIENCE_MS)
+            assert receiver.receive() is None
         sender.connect(receiver.endpoint, receiver.key, NOBODY)
         sender.send(a_step(5), hidden())
         assert wait_step(receiver, sender)[0] == a_step(5)
@@ -268,8 +271,9 @@ def test_an_intruder_gets_no_step_through_and_disturbs_nobody(receiver, options)
     assert receiver.refused == 0
 
 
-def test_nothing_on_the_wire_is_readable():
+def test_nothing_on_the_wire_is_readable(monkeypatch):
     """What goes between two links, seen by a relay in the middle, holds neither header nor hidden states."""
+    monkeypatch.setattr(links_module, "HANDSHAKE_S", 1000.0)  # the relay passes on one connection
     with opened() as receiver, opened() as sender, socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen(1)
@@ -353,6 +357,11 @@ REFUSED = {
 }
 
 
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """What links said, and nobody else in this process."""
+    return [record for record in caplog.records if record.name == links_module.__name__]
+
+
 @pytest.mark.parametrize("frames", REFUSED.values(), ids=REFUSED.keys())
 def test_what_is_no_step_is_refused_with_a_line_and_the_next_step_comes_through(receiver, caplog, frames):
     with caplog.at_level(logging.WARNING, "primad.ring.links"), stranger(receiver) as push:
@@ -362,7 +371,7 @@ def test_what_is_no_step_is_refused_with_a_line_and_the_next_step_comes_through(
     assert step == a_step()
     assert np.array_equal(content, hidden())
     assert receiver.refused == 1
-    (record,) = caplog.records
+    (record,) = lines_of(caplog)
     assert record.getMessage().startswith("refused a message on the ring (1 so far): ")
     assert len(record.getMessage()) < 500
 
@@ -374,7 +383,7 @@ def test_a_stale_step_is_dropped_and_counted_in_silence(receiver, caplog, change
         push.send_multipart(VALID)
         wait_step(receiver)
     assert receiver.refused == 1
-    assert caplog.records == []
+    assert lines_of(caplog) == []
 
 
 def test_many_refusals_are_one_line(caplog, monkeypatch):
@@ -387,7 +396,7 @@ def test_many_refusals_are_one_line(caplog, monkeypatch):
             push.send_multipart(VALID)
             wait_step(receiver)
         assert receiver.refused == 50
-        assert len(caplog.records) == 1
+        assert len(lines_of(caplog)) == 1
     finally:
         receiver.close()
 
@@ -460,8 +469,11 @@ def test_a_next_device_that_takes_nothing_is_late_again_and_again():
         silent.listen(1)
         sender.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}", NOBODY, NOBODY)
         assert sender.wait_s() == math.inf
+        began_s = time.monotonic()
         sender.send(a_step(), hidden())
-        assert 0 < sender.wait_s() <= 0.05
+        left_s, now_s = sender.wait_s(), time.monotonic()
+        assert 0 <= left_s <= 0.05
+        assert left_s > 0 or now_s - began_s >= 0.05
         waits = []
         while len(waits) < 3:
             overdue = sender.overdue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -113,6 +114,7 @@ class Process:
         self._ours.settimeout(PATIENCE_S)
         self._events = self._ours.makefile("rb")
         self.failure: RingError | None = None
+        self.late: list[Overdue] = []
         self._thread = threading.Thread(target=self._run, args=(RingChannel(theirs), theirs))
         self._thread.start()
 
@@ -139,6 +141,14 @@ class Process:
         assert isinstance(event, kind), event
         return event
 
+    def status(self) -> Status:
+        """Ask for its status; what it says of a late neighbour meanwhile is passed over, but kept in ``late``."""
+        self.send(Report())
+        while isinstance(event := self.event(), Overdue):
+            self.late.append(event)
+        assert isinstance(event, Status), event
+        return event
+
     def failed(self) -> str:
         """Wait for the error that ends the loop."""
         self._thread.join(PATIENCE_S)
@@ -146,15 +156,13 @@ class Process:
         assert self.failure is not None
         return str(self.failure)
 
-    def close(self) -> float:
-        """Close the connection; seconds until the loop has ended."""
-        began = time.monotonic()
+    def close(self) -> None:
+        """Close the connection, and wait until the loop has ended."""
         self._ours.shutdown(socket.SHUT_RDWR)
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the loop goes on without its daemon"
         self._events.close()
         self._ours.close()
-        return time.monotonic() - began
 
 
 @contextmanager
@@ -258,21 +266,25 @@ def blocked(model: FakeModel) -> Iterator[tuple[Process, Links, Opened]]:
         before.connect(opened.endpoint, opened.key, NOBODY)
         before.send(a_step(1), hidden(model, [4, 5]))
         exchange(before, before, until=lambda: not before.is_waiting)
-        while True:
-            process.send(Report())
-            event = process.event()
-            if isinstance(event, Status) and event.steps == 1:
-                break
+        while process.status().steps == 0:
+            continue
         yield process, before, opened
 
 
+@pytest.fixture
+def patient(monkeypatch) -> None:
+    """A next device that takes nothing is waited for without end."""
+    monkeypatch.setattr(parts, "SEND_TIMEOUT_S", 1000.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_worker_whose_next_device_is_gone_hears_its_daemon_and_ends_with_it(model, windows):
     with blocked(model) as (process, _, _):
         for _ in range(3):
             process.send(Report(), Report())
             assert process.expect(Status).steps == 1
             process.expect(Status)
-        assert process.close() < 5
+        process.close()
 
 
 def test_a_worker_tells_of_a_next_device_that_takes_nothing_and_can_be_reopened(model, windows, monkeypatch):
@@ -289,7 +301,9 @@ def test_a_head_breaks_when_its_next_device_takes_nothing(head_windows, monkeypa
     monkeypatch.setattr(parts, "SEND_TIMEOUT_S", 0.05)
     with started(a_head()) as (head, opened):
         head.send(Connect(NOWHERE, NOBODY, opened.key))
-        assert "the next device took no step for 0.0" in head.failed()
+        found = re.search(r"the next device took no step for (\S+) s", head.failed())
+        assert found is not None
+        assert float(found[1]) >= 0.05
 
 
 def test_a_worker_sends_to_the_next_device_that_it_is_told_while_it_waits(model, windows):
@@ -493,11 +507,12 @@ def test_a_head_that_is_not_linked_yet_drains(head_windows):
         assert head.event() == Drained()
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_head_whose_next_device_is_gone_hears_its_daemon(head_windows):
-    with started(a_head()) as (head, opened):
+    with started(a_head(step_timeout_s=1000.0)) as (head, opened):
         head.send(Connect(NOWHERE, NOBODY, opened.key), generate(1, [1]), Report())
         head.expect(Status)
-        assert head.close() < 5
+        head.close()
 
 
 def test_a_head_tells_of_a_device_that_stopped_and_hears_its_daemon(model, windows, head_windows):
@@ -509,10 +524,10 @@ def test_a_head_tells_of_a_device_that_stopped_and_hears_its_daemon(model, windo
         head.send(generate(1, [1]))
         overdue = head.expect(Overdue)
         assert overdue.step == 1
-        assert 1 <= overdue.waited_s < 10
-        head.send(Report())
-        head.expect(Status)
-        assert head.expect(Overdue).waited_s >= 2
+        assert 1 <= overdue.waited_s < PATIENCE_S
+        head.status()
+        again = head.late[0] if head.late else head.expect(Overdue)
+        assert again.waited_s >= 2
 
 
 def compute_one(model: FakeModel, windows: dict[int, FakeHiddenWindow], worker: Links) -> None:
