@@ -129,7 +129,10 @@ def least_hops(instance: Instance) -> list[HopShare]:
 
 
 def hops_around(instance: Instance, ring: RingOrder) -> list[HopShare]:
-    """For each member its share in the hops of ``ring``: half its way in and out, or what taking it in would cost."""
+    """For each member its share in the hops of ``ring``: half its way in and out, or what taking it in would cost.
+
+    A head alone hops nowhere.
+    """
     tour = ring.members
     pairs = list(zip(tour, [*tour[1:], tour[0]], strict=True))
     shares = []
@@ -137,9 +140,9 @@ def hops_around(instance: Instance, ring: RingOrder) -> list[HopShare]:
         share = []
         for hop in (instance.hops_s, instance.chunk_hops_s):
             if m in tour:
-                share.append(sum(hop[a][b] for a, b in pairs if m in (a, b)) / 2)
+                share.append(sum(hop[a][b] for a, b in pairs if m in (a, b) and a != b) / 2)
             else:
-                share.append(max(0.0, min(hop[a][m] + hop[m][b] - hop[a][b] for a, b in pairs)))
+                share.append(max(0.0, min(hop[a][m] + hop[m][b] - (hop[a][b] if a != b else 0.0) for a, b in pairs)))
         shares.append(HopShare(*share))
     return shares
 
