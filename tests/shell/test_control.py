@@ -24,9 +24,15 @@ from primad.cluster.sockets import endpoint, listen, open_socket
 from primad.errors import ClusterError
 from primad.ring.messages import encode
 from tests.fakes.control import HEAD, HOST, gated, head_end
+from tests.fakes.lateness import watched
 
 WORKER, SECOND = new_identity(), new_identity()
 HELLO = Ping(status=True)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the control link wrote to the log; what others left may be told of at any time."""
+    return [record.getMessage() for record in caplog.records if record.name == "primad.cluster.control"]
 
 
 @asynccontextmanager
@@ -115,9 +121,9 @@ def test_garbage_for_the_worker_is_refused_with_a_line_and_it_hears_the_next_hea
 
     with caplog.at_level(logging.WARNING, "primad.cluster.control"):
         asyncio.run(once())
-    (record,) = caplog.records
-    assert record.getMessage().startswith("refused a message on the control link (1 so far): ")
-    assert record.getMessage().isprintable()
+    (line,) = said(caplog)
+    assert line.startswith("refused a message on the control link (1 so far): ")
+    assert line.isprintable()
 
 
 def test_a_flood_of_garbage_is_one_line_a_second(caplog):
@@ -132,7 +138,7 @@ def test_a_flood_of_garbage_is_one_line_a_second(caplog):
     start = time.monotonic()
     with caplog.at_level(logging.WARNING, "primad.cluster.control"):
         asyncio.run(once())
-    assert 1 <= len(caplog.records) <= 1 + time.monotonic() - start
+    assert 1 <= len(said(caplog)) <= 1 + time.monotonic() - start
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"garbage"], [encode(Pong()), b""], [encode(HELLO)]])
@@ -147,8 +153,8 @@ def test_garbage_of_a_worker_is_refused_with_a_line_and_its_next_message_is_hear
 
     with caplog.at_level(logging.WARNING, "primad.cluster.control"):
         asyncio.run(once())
-    (record,) = caplog.records
-    assert record.getMessage().startswith("refused a message of the device at 127.0.0.1:")
+    (line,) = said(caplog)
+    assert line.startswith("refused a message of the device at 127.0.0.1:")
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"\xff" * 5000])
@@ -294,10 +300,13 @@ def test_a_process_that_is_killed_is_noticed_within_a_second():
             ended = asyncio.create_task(head.wait_ended())
             done, _ = await asyncio.wait([ended], timeout=0.3)
             assert not done, "it is alive"
-            child.kill()
-            killed = time.monotonic()
-            await ended
-            assert time.monotonic() - killed < 1.0
+            async with watched() as lateness:
+                child.kill()
+                await asyncio.to_thread(child.wait)
+                killed = time.monotonic()
+                await ended
+                took_s = time.monotonic() - killed
+            assert took_s < 1.0 + 4 * lateness.most_s, "the two attempts to connect and what tells of them"
             head.close()
 
     asyncio.run(once())

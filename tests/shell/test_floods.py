@@ -19,7 +19,11 @@ from primad.cluster.gate import Gate
 from primad.cluster.identity import Identity
 from primad.cluster.messages import MAX_MESSAGE_BYTES
 from primad.cluster.sockets import HANDSHAKE_S, endpoint, listen, open_socket, raise_descriptor_limit
+from tests.fakes.lateness import watched
 from tests.shell.gated import FRIEND, HOST, PATIENCE_S, SERVER, STRANGER, ZMTP_CURVE, raw, until_closed
+
+FLOOD_S = 200
+"""The longest that a flood may take: a thousand handshakes take minutes where the machine is busy with other things."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +80,29 @@ async def asks(client: zmq.asyncio.Socket) -> float:
     return asyncio.get_running_loop().time() - asked_at
 
 
-async def under_attack(port: int, attack: Callable[[], Awaitable[None]]) -> list[float]:
-    """How long each answer to the friend took while ``attack`` went on, and then to a new connection, seconds."""
-    async with asyncio.timeout(PATIENCE_S):
+async def under_attack(port: int, attack: Callable[[], Awaitable[None]]) -> tuple[list[float], float]:
+    """How long each answer to the friend took while ``attack`` went on, and then to a new connection, seconds.
+
+    And how much of each the machine may have had no time for this process.
+
+    The attack has a thread of its own: the friend's times are not those that a thousand attackers take of its event loop.
+    """
+
+    async def bounded() -> None:
+        async with asyncio.timeout(FLOOD_S):
+            await attack()
+
+    async with asyncio.timeout(FLOOD_S), watched() as lateness:
         with client_of(port) as friend:
-            attacking = asyncio.ensure_future(attack())
+            attacking = asyncio.ensure_future(asyncio.to_thread(asyncio.run, bounded()))
             answers = [await asks(friend)]
             while not attacking.done():
                 answers.append(await asks(friend))
                 await asyncio.wait([attacking], timeout=0.01)
             await attacking
         with client_of(port) as later:
-            return [*answers, await asks(later)]
+            answers.append(await asks(later))
+        return answers, lateness.most_s
 
 
 async def thousand_silent(port: int) -> None:
@@ -146,12 +161,11 @@ def test_a_flood_costs_little_and_its_connections_are_dropped(flood: Callable[[i
     raise_descriptor_limit()
     with server_process() as (port, process):
         before = process.memory_info().rss
-
-        answers = asyncio.run(under_attack(port, lambda: flood(port)))
+        answers, late_s = asyncio.run(under_attack(port, lambda: flood(port)))
         growth = process.memory_info().rss - before
         logger.info("%d answers, the slowest after %.3f s; %.1f MiB more", len(answers), max(answers), growth / 2**20)
         assert len(answers) > 2
-        assert max(answers) < HANDSHAKE_S
+        assert max(answers) < HANDSHAKE_S + late_s
         assert growth < MOST_GROWTH_BYTES
         if sys.platform == "linux":
             assert process.num_fds() < 100
