@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from primad.cluster import source_link, transfer
+from primad.cluster import sharing, source_link, transfer
 from primad.cluster.gate import Gate
 from primad.cluster.identity import Identity, new_identity
 from primad.cluster.layer_server import READS_AT_ONCE, REQUESTS_WAITING, LayerServer, LayerSource
@@ -97,12 +98,15 @@ class Counting:
 
 @asynccontextmanager
 async def served(
-    context: zmq.asyncio.Context, layers: Sequence[LayerCut], device: str = "head", log: list[int] | None = None
+    context: zmq.asyncio.Context,
+    layers: Sequence[LayerCut],
+    device: str = "head",
+    log: list[int] | None = None,
+    stop: Callable[[int], object] = lambda _: None,
 ) -> AsyncIterator[Source]:
-    """A server of ``layers``; what is read is noted in ``log``."""
-    by_digest: dict[str, LayerSource] = {
-        layer.ref().digest: layer if log is None else Counting(layer, log) for layer in layers
-    }
+    """A server of ``layers``; what is read is noted in ``log``, after ``stop`` as ``Counting`` calls it."""
+    noted: list[int] = [] if log is None else log
+    by_digest: dict[str, LayerSource] = {layer.ref().digest: Counting(layer, noted, stop) for layer in layers}
     async with running(context, by_digest, device) as source:
         yield source
 
@@ -303,20 +307,26 @@ def test_addresses_that_lead_to_one_device_are_one_source(layers, cache):
 
 
 def test_two_sources_share_the_work(layers, cache):
+    """Each gives nothing before the other one was asked as well."""
     logs: tuple[list[int], list[int]] = ([], [])
+    asked = (threading.Event(), threading.Event())
+
+    def meet(own: int) -> None:
+        asked[own].set()
+        assert asked[1 - own].wait(PATIENCE_S)
 
     async def once() -> None:
         async with (
             links() as context,
-            served(context, layers, "one", logs[0]) as one,
-            served(context, layers, "two", logs[1]) as two,
+            served(context, layers, "one", logs[0], lambda _: meet(0)) as one,
+            served(context, layers, "two", logs[1], lambda _: meet(1)) as two,
         ):
             await fetch(context, [one, two], layers, cache)
 
     run(once())
     whole(cache, layers)
     assert all(logs)
-    assert len(logs[0]) + len(logs[1]) <= BIG_CHUNKS + 2 + 3, "few chunks are sent twice at the end"
+    assert len(logs[0]) + len(logs[1]) <= BIG_CHUNKS + 2 + transfer.UNDER_WAY, "few chunks are sent twice at the end"
 
 
 def test_each_source_gives_what_only_it_has(layers, cache):
@@ -333,16 +343,23 @@ def test_each_source_gives_what_only_it_has(layers, cache):
 
 
 def test_a_source_that_dies_in_the_middle_is_left_out(layers, cache, caplog):
+    """The other one gives nothing before."""
+    hit = threading.Event()
+
     async def once() -> None:
-        async with links() as context, served(context, layers, "alive") as alive:
+        async with (
+            links() as context,
+            served(context, layers, "alive", stop=lambda _: hit.wait(PATIENCE_S)) as alive,
+        ):
             dying = new_identity()
             log: list[int] = []
             dead = asyncio.Event()
             loop = asyncio.get_running_loop()
 
             def die(count: int) -> None:
-                if count == 2:
+                if count >= 2 and not hit.is_set():
                     loop.call_soon_threadsafe(dead.set)
+                    hit.set()
 
             by_digest: dict[str, LayerSource] = {layer.ref().digest: Counting(layer, log, die) for layer in layers}
             server = LayerServer(context, "127.0.0.1", dying, by_digest.get)
@@ -361,6 +378,16 @@ def test_a_source_that_dies_in_the_middle_is_left_out(layers, cache, caplog):
 
 
 def test_a_source_that_sends_other_bytes_is_left_out_and_named(layers, cache, caplog):
+    """The other one gives nothing before."""
+
+    def lines() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.name == "primad.cluster.transfer"]
+
+    def wait_left_out(_: int) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not lines() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
     def lie(request: TransferRequest) -> Reply:
         if isinstance(request, FetchChunk):
             return [encode(Chunk(digest=request.digest, offset=request.offset)), bytes(request.size)]
@@ -370,20 +397,24 @@ def test_a_source_that_sends_other_bytes_is_left_out_and_named(layers, cache, ca
         async with (
             links() as context,
             answering(context, honest(layers, lie)) as liar,
-            served(context, layers) as source,
+            served(context, layers, stop=wait_left_out) as source,
         ):
             await fetch(context, [liar, source], layers, cache)
 
     with caplog.at_level(logging.WARNING, "primad.cluster.transfer"):
         run(once())
     whole(cache, layers)
-    (record,) = [record for record in caplog.records if record.name == "primad.cluster.transfer"]
+    (record,) = lines()
     assert record.getMessage().startswith(
         "no more layers are fetched from liar: sent bytes that are not those of layer"
     )
 
 
-def test_a_source_that_stalls_does_not_hold_up_the_others(layers, cache):
+def test_a_source_that_stalls_does_not_hold_up_the_others(layers, cache, monkeypatch):
+    """The others help out, though nobody is ever given up."""
+    for name in ("STALL_S", "FIRST_STALL_S"):
+        monkeypatch.setattr(transfer, name, 1000.0)
+
     def lie(request: TransferRequest) -> Reply:
         return None
 
@@ -393,8 +424,7 @@ def test_a_source_that_stalls_does_not_hold_up_the_others(layers, cache):
             answering(context, honest(layers, lie, silent=True)) as stalled,
             served(context, layers) as source,
         ):
-            async with asyncio.timeout(transfer.STALL_S):  # the others help out before anyone is given up
-                await fetch(context, [stalled, source], layers, cache)
+            await fetch(context, [stalled, source], layers, cache)
 
     run(once())
     whole(cache, layers)
@@ -544,13 +574,14 @@ def test_a_source_that_falls_silent_is_given_up(layers, cache, monkeypatch):
     assert "liar sent nothing for 0.1 s" in str(error)
 
 
-def test_a_source_where_nobody_listens_is_given_up_at_once(layers, cache):
+def test_a_source_where_nobody_listens_is_given_up_at_once(layers, cache, monkeypatch):
+    monkeypatch.setattr(source_link, "REACH_S", 1000.0)
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
 
         async def once() -> None:
-            async with links() as context, asyncio.timeout(source_link.REACH_S - 1):
+            async with links() as context:
                 await fetch(context, [Source("gone", new_identity().public, [endpoint])], layers[:1], cache)
 
         with pytest.raises(ClusterError, match=r"gone tcp://127\S* nothing answers there"):
@@ -571,7 +602,7 @@ def test_a_source_with_another_key_is_given_up(layers, cache, monkeypatch):
 
 
 def test_a_device_that_is_not_trusted_gets_nothing(layers, cache, monkeypatch):
-    monkeypatch.setattr(source_link, "REACH_S", 1.0)
+    monkeypatch.setattr(source_link, "REACH_S", 1000.0)
     log: list[int] = []
 
     async def once() -> None:
@@ -596,20 +627,26 @@ def test_a_source_that_is_no_endpoint_is_one_clear_error(layers, cache, endpoint
 # ---- an end before the end ------------------------------------------------------------------------------------------
 
 
-def test_at_most_a_few_chunks_are_asked_for_at_a_time(layers, cache, monkeypatch):
-    monkeypatch.setattr(transfer, "FIRST_STALL_S", 0.3)
+def test_at_most_a_few_chunks_are_asked_for_at_a_time(layers, cache):
     asked: list[int] = []
-
-    def note(request: FetchChunk) -> None:
-        asked.append(request.offset // CHUNK_BYTES)
+    enough = asyncio.Event()
 
     def answer(request: TransferRequest) -> Reply:
-        told = honest(layers)(request)
-        if isinstance(request, FetchChunk):
-            return note(request)
-        return told
+        if not isinstance(request, FetchChunk):
+            return honest(layers)(request)
+        asked.append(request.offset // CHUNK_BYTES)
+        if len(asked) == transfer.UNDER_WAY:
+            enough.set()
+        return None
 
-    refusal(answer, layers[2], cache)
+    async def once() -> None:
+        async with links() as context, answering(context, answer) as source:
+            task = asyncio.create_task(fetch(context, [source], [layers[2]], cache))
+            await enough.wait()
+            assert not (await asyncio.wait([task], timeout=0.3))[0]
+            await ended(task)
+
+    run(once())
     assert asked == list(range(transfer.UNDER_WAY))
 
 
@@ -822,9 +859,13 @@ def test_the_server_reads_nothing_but_layers(layers, digest):
     run(once())
 
 
-def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog):
+def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog, monkeypatch):
+    monkeypatch.setattr(sharing, "COMPLAINT_INTERVAL_S", 1000.0)
     greedy, modest = new_identity(), new_identity()
     ref, log, released = layers[2].ref(), list[int](), threading.Event()
+
+    def lines() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.name == "primad.cluster.layer_server"]
 
     async def once() -> None:
         slow: dict[str, LayerSource] = {ref.digest: Counting(layers[2], log, lambda _: released.wait(PATIENCE_S))}
@@ -832,7 +873,7 @@ def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog):
             grabbing, asking = _client(context, source, greedy), _client(context, source, modest)
             for _ in range(20 * REQUESTS_WAITING):
                 await grabbing.send(encode(FetchChunk(digest=ref.digest, offset=0, size=CHUNK_BYTES)))
-            while not caplog.records:  # questions are answered while all readers are busy
+            while not lines():  # questions are answered while all readers are busy
                 await asking.send(encode(AskHolds(digests=[ref.digest])))
                 assert await asking.recv_multipart() == [encode(Holds(held=[True]))]
             await asking.send(encode(FetchChunk(digest=ref.digest, offset=CHUNK_BYTES, size=8)))
@@ -846,7 +887,7 @@ def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog):
 
     with caplog.at_level(logging.WARNING, "primad.cluster.layer_server"):
         run(once())
-    assert len(caplog.records) == 1
+    assert len(lines()) == 1
     assert 1 in log[: READS_AT_ONCE + 2], "its turn came after those that were being read"
     assert len(log) <= REQUESTS_WAITING + READS_AT_ONCE + 1
 
@@ -866,12 +907,13 @@ def test_a_key_that_is_not_trusted_any_more_gets_no_answer(layers, caplog):
             assert len(await client.recv_multipart()) == 2
             trusted.clear()
             await client.send(request)
+            while "its sender is not trusted any more" not in caplog.text:
+                assert not await client.poll(20)
             assert not await client.poll(200)
             client.close()
             await ended(task)
 
     run(once())
-    assert "its sender is not trusted any more" in caplog.text
 
 
 def test_a_capped_server_and_a_capped_fetch_still_deliver(layers, cache, tmp_path):
