@@ -158,14 +158,14 @@ def _status(_: argparse.Namespace) -> None:
         out.print("no lab")
     for name in labs:
         try:
-            lab = Homelab.open(name)
-        except LabError as exc:
+            statuses = Homelab.open(name).status()
+        except (LabError, OSError) as exc:  # never finished, or being taken down just now
             out.print(str(exc))
             continue
         table = Table(title=f"lab {name}", title_justify="left")
         for column in ("device", "address", "link", "memory", "processes"):
             table.add_column(column)
-        for status in lab.status():
+        for status in statuses:
             memory = "" if status.memory_bytes is None else f"{status.memory_bytes / 1e6:.0f} MB"
             running = ", ".join(f"{what} {pid}" for pid, what in status.processes.items())
             table.add_row(
