@@ -55,9 +55,16 @@ class Relay:
             writer.transport.abort()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(HOST, self._target)
-        self._writers += [writer, far_writer]
-        await asyncio.gather(self._pass(reader, far_writer, "there"), self._pass(far_reader, writer, "back"))
+        self._writers.append(writer)
+        try:
+            far_reader, far_writer = await asyncio.open_connection(HOST, self._target)
+            if writer not in self._writers:  # it was reset meanwhile
+                far_writer.transport.abort()
+                return
+            self._writers.append(far_writer)
+            await asyncio.gather(self._pass(reader, far_writer, "there"), self._pass(far_reader, writer, "back"))
+        finally:
+            writer.close()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way) -> None:
         try:

@@ -76,18 +76,20 @@ class Relay:
         """Set when a connection ended."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        server_reader, server_writer = await raw(self._port)
-        both = [
-            asyncio.create_task(self._pass(reader, server_writer, up=True)),
-            asyncio.create_task(self._pass(server_reader, writer, up=False)),
-        ]
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            server_reader, server_writer = await raw(self._port)
+            both = [
+                asyncio.create_task(self._pass(reader, server_writer, up=True)),
+                asyncio.create_task(self._pass(server_reader, writer, up=False)),
+            ]
+            try:
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in both:
+                    task.cancel()
+                server_writer.transport.abort()
         finally:
-            for task in both:
-                task.cancel()
             writer.transport.abort()
-            server_writer.transport.abort()
             self.closed.set()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:

@@ -61,6 +61,8 @@ from tests.fakes.profile import PROFILE
 from tests.fakes.relay import Relay
 
 PATIENCE_S = 20
+SILENCE_S = 2.0
+"""After so long a head is gone; however slow the machine is, it says its next word before."""
 DESK, TOWER, STRANGER = (new_identity() for _ in range(3))
 FILES = WindowFiles(metadata="window.gguf", layers=(), layer_count=2, gpu_layers=0, output_on_gpu=False)
 TENSOR = LayerTensor("blk.*.attn_q.weight", int(GGMLQuantizationType.F32), (8, 2), 0, 64)
@@ -287,7 +289,7 @@ def test_a_head_that_goes_silent_loses_the_worker_and_another_may_come(lab):
     async def once() -> None:
         async with lab() as lap:
             desk = lap.head()
-            await desk.takes(gone_after_s=0.3)
+            await desk.takes(gone_after_s=SILENCE_S)
             await desk.loads(a_load(1))
             await lap.says("head desk went away")
             assert not lap.daemon._parts.is_serving
@@ -430,7 +432,7 @@ def test_a_key_that_is_revoked_is_refused_at_once_on_a_connection_that_stands(la
     async def once() -> None:
         async with lab() as lap:
             desk = lap.head()
-            await desk.takes(gone_after_s=0.5)
+            await desk.takes(gone_after_s=SILENCE_S)
             await desk.loads(a_load(1))
             lap.trust.revoke("desk")
             for message in (Ping(status=True), a_load(2), Knock(protocol=2, oldest=2, version="0", device="desk")):
@@ -675,7 +677,7 @@ def test_a_head_that_goes_away_meanwhile_is_not_waited_for(lab):
     async def once() -> None:
         async with lab() as lap:
             desk = lap.head()
-            await desk.takes(gone_after_s=0.3)
+            await desk.takes(gone_after_s=SILENCE_S)
             await desk.loads(a_load(1))
             lap.daemon.leave()
             await desk.hear(Leaving)
