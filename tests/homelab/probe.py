@@ -4,7 +4,7 @@ serve NAME              answer every line on port 9000 with NAME and the line; s
 ask HOST WAIT           connect, then send each line of standard input on that connection; print the answer, its time,
                         or 'timeout'; each line waits at most WAIT seconds
 rate HOST SECONDS       print the megabits per second that HOST takes
-burn SECONDS            compute this long; print the CPU seconds that were had
+burn SECONDS            compute this long; print the CPU seconds that were had in each
 hog BYTES               take memory until BYTES are reached or killed
 announce NAME           announce NAME by mDNS
 browse                  print each NAME that is announced
@@ -72,10 +72,10 @@ def rate(host: str, seconds: str) -> None:
 
 
 def burn(seconds: str) -> None:
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     while time.perf_counter() - start < float(seconds):
         sum(range(1000))
-    print(time.process_time(), flush=True)
+    print((time.process_time() - used) / (time.perf_counter() - start), flush=True)
 
 
 def hog(most: str) -> None:

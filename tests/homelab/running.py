@@ -14,7 +14,8 @@ from pathlib import Path
 from tools.lab import Homelab
 from tools.lab.device import Device
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
+"""For what takes seconds: it may take much longer where other programs have most of the machine."""
 PROBE = Path(__file__).with_name("probe.py")
 
 MakeLab = Callable[..., Homelab]

@@ -23,7 +23,7 @@ _WANTED: Final = ("memory", "cpu", "blkio")
 _PERIOD_US: Final = 20_000
 """Short, so that a device of half a core is a slow one and not one that stops for 50 ms at a time."""
 
-_PATIENCE_S: Final = 10.0
+_PATIENCE_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)

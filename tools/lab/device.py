@@ -25,7 +25,7 @@ from tools.lab.network import Cable
 
 INSIDE: Final = Path(__file__).with_name("inside.py")
 _PASSED: Final = ("PATH", "LANG", "LC_ALL", "TERM", "TZ", "PYTHONWARNINGS", "PYTHONDONTWRITEBYTECODE")
-_PATIENCE_S: Final = 5.0
+_PATIENCE_S: Final = 30.0
 
 Which = Literal["all", "ring", "daemon"]
 

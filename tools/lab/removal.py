@@ -10,7 +10,7 @@ from tools.lab import disk, record
 from tools.lab.cgroups import Cgroups, Hierarchies
 from tools.lab.names import LabError, root
 
-_GONE_S: Final = 10.0
+_GONE_S: Final = 30.0
 
 
 def remove(lab: str, hierarchies: Hierarchies) -> None:
