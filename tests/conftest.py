@@ -106,7 +106,7 @@ def module_home(tmp_path_factory: pytest.TempPathFactory, profiled: Path) -> Ite
     """Makes homes that live as long as the module's tests."""
     root = tmp_path_factory.mktemp("homes")
     yield _homes(root, profiled)
-    shutil.rmtree(root)
+    _remove(root)
 
 
 @pytest.fixture
@@ -115,7 +115,12 @@ def new_home(tmp_path: Path, profiled: Path) -> Iterator[MakeHome]:
     root = tmp_path / "homes"
     root.mkdir()
     yield _homes(root, profiled)
-    shutil.rmtree(root)
+    _remove(root)
+
+
+def _remove(root: Path) -> None:
+    """Make room. A process that was killed may have others that end after it, and write there until they do."""
+    shutil.rmtree(root, ignore_errors=True)
 
 
 def _homes(root: Path, profile: Path) -> MakeHome:

@@ -37,7 +37,7 @@ from primad.cluster.messages import (
 from tests.fakes.profile import PROFILE
 
 HOST = "127.0.0.1"
-PATIENCE_S = 20
+PATIENCE_S = 60
 HEAD = new_identity()
 """The keys of the head in all tests."""
 
