@@ -167,13 +167,14 @@ def test_changes_of_two_stores_add_up(store: TrustStore, home: Path, identity: I
 def test_changes_of_many_processes_add_up(store: TrustStore, home: Path):
     code = (
         "import sys; from pathlib import Path; from primad.cluster.identity import load_identity, new_identity\n"
-        "from primad.cluster.trust import TrustStore, trusted_now\n"
+        "from primad.cluster import trust; from primad.cluster.trust import TrustStore, trusted_now\n"
+        "trust.LOCK_PATIENCE_S = 100\n"  # a disk that stands still is no matter here
         "home = Path(sys.argv[1]); store = TrustStore(home, load_identity(home))\n"
         "for number in range(5): store.add(trusted_now(f'd{number}', new_identity().public, 'paired'))"
     )
     environment = os.environ | {"PRIMAD_LOCAL_TRUST": str(home.parent / "local")}
     writers = [subprocess.Popen([sys.executable, "-c", code, str(home)], env=environment) for _ in range(3)]
-    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(200) for writer in writers] == [0, 0, 0]
     assert len(store.entries()) == 15
 
 
