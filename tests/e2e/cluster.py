@@ -27,7 +27,8 @@ from primad.cluster.local_trust import VARIABLE as LOCAL_TRUST
 from primad.config import LOOPBACK
 
 PRIMAD = Path(sys.executable).with_name("primad")
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
+"""For what takes seconds: it may take much longer where other programs have most of the machine."""
 STOP_S = 2.0
 """The promise: Ctrl-C ends any of them within this time."""
 _MARK = "PRIMAD_E2E_MARK"
@@ -139,7 +140,7 @@ class Primad:
     def stop(self, number: int = signal.SIGINT) -> int:
         """End it as its owner does and wait for it; its exit code."""
         self.send_signal(number)
-        return self.wait_end(5 * STOP_S)
+        return self.wait_end()
 
     def kill(self) -> None:
         """Kill it as a crash does (its own process only) and wait until it is gone."""
@@ -177,10 +178,21 @@ def command_of(process: psutil.Process) -> list[str]:
         return []
 
 
+def ring_processes(run: Primad) -> list[psutil.Process]:
+    """The ring processes of a daemon: one, or two while a ring is formed beside another or the one before it ends."""
+    return [process for process in run.processes() if "primad.ring.process" in command_of(process)]
+
+
 def ring_process(run: Primad) -> psutil.Process:
-    """The one ring process of a daemon."""
-    (found,) = [process for process in run.processes() if "primad.ring.process" in command_of(process)]
-    return found
+    """The one ring process of a daemon, awaited."""
+    found: list[psutil.Process] = []
+
+    def is_one() -> bool:
+        found[:] = ring_processes(run)
+        return len(found) == 1
+
+    wait_until(is_one, "there is one ring process")
+    return found[0]
 
 
 @contextmanager

@@ -12,13 +12,12 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.cluster import Head
+from tests.e2e.cluster import PATIENCE_S, Head
 
 STORY = "Once upon a time, in a village by the sea,"
 TOKENS = 120
 MIDDLE = 40
 """What happens to a device happens after so many pieces."""
-PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
