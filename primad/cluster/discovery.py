@@ -83,6 +83,8 @@ class Discovery:
         self._announced: dict[str, str] = {}
         self._port = 0
         self._info: AsyncServiceInfo | None = None
+        self._announcing: asyncio.Future[None] | None = None
+        """An announcement is said several times; those of one that is not true any more must not come behind the next."""
         self._peers: dict[str, Peer] = {}
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -110,7 +112,7 @@ class Discovery:
             }
             info = self._to_announce()
             try:
-                await self._zeroconf.async_register_service(info)
+                self._announcing = asyncio.ensure_future(await self._zeroconf.async_register_service(info))
             except NonUniqueNameException:
                 continue
             self._info = info
@@ -153,7 +155,7 @@ class Discovery:
 
     async def close(self) -> None:
         """Say goodbye and stop."""
-        tasks = [task for task in (self._watching, *self._resolving.values()) if task is not None]
+        tasks = [task for task in (self._watching, self._announcing, *self._resolving.values()) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -189,8 +191,13 @@ class Discovery:
         if self._info is None:
             return
         self._info = self._to_announce()
+        if self._announcing is not None:
+            self._announcing.cancel()
         try:
-            await (await self._zeroconf.async_update_service(self._info))
+            said = self._announcing = asyncio.ensure_future(await self._zeroconf.async_update_service(self._info))
+            await asyncio.wait([said])
+            if not said.cancelled():
+                said.result()
         except (ZeroconfError, OSError) as exc:
             logger.debug("mDNS announcement: %s", exc)
 

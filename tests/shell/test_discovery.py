@@ -280,6 +280,23 @@ def test_answers_are_asked_for_where_all_programs_of_a_machine_hear_them(cluster
     assert [question for question in asked if question.unicast] == []
 
 
+def test_who_said_goodbye_is_not_announced_again(cluster, monkeypatch):
+    """An announcement is repeated for half a second: one that comes behind the goodbye keeps the device in sight."""
+    monkeypatch.setattr(discovery_module, "SERVICE", f"_t-{cluster[-12:]}._tcp.local.")
+
+    async def once() -> list[int]:
+        with overheard() as packets:
+            async with device() as desk:
+                await announce(desk, cluster, cluster)
+                await asyncio.sleep(0.05)
+            return [record.ttl for packet in packets() for record in packet.answers() if cluster in record.name]
+
+    lives_s = asyncio.run(once())
+    assert 0 in lives_s
+    assert set(lives_s[: lives_s.index(0)]) == {120}
+    assert set(lives_s[lives_s.index(0) :]) == {0}
+
+
 @contextmanager
 def overheard() -> Iterator[Callable[[], list[DNSIncoming]]]:
     """What is said to all on loopback from now on, told when it is asked for."""
