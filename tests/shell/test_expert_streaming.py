@@ -15,6 +15,7 @@ from primad.engine.llama import FirstWindow, TailWindow, TokenEmbedding, WholeMo
 from primad.engine.pages import Piece
 from primad.engine.prefetch import WindowStream
 from primad.engine.protocol import EngineOptions, WindowFiles
+from primad.engine.readings import Sources
 from primad.engine.residency import ladder
 from primad.engine.streams import StreamedWindow, Streams
 from primad.engine.units import units_of_model, units_of_window
@@ -26,6 +27,7 @@ from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
 from primad.ring.messages import Open, OpenWindow
 from primad.ring.meter import Meter
 from primad.ring.opening import open_head
+from tests.fakes.pressure import calm
 from tests.shell.test_cut_exact import rows, synth
 
 OPTIONS = EngineOptions(context=256, sequences=1, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
@@ -35,6 +37,12 @@ COARSE = {"width": 512, "expert_feed_forward": 1024, "experts": 8, "layers": 4}
 """Experts of many pages each, so that the pages they share with neighbours are few."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells and drops pages")
+
+
+@pytest.fixture(autouse=True)
+def _calm(monkeypatch):
+    """What is held is what the tests say: a program beside them that is short of memory, or of the disk, changes nothing."""
+    monkeypatch.setattr(Sources, "read", lambda _: calm())
 
 
 def a_model(path, architecture="qwen3moe", **shape):
