@@ -16,8 +16,10 @@ from tests.fakes.profile import seed
 os.environ["COLUMNS"] = "200"  # the commands' consoles ask for it when they are first imported
 MODELS = Path(__file__).parent.parent / ".models"
 
-# The time of an example is that of the clock: a process that waits for a core or a disk would take too long.
-settings.register_profile("primad", deadline=None)
+# The time of an example is that of the clock: a process that waits for a core or a disk would take too long. Each run
+# has the same examples, so that what fails fails again; ``--hypothesis-profile explore`` looks for others.
+settings.register_profile("explore", deadline=None)
+settings.register_profile("primad", deadline=None, derandomize=True)
 settings.load_profile("primad")
 
 LONGEST = (
