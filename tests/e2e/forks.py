@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from primad.cli import main
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 _FORKS = get_context("forkserver")
 _FORKS.set_forkserver_preload([__name__, "primad.chat", "primad.daemon.run", "primad.daemon.serving"])
 

@@ -16,6 +16,7 @@ from gguf import GGUFValueType
 
 from primad.gguf.header import read_header, scalar_value
 from tests.e2e.cluster import (
+    PATIENCE_S,
     PRIMAD,
     command_of,
     environment,
@@ -51,7 +52,7 @@ def ended(*arguments: object, temporary: Path, **more: str) -> Ended:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     return nothing_left(Ended(run.returncode, run.stdout, run.stderr.splitlines()), mark, temporary)
@@ -384,7 +385,7 @@ def test_a_busy_worker_refuses_another_head(tiny, new_home, cluster, temporary):
         joined(new_home("worker"), cluster),
         serving(tiny, new_home("first"), cluster, "--wait", 1, "--use-all") as head,
     ):
-        arguments = ("--cluster", cluster, "--port", port, "--name", "second", "--wait", 1, "--wait-timeout", 2)
+        arguments = ("--cluster", cluster, "--port", port, "--name", "second", "--wait", 1, "--wait-timeout", 10)
         run = ended("serve", "--model", tiny, "--home", home, *arguments, temporary=temporary)
         left_out = "worker is left out: worker works for the head first now"
         assert_refused(run, "--wait 1", "works for the head first", after=(left_out,))

@@ -17,7 +17,7 @@ from zeroconf import IPVersion, ServiceBrowser, ServiceListener, Zeroconf
 from primad.cluster.discovery import SERVICE
 from primad.cluster.local_trust import VARIABLE as LOCAL_TRUST
 from primad.cluster.words import parse_code
-from tests.e2e.cluster import PRIMAD, Head, Primad, command_of, environment, heading, joined, wait_until
+from tests.e2e.cluster import PATIENCE_S, PRIMAD, Head, Primad, command_of, environment, heading, joined, wait_until
 from tools.synth import write_model
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ class Owner:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=False,
         )
 
@@ -150,12 +150,13 @@ def assert_secrets_stay_home(owners: tuple[Owner, Owner], cluster: str, runs: li
 
 def mdns(cluster: str) -> Iterator[str]:
     """All that is announced on loopback, as text, once the worker of ``cluster`` is among it."""
+    names: set[str] = set()
     found: set[str] = set()
 
     class Listener(ServiceListener):
         def add_service(self, zc: Zeroconf, type_: str, name: str) -> None:
-            info = zc.get_service_info(type_, name)
-            found.add(f"{name} {info and info.properties}")
+            del zc, type_
+            names.add(name)
 
         update_service = add_service
 
@@ -164,8 +165,13 @@ def mdns(cluster: str) -> Iterator[str]:
 
     with Zeroconf(interfaces=["127.0.0.1"], ip_version=IPVersion.V4Only) as zeroconf:
         browser = ServiceBrowser(zeroconf, SERVICE, Listener())
-        wait_until(
-            lambda: any("worker" in text and cluster in text for text in tuple(found)), "the worker is announced"
-        )
+
+        def is_announced() -> bool:
+            for name in tuple(names):  # one that does not answer in time is asked again
+                info = zeroconf.get_service_info(SERVICE, name)
+                found.add(f"{name} {info and info.properties}")
+            return any("worker" in text and cluster in text for text in found)
+
+        wait_until(is_announced, "the worker is announced")
         browser.cancel()
-    return iter(tuple(found))
+    return iter(found)
