@@ -14,8 +14,8 @@ from primad.engine.expert_loader import ExpertLoader
 from primad.engine.llama import FirstWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.pages import Piece
 from primad.engine.prefetch import WindowStream
+from primad.engine.pressure import Hold, PressureWatch
 from primad.engine.protocol import EngineOptions, WindowFiles
-from primad.engine.readings import Sources
 from primad.engine.residency import ladder
 from primad.engine.streams import StreamedWindow, Streams
 from primad.engine.units import units_of_model, units_of_window
@@ -27,7 +27,6 @@ from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
 from primad.ring.messages import Open, OpenWindow
 from primad.ring.meter import Meter
 from primad.ring.opening import open_head
-from tests.fakes.pressure import calm
 from tests.shell.test_cut_exact import rows, synth
 
 OPTIONS = EngineOptions(context=256, sequences=1, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
@@ -40,9 +39,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 
 
 @pytest.fixture(autouse=True)
-def _calm(monkeypatch):
-    """What is held is what the tests say: a program beside them that is short of memory, or of the disk, changes nothing."""
-    monkeypatch.setattr(Sources, "read", lambda _: calm())
+def _nobody_watches(monkeypatch):
+    """What is held is what the tests say, not more a second after a prompt or less where the machine is short of memory."""
+    monkeypatch.setattr(PressureWatch, "sample", lambda *_, **__: Hold())
 
 
 def a_model(path, architecture="qwen3moe", **shape):
