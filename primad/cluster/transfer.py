@@ -107,9 +107,9 @@ async def _in_thread(
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         cancelled()
+        # Nobody is interested in an error any more, not even where this wait is cancelled as well.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # nobody is interested any more
         raise
 
 

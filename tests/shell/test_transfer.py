@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import gc
 import logging
 import os
 import socket
@@ -25,7 +26,7 @@ from primad.cluster.gate import Gate
 from primad.cluster.identity import Identity, new_identity
 from primad.cluster.layer_server import READS_AT_ONCE, REQUESTS_WAITING, LayerServer, LayerSource
 from primad.cluster.sockets import listen, open_socket
-from primad.cluster.transfer import fetch_layers, hash_in_thread
+from primad.cluster.transfer import fetch_layers, hash_in_thread, in_thread
 from primad.cluster.transfer_messages import (
     CHUNK_BYTES,
     MAX_REQUEST_BYTES,
@@ -987,3 +988,28 @@ def test_who_stops_waits_for_one_chunk_to_be_hashed_and_not_for_the_layer(layers
     assert len(hashed) == 1
     if what == "in the cache":
         assert again.holds(big.ref()), "what was not read whole is not damaged"
+
+
+def test_an_error_that_nobody_waits_for_any_more_is_not_complained_of():
+    """Cancelled twice, as a task of a group that ends is."""
+    begun, may_fail, complaints = threading.Event(), threading.Event(), list[object]()
+
+    def fails() -> None:
+        begun.set()
+        assert may_fail.wait(PATIENCE_S)
+        raise DiskError("the disk is full")
+
+    async def once() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        waiting = asyncio.create_task(in_thread(fails))
+        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        may_fail.set()
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
+        gc.collect()
+
+    asyncio.run(once())
+    assert complaints == []
