@@ -23,6 +23,7 @@ from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
 from tests.e2e import streams
 from tests.e2e.attacks_wire import Door
 from tests.e2e.cluster import (
+    PATIENCE_S,
     PRIMAD,
     Head,
     Primad,
@@ -94,7 +95,7 @@ class House:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=False,
         )
         assert run.returncode == 0, run
@@ -176,7 +177,7 @@ class House:
         assert max(growth.values()) * 2**20 < MOST_GROWTH_BYTES, (what, growth)
         assert lines < 30 + LINES_PER_S * took_s, (what, self.output())
         assert "Traceback" not in self.output()
-        wait_until(lambda: self._came_back(before), f"descriptors after {what}: {before}, {self.costs()}", 20)
+        wait_until(lambda: self._came_back(before), f"descriptors after {what}: {before}, {self.costs()}")
 
     def _came_back(self, before: Costs) -> bool:
         now = self.costs().descriptors

@@ -39,9 +39,9 @@ from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
 from primad.ring.messages import encode
 from tests.e2e.attacks_house import ROGUE
+from tests.e2e.cluster import PATIENCE_S
 from tests.shell.gated import HOST, NOTHING_S
 
-PATIENCE_S = 30.0
 KNOCK = Knock(protocol=PROTOCOL, oldest=OLDEST, version="9", device="rogue")
 HELLO = Hello(protocol=PROTOCOL, version="9", device="rogue", session=1, build="none", gone_after_s=4.0)
 SMALL = LayerRef("cd" * 32, 256, (LayerTensor("attn.weight", 0, (64,), 0, 256),))

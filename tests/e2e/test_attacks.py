@@ -11,19 +11,20 @@ import socket
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import pytest
 
-from primad.cluster.discovery import look
+from primad.cluster.discovery import Peer, look
 from primad.cluster.messages import MAX_DEVICES, Broken, Echo, Echoed, Introduce, Knocked, Ping, Pong, Refused, Welcome
 from primad.cluster.pairing import BETWEEN_TRIES_S, MAX_TRIES
 from primad.cluster.pairing_links import pair_with
 from primad.cluster.sockets import raise_descriptor_limit
 from primad.cluster.transfer_messages import AskHolds
-from primad.cluster.words import parse_code
+from primad.cluster.words import WORDS, parse_code
 from primad.errors import ClusterError
 from primad.ring.messages import encode
 from tests.e2e.attacks_house import House, connected, who
@@ -41,7 +42,7 @@ from tests.e2e.attacks_rogue import (
     rogues,
 )
 from tests.e2e.attacks_wire import CLIENTS, RAW, Door, ask_as, burst, dribble, judge, send_raw, tap
-from tests.e2e.cluster import ring_process, wait_until
+from tests.e2e.cluster import PATIENCE_S, ring_process, wait_until
 from tests.e2e.streams import ask, show
 
 pytestmark = pytest.mark.slow
@@ -202,7 +203,10 @@ def test_what_the_head_and_a_worker_said_is_worth_nothing_to_who_recorded_it(hou
 
 def test_all_that_mdns_says_is_public_and_nonsense_there_costs_nothing(house: House):
     async def attack() -> None:
-        peers = [peer for peer in await look("127.0.0.1", 2.0) if peer.cluster == house.cluster]
+        peers: list[Peer] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while len(peers) < 2:  # two seconds may be too short where the machine is busy: then again
+                peers = [peer for peer in await look("127.0.0.1", 2.0) if peer.cluster == house.cluster]
         assert {peer.device for peer in peers} == {house.name("head"), house.name("w1")}
         assert {peer.key for peer in peers} == {house.key("head"), house.key("w1")}
         code = house.code.code.partition("-")
@@ -221,9 +225,8 @@ def test_all_that_mdns_says_is_public_and_nonsense_there_costs_nothing(house: Ho
 
 def test_five_wrong_codes_burn_it_and_none_is_tried_within_a_second_of_another(house: House):
     shown = house.open_pairing()
-    right, (number, word, _) = parse_code(shown.code), shown.code.split("-")
-    wrong = parse_code(f"{number}-{word}-{word}")
-    assert wrong != right
+    right = parse_code(shown.code)
+    wrong = replace(right, second=next(word for word in WORDS if word != right.second))
 
     async def guess() -> list[str]:
         said = []
@@ -301,7 +304,7 @@ def test_a_worker_that_is_revoked_in_the_middle_of_an_answer_computes_no_more_of
         nonlocal revoked_at
         house.command("devices", "revoke", house.key_text("w1"), "--home", house.homes["head"])
         revoked_at = time.monotonic()
-        wait_until(lambda: not connected(receiver, sender), "the ring is cut", 10)
+        wait_until(lambda: not connected(receiver, sender), "the ring is cut")
         show(f"revoked: the ring was cut after {time.monotonic() - revoked_at:.2f} s")
 
     told = ask(house.head, revoke)
