@@ -20,6 +20,7 @@ import time
 import urllib.parse
 
 _SILENCE_S = 300.0
+_ANSWER_S = 30.0
 _LOOK_S = 0.05
 """Between two health checks; how exactly the moment of serving is known."""
 
@@ -30,7 +31,7 @@ def _connect(url: str, timeout_s: float) -> http.client.HTTPConnection:
 
 
 def _get(url: str, path: str) -> dict[str, object]:
-    connection = _connect(url, 10)
+    connection = _connect(url, _ANSWER_S)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()

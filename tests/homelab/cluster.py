@@ -35,7 +35,7 @@ PRIMAD = Path(sys.executable).with_name("primad")
 CLIENT = Path(__file__).with_name("client.py")
 HTTP_PORT = 8080
 URL = f"http://127.0.0.1:{HTTP_PORT}"
-START_S = 120.0
+START_S = 240.0
 LAST_LINES = 20
 _LOOK_S = 0.1
 """Between two looks whether the head lives; what is awaited is told at once."""

@@ -14,7 +14,7 @@ from typing import Final
 import psutil
 
 from tests.homelab.cluster import Cluster, home
-from tests.homelab.rig import LONG, SHORT, Rig, wait_until
+from tests.homelab.rig import LONG, STORY, STORY_TOKENS, Rig, wait_until
 from tests.homelab.running import Running
 from tests.homelab.stream import Stream
 from tools.lab.device import Device, role
@@ -100,8 +100,9 @@ def ring_cpu_s(device: Device) -> dict[int, float]:
 def decode(rig: Rig, name: str) -> Stream:
     """An answer is being written."""
     del name
+    rig.undisturbed(STORY, STORY_TOKENS)
     rig.mark()
-    stream = rig.ask(SHORT)
+    stream = rig.ask(STORY, STORY_TOKENS)
     stream.wait_tokens(MIDDLE_TOKENS)
     return stream
 

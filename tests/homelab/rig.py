@@ -22,9 +22,12 @@ SHORT: Final = "Tell me a story of a village by the sea."
 LONG: Final = "Repeat after me: " + " ".join(f"apple {i} pear {i + 1}" for i in range(190))
 """Some 1,500 tokens."""
 TOKENS: Final = 60
-PATIENCE_S: Final = 90.0
+STORY: Final = "Tell me a story of a castle in the mountains."
+STORY_TOKENS: Final = 200
+"""So many that what happens in the middle comes well before the last, also where the machine is busy."""
+PATIENCE_S: Final = 180.0
 LONG_PATIENCE_S: Final = 200.0
-"""For a device with little CPU time that has its share of a long prompt to compute."""
+"""For a device with little CPU time that has its share of a long prompt or answer to compute."""
 _PLAIN: Final = {"logit_bias": {"0": -100, "2": -100}}
 """No answer ends before its tokens are drawn."""
 

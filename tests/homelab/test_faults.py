@@ -15,7 +15,7 @@ from tests.homelab.cluster import Cluster
 from tests.homelab.faults import FAULTS
 from tests.homelab.matrix import CELLS, Cell, Outcome, is_chosen
 from tests.homelab.phases import REACH, HalfPaired, trusted_by
-from tests.homelab.rig import LONG, LONG_PATIENCE_S, PATIENCE_S, SHORT, Rig, fleet
+from tests.homelab.rig import LONG, LONG_PATIENCE_S, PATIENCE_S, SHORT, STORY, Rig, fleet
 from tests.homelab.rot import forget_pages, overwrite, rot
 from tests.homelab.running import MakeLab
 from tests.homelab.stream import Stream
@@ -94,10 +94,8 @@ def go_through(cell: Cell, rig: Rig) -> float:
     at = rig.cluster.now()
     spoilt = strike(cell, rig, name)
     stream = under_way if under_way is not None else rig.ask()
-    if cell.phase == "prefill":
-        rig.check(stream, LONG, LONG_PATIENCE_S if cell.fault == "slow device" else PATIENCE_S)
-    else:
-        rig.check(stream)
+    prompt = {"prefill": LONG, "decode": STORY}.get(cell.phase, SHORT)
+    rig.check(stream, prompt, LONG_PATIENCE_S if cell.fault == "slow device" else PATIENCE_S)
     seconds = first_after(stream, at, cell)
     if cell.said:
         rig.wait_said("h", cell.said.format(device=name))
