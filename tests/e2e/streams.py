@@ -31,8 +31,8 @@ class Told:
     took_s: float
 
 
-def ask(head: Head, act: Callable[[], object] | None = None, *, tokens: int = TOKENS) -> Told:
-    """Stream a greedy answer; in the middle of it ``act``, beside the reading."""
+def ask(head: Head, act: Callable[[], object] | None = None, *, tokens: int = TOKENS, middle: int = MIDDLE) -> Told:
+    """Stream a greedy answer; after ``middle`` pieces of it ``act``, beside the reading."""
     body = {
         "prompt": STORY,
         "max_tokens": tokens,
@@ -56,7 +56,7 @@ def ask(head: Head, act: Callable[[], object] | None = None, *, tokens: int = TO
                 break
             text += chunk["choices"][0]["text"]
             finish = chunk["choices"][0]["finish_reason"] or finish
-            if act is not None and pieces == MIDDLE:
+            if act is not None and pieces == middle:
                 acting = threading.Thread(target=act)
                 acting.start()
     if acting is not None:

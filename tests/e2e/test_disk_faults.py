@@ -31,7 +31,8 @@ MAX_RAM = "65MiB"
 """The runtime and little more than two layers, so that nearly all layers stream."""
 MOST_GAP_S = 60.0
 """It takes some seconds; this much where the machine is busy."""
-TOKENS = 48
+TOKENS, MIDDLE = 48, 12
+"""Most tokens are drawn after what happens, so that it is noticed however late it comes."""
 needs_bad_disk = pytest.mark.skipif(
     not bad_disk.is_possible(), reason="a disk that fails needs Linux, root and /dev/fuse"
 )
@@ -100,7 +101,7 @@ class Lab:
     def goes_on(self, act: Callable[[], object], what: str) -> list[str]:
         """Ask, ``act`` in the middle, and judge the answer; what the head said meanwhile."""
         before = len(self.head.run.lines)
-        told = ask(self.head, act, tokens=TOKENS)
+        told = ask(self.head, act, tokens=TOKENS, middle=MIDDLE)
         said = self.head.run.lines[before:]
         show(f"{what}: {told.gap_s:.2f} s without a token; {said[:1]}")
         assert (told.text, told.finish, told.error) == (self.undisturbed, "length", None), self.head.run.output
@@ -119,6 +120,13 @@ def lab(smollm2: Path, module_home, tmp_path_factory) -> Iterator[Lab]:
 def breaks(said: list[str]) -> list[str]:
     """The lines that say why a ring was formed again."""
     return [line for line in said if line.endswith("; forming the ring again")]
+
+
+def written_to(file: Path) -> str:
+    """What is said of a file that was changed since a step began that had used it already."""
+    return (
+        f"{file}: somebody wrote to this file while it was used; it is not the model any more; forming the ring again"
+    )
 
 
 def overwrite(file: Path) -> None:
@@ -155,7 +163,7 @@ def test_a_layer_file_is_cut_short(lab):
     (line,) = breaks(said)
     assert line.startswith("w2: ")
     assert str(cut) in line
-    assert "cut short" in line
+    assert "cut short" in line or line == f"w2: {written_to(cut)}"
     lab.wait_computing("w1", "w2")
     assert cut.stat().st_size == size, "it was fetched again"
 
@@ -166,9 +174,7 @@ def test_a_layer_file_is_overwritten(lab):
     file = lab.layers("w1", streamed=True)[1]
     before = file.read_bytes()
     said = lab.goes_on(lambda: overwrite(file), "a layer file of a worker overwritten")
-    assert breaks(said) == [
-        f"w1: {file}: somebody wrote to this file while it was used; it is not the model any more; forming the ring again"
-    ]
+    assert breaks(said) == [f"w1: {written_to(file)}"]
     lab.wait_computing("w1", "w2")
     assert file.read_bytes()[HEADER_BYTES:] == before[HEADER_BYTES:], "it was fetched again"
 
@@ -185,13 +191,17 @@ def test_a_layer_file_is_replaced(lab, tmp_path):
 
 @needs_pages
 def test_a_layer_of_the_head_is_cut_short(lab):
-    """A layer that stays in memory, by so little that nobody misses it before it is used: then it is a SIGBUS."""
+    """A layer that stays in memory, by so little that nobody misses it before it is used: then it is a SIGBUS.
+
+    Unless it happened just after the layer was used, and before the step that it was used for left the device.
+    """
     lab.wait_computing("w1", "w2")
     cut = lab.layers("head", streamed=False)[0]
     size = cut.stat().st_size
     said = lab.goes_on(lambda: os.truncate(cut, size - size // 100), "a layer file of the head cut short")
     (line,) = breaks(said)
-    assert line.startswith(f"a layer file was cut short or its disk failed while it was read (SIGBUS): {cut};"), line
+    signalled = f"a layer file was cut short or its disk failed while it was read (SIGBUS): {cut};"
+    assert line.startswith(signalled) or line == written_to(cut), line
     assert cut.stat().st_size == size, "it was cut out of the model again"
 
 
@@ -224,7 +234,7 @@ def test_the_model_file_of_a_head_alone_cannot_be_read(smollm2, new_home, cluste
         heading(model, new_home("head"), cluster, "--alone", "--context", 256) as head,
     ):
         head.wait_serving()
-        told = ask(head, fail, tokens=TOKENS)
+        told = ask(head, fail, tokens=TOKENS, middle=MIDDLE)
         assert told.error is not None
         assert str(model) in told.error["message"]
         wait_until(lambda: head.health()[0] == 503, "the health check says so")
@@ -243,7 +253,7 @@ def test_the_model_file_of_a_head_alone(smollm2, new_home, cluster, tmp_path, ac
     shutil.copyfile(smollm2, model)
     with heading(model, new_home("head"), cluster, "--alone", "--context", 256) as head:
         head.wait_serving()
-        told = ask(head, lambda: act(model), tokens=TOKENS)
+        told = ask(head, lambda: act(model), tokens=TOKENS, middle=MIDDLE)
         assert told.error is not None
         assert str(model) in told.error["message"]
         wait_until(lambda: head.health()[0] == 503, "the health check says so")
