@@ -22,16 +22,17 @@ import hmac
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
-from spake2 import SPAKE2_A, SPAKE2_B, SPAKEError
-from spake2.ed25519_basic import NotOnCurve
 
 from primad.cluster.identity import is_key
 from primad.cluster.words import Code
 from primad.config import NAME
 from primad.errors import ClusterError, ProtocolError, printable
+
+if TYPE_CHECKING:
+    from spake2 import SPAKE2_A, SPAKE2_B
 
 PROTOCOL: Final = 1
 MAX_TRIES: Final = 5
@@ -194,6 +195,8 @@ class Inviter:
             return encode(Refuse(why="slow", number=math.ceil(1000 * (self._next_try_at - now))))
         self._tries -= 1
         self._next_try_at = now + BETWEEN_TRIES_S
+        from spake2 import SPAKE2_B  # 2 MB that a daemon needs once in its life
+
         side = SPAKE2_B(self._password, idA=_JOINER, idB=_INVITER)
         reply = encode(Answer(side.start()))
         key = _finish(side, message.element)
@@ -223,6 +226,8 @@ class Joiner:
     """The side that was given ``code``; for one run."""
 
     def __init__(self, code: Code, who: Who) -> None:
+        from spake2 import SPAKE2_A
+
         self._side = SPAKE2_A(str(code).encode(), idA=_JOINER, idB=_INVITER)
         self._who = who
         self._start = encode(Start(protocol=PROTOCOL, version=who.version, element=self._side.start()))
@@ -274,6 +279,9 @@ def refuse_storage() -> bytes:
 
 def _finish(side: SPAKE2_A | SPAKE2_B, element: bytes) -> bytes | None:
     """The key, or None for an element that is none."""
+    from spake2 import SPAKEError
+    from spake2.ed25519_basic import NotOnCurve
+
     if len(element) != 33:
         return None
     try:
