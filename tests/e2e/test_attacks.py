@@ -71,7 +71,11 @@ def attacking(attack: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
 async def all_over(attacks: Sequence[tuple[Door, asyncio.Task[Any]]]) -> None:
     """Wait for all ``attacks``; none is still going on when its time is over."""
     await asyncio.wait([task for _, task in attacks])
-    failed = [(door.owner, door.kind, door.port, task.get_name()) for door, task in attacks if task.exception()]
+    failed = [
+        (door.owner, door.kind, door.port, task.get_name(), repr(task.exception()))
+        for door, task in attacks
+        if task.exception()
+    ]
     assert not failed, f"these were not cut off, or failed: {failed}"
 
 
