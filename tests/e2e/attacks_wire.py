@@ -17,7 +17,7 @@ import zmq.asyncio
 from primad.cluster.identity import Identity, new_identity
 from primad.cluster.sockets import endpoint, open_socket
 from tests.e2e.cluster import PATIENCE_S
-from tests.shell.gated import HOST, ZMTP_CURVE, ZMTP_NULL, raw, until_closed
+from tests.shell.gated import HOST, ZMTP_CURVE, ZMTP_NULL, raw, until_closed, until_one_ends
 from tests.shell.test_wire_attacks import GARBAGE
 
 MOST_OPEN_S = 20.0
@@ -161,17 +161,10 @@ class Tap:
         far_reader, far_writer = await raw(port)
         talk = Talk()
         self.talks.append(talk)
-        both = [
-            asyncio.create_task(self.carry(reader, far_writer, talk.up)),
-            asyncio.create_task(self.carry(far_reader, writer, talk.down)),
-        ]
+        there, back = self.carry(reader, far_writer, talk.up), self.carry(far_reader, writer, talk.down)
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            await until_one_ends(there, back, writer, far_writer)
         finally:
-            for task in both:
-                task.cancel()
-            writer.transport.abort()
-            far_writer.transport.abort()
             self.ended.set()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 import zmq
@@ -101,3 +102,17 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
         while data := await reader.read(65536):
             said += data
     return said
+
+
+async def until_one_ends(
+    up: Coroutine[Any, Any, None], down: Coroutine[Any, Any, None], *writers: asyncio.StreamWriter
+) -> None:
+    """Pass on ``up`` and ``down`` at once; when one of them ends the other does, and the connections of ``writers``."""
+    both = [asyncio.create_task(up), asyncio.create_task(down)]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in both:
+            task.cancel()
+        for writer in writers:
+            writer.transport.abort()

@@ -20,6 +20,7 @@ from tests.shell.gated import (
     raw,
     run,
     until_closed,
+    until_one_ends,
 )
 
 GARBAGE = {
@@ -78,16 +79,8 @@ class Relay:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             server_reader, server_writer = await raw(self._port)
-            both = [
-                asyncio.create_task(self._pass(reader, server_writer, up=True)),
-                asyncio.create_task(self._pass(server_reader, writer, up=False)),
-            ]
-            try:
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in both:
-                    task.cancel()
-                server_writer.transport.abort()
+            there = self._pass(reader, server_writer, up=True)
+            await until_one_ends(there, self._pass(server_reader, writer, up=False), server_writer)
         finally:
             writer.transport.abort()
             self.closed.set()
