@@ -78,7 +78,7 @@ __all__ = ["phase_of", "step", "usable", "wake_at"]
 RETRY_S: Final = 15.0
 """After no plan was found, the same devices are asked again so much later: their memory may have changed."""
 FIRST_FAILURES: Final = 3
-"""After so many attempts at the first ring broke there will be none."""
+"""After so many attempts at the first ring that one device broke there will be none."""
 MOST_BREAKS: Final = 4
 """After so many rings in a row broke within ``SETTLE_S`` open answers end: it may be they that break them."""
 MOST_STRANGERS: Final = 64
@@ -348,7 +348,7 @@ def _attempt_broke(state: State, attempt: Attempt, event: Broken, now: float, ef
         state = replace(_in_vain(state, attempt), attempt=replace(attempt, relieved=frozenset()))
     state = abandon(state, effects)
     failures = state.failures + 1
-    if not state.has_served and (not blamed or failures >= FIRST_FAILURES):
+    if not state.has_served and (not blamed or _is_hopeless(state, attempt, event.device, failures)):
         return give_up(state, event.reason, effects)
     effects.append(Say(f"{event.reason}; forming the ring again"))
     # Without the device to blame it is another ring, which need not wait.
@@ -363,6 +363,13 @@ def _attempt_broke(state: State, attempt: Attempt, event: Broken, now: float, ef
     if not blamed:
         return _not_handed_over(state, attempt, event.reason, effects)
     return state
+
+
+def _is_hopeless(state: State, attempt: Attempt, name: str | None, failures: int) -> bool:
+    """Whether the first ring was tried often enough: a device more that breaks it is done without."""
+    device = state.devices.get(name) if name is not None else None
+    again = device is None or device.failures + 1 >= FIRST_FAILURES
+    return failures >= FIRST_FAILURES and (again or failures >= FIRST_FAILURES * len(attempt.candidates))
 
 
 def _ring_broke(state: State, event: Broken, now: float, effects: list[Effect]) -> State:

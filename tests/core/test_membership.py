@@ -215,6 +215,20 @@ def test_the_first_ring_takes_a_barred_device_rather_than_none_and_gives_up_afte
     assert broken(shell, "ada")[-1] == m.GiveUp("it broke")
 
 
+def test_the_first_ring_is_formed_however_many_devices_it_must_do_without():
+    names = ("ada", "bo", "cy", "dan", "eve")
+    shell = head(wanted=len(names))
+    welcome(shell, *names)
+    for count, name in enumerate(names[:-1], 1):
+        solve(shell)
+        assert broken(shell, name, lasting=True) == [
+            m.Abandon(count),
+            m.Solve(count + 1, frozenset(names[count:])),
+        ]
+    solve(shell)
+    assert m.Serve(5, None) in form(shell)
+
+
 @pytest.mark.parametrize("solved", [False, True])
 def test_a_device_lost_before_the_first_ring_serves_is_done_without(solved):
     shell = head()
