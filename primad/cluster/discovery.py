@@ -17,7 +17,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -37,7 +37,7 @@ from primad.cluster.multicast import can_multicast
 from primad.cluster.peer import SERVICE, Peer, peer_of
 from primad.errors import ClusterError
 
-__all__ = ["SERVICE", "Discovery", "Peer", "look", "peer_of"]
+__all__ = ["SERVICE", "Discovery", "MulticastError", "Peer", "look", "peer_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,22 @@ LOOK_EVERY_S: Final = 10.0
 ASK_EVERY_S: Final = 30.0
 MAX_PEERS: Final = 512
 """More devices than this are not looked at: announcing costs nothing, and memory does."""
+LOOKS_FOR_START: Final = 600
+LOOK_FOR_START_S: Final = 0.1
+"""zeroconf opens its sockets in the event loop. It is looked so often whether they are open: the loop's turns count and not
+the time, since a machine that is busy or asleep for a while gives it none."""
 _TTL_S: Final = 120
 _RESOLVE_TRIES: Final = 3
 
+FAILURES: Final = (ZeroconfError, OSError, RuntimeError)
+"""What zeroconf raises when it fails."""
+
 Changed = Callable[[dict[str, Peer]], None]
 """Gets all devices in sight, by the names that mDNS knows them under."""
+
+
+class MulticastError(ClusterError):
+    """mDNS does not work; a device can do without."""
 
 
 class Discovery:
@@ -73,10 +84,9 @@ class Discovery:
         _quiet()
         try:
             self._zeroconf = AsyncZeroconf(interfaces=self._places)
-        except (OSError, RuntimeError) as exc:
-            why = (exc.strerror if isinstance(exc, OSError) else None) or exc
+        except FAILURES as exc:
             raise ClusterError(
-                f"mDNS cannot be used on {', '.join(self._places)}: {why}; name devices with --device"
+                f"mDNS cannot be used on {', '.join(self._places)}: {_why(exc)}; name devices with --device"
             ) from exc
         self._browser: AsyncServiceBrowser | None = None
         self._changed: Changed | None = None
@@ -97,8 +107,10 @@ class Discovery:
     async def announce(self, peer_name: str, *, cluster: str, role: str, version: str, port: int, key: str) -> str:
         """Announce this device; its name, with a number behind it when another device had the name first.
 
-        ``port`` is where it listens, ``key`` its public key (40 characters). Raises ``ClusterError`` when no name is free.
+        ``port`` is where it listens, ``key`` its public key (40 characters). Raises ``ClusterError`` when no name is
+        free, ``MulticastError`` when mDNS does not work.
         """
+        await self._started()
         self._port = port
         for number in range(1, 100):
             device = peer_name if number == 1 else f"{peer_name[:59]}-{number}"
@@ -112,9 +124,11 @@ class Discovery:
             }
             info = self._to_announce()
             try:
-                self._announcing = asyncio.ensure_future(await self._zeroconf.async_register_service(info))
+                self._say_soon(await self._zeroconf.async_register_service(info))
             except NonUniqueNameException:
                 continue
+            except FAILURES as exc:
+                raise MulticastError(f"mDNS does not announce this device: {_why(exc)}") from exc
             self._info = info
             self._watch()
             return device
@@ -128,7 +142,11 @@ class Discovery:
         await self._announce_again()
 
     async def browse(self, changed: Changed) -> None:
-        """Call ``changed`` with every device in sight whenever one comes, changes or goes."""
+        """Call ``changed`` with every device in sight whenever one comes, changes or goes.
+
+        Raises ``MulticastError`` when mDNS does not work.
+        """
+        await self._started()
         self._changed = changed
         self._ask()
         self._watch()
@@ -147,8 +165,10 @@ class Discovery:
             await self._announce_again()  # before new interfaces are taken up, which repeats the announcement on them
         try:
             await self._zeroconf.async_update_interfaces(self._places)
-        except OSError as exc:
-            logger.debug("mDNS on %s: %s", self._places, exc)  # an interface went while it was taken up: next time
+        except FAILURES as exc:
+            logger.debug(
+                "mDNS on %s: %s", self._places, _why(exc)
+            )  # an interface went while it was taken up: next time
         if set(self._places) - set(places):
             await self._ask_again()
         self._look_again_at_peers()
@@ -159,14 +179,36 @@ class Discovery:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for farewell in (self._stop_asking, self._say_goodbye, self._zeroconf.async_close):
+            try:
+                await farewell()
+            except FAILURES as exc:
+                logger.debug("mDNS goodbye: %s", _why(exc))
+
+    async def _started(self) -> None:
+        """Wait until mDNS can be spoken. Raises ``MulticastError`` when that does not come.
+
+        zeroconf's own wait cannot be asked twice: once its time is over, nothing that comes later counts as a start.
+        """
+        for _ in range(LOOKS_FOR_START):
+            if self._zeroconf.zeroconf.started:
+                return
+            await asyncio.sleep(LOOK_FOR_START_S)
+        raise MulticastError(f"mDNS did not start on {', '.join(self._places)}; name devices with --device")
+
+    async def _stop_asking(self) -> None:
         if self._browser is not None:
             await self._browser.async_cancel()
-        try:
-            if self._info is not None:
-                await (await self._zeroconf.async_unregister_service(self._info))  # the second waits until it is said
-        except ZeroconfError as exc:
-            logger.debug("mDNS goodbye: %s", exc)
-        await self._zeroconf.async_close()
+
+    async def _say_goodbye(self) -> None:
+        if self._info is not None:
+            await (await self._zeroconf.async_unregister_service(self._info))  # the second waits until it is said
+
+    def _say_soon(self, announcement: Awaitable[None]) -> asyncio.Future[None]:
+        """An announcement is on its way; one that fails is as one that got lost."""
+        said = self._announcing = asyncio.ensure_future(announcement)
+        said.add_done_callback(_heard_out)
+        return said
 
     def _to_announce(self) -> AsyncServiceInfo:
         """The records of now, with a revision that none had before.
@@ -194,12 +236,9 @@ class Discovery:
         if self._announcing is not None:
             self._announcing.cancel()
         try:
-            said = self._announcing = asyncio.ensure_future(await self._zeroconf.async_update_service(self._info))
-            await asyncio.wait([said])
-            if not said.cancelled():
-                said.result()
-        except (ZeroconfError, OSError) as exc:
-            logger.debug("mDNS announcement: %s", exc)
+            await asyncio.wait([self._say_soon(await self._zeroconf.async_update_service(self._info))])
+        except FAILURES as exc:
+            logger.debug("mDNS announcement: %s", _why(exc))
 
     def _watch(self) -> None:
         if self._watching is None:
@@ -227,9 +266,12 @@ class Discovery:
             self._ask()
 
     def _ask(self) -> None:
-        self._browser = AsyncServiceBrowser(
-            self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change], question_type=DNSQuestionType.QM
-        )
+        try:
+            self._browser = AsyncServiceBrowser(
+                self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change], question_type=DNSQuestionType.QM
+            )
+        except FAILURES as exc:
+            raise MulticastError(f"mDNS does not look for devices: {_why(exc)}") from exc
 
     def _on_change(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         task = self._resolving.pop(name, None)
@@ -248,9 +290,12 @@ class Discovery:
     async def _resolve(self, name: str) -> None:
         """Ask for what ``name`` announces; one that does not answer is gone."""
         for _ in range(_RESOLVE_TRIES):
-            info = AsyncServiceInfo(SERVICE, name)
-            if await info.async_request(self._zeroconf.zeroconf, RESOLVE_TIMEOUT_MS, DNSQuestionType.QM):
-                break
+            try:
+                info = AsyncServiceInfo(SERVICE, name)
+                if await info.async_request(self._zeroconf.zeroconf, RESOLVE_TIMEOUT_MS, DNSQuestionType.QM):
+                    break
+            except FAILURES as exc:
+                logger.debug("mDNS does not ask for %s: %s", name, _why(exc))
         else:
             return self._forget(name)
         peer = peer_of(info, self._own)
@@ -304,6 +349,17 @@ async def look(host: str, seconds: float, interface: str | None = None) -> list[
 def _places(own: Sequence[Interface], host: str, interface: str | None) -> list[str]:
     """The addresses through which mDNS can be spoken. Raises ``ClusterError`` as ``multicast_addresses``."""
     return [place for place in multicast_addresses(own, host, interface) if can_multicast(place, own)]
+
+
+def _heard_out(said: asyncio.Future[None]) -> None:
+    error = None if said.cancelled() else said.exception()
+    if error is not None:
+        logger.debug("mDNS announcement: %s", _why(error))
+
+
+def _why(error: BaseException) -> str:
+    """What a library says of ``error``: many of zeroconf's have no words."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 def _packed(address: str) -> bytes:

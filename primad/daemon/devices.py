@@ -13,7 +13,7 @@ from typing import Final
 
 from primad import __version__
 from primad.cluster import members
-from primad.cluster.discovery import Discovery
+from primad.cluster.discovery import Discovery, MulticastError
 from primad.cluster.peer import Peer
 from primad.cluster.trust import TrustStore
 from primad.config import Config, is_loopback, split_address
@@ -87,15 +87,19 @@ class Devices:
                 self._reporter.say(str(exc))
             return
         stack.push_async_callback(discovery.close)
-        await discovery.browse(self._on_peers)
-        await discovery.announce(
-            self._config.name,
-            cluster=self._config.cluster,
-            role="head",
-            version=__version__,
-            port=self._http_port,
-            key=self._identity.public,
-        )
+        try:
+            await discovery.browse(self._on_peers)
+            await discovery.announce(
+                self._config.name,
+                cluster=self._config.cluster,
+                role="head",
+                version=__version__,
+                port=self._http_port,
+                key=self._identity.public,
+            )
+        except MulticastError as exc:
+            self._reporter.say(str(exc))
+            return
         self._desk.use(discovery)
         if not is_loopback(self._config.host):
             code = await self._desk.open()

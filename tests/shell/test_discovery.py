@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
-from zeroconf import DNSIncoming, DNSQuestion, IPVersion, Zeroconf
+from zeroconf import DNSIncoming, DNSQuestion, IPVersion, NotRunningException, Zeroconf
+from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from primad.cluster import discovery as discovery_module
-from primad.cluster.discovery import Discovery, Peer, look
+from primad.cluster.discovery import Discovery, MulticastError, Peer, look
 from primad.cluster.messages import PROTOCOL
 from primad.errors import ClusterError
 
@@ -390,3 +392,75 @@ def test_a_machine_without_multicast_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(discovery_module, "AsyncZeroconf", refuse)
     with pytest.raises(ClusterError, match=r"mDNS cannot be used on 127\.0\.0\.1: No such device; name devices with"):
         Discovery(HOST)
+
+
+class Starts:
+    """Whether mDNS has started, as zeroconf says: not before it was looked ``late`` times."""
+
+    def __init__(self, late: float) -> None:
+        self._late = late
+        self.looks = 0
+
+    def __call__(self, zeroconf: Zeroconf) -> bool:
+        self.looks += 1
+        return self.looks > self._late
+
+
+def test_a_start_that_takes_long_is_waited_for(cluster, monkeypatch):
+    starts = Starts(3)
+    monkeypatch.setattr(Zeroconf, "started", property(starts))
+
+    async def once() -> None:
+        async with device() as desk:
+            assert await announce(desk, cluster, cluster) == cluster
+        assert starts.looks > 3
+
+    asyncio.run(once())
+
+
+def test_a_start_that_never_comes_is_one_clear_error(cluster, monkeypatch):
+    monkeypatch.setattr(discovery_module, "LOOKS_FOR_START", 2)
+    monkeypatch.setattr(Zeroconf, "started", property(Starts(math.inf)))
+
+    async def once() -> None:
+        async with device() as desk:
+            with pytest.raises(MulticastError, match=r"mDNS did not start on 127\.0\.0\.1; name devices with --device"):
+                await announce(desk, cluster, cluster)
+            with pytest.raises(MulticastError, match="mDNS did not start"):
+                await desk.browse(lambda _: None)
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize("failure", [NotRunningException(), OSError(19, "No such device"), RuntimeError("closed")])
+def test_no_exception_of_zeroconf_reaches_who_announces_or_looks(failure, cluster, monkeypatch):
+    async def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    def fail_at_once(*_: object, **__: object) -> None:
+        raise failure
+
+    async def once() -> None:
+        async with device() as desk, device() as viewer:
+            with monkeypatch.context() as patch:
+                patch.setattr(AsyncZeroconf, "async_register_service", fail)
+                with pytest.raises(MulticastError, match=r"mDNS does not announce this device: .+"):
+                    await announce(desk, cluster, cluster)
+                patch.setattr(discovery_module, "AsyncServiceBrowser", fail_at_once)
+                with pytest.raises(MulticastError, match=r"mDNS does not look for devices: .+"):
+                    await viewer.browse(lambda _: None)
+            await announce(desk, cluster, cluster)
+            await viewer.browse(lambda _: None)
+            monkeypatch.setattr(AsyncServiceInfo, "async_request", fail)
+            await viewer._resolve(f"nobody.{discovery_module.SERVICE}")
+            await viewer._resolve("no name of a service")
+            for name in ("async_update_interfaces", "async_update_service", "async_unregister_service", "async_close"):
+                real = getattr(AsyncZeroconf, name)
+                monkeypatch.setattr(AsyncZeroconf, name, fail)
+                await desk.refresh()
+                await desk.set_pairing(1, 4711)
+                if name == "async_close":
+                    await desk.close()
+                monkeypatch.setattr(AsyncZeroconf, name, real)
+
+    asyncio.run(once())

@@ -13,6 +13,7 @@ import pytest
 import zmq.asyncio
 
 from primad.cluster import linkprobe, membership, pursuit, relief
+from primad.cluster.discovery import MulticastError
 from primad.cluster.identity import new_identity
 from primad.cluster.local_trust import LocalTrust
 from primad.cluster.messages import Dismiss, Introduce, Leaving, Pressed, Relieved
@@ -224,6 +225,19 @@ def run(lab: Callable[[], AbstractAsyncContextManager[Lab]], test: Callable[[Lab
 
 
 # ---- the first ring -------------------------------------------------------------------------------------------------
+
+
+def test_a_head_whose_mdns_does_not_work_says_so_and_serves(lab, monkeypatch):
+    async def fail(*_: object, **__: object) -> str:
+        raise MulticastError("mDNS did not start")
+
+    async def test(here: Lab) -> None:
+        monkeypatch.setattr(FakeDiscovery, "announce", fail)
+        here.start()
+        await here.serves()
+        assert "mDNS did not start" in here.said
+
+    run(lab, test)
 
 
 @pytest.mark.parametrize("larger", [None, 2048])
