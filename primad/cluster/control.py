@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from primad.cluster.gate import sender_key
+from primad.cluster.gate import sender_address, sender_key
 from primad.cluster.identity import Identity
 from primad.cluster.messages import (
     ECHO_BYTES,
@@ -29,6 +29,7 @@ from primad.cluster.messages import (
     decode_from_head,
     decode_from_worker,
 )
+from primad.cluster.scopes import Scopes
 from primad.cluster.sockets import endpoint, listen, open_socket
 from primad.errors import ClusterError, ProtocolError
 from primad.ring.messages import encode
@@ -65,7 +66,8 @@ def _echoed(size: int) -> bytes:
 class WorkerEnd:
     """Where a worker hears heads, and other devices that measure their link to it; all of them passed the gate.
 
-    Each connection is known by the ``peer`` bytes that its messages come with, each device by its public key.
+    Each connection is known by the ``peer`` bytes that its messages come with, each device by its public key. ``scopes`` are
+    told where every one was met.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class WorkerEnd:
     ) -> None:
         self._socket, self.port = listen(context, zmq.ROUTER, host, port, preferred, identity=identity)
         self._refusals = _Refusals("on the control link")
+        self.scopes = Scopes()
 
     async def receive(self) -> tuple[bytes, str, HeadMessage]:
         """The next message of any device: connection, public key, message."""
@@ -81,6 +84,7 @@ class WorkerEnd:
             try:
                 if len(frames) != 1:
                     raise ProtocolError(f"message of {len(frames)} frames; a control message has 1")
+                self.scopes.saw(sender_address(frames[0]))
                 return peer.bytes, sender_key(frames[0]), decode_from_head(frames[0].bytes)
             except ProtocolError as exc:
                 self._refusals.add(exc)
@@ -108,7 +112,10 @@ class HeadEnd:
 
     def __init__(self, context: zmq.asyncio.Context, host: str, port: int, *, identity: Identity, key: str) -> None:
         self.host, self.port, self.key = host, port, key
-        self._socket = open_socket(context, zmq.DEALER, identity=identity, server=key)
+        try:
+            self._socket = open_socket(context, zmq.DEALER, identity=identity, server=key)
+        except zmq.ZMQError as exc:  # as where no more sockets can be had
+            raise ClusterError(f"no connection to {self.address} can be made: {exc.strerror}") from exc
         self._monitor: zmq.asyncio.Socket | None = None
         self._refusals = _Refusals(f"of the device at {self.address}")
         try:

@@ -110,3 +110,11 @@ def sender_key(frame: zmq.Frame) -> str:
         return str(frame.get("User-Id"))
     except zmq.ZMQError as exc:
         raise ProtocolError("message of a sender that has proven no key") from exc
+
+
+def sender_address(frame: zmq.Frame) -> str:
+    """The address, with its scope if it has one, from which ``frame`` came; empty where the system does not say."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""

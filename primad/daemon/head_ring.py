@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +16,7 @@ import psutil
 
 from halda import Plan, Prediction
 from primad.cluster.messages import MAX_SOURCES, Load, Progress
+from primad.cluster.scopes import bare, own_address
 from primad.cluster.sockets import endpoint
 from primad.cluster.transfer import hash_in_thread
 from primad.cluster.transfer_messages import Source, is_endpoint
@@ -28,7 +28,7 @@ from primad.daemon.shard import distrust, remove_metadata, streamed_of
 from primad.daemon.stopped import wait_stopped
 from primad.daemon.tasks import mistake, settle
 from primad.daemon.worker_link import WorkerLink
-from primad.daemon.worker_part import PartError, WorkerPart, blamed
+from primad.daemon.worker_part import UNREACHED, PartError, WorkerPart, blamed
 from primad.errors import ClusterError, ModelError, PrimadError, RingError, WeightsError
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.ring.messages import (
@@ -118,8 +118,9 @@ class HeadRing:
 
     async def _form(self) -> None:
         specs = await self._specs()
+        loads = {name: await self._load(name, specs) for name in self._parts.workers}
         for name, worker in self._parts.workers.items():
-            part = WorkerPart(worker, self._load(name, specs), self._on_progress)
+            part = WorkerPart(worker, loads[name], self._on_progress)
             self._workers[name] = part
             self._start(self._watch(part))
             await part.load()
@@ -183,7 +184,7 @@ class HeadRing:
         if self._closed or self._broken.done():
             return
         self._broken.set_result(error)
-        device, lasting = blamed(error, self.plan)
+        device, lasting = blamed(error, self.plan, forming=not self._serving.done())
         self._parts.on_broken(self.epoch, device, str(error), lasting)
 
     async def _watch(self, part: WorkerPart) -> None:
@@ -269,7 +270,7 @@ class HeadRing:
             for name in plan.devices
         }
 
-    def _load(self, name: str, specs: Mapping[str, list[WindowSpec]]) -> Load:
+    async def _load(self, name: str, specs: Mapping[str, list[WindowSpec]]) -> Load:
         options, worker = self._parts.options, self._parts.workers[name]
         first = specs[name][0].first
         return Load(
@@ -281,7 +282,7 @@ class HeadRing:
             gpu_layers=[window.gpu_layers for _, window in self.plan.windows_of(name)],
             probe=self._probe_spec(first, first + 1) if options.extra_buffers == "auto" else None,
             force_extra_buffers=options.extra_buffers == "on",
-            sources=self._sources(worker),
+            sources=await self._sources(worker),
             context=options.context_tokens,
             sequences=1,
             rows=options.rows,
@@ -293,15 +294,15 @@ class HeadRing:
             kv_type=options.kv_type,
         )
 
-    def _sources(self, worker: WorkerLink) -> list[Source]:
+    async def _sources(self, worker: WorkerLink) -> list[Source]:
         """Who may have layers that ``worker`` lacks: this head, and every worker that it reaches."""
-        own = [endpoint(self._address_for(worker), self._parts.layer_port)]
+        own = [endpoint(await self._address_for(worker), self._parts.layer_port)]
         sources = [Source(device=self.plan.head, key=self._parts.key, endpoints=own)]
         for name, other in self._parts.holders.items():
             if name == worker.name:
                 continue
-            way = endpoint(self._parts.links.address(worker.name, name) or other.end.host, other.layer_port)
-            if is_endpoint(way) and "%" not in way:  # host names and scopes mean something here only
+            way = endpoint(self._host_for(worker.name, name), other.layer_port)
+            if is_endpoint(way):  # host names mean something here only
                 sources.append(Source(device=name, key=other.key, endpoints=[way]))
         return sources[:MAX_SOURCES]
 
@@ -311,17 +312,25 @@ class HeadRing:
         hosts = {worker: link.profile.host for worker, link in self._parts.workers.items()}
         return sum(hosts.get(other) == hosts[name] for other in rest)
 
-    def _address_for(self, worker: WorkerLink) -> str:
-        """The address of this head that ``worker`` can reach: the one that packets to it leave from."""
+    async def _address_for(self, worker: WorkerLink) -> str:
+        """The address of this head that ``worker`` can reach: the one that packets to it leave from.
+
+        Raises ``PartError`` where no address of the worker has a way to it.
+        """
         if is_loopback(self._parts.config.host) or is_loopback(worker.end.host):
             return LOOPBACK
-        family = socket.AF_INET6 if ":" in worker.end.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        measured = self._parts.links.address(self.plan.head, worker.name)
+        return await self._leaving_for(worker, [worker.end.host, *([measured] if measured else [])])
+
+    async def _leaving_for(self, worker: WorkerLink, hosts: Sequence[str]) -> str:
+        """Where packets to ``worker`` leave from by the first of ``hosts`` to which there is a way."""
+        reasons = []
+        for host in dict.fromkeys(hosts):
             try:
-                probe.connect((worker.end.host, worker.end.port))
+                return await own_address(host, worker.end.port)
             except OSError as exc:
-                raise ClusterError(f"no route to {worker.name} at {worker.end.address}: {exc.strerror or exc}") from exc
-            return str(probe.getsockname()[0])
+                reasons.append(f"no route to {worker.name} at {host}:{worker.end.port}: {exc.strerror or exc}")
+        raise PartError("; ".join(reasons), worker.name, UNREACHED)
 
     async def _start_own(self, specs: list[WindowSpec]) -> None:
         self._process, windows = await start_own(self._parts, specs)
@@ -413,19 +422,21 @@ class HeadRing:
         for name, part in self._workers.items():
             following = self.plan.after(name)
             if following == head:
-                address = endpoint(self._address_for(part.link), own[0].rsplit(":", 1)[1])
+                address = endpoint(await self._address_for(part.link), own[0].rsplit(":", 1)[1])
             else:
-                address = self._way(name, following, loaded)
+                address = endpoint(self._host_for(name, following), loaded[following][0])
             await part.connect(address, keys[following], keys[before[name]])
         first = self.plan.after(head)
-        await self._process.send(Connect(self._way(head, first, loaded), keys[first], keys[before[head]]))
+        way = self._host_for(head, first)
+        await self._leaving_for(self._workers[first].link, [way])  # a process that is told of no way ends
+        await self._process.send(Connect(endpoint(way, loaded[first][0]), keys[first], keys[before[head]]))
         for part in self._workers.values():
             await part.linked
 
-    def _way(self, source: str, target: str, loaded: Mapping[str, tuple[int, str]]) -> str:
-        """Where ``source`` reaches the ring process of the worker ``target``."""
-        host = self._parts.links.address(source, target) or self._workers[target].link.end.host
-        return endpoint(host, loaded[target][0])
+    def _host_for(self, source: str, target: str) -> str:
+        """Where ``source`` reaches the worker ``target``; only the head itself is told a scope."""
+        host = self._parts.links.address(source, target) or self._parts.holders[target].end.host
+        return host if source == self.plan.head else bare(host)
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._parts.reporter.progress(device, progress.phase, progress.done, progress.total)

@@ -12,12 +12,14 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
 
+import msgspec
 import zmq.asyncio
 
 from halda import LinkProfile
 from primad.cluster.identity import Identity
 from primad.cluster.linkprobe import TIMEOUT_S, UNREACHABLE_S, measure_links
 from primad.cluster.messages import GONE_AFTER_S, MAX_ADDRESSES, LinkTarget
+from primad.cluster.scopes import bare
 from primad.daemon.reporter import Reporter
 from primad.daemon.worker_link import WorkerLink
 from primad.daemon.worker_part import DeviceLostError
@@ -125,7 +127,7 @@ class LinkBook:
             found = await measure_links(self._context, self._identity, source, targets)
         else:
             most_s = 60.0 + sum(len(target.addresses) for target in targets) * 40 * TIMEOUT_S
-            found = await workers[source].measure_links(targets, most_s)
+            found = await workers[source].measure_links([_told(target) for target in targets], most_s)
         self._links |= {(link.source, link.target): link for link in found}
 
 
@@ -137,6 +139,12 @@ async def _target(worker: WorkerLink, announced: Iterable[str]) -> LinkTarget:
     )
 
 
+def _told(target: LinkTarget) -> LinkTarget:
+    """``target`` as another device may be told of it."""
+    addresses = list(dict.fromkeys(bare(address) for address in target.addresses))
+    return msgspec.structs.replace(target, addresses=addresses)
+
+
 async def _resolve(host: str, port: int) -> list[str]:
     try:
         ip_address(host.partition("%")[0])
@@ -144,7 +152,7 @@ async def _resolve(host: str, port: int) -> list[str]:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as exc:
+        except (OSError, UnicodeError) as exc:
             logger.warning("%s: %s", host, exc)
             return []
         return [str(entry[4][0]) for entry in found]

@@ -161,7 +161,7 @@ class Rings:
                 self._vocabulary = await asyncio.to_thread(ModelVocabulary, self._header)
         except PrimadError as exc:
             self._remember(exc)
-            device, lasting = blamed(exc, ring.plan)
+            device, lasting = blamed(exc, ring.plan, forming=True)
             self._post(members.Broken(epoch, device, str(exc), lasting))
             return
         except Exception as exc:  # as above

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import zmq.asyncio
@@ -31,7 +31,7 @@ from primad.cluster.admin import (
     Resume,
 )
 from primad.cluster.control import WorkerEnd
-from primad.cluster.discovery import Discovery
+from primad.cluster.discovery import Discovery, MulticastError
 from primad.cluster.gate import Gate
 from primad.cluster.identity import Identity
 from primad.cluster.layer_server import LayerServer
@@ -61,6 +61,7 @@ from primad.cluster.messages import (
     WorkerMessage,
     agreed_protocol,
 )
+from primad.cluster.scopes import bare
 from primad.cluster.trust import TrustStore
 from primad.config import DEFAULT_CONTROL_PORT, Config, is_loopback
 from primad.daemon.introductions import Introductions
@@ -188,10 +189,7 @@ class WorkerDaemon:
 
     async def _announce(self, stack: AsyncExitStack) -> None:
         try:
-            discovery = Discovery(self._config.host, self._config.interface)
-        except ClusterError as exc:
-            self._say(f"{exc}; heads find this device by --device only")
-        else:
+            discovery = self._discovery()
             stack.push_async_callback(discovery.close)
             self._name = await discovery.announce(
                 self._config.name,
@@ -201,6 +199,9 @@ class WorkerDaemon:
                 port=self._end.port,
                 key=self._identity.public,
             )
+        except MulticastError as exc:
+            self._say(f"{exc}; heads find this device by --device only")
+        else:
             self._desk.use(discovery)
         self._desk.name = self._name
         self._say(f"{self._name} is waiting for a head (cluster {self._config.cluster}, port {self._end.port})")
@@ -208,6 +209,12 @@ class WorkerDaemon:
             self._say(f"{self._name} {self._pause.paused}")
         if not self._trust.entries() and not is_loopback(self._config.host):
             self._say("no device is trusted yet; 'primad join --code' takes the code that 'primad serve' shows")
+
+    def _discovery(self) -> Discovery:
+        try:
+            return Discovery(self._config.host, self._config.interface)
+        except ClusterError as exc:
+            raise MulticastError(str(exc)) from exc
 
     async def _hear(self, group: asyncio.TaskGroup) -> None:
         while True:
@@ -278,9 +285,9 @@ class WorkerDaemon:
     async def _obey(self, message: HeadMessage, lease: _Lease, group: asyncio.TaskGroup) -> None:
         match message:
             case Load():
-                await self._parts.start(message, lease.profile)
+                await self._parts.start(self._end.scopes.of_load(message), lease.profile)
             case Link(epoch=epoch, address=address, key=key, sender=sender):
-                await self._parts.link(epoch, address, key, sender)
+                await self._parts.link(epoch, self._end.scopes.endpoints(address)[0], key, sender)
             case Release(epoch=epoch):
                 await self._parts.release(epoch)
             case Ping(status=status, number=number):
@@ -298,8 +305,11 @@ class WorkerDaemon:
                 raise AssertionError("answered before")
 
     async def _measure_links(self, targets: list[LinkTarget]) -> None:
-        links = await measure_links(self._context, self._identity, self._name, targets)
-        await self._tell(LinksMeasured(links=links))
+        scopes = self._end.scopes
+        links = await measure_links(self._context, self._identity, self._name, scopes.of_targets(targets))
+        for link in links:
+            scopes.saw(link.address)
+        await self._tell(LinksMeasured(links=[replace(link, address=bare(link.address)) for link in links]))
 
     async def _watch_lease(self) -> None:
         while True:

@@ -39,6 +39,9 @@ connection was made anew."""
 MOST_REPEATS: Final = 5
 """What was said so often again is not lost: the worker does not understand it."""
 
+UNREACHED: Final = "route"
+"""The fault of a device to which no way leads from the head, though it was found."""
+
 OnProgress = Callable[[str, Progress], None]
 
 
@@ -51,7 +54,7 @@ class DeviceLostError(ClusterError):
 
 
 class PartError(ClusterError):
-    """The part of ``device`` in a ring failed; ``fault`` is what it was doing (``messages.FAULTS``)."""
+    """The part of ``device`` in a ring failed; ``fault`` is what it was doing (``messages.FAULTS``, or ``UNREACHED``)."""
 
     def __init__(self, message: str, device: str, fault: str) -> None:
         super().__init__(message)
@@ -59,8 +62,11 @@ class PartError(ClusterError):
         self.fault = fault
 
 
-def blamed(error: PrimadError, plan: Plan) -> tuple[str | None, bool]:
-    """Which worker of ``plan`` is to blame for ``error`` that ended its ring, None for none, and whether that will last."""
+def blamed(error: PrimadError, plan: Plan, *, forming: bool = False) -> tuple[str | None, bool]:
+    """Which worker of ``plan`` is to blame for ``error`` that ended its ring, None for none, and whether that will last.
+
+    The head cannot be left out. A worker that does not reach it while the ring is ``forming`` can.
+    """
     if isinstance(error, DeviceLostError):
         return error.device, False
     if not isinstance(error, PartError):
@@ -68,8 +74,9 @@ def blamed(error: PrimadError, plan: Plan) -> tuple[str | None, bool]:
     device: str | None = error.device
     if error.fault == "next":
         following = plan.after(error.device)
-        device = following if following != plan.head else None
-    return device, error.fault == "disk"
+        nobody = error.device if forming else None
+        device = following if following != plan.head else nobody
+    return device, error.fault in ("disk", UNREACHED)
 
 
 class WorkerPart:
@@ -101,15 +108,18 @@ class WorkerPart:
         return self.link.name
 
     async def load(self) -> None:
-        """Have the worker load its windows. Raises ``ClusterError`` when it takes no messages."""
+        """Have the worker load its windows. Raises ``DeviceLostError`` when it takes no messages."""
         await self._ask(self._load)
 
     async def connect(self, address: str, key: str, sender: str) -> None:
-        """Tell the worker where its steps go, and from whom they come."""
+        """Tell the worker where its steps go, and from whom they come. Raises ``DeviceLostError`` as ``load``."""
         await self._ask(Link(epoch=self.epoch, address=address, key=key, sender=sender))
 
     async def _ask(self, message: Load | Link) -> None:
-        await self.link.end.send(message)
+        try:
+            await self.link.end.send(message)
+        except ClusterError as exc:
+            raise DeviceLostError(f"{self.name} is gone: {exc}", self.name) from exc
         self._asked, self._asked_before = message, self.link.next_ping
         self._misses = self._repeats = 0
 

@@ -11,7 +11,8 @@ import pytest
 from halda import Plan, Window
 from primad.daemon import head_ring
 from primad.daemon.head_ring import HeadRing
-from primad.errors import RingError
+from primad.daemon.worker_part import DeviceLostError, PartError, WorkerPart, blamed
+from primad.errors import ClusterError, RingError
 from primad.ring.messages import Drained, Opened, Pressed, Report, RingCommand, RingEvent, Sampled, Serving, Status
 
 ALONE = Plan(
@@ -130,5 +131,111 @@ def test_who_has_a_command_for_a_ring_that_breaks_is_not_kept_waiting():
         ring._break(RingError("the head's ring process was stopped"))
         async with asyncio.timeout(10):
             await sending
+
+    asyncio.run(once())
+
+
+PAIR = Plan(
+    rounds=1,
+    route=tuple(
+        Window(device=name, first=first, last=first + 1, gpu_layers=0)
+        for first, name in enumerate(("desk", "lap", "tab", "desk"))
+    ),
+    output_on_gpu=False,
+    streaming=(),
+    left_out=(),
+)
+"""desk gives steps to lap, lap to tab, and tab to desk."""
+
+
+class Ways:
+    """A ring whose workers are at ``hosts``, by name; ``measured`` are the addresses that the link book knows."""
+
+    def __init__(self, measured: dict[tuple[str, str], str] | None = None, **hosts: str) -> None:
+        known = measured or {}
+        self.links = {
+            name: SimpleNamespace(
+                name=name, key="key", layer_port=7, end=SimpleNamespace(host=host, port=9, address=f"{host}:9")
+            )
+            for name, host in hosts.items()
+        }
+        self.ring = HeadRing(
+            SimpleNamespace(
+                plan=PAIR,
+                config=SimpleNamespace(host="::"),
+                key="own key",
+                layer_port=5,
+                workers=self.links,
+                holders=self.links,
+                links=SimpleNamespace(address=lambda *pair: known.get(pair)),
+            )
+        )
+
+
+@pytest.fixture
+def leaving(monkeypatch) -> dict[str, str]:
+    """Where packets to a host leave from; to any other there is no way."""
+    found: dict[str, str] = {}
+
+    async def own_address(host: str, port: int) -> str:
+        if host not in found:
+            raise OSError(22, "Invalid argument")
+        return found[host]
+
+    monkeypatch.setattr(head_ring, "own_address", own_address)
+    return found
+
+
+def test_no_scope_of_the_heads_is_told_to_a_worker(leaving):
+    async def once() -> None:
+        ways = Ways(lap="fe80::2%4", tab="fe80::3%4")
+        leaving["fe80::2%4"] = "fe80::1"
+        sources = await ways.ring._sources(ways.links["lap"])
+        assert [source.endpoints for source in sources] == [["tcp://[fe80::1]:5"], ["tcp://[fe80::3]:7"]]
+        assert ways.ring._host_for("lap", "tab") == "fe80::3"
+        assert ways.ring._host_for("desk", "lap") == "fe80::2%4", "it is the head's own"
+
+    asyncio.run(once())
+
+
+def test_a_worker_that_cannot_be_reached_at_one_address_is_reached_at_the_next(leaving):
+    async def once() -> None:
+        ways = Ways({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
+        leaving["192.168.1.7"] = "192.168.1.2"
+        assert await ways.ring._address_for(ways.links["lap"]) == "192.168.1.2"
+
+    asyncio.run(once())
+
+
+def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
+    async def once() -> None:
+        ways = Ways({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
+        reason = r"no route to lap at fe80::2%4:9: Invalid argument; no route to lap at 192\.168\.1\.7:9: Invalid"
+        with pytest.raises(PartError, match=reason) as caught:
+            await ways.ring._address_for(ways.links["lap"])
+        assert blamed(caught.value, PAIR, forming=True) == ("lap", True)
+
+    asyncio.run(once())
+
+
+def test_a_worker_that_does_not_reach_the_head_is_done_without_when_a_ring_is_formed():
+    error = PartError("tab: the next device took no step", "tab", "next")
+    assert blamed(error, PAIR, forming=True) == ("tab", False)
+    assert blamed(error, PAIR) == (None, False), "the head cannot be left out"
+    assert blamed(PartError("lap: the same", "lap", "next"), PAIR, forming=True) == ("tab", False)
+
+
+def test_a_worker_that_takes_no_messages_is_lost():
+    class Deaf:
+        async def send(self, message: object) -> None:
+            raise ClusterError("the device at lap:1 takes no messages")
+
+    async def once() -> None:
+        link = SimpleNamespace(name="lap", end=Deaf(), next_ping=1, attend=lambda _: None)
+        part = WorkerPart(link, SimpleNamespace(epoch=1), lambda *_: None)
+        for asking in (part.load(), part.connect("tcp://127.0.0.1:1", "key", "key")):
+            with pytest.raises(DeviceLostError, match="lap is gone: the device at lap:1 takes no messages") as caught:
+                await asking
+            assert blamed(caught.value, PAIR) == ("lap", False)
 
     asyncio.run(once())

@@ -232,6 +232,35 @@ def test_only_what_is_missing_is_measured():
     asyncio.run(once())
 
 
+def test_a_worker_is_told_no_scope_of_the_heads(monkeypatch):
+    async def once() -> None:
+        async with devices("a", "b") as (context, (a, b)):
+            told: list[list[str]] = []
+
+            async def ask(worker: WorkerLink, targets: Sequence[LinkTarget], timeout_s: float) -> list[LinkProfile]:
+                told.extend(target.addresses for target in targets)
+                return []
+
+            own: list[list[str]] = []
+
+            async def measure(*asked: object) -> list[LinkProfile]:
+                own.extend(target.addresses for target in asked[-1])
+                return []
+
+            monkeypatch.setattr(links_module, "AGAIN_S", 0.0)
+            monkeypatch.setattr(WorkerLink, "measure_links", ask)
+            monkeypatch.setattr(links_module, "measure_links", measure)
+            workers = await greeted(context, a, b)
+            addresses = {"b": ["fe80::9%4", "fe80::9%5", "192.0.2.1"]}
+            await book_of(context).measure(workers, addresses, Lines())
+            assert told[0] == ["127.0.0.1", "fe80::9", "192.0.2.1"]
+            assert own[1] == ["127.0.0.1", "fe80::9%4", "fe80::9%5", "192.0.2.1"]
+            for worker in workers:
+                worker.close()
+
+    asyncio.run(once())
+
+
 def test_a_device_that_is_forgotten_or_elsewhere_is_measured_anew():
     async def once() -> None:
         async with devices("a", "b") as (context, (a, b)):

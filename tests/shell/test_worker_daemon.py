@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from ipaddress import ip_interface
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar
@@ -17,8 +18,10 @@ from gguf import GGMLQuantizationType
 
 from halda import LinkProfile
 from primad.cluster import messages
+from primad.cluster.addresses import Interface
 from primad.cluster.admin import Describe, Leave, Pause, Resume
 from primad.cluster.control import HeadEnd
+from primad.cluster.discovery import MulticastError
 from primad.cluster.identity import Identity, new_identity
 from primad.cluster.local_trust import LocalTrust
 from primad.cluster.messages import (
@@ -32,6 +35,9 @@ from primad.cluster.messages import (
     Knock,
     Knocked,
     Leaving,
+    Link,
+    LinksMeasured,
+    LinkTarget,
     Load,
     Loaded,
     MeasureLinks,
@@ -41,6 +47,7 @@ from primad.cluster.messages import (
     Release,
     Welcome,
 )
+from primad.cluster.scopes import Scopes
 from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
 from primad.config import load_config, open_home
 from primad.daemon import parts as parts_module
@@ -706,5 +713,59 @@ def test_a_worker_that_cannot_announce_itself_ends_with_the_reason(lab, monkeypa
             with pytest.raises(ClusterError, match="a hundred devices have this name"):
                 await lap.running
             lap.running = asyncio.create_task(asyncio.sleep(0))
+
+    asyncio.run(once())
+
+
+def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_is_told_back_without(lab, monkeypatch):
+    measured: list[list[str]] = []
+
+    async def measure(_: object, __: object, source: str, targets: list[LinkTarget]) -> list[LinkProfile]:
+        measured.extend(target.addresses for target in targets)
+        return [LinkProfile(source=source, target="tower", address="fe80::9%5", round_trip_s=1.0, bytes_per_s=1.0)]
+
+    async def once() -> None:
+        async with lab() as lap:
+            interfaces = (
+                Interface(name="eth0", index=3, up=True, addresses=(ip_interface("fe80::20/64"),)),
+                Interface(name="eth1", index=5, up=True, addresses=(ip_interface("fe80::21/64"),)),
+            )
+            lap.daemon._end.scopes = Scopes(lambda: interfaces)
+            desk = lap.head()
+            await desk.takes()
+            target = LinkTarget(device="tower", key=TOWER.public, addresses=["fe80::9"], port=4711)
+            await desk.say(MeasureLinks(targets=[target]))
+            (link,) = (await desk.hear(LinksMeasured)).links
+            assert (link.address, measured) == ("fe80::9", [["fe80::9%3", "fe80::9%5"]])
+            await desk.loads(a_load(1))
+            await desk.say(Link(epoch=1, address="tcp://[fe80::9]:5", key=TOWER.public, sender=TOWER.public))
+            (process,) = lap.processes.alive
+            way = "tcp://[fe80::9%5]:5"  # where it was reached
+            assert await process.told(Connect) == Connect(way, TOWER.public, TOWER.public)
+
+    monkeypatch.setattr(worker_module, "measure_links", measure)
+    asyncio.run(once())
+
+
+def test_a_worker_that_cannot_announce_itself_waits_for_heads_all_the_same(lab, monkeypatch):
+    class Mute:
+        def __init__(self, *_: object) -> None:
+            """mDNS is there, at first."""
+
+        async def announce(self, *_: object, **__: object) -> str:
+            raise MulticastError("mDNS did not start")
+
+        async def close(self) -> None:
+            closed.append(self)
+
+    closed: list[Mute] = []
+
+    async def once() -> None:
+        monkeypatch.setattr(worker_module, "Discovery", Mute)
+        async with lab() as lap:
+            await lap.says("lap is waiting for a head")
+            assert "mDNS did not start; heads find this device by --device only" in lap.said
+            await lap.head().takes()
+        assert len(closed) == 1
 
     asyncio.run(once())
