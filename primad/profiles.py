@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, TypeSpeed
 from halda.quantisation import BYTES_PER_WEIGHT, bytes_per_weight
-from primad.config import NAME
 from primad.errors import printable
+from primad.settings.config import NAME
 
 _BYTES: Final = (0, 1e18)
 _RATE: Final = (1e6, 2e13)

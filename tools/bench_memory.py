@@ -48,9 +48,9 @@ from halda import (
     residency,
     solve,
 )
-from primad.daemon.questions import default_workload
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
+from primad.head.options import default_workload
 from primad.profiler.device import profile_device
 from tools import bench_endure, bench_pressure, synthetic
 from tools.lab.memory import LimitedGroup

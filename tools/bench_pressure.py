@@ -34,14 +34,14 @@ from rich.table import Table
 from halda import CHUNKS, DeviceProfile, Infeasible, KvType, ModelProfile, Solution, Workload, solve
 from halda.cost import kv_bytes
 from halda.evaluate import DevicePrediction
-from primad.cluster.local_trust import VARIABLE as LOCAL_TRUST
-from primad.config import LOOPBACK
-from primad.daemon.questions import default_workload
 from primad.errors import PrimadError
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.memory import held_bytes, pressure_share
+from primad.head.options import default_workload
 from primad.ring.messages import Sampled
+from primad.settings.config import LOOPBACK
+from primad.system.memory import held_bytes, pressure_share
+from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
 from tools import synthetic
 from tools.lab import LabError
 from tools.lab.memory import Counters, LimitedGroup

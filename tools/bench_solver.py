@@ -46,16 +46,16 @@ from halda import (  # noqa: E402
     instance,
     solve,
 )
-from primad.cluster.control import WorkerEnd  # noqa: E402
-from primad.cluster.linkprobe import measure_links  # noqa: E402
-from primad.cluster.messages import Echo, Echoed, LinkTarget  # noqa: E402
 from primad.gguf.model import open_model  # noqa: E402
 from primad.gguf.profile import model_profile  # noqa: E402
 from primad.gguf.shapes import shape  # noqa: E402
-from primad.measuring import measuring  # noqa: E402
+from primad.network.control import WorkerEnd  # noqa: E402
+from primad.network.linkprobe import measure_links  # noqa: E402
+from primad.network.messages import Echo, Echoed, LinkTarget  # noqa: E402
 from primad.profiler.measure import ram_read_bytes_per_s  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.profiler.speeds import TYPES  # noqa: E402
+from primad.system.measuring_lock import measuring  # noqa: E402
 from tests.solver.beside import SEEDS, beside_published  # noqa: E402
 from tests.solver.random_fleets import random_instance  # noqa: E402
 from tools.local_ring import LocalRing  # noqa: E402

@@ -27,8 +27,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from primad.cluster.local_trust import VARIABLE
-from primad.config import LOOPBACK
+from primad.settings.config import LOOPBACK
+from primad.trust.local_trust import VARIABLE
 
 ROOT = Path(__file__).parent.parent
 PRIMAD = Path(sys.executable).with_name("primad")

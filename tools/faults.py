@@ -1,4 +1,4 @@
-"""Make every cell of the fault matrix and write the table of ``primad/cluster/FAULTS.md`` with the times measured.
+"""Make every cell of the fault matrix and write the table of ``docs/faults.md`` with the times measured.
 
 Arguments go to pytest, so that ``-k 'decode'`` makes some cells anew; the times of the others stay as they are, and
 so does that of a cell that fails.

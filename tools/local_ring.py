@@ -13,15 +13,14 @@ from types import TracebackType
 import msgspec
 
 from halda import Plan, Prediction, arrange
-from primad.daemon.extra import Tried, choose_extra_buffers
-from primad.daemon.shard import Place, open_windows, place_windows, streamed_of, whole_model
+from primad.daemon.loading import Place, open_windows, place_windows, streamed_of, whole_model
 from primad.engine.build import build_id
 from primad.engine.protocol import EngineOptions, KvType, Sampling
-from primad.gguf.cache import LayerCache
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
-from primad.limits import NO_LIMITS
+from primad.head.extra_buffers import Tried, choose_extra_buffers
+from primad.layers.cache import LayerCache
 from primad.ring.messages import (
     Cancel,
     Connect,
@@ -39,6 +38,7 @@ from primad.ring.messages import (
     Status,
 )
 from primad.ring.spawn import RingProcess
+from primad.settings.limits import NO_LIMITS
 from tools.lab import disk
 from tools.lab.memory import LimitedGroup
 

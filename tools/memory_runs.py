@@ -21,11 +21,11 @@ import psutil
 
 from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Prediction, Solution, Workload, solve
 from halda.evaluate import unit_bytes
-from primad.daemon.questions import default_workload
-from primad.engine.pages import FileRange, Pages
 from primad.engine.protocol import KvType
-from primad.memory import memory
+from primad.engine.streaming.pages import FileRange, Pages
+from primad.head.options import default_workload
 from primad.ring.messages import Sampled, Status
+from primad.system.memory import memory
 from tools.lab import disk
 from tools.lab.memory import Counters, LimitedGroup
 from tools.local_ring import LocalRing

@@ -27,7 +27,7 @@ from halda import (
     solve_heads,
 )
 from halda.arrange import apportion
-from halda.published import PublishedPlan, solve_published
+from halda_research.published import PublishedPlan, solve_published
 from primad.gguf.shapes import shape
 from primad.profiler.fleets import Fleet, read_fleet
 

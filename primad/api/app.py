@@ -23,16 +23,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from primad import __version__
-from primad.api import schema, shapes
-from primad.api.answers import Answer, Answered, ChatAnswer, CompletionAnswer
 from primad.api.backend import Backend, ServedModel
 from primad.api.connection import EventStream, read_json, while_connected
-from primad.api.errors import RETRY_AFTER_S, error_response
 from primad.api.generation import Written, write
 from primad.api.guard import HostGuard
-from primad.api.job import SEEDS, Choice, Job, chat_job, check_model, completion_job
 from primad.api.metrics import MEDIA_TYPE, Counted, Metrics
-from primad.api.shapes import HealthBody, Model, ModelList, Usage
+from primad.api.openai import schema, shapes
+from primad.api.openai.answers import Answer, Answered, ChatAnswer, CompletionAnswer
+from primad.api.openai.errors import RETRY_AFTER_S, error_response
+from primad.api.openai.job import SEEDS, Choice, Job, chat_job, check_model, completion_job
+from primad.api.openai.shapes import HealthBody, Model, ModelList, Usage
 from primad.api.status import StatusBody, status_body
 from primad.errors import PrimadError, RequestError, RingError
 

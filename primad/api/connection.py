@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from primad.api.errors import error_body
+from primad.api.openai.errors import error_body
 from primad.errors import PrimadError, RequestError
 
 MAX_BODY_BYTES: Final = 8 << 20

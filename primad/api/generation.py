@@ -7,8 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from primad.api.backend import Backend, Vocabulary
-from primad.api.job import Choice, Job
-from primad.api.shapes import FinishReason
+from primad.api.openai.job import Choice, Job
+from primad.api.openai.shapes import FinishReason
 from primad.api.text import Placed, Released, Transcript
 from primad.errors import RingError
 from primad.ring.messages import Finished, Sampled

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from primad.api.errors import error_response
+from primad.api.openai.errors import error_response
 from primad.errors import RequestError
 
 

@@ -19,8 +19,8 @@ from typing import Final
 
 import psutil
 
-from primad.cluster.private_file import write_private
 from primad.errors import ConfigError
+from primad.system.private_file import write_private
 
 logger = logging.getLogger(__name__)
 

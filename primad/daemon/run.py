@@ -16,19 +16,19 @@ from typing import Any, Final
 import filelock
 
 from halda import DeviceProfile
-from primad.cluster.identity import load_identity
-from primad.cluster.sockets import raise_descriptor_limit
-from primad.cluster.trust import TrustStore
-from primad.config import Config, open_home
-from primad.daemon.pairing_desk import pair
+from primad.daemon.loading import Place
+from primad.daemon.pairing_service import pair
 from primad.daemon.reporter import Reporter
-from primad.daemon.shard import Place
-from primad.daemon.worker import WorkerDaemon
 from primad.engine.build import build_id
 from primad.errors import ConfigError, PrimadError, Stopped
-from primad.gguf.cache import LayerCache
-from primad.lean import keep_little_freed
+from primad.layers.cache import LayerCache
+from primad.network.sockets import raise_descriptor_limit
 from primad.profiler.device import is_profiled, profile_device
+from primad.settings.config import Config, open_home
+from primad.system.allocator import keep_little_freed
+from primad.trust.identity import load_identity
+from primad.trust.trust import TrustStore
+from primad.worker.daemon import WorkerDaemon
 
 DISTURBED_SPREAD: Final = 0.4
 """Runs of one trial that differ by so much of their median were not alone on the machine."""

@@ -13,13 +13,13 @@ from typing import Final
 import psutil
 
 from primad import __version__
-from primad.cluster.addresses import read_interfaces
-from primad.cluster.discovery import look
-from primad.cluster.messages import PROTOCOL
-from primad.config import DEFAULT_CONTROL_PORT, any_host, is_loopback
 from primad.doctor import firewall, gpus, machine, network, peers, reach, storage
 from primad.doctor.findings import Finding, finding, in_thread
 from primad.errors import PrimadError, printable
+from primad.network.addresses import read_interfaces
+from primad.network.discovery import look
+from primad.network.messages import PROTOCOL
+from primad.settings.config import DEFAULT_CONTROL_PORT, any_host, is_loopback
 
 LIMIT_S: Final = 8.0
 LOOK_S: Final = 2.5

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from primad.cluster.addresses import Interface
 from primad.doctor.findings import Finding, finding, output_of
+from primad.network.addresses import Interface
 
 _UFW_ENABLED: Final = re.compile(r"^\s*ENABLED\s*=\s*yes\b", re.MULTILINE | re.IGNORECASE)
 _MAC_FIREWALL: Final = "/usr/libexec/ApplicationFirewall/socketfilterfw"

@@ -13,7 +13,7 @@ from typing import Final
 import psutil
 
 from primad.doctor.findings import Finding, finding, output_of
-from primad.memory import memory
+from primad.system.memory import memory
 
 if sys.platform != "win32":
     import resource

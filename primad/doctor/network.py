@@ -12,11 +12,11 @@ from typing import Final
 
 import psutil
 
-from primad.cluster.addresses import Interface, is_virtual, multicast_addresses, read_interfaces
-from primad.cluster.multicast import wait_for_echo
-from primad.config import is_loopback
 from primad.doctor.findings import Finding, finding, in_thread
 from primad.errors import printable
+from primad.network.addresses import Interface, is_virtual, multicast_addresses, read_interfaces
+from primad.network.multicast import wait_for_echo
+from primad.settings.config import is_loopback
 
 ECHO_TIMEOUT_S: Final = 1.5
 _STATIC: Final = "primad serve --model FILE.gguf --device HOST:7770"

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from primad.cluster.peer import Peer
 from primad.doctor.findings import Finding, finding
+from primad.network.peer import Peer
 
 OLDEST_PROTOCOL: Final = 2
 """Protocol 1 was not encrypted: nothing that is speaks it."""

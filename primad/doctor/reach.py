@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from primad.cluster.peer import Peer
-from primad.config import split_address
 from primad.doctor.findings import Finding, finding, in_thread
+from primad.network.peer import Peer
+from primad.settings.config import split_address
 
 TIMEOUT_S: Final = 2.0
 MAX_TARGETS: Final = 128

@@ -12,9 +12,9 @@ from typing import Final
 
 import psutil
 
-from primad.cluster.identity import FILE_NAME
 from primad.doctor.findings import Finding, finding
 from primad.profiler.records import read_home
+from primad.trust.identity import FILE_NAME
 
 _NETWORK: Final = ("nfs", "cifs", "smb", "sshfs", "fuse.sshfs", "9p", "afpfs", "webdav", "davfs", "ceph", "glusterfs")
 _MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")

@@ -32,15 +32,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.prefetch import WindowStream
 from primad.engine.protocol import EngineOptions, Hidden, KvType, LogitsWindow, Rows, Sampling, WindowFiles, draw_seed
-from primad.engine.residency import Residency
-from primad.engine.scratch import LARGE_ROWS, Scratch
-from primad.engine.scratch import bind as bind_scratch
+from primad.engine.streaming.prefetch import WindowStream
+from primad.engine.streaming.residency import Residency
+from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
+from primad.engine.streaming.scratch import bind as bind_scratch
 from primad.errors import EngineError, WeightsError
 from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import TensorInfo
-from primad.lean import without_top
+from primad.system.allocator import without_top
 
 with without_top("llama_cpp"):
     from llama_cpp import llama_cpp as llama

@@ -25,7 +25,7 @@ import msgspec
 from primad.engine.protocol import EngineOptions, Rows, WindowFiles
 from primad.errors import EngineError
 from primad.gguf.layers import LayerTensor
-from primad.measuring import measuring
+from primad.system.measuring_lock import measuring
 
 logger = logging.getLogger(__name__)
 

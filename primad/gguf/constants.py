@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primad.lean import without_top
+from primad.system.allocator import without_top
 
 with without_top("gguf"):
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType

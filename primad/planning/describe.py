@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from halda import Plan, as_run
 from halda.evaluate import DevicePrediction, Prediction
 from halda.instance import Instance
-from halda.published import PublishedPlan
-from halda.simulate import Simulation
 from halda.solution import Solution
+from halda_research.published import PublishedPlan
+from halda_research.simulate import Simulation
 from primad.planning.bottleneck import bottleneck
 from primad.planning.question import Question
 from primad.planning.schema import (

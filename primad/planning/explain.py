@@ -12,10 +12,10 @@ from typing import Final
 from halda import Infeasible
 from halda.evaluate import evaluate
 from halda.instance import Instance, instance
-from halda.published import solve_published
 from halda.search import CHUNKS, solve, solve_alone, solve_heads
-from halda.simulate import simulate
 from halda.solution import Solution
+from halda_research.published import solve_published
+from halda_research.simulate import simulate
 from primad import __version__
 from primad.errors import PlanError
 from primad.planning.describe import (

@@ -1,4 +1,4 @@
-"""Quantities as people write and read them; SI inside. Sizes and rates are read as everywhere (``primad/values.py``)."""
+"""Quantities as people write and read them; SI inside. Sizes and rates are read as everywhere (``primad/settings/quantities.py``)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from typing import Final
 
 from primad.errors import ConfigError
-from primad.values import parse_bytes as parse_bytes
-from primad.values import parse_rate as parse_rate
+from primad.settings.quantities import parse_bytes as parse_bytes
+from primad.settings.quantities import parse_rate as parse_rate
 
 _TIME: Final = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(us|µs|ms|s)")
 _SECONDS: Final = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halda import DeviceProfile
-from primad.config import layer_folder
 from primad.errors import ConfigError
-from primad.limits import NO_LIMITS, OwnerLimits
-from primad.measuring import measuring
-from primad.memory import children, memory
 from primad.profiler.gpus import gpu_now, list_gpus
 from primad.profiler.records import HomeRecord, MachineRecord, host_id, read_home, read_machine, write
 from primad.profiler.store import utc_now
 from primad.profiles import Implausible, check_profile
+from primad.settings.config import layer_folder
+from primad.settings.limits import NO_LIMITS, OwnerLimits
+from primad.system.measuring_lock import measuring
+from primad.system.memory import children, memory
 
 if TYPE_CHECKING:
     from primad.profiler.processors import Advance

@@ -21,7 +21,7 @@ from typing import BinaryIO, Final
 import numpy as np
 
 from halda import DiskProfile
-from primad.engine.pages import F_RDADVISE, HUGEPAGE, POPULATE_READ
+from primad.engine.streaming.pages import F_RDADVISE, HUGEPAGE, POPULATE_READ
 
 try:
     import fcntl

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from halda import GpuProfile
 from primad.engine.devices import GpuDevice
-from primad.memory import memory
 from primad.profiler.trials import child_trials
+from primad.system.memory import memory
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from primad.engine.protocol import Hidden, HiddenWindow, LogitsWindow, Sampler, Sampling, Tokens
 from primad.errors import ProtocolError, RingError
-from primad.ring.laps import Laps
+from primad.ring.lateness import Laps
 from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import (
     HIDDEN_DTYPE,

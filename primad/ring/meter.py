@@ -7,8 +7,8 @@ from typing import Final
 
 import psutil
 
-from primad.engine.prefetch import Streamer
-from primad.engine.streams import Streams
+from primad.engine.streaming.prefetch import Streamer
+from primad.engine.streaming.streams import Streams
 from primad.ring.messages import MemoryStatus, Status
 
 HOPS_KEPT: Final = 4096

@@ -21,7 +21,7 @@ import zmq
 from primad.errors import PrimadError, RingError, WeightsError
 from primad.ring.channel import RingChannel
 from primad.ring.messages import Open, RingBroken, RingCommand
-from primad.ring.parts import Part, open_part
+from primad.ring.roles import Part, open_part
 
 logger = logging.getLogger(__name__)
 

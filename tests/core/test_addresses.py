@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from primad.cluster import addresses as addresses_module
-from primad.cluster.addresses import (
+from primad.errors import ClusterError
+from primad.network import addresses as addresses_module
+from primad.network.addresses import (
     MAX_ANNOUNCED,
     Interface,
     is_virtual,
@@ -18,7 +19,6 @@ from primad.cluster.addresses import (
     read_interfaces,
     usable_addresses,
 )
-from primad.errors import ClusterError
 
 
 def interface(name: str, index: int, *addresses: str, up: bool = True) -> Interface:

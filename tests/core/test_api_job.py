@@ -8,9 +8,9 @@ from datetime import datetime
 import pytest
 
 from primad.api.backend import ServedModel
-from primad.api.job import Job, chat_job, completion_job
-from primad.api.logprobs import IMPOSSIBLE, chat_logprobs, completion_logprobs, token_text
-from primad.api.schema import ChatRequest, CompletionRequest, parse
+from primad.api.openai.job import Job, chat_job, completion_job
+from primad.api.openai.logprobs import IMPOSSIBLE, chat_logprobs, completion_logprobs, token_text
+from primad.api.openai.schema import ChatRequest, CompletionRequest, parse
 from primad.api.text import Placed
 from primad.errors import RequestError
 from primad.ring.messages import Sampled, Sampling

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primad.api.backend import ServedModel
-from primad.daemon import backend as backend_module
-from primad.daemon.backend import RingBackend
 from primad.errors import RequestError, RingError
+from primad.head import backend as backend_module
+from primad.head.backend import RingBackend
 from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled
 from tests.fakes.ring import GREEDY
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from halda import evaluate, instance
-from primad.daemon.questions import default_workload, plan_by_hand, stream_by_hand
 from primad.errors import PlanError
+from primad.head.options import default_workload, plan_by_hand, stream_by_hand
 from tests.fakes.planning import GB, device, model
 
 WORK = default_workload(4096, 512, "f16")

@@ -11,10 +11,10 @@ import pytest
 from gguf import GGUFReader
 
 from primad.errors import ClusterError, DiskError
-from primad.gguf import cache as cache_module
-from primad.gguf.cache import LayerCache
 from primad.gguf.header import read_header
 from primad.gguf.layers import HEADER_BYTES, LayerCut, LayerRef, cut_layer
+from primad.layers import cache as cache_module
+from primad.layers.cache import LayerCache
 from tests.fakes.gguf import toy_arrays, write_gguf
 
 full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")

@@ -10,11 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad import config as config_module
-from primad.config import Config, any_host, check_address, check_host, default_home, is_loopback, load_config, open_home
 from primad.errors import ConfigError
-from primad.limits import NO_LIMITS, OwnerLimits
-from primad.values import Share
+from primad.settings import config as config_module
+from primad.settings.config import (
+    Config,
+    any_host,
+    check_address,
+    check_host,
+    default_home,
+    is_loopback,
+    load_config,
+    open_home,
+)
+from primad.settings.limits import NO_LIMITS, OwnerLimits
+from primad.settings.quantities import Share
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from primad.cluster.addresses import Interface
-from primad.cluster.peer import Peer
+from primad.cli.doctor import lines
 from primad.doctor.findings import Finding, finding
 from primad.doctor.firewall import FirewallFacts, Needed, judge_firewall, needed
 from primad.doctor.gpus import EngineFacts, Hardware, judge_engine
@@ -25,7 +24,8 @@ from primad.doctor.network import Place, Port, judge_places, judge_ports
 from primad.doctor.peers import judge_sight, judge_trust, judge_versions
 from primad.doctor.reach import MAX_TARGETS, judge_reached, targets
 from primad.doctor.storage import DiskFacts, FileFacts, judge_disk, judge_identity
-from primad.doctor_command import lines
+from primad.network.addresses import Interface
+from primad.network.peer import Peer
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 GIB = 1 << 30

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.engine.experts import LIKELY, Change, LayerExperts, Pool, Usage
-from primad.engine.residency import Residency, by_expert, ladder, two_slots
+from primad.engine.streaming.experts import LIKELY, Change, LayerExperts, Pool, Usage
+from primad.engine.streaming.residency import Residency, by_expert, ladder, two_slots
 
 
 def picks(*rows):

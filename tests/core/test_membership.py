@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from primad.cluster import members as m
-from primad.cluster.membership import (
+from primad.membership import types as m
+from primad.membership.due import GREETING_S, REGAIN_S, RELIEVE_S, SETTLE_S
+from primad.membership.step import (
     AGAIN_S,
     MOST_AGAIN_S,
     MOST_BREAKS,
@@ -17,8 +18,7 @@ from primad.cluster.membership import (
     phase_of,
     wake_at,
 )
-from primad.cluster.moves import BAR_S, FORGIVEN_S, LASTING_BAR_S, MOST_BAR_S
-from primad.cluster.pursuit import GREETING_S, REGAIN_S, RELIEVE_S, SETTLE_S
+from primad.membership.transitions import BAR_S, FORGIVEN_S, LASTING_BAR_S, MOST_BAR_S
 from tests.fakes.membership import SETTINGS, Shell
 
 LOOK_S = SETTINGS.look_s

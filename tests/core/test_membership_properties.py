@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from primad.cluster import members as m
-from primad.cluster.membership import step, wake_at
+from primad.membership import types as m
+from primad.membership.step import step, wake_at
 from tests.fakes.membership import SETTINGS, Shell
 
 NAMES = ("ada", "bo", "cy", "di")

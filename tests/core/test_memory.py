@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from primad.limits import NO_LIMITS, OwnerLimits
-from primad.memory import Memory, children, groups, held_bytes, memory, pressure_share
 from primad.profiler.device import cached_bytes, profile_device, within
 from primad.profiles import check_profile
-from primad.values import Share
+from primad.settings.limits import NO_LIMITS, OwnerLimits
+from primad.settings.quantities import Share
+from primad.system.memory import Memory, children, groups, held_bytes, memory, pressure_share
 from tests.fakes.profile import GPU, PROFILE, seed
 
 MIB = 1 << 20
@@ -89,7 +89,7 @@ def test_a_group_says_what_files_take_of_it(cgroups):
 
 
 def test_what_our_own_processes_have_mapped_of_a_group_is_available(cgroups, monkeypatch):
-    monkeypatch.setattr("primad.memory._held", lambda *_: 0)
+    monkeypatch.setattr("primad.system.memory._held", lambda *_: 0)
     cgroups.v2("/a", 8 * GIB, 6 * GIB)
     (cgroups.root / "a" / "memory.stat").write_text(f"inactive_file {GIB}\nactive_file {MIB}\n")
     cgroups.proc.write_text("0::/a\n")
@@ -103,8 +103,8 @@ def test_what_our_own_processes_take_is_available(cgroups, monkeypatch):
     """They give it back when another plan needs it; more than there is cannot be had of them."""
     cgroups.v2("/a", 8 * GIB, 6 * GIB)
     cgroups.proc.write_text("0::/a\n")
-    monkeypatch.setattr("primad.memory._held", lambda pid, _: {1: GIB, 2: 2 * GIB, 3: 7 * GIB}[pid])
-    monkeypatch.setattr("primad.memory._mapped", lambda _: 0)
+    monkeypatch.setattr("primad.system.memory._held", lambda pid, _: {1: GIB, 2: 2 * GIB, 3: 7 * GIB}[pid])
+    monkeypatch.setattr("primad.system.memory._mapped", lambda _: 0)
     assert memory(cgroups.proc, cgroups.root, ours=iter([1, 2])).available_bytes == 5 * GIB
     assert memory(cgroups.proc, cgroups.root, ours=[3]).available_bytes == 8 * GIB
 

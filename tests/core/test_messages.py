@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from halda import DeviceProfile, LinkProfile
-from primad.cluster import messages as cluster
-from primad.cluster import transfer_messages as transfer
 from primad.errors import ProtocolError
 from primad.gguf.layers import HEADER_BYTES, LayerRef, LayerTensor, check_ref, layer_header
 from primad.gguf.windows import WindowSpec
+from primad.network import layer_messages as transfer
+from primad.network import messages as cluster
 from primad.ring.messages import Status, encode
 from tests.fakes.profile import PROFILE
 from tests.fakes.wire import anything, assert_one_line, numbers, outcome

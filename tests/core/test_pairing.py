@@ -7,8 +7,9 @@ import collections
 import msgspec
 import pytest
 
-from primad.cluster.identity import new_identity
-from primad.cluster.pairing import (
+from primad.errors import ClusterError, ConfigError, PrimadError, ProtocolError
+from primad.trust.identity import new_identity
+from primad.trust.pairing import (
     BETWEEN_TRIES_S,
     LIFETIME_S,
     MAX_BYTES,
@@ -25,8 +26,7 @@ from primad.cluster.pairing import (
     Start,
     Who,
 )
-from primad.cluster.words import WORDS, Code, new_code, parse_code
-from primad.errors import ClusterError, ConfigError, PrimadError, ProtocolError
+from primad.trust.words import WORDS, Code, new_code, parse_code
 
 CODE = Code(7, "lamp", "river")
 OTHER = Code(7, "lamp", "stone")

@@ -8,8 +8,8 @@ import pytest
 
 from halda import Instance, LinkProfile, Plan, Prediction, Workload, as_run, instance, parted, solve
 from halda.cost import RUNTIME_BYTES
-from primad.engine.residency import Spread, two_slots
-from primad.engine.streams import LEAST_AHEAD_BYTES, RESERVE_BYTES
+from primad.engine.streaming.residency import Spread, two_slots
+from primad.engine.streaming.streams import LEAST_AHEAD_BYTES, RESERVE_BYTES
 from tests.fakes import planning
 
 MB = 10**6

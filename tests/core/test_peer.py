@@ -7,7 +7,7 @@ import socket
 import pytest
 from zeroconf.asyncio import AsyncServiceInfo
 
-from primad.cluster.peer import MAX_ADDRESSES, SERVICE, Peer, peer_of
+from primad.network.peer import MAX_ADDRESSES, SERVICE, Peer, peer_of
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 GOOD = {"device": "desk", "cluster": "home", "role": "worker", "version": "0.1", "protocol": "2", "key": KEY}

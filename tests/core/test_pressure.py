@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primad.engine.pressure import (
+from primad.engine.streaming.pressure import (
     INTERVAL_S,
     LINGER_S,
     MOST_PATIENCE_S,

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from primad.engine.residency import Residency, Spread, ahead_bytes, ladder, two_slots
+from primad.engine.streaming.residency import Residency, Spread, ahead_bytes, ladder, two_slots
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=24)
 

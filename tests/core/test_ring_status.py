@@ -10,7 +10,7 @@ import pytest
 from halda import DevicePrediction, LinkProfile, Plan, Prediction, Streaming, Window
 from primad.api.backend import Health
 from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
-from primad.daemon.ring_status import Costs, device_status, link_status, plan_lines, promises
+from primad.head.status import Costs, device_status, link_status, plan_lines, promises
 from primad.ring.messages import MemoryStatus, Status
 
 PLAN = Plan(

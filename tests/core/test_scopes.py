@@ -6,10 +6,10 @@ import ipaddress
 
 import pytest
 
-from primad.cluster.addresses import Interface
-from primad.cluster.messages import LinkTarget, Load
-from primad.cluster.scopes import MOST_KNOWN, MOST_WAYS, Scopes, bare, needs_scope
-from primad.cluster.transfer_messages import Source
+from primad.network.addresses import Interface
+from primad.network.layer_messages import Source
+from primad.network.messages import LinkTarget, Load
+from primad.network.scopes import MOST_KNOWN, MOST_WAYS, Scopes, bare, needs_scope
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 

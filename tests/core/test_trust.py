@@ -14,11 +14,11 @@ import msgspec
 import psutil
 import pytest
 
-from primad.cluster.identity import Identity, fingerprint, is_key, key_hex, load_identity, new_identity, parse_key
-from primad.cluster.local_trust import LocalTrust, default_folder
-from primad.cluster.private_file import MAX_FILE_BYTES
-from primad.cluster.trust import BY_HAND, LOCAL, MAX_DEVICES, PAIRED, TrustStore, trusted_now
 from primad.errors import ConfigError
+from primad.system.private_file import MAX_FILE_BYTES
+from primad.trust.identity import Identity, fingerprint, is_key, key_hex, load_identity, new_identity, parse_key
+from primad.trust.local_trust import LocalTrust, default_folder
+from primad.trust.trust import BY_HAND, LOCAL, MAX_DEVICES, PAIRED, TrustStore, trusted_now
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows has access lists in place of mode bits")
 PI, NAS = new_identity().public, new_identity().public
@@ -166,8 +166,8 @@ def test_changes_of_two_stores_add_up(store: TrustStore, home: Path, identity: I
 
 def test_changes_of_many_processes_add_up(store: TrustStore, home: Path):
     code = (
-        "import sys; from pathlib import Path; from primad.cluster.identity import load_identity, new_identity\n"
-        "from primad.cluster import trust; from primad.cluster.trust import TrustStore, trusted_now\n"
+        "import sys; from pathlib import Path; from primad.trust.identity import load_identity, new_identity\n"
+        "from primad.trust import trust; from primad.trust.trust import TrustStore, trusted_now\n"
         "trust.LOCK_PATIENCE_S = 100\n"  # a disk that stands still is no matter here
         "home = Path(sys.argv[1]); store = TrustStore(home, load_identity(home))\n"
         "for number in range(5): store.add(trusted_now(f'd{number}', new_identity().public, 'paired'))"

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 
-from primad.cluster.admin import OpenPairing, PairingCode, ask, note_path
-from primad.cluster.identity import Identity, key_hex, load_identity, new_identity
-from primad.cluster.local_trust import LocalTrust
-from primad.cluster.pairing import Who
-from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
+from primad.network.admin import OpenPairing, PairingCode, ask, note_path
+from primad.trust.identity import Identity, key_hex, load_identity, new_identity
+from primad.trust.local_trust import LocalTrust
+from primad.trust.pairing import Who
+from primad.trust.trust import BY_HAND, TrustStore, trusted_now
 from tests.e2e import streams
 from tests.e2e.attacks_wire import Door
 from tests.e2e.cluster import (
@@ -218,7 +218,7 @@ def trust(home: Path, device: Identity, name: str = "rogue") -> None:
 
 def steady(run: Primad) -> list[psutil.Process]:
     """The processes of a daemon that live as long as it serves."""
-    return [each for each in run.processes() if "primad.daemon.solving" not in command_of(each)]
+    return [each for each in run.processes() if "primad.head.solver_process" not in command_of(each)]
 
 
 def listening(run: Primad) -> set[int]:

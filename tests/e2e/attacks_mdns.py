@@ -7,8 +7,8 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from primad.cluster.discovery import Discovery
-from primad.cluster.identity import new_identity
+from primad.network.discovery import Discovery
+from primad.trust.identity import new_identity
 
 HOST = "127.0.0.1"
 

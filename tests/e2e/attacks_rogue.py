@@ -12,8 +12,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from primad.cluster.identity import new_identity
-from primad.cluster.messages import (
+from primad.gguf.layers import LayerRef, LayerTensor
+from primad.gguf.windows import WindowSpec
+from primad.network.layer_messages import CHUNK_BYTES, MAX_ASKED, AskHolds, FetchChunk, FetchDigests, Source
+from primad.network.messages import (
     MAX_DEVICES,
     MAX_ECHO_BYTES,
     MAX_MESSAGE_BYTES,
@@ -33,11 +35,9 @@ from primad.cluster.messages import (
     WorkerMessage,
     decode_from_worker,
 )
-from primad.cluster.sockets import endpoint, open_socket
-from primad.cluster.transfer_messages import CHUNK_BYTES, MAX_ASKED, AskHolds, FetchChunk, FetchDigests, Source
-from primad.gguf.layers import LayerRef, LayerTensor
-from primad.gguf.windows import WindowSpec
+from primad.network.sockets import endpoint, open_socket
 from primad.ring.messages import encode
+from primad.trust.identity import new_identity
 from tests.e2e.attacks_house import ROGUE
 from tests.e2e.cluster import PATIENCE_S
 from tests.shell.gated import HOST, NOTHING_S

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import zmq
 import zmq.asyncio
 
-from primad.cluster.identity import Identity, new_identity
-from primad.cluster.sockets import endpoint, open_socket
+from primad.network.sockets import endpoint, open_socket
+from primad.trust.identity import Identity, new_identity
 from tests.e2e.cluster import PATIENCE_S
 from tests.shell.gated import HOST, ZMTP_CURVE, ZMTP_NULL, raw, until_closed, until_one_ends
 from tests.shell.test_wire_attacks import GARBAGE

@@ -23,8 +23,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from primad.cluster.local_trust import VARIABLE as LOCAL_TRUST
-from primad.config import LOOPBACK
+from primad.settings.config import LOOPBACK
+from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
 
 PRIMAD = Path(sys.executable).with_name("primad")
 PATIENCE_S = 180.0

@@ -9,11 +9,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from primad.cli import main
+from primad.cli.main import main
 
 PATIENCE_S = 180.0
 _FORKS = get_context("forkserver")
-_FORKS.set_forkserver_preload([__name__, "primad.chat", "primad.daemon.run", "primad.daemon.serving"])
+_FORKS.set_forkserver_preload([__name__, "primad.cli.chat", "primad.daemon.run", "primad.head.serve"])
 
 
 def run_forked(arguments: Sequence[object], variables: Mapping[str, str]) -> tuple[int, str, str]:

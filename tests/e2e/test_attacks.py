@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from primad.cluster.discovery import Peer, look
-from primad.cluster.messages import MAX_DEVICES, Broken, Echo, Echoed, Introduce, Knocked, Ping, Pong, Refused, Welcome
-from primad.cluster.pairing import BETWEEN_TRIES_S, MAX_TRIES
-from primad.cluster.pairing_links import pair_with
-from primad.cluster.sockets import raise_descriptor_limit
-from primad.cluster.transfer_messages import AskHolds
-from primad.cluster.words import WORDS, parse_code
 from primad.errors import ClusterError
+from primad.network.discovery import Peer, look
+from primad.network.layer_messages import AskHolds
+from primad.network.messages import MAX_DEVICES, Broken, Echo, Echoed, Introduce, Knocked, Ping, Pong, Refused, Welcome
+from primad.network.sockets import raise_descriptor_limit
 from primad.ring.messages import encode
+from primad.trust.pairing import BETWEEN_TRIES_S, MAX_TRIES
+from primad.trust.pairing_links import pair_with
+from primad.trust.words import WORDS, parse_code
 from tests.e2e.attacks_house import House, connected, who
 from tests.e2e.attacks_mdns import datagrams, impostors
 from tests.e2e.attacks_rogue import (

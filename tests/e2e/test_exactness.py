@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from halda import Plan, arrange
-from primad.daemon.shard import Place, place_windows
+from primad.daemon.loading import Place, place_windows
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding
 from primad.engine.protocol import EngineOptions, Rows
 from primad.gguf.architectures import embedding_scale
-from primad.gguf.cache import LayerCache
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+from primad.layers.cache import LayerCache
 from tests.e2e.reference import CHUNK, CONTEXT, THREADS, TOP, Continuation, Plain
 from tools.local_ring import LocalRing
 

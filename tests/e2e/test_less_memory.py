@@ -11,9 +11,9 @@ import pytest
 
 from halda import ModelProfile, Solution, solve
 from halda.evaluate import unit_bytes
-from primad.daemon.questions import default_workload
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
+from primad.head.options import default_workload
 from primad.ring.messages import Sampled, Status
 from tests.fakes.profile import PROFILE
 from tools.lab import missing

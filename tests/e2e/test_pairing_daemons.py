@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from zeroconf import IPVersion, ServiceBrowser, ServiceListener, Zeroconf
 
-from primad.cluster.discovery import SERVICE
-from primad.cluster.local_trust import VARIABLE as LOCAL_TRUST
-from primad.cluster.words import parse_code
+from primad.network.discovery import SERVICE
+from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
+from primad.trust.words import parse_code
 from tests.e2e.cluster import PATIENCE_S, PRIMAD, Head, Primad, command_of, environment, heading, joined, wait_until
 from tools.synth import write_model
 

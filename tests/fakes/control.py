@@ -11,11 +11,10 @@ from typing import TypeVar
 import zmq.asyncio
 
 from halda import DeviceProfile
-from primad.cluster.control import HeadEnd, WorkerEnd
-from primad.cluster.gate import Gate
-from primad.cluster.identity import Identity, new_identity
-from primad.cluster.linkprobe import measure_links
-from primad.cluster.messages import (
+from primad.network.control import HeadEnd, WorkerEnd
+from primad.network.gate import Gate
+from primad.network.linkprobe import measure_links
+from primad.network.messages import (
     OLDEST,
     PROTOCOL,
     Echo,
@@ -34,6 +33,7 @@ from primad.cluster.messages import (
     Welcome,
     WorkerMessage,
 )
+from primad.trust.identity import Identity, new_identity
 from tests.fakes.profile import PROFILE
 
 HOST = "127.0.0.1"

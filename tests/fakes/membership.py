@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from primad.cluster import members as m
-from primad.cluster.membership import step, usable, wake_at
+from primad.membership import types as m
+from primad.membership.step import step, usable, wake_at
 
 SETTINGS = m.Settings(
     head="head",

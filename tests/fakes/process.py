@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from primad.cluster.identity import new_identity
 from primad.errors import PrimadError, RingError
 from primad.ring.messages import Connect, Open, Opened, Reopen, Report, RingCommand, RingEvent, Status
+from primad.trust.identity import new_identity
 
 Command = TypeVar("Command")
 STATUS = Status(steps=3, rows=4, compute_s=0.5, hop_s=[], rss_bytes=1, private_bytes=1, refused=0)

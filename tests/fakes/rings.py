@@ -8,10 +8,10 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from halda import Infeasible, Plan, Window
-from primad.cluster.peer import Peer
-from primad.daemon.head_ring import RingParts
-from primad.daemon.solving import Question
 from primad.errors import PrimadError, RingError
+from primad.head.ring import RingParts
+from primad.head.solver_process import Question
+from primad.network.peer import Peer
 from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled
 from tests.fakes.control import HOST, FakeDevice
 

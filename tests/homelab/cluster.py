@@ -208,9 +208,9 @@ def home(device: Device) -> Path:
 
 def introduce(devices: Sequence[Device]) -> None:
     """Write into the home of each device that it trusts all the others."""
-    from primad.cluster.identity import load_identity
-    from primad.cluster.local_trust import LocalTrust
-    from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
+    from primad.trust.identity import load_identity
+    from primad.trust.local_trust import LocalTrust
+    from primad.trust.trust import BY_HAND, TrustStore, trusted_now
 
     for device in devices:
         home(device).mkdir(parents=True, exist_ok=True)

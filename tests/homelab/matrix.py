@@ -1,6 +1,6 @@
 """The fault matrix as data: every fault in every phase of a cluster's life, and what primad promises then.
 
-The tests (``test_faults.py``) do what stands here, and the table of ``primad/cluster/FAULTS.md`` says it.
+The tests (``test_faults.py``) do what stands here, and the table of ``docs/faults.md`` says it.
 """
 
 from __future__ import annotations

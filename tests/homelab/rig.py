@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from primad.gguf.cache import LayerCache
+from primad.layers.cache import LayerCache
 from tests.homelab.cluster import Cluster, home
 from tests.homelab.running import Running
 from tests.homelab.stream import Stream, settled

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from primad.memory import groups
+from primad.system.memory import groups
 from tests.homelab.cluster import Cluster
 from tests.homelab.running import MakeLab, Running
 from tests.homelab.stream import Stream

@@ -11,9 +11,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from primad.cluster.gate import Gate
-from primad.cluster.identity import Identity, new_identity
-from primad.cluster.sockets import endpoint, listen, open_socket
+from primad.network.gate import Gate
+from primad.network.sockets import endpoint, listen, open_socket
+from primad.trust.identity import Identity, new_identity
 
 HOST = "127.0.0.1"
 PATIENCE_S = 40

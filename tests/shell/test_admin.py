@@ -17,8 +17,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from primad.cluster import admin
-from primad.cluster.admin import (
+from primad.errors import ClusterError, ConfigError
+from primad.network import admin
+from primad.network.admin import (
     AdminAnswer,
     AdminRequest,
     AdminServer,
@@ -35,10 +36,9 @@ from primad.cluster.admin import (
     is_running,
     note_path,
 )
-from primad.cluster.identity import load_identity, new_identity
-from primad.cluster.sockets import endpoint, open_socket
-from primad.config import LOOPBACK
-from primad.errors import ClusterError, ConfigError
+from primad.network.sockets import endpoint, open_socket
+from primad.settings.config import LOOPBACK
+from primad.trust.identity import load_identity, new_identity
 
 PATIENCE_S = 30.0
 ANSWERS: dict[type, AdminAnswer] = {

@@ -15,11 +15,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from primad.cache_command import cache_app
+from primad.cli.cache import cache_app
 from primad.errors import ConfigError
-from primad.gguf.cache import LayerCache
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerCut, LayerRef, cut_layer
+from primad.layers.cache import LayerCache
 from tests.fakes.gguf import toy_arrays, write_gguf
 
 DAY_S = 86_400
@@ -65,7 +65,7 @@ def run(home: Path, *arguments: str, code: int = 0) -> str:
 def holding(home: Path, ref: LayerRef) -> Iterator[None]:
     """Another process uses the layer, until the block ends."""
     holder = (
-        "import sys; from pathlib import Path; from primad.gguf.cache import LayerCache\n"
+        "import sys; from pathlib import Path; from primad.layers.cache import LayerCache\n"
         "LayerCache(Path(sys.argv[1])).hold('ring', [sys.argv[2]])\n"
         "print('held', flush=True); sys.stdin.read()"
     )

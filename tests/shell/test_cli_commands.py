@@ -12,14 +12,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from primad import cli, device_commands, devices_command
-from primad.cluster import admin
-from primad.cluster.admin import AdminRequest, Described, Done, Leave, OpenPairing, PairingCode, Pause, Refusal, Resume
-from primad.cluster.identity import fingerprint, key_hex, load_identity, new_identity
-from primad.cluster.peer import Peer
-from primad.cluster.trust import TrustStore, trusted_now
-from primad.config import any_host
-from primad.values import Share
+from primad.cli import devices as devices_command
+from primad.cli import main as cli
+from primad.cli import pair_pause_leave as device_commands
+from primad.network import admin
+from primad.network.admin import AdminRequest, Described, Done, Leave, OpenPairing, PairingCode, Pause, Refusal, Resume
+from primad.network.peer import Peer
+from primad.settings.config import any_host
+from primad.settings.quantities import Share
+from primad.trust.identity import fingerprint, key_hex, load_identity, new_identity
+from primad.trust.trust import TrustStore, trusted_now
 
 INTERFACE = next(iter(psutil.net_if_addrs()))
 DESK, LAMP, ATTIC = (new_identity().public for _ in range(3))
@@ -70,8 +72,8 @@ def served(monkeypatch) -> list[tuple]:
     """What ``primad serve`` hands to the daemon: (config, HTTP host)."""
     calls: list[tuple] = []
     serving = SimpleNamespace(serve=lambda config, model, options, host, reporter: calls.append((config, host)))
-    monkeypatch.setitem(sys.modules, "primad.daemon.serving", serving)
-    monkeypatch.setitem(sys.modules, "primad.daemon.head", SimpleNamespace(ServeOptions=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "primad.head.serve", serving)
+    monkeypatch.setitem(sys.modules, "primad.head.daemon", SimpleNamespace(ServeOptions=SimpleNamespace))
     return calls
 
 
@@ -268,7 +270,7 @@ def sight(monkeypatch) -> list[Peer]:
     async def look(host: str, seconds: float, interface: str | None = None) -> list[Peer]:
         return peers
 
-    monkeypatch.setattr("primad.cluster.discovery.look", look)
+    monkeypatch.setattr("primad.network.discovery.look", look)
     return peers
 
 

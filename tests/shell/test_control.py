@@ -17,12 +17,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from primad.cluster.control import HeadEnd, WorkerEnd
-from primad.cluster.identity import new_identity
-from primad.cluster.messages import MAX_MESSAGE_BYTES, Linked, Ping, Pong, Refused, Release
-from primad.cluster.sockets import endpoint, listen, open_socket
 from primad.errors import ClusterError
+from primad.network.control import HeadEnd, WorkerEnd
+from primad.network.messages import MAX_MESSAGE_BYTES, Linked, Ping, Pong, Refused, Release
+from primad.network.sockets import endpoint, listen, open_socket
 from primad.ring.messages import encode
+from primad.trust.identity import new_identity
 from tests.fakes.control import HEAD, HOST, gated, head_end
 from tests.fakes.lateness import watched
 
@@ -32,7 +32,7 @@ HELLO = Ping(status=True)
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the control link wrote to the log; what others left may be told of at any time."""
-    return [record.getMessage() for record in caplog.records if record.name == "primad.cluster.control"]
+    return [record.getMessage() for record in caplog.records if record.name == "primad.network.control"]
 
 
 @asynccontextmanager
@@ -119,7 +119,7 @@ def test_garbage_for_the_worker_is_refused_with_a_line_and_it_hears_the_next_hea
             assert (await worker.receive())[2] == HELLO
             stranger.close()
 
-    with caplog.at_level(logging.WARNING, "primad.cluster.control"):
+    with caplog.at_level(logging.WARNING, "primad.network.control"):
         asyncio.run(once())
     (line,) = said(caplog)
     assert line.startswith("refused a message on the control link (1 so far): ")
@@ -136,7 +136,7 @@ def test_a_flood_of_garbage_is_one_line_a_second(caplog):
             assert (await worker.receive())[2] == HELLO
 
     start = time.monotonic()
-    with caplog.at_level(logging.WARNING, "primad.cluster.control"):
+    with caplog.at_level(logging.WARNING, "primad.network.control"):
         asyncio.run(once())
     assert 1 <= len(said(caplog)) <= 1 + time.monotonic() - start
 
@@ -151,7 +151,7 @@ def test_garbage_of_a_worker_is_refused_with_a_line_and_its_next_message_is_hear
             await router.send_multipart([peer, encode(Pong())])
             assert await head.receive() == Pong()
 
-    with caplog.at_level(logging.WARNING, "primad.cluster.control"):
+    with caplog.at_level(logging.WARNING, "primad.network.control"):
         asyncio.run(once())
     (line,) = said(caplog)
     assert line.startswith("refused a message of the device at 127.0.0.1:")
@@ -258,10 +258,10 @@ def test_what_is_no_address_is_one_clear_error(host):
 LISTENER = """
 import asyncio, sys
 import zmq.asyncio
-from primad.cluster.control import WorkerEnd
-from primad.cluster.gate import Gate
-from primad.cluster.identity import Identity
-from primad.cluster.messages import Pong
+from primad.network.control import WorkerEnd
+from primad.network.gate import Gate
+from primad.trust.identity import Identity
+from primad.network.messages import Pong
 
 async def main():
     context = zmq.asyncio.Context()

@@ -12,10 +12,10 @@ import pytest
 from zeroconf import DNSIncoming, DNSQuestion, IPVersion, NotRunningException, Zeroconf
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
-from primad.cluster import discovery as discovery_module
-from primad.cluster.discovery import Discovery, MulticastError, Peer, look
-from primad.cluster.messages import PROTOCOL
 from primad.errors import ClusterError
+from primad.network import discovery as discovery_module
+from primad.network.discovery import Discovery, MulticastError, Peer, look
+from primad.network.messages import PROTOCOL
 
 HOST = "127.0.0.1"
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"

@@ -17,7 +17,7 @@ import pytest
 PATIENCE_S = 40
 _ANNOUNCE = """
 import asyncio, sys
-from primad.cluster import discovery
+from primad.network import discovery
 discovery.LOOK_EVERY_S = 0.3
 async def main():
     here = discovery.Discovery(sys.argv[2])
@@ -29,7 +29,7 @@ asyncio.run(main())
 """
 _BROWSE = """
 import asyncio, json, sys
-from primad.cluster import discovery
+from primad.network import discovery
 discovery.LOOK_EVERY_S = 0.3
 async def main():
     here = discovery.Discovery(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)

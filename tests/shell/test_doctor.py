@@ -14,15 +14,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from primad.cluster.discovery import Discovery
-from primad.cluster.identity import new_identity
+from primad.cli.doctor import doctor
 from primad.doctor import gpus, machine, network, storage
 from primad.doctor.examine import CHECKS, Subject, examine
 from primad.doctor.findings import finding, in_thread, output_of
 from primad.doctor.firewall import gather_firewall, judge_firewall, needed
 from primad.doctor.reach import gather_reached, targets
-from primad.doctor_command import doctor
 from primad.errors import ClusterError
+from primad.network.discovery import Discovery
+from primad.trust.identity import new_identity
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60

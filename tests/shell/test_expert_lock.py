@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from primad.engine import pages as pages_module
-from primad.engine.expert_loader import ExpertFiles, ExpertLoader, ExpertTensor
-from primad.engine.expert_usage import UsageFolder
-from primad.engine.pages import FileRange, Slices
+from primad.engine.streaming import pages as pages_module
+from primad.engine.streaming.expert_loader import ExpertFiles, ExpertLoader, ExpertTensor
+from primad.engine.streaming.expert_usage import UsageFolder
+from primad.engine.streaming.pages import FileRange, Slices
 from primad.errors import EngineError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="where pages are is told on Linux only")

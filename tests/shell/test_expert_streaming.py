@@ -9,24 +9,24 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from primad.engine import experts as core
-from primad.engine.expert_loader import ExpertLoader
 from primad.engine.llama import FirstWindow, TailWindow, TokenEmbedding, WholeModel
-from primad.engine.pages import Piece
-from primad.engine.prefetch import WindowStream
-from primad.engine.pressure import Hold, PressureWatch
 from primad.engine.protocol import EngineOptions, WindowFiles
-from primad.engine.residency import ladder
-from primad.engine.streams import StreamedWindow, Streams
-from primad.engine.units import units_of_model, units_of_window
+from primad.engine.streaming import experts as core
+from primad.engine.streaming.expert_loader import ExpertLoader
+from primad.engine.streaming.pages import Piece
+from primad.engine.streaming.prefetch import WindowStream
+from primad.engine.streaming.pressure import Hold, PressureWatch
+from primad.engine.streaming.residency import ladder
+from primad.engine.streaming.streams import StreamedWindow, Streams
+from primad.engine.streaming.units import units_of_model, units_of_window
 from primad.errors import EngineError
 from primad.gguf.architectures import embedding_scale, layer_count
 from primad.gguf.header import read_header
 from primad.gguf.layers import layer_header
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+from primad.ring.loading import open_head
 from primad.ring.messages import Open, OpenWindow
 from primad.ring.meter import Meter
-from primad.ring.opening import open_head
 from tests.shell.test_cut_exact import rows, synth
 
 OPTIONS = EngineOptions(context=256, sequences=1, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from primad.engine import expert_usage
-from primad.engine.expert_usage import LEFT_S, MOST_AGE_S, StoredFile, UsageFolder, excess, stored
-from primad.engine.experts import Usage
+from primad.engine.streaming import expert_usage
+from primad.engine.streaming.expert_usage import LEFT_S, MOST_AGE_S, StoredFile, UsageFolder, excess, stored
+from primad.engine.streaming.experts import Usage
 
 NOW = 1e9
 

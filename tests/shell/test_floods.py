@@ -15,10 +15,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from primad.cluster.gate import Gate
-from primad.cluster.identity import Identity
-from primad.cluster.messages import MAX_MESSAGE_BYTES
-from primad.cluster.sockets import HANDSHAKE_S, endpoint, listen, open_socket, raise_descriptor_limit
+from primad.network.gate import Gate
+from primad.network.messages import MAX_MESSAGE_BYTES
+from primad.network.sockets import HANDSHAKE_S, endpoint, listen, open_socket, raise_descriptor_limit
+from primad.trust.identity import Identity
 from tests.fakes.lateness import watched
 from tests.shell.gated import FRIEND, HOST, PATIENCE_S, SERVER, STRANGER, ZMTP_CURVE, raw, until_closed
 

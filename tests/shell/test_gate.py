@@ -12,9 +12,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from primad.cluster.gate import Gate, sender_key
-from primad.cluster.sockets import MAX_DESCRIPTORS, endpoint, listen, open_socket, raise_descriptor_limit
 from primad.errors import ClusterError, ConfigError, ProtocolError
+from primad.network.gate import Gate, sender_key
+from primad.network.sockets import MAX_DESCRIPTORS, endpoint, listen, open_socket, raise_descriptor_limit
 from tests.shell.gated import FRIEND, HOST, PATIENCE_S, SECOND, SERVER, STRANGER, House, house, run
 
 
@@ -157,7 +157,7 @@ def test_refusals_are_said_once_a_second_and_name_no_secret(caplog):
     start = time.monotonic()
     with caplog.at_level(logging.WARNING):
         run(test)
-    lines = [record.getMessage() for record in caplog.records if record.name == "primad.cluster.gate"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "primad.network.gate"]
     assert 1 <= len(lines) <= 2 + time.monotonic() - start, "and one at the end for those that were not named"
     assert "it is not trusted here" in lines[0]
     assert HOST in lines[0]

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from halda import Plan, Window
-from primad.daemon.shard import Place, place_windows, whole_model
+from primad.daemon.loading import Place, place_windows, whole_model
 from primad.engine.llama import MiddleWindow, TailWindow, WholeModel, n_gpu_layers
 from primad.engine.protocol import EngineOptions, WindowFiles
-from primad.gguf.cache import LayerCache
 from primad.gguf.windows import WindowSpec
+from primad.layers.cache import LayerCache
 
 OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
 FILES = WindowFiles(metadata="none.gguf", layers=(), layer_count=8, gpu_layers=0, output_on_gpu=False)

@@ -12,31 +12,34 @@ from types import SimpleNamespace
 import pytest
 import zmq.asyncio
 
-from primad.cluster import linkprobe, membership, pursuit, relief
-from primad.cluster.discovery import MulticastError
-from primad.cluster.identity import new_identity
-from primad.cluster.local_trust import LocalTrust
-from primad.cluster.messages import Dismiss, Introduce, Leaving, Pressed, Relieved
-from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
-from primad.config import load_config, open_home
-from primad.daemon import devices as devices_module
-from primad.daemon import head as head_module
-from primad.daemon import links as links_module
-from primad.daemon import planner as planner_module
-from primad.daemon import relief_watch
-from primad.daemon import rings as rings_module
-from primad.daemon.backend import RingBackend
-from primad.daemon.head import HeadDaemon
-from primad.daemon.links import LinkBook
-from primad.daemon.questions import ServeOptions
-from primad.daemon.shard import Place
-from primad.daemon.worker_part import PartError
+from primad.daemon import memory_watch as relief_watch
+from primad.daemon.loading import Place
 from primad.errors import ClusterError, RingError, WeightsError
-from primad.gguf.cache import LayerCache
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
-from primad.memory import Memory
+from primad.head import daemon as head_module
+from primad.head import devices as devices_module
+from primad.head import link_book as links_module
+from primad.head import planner as planner_module
+from primad.head import rings as rings_module
+from primad.head.backend import RingBackend
+from primad.head.daemon import HeadDaemon
+from primad.head.link_book import LinkBook
+from primad.head.options import ServeOptions
+from primad.head.participation import PartError
+from primad.layers.cache import LayerCache
+from primad.membership import due as pursuit
+from primad.membership import memory_recovery as relief
+from primad.membership import step as membership
+from primad.network import linkprobe
+from primad.network.discovery import MulticastError
+from primad.network.messages import Dismiss, Introduce, Leaving, Pressed, Relieved
 from primad.ring.messages import Finished, Sampled
+from primad.settings.config import load_config, open_home
+from primad.system.memory import Memory
+from primad.trust.identity import new_identity
+from primad.trust.local_trust import LocalTrust
+from primad.trust.trust import BY_HAND, TrustStore, trusted_now
 from tests.fakes.control import HEAD, FakeDevice, gated
 from tests.fakes.planning import device as profile_of
 from tests.fakes.planning import model
@@ -194,8 +197,8 @@ def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManag
     monkeypatch.setattr(pursuit, "SETTLE_S", 0.2)
     monkeypatch.setattr(membership, "SETTLE_S", 0.2)
     monkeypatch.setattr(pursuit, "GREETING_S", PATIENCE_S)
-    monkeypatch.setattr("primad.daemon.worker_link.KNOCK_TIMEOUT_S", PATIENCE_S)
-    monkeypatch.setattr("primad.daemon.worker_link.HELLO_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr("primad.head.worker_link.KNOCK_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr("primad.head.worker_link.HELLO_TIMEOUT_S", PATIENCE_S)
 
     @asynccontextmanager
     async def make() -> AsyncIterator[Lab]:
@@ -305,7 +308,7 @@ def test_devices_that_were_named_are_greeted_where_nobody_is_in_sight(lab):
 
 
 def test_a_named_device_that_does_not_answer_ends_the_program(lab, monkeypatch):
-    monkeypatch.setattr("primad.daemon.worker_link.KNOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("primad.head.worker_link.KNOCK_TIMEOUT_S", 0.2)
 
     async def test(here: Lab) -> None:
         nas = here.device("nas", seen=False)

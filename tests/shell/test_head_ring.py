@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from halda import Plan, Window
-from primad.daemon import head_ring
-from primad.daemon.head_ring import HeadRing
-from primad.daemon.worker_part import DeviceLostError, PartError, WorkerPart, blamed
 from primad.errors import ClusterError, RingError
+from primad.head import ring as head_ring
+from primad.head.participation import DeviceLostError, PartError, WorkerPart, blamed
+from primad.head.ring import HeadRing
 from primad.ring.messages import Drained, Opened, Pressed, Report, RingCommand, RingEvent, Sampled, Serving, Status
 
 ALONE = Plan(

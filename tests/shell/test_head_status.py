@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from halda import Plan, Window
-from primad.daemon import head_ring
-from primad.daemon.head_ring import HeadRing
 from primad.errors import ClusterError
+from primad.head import ring as head_ring
+from primad.head.ring import HeadRing
 from primad.ring.messages import MemoryStatus, Report, RingCommand, Status
 
 PLAN = Plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primad.daemon import devices
+from primad.head import devices
 from tests.shell.test_head_daemon import Lab, header, lab, run
 
 __all__ = ["header", "lab"]

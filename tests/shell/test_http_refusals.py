@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from primad.api.backend import Health
 from primad.api.connection import MAX_BODY_BYTES
 from primad.api.guard import is_allowed
-from primad.api.schema import ChatRequest, CompletionRequest
+from primad.api.openai.schema import ChatRequest, CompletionRequest
 from primad.errors import RequestError, RingError
 from tests.fakes.backend import ByteVocabulary, FakeBackend, says
 from tests.fakes.http import call, events, post

@@ -11,14 +11,14 @@ import pytest
 import zmq.asyncio
 
 from halda import LinkProfile
-from primad.cluster import linkprobe
-from primad.cluster.identity import Identity, new_identity
-from primad.cluster.linkprobe import UNREACHABLE_S, measure_links
-from primad.cluster.messages import MAX_ADDRESSES, MAX_ECHO_BYTES, LinkTarget
-from primad.daemon import links as links_module
-from primad.daemon.links import LinkBook
-from primad.daemon.worker_link import Caller, WorkerLink, greet
-from primad.daemon.worker_part import DeviceLostError
+from primad.head import link_book as links_module
+from primad.head.link_book import LinkBook
+from primad.head.participation import DeviceLostError
+from primad.head.worker_link import Caller, WorkerLink, greet
+from primad.network import linkprobe
+from primad.network.linkprobe import UNREACHABLE_S, measure_links
+from primad.network.messages import MAX_ADDRESSES, MAX_ECHO_BYTES, LinkTarget
+from primad.trust.identity import Identity, new_identity
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated, head_end
 
 PATIENCE_S = 30

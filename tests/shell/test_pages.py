@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from primad.engine import pages as pages_module
-from primad.engine.pages import PIECE_BYTES, FileRange, Pages
+from primad.engine.streaming import pages as pages_module
+from primad.engine.streaming.pages import PIECE_BYTES, FileRange, Pages
 from primad.errors import EngineError
 
 PAGE = mmap.PAGESIZE

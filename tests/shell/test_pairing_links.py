@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from primad.cluster import pairing_links
-from primad.cluster.identity import new_identity
-from primad.cluster.pairing import MAX_BYTES, MAX_TRIES, Outcome, Who
-from primad.cluster.pairing_links import MAX_PEERS_OF_ADDRESS, PairingServer, pair_with
-from primad.cluster.trust import PAIRED, TrustedDevice
-from primad.cluster.words import Code
 from primad.errors import ClusterError, ConfigError
+from primad.trust import pairing_links
+from primad.trust.identity import new_identity
+from primad.trust.pairing import MAX_BYTES, MAX_TRIES, Outcome, Who
+from primad.trust.pairing_links import MAX_PEERS_OF_ADDRESS, PairingServer, pair_with
+from primad.trust.trust import PAIRED, TrustedDevice
+from primad.trust.words import Code
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20
@@ -111,7 +111,7 @@ def test_guessing_burns_the_code():
 
 
 def test_an_expired_code_closes_the_port(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("primad.cluster.pairing.LIFETIME_S", 0.2)
+    monkeypatch.setattr("primad.trust.pairing.LIFETIME_S", 0.2)
 
     async def once() -> None:
         async with invited() as desk:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from primad import cli
+from primad.cli import main as cli
 from primad.gguf.header import read_header
 from primad.planning import schema
 from primad.planning.schema import Explanation

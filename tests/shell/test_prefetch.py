@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from primad.engine import prefetch as prefetch_module
-from primad.engine import pressure
-from primad.engine.pages import FileRange
-from primad.engine.prefetch import Streamer, WindowStream
-from primad.engine.pressure import PressureWatch, Reading
-from primad.engine.residency import Residency, Spread
+from primad.engine.streaming import prefetch as prefetch_module
+from primad.engine.streaming import pressure
+from primad.engine.streaming.pages import FileRange
+from primad.engine.streaming.prefetch import Streamer, WindowStream
+from primad.engine.streaming.pressure import PressureWatch, Reading
+from primad.engine.streaming.residency import Residency, Spread
 from primad.errors import EngineError, WeightsError
 
 PATIENCE_S = 20

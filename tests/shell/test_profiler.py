@@ -17,11 +17,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from primad import cli
+from primad.cli import main as cli
 from primad.engine.devices import GpuDevice, list_gpus
 from primad.errors import ConfigError, EngineError
-from primad.measuring import measuring
-from primad.memory import Memory
 from primad.profiler import disk, gpus, measure, processors, speeds, trials
 from primad.profiler.device import is_profiled, profile_device
 from primad.profiler.measure import STEPS
@@ -41,6 +39,8 @@ from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_wind
 from primad.profiler.trial import TimeWindow, Timings
 from primad.profiler.trials import child_trials
 from primad.profiles import check_profile
+from primad.system.measuring_lock import measuring
+from primad.system.memory import Memory
 from tests.fakes.profile import CPU, DISK, GPU, PROFILE, home_record, machine_record, seed
 
 TINY = LayerShape(width=256, feed_forward=512, heads=4, heads_kv=2)

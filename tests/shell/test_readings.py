@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from primad.engine import readings
-from primad.engine.pressure import Stall
-from primad.engine.readings import GROUPS_S, Sources
+from primad.engine.streaming import readings
+from primad.engine.streaming.pressure import Stall
+from primad.engine.streaming.readings import GROUPS_S, Sources
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -15,12 +15,13 @@ import pytest
 import zmq
 
 from primad.engine.protocol import EngineOptions, Rows, WindowFiles
-from primad.engine.streams import Streams
+from primad.engine.streaming.streams import Streams
 from primad.errors import RingError
-from primad.ring import parts
+from primad.ring import roles as parts
 from primad.ring.channel import LENGTH, RingChannel, frame, frame_bytes
 from primad.ring.head import Head
 from primad.ring.links import Links
+from primad.ring.loading import limits_of_open
 from primad.ring.messages import (
     PROTOCOL,
     Connect,
@@ -43,7 +44,6 @@ from primad.ring.messages import (
     Step,
     event_decoder,
 )
-from primad.ring.opening import limits_of_open
 from primad.ring.process import _serve
 from primad.ring.scheduler import Scheduler
 from primad.ring.worker import Worker

@@ -8,11 +8,11 @@ import sys
 import numpy as np
 import pytest
 
-from primad.engine import scratch
-from primad.engine.pages import _present
+from primad.engine.streaming import scratch
+from primad.engine.streaming.pages import _present
 from primad.gguf.architectures import SUPPORTED
 from primad.gguf.header import read_header
-from primad.ring.opening import share_scratch
+from primad.ring.loading import share_scratch
 from tests.shell.test_cut_exact import PROMPT, Route, synth, whole_logits
 from tests.shell.test_streams_exact import model, streaming
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from primad.engine import scratch
-from primad.engine.scratch import LARGE_ROWS, Scratch
+from primad.engine.streaming import scratch
+from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
 
 WEIGHTS, COMPUTE = 1, 2
 

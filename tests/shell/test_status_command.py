@@ -12,9 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 
-from primad import cli, status_command
 from primad.api.backend import Health
 from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
+from primad.cli import main as cli
+from primad.cli import status as status_command
 from tests.fakes.status import MEMORY, PLANNED, device, ring
 
 SERVING = Health(serving=True, detail="serving with 2 devices")

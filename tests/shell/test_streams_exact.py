@@ -14,8 +14,8 @@ import pytest
 
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions
-from primad.engine.streams import RESERVE_BYTES, StreamedWindow, Streams
-from primad.engine.units import units_of_model, units_of_window
+from primad.engine.streaming.streams import RESERVE_BYTES, StreamedWindow, Streams
+from primad.engine.streaming.units import units_of_model, units_of_window
 from primad.errors import WeightsError
 from primad.gguf.architectures import embedding_scale, layer_count
 from primad.gguf.header import Header, read_header

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from primad.cluster.identity import load_identity, new_identity
-from primad.cluster.peer import Peer
-from primad.cluster.trust import PAIRED, TrustStore, trusted_now
-from primad.config import load_config
-from primad.daemon import survey as survey_module
-from primad.daemon import worker_link as worker_link_module
-from primad.daemon.survey import survey
 from primad.errors import ClusterError
+from primad.head import survey as survey_module
+from primad.head import worker_link as worker_link_module
+from primad.head.survey import survey
+from primad.network.peer import Peer
+from primad.settings.config import load_config
+from primad.trust.identity import load_identity, new_identity
+from primad.trust.trust import PAIRED, TrustStore, trusted_now
 from tests.fakes.planning import device, link
 
 

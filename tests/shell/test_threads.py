@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from halda import Plan, Window
-from primad.config import load_config, open_home
-from primad.daemon import own_part
-from primad.daemon.backend import RingBackend
-from primad.daemon.head_ring import HeadRing
-from primad.daemon.links import LinkBook
-from primad.daemon.ring_parts import RingOptions, RingParts
-from primad.daemon.shard import Place
+from primad.cli.progress import RichReporter
+from primad.daemon.loading import Place
 from primad.engine.protocol import WindowFiles
 from primad.errors import RingError
-from primad.gguf.cache import LayerCache
 from primad.gguf.model import open_model
-from primad.reporting import RichReporter
+from primad.head import load_own as own_part
+from primad.head.backend import RingBackend
+from primad.head.link_book import LinkBook
+from primad.head.ring import HeadRing
+from primad.head.ring_inputs import RingOptions, RingParts
+from primad.layers.cache import LayerCache
 from primad.ring.messages import Open
+from primad.settings.config import load_config, open_home
 from tests.fakes.control import HEAD
 from tests.fakes.profile import PROFILE
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from primad.cluster.identity import fingerprint, key_hex, load_identity, new_identity
-from primad.cluster.local_trust import LocalTrust
-from primad.cluster.trust import BY_HAND, TrustStore
+from primad.cli.trust import revoke, trust
 from primad.errors import ConfigError
-from primad.trust_command import revoke, trust
+from primad.trust.identity import fingerprint, key_hex, load_identity, new_identity
+from primad.trust.local_trust import LocalTrust
+from primad.trust.trust import BY_HAND, TrustStore
 
 KEY = new_identity().public
 

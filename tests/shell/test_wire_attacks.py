@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from primad.cluster.messages import MAX_MESSAGE_BYTES
+from primad.network.messages import MAX_MESSAGE_BYTES
 from tests.shell.gated import (
     HOST,
     NOTHING_S,

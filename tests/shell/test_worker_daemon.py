@@ -17,14 +17,20 @@ import zmq.asyncio
 from gguf import GGMLQuantizationType
 
 from halda import LinkProfile
-from primad.cluster import messages
-from primad.cluster.addresses import Interface
-from primad.cluster.admin import Describe, Leave, Pause, Resume
-from primad.cluster.control import HeadEnd
-from primad.cluster.discovery import MulticastError
-from primad.cluster.identity import Identity, new_identity
-from primad.cluster.local_trust import LocalTrust
-from primad.cluster.messages import (
+from primad.daemon.loading import Place
+from primad.engine.protocol import WindowFiles
+from primad.errors import ClusterError
+from primad.gguf.layers import LayerRef, LayerTensor
+from primad.gguf.windows import WindowSpec
+from primad.head.participation import PartError, WorkerPart
+from primad.head.worker_link import Caller, WorkerLink, greet, knock
+from primad.layers.cache import LayerCache
+from primad.network import messages
+from primad.network.addresses import Interface
+from primad.network.admin import Describe, Leave, Pause, Resume
+from primad.network.control import HeadEnd
+from primad.network.discovery import MulticastError
+from primad.network.messages import (
     PROTOCOL,
     Broken,
     Dismiss,
@@ -47,21 +53,15 @@ from primad.cluster.messages import (
     Release,
     Welcome,
 )
-from primad.cluster.scopes import Scopes
-from primad.cluster.trust import BY_HAND, TrustStore, trusted_now
-from primad.config import load_config, open_home
-from primad.daemon import parts as parts_module
-from primad.daemon import worker as worker_module
-from primad.daemon.shard import Place
-from primad.daemon.worker import WorkerDaemon
-from primad.daemon.worker_link import Caller, WorkerLink, greet, knock
-from primad.daemon.worker_part import PartError, WorkerPart
-from primad.engine.protocol import WindowFiles
-from primad.errors import ClusterError
-from primad.gguf.cache import LayerCache
-from primad.gguf.layers import LayerRef, LayerTensor
-from primad.gguf.windows import WindowSpec
+from primad.network.scopes import Scopes
 from primad.ring.messages import Connect
+from primad.settings.config import load_config, open_home
+from primad.trust.identity import Identity, new_identity
+from primad.trust.local_trust import LocalTrust
+from primad.trust.trust import BY_HAND, TrustStore, trusted_now
+from primad.worker import daemon as worker_module
+from primad.worker import participations as parts_module
+from primad.worker.daemon import WorkerDaemon
 from tests.fakes.control import HOST
 from tests.fakes.process import FakeProcesses
 from tests.fakes.profile import PROFILE

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from primad.cluster import linkprobe
-from primad.cluster.identity import new_identity
-from primad.cluster.messages import (
+from primad.network import linkprobe
+from primad.network.messages import (
     ECHO_BYTES,
     OLDEST,
     PROTOCOL,
@@ -20,9 +19,11 @@ from primad.cluster.messages import (
     Ping,
     Pong,
 )
-from primad.cluster.trust import MAX_DEVICES
-from primad.daemon import parts, worker
-from primad.daemon.parts import MOST_PARTS
+from primad.trust.identity import new_identity
+from primad.trust.trust import MAX_DEVICES
+from primad.worker import daemon as worker
+from primad.worker import participations as parts
+from primad.worker.participations import MOST_PARTS
 from tests.shell.test_worker_daemon import a_load, lab
 
 __all__ = ["lab"]

@@ -11,10 +11,15 @@ import pytest
 import zmq.asyncio
 from gguf import GGMLQuantizationType
 
-from primad.cluster import messages
-from primad.cluster.control import WorkerEnd
-from primad.cluster.identity import new_identity
-from primad.cluster.messages import (
+from primad.errors import ClusterError
+from primad.gguf.layers import LayerRef, LayerTensor
+from primad.gguf.windows import WindowSpec
+from primad.head import worker_link
+from primad.head.participation import MOST_REPEATS, DeviceLostError, PartError, WorkerPart
+from primad.head.worker_link import Caller, WorkerLink, greet, knock
+from primad.network import messages
+from primad.network.control import WorkerEnd
+from primad.network.messages import (
     Broken,
     Dismiss,
     Introduce,
@@ -35,13 +40,8 @@ from primad.cluster.messages import (
     Relieved,
     WorkerStatus,
 )
-from primad.daemon import worker_link
-from primad.daemon.worker_link import Caller, WorkerLink, greet, knock
-from primad.daemon.worker_part import MOST_REPEATS, DeviceLostError, PartError, WorkerPart
-from primad.errors import ClusterError
-from primad.gguf.layers import LayerRef, LayerTensor
-from primad.gguf.windows import WindowSpec
 from primad.ring.messages import Status
+from primad.trust.identity import new_identity
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated
 
 KEY, OTHER_KEY = new_identity().public, new_identity().public
@@ -395,7 +395,7 @@ def test_a_link_that_is_closed_tells_nothing_and_releases_in_silence():
 
 
 def test_a_device_that_takes_nothing_is_not_waited_for_long(monkeypatch):
-    monkeypatch.setattr("primad.cluster.control.GONE_AFTER_S", 0.2)
+    monkeypatch.setattr("primad.network.control.GONE_AFTER_S", 0.2)
 
     async def once() -> None:
         async with gated() as context:

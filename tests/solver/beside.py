@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from halda import Infeasible, evaluate, solve
-from halda.published import solve_published
+from halda_research.published import solve_published
 from tests.solver.random_fleets import random_instance
 
 SEEDS = range(50_000, 50_500)

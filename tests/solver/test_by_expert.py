@@ -9,8 +9,8 @@ import pytest
 
 from halda import Instance, LayerProfile, ModelProfile, Plan, Streaming, arrange, cost, evaluate, instance, milp, solve
 from halda.profile import Workload
-from halda.simulate import simulate
 from halda.solving import available, run
+from halda_research.simulate import simulate
 from tests.fakes import planning
 from tests.solver.brute import Brute
 from tests.solver.random_fleets import random_instance, random_plan

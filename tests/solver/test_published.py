@@ -23,7 +23,7 @@ from halda import (
 from halda.cost import SAMPLED_VALUE_S, TOKEN_S
 from halda.evaluate import evaluate
 from halda.instance import instance
-from halda.published import PublishedPlan, solve_published
+from halda_research.published import PublishedPlan, solve_published
 from tests.solver.random_fleets import random_instance
 
 GB = 10**9

@@ -28,7 +28,7 @@ from halda import (
 from halda.evaluate import cpu_layers, evaluate, spread
 from halda.instance import Instance
 from halda.instance import instance as ask
-from halda.simulate import Simulation, simulate, simulate_prefill
+from halda_research.simulate import Simulation, simulate, simulate_prefill
 from tests.solver.random_fleets import random_instance, random_plan
 
 LAYER = 1000

@@ -24,7 +24,7 @@ from halda import (
     solve,
 )
 from halda.profile import KV_TYPES, ModelProfile, Workload
-from halda.simulate import simulate, simulate_prefill
+from halda_research.simulate import simulate, simulate_prefill
 from tests.fakes import planning
 from tests.solver.brute import Brute
 from tests.solver.random_fleets import random_instance, random_plan

@@ -186,7 +186,7 @@ def role(pid: int) -> str:
     if "primad.ring.process" in words:
         return "ring"
     if {"serve", "join"} & set(words) and any(
-        Path(word).name == "primad" or word == "primad.cli" for word in words[:4]
+        Path(word).name == "primad" or word == "primad.cli.main" for word in words[:4]
     ):
         return "daemon"
     return Path(words[0]).name

@@ -1,0 +1,157 @@
+"""The two kinds of answer, chat and completion: how what is written becomes chunks of a stream or one whole body. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec import UNSET, UnsetType
+
+from primad.api.backend import Vocabulary
+from primad.api.generation import Written
+from primad.api.openai.job import Choice
+from primad.api.openai.logprobs import chat_logprobs, completion_logprobs
+from primad.api.openai.shapes import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Delta,
+    FinishReason,
+    Usage,
+)
+from primad.api.text import Placed
+from primad.ring.messages import Sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A choice that is written to its end; ``text`` is without the choice's echo."""
+
+    choice: Choice
+    text: str
+    tokens: tuple[Placed[Sampled], ...]
+    finish: FinishReason
+
+
+class Answer(Protocol):
+    """A request's answer in the shapes of its endpoint."""
+
+    def opening(self, choice: Choice) -> ChatChunk | Completion | None:
+        """The chunk that begins a choice, if its shape has one."""
+
+    def piece(self, choice: Choice, written: Written) -> ChatChunk | Completion:
+        """The chunk that adds text or tokens to a choice."""
+
+    def closing(self, choice: Choice, finish: FinishReason) -> ChatChunk | Completion:
+        """The chunk that ends a choice."""
+
+    def counts(self, usage: Usage) -> ChatChunk | Completion:
+        """The last chunk of a stream that was asked for its token counts."""
+
+    def whole(self, answered: Sequence[Answered], usage: Usage) -> ChatCompletion | Completion:
+        """The body of an answer that does not stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Headed:
+    """What every chunk of an answer repeats. ``created`` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    vocabulary: Vocabulary
+    with_logprobs: bool
+    include_usage: bool
+
+    @property
+    def _no_usage(self) -> UnsetType | None:
+        """The ``usage`` of a chunk before the last: null when the last will have it, else left out."""
+        return None if self.include_usage else UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAnswer(_Headed):
+    """``/v1/chat/completions``."""
+
+    def opening(self, choice: Choice) -> ChatChunk:
+        return self._chunk(choice, Delta(role="assistant", content=""))
+
+    def piece(self, choice: Choice, written: Written) -> ChatChunk:
+        return self._chunk(choice, Delta(content=written.text), logprobs=self._logprobs(written.tokens))
+
+    def closing(self, choice: Choice, finish: FinishReason) -> ChatChunk:
+        return self._chunk(choice, Delta(), finish=finish)
+
+    def counts(self, usage: Usage) -> ChatChunk:
+        return ChatChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
+
+    def whole(self, answered: Sequence[Answered], usage: Usage) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                index=each.choice.index,
+                message=AssistantMessage(content=each.text),
+                logprobs=self._logprobs(each.tokens),
+                finish_reason=each.finish,
+            )
+            for each in answered
+        ]
+        return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+    def _chunk(
+        self, choice: Choice, delta: Delta, *, logprobs: ChatLogprobs | None = None, finish: FinishReason | None = None
+    ) -> ChatChunk:
+        part = ChatChunkChoice(index=choice.index, delta=delta, logprobs=logprobs, finish_reason=finish)
+        return ChatChunk(id=self.id, created=self.created, model=self.model, choices=[part], usage=self._no_usage)
+
+    def _logprobs(self, tokens: Sequence[Placed[Sampled]]) -> ChatLogprobs | None:
+        return chat_logprobs(tokens, self.vocabulary) if self.with_logprobs else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionAnswer(_Headed):
+    """``/v1/completions``."""
+
+    def opening(self, choice: Choice) -> Completion | None:
+        return self._chunk(choice, choice.echo) if choice.echo else None
+
+    def piece(self, choice: Choice, written: Written) -> Completion:
+        return self._chunk(choice, written.text, logprobs=self._logprobs(written.tokens))
+
+    def closing(self, choice: Choice, finish: FinishReason) -> Completion:
+        return self._chunk(choice, "", finish=finish)
+
+    def counts(self, usage: Usage) -> Completion:
+        return Completion(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
+
+    def whole(self, answered: Sequence[Answered], usage: Usage) -> Completion:
+        choices = [
+            CompletionChoice(
+                index=each.choice.index,
+                text=each.choice.echo + each.text,
+                logprobs=self._logprobs(each.tokens),
+                finish_reason=each.finish,
+            )
+            for each in answered
+        ]
+        return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+    def _chunk(
+        self,
+        choice: Choice,
+        text: str,
+        *,
+        logprobs: CompletionLogprobs | None = None,
+        finish: FinishReason | None = None,
+    ) -> Completion:
+        part = CompletionChoice(index=choice.index, text=text, logprobs=logprobs, finish_reason=finish)
+        return Completion(id=self.id, created=self.created, model=self.model, choices=[part], usage=self._no_usage)
+
+    def _logprobs(self, tokens: Sequence[Placed[Sampled]]) -> CompletionLogprobs | None:
+        return completion_logprobs(tokens, self.vocabulary) if self.with_logprobs else None

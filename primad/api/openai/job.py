@@ -1,0 +1,173 @@
+"""From a valid request to the work it means for the served model: prompts as token ids, budgets and sampling. Pure.
+
+Sampling defaults are OpenAI's: temperature 1 and nothing cut or penalised. Penalties look at the last 64 tokens
+(llama.cpp's ``repeat_last_n``) unless the request says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from primad.api.backend import ServedModel, Vocabulary
+from primad.api.chat import tokenize_chat
+from primad.api.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest, SamplingRequest
+from primad.errors import RequestError
+from primad.ring.messages import Sampling
+
+PENALTY_TOKENS: Final = 64
+
+SEEDS: Final = 2**32 - 1
+"""llama.cpp seeds are 32 bits wide, and the largest means "choose one", so seeds are taken modulo this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One answer to write: continue ``prompt`` by at most ``max_tokens``; ``echo`` is text to return before it."""
+
+    index: int
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling
+    echo: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request's whole work. ``prompt_tokens`` counts each prompt once, however many choices it has."""
+
+    choices: tuple[Choice, ...]
+    prompt_tokens: int
+    stops: tuple[str, ...]
+    logprobs: int | None
+
+
+def check_model(name: str | None, served: ServedModel) -> None:
+    """Raise ``RequestError`` (404) unless ``name`` is the served model's id, or None."""
+    if name is not None and name != served.id:
+        raise RequestError(
+            f"the model '{name}' is not served here; '{served.id}' is",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+
+
+def chat_job(request: ChatRequest, served: ServedModel, *, seed: int, now: datetime) -> Job:
+    """The work of a chat request. ``seed`` counts when the request has none; ``now`` is the template's clock.
+
+    Raises ``RequestError`` for what the served model cannot do and ``ModelError`` for a broken chat template.
+    """
+    check_model(request.model, served)
+    messages = [message.for_template() for message in request.messages]
+    prompt = tokenize_chat(served.vocabulary, messages, now=now)
+    limit = request.token_limit
+    return _job(request, served, [(prompt, "")], limit=limit, logprobs=request.logprob_count, seed=seed, at="messages")
+
+
+def completion_job(request: CompletionRequest, served: ServedModel, *, seed: int) -> Job:
+    """The work of a completion request. ``seed`` counts when the request has none.
+
+    Raises ``RequestError`` for what the served model cannot do.
+    """
+    check_model(request.model, served)
+    vocabulary = served.vocabulary
+    prompts = []
+    for prompt in request.prompts:
+        if isinstance(prompt, str):
+            tokens, text = vocabulary.tokenize(prompt, add_special=True, parse_special=True), prompt
+        else:
+            _check_tokens(prompt, vocabulary)
+            tokens = prompt
+            text = b"".join(map(vocabulary.piece, prompt)).decode("utf-8", "replace") if request.echo else ""
+        prompts.append((tokens, text if request.echo else ""))
+    limit, logprobs = request.token_limit, request.logprob_count
+    return _job(request, served, prompts, limit=limit, logprobs=logprobs, seed=seed, at="prompt")
+
+
+def _job(
+    request: SamplingRequest,
+    served: ServedModel,
+    prompts: list[tuple[list[int], str]],
+    *,
+    limit: int | None,
+    logprobs: int | None,
+    seed: int,
+    at: str,
+) -> Job:
+    """Each prompt, with its echo, ``n`` times; ``at`` names the field that the prompts came from."""
+    n = request.n or 1
+    if len(prompts) * n > MAX_CHOICES:
+        raise RequestError(f"{len(prompts)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
+    logprobs = None if logprobs is None else min(logprobs, served.vocabulary.size)
+    first_seed = seed if request.seed is None else request.seed
+    choices: list[Choice] = []
+    for prompt, echo in prompts:
+        room = _room(prompt, served, at)
+        for number in range(n):
+            choice = Choice(
+                index=len(choices),
+                prompt=prompt,
+                max_tokens=room if limit is None else min(limit, room),
+                sampling=_sampling(request, served.vocabulary, seed=first_seed + number),
+                echo=echo,
+            )
+            choices.append(choice)
+    return Job(
+        choices=tuple(choices),
+        prompt_tokens=sum(len(prompt) for prompt, _ in prompts),
+        stops=request.stops,
+        logprobs=logprobs,
+    )
+
+
+def _room(prompt: list[int], served: ServedModel, at: str) -> int:
+    """How many tokens the context leaves for the answer, at least one."""
+    if not prompt:
+        raise RequestError("the prompt has no tokens", param=at)
+    room = served.context_tokens - len(prompt)
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens; it and at least one more must fit the context of {served.context_tokens}",
+            code="context_length_exceeded",
+            param=at,
+        )
+    return room
+
+
+def _check_tokens(prompt: list[int], vocabulary: Vocabulary) -> None:
+    largest = max(prompt)
+    if largest >= vocabulary.size:
+        raise RequestError(f"token id {largest} is outside the vocabulary of {vocabulary.size}", param="prompt")
+
+
+def _sampling(request: SamplingRequest, vocabulary: Vocabulary, *, seed: int) -> Sampling:
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    return Sampling(
+        temperature=given(request.temperature, 1.0),
+        top_k=request.top_k or 0,
+        top_p=given(request.top_p, 1.0),
+        min_p=given(request.min_p, 0.0),
+        seed=seed % SEEDS,
+        presence_penalty=given(request.presence_penalty, 0.0),
+        frequency_penalty=given(request.frequency_penalty, 0.0),
+        repeat_penalty=given(request.repeat_penalty, 1.0),
+        penalty_tokens=PENALTY_TOKENS if request.repeat_last_n is None else request.repeat_last_n,
+        logit_bias=_logit_bias(request.logit_bias or {}, vocabulary),
+    )
+
+
+def _logit_bias(biases: dict[str, float], vocabulary: Vocabulary) -> tuple[tuple[int, float], ...]:
+    by_token = {}
+    for key, bias in biases.items():
+        token = int(key) if key.isascii() and key.isdigit() and len(key) <= 10 else None
+        if token is None or token >= vocabulary.size:
+            raise RequestError(
+                f"'logit_bias': {key[:40]!r} is not a token id; they go from 0 to {vocabulary.size - 1}",
+                param="logit_bias",
+            )
+        by_token[token] = float(bias)
+    return tuple(sorted(by_token.items()))

@@ -1,0 +1,190 @@
+"""``primad devices``: who is in sight or trusted, and what this device thinks of each."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from primad import __version__
+from primad.cli.options import Cluster, Home, Interface
+from primad.errors import ClusterError, ConfigError
+from primad.settings.config import Config, load_config
+
+if TYPE_CHECKING:
+    from primad.network.discovery import Peer
+    from primad.trust.trust import TrustStore
+
+_DESCRIBE_S = 2.0
+"""How long to wait for what the daemon that runs here knows besides."""
+_HALF = 19
+"""Characters of half a fingerprint."""
+
+_out = Console(highlight=False, soft_wrap=True)
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+devices_app = typer.Typer(invoke_without_command=True, rich_markup_mode="markdown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One device, in sight or only trusted (then it has no addresses, port 0 and empty texts).
+
+    ``key`` is the public key in hexadecimal digits, ``fingerprint`` the same for people to compare; both are empty for a
+    device too old to have one. ``state`` is what the daemon that runs here says of it, or what can be seen.
+    """
+
+    device: str
+    role: str
+    cluster: str
+    addresses: tuple[str, ...]
+    port: int
+    version: str
+    protocol: int
+    trusted: Literal["yes", "no", "revoked"]
+    key: str
+    fingerprint: str
+    state: str
+
+
+@devices_app.callback()
+def devices(
+    context: typer.Context,
+    home: Home = None,
+    cluster: Cluster = None,
+    host: Annotated[
+        str | None, typer.Option(help="Look from this address [default: all of this machine].", show_default=False)
+    ] = None,
+    interface: Interface = None,
+    seconds: Annotated[float, typer.Option(help="How long to look.", min=0.1, max=600)] = 2.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the devices in sight and those that are trusted, and this device's own key.
+
+    Examples:
+
+        primad devices
+
+        primad devices --seconds 5 --json
+
+        primad devices trust desk --key KEY
+
+        primad devices revoke desk
+    """
+    if context.invoked_subcommand is not None:
+        _nothing_before(context, context.invoked_subcommand)
+        return
+    from primad.trust.identity import fingerprint, key_hex, load_identity
+    from primad.trust.trust import TrustStore
+
+    config = load_config({"home": home, "cluster": cluster, "host": host, "interface": interface})
+    identity = load_identity(config.home)
+    found = rows(_peers(config, seconds), TrustStore(config.home, identity), states(config.home))
+    if cluster is not None:
+        found = [row for row in found if row.cluster == cluster]
+    if json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        return
+    if found:
+        _out.print(_table(found))
+    else:
+        _out.print("no device in sight; start 'primad join' on one")
+    own = f"this device is {config.name}, {fingerprint(identity.public)}\nits key: {key_hex(identity.public)}"
+    _out.print(own, markup=False, emoji=False)
+
+
+def _nothing_before(context: typer.Context, command: str) -> None:
+    """An option before ``command`` would be the listing's, and do nothing. Raises ``ConfigError``."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(
+                f"--{name}: goes behind '{command}', if {command} has it: primad devices {command} --help"
+            )
+
+
+def rows(peers: Sequence[Peer], trust: TrustStore, states: Mapping[str, str]) -> list[Row]:
+    """The devices in sight, then those that are trusted and not in sight; ``states`` by name are the daemon's words."""
+    from primad.trust.identity import fingerprint, key_hex
+
+    revoked = trust.revoked()
+    found = [
+        Row(
+            device=peer.device,
+            role=peer.role,
+            cluster=peer.cluster,
+            addresses=peer.addresses,
+            port=peer.port,
+            version=peer.version,
+            protocol=peer.protocol,
+            trusted="revoked" if peer.key in revoked else "yes" if trust.trusts(peer.key) else "no",
+            key=key_hex(peer.key) if peer.key else "",
+            fingerprint=fingerprint(peer.key) if peer.key else "",
+            state=states.get(peer.device, "shows a code" if peer.pairing is not None else "in sight"),
+        )
+        for peer in peers
+    ]
+    seen = {peer.key for peer in peers}
+    return found + [
+        Row(
+            device=known.device,
+            role="",
+            cluster="",
+            addresses=(),
+            port=0,
+            version="",
+            protocol=0,
+            trusted="yes",
+            key=key_hex(known.key),
+            fingerprint=fingerprint(known.key),
+            state=states.get(known.device, "not in sight"),
+        )
+        for known in trust.entries()
+        if known.key not in seen
+    ]
+
+
+def states(home: Path) -> dict[str, str]:
+    """What the daemon of ``home`` says of other devices, by name; nothing when none runs or answers."""
+    from primad.network.admin import Describe, Described, ask, is_running
+
+    if not is_running(home):
+        return {}
+    try:
+        answer = ask(home, Describe(), _DESCRIBE_S)
+    except ClusterError as exc:
+        _err.print(f"warning: {exc}", markup=False)
+        return {}
+    told = answer.status.get("devices") if isinstance(answer, Described) else None
+    return {str(name): str(state) for name, state in told.items()} if isinstance(told, dict) else {}
+
+
+def _peers(config: Config, seconds: float) -> list[Peer]:
+    from primad.network.discovery import look
+
+    return asyncio.run(look(config.host, seconds, config.interface))
+
+
+def _table(found: Sequence[Row]) -> Table:
+    """Everything in full, on as many lines as it takes: an address that is cut is none."""
+    from rich.box import SIMPLE_HEAD
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    for column in ("device", "role", "cluster", "trusted", "fingerprint", "state", "address"):
+        table.add_column(column, overflow="fold", no_wrap=column == "fingerprint")
+    for row in found:
+        address = "\n".join(f"{address}:{row.port}" for address in row.addresses)
+        halves = f"{row.fingerprint[:_HALF]}\n{row.fingerprint[_HALF + 1 :]}".strip()
+        state = row.state if row.version in ("", __version__) else f"{row.state}, has primad {row.version}"
+        table.add_row(*map(Text, (row.device, row.role, row.cluster, row.trusted, halves, state, address)))
+    return table

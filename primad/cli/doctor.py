@@ -1,0 +1,118 @@
+"""``primad doctor``: its options, and how findings are printed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from primad.cli.options import Cluster, Home, Interface
+from primad.errors import PrimadError
+from primad.settings.config import DEFAULT_HTTP_PORT, load_config
+
+if TYPE_CHECKING:
+    from primad.doctor.findings import Finding
+
+_out = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+_err = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+_MARKS: Final = {"ok": ("ok", "green"), "note": ("-", "cyan"), "warning": ("!", "yellow"), "error": ("x", "bold red")}
+_COLUMN: Final = 4
+
+
+def doctor(
+    home: Home = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address that daemons listen on [default: as configured].", show_default=False)
+    ] = None,
+    interface: Interface = None,
+    cluster: Cluster = None,
+    port: Annotated[
+        int | None, typer.Option(help="Control port [default: 7770].", min=1, max=65_535, show_default=False)
+    ] = None,
+    http_port: Annotated[int, typer.Option(help="Port of the HTTP server.", min=1, max=65_535)] = DEFAULT_HTTP_PORT,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look for what could keep this device from serving; each finding says what to type next. Takes a few seconds.
+
+    The exit code is 1 when there is an error, 0 otherwise.
+
+    Examples:
+
+        primad doctor
+
+        primad doctor --interface eth0
+
+        primad doctor --json
+    """
+    import msgspec
+
+    from primad.doctor.examine import Subject, examine
+    from primad.network.addresses import chosen_interfaces, read_interfaces, resolved_host
+
+    config = load_config({"home": home, "host": host, "interface": interface, "cluster": cluster, "port": port})
+    chosen_interfaces(read_interfaces(), config.interface)  # a slip of the pen is an error here, and no finding
+    own_key, trusts = _trust(config.home)
+    subject = Subject(
+        home=config.home,
+        host=resolved_host(config.host),
+        interface=config.interface,
+        cluster=config.cluster,
+        control_port=config.port,
+        http_port=http_port,
+        devices=config.devices,
+        own_key=own_key,
+        trusts=trusts,
+    )
+    findings = asyncio.run(examine(subject))
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode() + "\n")
+    else:
+        for line in lines(findings):
+            _out.print(line)
+    raise typer.Exit(1 if any(found.level == "error" for found in findings) else 0)
+
+
+def lines(findings: Sequence[Finding]) -> list[Text]:
+    """The report: a line a finding under the name of its check, and below each problem the next command."""
+    found = []
+    for check, group in groupby(findings, key=lambda finding: finding.check):
+        found.append(Text(check, style="bold"))
+        for finding in group:
+            mark, style = _MARKS[finding.level]
+            found.append(Text.assemble(" " * _COLUMN, (mark.ljust(_COLUMN), style), finding.text))
+            if finding.next is not None:
+                found.append(Text.assemble(" " * 2 * _COLUMN, ("next: ", "dim"), finding.next))
+    errors, warnings = (sum(finding.level == level for finding in findings) for level in ("error", "warning"))
+    found.append(Text(f"{_count(errors, 'error')}, {_count(warnings, 'warning')}", style="bold"))
+    return found
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
+def _trust(home: Path) -> tuple[str, Callable[[str], bool]]:
+    """This device's public key and whom it trusts; "" and the daemons of this user before it has a key of its own.
+
+    An identity that others can read is left alone: it is a finding, and loading it would mend it unseen.
+    """
+    from primad.doctor.storage import gather_identity, judge_identity
+    from primad.trust.identity import load_identity
+    from primad.trust.local_trust import LocalTrust, default_folder
+    from primad.trust.trust import TrustStore
+
+    facts = gather_identity(home)
+    if facts is not None and judge_identity(facts)[0].level == "ok":
+        try:
+            identity = load_identity(home)
+            return identity.public, TrustStore(home, identity).trusts
+        except PrimadError as exc:
+            _err.print(f"warning: {exc}")
+    return "", LocalTrust(default_folder()).knows

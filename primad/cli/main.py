@@ -1,0 +1,172 @@
+"""The command line: parse, call, print. Every error of primad is one line on standard error and exit code 2."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from primad import __version__
+from primad.cli.cache import cache_app
+from primad.cli.devices import devices_app
+from primad.cli.doctor import doctor
+from primad.cli.join_serve import join, serve
+from primad.cli.options import (
+    Home,
+    Name,
+    Threads,
+)
+from primad.cli.pair_pause_leave import leave, pair, pause, resume
+from primad.cli.plan import plan
+from primad.cli.progress import RichReporter
+from primad.cli.status import status
+from primad.cli.trust import revoke, trust
+from primad.errors import ConfigError, PrimadError, Stopped
+from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, load_config
+
+app = typer.Typer(
+    name="primad",
+    help="The machines you own run one large language model together.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+UsageError: Any = typer.BadParameter.__bases__[0]
+"""What typer raises for every mistake on the command line; it has no public name."""
+
+_INTERRUPTED = 130
+"""What typer answers when a KeyboardInterrupt ended a command."""
+
+_out = Console(highlight=False, soft_wrap=True)
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        _out.print(f"primad {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what goes on, for finding faults.")] = False,
+) -> None:
+    """The machines you own run one large language model together.
+
+    Start `primad serve --model FILE.gguf` on the device that has the model; it shows a code. Then start
+    `primad join --code CODE` on each other device, and from then on plain `primad join`.
+    """
+    del version
+    level = (os.environ.get("PRIMAD_LOG") or ("DEBUG" if verbose else "WARNING")).upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"PRIMAD_LOG: {level!r} is no log level; use DEBUG, INFO, WARNING or ERROR")
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    os.environ["PRIMAD_LOG"] = level  # for the ring process
+
+
+app.command()(join)
+app.command()(serve)
+
+
+@app.command()
+def profile(
+    home: Home = None,
+    name: Name = None,
+    threads: Threads = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what was measured before.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the profile as it is stored.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write it to this file.", show_default=False)] = None,
+) -> None:
+    """Measure this device: processor, GPU, memory and disk. Takes about a minute, once.
+
+    Examples:
+
+        primad profile
+
+        primad profile --again --save desk.json
+    """
+    from primad.daemon.run import profile as run_profile
+    from primad.profiler.device import how_measured
+    from primad.profiler.store import encode_profile, save_profile
+    from primad.profiler.table import profile_table
+
+    config = load_config({"home": home, "name": name, "threads": threads})
+    device = run_profile(config, RichReporter(_err), again=again)
+    measured, how = how_measured(config.home, config.threads)
+    if save is not None:
+        save_profile(save, device, how, measured)
+    if json:
+        sys.stdout.write(encode_profile(device, how, measured).decode())
+    else:
+        for part in profile_table(device):
+            _out.print(part)
+        _out.print(f"measured {measured}", markup=False)
+
+
+app.command()(plan)
+devices_app.command()(trust)
+devices_app.command()(revoke)
+app.add_typer(devices_app, name="devices")
+app.add_typer(cache_app, name="cache")
+for command in (status, pair, leave, pause, resume, doctor):
+    app.command()(command)
+
+
+@app.command()
+def chat(
+    prompt: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
+    url: Annotated[str, typer.Option(help="The endpoint.")] = f"http://{LOOPBACK}:{DEFAULT_HTTP_PORT}",
+    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 to 2.", min=0, max=2, show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes an answer repeatable.", min=0, show_default=False)] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", min=1, show_default=False)] = None,
+) -> None:
+    """Talk to a running endpoint.
+
+    Examples:
+
+        primad chat
+
+        primad chat "Why is the sky blue?" --temperature 0
+
+        primad chat --url http://127.0.0.1:9000 --system "Answer in French."
+    """
+    from primad.cli.chat import converse
+
+    options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
+    chosen = {key: value for key, value in options.items() if value is not None}
+    converse(url, prompt, system=system, options=chosen, out=_out, err=_err)
+
+
+def _fail(message: str) -> NoReturn:
+    line = " ".join(message.split())
+    _err.print(f"primad: error: {line}", markup=False, emoji=False)
+    sys.exit(2)
+
+
+def main() -> None:
+    """Entry point of the ``primad`` command."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends every command as Ctrl-C does
+    try:
+        code = app(standalone_mode=False) or 0
+        if code == _INTERRUPTED:
+            raise Stopped
+        sys.exit(code)
+    except (Stopped, KeyboardInterrupt):
+        _err.print("stopped")
+    except PrimadError as exc:
+        _fail(str(exc))
+    except UsageError as exc:
+        if not exc.format_message():  # a command group alone: its help is printed already
+            sys.exit(2)
+        _fail(f"{exc.format_message()}; see 'primad --help'")

@@ -1,0 +1,211 @@
+"""``primad status``: what a running head and its devices do and hold, beside what the plan predicted."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.console import Console
+
+from primad.errors import ClusterError, printable
+from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK
+
+if TYPE_CHECKING:
+    import httpx
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from primad.api.status import DeviceStatus, MemoryFigures, PlannedFigures, StatusBody
+
+CONNECT_TIMEOUT_S: Final = 5.0
+ANSWER_TIMEOUT_S: Final = 15.0
+"""The head gives its devices five seconds."""
+EVERY_S: Final = 1.0
+_PLAIN_WIDTH: Final = 160
+"""Columns where no terminal says how many there are."""
+_UNKNOWN: Final = "?"
+
+_out = Console(highlight=False, soft_wrap=True)
+
+
+def status(
+    url: Annotated[str, typer.Option(help="The endpoint.")] = f"http://{LOOPBACK}:{DEFAULT_HTTP_PORT}",
+    json: Annotated[bool, typer.Option("--json", help="Print what the endpoint says, as JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
+) -> None:
+    """Show what a running head and its devices do and hold: layers, memory, reading, pressure.
+
+    Bytes read and stalls are means of a token since the status before; below each device stands what the plan predicted.
+
+    Examples:
+
+        primad status
+
+        primad status --watch
+
+        primad status --json --url http://127.0.0.1:9000
+    """
+    import httpx
+
+    if not _out.is_terminal:
+        _out.width = max(_out.width, _PLAIN_WIDTH)
+    try:
+        client = httpx.Client(base_url=url, timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S))
+    except (httpx.InvalidURL, ValueError) as exc:
+        raise ClusterError(f"--url {url}: is no address of an endpoint; try http://127.0.0.1:8080") from exc
+    with client:
+        if json:
+            _print_json(client, url, watch=watch)
+        elif watch:
+            _watch(client, url)
+        else:
+            _out.print(render(_ask(client, url)[1]), soft_wrap=False)
+
+
+def _print_json(client: httpx.Client, url: str, *, watch: bool) -> None:
+    """A line each time."""
+    while True:
+        sys.stdout.write(_ask(client, url)[0].strip() + "\n")
+        sys.stdout.flush()
+        if not watch:
+            return
+        time.sleep(EVERY_S)
+
+
+def _watch(client: httpx.Client, url: str) -> None:
+    """In place on a terminal, one after the other elsewhere."""
+    from rich.live import Live
+
+    first = render(_ask(client, url)[1])
+    if not _out.is_terminal:
+        while True:
+            _out.print(first, soft_wrap=False)
+            time.sleep(EVERY_S)
+            first = render(_ask(client, url)[1])
+    with Live(first, console=_out, auto_refresh=False, vertical_overflow="visible") as live:
+        while True:
+            time.sleep(EVERY_S)
+            live.update(render(_ask(client, url)[1]), refresh=True)
+
+
+def _ask(client: httpx.Client, url: str) -> tuple[str, StatusBody]:
+    """What the endpoint says, as it says it and as it is understood. Raises ``ClusterError`` when no head answers."""
+    import httpx
+    import msgspec
+
+    from primad.api.status import decoder
+
+    try:
+        response = client.get("/status")
+    except (httpx.HTTPError, httpx.InvalidURL) as exc:
+        raise ClusterError(f"{url}: {exc or type(exc).__name__}; is 'primad serve' running there?") from exc
+    if response.status_code != httpx.codes.OK:
+        raise ClusterError(f"{url}: answered {response.status_code}; is it a head, 'primad serve'?")
+    try:
+        return response.text, decoder.decode(response.content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ClusterError(
+            f"{url}: answers, but not as a head of this version of primad does: {printable(exc)}"
+        ) from exc
+
+
+def render(status: StatusBody) -> RenderableType:
+    """``status`` for people."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(_title(status), style="bold")]
+    if status.devices:
+        parts.append(_table(status))
+    parts += [Text(line) for line in _notes(status)]
+    return Group(*parts)
+
+
+def _title(status: StatusBody) -> str:
+    from primad.planning.units import show_speed
+
+    words = [printable(status.detail)]
+    if status.model is not None:
+        words.append(printable(status.model))
+    if status.epoch is not None:
+        words.append(f"epoch {status.epoch}")
+    if status.rounds is not None:
+        words.append(f"{status.rounds} round{'s' if status.rounds != 1 else ''} a token")
+    if status.predicted is not None:
+        words.append(f"predicted {show_speed(status.predicted.tokens_per_s)}")
+    return ", ".join(words)
+
+
+def _notes(status: StatusBody) -> list[str]:
+    """What the table does not say: who did not answer, and who is not in the ring."""
+    silent = [f"{printable(device.name)}: did not answer in time" for device in status.devices if device.ring is None]
+    there = {device.name for device in status.devices}
+    others = [
+        f"{printable(member.device)}: {printable(member.phase)}"
+        + (f", {printable(member.reason)}" if member.reason else "")
+        for member in status.cluster
+        if member.device not in there
+    ]
+    return silent + others
+
+
+def _table(status: StatusBody) -> Table:
+    """Two rows a device: what is, and what was planned."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False, header_style="bold")
+    table.add_column("device", overflow="fold")
+    for column in (
+        "layers\n",
+        "resident\nlayers",
+        "streamed\nlayers",
+        "slots\n",
+        "read\na token",
+        "stall\na token",
+        "pressure\n",
+        "memory\n",
+    ):
+        table.add_column(column, justify="right", overflow="fold")
+    for device in status.devices:
+        table.add_row(*map(Text, _is(device)))
+        if device.predicted.resident is not None:
+            table.add_row(*(Text(cell, style="dim") for cell in _planned(device)))
+    return table
+
+
+def _is(device: DeviceStatus) -> list[str]:
+    from primad.planning.units import show_bytes
+
+    memory, ring = device.memory, device.ring
+    pressure = _UNKNOWN if memory.pressure is None else printable(memory.pressure, 12)
+    rss = _UNKNOWN if ring is None else show_bytes(ring.rss_bytes)
+    return [printable(device.name), str(device.layers), *_figures(memory), pressure, rss]
+
+
+def _planned(device: DeviceStatus) -> list[str]:
+    from primad.planning.units import show_bytes
+
+    planned = device.predicted
+    ram = _UNKNOWN if planned.ram_bytes is None else show_bytes(planned.ram_bytes)
+    return ["  planned", "", *_figures(planned), "", ram]
+
+
+def _figures(figures: MemoryFigures | PlannedFigures) -> list[str]:
+    """The columns that both rows have: resident, streamed, slots, read, stall."""
+    from primad.planning.units import show_bytes, show_ms
+
+    counts = [
+        _UNKNOWN if count is None else str(count) for count in (figures.resident, figures.streamed, figures.slots)
+    ]
+    if figures.streams_output:
+        counts[1] += " + output"
+    read, stall = figures.bytes_read_per_token, figures.stall_ms_per_token
+    return [
+        *counts,
+        _UNKNOWN if read is None else show_bytes(read),
+        _UNKNOWN if stall is None else show_ms(stall),
+    ]

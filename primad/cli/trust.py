@@ -1,0 +1,70 @@
+"""``primad devices trust`` and ``revoke``: trust given by hand, and taken back. A daemon that runs here notices at once."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from primad.cli.options import Home
+from primad.errors import ConfigError
+from primad.settings.config import load_config
+
+if TYPE_CHECKING:
+    from primad.trust.trust import TrustedDevice, TrustStore
+
+_out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def trust(
+    name: Annotated[str, typer.Argument(help="What to call the device.")],
+    key: Annotated[str, typer.Option(help="Its key, as 'primad devices' shows it there: 64 digits.")],
+    home: Home = None,
+) -> None:
+    """Trust a device by its key, without a code. Do the same there with the key of this one.
+
+    Examples:
+
+        primad devices trust desk --key KEY
+    """
+    from primad.trust.identity import fingerprint, key_hex, parse_key
+    from primad.trust.trust import BY_HAND, trusted_now
+
+    store, own = _store(home)
+    device = trusted_now(name, parse_key(key), BY_HAND)
+    store.add(device)
+    _out.print(f"{name} is trusted here now; its fingerprint is {fingerprint(device.key)}")
+    _out.print(f"on {name} type, if you have not: primad devices trust {own.device} --key {key_hex(own.key)}")
+
+
+def revoke(
+    device: Annotated[str, typer.Argument(help="Its name, or its key: all that have this name lose their trust.")],
+    home: Home = None,
+) -> None:
+    """Trust a device no longer, whoever introduces it, until you pair with it again.
+
+    Examples:
+
+        primad devices revoke desk
+    """
+    from primad.trust.identity import fingerprint, parse_key
+
+    store, _ = _store(home)
+    with contextlib.suppress(ConfigError):  # a name, then
+        device = parse_key(device)
+    for each in store.revoke(device):
+        _out.print(f"{each.device} is not trusted here any more ({fingerprint(each.key)})")
+    _out.print("a head tells the devices that work for it; if this is no head, revoke it on the others as well")
+
+
+def _store(home: Path | None) -> tuple[TrustStore, TrustedDevice]:
+    """The trust of ``home``, and this device as others would trust it."""
+    from primad.trust.identity import load_identity
+    from primad.trust.trust import BY_HAND, TrustStore, trusted_now
+
+    config = load_config({"home": home})
+    identity = load_identity(config.home)
+    return TrustStore(config.home, identity), trusted_now(config.name, identity.public, BY_HAND)

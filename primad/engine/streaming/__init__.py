@@ -1,0 +1,1 @@
+"""What stays in memory, what streams from the disk, and when it is read."""

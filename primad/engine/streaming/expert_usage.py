@@ -1,0 +1,136 @@
+"""How often the experts of each layer were picked, kept from run to run: one small file a layer.
+
+A file that is damaged or of another kind is as good as none, and a disk that refuses costs the memory of one run. When files
+were added those that were not written for longest go, so that the folder never grows without bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from primad.engine.streaming.experts import Usage
+
+MOST_FILES: Final = 4096
+"""Of some fifty models with as many layers as the largest have."""
+MOST_BYTES: Final = 16 << 20
+MOST_AGE_S: Final = 180 * 86_400.0
+LEFT_S: Final = 3600.0
+"""A file that is not complete after so long was left by a process that was killed."""
+
+
+class StoredUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``counts`` of picks of each expert in ``rows`` rows that picked ``used`` each; older rows count less."""
+
+    counts: list[float]
+    rows: float
+    used: int
+
+
+_decoder = msgspec.json.Decoder(StoredUsage)
+
+
+class UsageFolder:
+    """The files in ``folder``, one for each key; nothing is kept where it is None."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._grew = False
+
+    def load(self, key: str, experts: int) -> Usage:
+        """What is known of the layer ``key`` of so many ``experts``."""
+        if self._folder is None:
+            return Usage(experts)
+        try:
+            stored = _decoder.decode((self._folder / f"{key}.json").read_bytes())
+        except (OSError, msgspec.DecodeError, ValueError):
+            return Usage(experts)
+        numbers = (*stored.counts, stored.rows)
+        if len(stored.counts) != experts or not 0 < stored.used <= experts:
+            return Usage(experts)
+        if not all(math.isfinite(number) and number >= 0 for number in numbers) or max(stored.counts) > stored.rows + 1:
+            return Usage(experts)
+        return Usage.stored(stored.counts, stored.rows, stored.used)
+
+    def save(self, key: str, usage: Usage) -> None:
+        """Keep ``usage`` of the layer ``key``."""
+        if self._folder is None or not usage.used:
+            return
+        path = self._folder / f"{key}.json"
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        counts = [round(float(count), 3) for count in usage.counts]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(msgspec.json.encode(StoredUsage(counts, round(usage.rows, 3), usage.used)))
+            self._grew |= not path.exists()
+            partial.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    def bound(self) -> None:
+        """Let go of the oldest files if some were added since and there are too many."""
+        if self._folder is not None and self._grew:
+            self._grew = False
+            remove(excess(stored(self._folder), time.time(), most_files=MOST_FILES))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of the folder; ``written_s`` is Unix time."""
+
+    path: Path
+    size_bytes: int
+    written_s: float
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it may be read; another one is being written, or was when its process was killed."""
+        return self.path.suffix == ".json"
+
+
+def stored(folder: Path) -> list[StoredFile]:
+    """All files in ``folder``, of which there may be none."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # it was replaced or removed meanwhile
+                status = entry.stat(follow_symlinks=False)
+                found.append(StoredFile(folder / entry.name, status.st_size, status.st_mtime))
+    return found
+
+
+def excess(
+    files: Iterable[StoredFile],
+    now: float,
+    *,
+    most_files: int = MOST_FILES,
+    most_bytes: int = MOST_BYTES,
+    most_age_s: float = MOST_AGE_S,
+) -> list[StoredFile]:
+    """Which of ``files`` are too old or too many at ``now``, and what processes that were killed left; the newest stay."""
+    chosen, count, size = [], 0, 0
+    for file in sorted(files, key=lambda each: (-each.written_s, each.path.name)):
+        age_s = now - file.written_s
+        if not file.is_complete:
+            chosen += [file] if age_s > min(LEFT_S, most_age_s) else []
+            continue
+        count, size = count + 1, size + file.size_bytes
+        if count > most_files or size > most_bytes or age_s > most_age_s:
+            chosen.append(file)
+    return chosen
+
+
+def remove(files: Iterable[StoredFile]) -> None:
+    """Remove ``files``; who reads one next begins anew."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.path.unlink(missing_ok=True)

@@ -1,0 +1,570 @@
+"""Streaming: one thread reads what a ``Residency`` wants ahead of the computing thread, and gives back what was used.
+
+The computing thread says at each border between units where it stands (``reach``), and waits there only for a unit that is
+not in memory yet. The loader thread follows: it first gives back what is not wanted any more, then reads what is wanted,
+nearest first, a piece at a time, so that it can turn to something nearer in between. It never reads more than the residency
+allows to be held, and never gives back a resident unit.
+
+Resident weights are looked after as well: those of one unit a step, and all of a window where the ring was idle; what the
+system took back meanwhile is read again by range. While no prompt is read more stays than otherwise, in the room that
+scratch memory left (``brace`` and ``spare``). After every visit the files' stamps say whether somebody wrote to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final
+
+from primad.engine.streaming.expert_loader import ExpertLoader
+from primad.engine.streaming.experts import Picks
+from primad.engine.streaming.pages import COLD, IDLE_S, LOOK_S, Pages, Part, Piece, disk_read_bytes
+from primad.engine.streaming.pressure import Grow, Hold, Level, PressureWatch, Replan, Shrink
+from primad.engine.streaming.residency import Residency, Spread, ladder
+from primad.errors import EngineError, WeightsError
+
+logger = logging.getLogger(__name__)
+
+WAIT_S: Final = 300.0
+"""A disk that takes longer for one unit is taken for dead."""
+SETTLED_S: Final = 1.0
+"""So long after the last large step the room of its scratch memory is used: chunks of prompts may come one after another."""
+SPARE_RUNGS: Final = 4
+"""In so many steps, since not all of that room may be there any more."""
+CLOSE_S: Final = 5.0
+"""A disk that gives one piece after so long hangs, or the machine is of no use anyway."""
+
+Verify = Callable[[str], bool]
+"""Whether the weights in a file that somebody wrote to are still the same."""
+
+
+class Streamer:
+    """The pages of one ring process's units, in visiting order. ``start`` it once llama.cpp has loaded them.
+
+    ``spread`` says what else may stay or stream when there is more or less room; without it units stream as a whole.
+    ``reach``, ``arrive`` and ``depart`` belong to the computing thread, everything else may be called by any.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Pages],
+        residency: Residency,
+        *,
+        spread: Spread | None,
+        experts: ExpertLoader | None,
+        lock: bool,
+        verify: Verify,
+        watch: PressureWatch,
+    ) -> None:
+        assert len(units) == len(residency.sizes)
+        self.experts = experts
+        """What looks after the experts of layers that stream by expert; they are no part of the units."""
+        self._units = tuple(units)
+        self._residency = residency
+        self._spread = spread
+        self._rungs, self._base, self._rung = ladder(residency, spread), 0, 0
+        self._spare_bytes = 0
+        self._braced_s: float | None = None
+        held = [rung.held_bytes for rung in self._rungs]
+        self._layer_bytes = max((more - less for more, less in pairwise(held)), default=max(residency.sizes))
+        self._watch = watch
+        self._told_evicted = 0
+        self._replan: int | None = None
+        self._lock_resident = self._may_lock = lock
+        self._verify = verify
+        self._condition = threading.Condition()
+        self._position = 0
+        self._held: set[int] = set()
+        # Of a surplus unit more may be in memory than stays and is held; of a lacking one not all that stays of a place.
+        self._surplus: set[int] = set()
+        self._lacking: dict[int, tuple[int, int]] = {}
+        self._error: EngineError | None = None
+        self._closing = False
+        self._next_look = 0
+        self._looked_s = 0.0
+        self._departed_s = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._files: dict[tuple[int, int], list[Pages]] = {}
+        self._asked_bytes = 0
+        self._read_before = disk_read_bytes()
+        self.stall_s = 0.0
+        """Seconds that the computing thread waited until now."""
+        self.evicted_bytes = 0
+        """Bytes of resident units that the system took back until now."""
+
+    @property
+    def residency(self) -> Residency:
+        """What stays and what streams now."""
+        return self._residency
+
+    @property
+    def level(self) -> Level:
+        """The level of memory pressure."""
+        return self._watch.level
+
+    def take_replan(self) -> int | None:
+        """Bytes that only another plan can give back, once; None where nobody asks for one."""
+        needed, self._replan = self._replan, None
+        return needed
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that this process read from disk since ``start``; what was asked for where the system does not count it."""
+        now = disk_read_bytes()
+        if now is None or self._read_before is None:
+            return self._asked_bytes + (self.experts.asked_bytes if self.experts is not None else 0)
+        return now - self._read_before
+
+    def streamed_pages(self) -> list[Part]:
+        """What is not to be held when it is loaded."""
+        parts = [self._part(unit) for unit in sorted(self._residency.streamed)] if self._residency.streams else []
+        return [*parts, *(self.experts.loaded_pages() if self.experts is not None else [])]
+
+    def _part(self, unit: int) -> Part:
+        """What of ``unit`` streams."""
+        return self._units[unit].part(*self._residency.parts[unit])
+
+    def _rest(self, unit: int, part: tuple[int, int], place: tuple[int, int] | None = None) -> list[Part]:
+        """What of ``unit``, or of a ``place`` in it, stays where ``part`` streams."""
+        pages = self._units[unit]
+        first, last = place or (0, pages.size)
+        begin, end = part if part[0] < part[1] else (last, last)
+        found = (first, min(begin, last)), (max(end, first), last)
+        return [pages.part(*each) for each in found if each[0] < each[1]]
+
+    def start(self) -> None:
+        """Begin to read ahead. Raises ``EngineError`` where a unit is not mapped or cannot be locked."""
+        for unit in self._units:
+            unit.find()
+            if self._spread is not None and self._spread.in_groups:
+                unit.in_groups()
+        self._read_before, self._asked_bytes = disk_read_bytes(), 0
+        residency = self._residency
+        for number in range(len(self._units)):
+            for rest in self._rest(number, residency.parts[number]):
+                self._asked_bytes += rest.read()
+                if self._lock_resident:
+                    rest.lock()
+        if self.experts is not None:
+            self.experts.start()
+        if not residency.streams:
+            self._held = set(residency.streamed)
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread.start()
+
+    # ---- the computing thread ------------------------------------------------------------------------------------------
+
+    def arrive(self, first: int, last: int) -> None:
+        """A window of units ``first <= unit < last`` is about to be computed. Raises ``EngineError``."""
+        idle = time.monotonic() - self._departed_s > IDLE_S
+        self.reach(first)
+        if idle:
+            start = time.perf_counter()
+            for unit in range(first, last):
+                self._look_at(unit)
+            self.stall_s += time.perf_counter() - start
+
+    def reach(self, unit: int) -> None:
+        """The step stands before ``unit``: everything before it may be released; returns when it is in memory.
+
+        Raises ``EngineError`` when it cannot be read.
+        """
+        with self._condition:
+            self._position = unit
+            self._condition.notify_all()
+            if not self._is_there(unit):
+                start = time.perf_counter()
+                if not self._condition.wait_for(lambda: self._is_there(unit) or self._error is not None, WAIT_S):
+                    raise EngineError(f"a layer could not be read within {WAIT_S:g} s; the disk hangs")
+                self.stall_s += time.perf_counter() - start
+            if self._error is not None:
+                raise self._error
+
+    def _is_there(self, unit: int) -> bool:
+        if unit in self._lacking:
+            return False
+        return unit in self._held or unit not in self._residency.streamed  # it may come to stay while it is waited for
+
+    def depart(self, first: int, last: int) -> None:
+        """A window was computed, and its results may leave if no weight file changed. Raises ``EngineError`` if one did."""
+        with self._condition:
+            self._position = last % len(self._units)
+            self._departed_s = time.monotonic()
+            if self._residency.streams or self._departed_s - self._looked_s > LOOK_S:
+                self._condition.notify_all()
+        for pages in self._files_of(first, last):
+            for path in pages.changed():
+                if not self._verify(path):
+                    raise WeightsError(
+                        f"{path}: somebody wrote to this file while it was used; it is not the model any more", path
+                    )
+                pages.trust(path)
+
+    def _files_of(self, first: int, last: int) -> Sequence[Pages]:
+        """Units that together have all files of those of a window: many may lie in one."""
+        if (first, last) not in self._files:
+            seen: set[str] = set()
+            chosen = []
+            for unit in self._units[first:last]:
+                paths = {part.path for part in unit.ranges}
+                if not paths <= seen:
+                    chosen.append(unit)
+                    seen |= paths
+            self._files[first, last] = chosen
+        return self._files[first, last]
+
+    def brace(self) -> None:
+        """A step is about to begin that needs all its scratch memory: what was taken of its room is given back."""
+        with self._condition:
+            self._braced_s = None
+            if self._rung < self._base:
+                self._climb(self._base)
+
+    def spare(self, scratch_bytes: int) -> None:
+        """``scratch_bytes`` of scratch memory were given back; the next step that needs them is told by ``brace``."""
+        with self._condition:
+            self._braced_s = time.monotonic()
+            if scratch_bytes <= self._spare_bytes:
+                return
+            self._spare_bytes = scratch_bytes
+            if self._rung < self._base:  # a step that failed left another window's scratch memory as it was
+                self._climb(self._base)
+            base: Residency = self._rungs[self._base]
+            above: list[Residency] = []
+            for step in range(SPARE_RUNGS, 0, -1):
+                rung = self._with_more(base, scratch_bytes * step // SPARE_RUNGS)
+                if base.held_bytes < rung.held_bytes < (above[-1].held_bytes if above else math.inf):
+                    above.append(rung)
+            self._rungs = (*above, *self._rungs[self._base :])
+            self._rung += len(above) - self._base
+            self._base = len(above)
+
+    def _with_more(self, base: Residency, more_bytes: int) -> Residency:
+        if self.experts is not None:
+            return replace(base, pool_bytes=min(base.pool_bytes + more_bytes, self.experts.pool.total_bytes))
+        if self._spread is None or not base.streams:
+            return base
+        return self._spread.within(base.held_bytes + more_bytes)
+
+    # ---- any thread ----------------------------------------------------------------------------------------------------
+
+    def change(self, residency: Residency) -> None:
+        """Let something else stream; what is not to be held any more is given back, and what is to stay read, soon."""
+        assert residency.sizes == self._residency.sizes
+        with self._condition:
+            before, self._residency = self._residency, residency
+            for unit, (was, now) in enumerate(zip(before.part_sizes, residency.part_sizes, strict=True)):
+                is_there = unit not in self._lacking and (was == 0 or unit in self._held)
+                if now > was and is_there:
+                    self._held.add(unit)  # all of it is in memory; the loader gives back what is not wanted
+                elif now > was:
+                    self._held.discard(unit)
+                    self._surplus.add(unit)
+                elif now < was and (self._may_lock or not is_there):
+                    old = before.parts[unit]
+                    known = self._lacking.get(unit, old)
+                    self._lacking[unit] = min(known[0], old[0]), max(known[1], old[1])
+                if now > was and self._lock_resident:
+                    self._units[unit].part(*residency.parts[unit]).unlock()
+            self._held &= residency.streamed
+            self._condition.notify_all()
+        if self.experts is not None and residency.pool_bytes != before.pool_bytes:
+            self.experts.resize(residency.pool_bytes)
+
+    def close(self) -> None:
+        """End the loader thread and let the files go."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():  # the disk hangs; the daemon must hear of it nonetheless
+                logger.warning("a layer that is being read does not come; its file stays open")
+                return
+        if self.experts is not None:
+            self.experts.close()
+        for unit in self._units:
+            unit.close()
+
+    # ---- the loader thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except EngineError as exc:
+            with self._condition:
+                self._error = exc
+                self._condition.notify_all()
+        except Exception as exc:
+            logger.exception("the loader thread ended")
+            with self._condition:
+                self._error = EngineError(f"reading layers ahead failed: {exc}")
+                self._condition.notify_all()
+
+    def _turn(self) -> None:
+        self._attend_to_pressure()
+        with self._condition:
+            wanted = self._residency.wanted(self._position)
+            stale = self._held.difference(wanted) if self._residency.streams else set()
+            self._held -= stale
+            stale |= self._surplus.difference(self._held, wanted)
+            self._surplus &= set(wanted) - self._held
+            released = [self._part(unit) for unit in stale]  # another thread may change what streams at any time
+            first = self._first()
+        for part in released:
+            part.release()
+        if first is not None:
+            unit, is_lacking = first
+            if is_lacking:
+                self._complete(unit)
+            else:
+                self._load(unit)
+            return
+        if stale:
+            return
+        now = time.monotonic()
+        if now - self._looked_s > LOOK_S > now - self._departed_s:
+            self._looked_s = now
+            self._look_at_one()
+        with self._condition:
+            wanted = self._residency.wanted(self._position)
+            is_due = self._surplus or self._first() is not None
+            is_due = is_due or (self._residency.streams and not self._held.issubset(wanted))
+            if not (self._closing or is_due):
+                self._condition.wait(IDLE_S)
+
+    def _first(self) -> tuple[int, bool] | None:
+        """The unit that is to be read next, and whether that is because it is lacking; with the lock held."""
+        count, position = len(self._units), self._position
+        wanted = self._residency.wanted(position)
+        load = next((unit for unit in wanted if unit not in self._held), None)
+        lacking = min(self._lacking, key=lambda unit: (unit - position) % count, default=None)
+        if lacking is not None and (load is None or (lacking - position) % count <= (load - position) % count):
+            return lacking, True
+        return None if load is None else (load, False)
+
+    def _attend_to_pressure(self) -> None:
+        """Step down or up the ladder as the watch says."""
+        total = self.evicted_bytes + (self.experts.evicted_bytes if self.experts is not None else 0)
+        evicted, self._told_evicted = total - self._told_evicted, total
+        with self._condition:
+            now, rung, rungs = self._residency, self._rung, self._rungs
+            settled = self._braced_s is not None and time.monotonic() - self._braced_s > SETTLED_S
+            returned = rungs[rung - 1].held_bytes - now.held_bytes if 0 < rung <= self._base and settled else 0
+            growable = rung if settled else max(rung - self._base, 0)
+        locked = now.resident_bytes + now.pool_bytes if self._may_lock else 0
+        action = self._watch.sample(
+            time.monotonic(),
+            held_bytes=now.held_bytes - locked,
+            layer_bytes=self._layer_bytes,
+            shrinkable=len(rungs) - 1 - rung,
+            growable=growable,
+            returned_bytes=returned,
+            evicted_bytes=evicted,
+        )
+        match action:
+            case Shrink(layers):
+                with self._condition:
+                    self._climb(min(self._rung + layers, len(self._rungs) - 1))
+            case Grow():
+                with self._condition:
+                    if self._braced_s is not None or self._rung > self._base:  # else a prompt came meanwhile
+                        self._climb(max(self._rung - 1, 0))
+            case Replan(needed_bytes):
+                self._replan = needed_bytes
+            case Hold():
+                pass
+
+    def _climb(self, rung: int) -> None:
+        now = self._rungs[rung]
+        level = logging.DEBUG if rung <= self._base and self._rung <= self._base else logging.INFO
+        logger.log(level, "memory: %d MB resident (pressure: %s)", now.resident_bytes // 1_000_000, self.level)
+        self._rung = rung
+        self.change(now)
+
+    def _load(self, unit: int) -> None:
+        """Read what streams of ``unit``, unless it turns out meanwhile that another one is needed first."""
+        place = self._residency.parts[unit]
+        for piece in self._units[unit].part(*place).pieces():
+            if self._closing or not self._is_still_first(unit, False):
+                with self._condition:
+                    self._surplus.add(unit)
+                return
+            self._read(piece)
+        with self._condition:
+            (self._held if self._residency.parts[unit] == place else self._surplus).add(unit)
+            self._condition.notify_all()
+
+    def _complete(self, unit: int) -> None:
+        """Read what came to stay of ``unit``, as ``_load`` does."""
+        with self._condition:
+            was, now = self._lacking[unit], self._residency.parts[unit]
+        came = self._rest(unit, now, was)
+        for part in came:
+            for piece in part.pieces():
+                if self._closing or self._residency.parts[unit] != now or not self._is_still_first(unit, True):
+                    return
+                self._read(piece)
+        with self._condition:
+            if (self._lacking[unit], self._residency.parts[unit]) == (was, now):
+                self._lock(came)
+                del self._lacking[unit]
+                self._condition.notify_all()
+
+    def _lock(self, parts: Sequence[Part]) -> None:
+        """Pin what came to stay; what cannot be pinned stays as well."""
+        try:
+            for part in parts if self._may_lock else ():
+                part.lock()
+        except EngineError as exc:
+            logger.warning("%s; layers that come to stay are not locked from now on", exc)
+            self._may_lock = False
+
+    def _is_still_first(self, unit: int, is_lacking: bool) -> bool:
+        with self._condition:
+            return self._first() == (unit, is_lacking)
+
+    def _read(self, piece: Piece) -> None:
+        self._asked_bytes += piece.read()
+
+    def _look_at_one(self) -> None:
+        self._next_look = (self._next_look + 1) % len(self._units)
+        self._look_at(self._next_look)
+
+    def _look_at(self, unit: int) -> None:
+        """Read again what stays of a unit if the system took it back."""
+        with self._condition:
+            if unit in self._lacking:
+                return  # it was not there before
+            place = self._residency.parts[unit]
+        for rest in self._rest(unit, place):
+            missing = rest.missing()
+            if missing <= COLD * rest.size:
+                continue
+            if self._residency.parts[unit] != place:
+                return  # not all of it is to stay any more
+            self.evicted_bytes += missing
+            self._asked_bytes += rest.read()
+            with self._condition:
+                if self._residency.parts[unit] != place:
+                    self._surplus.add(unit)
+                    self._condition.notify_all()
+
+
+class Follower:
+    """While llama.cpp fills its mappings, gives back each streamed unit that it is done with. A context manager."""
+
+    def __init__(self, units: Sequence[Part]) -> None:
+        self._units = units
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
+
+    def __enter__(self) -> Follower:
+        if self._units:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._units:
+            self._stop.set()
+            self._thread.join()
+            for unit in self._units:
+                if unit.pages.mapped():
+                    unit.release()
+
+    def _run(self) -> None:
+        mapped: set[int] = set()
+        while not self._stop.wait(0.01):
+            for number, unit in enumerate(self._units):
+                if number not in mapped and not unit.pages.mapped():
+                    break  # nor is any behind it
+                mapped.add(number)
+                if unit.has_last_page():
+                    unit.release()
+
+
+class WindowStream:
+    """One window's part of a ``Streamer``: its units begin at ``first``.
+
+    The first ``cpu_layers`` of its ``layers`` are units, in order; ``output``: so is the output matrix behind them.
+    ``routers`` are those of them that stream by expert, counted from the window's first, with their place among all such
+    layers and their number of experts.
+    """
+
+    def __init__(
+        self,
+        streamer: Streamer,
+        first: int,
+        *,
+        layers: int,
+        cpu_layers: int,
+        output: bool,
+        routers: Mapping[int, tuple[int, int]],
+    ) -> None:
+        self.routers = dict(routers)
+        self._streamer = streamer
+        self._first = first
+        self._layers, self._cpu_layers, self._output = layers, cpu_layers, output
+        self._last = first + cpu_layers + output
+
+    @property
+    def residency(self) -> Residency:
+        """What stays and what streams now."""
+        return self._streamer.residency
+
+    def borders(self) -> dict[int, int]:
+        """Behind which layers of the window (counted from its first) ``reach`` is to be told, with the unit that follows.
+
+        Where a streamed unit ends or begins; the window's own ends are told by ``arrive`` and ``depart``.
+        """
+        streamed, first = self.residency.streamed, self._first
+        found = {
+            layer: first + layer + 1
+            for layer in range(self._cpu_layers - 1)
+            if first + layer in streamed or first + layer + 1 in streamed
+        }
+        output = first + self._cpu_layers
+        if self._output and (output in streamed or output - 1 in streamed):
+            found[self._layers - 1] = output
+        return found
+
+    def brace(self) -> None:
+        """As ``Streamer.brace``."""
+        self._streamer.brace()
+
+    def spare(self, scratch_bytes: int) -> None:
+        """As ``Streamer.spare``."""
+        self._streamer.spare(scratch_bytes)
+
+    def arrive(self) -> None:
+        """As ``Streamer.arrive``, and ``ExpertLoader.arrive``."""
+        if self.routers and self._streamer.experts is not None:
+            self._streamer.experts.arrive()
+        if self._first < self._last:
+            self._streamer.arrive(self._first, self._last)
+
+    def reach(self, unit: int) -> None:
+        """As ``Streamer.reach``."""
+        self._streamer.reach(unit)
+
+    def pick(self, place: int, picks: Picks) -> None:
+        """As ``ExpertLoader.pick``."""
+        assert self._streamer.experts is not None
+        start = time.perf_counter()
+        self._streamer.experts.pick(place, picks)
+        self._streamer.stall_s += time.perf_counter() - start
+
+    def depart(self) -> bool:
+        """As ``Streamer.depart``; whether all ``routers`` told what they picked."""
+        told = True
+        if self.routers and self._streamer.experts is not None:
+            told = self._streamer.experts.depart(place for place, _ in self.routers.values())
+        if self._first < self._last:
+            self._streamer.depart(self._first, self._last)
+        return told

@@ -1,0 +1,143 @@
+"""The units of a window: where the weights of each of its layers, and of its output matrix, lie in files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from primad.engine.protocol import WindowFiles
+from primad.engine.streaming.expert_loader import ExpertFiles, ExpertTensor
+from primad.engine.streaming.pages import FileRange
+from primad.errors import EngineError, ModelError
+from primad.gguf.architectures import SUPPORTED
+from primad.gguf.header import Header, TensorInfo, read_header
+from primad.gguf.layer_file import hash_file
+from primad.gguf.layers import HEADER_BYTES, is_tree_of
+
+_LAYER: Final = re.compile(r"blk\.(\d+)\.")
+_EXPERTS: Final = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down|gate_up)_exps\.weight")
+_GAP_BYTES: Final = 4096
+"""Tensors of one layer with no more between them are read as one range."""
+_OUTPUT: Final = "output.weight"
+_EMBEDDING: Final = "token_embd.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowUnits:
+    """The file ranges of each layer that the CPU computes, in order; of the output matrix (empty without one here).
+
+    ``experts`` are those of each layer, which lie in its ranges. ``rest`` is read a row at a time and never held: the
+    embedding table of a whole model that has its own output matrix.
+    """
+
+    layers: tuple[tuple[FileRange, ...], ...]
+    experts: tuple[ExpertFiles, ...]
+    output: tuple[FileRange, ...]
+    rest: tuple[FileRange, ...]
+
+
+def units_of_window(files: WindowFiles) -> WindowUnits:
+    """The units of a window of layer files; the output matrix is the file behind the layers. Raises ``EngineError``."""
+    ranges = []
+    for path in files.layers:
+        try:
+            size = Path(path).stat().st_size
+        except OSError as exc:
+            raise EngineError(f"{path}: cannot be opened: {exc.strerror or exc}") from exc
+        ranges.append((FileRange(path, HEADER_BYTES, size - HEADER_BYTES),))
+    output = ranges[files.layer_count] if len(ranges) > files.layer_count and not files.output_on_gpu else ()
+    layers = files.layer_count - files.gpu_layers
+    experts = [_experts(_digest(path), _header(path).tensors.values()) for path in files.layers[:layers]]
+    return WindowUnits(tuple(ranges[:layers]), tuple(experts), output, ())
+
+
+def units_of_model(header: Header, files: WindowFiles) -> WindowUnits:
+    """The units of a whole model that is computed from its own file."""
+    layers: list[list[TensorInfo]] = [[] for _ in range(files.layer_count - files.gpu_layers)]
+    for name, tensor in header.tensors.items():
+        match = _LAYER.match(name)
+        if match is not None and int(match[1]) < len(layers):
+            layers[int(match[1])].append(tensor)
+    own, embedding = header.tensors.get(_OUTPUT), header.tensors.get(_EMBEDDING)
+    matrix = own or embedding
+    output = _ranges([matrix]) if matrix is not None and not files.output_on_gpu else ()
+    rest = _ranges([embedding]) if own is not None and embedding is not None else ()
+    known = header.text("general.architecture") in SUPPORTED  # the router of another one may mean something else
+    experts = [_experts(_name(header, layer), tensors if known else ()) for layer, tensors in enumerate(layers)]
+    return WindowUnits(tuple(map(_ranges, layers)), tuple(experts), output, rest)
+
+
+def without(ranges: Iterable[FileRange], experts: ExpertFiles) -> tuple[FileRange, ...]:
+    """``ranges`` without those of ``experts``, each of which lies in one of them."""
+    found = list(ranges)
+    for tensor in experts.tensors:
+        hole = tensor.whole
+        parts = []
+        for part in found:
+            end, behind = part.offset + part.size, hole.offset + hole.size
+            if part.path != hole.path or behind <= part.offset or end <= hole.offset:
+                parts.append(part)
+                continue
+            parts.append(FileRange(part.path, part.offset, hole.offset - part.offset))
+            parts.append(FileRange(part.path, behind, end - behind))
+        found = [part for part in parts if part.size]
+    return tuple(found)
+
+
+def _experts(key: str, tensors: Iterable[TensorInfo]) -> ExpertFiles:
+    """The expert tensors among those of one layer; none where they are of an unknown kind."""
+    found = [tensor for tensor in tensors if _EXPERTS.fullmatch(tensor.name)]
+    if len({tensor.shape[2:] for tensor in found}) != 1 or len(found[0].shape) != 3:
+        return ExpertFiles(key, ())
+    count = found[0].shape[2]
+    return ExpertFiles(
+        key, tuple(ExpertTensor(FileRange(str(each.path), each.offset, each.bytes), count) for each in found)
+    )
+
+
+def _header(path: str) -> Header:
+    try:
+        return read_header(Path(path))
+    except ModelError as exc:
+        raise EngineError(str(exc)) from exc
+
+
+def _digest(path: str) -> str:
+    """The digest in the name of a layer file."""
+    return Path(path).stem.partition("-")[0]
+
+
+def _name(header: Header, layer: int) -> str:
+    """A name for a layer of a whole model, the same in every run."""
+    path = header.path.resolve()
+    text = f"{path}\n{path.stat().st_size}\n{layer}"
+    return blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def _ranges(tensors: Iterable[TensorInfo]) -> tuple[FileRange, ...]:
+    """The ranges of ``tensors``, neighbours as one."""
+    found: list[FileRange] = []
+    for tensor in sorted(tensors, key=lambda tensor: (str(tensor.path), tensor.offset)):
+        path, last = str(tensor.path), found[-1] if found else None
+        if last is not None and last.path == path and tensor.offset - last.offset - last.size <= _GAP_BYTES:
+            found[-1] = FileRange(path, last.offset, tensor.offset + tensor.bytes - last.offset)
+        else:
+            found.append(FileRange(path, tensor.offset, tensor.bytes))
+    return tuple(found)
+
+
+def is_still_whole(path: str) -> bool:
+    """Whether a layer file still holds the weights that its name says; a model file has no such name and is not.
+
+    Somebody wrote to it: for a layer file that may have been its header, for another window.
+    """
+    digest = _digest(path)
+    try:
+        tree, stamp = hash_file(Path(path))
+        return stamp is not None and is_tree_of(tree, digest, stamp[0] - HEADER_BYTES)
+    except OSError:
+        return False

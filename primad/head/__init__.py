@@ -1,0 +1,1 @@
+"""The head: it finds devices, plans, forms rings and serves the API."""

@@ -1,0 +1,284 @@
+"""``primad serve``: the shell around the membership core. It tells the core what happens and does what the core decides.
+
+Devices are found and greeted (``devices.py``), plans are solved (``planner.py``), rings are formed beside each other and
+handed over (``rings.py``); the HTTP endpoint stays up throughout. Before it serves for the first time, what cannot be cured
+ends the program with one clear line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from typing import Any, Final
+
+import zmq.asyncio
+
+from halda import DeviceProfile, ModelProfile
+from primad.daemon.loading import Place
+from primad.daemon.memory_watch import ReliefWatch
+from primad.daemon.pairing_service import PairingDesk
+from primad.daemon.reporter import Reporter
+from primad.errors import ClusterError
+from primad.gguf.header import Header
+from primad.head.backend import RingBackend
+from primad.head.devices import Devices
+from primad.head.options import ServeOptions, workload_of
+from primad.head.planner import Planner
+from primad.head.rings import Rings, StatusOf
+from primad.head.worker_link import Caller
+from primad.layers.server import LayerServer
+from primad.membership import types as members
+from primad.membership.step import phase_of, step, wake_at
+from primad.network.admin import (
+    AdminAnswer,
+    AdminRequest,
+    AdminServer,
+    Describe,
+    Described,
+    Leave,
+    OpenPairing,
+    Pause,
+    Refusal,
+    Resume,
+)
+from primad.network.gate import Gate
+from primad.settings.config import Config
+from primad.system.tasks import Tasks
+from primad.trust.identity import Identity
+from primad.trust.trust import TrustStore
+
+LOOK_S: Final = 2.0
+"""How long the head looks for devices when nobody said how many to wait for."""
+HOLD_S: Final = 900.0
+"""Open answers wait at most this long for a ring that is on its way: layers may have to cross a slow network first."""
+_MAX_EVENTS: Final = 10_000
+
+
+class HeadDaemon:
+    """The head. ``profile`` gives this device's profile as of now."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        options: ServeOptions,
+        place: Place,
+        identity: Identity,
+        trust: TrustStore,
+        header: Header,
+        model: ModelProfile,
+        profile: Callable[[], DeviceProfile],
+        backend: RingBackend,
+        reporter: Reporter,
+    ) -> None:
+        self._config, self._options, self._identity, self._trust = config, options, identity, trust
+        self._profile, self._backend, self._reporter = profile, backend, reporter
+        self._relief = ReliefWatch(config.limits, self._relieved)
+        self._context = zmq.asyncio.Context()
+        self._events: asyncio.Queue[members.Event] = asyncio.Queue(_MAX_EVENTS)
+        self._state: members.State | None = None
+        self._tasks = Tasks()
+        self._desk = PairingDesk(config, identity, trust, reporter.say)
+        caller = Caller(
+            context=self._context,
+            identity=identity,
+            device=config.name,
+            session=random.getrandbits(62),
+            build=place.build,
+            gone_after_s=config.gone_after_s,
+            ping_interval_s=config.heartbeat_interval_s,
+        )
+        self._devices = Devices(
+            config=config,
+            http_port=options.http_port,
+            trust=trust,
+            caller=caller,
+            desk=self._desk,
+            post=self._post,
+            describe=self._describe,
+            reporter=reporter,
+        )
+        workload = workload_of(options, model)
+        self._planner = Planner(
+            options=options,
+            header=header,
+            model=model,
+            workload=workload,
+            profile=self._own_profile,
+            devices=self._devices,
+        )
+        self._rings = Rings(
+            config=config,
+            options=options,
+            place=place,
+            identity=identity,
+            header=header,
+            profile=self._own_profile,
+            relief=self._relief,
+            workload=workload,
+            session=caller.session,
+            devices=self._devices,
+            planner=self._planner,
+            backend=backend,
+            post=self._post,
+            describe=self._describe,
+            status_of=self._with_cluster,
+            reporter=reporter,
+        )
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises ``PrimadError`` when it cannot serve in the first place."""
+        async with AsyncExitStack() as stack:
+            stack.callback(self._context.destroy, linger=0)  # also what was not begun yet when the end came
+            await stack.enter_async_context(Gate(self._context, self._trust.trusts))
+            stack.callback(self._devices.close)
+            stack.push_async_callback(self._tasks.close)
+            stack.push_async_callback(self._rings.close)
+            stack.push_async_callback(self._desk.close)
+            stack.enter_context(self._trust.announce_locally(self._config.name))
+            sight = await stack.enter_async_context(AsyncExitStack())
+            layers = LayerServer(
+                self._context,
+                self._config.host,
+                self._identity,
+                self._rings.find_layer,
+                bytes_per_s=self._config.transfer_limit_bytes_per_s,
+                allows=self._trust.trusts,
+            )
+            self._rings.layer_port = layers.port
+            async with asyncio.TaskGroup() as group:
+                services = [
+                    group.create_task(layers.run()),
+                    group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
+                    group.create_task(self._rings.conduct()),
+                    group.create_task(self._relief.run()),
+                ]
+                try:
+                    if not self._options.alone:
+                        self._describe("looking for devices")
+                        await self._devices.discover(sight)
+                        await self._devices.greet_named()
+                        services.append(group.create_task(self._devices.watch_trust()))
+                    await self._drive()
+                finally:
+                    for service in services:
+                        service.cancel()
+                    # Beside each other: to say goodbye takes a while, and so does the end of a ring process.
+                    await asyncio.gather(self._devices.farewell(), sight.aclose(), self._rings.close())
+
+    async def _drive(self) -> None:
+        """Ask the core about everything that happens, and do what it says."""
+        loop = asyncio.get_running_loop()
+        state = members.State(settings=self._settings(), started_s=loop.time())
+        # Named devices said welcome already: they are known before it is asked whether all are there.
+        event: members.Event = members.Tick() if self._events.empty() else self._events.get_nowait()
+        while True:
+            state, effects = step(state, event, loop.time())
+            self._state = state
+            for effect in effects:
+                self._do(effect)
+            wake = wake_at(state, loop.time())
+            event = members.Tick()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(wake):
+                    event = await self._events.get()
+
+    def _settings(self) -> members.Settings:
+        options, config = self._options, self._config
+        patience_s = options.wait_timeout_s if options.wait else (0.0 if config.devices else LOOK_S)
+        return members.Settings(
+            head=config.name,
+            suspect_after_s=config.suspect_after_s,
+            gone_after_s=config.gone_after_s,
+            gain=config.replan_gain,
+            use_all=options.use_all,
+            wanted=options.wait or None,
+            look_s=patience_s,
+            hold_s=HOLD_S,
+            solo=options.alone or options.wait == 0,
+        )
+
+    def _own_profile(self) -> DeviceProfile:
+        """This device's profile as of now, with no more memory than plans may have since it was short of it."""
+        profile = self._profile()
+        return replace(profile, ram_available_bytes=self._relief.most_bytes(profile.ram_available_bytes))
+
+    async def _relieved(self, _: int) -> None:
+        """This device was short of memory and has room again."""
+        self._planner.forget()
+        self._post(members.Relieved(self._config.name))
+
+    def _post(self, event: members.Event) -> None:
+        self._events.put_nowait(event)
+
+    def _do(self, effect: members.Effect) -> None:
+        match effect:
+            case members.Greet(device):
+                self._tasks.start(self._devices.greet(device))
+            case members.Drop(device):
+                self._devices.drop(device)
+            case members.Measure(devices, again):
+                self._tasks.start(self._devices.measure(devices, again=again))
+            case members.Dismiss(device):
+                self._tasks.start(self._devices.dismiss(device))
+            case members.Solve(epoch, candidates, instead):
+                self._rings.solve(epoch, candidates, instead)
+            case members.Form(epoch):
+                self._rings.form(epoch)
+            case members.Abandon(epoch):
+                self._rings.abandon(epoch)
+            case members.Serve() | members.Close() | members.Fail():
+                self._rings.order(effect)
+            case members.Say(text):
+                self._reporter.settle()
+                self._reporter.say(text)
+            case members.GiveUp(reason):
+                raise ClusterError(reason)
+
+    def _describe(self, what: str) -> None:
+        """What the health check says goes on, while nothing is served."""
+        if not self._backend.health().serving:
+            self._backend.describe(what)
+
+    def _with_cluster(self, ring_status: StatusOf) -> StatusOf:
+        async def status() -> dict[str, Any]:
+            return await ring_status() | {"cluster": self._cluster()}
+
+        return status
+
+    def _cluster(self) -> list[dict[str, Any]]:
+        state = self._state
+        if state is None:
+            return []
+        return [
+            {"device": name, "phase": str(phase_of(state, name)), "reason": device.reason}
+            for name, device in sorted(state.devices.items())
+        ]
+
+    async def _administer(self, request: AdminRequest) -> AdminAnswer:
+        match request:
+            case OpenPairing() if self._options.alone:
+                return Refusal(reason=f"{self._config.name} serves with --alone; start it without to pair devices")
+            case OpenPairing():
+                return await self._desk.open()
+            case Describe():
+                epoch = self._state.epoch if self._state is not None else 0
+                return Described(
+                    status={
+                        "device": self._config.name,
+                        "role": "head",
+                        "epoch": epoch,
+                        "serving": self._backend.health().serving,
+                        "detail": self._backend.health().detail,
+                        "devices": {each["device"]: _state_text(each) for each in self._cluster()},
+                    }
+                )
+            case Leave() | Pause() | Resume():
+                return Refusal(reason=f"{self._config.name} is the head, and the others need it; Ctrl-C ends it")
+
+
+def _state_text(each: dict[str, Any]) -> str:
+    return f"{each['phase']}: {each['reason']}" if each["reason"] else str(each["phase"])

@@ -1,0 +1,184 @@
+"""The parts that a head gives its workers: what each was asked, what it answered, and what ended it.
+
+An answer counts whichever way it comes: in a message of its own, or with the state of the part in a ``Pong``. What the
+worker did not hear is said again (see ``cluster/messages.py`` on connections that are reset).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from halda import Plan
+from primad.errors import ClusterError, PrimadError
+from primad.network.messages import (
+    Broken,
+    Link,
+    Linked,
+    Load,
+    Loaded,
+    PartState,
+    Ping,
+    Progress,
+    Release,
+    WorkerStatus,
+)
+from primad.system.tasks import settle
+
+if TYPE_CHECKING:
+    from primad.head.worker_link import WorkerLink
+
+logger = logging.getLogger(__name__)
+
+MISSES: Final = 2
+"""After so many answers in a row that know nothing of a message it was lost: one alone may have overtaken it when the
+connection was made anew."""
+MOST_REPEATS: Final = 5
+"""What was said so often again is not lost: the worker does not understand it."""
+
+UNREACHED: Final = "route"
+"""The fault of a device to which no way leads from the head, though it was found."""
+
+OnProgress = Callable[[str, Progress], None]
+
+
+class DeviceLostError(ClusterError):
+    """``device`` does not answer any more, or works for another head."""
+
+    def __init__(self, message: str, device: str) -> None:
+        super().__init__(message)
+        self.device = device
+
+
+class PartError(ClusterError):
+    """The part of ``device`` in a ring failed; ``fault`` is what it was doing (``messages.FAULTS``, or ``UNREACHED``)."""
+
+    def __init__(self, message: str, device: str, fault: str) -> None:
+        super().__init__(message)
+        self.device = device
+        self.fault = fault
+
+
+def blamed(error: PrimadError, plan: Plan, *, forming: bool = False) -> tuple[str | None, bool]:
+    """Which worker of ``plan`` is to blame for ``error`` that ended its ring, None for none, and whether that will last.
+
+    The head cannot be left out. A worker that does not reach it while the ring is ``forming`` can.
+    """
+    if isinstance(error, DeviceLostError):
+        return error.device, False
+    if not isinstance(error, PartError):
+        return None, False
+    device: str | None = error.device
+    if error.fault == "next":
+        following = plan.after(error.device)
+        nobody = error.device if forming else None
+        device = following if following != plan.head else nobody
+    return device, error.fault in ("disk", UNREACHED)
+
+
+class WorkerPart:
+    """One worker's part in one epoch, as the head sees it.
+
+    ``loaded`` becomes its ring process's (port, key), ``linked`` is set when it sends to the next device. ``broken`` gets
+    the ``PartError`` or ``DeviceLostError`` that ends it.
+    """
+
+    def __init__(self, link: WorkerLink, load: Load, on_progress: OnProgress) -> None:
+        self.link = link
+        self.epoch = load.epoch
+        self._load = load
+        self._on_progress = on_progress
+        self._asked: Load | Link | None = None
+        self._asked_before = 0
+        self._misses = self._repeats = 0
+        loop = asyncio.get_running_loop()
+        self.loaded: asyncio.Future[tuple[int, str]] = loop.create_future()
+        self.linked: asyncio.Future[None] = loop.create_future()
+        self.broken: asyncio.Future[ClusterError] = loop.create_future()
+        self.status: WorkerStatus | None = None
+        self._status_news = asyncio.Event()
+        link.attend(self)
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return self.link.name
+
+    async def load(self) -> None:
+        """Have the worker load its windows. Raises ``DeviceLostError`` when it takes no messages."""
+        await self._ask(self._load)
+
+    async def connect(self, address: str, key: str, sender: str) -> None:
+        """Tell the worker where its steps go, and from whom they come. Raises ``DeviceLostError`` as ``load``."""
+        await self._ask(Link(epoch=self.epoch, address=address, key=key, sender=sender))
+
+    async def _ask(self, message: Load | Link) -> None:
+        try:
+            await self.link.end.send(message)
+        except ClusterError as exc:
+            raise DeviceLostError(f"{self.name} is gone: {exc}", self.name) from exc
+        self._asked, self._asked_before = message, self.link.next_ping
+        self._misses = self._repeats = 0
+
+    async def wait_status(self) -> WorkerStatus | None:
+        """What the worker's ring process did so far, asked for now."""
+        self._status_news.clear()
+        await self.link.end.send(Ping(status=True))
+        await self._status_news.wait()
+        return self.status
+
+    async def release(self) -> None:
+        """Let the worker give its windows back; nothing more is heard of this part. A worker that is gone has done so."""
+        self.link.forget(self)
+        with contextlib.suppress(ClusterError):
+            await self.link.end.send(Release(epoch=self.epoch))
+
+    def fail(self, error: ClusterError) -> None:
+        """This part is over."""
+        settle(self.broken, error)
+
+    def compare(self, number: int, state: PartState | None) -> Load | Link | None:
+        """With ping ``number`` the part stood so, or was not there: what was asked for and lost, and is to be said again.
+
+        An answer that was lost is heard now. A part that is gone after it was loaded does not come back.
+        """
+        if state is not None:
+            answers = (state.loaded, Linked(self.epoch) if state.linked else None, state.broken)
+            for answer in answers:
+                if answer is not None:
+                    self.hear(answer)
+        arrived = state is not None and (isinstance(self._asked, Load) or state.linked)
+        if self._asked is None or number < self._asked_before or arrived or self.broken.done():
+            self._misses = 0
+            return None
+        self._misses += 1
+        if self._misses < MISSES:
+            return None
+        self._misses, self._asked_before = 0, self.link.next_ping
+        if state is None and self.loaded.done():
+            self.fail(PartError(f"{self.name}: its part ended without a word", self.name, "ring"))
+            return None
+        self._repeats += 1
+        if self._repeats > MOST_REPEATS:
+            self.fail(PartError(f"{self.name}: it does not take its part in the ring", self.name, "load"))
+            return None
+        logger.info("epoch %d: %s did not hear %s; saying it again", self.epoch, self.name, type(self._asked).__name__)
+        return self._asked
+
+    def hear(self, message: Progress | Loaded | Linked | Broken | WorkerStatus) -> None:
+        """What the worker says about this epoch."""
+        match message:
+            case Progress():
+                self._on_progress(self.name, message)
+            case Loaded(port=port, key=key):
+                settle(self.loaded, (port, key))
+            case Linked():
+                settle(self.linked, None)
+            case Broken(error=error, fault=fault):
+                self.fail(PartError(f"{self.name}: {error}", self.name, fault))
+            case WorkerStatus():
+                self.status = message
+                self._status_news.set()

@@ -1,0 +1,112 @@
+"""Plans for the head and some of its workers; those for the loss of a device are made before it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Prediction, Workload
+from primad.errors import PlanError, PrimadError
+from primad.gguf.architectures import cuttable
+from primad.gguf.header import Header
+from primad.head.devices import Devices
+from primad.head.options import ServeOptions, plan_by_hand, stream_by_hand
+from primad.head.solver_process import Question, solve_apart
+from primad.head.worker_link import WorkerLink
+from primad.system.tasks import Tasks
+
+logger = logging.getLogger(__name__)
+
+SOLVE_S: Final = 5.0
+MOST_FORESEEN: Final = 8
+"""In larger rings the loss of one device is planned for when it comes."""
+
+Planned = tuple[Plan, Prediction | None, float]
+"""A plan, what it promises (None for one that was set by hand), and its objective."""
+
+
+class Planner:
+    """``profile`` gives the head's own profile as of now."""
+
+    def __init__(
+        self,
+        *,
+        options: ServeOptions,
+        header: Header,
+        model: ModelProfile,
+        workload: Workload,
+        profile: Callable[[], DeviceProfile],
+        devices: Devices,
+    ) -> None:
+        self._options, self._header, self._model, self._workload = options, header, model, workload
+        self._profile, self._devices = profile, devices
+        self._foreseen: dict[frozenset[str], tuple[list[DeviceProfile], Planned]] = {}
+        self.foreseeing: asyncio.Task[None] | None = None
+        """The planning for losses that is under way."""
+
+    async def plan(self, candidates: frozenset[str]) -> Planned:
+        """The plan for the head and ``candidates``. Raises ``PlanError`` or ``Infeasible`` when there is none."""
+        workers = self._devices.present(candidates)
+        profiles, foreseen = self._foreseen.get(candidates, ([], None))
+        # A device that is short of memory now has another profile than it had then.
+        if foreseen is not None and profiles == [worker.profile for worker in workers]:
+            return foreseen
+        return await self._solve(workers)
+
+    def forget(self) -> None:
+        """What was foreseen holds no more: the head's own memory became short."""
+        if self.foreseeing is not None:
+            self.foreseeing.cancel()
+        self._foreseen.clear()
+
+    def foresee(self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks) -> None:
+        """Begin to plan for the loss of each of ``members``, so that no time goes into it when it comes."""
+        self.forget()
+        if len(members) <= MOST_FORESEEN and self._options.windows is None:
+            self.foreseeing = tasks.start(self._foresee(candidates, members))
+
+    async def _foresee(self, candidates: frozenset[str], members: frozenset[str]) -> None:
+        for lost in sorted(members):
+            rest = candidates - {lost}
+            workers = self._devices.present(rest)
+            profiles = [worker.profile for worker in workers]
+            try:
+                self._foreseen[rest] = profiles, await self._solve(workers, background=True)
+            except (PrimadError, Infeasible) as exc:
+                logger.info("without %s there is no plan: %s", lost, exc)
+
+    async def _solve(self, workers: Sequence[WorkerLink], *, background: bool = False) -> Planned:
+        """The plan for the head and ``workers``, what it promises and its objective.
+
+        Nothing is predicted for one that was set by hand. ``background`` lets all other work of this device go first.
+        """
+        windows = self._options.windows
+        own = await asyncio.to_thread(self._profile)
+        devices = [own, *(worker.profile for worker in workers)]
+        if windows is not None:
+            if len(windows) > len(devices):
+                raise PlanError(
+                    f"--windows {','.join(map(str, windows))} is for {len(windows)} devices; found {len(devices)}, "
+                    "this one among them; start 'primad join' on more or give fewer windows"
+                )
+            names = [device.device for device in devices[: len(windows)]]
+            plan = plan_by_hand(names, windows, self._options.rounds, self._model)
+            return stream_by_hand(plan, devices[: len(windows)], self._model, self._workload), None, 0.0
+        if len(devices) > 1:
+            cuttable(self._header)
+        names = [device.device for device in devices]
+        solution = await solve_apart(
+            Question(
+                devices=list(devices),
+                links=self._devices.book.between(names),
+                model=self._model,
+                workload=self._workload,
+                objective=self._options.objective,
+                require=frozenset(names if self._options.use_all else ()),
+                time_limit_s=SOLVE_S,
+            ),
+            background=background,
+        )
+        return solution.plan, solution.prediction, solution.objective_s

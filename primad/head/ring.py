@@ -1,0 +1,446 @@
+"""Form one ring for one plan and keep it: the workers' parts, the head's own ring process, the links between them.
+
+A ``HeadRing`` is formed (``form``), given work (``send``), emptied before another ring takes over (``drain``) and closed.
+Two may exist at a time: one serves while the next is formed. What ends one, at any time, is told once to ``on_broken``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import psutil
+
+from halda import Plan, Prediction
+from primad.daemon.loading import distrust, remove_metadata, streamed_of
+from primad.errors import ClusterError, ModelError, PrimadError, RingError, WeightsError
+from primad.gguf.windows import WindowSpec, token_embedding
+from primad.head.load_own import start_own
+from primad.head.participation import UNREACHED, PartError, WorkerPart, blamed
+from primad.head.ring_inputs import RingParts
+from primad.head.status import Costs, device_status, link_status, plan_lines, promises
+from primad.head.worker_link import WorkerLink
+from primad.layers.fetch import hash_in_thread
+from primad.network.layer_messages import Source, is_endpoint
+from primad.network.messages import MAX_SOURCES, Load, Progress
+from primad.network.scopes import bare, own_address
+from primad.network.sockets import endpoint
+from primad.ring.messages import (
+    Connect,
+    Drain,
+    Drained,
+    Finished,
+    Loading,
+    Opened,
+    Overdue,
+    Pressed,
+    Report,
+    RingCommand,
+    Sampled,
+    Serving,
+    Status,
+)
+from primad.ring.spawn import RingProcess
+from primad.settings.config import LOOPBACK, is_loopback
+from primad.system.stopped import wait_stopped
+from primad.system.tasks import mistake, settle
+
+logger = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S: Final = 3600.0
+STATUS_TIMEOUT_S: Final = 5.0
+OVERDUE_ANSWER_S: Final = 2.0
+"""When a step is overdue, a ring process that does not answer for so long hangs; a slow one answers between two steps."""
+LOST_S: Final = 4.0
+"""A step that is out for so long, and that nobody has had since it was looked for before, comes no more."""
+DRAIN_TIMEOUT_S: Final = 10.0
+
+
+class HeadRing:
+    """One ring."""
+
+    def __init__(self, parts: RingParts) -> None:
+        self._parts = parts
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._workers: dict[str, WorkerPart] = {}
+        self._process: RingProcess | None = None
+        self._closed = False
+        loop = asyncio.get_running_loop()
+        self._own: asyncio.Future[tuple[str, str]] = loop.create_future()
+        self._serving: asyncio.Future[None] = loop.create_future()
+        self._drained: asyncio.Future[None] = loop.create_future()
+        self._broken: asyncio.Future[PrimadError] = loop.create_future()
+        self._status: asyncio.Queue[Status] = asyncio.Queue(8)
+        self._costs: dict[str, Costs] = {}
+        self._asking: asyncio.Task[dict[str, Any]] | None = None
+        self._finding_fault: asyncio.Task[None] | None = None
+        self._computed: list[int] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that this ring serves."""
+        return self._parts.plan
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What the plan promises."""
+        return self._parts.prediction
+
+    @property
+    def epoch(self) -> int:
+        """The plan's number."""
+        return self._parts.options.epoch
+
+    @property
+    def broken_by(self) -> PrimadError | None:
+        """What ended it, if something did."""
+        return self._broken.result() if self._broken.done() else None
+
+    async def form(self) -> None:
+        """Have every device load its windows, link them and run a warm-up lap.
+
+        Raises the ``PrimadError`` that it fails for; ``close`` is due in any case.
+        """
+        forming = asyncio.create_task(self._form())
+        try:
+            await _first_of(forming, self._broken)
+        finally:
+            if not forming.done():
+                forming.cancel()
+                await asyncio.wait([forming])
+        if not forming.cancelled() and (error := forming.exception()) is not None:
+            raise error
+        if self._broken.done():
+            raise self._broken.result()
+
+    async def _form(self) -> None:
+        specs = await self._specs()
+        loads = {name: await self._load(name, specs) for name in self._parts.workers}
+        for name, worker in self._parts.workers.items():
+            part = WorkerPart(worker, loads[name], self._on_progress)
+            self._workers[name] = part
+            self._start(self._watch(part))
+            await part.load()
+        await self._start_own(specs.get(self.plan.head, []))
+        async with asyncio.timeout(LOAD_TIMEOUT_S):
+            own = await self._own
+            loaded = {name: await part.loaded for name, part in self._workers.items()}
+            await self._link(own, loaded)
+            await self._serving
+
+    async def send(self, command: RingCommand) -> None:
+        """Give the head's ring process a command; it need not be taken any more once the ring is broken."""
+        assert self._process is not None
+        sending = asyncio.create_task(self._process.send(command))
+        try:
+            await _first_of(sending, self._broken)
+            if sending.done():
+                await sending
+        finally:
+            sending.cancel()
+
+    async def drain(self) -> None:
+        """Begin no further step and wait until those on their way are back, or the ring breaks over it."""
+        await self.send(Drain())
+        await _first_of(self._drained, self._broken, timeout_s=DRAIN_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Let the workers go and end the head's ring process."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
+        for part in self._workers.values():
+            await part.release()
+        if self._process is not None:
+            await self._process.close()
+        remove_metadata(self._parts.place, self.epoch)
+        self._parts.place.cache.let_go(self._parts.owner)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, PrimadError):
+            self._break(error)
+        elif error is not None:
+            logger.error("a task of the ring failed", exc_info=error)
+            self._break(RingError(mistake(error)))
+
+    def _break(self, error: PrimadError) -> None:
+        if self._closed or self._broken.done():
+            return
+        self._broken.set_result(error)
+        device, lasting = blamed(error, self.plan, forming=not self._serving.done())
+        self._parts.on_broken(self.epoch, device, str(error), lasting)
+
+    async def _watch(self, part: WorkerPart) -> None:
+        raise await part.broken
+
+    def describe(self) -> list[str]:
+        """Who computes what, a line a device."""
+        return plan_lines(self.plan)
+
+    async def status(self) -> dict[str, Any]:
+        """What every device did and holds now, as plain data; a device that does not answer in time has no figures.
+
+        Takes ``STATUS_TIMEOUT_S`` at most. Whoever asks while the devices are being asked gets that answer too, so that many
+        who ask are no more work than one.
+        """
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_all())
+        asking = self._asking
+        await asyncio.wait([asking])  # who is cancelled over it leaves the others their answer
+        return {} if asking.cancelled() else asking.result()
+
+    async def _ask_all(self) -> dict[str, Any]:
+        names = self.plan.devices
+        answers = await asyncio.gather(*(self._ask(name) for name in names))
+        devices = []
+        for name, (status, daemon_rss_bytes) in zip(names, answers, strict=True):
+            costs = self._costs.get(name, Costs())
+            if status is not None:
+                costs = self._costs[name] = costs.after(status, len(self.plan.windows_of(name)))
+            devices.append(
+                device_status(self.plan, self.prediction, name, status, costs, daemon_rss_bytes=daemon_rss_bytes)
+            )
+        return {
+            "epoch": self.epoch,
+            "rounds": self.plan.rounds,
+            "predicted": None if self.prediction is None else msgspec.to_builtins(promises(self.prediction)),
+            "devices": msgspec.to_builtins(devices),
+            "links": [msgspec.to_builtins(link_status(link)) for link in self._parts.links.between(names)],
+        }
+
+    async def _ask(self, name: str) -> tuple[Status | None, int]:
+        """What the ring process of ``name`` says, and the memory of the daemon there."""
+        if name in self._workers:
+            return await self._worker_status(name, STATUS_TIMEOUT_S)
+        return await self._own_status(STATUS_TIMEOUT_S), psutil.Process().memory_info().rss
+
+    async def _own_status(self, timeout_s: float) -> Status | None:
+        while not self._status.empty():  # an answer that came too late for who asked before
+            self._status.get_nowait()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.send(Report())
+                return await self._status.get()
+        except TimeoutError:
+            return None
+
+    async def _worker_status(self, name: str, timeout_s: float) -> tuple[Status | None, int]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._workers[name].wait_status()
+        except (TimeoutError, ClusterError):
+            return None, 0
+        return (None, 0) if answer is None else (answer.status, answer.daemon_rss_bytes)
+
+    async def _specs(self) -> dict[str, list[WindowSpec]]:
+        """The windows of every device; hashes the layers that no plan needed before (reads them from the model file).
+
+        Stopping waits for no more than one chunk.
+        """
+        cutter, plan = self._parts.cutter, self.plan
+        if len(plan.route) == 1:
+            return {}
+        assert cutter is not None
+        needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
+        for done, layer in enumerate(needed):
+            self._parts.reporter.progress(plan.head, "hash", done, len(needed))
+            await hash_in_thread(cutter.ref, layer)
+        self._parts.reporter.progress(plan.head, "hash", len(needed), len(needed))
+        if cutter.digests is not None:
+            cutter.digests.save()
+        return {
+            name: [cutter.spec(index, window.first, window.last) for index, window in plan.windows_of(name)]
+            for name in plan.devices
+        }
+
+    async def _load(self, name: str, specs: Mapping[str, list[WindowSpec]]) -> Load:
+        options, worker = self._parts.options, self._parts.workers[name]
+        first = specs[name][0].first
+        return Load(
+            ring=options.session,
+            epoch=options.epoch,
+            route=len(self.plan.route),
+            width=token_embedding(self._parts.header).shape[0],
+            windows=specs[name],
+            gpu_layers=[window.gpu_layers for _, window in self.plan.windows_of(name)],
+            probe=self._probe_spec(first, first + 1) if options.extra_buffers == "auto" else None,
+            force_extra_buffers=options.extra_buffers == "on",
+            sources=await self._sources(worker),
+            context=options.context_tokens,
+            sequences=1,
+            rows=options.rows,
+            step_timeout_s=options.step_timeout_s,
+            place=self._place_of(name),
+            streamed=streamed_of(self.plan, name),
+            slots=self.plan.streaming_of(name).slots,
+            room_bytes=self._parts.room_bytes(name),
+            kv_type=options.kv_type,
+        )
+
+    async def _sources(self, worker: WorkerLink) -> list[Source]:
+        """Who may have layers that ``worker`` lacks: this head, and every worker that it reaches."""
+        own = [endpoint(await self._address_for(worker), self._parts.layer_port)]
+        sources = [Source(device=self.plan.head, key=self._parts.key, endpoints=own)]
+        for name, other in self._parts.holders.items():
+            if name == worker.name:
+                continue
+            way = endpoint(self._host_for(worker.name, name), other.layer_port)
+            if is_endpoint(way):  # host names mean something here only
+                sources.append(Source(device=name, key=other.key, endpoints=[way]))
+        return sources[:MAX_SOURCES]
+
+    def _place_of(self, name: str) -> int:
+        """Counts the devices on the machine of ``name`` from its turn in the ring to the ring's end."""
+        rest = self.plan.devices[self.plan.devices.index(name) :]
+        hosts = {worker: link.profile.host for worker, link in self._parts.workers.items()}
+        return sum(hosts.get(other) == hosts[name] for other in rest)
+
+    async def _address_for(self, worker: WorkerLink) -> str:
+        """The address of this head that ``worker`` can reach: the one that packets to it leave from.
+
+        Raises ``PartError`` where no address of the worker has a way to it.
+        """
+        if is_loopback(self._parts.config.host) or is_loopback(worker.end.host):
+            return LOOPBACK
+        measured = self._parts.links.address(self.plan.head, worker.name)
+        return await self._leaving_for(worker, [worker.end.host, *([measured] if measured else [])])
+
+    async def _leaving_for(self, worker: WorkerLink, hosts: Sequence[str]) -> str:
+        """Where packets to ``worker`` leave from by the first of ``hosts`` to which there is a way."""
+        reasons = []
+        for host in dict.fromkeys(hosts):
+            try:
+                return await own_address(host, worker.end.port)
+            except OSError as exc:
+                reasons.append(f"no route to {worker.name} at {host}:{worker.end.port}: {exc.strerror or exc}")
+        raise PartError("; ".join(reasons), worker.name, UNREACHED)
+
+    async def _start_own(self, specs: list[WindowSpec]) -> None:
+        self._process, windows = await start_own(self._parts, specs)
+        self._start(self._attend_own(self._process, windows, specs))
+        self._start(self._watch_process(self._process))
+
+    def _probe_spec(self, first: int, last: int) -> WindowSpec | None:
+        assert self._parts.cutter is not None
+        try:
+            return self._parts.cutter.spec(0, first, last)
+        except ModelError:
+            return None
+
+    async def _attend_own(self, process: RingProcess, windows: int, specs: list[WindowSpec]) -> None:
+        try:
+            await self._attend(process, windows)
+        except WeightsError as exc:
+            if not specs and exc.file is None:  # then there is but one file
+                path = str(self._parts.header.path)
+                raise WeightsError(f"{exc}: {path}", path) from exc
+            # The next ring cuts what is not whole out of the model again.
+            raise distrust(self._parts.place.cache, exc, (ref for spec in specs for ref in spec.layers)) from exc
+
+    async def _attend(self, process: RingProcess, windows: int) -> None:
+        """Listen to the head's ring process. Raises ``RingError`` or ``WeightsError`` when it ends."""
+        async for event in process.events():
+            match event:
+                case Sampled() | Finished():
+                    self._parts.deliver(self.epoch, event)
+                case Loading(done):
+                    self._parts.reporter.progress(self.plan.head, "load", done, windows)
+                case Opened(address, key):
+                    settle(self._own, (address, key))
+                case Serving():
+                    settle(self._serving, None)
+                case Drained():
+                    settle(self._drained, None)
+                case Overdue(step=step, waited_s=waited_s):
+                    self._look_for_fault(step, waited_s)
+                case Pressed(needed_bytes):
+                    logger.info("epoch %d: the head is short of %d bytes of memory", self.epoch, needed_bytes)
+                    self._parts.on_pressed(needed_bytes)
+                case Status():
+                    if self._status.full():
+                        self._status.get_nowait()
+                    self._status.put_nowait(event)
+                case _:
+                    raise RingError(f"the head's ring process said {type(event).__name__}")
+
+    async def _watch_process(self, process: RingProcess) -> None:
+        """The head's own ring process says nothing once it is stopped, not even that a step is late."""
+        await wait_stopped(process.pid)
+        raise RingError("the head's ring process was stopped")
+
+    def _look_for_fault(self, step: int, waited_s: float) -> None:
+        logger.info("epoch %d: step %d is out for %.1f s", self.epoch, step, waited_s)
+        if self._finding_fault is None or self._finding_fault.done():
+            self._finding_fault = self._start(self._find_fault(step, waited_s))
+
+    async def _find_fault(self, step: int, waited_s: float) -> None:
+        """A step is late. A worker whose ring process does not even answer hangs; one that answers is slow.
+
+        Raises ``PartError`` for the one that hangs. Where all answer, and not one has computed anything since it was asked
+        last, nobody has the step: a connection between two of them broke and took it along. Raises ``RingError`` then.
+        """
+        names = list(self._workers)
+        answers = await asyncio.gather(*(self._worker_status(name, OVERDUE_ANSWER_S) for name in names))
+        silent = [name for name, (status, _) in zip(names, answers, strict=True) if status is None]
+        if silent:
+            reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s + OVERDUE_ANSWER_S:.1f} s"
+            raise PartError(reason, silent[0], "ring")
+        own = await self._own_status(OVERDUE_ANSWER_S)
+        if own is None:  # it computes another step, and may not have looked at what arrived
+            self._computed = None
+            return
+        counts = [step, own.steps, *(status.steps for status, _ in answers if status is not None)]
+        if waited_s >= LOST_S and counts == self._computed:
+            raise RingError(f"step {step} is out for {waited_s:.1f} s, and no device has it: it was lost on its way")
+        self._computed = counts
+
+    async def _link(self, own: tuple[str, str], loaded: Mapping[str, tuple[int, str]]) -> None:
+        """Tell every device where its steps go, and from whom they come."""
+        if not self._workers:
+            return
+        assert self._process is not None
+        head, devices = self.plan.head, list(self.plan.devices)
+        keys = {name: key for name, (_, key) in loaded.items()} | {head: own[1]}
+        before = {self.plan.after(name): name for name in devices}
+        for name, part in self._workers.items():
+            following = self.plan.after(name)
+            if following == head:
+                address = endpoint(await self._address_for(part.link), own[0].rsplit(":", 1)[1])
+            else:
+                address = endpoint(self._host_for(name, following), loaded[following][0])
+            await part.connect(address, keys[following], keys[before[name]])
+        first = self.plan.after(head)
+        way = self._host_for(head, first)
+        await self._leaving_for(self._workers[first].link, [way])  # a process that is told of no way ends
+        await self._process.send(Connect(endpoint(way, loaded[first][0]), keys[first], keys[before[head]]))
+        for part in self._workers.values():
+            await part.linked
+
+    def _host_for(self, source: str, target: str) -> str:
+        """Where ``source`` reaches the worker ``target``; only the head itself is told a scope."""
+        host = self._parts.links.address(source, target) or self._parts.holders[target].end.host
+        return host if source == self.plan.head else bare(host)
+
+    def _on_progress(self, device: str, progress: Progress) -> None:
+        self._parts.reporter.progress(device, progress.phase, progress.done, progress.total)
+
+
+async def _first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,293 @@
+"""The rings of a head: solve for one, form it, let it serve, hand over from one to the next, close it.
+
+``solve``, ``form`` and ``abandon`` work beside each other and post what came of it; who serves changes in the order in which
+it was decided (``order`` and ``conduct``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final
+
+from halda import DeviceProfile, Infeasible, Plan, Prediction, Workload
+from primad.api.backend import ServedModel
+from primad.daemon.loading import Place
+from primad.daemon.memory_watch import ReliefWatch
+from primad.daemon.reporter import Reporter
+from primad.errors import ModelError, PlanError, PrimadError, WeightsError
+from primad.gguf.digests import LayerDigests
+from primad.gguf.header import Header
+from primad.gguf.model import check_unchanged, stamps_of
+from primad.gguf.windows import ModelCutter
+from primad.head.backend import RingBackend
+from primad.head.devices import Devices, Post
+from primad.head.extra_buffers import Tried
+from primad.head.options import ServeOptions, model_id
+from primad.head.participation import blamed
+from primad.head.planner import Planner
+from primad.head.ring import HeadRing
+from primad.head.ring_inputs import RingOptions, RingParts
+from primad.head.vocabulary import ModelVocabulary
+from primad.layers.server import LayerSource
+from primad.membership import types as members
+from primad.settings.config import Config
+from primad.system.tasks import Tasks, mistake, to_its_end
+from primad.trust.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+_MAX_ORDERS: Final = 1000
+UNREADABLE_S: Final = 10.0
+"""A model file that could not be read is tried again so much later; less than the core waits where there is no plan."""
+
+Order = members.Serve | members.Close | members.Fail
+StatusOf = Callable[[], Coroutine[Any, Any, dict[str, Any]]]
+
+
+class Rings:
+    """All rings of this head. ``layer_port`` is where it serves layers; ``status_of`` adds to a ring's own status.
+
+    ``profile`` gives the head's own as of now; ``relief`` hears when the head is short of memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        options: ServeOptions,
+        place: Place,
+        identity: Identity,
+        header: Header,
+        profile: Callable[[], DeviceProfile],
+        relief: ReliefWatch,
+        workload: Workload,
+        session: int,
+        devices: Devices,
+        planner: Planner,
+        backend: RingBackend,
+        post: Post,
+        describe: Callable[[str], None],
+        status_of: Callable[[StatusOf], StatusOf],
+        reporter: Reporter,
+    ) -> None:
+        self._config, self._options, self._place, self._identity = config, options, place, identity
+        self._header, self._profile, self._workload, self._session = header, profile, workload, session
+        self._relief = relief
+        self._stamps = stamps_of(header)
+        self._unreadable: tuple[str, float] | None = None
+        self._devices, self._planner, self._backend = devices, planner, backend
+        self._post, self._describe, self._status_of, self._reporter = post, describe, status_of, reporter
+        self.layer_port = 0
+        self._cutter: ModelCutter | None = None
+        self._vocabulary: ModelVocabulary | None = None
+        self._tried: Tried = {}
+        self._candidates: dict[int, frozenset[str]] = {}
+        self._plans: dict[int, tuple[Plan, Prediction | None]] = {}
+        self._rings: dict[int, HeadRing] = {}
+        self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
+        self._tasks = Tasks()
+
+    def solve(self, epoch: int, candidates: frozenset[str], instead: int | None = None) -> None:
+        """Begin to plan for the head and ``candidates``: ``Solved``, ``NoPlan`` or ``Broken`` follows.
+
+        A plan with the windows of ring ``instead`` is none.
+        """
+        self._candidates[epoch] = candidates
+        self._job(epoch, self._solve(epoch, candidates, instead))
+
+    def form(self, epoch: int) -> None:
+        """Begin to form the ring that was solved for: ``Formed`` or ``Broken`` follows."""
+        self._job(epoch, self._form(epoch))
+
+    def abandon(self, epoch: int) -> None:
+        """Forget ring ``epoch``, wherever it is."""
+        self._tasks.start(self._abandon(epoch))
+
+    def order(self, order: Order) -> None:
+        """Let another ring serve, or none; after what was ordered before."""
+        self._orders.put_nowait(order)
+
+    async def close(self) -> None:
+        """End everything."""
+        await self._tasks.close()
+        await asyncio.gather(*(ring.close() for ring in self._rings.values()))
+
+    def _job(self, epoch: int, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.start(work)
+        self._jobs[epoch] = task
+        task.add_done_callback(lambda done: self._jobs.pop(epoch, None) if self._jobs.get(epoch) is done else None)
+
+    async def _solve(self, epoch: int, candidates: frozenset[str], instead: int | None) -> None:
+        self._describe("planning")
+        try:
+            await asyncio.to_thread(self._check_model)
+            plan, prediction, value = await self._planner.plan(candidates)
+        except (ModelError, PlanError, Infeasible) as exc:
+            self._no_plan(epoch, str(exc), instead)
+            return
+        except PrimadError as exc:
+            self._post(members.Broken(epoch, None, str(exc)))
+            return
+        except Exception as exc:  # our own mistake; the core waits for an outcome
+            logger.exception("epoch %d cannot be planned", epoch)
+            self._post(members.Broken(epoch, None, mistake(exc)))
+            return
+        before = self._plans.get(instead) if instead is not None else None
+        if before is not None and before[0].route == plan.route:
+            self._no_plan(epoch, "the best one has the same windows", instead)
+            return
+        self._plans[epoch] = (plan, prediction)
+        self._post(members.Solved(epoch, frozenset(plan.devices) - {plan.head}, value))
+
+    def _no_plan(self, epoch: int, reason: str, instead: int | None) -> None:
+        self._post(members.NoPlan(epoch, reason))
+        if instead in self._rings:
+            self._foresee(instead)  # what was foreseen for this ring was for more memory
+
+    async def _form(self, epoch: int) -> None:
+        self._describe("loading")
+        profile = await asyncio.to_thread(self._profile)
+        self._relief.begin(profile.ram_available_bytes)
+        ring = HeadRing(self._parts(epoch, profile))
+        self._rings[epoch] = ring
+        try:
+            await ring.form()
+            if self._vocabulary is None:
+                self._vocabulary = await asyncio.to_thread(ModelVocabulary, self._header)
+        except PrimadError as exc:
+            self._remember(exc)
+            device, lasting = blamed(exc, ring.plan, forming=True)
+            self._post(members.Broken(epoch, device, str(exc), lasting))
+            return
+        except Exception as exc:  # as above
+            logger.exception("ring %d cannot be formed", epoch)
+            self._post(members.Broken(epoch, None, mistake(exc)))
+            return
+        self._post(members.Formed(epoch))
+
+    def _parts(self, epoch: int, profile: DeviceProfile) -> RingParts:
+        plan, prediction = self._plans[epoch]
+        if self._cutter is None and len(plan.route) > 1:
+            self._cutter = ModelCutter(self._header, LayerDigests(self._header, self._config.home / "digests.json"))
+        return RingParts(
+            plan=plan,
+            prediction=prediction,
+            workers={name: self._devices.workers[name] for name in plan.devices if name in self._devices.workers},
+            holders=dict(self._devices.workers),
+            config=self._config,
+            key=self._identity.public,
+            layer_port=self.layer_port,
+            place=self._place,
+            header=self._header,
+            cutter=self._cutter,
+            profile=profile,
+            options=RingOptions(
+                epoch=epoch,
+                session=self._session,
+                context_tokens=self._workload.context_tokens,
+                rows=self._options.rows if prediction is None else prediction.chunk_rows,
+                kv_type=self._options.kv_type,
+                extra_buffers=self._options.extra_buffers,
+                step_timeout_s=self._options.step_timeout_s,
+            ),
+            deliver=self._backend.deliver,
+            on_broken=self._on_broken,
+            on_pressed=self._on_pressed,
+            reporter=self._reporter,
+            links=self._devices.book,
+            tried=self._tried,
+        )
+
+    def _check_model(self) -> None:
+        """Raises ``ModelError`` when the model's own files are not what they were, or could not be read a moment ago."""
+        check_unchanged(self._stamps)
+        if self._unreadable is not None and time.monotonic() < self._unreadable[1] + UNREADABLE_S:
+            raise ModelError(f"{self._unreadable[0]}; check the disk, or serve another copy of the model")
+
+    def _remember(self, error: PrimadError | None) -> None:
+        """No ring can do without the model's own files: a disk that does not give them is no reason to try at once."""
+        if isinstance(error, WeightsError) and error.file is not None and Path(error.file) in self._stamps:
+            self._unreadable = str(error), time.monotonic()
+
+    def _on_broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
+        if epoch in self._rings:
+            self._remember(self._rings[epoch].broken_by)
+        self._post(members.Broken(epoch, device, reason, lasting))
+
+    def _on_pressed(self, needed_bytes: int) -> None:
+        self._tasks.start(self._press(needed_bytes))
+
+    async def _press(self, needed_bytes: int) -> None:
+        """The head's own memory became short: plans from now on have less of it."""
+        await self._relief.press(needed_bytes)
+        self._planner.forget()
+        self._post(members.Pressed(self._config.name))
+
+    def find_layer(self, digest: str) -> LayerSource | None:
+        """The layer ``digest``: out of the model file, or out of the cache."""
+        cut = self._cutter.source(digest) if self._cutter is not None else None
+        return cut if cut is not None else self._place.cache.reader(digest)
+
+    async def _abandon(self, epoch: int) -> None:
+        job = self._jobs.pop(epoch, None)
+        if job is not None:
+            job.cancel()
+            await asyncio.wait([job])
+        self._plans.pop(epoch, None)
+        self._candidates.pop(epoch, None)
+        ring = self._rings.pop(epoch, None)
+        if ring is not None:
+            await to_its_end(ring.close())  # nobody else would end its process
+
+    async def conduct(self) -> None:
+        """Hand the endpoint from ring to ring, in the order in which the core decided."""
+        while True:
+            match await self._orders.get():
+                case members.Serve(epoch, instead):
+                    await self._serve(epoch, instead)
+                case members.Close(epoch, reason):
+                    self._backend.hold(f"forming the ring again: {reason}")
+                    self._tasks.start(self._abandon(epoch))
+                case members.Fail(reason):
+                    self._backend.fail(reason)
+                    self._reporter.say(f"nothing can be served: {reason}; waiting for devices")
+
+    async def _serve(self, epoch: int, instead: int | None) -> None:
+        ring = self._rings[epoch]
+        if instead is not None and instead in self._rings:
+            self._backend.hand_over()
+            await self._rings[instead].drain()
+        count = len(ring.plan.devices)
+        detail = f"serving with {count} device{'s' if count > 1 else ''}"
+        await self._backend.attach(self._served(), epoch, ring.send, self._status_of(ring.status), detail)
+        if instead is not None:
+            self._tasks.start(self._abandon(instead))
+        self._foresee(epoch)
+        self._reporter.settle()
+        for line in ring.describe():
+            self._reporter.say(line)
+        if ring.prediction is not None:
+            self._reporter.say(
+                f"predicted {ring.prediction.tokens_per_s:.3g} tokens/s, first token of an answer to "
+                f"{self._workload.prompt_tokens} tokens after {ring.prediction.ttft_s:.2g} s"
+            )
+
+    def _served(self) -> ServedModel:
+        assert self._vocabulary is not None
+        return ServedModel(
+            id=model_id(self._header.path),
+            created=self._backend.created,
+            context_tokens=self._workload.context_tokens,
+            vocabulary=self._vocabulary,
+        )
+
+    def _foresee(self, epoch: int) -> None:
+        ring = self._rings[epoch]
+        self._planner.foresee(
+            self._candidates.get(epoch, frozenset()), frozenset(ring.plan.devices) - {ring.plan.head}, self._tasks
+        )

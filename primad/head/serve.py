@@ -1,0 +1,109 @@
+"""Start and stop a head: what can be judged first, then its HTTP server and its daemon in one task group."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+
+from halda import ModelProfile
+from primad.api.app import create_app
+from primad.api.patience import PatientProtocol
+from primad.daemon.reporter import Reporter
+from primad.daemon.run import home_place, own_home, profile_held, profile_now, run
+from primad.gguf.architectures import cuttable
+from primad.gguf.header import Header
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from primad.head.backend import RingBackend
+from primad.head.daemon import HeadDaemon
+from primad.head.options import ServeOptions, bind_http, plan_by_hand, workload_of
+from primad.network.sockets import raise_descriptor_limit
+from primad.settings.config import Config
+from primad.system.allocator import keep_little_freed
+from primad.trust.identity import load_identity
+from primad.trust.trust import TrustStore
+
+HTTP_GRACE_S: Final = 1
+
+
+def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
+    """Judge all that can be judged before the network is touched. Raises ``ConfigError``, ``PlanError``, ``ModelError``."""
+    workload_of(options, model)
+    windows = options.windows
+    if windows is not None:
+        plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)
+    if (windows is not None and len(windows) > 1) or options.wait or config.devices:
+        cuttable(header)
+
+
+def serve(config: Config, path: Path, options: ServeOptions, http_host: str, reporter: Reporter) -> None:
+    """Run the head until it is stopped. Everything that can be judged without the network is judged first."""
+    header = open_model(path)
+    model = model_profile(header)
+    check_options(options, config, header, model)
+    with own_home(config), contextlib.closing(bind_http(http_host, options.http_port)) as listener:
+        raise_descriptor_limit()
+        keep_little_freed()
+        identity = load_identity(config.home)
+        trust = TrustStore(config.home, identity)
+        place = home_place(config)
+        profile_held(config, reporter)
+
+        async def main() -> None:
+            backend = RingBackend()
+            head = HeadDaemon(
+                config=config,
+                options=options,
+                place=place,
+                identity=identity,
+                trust=trust,
+                header=header,
+                model=model,
+                profile=lambda: profile_now(config, config.name),
+                backend=backend,
+                reporter=reporter,
+            )
+            async with asyncio.TaskGroup() as group:
+                http = _http_server(backend, http_host)
+                serving = group.create_task(http.serve(sockets=[listener]))
+                heading = asyncio.create_task(head.run())
+                try:
+                    await asyncio.wait([heading])
+                finally:
+                    # Open answers end with an error now, and the server need not wait for them.
+                    backend.fail("primad is stopping")
+                    http.should_exit = True
+                    heading.cancel()
+                    await asyncio.wait([serving], timeout=HTTP_GRACE_S)
+                    await asyncio.wait([heading])
+                heading.result()
+
+        run(main())
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: the daemon decides when it ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _http_server(backend: RingBackend, host: str) -> uvicorn.Server:
+    app = create_app(backend, hosts=(host, socket.gethostname()))
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        http=PatientProtocol,
+        ws="none",
+        log_level="error",  # its warnings are one a request that is none, as many as somebody likes to send
+        access_log=False,
+        timeout_graceful_shutdown=HTTP_GRACE_S,
+    )
+    return _HttpServer(config)

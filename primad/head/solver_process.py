@@ -1,0 +1,109 @@
+"""Solve in a process of its own: a plan takes seconds of processor time, in which this daemon must answer pings and Ctrl-C.
+
+A thread would not do: nothing can end it, so the daemon would wait for it before it stops. The child reads one question from
+standard input and answers on standard output. It has a session of its own: Ctrl-C in a terminal is its parent's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from halda import DeviceProfile, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload
+from primad.daemon.owner import apply_nice
+from primad.engine.probe import Stop
+from primad.errors import PlanError
+
+LEAST_NICE: Final = 19
+GRACE_S: Final = 60.0
+"""The solver keeps to its time limit by and large; this much later it hangs."""
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``halda.solve`` is asked; ``require`` names the devices that must take part."""
+
+    devices: list[DeviceProfile]
+    links: list[LinkProfile]
+    model: ModelProfile
+    workload: Workload
+    objective: Objective
+    require: frozenset[str]
+    time_limit_s: float
+
+
+class _Solved(msgspec.Struct, frozen=True, tag="solved"):
+    solution: Solution
+
+
+class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
+    message: str
+    short_bytes: int
+
+
+async def solve_apart(question: Question, *, background: bool = False) -> Solution:
+    """The answer of ``halda.solve``; in the ``background`` all other work goes first.
+
+    Raises ``Infeasible`` as that does, ``PlanError`` when the child fails.
+    """
+    stop = Stop()
+    try:
+        return await asyncio.to_thread(_ask, question, stop, background)
+    finally:
+        stop.set()
+
+
+def _ask(question: Question, stop: Stop, background: bool) -> Solution:
+    with subprocess.Popen(
+        [sys.executable, "-m", "primad.head.solver_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as child:
+        stop.watch(child)
+        if background:
+            apply_nice(child.pid, LEAST_NICE)
+        try:
+            answer, errors = child.communicate(msgspec.msgpack.encode(question), question.time_limit_s + GRACE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise PlanError(f"no plan within {question.time_limit_s + GRACE_S:g} s; set one with --windows") from None
+    if child.returncode != 0:
+        said = errors.decode("utf-8", errors="replace").strip().splitlines()
+        how = f"ended with code {child.returncode}" + (f": {said[-1]}" if said else "")
+        raise PlanError(f"the solver {how}; set the plan with --windows")
+    outcome = msgspec.msgpack.decode(answer, type=_Solved | _Unsolvable)
+    if isinstance(outcome, _Unsolvable):
+        raise Infeasible(outcome.message, short_bytes=outcome.short_bytes)
+    return outcome.solution
+
+
+def _answer(question: Question) -> _Solved | _Unsolvable:
+    from halda import CHUNKS, as_run, instance, solve  # only this process loads the solver
+
+    try:
+        solution = solve(
+            question.devices,
+            question.links,
+            question.model,
+            question.workload,
+            objective=question.objective,
+            require=question.require,
+            chunks=CHUNKS,
+            time_limit_s=question.time_limit_s,
+        )
+    except Infeasible as exc:
+        return _Unsolvable(str(exc), exc.short_bytes)
+    asked = instance(question.devices, question.links, question.model, question.workload, {}, head=solution.plan.head)
+    asked = asked.with_rows(solution.prediction.chunk_rows)
+    return _Solved(replace(solution, prediction=as_run(solution.plan, solution.prediction, asked)))
+
+
+if __name__ == "__main__":
+    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Question)
+    sys.stdout.buffer.write(msgspec.msgpack.encode(_answer(asked)))

@@ -1,0 +1,170 @@
+"""Devices for a plan that nobody serves yet: this one, those named and those in sight, asked for their profiles and let go.
+
+The links between them are measured as a head does it. A device that works for a head now is not disturbed: it refuses and
+is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import zmq.asyncio
+
+from halda import DeviceProfile, LinkProfile
+from primad.daemon.reporter import Reporter
+from primad.daemon.run import profile, run
+from primad.engine.build import build_id
+from primad.errors import ClusterError
+from primad.head.link_book import LinkBook
+from primad.head.worker_link import Caller, WorkerLink, greet, greet_named, knock
+from primad.network.discovery import look
+from primad.network.peer import Peer
+from primad.settings.config import Config
+from primad.trust.identity import load_identity
+from primad.trust.trust import TrustStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What was found; this device is the first."""
+
+    devices: tuple[DeviceProfile, ...]
+    links: tuple[LinkProfile, ...]
+
+
+def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
+    """The profiles of this device (measured if it never was) and of the others that are free, and the links between them.
+
+    ``seconds`` is how long to look for devices that are not named in ``config.devices``; 0 does not look. Raises
+    ``ClusterError`` for a named device that does not answer, ``ConfigError`` when the home folder cannot be used.
+    """
+    own = profile(config, reporter)
+    devices, links = [own], list[LinkProfile]()
+
+    async def main() -> None:
+        with closing_context() as context:
+            visit = _Visit(config, reporter, context)
+            try:
+                with visit.known_here():
+                    await visit.find(seconds)
+                    devices.extend(worker.profile for worker in visit.workers)
+                    links.extend(await visit.measure_links())
+            finally:
+                visit.close()
+
+    if seconds > 0 or config.devices:
+        run(main())
+    return Survey(devices=tuple(devices), links=tuple(links))
+
+
+@contextmanager
+def closing_context() -> Iterator[zmq.asyncio.Context]:
+    """A ZeroMQ context that is gone at the end, with whatever was left open in it."""
+    context = zmq.asyncio.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)
+
+
+class _Visit:
+    """The workers that said welcome, until they are let go."""
+
+    def __init__(self, config: Config, reporter: Reporter, context: zmq.asyncio.Context) -> None:
+        self._config = config
+        self._reporter = reporter
+        identity = load_identity(config.home)
+        self._trust = TrustStore(config.home, identity)
+        self._caller = Caller(
+            context=context,
+            identity=identity,
+            device=config.name,
+            session=random.getrandbits(62),
+            build=build_id(),
+            gone_after_s=config.gone_after_s,
+            ping_interval_s=config.heartbeat_interval_s,
+        )
+        self._workers: dict[str, WorkerLink] = {}
+        self._announced: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def workers(self) -> list[WorkerLink]:
+        """By name."""
+        return [self._workers[name] for name in sorted(self._workers)]
+
+    def known_here(self) -> AbstractContextManager[None]:
+        """While it lasts, the daemons of this user on this machine let us in."""
+        return self._trust.announce_locally(self._config.name)
+
+    async def find(self, seconds: float) -> None:
+        """Greet the devices that were named, then at once all those that come in sight in ``seconds``."""
+        for address in self._config.devices:
+            keys = [each.key for each in self._trust.entries()]
+            self._take(await greet_named(self._caller, address, keys, self))
+        async with asyncio.TaskGroup() as group:
+            for peer in await self._in_sight(seconds):
+                self._announced[peer.device] = peer.addresses
+                if peer.device not in self._workers:
+                    group.create_task(self._greet_peer(peer))
+
+    async def measure_links(self) -> list[LinkProfile]:
+        """The links between this device and the workers; none, and the default for them, when a worker goes silent."""
+        book = LinkBook(self._caller.context, self._caller.identity, self._config.name)
+        try:
+            for worker in self.workers:
+                others = [(other.name, other.key) for other in self.workers if other is not worker]
+                await worker.introduce(others, self._trust.revoked())
+            return await book.measure(self.workers, self._announced, self._reporter)
+        except ClusterError as exc:
+            self._reporter.say(f"links are not measured: {exc}")
+            return []
+
+    def close(self) -> None:
+        """Let all workers go."""
+        for worker in self._workers.values():
+            worker.close()
+
+    def heard(self, device: str) -> None:
+        """A sign of life; nobody counts them in a short visit."""
+
+    def lost(self, device: str, reason: str) -> None:
+        """Whoever waits for an answer of it is told there."""
+
+    def leaving(self, device: str, reason: str) -> None:
+        """It may go: it computes nothing for us."""
+
+    def pressed(self, device: str) -> None:
+        """It has no part of ours."""
+
+    def relieved(self, device: str) -> None:
+        """It had no part of ours."""
+
+    def _take(self, worker: WorkerLink) -> None:
+        if worker.name in self._workers or worker.name == self._config.name:
+            worker.close()  # the same device, named and seen, or a worker on this very device
+        else:
+            self._workers[worker.name] = worker
+
+    async def _greet_peer(self, peer: Peer) -> None:
+        if not peer.key or not self._trust.trusts(peer.key):
+            self._reporter.say(f"{peer.device} is left out: it is not paired with this device ('primad join --code')")
+            return
+        try:
+            end, _ = await knock(self._caller, [(address, peer.port) for address in peer.addresses], [peer.key])
+            self._take(await greet(self._caller, end, self))
+        except ClusterError as exc:
+            self._reporter.say(f"{peer.device} is left out: {exc}")
+
+    async def _in_sight(self, seconds: float) -> list[Peer]:
+        if seconds <= 0:
+            return []
+        try:
+            peers = await look(self._config.host, seconds, self._config.interface)
+        except ClusterError as exc:
+            self._reporter.say(str(exc))
+            return []
+        return [peer for peer in peers if peer.is_worker_of(self._config.cluster)]

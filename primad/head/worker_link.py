@@ -1,0 +1,368 @@
+"""The head's conversation with one worker: find the address that works, greet it, hear that it lives.
+
+``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``WorkerPart``
+(``worker_part.py``); what is about the device itself (a sign of life, that it leaves, that its link broke) goes to the
+``Listener``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+import zmq.asyncio
+
+from halda import DeviceProfile, LinkProfile
+from primad import __version__
+from primad.errors import ClusterError
+from primad.head.participation import MISSES, DeviceLostError, WorkerPart
+from primad.membership.memory_recovery import lowered
+from primad.network.control import HeadEnd
+from primad.network.messages import (
+    OLDEST,
+    PROTOCOL,
+    Broken,
+    Dismiss,
+    HeadMessage,
+    Hello,
+    Introduce,
+    Introduction,
+    Knock,
+    Knocked,
+    Leaving,
+    Linked,
+    LinksMeasured,
+    LinkTarget,
+    Loaded,
+    MeasureLinks,
+    PartState,
+    Ping,
+    Pong,
+    Pressed,
+    Progress,
+    Refused,
+    Release,
+    Relieved,
+    Welcome,
+    WorkerMessage,
+    WorkerStatus,
+    agreed_protocol,
+)
+from primad.settings.config import split_address
+from primad.trust.identity import Identity
+
+KNOCK_TIMEOUT_S: Final = 3.0
+HELLO_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who greets: the head's name, its keys, this start of it, its llama.cpp, and after what silence it is gone."""
+
+    context: zmq.asyncio.Context
+    identity: Identity
+    device: str
+    session: int
+    build: str
+    gone_after_s: float
+    ping_interval_s: float
+
+
+class Listener(Protocol):
+    """Who hears what becomes of a device."""
+
+    def heard(self, device: str) -> None:
+        """It gave a sign of life."""
+
+    def lost(self, device: str, reason: str) -> None:
+        """Its link is of no use any more."""
+
+    def leaving(self, device: str, reason: str) -> None:
+        """It asks to go."""
+
+    def pressed(self, device: str) -> None:
+        """It is short of memory for its part; its profile says so now."""
+
+    def relieved(self, device: str) -> None:
+        """It has room again; its profile says so now."""
+
+
+async def knock(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Collection[str]) -> tuple[HeadEnd, Knocked]:
+    """The link to the first of ``addresses`` (host, port) where a device with one of ``keys`` answers.
+
+    All are tried at once, so that it is the fastest. Raises ``ClusterError`` when none answers, or the one that does speaks
+    no common protocol.
+    """
+    ends: list[HeadEnd] = []
+    refusals: list[str] = []
+    for host, port in addresses:
+        for key in keys:
+            try:
+                ends.append(HeadEnd(caller.context, host, port, identity=caller.identity, key=key))
+            except ClusterError as exc:
+                refusals.append(str(exc))
+    tasks = {asyncio.create_task(_knock(caller, end)): end for end in ends}
+    winner: HeadEnd | None = None
+    try:
+        for done in asyncio.as_completed(tasks):
+            try:
+                winner, knocked = await done
+            except ClusterError as exc:
+                refusals.append(str(exc))
+                continue
+            _check_version(caller, knocked)
+            return winner, knocked
+    except BaseException:
+        winner = None
+        raise
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for end in ends:
+            if end is not winner:
+                end.close()
+    if not keys:
+        raise ClusterError("no device is trusted yet; pair it with 'primad join --code' and the code of 'primad pair'")
+    raise ClusterError("; ".join(sorted(set(refusals))) or "it has no address")
+
+
+async def _knock(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Knocked]:
+    await end.send(Knock(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=caller.device))
+    try:
+        async with asyncio.timeout(KNOCK_TIMEOUT_S + 1):
+            while True:
+                message = await end.receive(KNOCK_TIMEOUT_S)
+                if isinstance(message, Knocked):
+                    return end, message
+    except TimeoutError as exc:
+        raise ClusterError(f"{end.address} says much, but not who it is") from exc
+
+
+def _check_version(caller: Caller, knocked: Knocked) -> None:
+    if agreed_protocol(knocked.protocol, knocked.oldest) is None:
+        raise ClusterError(version_gap(caller.device, knocked.device, knocked.version, knocked.protocol))
+
+
+def version_gap(ours: str, theirs: str, version: str, protocol: int) -> str:
+    """What to tell the owner of two devices whose versions do not understand each other."""
+    return (
+        f"{theirs} runs primad {version} (protocol {protocol}), {ours} runs {__version__} (protocol {PROTOCOL}), and they "
+        "do not understand each other; install the same version on both"
+    )
+
+
+def build_gap(ours: str, theirs: str, device: str) -> str:
+    """What to tell the owner of this device, whose llama.cpp is ``ours``, and of ``device``, whose is ``theirs``."""
+    return (
+        f"llama.cpp differs: {ours} here, {theirs} on {device}; answers may differ from those of one build in rare words; "
+        "install the same version on both"
+    )
+
+
+async def greet_named(caller: Caller, address: str, keys: Collection[str], listener: Listener) -> WorkerLink:
+    """Say hello at ``address`` (host:port), which the owner named, to whichever device with one of ``keys`` is there.
+
+    Raises ``ClusterError`` that names the flag when none answers or takes this head.
+    """
+    try:
+        end, _ = await knock(caller, [split_address(address)], keys)
+        return await greet(caller, end, listener)
+    except ClusterError as exc:
+        raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
+
+
+async def greet(caller: Caller, end: HeadEnd, listener: Listener) -> WorkerLink:
+    """Say hello on ``end``, which ``knock`` found; from then on the device works for this head.
+
+    Raises ``ClusterError`` when it does not answer or is busy; then ``end`` is closed.
+    """
+    hello = Hello(
+        protocol=PROTOCOL,
+        version=__version__,
+        device=caller.device,
+        session=caller.session,
+        build=caller.build,
+        gone_after_s=caller.gone_after_s,
+    )
+    try:
+        await end.send(hello)
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            while True:
+                match await end.receive(HELLO_TIMEOUT_S):
+                    case Welcome() as welcome:
+                        return WorkerLink(end, welcome, caller.ping_interval_s, listener)
+                    case Refused(reason=reason):
+                        raise ClusterError(reason)
+                    case _:
+                        continue  # what it still had to say to this head's last session
+    except TimeoutError as exc:
+        end.close()
+        raise ClusterError(f"no answer from {end.address} within {HELLO_TIMEOUT_S:g} s") from exc
+    except BaseException:
+        end.close()
+        raise
+
+
+class WorkerLink:
+    """A worker that said welcome. It is pinged and read until ``close``; every message is a sign of life."""
+
+    def __init__(self, end: HeadEnd, welcome: Welcome, ping_interval_s: float, listener: Listener) -> None:
+        self.end = end
+        self.profile: DeviceProfile = welcome.profile
+        self.build = welcome.build
+        self.layer_port = welcome.layer_port
+        self._listener = listener
+        self._parts: dict[int, WorkerPart] = {}
+        self._links: asyncio.Future[list[LinkProfile]] | None = None
+        self._lost = False
+        self._strays: dict[int, int] = {}
+        self._again: list[HeadMessage] = []
+        self.next_ping = 1
+        self._tasks = [
+            asyncio.create_task(self._ping(ping_interval_s)),
+            asyncio.create_task(self._read()),
+            asyncio.create_task(self._watch()),
+        ]
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return self.profile.device
+
+    @property
+    def key(self) -> str:
+        """The device's public key."""
+        return self.end.key
+
+    def close(self) -> None:
+        """Stop reading and close the link; nothing is reported any more."""
+        self._lost = True
+        for task in self._tasks:
+            task.cancel()
+        if self._links is not None and not self._links.done():
+            self._links.cancel()
+        self.end.close()
+
+    async def introduce(self, devices: Iterable[tuple[str, str]], revoked: Iterable[str]) -> None:
+        """Tell the worker whom this head trusts, and whom it does not trust any more."""
+        known = [Introduction(device, key) for device, key in devices]
+        await self.end.send(Introduce(devices=known, revoked=sorted(revoked)))
+
+    async def dismiss(self) -> None:
+        """Let the worker go that asked for it."""
+        await self.end.send(Dismiss())
+
+    async def measure_links(self, targets: Sequence[LinkTarget], timeout_s: float) -> list[LinkProfile]:
+        """Have the worker measure its links to ``targets``; without targets it only says that it is there.
+
+        One measurement at a time. Raises ``DeviceLostError`` when it goes silent.
+        """
+        asked = {target.device for target in targets}
+        self._links = asyncio.get_running_loop().create_future()
+        try:
+            await self.end.send(MeasureLinks(targets=list(targets)))
+            async with asyncio.timeout(timeout_s):
+                links = await self._links
+        except TimeoutError as exc:
+            raise DeviceLostError(f"{self.name} did not measure its links within {timeout_s:g} s", self.name) from exc
+        except asyncio.CancelledError:
+            if self._lost and self._links.cancelled():
+                raise DeviceLostError(f"{self.name} went away", self.name) from None
+            raise
+        except ClusterError as exc:
+            raise DeviceLostError(f"{self.name} went away: {exc}", self.name) from exc
+        return [link for link in links if self._is_of(link, asked)]
+
+    def _is_of(self, link: LinkProfile, asked: set[str]) -> bool:
+        return (link.source == self.name and link.target in asked) or (
+            link.target == self.name and link.source in asked
+        )
+
+    def attend(self, part: WorkerPart) -> None:
+        """Give ``part`` what the worker says about its epoch."""
+        self._parts[part.epoch] = part
+
+    def forget(self, part: WorkerPart) -> None:
+        """``part`` is over."""
+        if self._parts.get(part.epoch) is part:
+            del self._parts[part.epoch]
+
+    async def _ping(self, interval_s: float) -> None:
+        while True:
+            again, self._again = self._again, []
+            with contextlib.suppress(ClusterError):  # that it takes nothing shows where its answers are missed
+                for message in again:
+                    await self.end.send(message)
+                number, self.next_ping = self.next_ping, self.next_ping + 1
+                await self.end.send(Ping(status=False, number=number))
+            await asyncio.sleep(interval_s)
+
+    async def _watch(self) -> None:
+        await self.end.wait_ended()
+        self._report_lost("its primad ended")
+
+    async def _read(self) -> None:
+        while True:
+            message = await self.end.receive(None)
+            if self._lost:
+                return
+            self._listener.heard(self.name)
+            self._hear(message)
+
+    def _hear(self, message: WorkerMessage) -> None:
+        match message:
+            case Refused(reason=reason):
+                self._report_lost(reason)
+            case Leaving(reason):
+                self._listener.leaving(self.name, reason)
+            case Pressed():
+                if message.epoch in self._parts:
+                    self._lower(message)
+                    self._listener.pressed(self.name)
+            case Relieved(available):
+                if available > self.profile.ram_available_bytes:
+                    available = min(available, self.profile.ram_total_bytes)
+                    self.profile = replace(self.profile, ram_available_bytes=available)
+                    self._listener.relieved(self.name)
+            case LinksMeasured(links=links):
+                if self._links is not None and not self._links.done():
+                    self._links.set_result(links)
+            case Progress() | Loaded() | Linked() | Broken() | WorkerStatus():
+                part = self._parts.get(message.epoch)
+                if part is not None:
+                    part.hear(message)
+            case Pong(number=number, parts=list(states)) if number:
+                self._compare(number, {state.epoch: state for state in states})
+            case _:
+                return  # a sign of life and no more
+
+    def _compare(self, number: int, states: dict[int, PartState]) -> None:
+        """With ping ``number`` the worker had the parts ``states``: say what it did not hear once more."""
+        for part in self._parts.values():
+            lost = part.compare(number, states.get(part.epoch))
+            if lost is not None:
+                self._again.append(lost)
+        self._strays = {epoch: self._strays.get(epoch, 0) + 1 for epoch in states.keys() - self._parts.keys()}
+        for epoch in [epoch for epoch, times in self._strays.items() if times >= MISSES]:
+            del self._strays[epoch]
+            self._again.append(Release(epoch=epoch))
+
+    def _lower(self, pressed: Pressed) -> None:
+        """From now on plans have less memory of this device: what it says, and less than they had at least."""
+        left = lowered(
+            self.profile.ram_available_bytes,
+            available_bytes=pressed.ram_available_bytes,
+            needed_bytes=pressed.needed_bytes,
+        )
+        self.profile = replace(self.profile, ram_available_bytes=left)
+
+    def _report_lost(self, reason: str) -> None:
+        if not self._lost:
+            self._lost = True
+            for part in list(self._parts.values()):
+                part.fail(DeviceLostError(f"{self.name} is gone: {reason}", self.name))
+            self._listener.lost(self.name, reason)

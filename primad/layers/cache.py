@@ -1,0 +1,401 @@
+"""The layer files a device holds, by content: fetched once, checked against their digest, kept for the next time.
+
+    <folder>/<digest>.gguf       a layer file; only its header changes when the layer moves to another window
+    <folder>/<digest>-1.gguf     a second copy, where one device computes two layers of equal content
+    <folder>/<digest>.tree       the digests of its chunks; its modification time is when the layer was last used
+    <folder>/in-use-<pid>.json   what a running process must not lose (``gguf/holds.py``)
+    <folder>/partial/            files on their way (``gguf/partial.py``); chunks that arrived are kept for the next run
+
+A file appears under its name only after its weights were hashed and flushed, so a crash leaves nothing half-written. A
+file (or copy) that was there before this process started is hashed once, the first time it is asked for, and again when
+its size or modification time say that somebody else wrote to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Final
+
+from primad.errors import DiskError
+from primad.gguf.layer_file import Stamp, StoredLayer, hash_file, save_tree, stamp_of
+from primad.gguf.layers import DIGEST_BYTES, HEADER_BYTES, LayerRef, Stop, is_tree_of, layer_header, never
+from primad.layers.eviction import CachedLayer, Disk, oldest_first
+from primad.layers.leases import Holds
+from primad.layers.partial import LayerPart
+from primad.layers.writer import LayerWriter
+
+STALE_S: Final = 7 * 86_400.0
+_DIGEST: Final = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+_FILE: Final = re.compile(rf"({_DIGEST.pattern})(-\d+)?\.(gguf|tree)")
+
+
+class LayerCache:
+    """The layer files under ``folder``, at most ``limit_bytes`` of them.
+
+    One process at a time owns it: it writes, and at its start removes what an earlier one left on the way. Any other
+    opens it with ``owner=False`` to look and to prune, and creates nothing. Every method but ``hold`` and ``let_go`` may
+    block on the disk.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int | None = None, *, owner: bool = True) -> None:
+        self._folder = folder
+        self._partial = folder / "partial"
+        self._limit_bytes = limit_bytes
+        self._verified: dict[str, Stamp] = {}
+        self._active: set[str] = set()
+        self._holds = Holds(folder)
+        self.turn = asyncio.Lock()
+        """Who fills the cache takes turns: two writers of one layer would undo each other's work."""
+        try:
+            if owner:
+                self._partial.mkdir(parents=True, exist_ok=True)
+                self._sweep()
+        except OSError as exc:
+            raise DiskError(f"{folder}: the layer cache cannot be opened: {exc.strerror or exc}") from exc
+
+    def _sweep(self) -> None:
+        """Remove what cannot be resumed, and what nobody resumed for long."""
+        for path in self._partial.iterdir():
+            resumable = path.suffix in (".part", ".journal")
+            if not resumable or time.time() - path.lstat().st_mtime > STALE_S:
+                path.unlink(missing_ok=True)
+
+    def path(self, digest: str, copy: int = 0) -> Path:
+        """Where the layer file lies; ``copy`` numbers further copies of the same content."""
+        return self._folder / (f"{digest}-{copy}.gguf" if copy else f"{digest}.gguf")
+
+    def _tree_path(self, digest: str) -> Path:
+        return self._folder / f"{digest}.tree"
+
+    def missing(self, refs: Iterable[LayerRef]) -> list[LayerRef]:
+        """Those of ``refs`` that are not here whole, each once; damaged files are removed on the way."""
+        return [ref for ref in dict.fromkeys(refs) if not self.holds(ref)]
+
+    def holds(self, ref: LayerRef, stop: Stop = never) -> bool:
+        """Whether the layer is here and its weights hash to their name; a file that does not is removed.
+
+        Raises ``DiskError`` when the disk refuses to read or remove it, ``HashingStopped`` at ``stop``.
+        """
+        with self._disk_errors(f"layer {ref.digest[:12]} cannot be read"):
+            whole = self._is_whole(self.path(ref.digest), ref.digest, ref.size_bytes, stop)
+            if not whole:
+                self._drop(ref.digest)
+            return whole
+
+    def touched(self, digests: Iterable[str]) -> list[Path]:
+        """The files of these layers that were whole and have another size, time or place now; reads none of them."""
+        wanted, found = set(digests), []
+        for name, stamp in list(self._verified.items()):  # others are verified meanwhile, in threads
+            path = self._folder / name
+            if path.stem.partition("-")[0] not in wanted:
+                continue
+            try:
+                same = stamp_of(path.stat()) == stamp
+            except OSError:
+                same = False
+            if not same:
+                found.append(path)
+        return sorted(found)
+
+    def doubt(self, file: str | None, digests: Iterable[str]) -> None:
+        """The weights in ``file`` could not be read or were not what they were: they are hashed before they are used again.
+
+        So are the layers ``digests`` where it is not known which file it was. Any other file is none of the cache's.
+        """
+        doubted = set(digests) if file is None else {Path(file).stem.partition("-")[0]}
+        for name in list(self._verified):
+            if Path(name).stem.partition("-")[0] in doubted:
+                self._verified.pop(name, None)
+
+    def damaged(self, digest: str, *, fix: bool) -> list[Path]:
+        """The files of the layer, copies among them, that are not the layer; ``fix`` removes them.
+
+        For a layer of which only the digest is known. Raises ``DiskError``.
+        """
+        with self._disk_errors(f"layer {digest[:12]} cannot be read"):
+            files = sorted(self._folder.glob(f"{digest}*.gguf"))
+            bad = [path for path in files if not self._is_whole(path, digest, None)]
+            if fix and self.path(digest) in bad:
+                self._drop(digest)
+            elif fix:
+                for path in bad:
+                    path.unlink(missing_ok=True)
+            return bad
+
+    def _is_whole(self, path: Path, digest: str, size_bytes: int | None, stop: Stop = never) -> bool:
+        """Whether ``path`` holds the weights of ``digest``; hashes them the first time and after a change."""
+        try:
+            stamp = stamp_of(path.stat())
+        except FileNotFoundError:
+            return False
+        if size_bytes is not None and stamp[0] != size_bytes + HEADER_BYTES:
+            return False
+        if self._verified.get(path.name) == stamp:
+            return True
+        try:
+            tree, hashed = hash_file(path, stop)
+        except OSError as exc:
+            if exc.errno != errno.EIO:
+                raise
+            tree, hashed = b"", None  # written anew it comes to lie elsewhere on the disk
+        if not is_tree_of(tree, digest, stamp[0] - HEADER_BYTES):
+            self._verified.pop(path.name, None)
+            return False
+        if not self._tree_path(digest).exists():
+            save_tree(self._tree_path(digest), tree)
+        if hashed is not None:
+            self._verified[path.name] = hashed
+        return True
+
+    def reader(self, digest: str) -> StoredLayer | None:
+        """The layer for a device that asks for it by a name that may be anything; None when it is not here.
+
+        Hashes nothing: what is read of it is compared as it is read.
+        """
+        if not _DIGEST.fullmatch(digest):
+            return None
+        path = self.path(digest)
+        try:
+            size_bytes = path.stat().st_size - HEADER_BYTES
+        except OSError:
+            return None
+        return StoredLayer(digest, path, self._tree_path(digest), size_bytes) if size_bytes > 0 else None
+
+    @contextmanager
+    def writing(self, ref: LayerRef) -> Iterator[LayerWriter]:
+        """Write one layer file in order; it appears whole when the block ends and not at all when it raises.
+
+        Raises ``ClusterError`` when the bytes do not hash to the layer's digest, ``DiskError`` when the disk refuses them.
+        """
+        partial = self._partial / ref.digest
+        try:
+            with self._write_errors(ref):
+                with partial.open("wb") as file:
+                    file.write(layer_header(ref.tensors, number=0, split=1))
+                    writer = LayerWriter(file, ref)
+                    yield writer
+                    writer.finish()
+                save_tree(self._tree_path(ref.digest), writer.tree)
+                partial.replace(self.path(ref.digest))
+                self._remember(self.path(ref.digest))
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def part(self, ref: LayerRef) -> Iterator[LayerPart]:
+        """The layer with what of it is here already, to add chunks to; safe from ``make_room`` while the block runs.
+
+        What arrived stays for the next time, but not on a disk that refused: a ``DiskError`` of the block removes it.
+        Raises ``DiskError`` when what is here cannot be read.
+        """
+        part = LayerPart(self._partial, ref)
+        self._active.add(ref.digest)
+        try:
+            with self._write_errors(ref):
+                part.resume()
+            yield part
+        except DiskError:
+            with contextlib.suppress(OSError):
+                part.discard()
+            raise
+        finally:
+            self._active.discard(ref.digest)
+
+    def begin(self, part: LayerPart, tree: bytes) -> None:
+        """As ``part.begin``. Raises ``DiskError``."""
+        with self._write_errors(part.ref):
+            part.begin(tree)
+
+    def write(self, part: LayerPart, number: int, chunk: bytes | memoryview) -> bool:
+        """As ``part.write``. Raises ``DiskError``."""
+        with self._write_errors(part.ref):
+            return part.write(number, chunk)
+
+    def finish(self, part: LayerPart) -> None:
+        """Give the complete ``part`` its name. Raises ``DiskError`` when the disk does not give back what was written."""
+        path = self.path(part.ref.digest)
+        with self._write_errors(part.ref):
+            if not part.finish(path, self._tree_path(part.ref.digest)):
+                raise DiskError(
+                    f"{path}: the disk gave back other bytes than were written; check the disk or use another --home"
+                )
+            self._remember(path)
+
+    def place(self, ref: LayerRef, *, number: int, split: int, copy: int = 0) -> Path:
+        """Make the file layer ``number`` of its window and split ``split`` of its model; its path.
+
+        The layer must be here (``holds``). Rewrites the header only; ``copy`` > 0 makes a copy of the file first where
+        there is none that is whole. Raises ``DiskError`` when the disk refuses it.
+        """
+        path = self.path(ref.digest, copy)
+        header = layer_header(ref.tensors, number=number, split=split)
+        try:
+            if copy and not self._is_whole(path, ref.digest, ref.size_bytes):
+                self._copy(self.path(ref.digest), path)
+            unchanged = self._verified.get(path.name) == stamp_of(path.stat())
+            with path.open("rb") as file:
+                placed = file.read(HEADER_BYTES) == header
+            if not placed:
+                with path.open("r+b") as file:
+                    file.write(header)
+                if unchanged:
+                    self._remember(path)
+        except OSError as exc:
+            raise DiskError(f"{path}: the layer file cannot be prepared: {exc.strerror or exc}") from exc
+        self.touch([ref.digest])
+        return path
+
+    def _copy(self, source: Path, target: Path) -> None:
+        self._verified.pop(target.name, None)
+        partial = self._partial / target.name
+        try:
+            shutil.copyfile(source, partial)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._remember(target)
+
+    def _remember(self, path: Path) -> None:
+        self._verified[path.name] = stamp_of(path.stat())
+
+    def _drop(self, digest: str) -> None:
+        for path in [*self._folder.glob(f"{digest}*.gguf"), self._tree_path(digest)]:
+            self._verified.pop(path.name, None)
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _disk_errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            raise DiskError(
+                f"{self._folder}: {what}: {exc.strerror or exc}; make room, check that folder or use another --home"
+            ) from exc
+
+    def _write_errors(self, ref: LayerRef) -> AbstractContextManager[None]:
+        return self._disk_errors(f"layer {ref.digest[:12]} ({ref.size_bytes} bytes) cannot be written")
+
+    # ---- use and room ------------------------------------------------------------------------------------------------
+
+    def touch(self, digests: Iterable[str]) -> None:
+        """These layers are used now: they are the last to be pruned."""
+        for digest in digests:
+            with contextlib.suppress(OSError):  # not here, or a disk that refuses: it only looks older than it is
+                os.utime(self._tree_path(digest))
+
+    def hold(self, owner: str, digests: Iterable[str]) -> None:
+        """Protect ``digests`` from pruning, by other processes too, instead of what ``owner`` held before."""
+        held = frozenset(digests)
+        self._holds.hold(owner, held)
+        self.touch(held)
+
+    def let_go(self, owner: str) -> None:
+        """``owner`` uses no layer any more."""
+        self._holds.let_go(owner)
+
+    def layers(self) -> list[CachedLayer]:
+        """What is here, least recently used first. Raises ``DiskError``."""
+        held, sizes, used = self._holds.held(), dict[str, int](), dict[str, float]()
+        with self._disk_errors("cannot be listed"):
+            for path in _inside(self._folder):
+                if (match := _FILE.fullmatch(path.name)) is None:
+                    continue
+                try:
+                    status = path.stat()
+                except FileNotFoundError:
+                    continue  # pruned in this moment
+                digest = match[1]
+                sizes[digest] = sizes.get(digest, 0) + status.st_size
+                if match[3] == "tree" or digest not in used:
+                    used[digest] = status.st_mtime
+        found = [
+            CachedLayer(digest=digest, size_bytes=size, used_s=used[digest], held=digest in held)
+            for digest, size in sizes.items()
+        ]
+        return sorted(found, key=lambda layer: (layer.used_s, layer.digest))
+
+    def partial_bytes(self) -> int:
+        """Disk that layers on their way take. Raises ``DiskError``."""
+        with self._disk_errors("cannot be listed"):
+            return sum(map(_taken, _inside(self._partial)))
+
+    def remove(self, layers: Iterable[CachedLayer]) -> None:
+        """Remove these layers. Raises ``DiskError`` when the disk refuses."""
+        with self._disk_errors("cannot be pruned"):
+            for layer in layers:
+                self._drop(layer.digest)
+
+    def drop_partial(self) -> int:
+        """Remove the layers on their way that nobody is fetching; the bytes gained. Raises ``DiskError``."""
+        gained = 0
+        with self._disk_errors("cannot be pruned"):
+            for path, size_bytes in self.idle_partial():
+                path.unlink(missing_ok=True)
+                gained += size_bytes
+        return gained
+
+    def idle_partial(self) -> list[tuple[Path, int]]:
+        """The files on their way that nobody is fetching, with the disk they take. Raises ``DiskError``."""
+        if self._holds.others_live():
+            return []
+        with self._disk_errors("cannot be listed"):
+            paths = [path for path in _inside(self._partial) if path.stem.partition("-")[0] not in self._active]
+            return [(path, _taken(path)) for path in paths]
+
+    def make_room(self, needed_bytes: int) -> None:
+        """Prune what is not held, least recently used first, until ``needed_bytes`` more fit the limit and the disk.
+
+        What was begun and is not being fetched goes first. Raises ``DiskError`` with the figures, and prunes nothing,
+        when everything together is not enough.
+        """
+        if needed_bytes <= 0:
+            return
+        layers = self.layers()
+        partial = self.partial_bytes()
+        with self._disk_errors("cannot be looked at"):
+            usage = shutil.disk_usage(self._folder)
+        disk = Disk(
+            used_bytes=sum(layer.size_bytes for layer in layers) + partial,
+            limit_bytes=self._limit_bytes,
+            free_bytes=usage.free,
+            total_bytes=usage.total,
+        )
+        excess = disk.excess(needed_bytes)
+        if excess <= 0:
+            return
+        idle = sum(size_bytes for _, size_bytes in self.idle_partial())
+        if sum(layer.size_bytes for layer in oldest_first(layers, excess)) + idle < excess:
+            raise DiskError(self._no_room(needed_bytes, disk, layers))
+        self.remove(oldest_first(layers, excess - self.drop_partial()))
+
+    def _no_room(self, needed_bytes: int, disk: Disk, layers: list[CachedLayer]) -> str:
+        held = sum(layer.size_bytes for layer in layers if layer.held)
+        limit = "" if disk.limit_bytes is None else f", limit {disk.limit_bytes}"
+        return (
+            f"{self._folder}: {needed_bytes} bytes of layers do not fit: {disk.free_bytes} bytes of disk are free "
+            f"({disk.reserve_bytes} stay free), the cache takes {disk.used_bytes}{limit}, {held} of it in use; make room "
+            "there, raise the limit or use another --home"
+        )
+
+
+def _inside(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.exists() else []
+
+
+def _taken(path: Path) -> int:
+    """Bytes on disk: a file on its way has holes where the system knows them."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return 0
+    blocks = getattr(status, "st_blocks", None)
+    return status.st_size if blocks is None else min(status.st_size, int(blocks) * 512)

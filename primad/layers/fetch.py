@@ -1,0 +1,302 @@
+"""Fetch layers by content, from all devices at once that hold them.
+
+Each source is asked which of the layers it holds and keeps a few requests under way; whoever is quicker gives more
+(``cluster/chunks.py``). Every chunk is compared with the layer's tree and the tree with the layer's digest, so no source
+can put anything else into the cache: one that dies, stalls or sends other bytes is left out, and the rest goes on. What
+arrived stays in the cache when the fetch ends early, and is not sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Final, TypeVar
+
+import zmq.asyncio
+
+from primad.errors import ClusterError, DiskError, ProtocolError, printable
+from primad.gguf.layers import LayerRef, chunk_size, is_chunk_of, is_tree_of
+from primad.layers.cache import LayerCache
+from primad.layers.chunk_queue import TREE, ChunkQueue, Piece
+from primad.layers.partial import LayerPart
+from primad.layers.rate_limit import TokenBucket
+from primad.layers.source_link import SourceError, SourceLink, reach
+from primad.network.layer_messages import (
+    CHUNK_BYTES,
+    Chunk,
+    Digests,
+    FetchChunk,
+    FetchDigests,
+    NoChunk,
+    Source,
+    TransferMessage,
+)
+from primad.trust.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+UNDER_WAY: Final = 4
+"""Pieces asked of one source at a time."""
+UNDER_WAY_TOTAL: Final = 16
+"""Pieces asked of all sources together where there are many: so much memory a fetch takes, in chunks."""
+MOST_SOURCES: Final = 64
+STALL_S: Final = 5.0
+STALL_CHUNKS: Final = 4
+"""A source is left out when it is silent for as long as it took for so many chunks, at least ``STALL_S``."""
+FIRST_STALL_S: Final = 30.0
+"""The same before its rate is known, and while nobody could take its place."""
+
+Answer = TypeVar("Answer")
+
+
+async def fetch_layers(
+    context: zmq.asyncio.Context,
+    identity: Identity,
+    sources: Sequence[Source],
+    refs: Sequence[LayerRef],
+    cache: LayerCache,
+    progress: Callable[[int], None],
+    *,
+    bytes_per_s: float | None = None,
+) -> None:
+    """Fetch the layers ``refs`` into ``cache``, ``bytes_per_s`` at most (None: no cap).
+
+    ``progress`` is told bytes as they arrive, and first those that an earlier fetch left; together the size of ``refs``.
+    Cancelling waits for one chunk to be written. Raises ``ClusterError`` that names the layers and the reasons when no
+    source is left that has what is missing, ``DiskError`` when this device's disk does not take it.
+    """
+    async with cache.turn:
+        wanted = []
+        for ref in dict.fromkeys(refs):
+            if await hash_in_thread(cache.holds, ref):
+                progress(ref.size_bytes)
+            else:
+                wanted.append(ref)
+        if not wanted:
+            return
+        with ExitStack() as parts:
+            begun = {ref.digest: await in_thread(parts.enter_context, cache.part(ref)) for ref in wanted}
+            lacking = sum(part.ref.file_bytes - part.present_bytes for part in begun.values())
+            await in_thread(cache.make_room, lacking)
+            await _Fetch(sources, begun, cache, progress, bytes_per_s).run(context, identity)
+
+
+async def in_thread(function: Callable[..., Answer], *arguments: object) -> Answer:
+    """Run ``function`` in a thread and wait for its end even when this task is cancelled meanwhile.
+
+    So nothing is written any more once a cancelled caller has ended.
+    """
+    return await _in_thread(function, arguments, lambda: None)
+
+
+async def hash_in_thread(function: Callable[..., Answer], *arguments: object) -> Answer:
+    """As ``in_thread`` for what hashes a layer and takes a ``Stop`` last: cancelled, it waits for one chunk and no more."""
+    stop = threading.Event()
+    return await _in_thread(function, (*arguments, stop.is_set), stop.set)
+
+
+async def _in_thread(
+    function: Callable[..., Answer], arguments: Sequence[object], cancelled: Callable[[], None]
+) -> Answer:
+    task = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        cancelled()
+        # Nobody is interested in an error any more, not even where this wait is cancelled as well.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        await asyncio.wait([task])
+        raise
+
+
+class _Fetch:
+    """One fetch: the layers begun, and the sources that have not failed."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        parts: Mapping[str, LayerPart],
+        cache: LayerCache,
+        progress: Callable[[int], None],
+        bytes_per_s: float | None,
+    ) -> None:
+        self._sources = {source.key: source for source in sources[:MOST_SOURCES]}
+        under_way = max(1, min(UNDER_WAY, UNDER_WAY_TOTAL // max(1, len(self._sources))))
+        self.queue = ChunkQueue(self._sources, under_way)
+        self.bucket = TokenBucket(bytes_per_s)
+        self.parts = parts
+        self._cache = cache
+        self._progress = progress
+        self._unfinished = set(parts)
+        self._complete: asyncio.Queue[LayerPart] = asyncio.Queue(len(parts))
+        self._changed = asyncio.Event()
+        self._reasons: dict[str, str] = {}
+        self._disk_error: DiskError | None = None
+
+    async def run(self, context: zmq.asyncio.Context, identity: Identity) -> None:
+        """Fetch until all is here. Raises ``ClusterError``, of the disk too."""
+        async with asyncio.TaskGroup() as group:
+            finishing = group.create_task(self._finish_complete())
+            self._resume()
+            tasks = [group.create_task(self._draw(context, identity, source)) for source in self._sources.values()]
+            while self._disk_error is None and self._unfinished and not self.queue.unavailable():
+                await self.wait_change()
+            for task in (*tasks, finishing):
+                task.cancel()
+        if self._disk_error is not None:
+            raise self._disk_error
+        if self._unfinished:
+            raise self._unavailable()
+
+    async def wait_change(self) -> None:
+        """Wait until there may be something to ask for that there was not before."""
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _resume(self) -> None:
+        for digest, part in self.parts.items():
+            if part.tree is None:
+                self.queue.add(digest, [TREE])
+                continue
+            self._progress(part.present_bytes)
+            lacking = part.lacking()
+            self.queue.add(digest, lacking)
+            if not lacking:
+                self._complete.put_nowait(part)
+
+    async def _draw(self, context: zmq.asyncio.Context, identity: Identity, source: Source) -> None:
+        """Ask ``source`` for pieces until cancelled or until it fails."""
+        try:
+            async with reach(context, identity, source, list(self.parts)) as (link, held):
+                self.queue.holds(source.key, held)
+                self._wake()
+                await _Draw(self, source.key, link).run()
+        except (SourceError, ProtocolError) as exc:
+            self.queue.drop(source.key)
+            self._reasons[source.key] = str(exc)
+            logger.warning("no more layers are fetched from %s: %s", source.device, exc)
+        except DiskError as exc:
+            self._disk_error = exc
+        self._wake()
+
+    def refused(self, key: str, digest: str, reason: str) -> None:
+        """The source ``key`` does not give layer ``digest`` after all."""
+        self._reasons[key] = f"cannot give layer {digest[:12]}: {reason}"
+        self.queue.refused(key, digest)
+        self._wake()
+
+    async def begin(self, digest: str, tree: bytes) -> None:
+        """The tree of a layer arrived: its chunks can be asked for."""
+        part = self.parts[digest]
+        await in_thread(self._cache.begin, part, tree)
+        self.queue.add(digest, part.lacking())
+        self._wake()
+
+    async def keep(self, piece: Piece, data: memoryview) -> None:
+        """The right bytes of a chunk arrived."""
+        part = self.parts[piece.digest]
+        complete = await in_thread(self._cache.write, part, piece.number, data)
+        self._progress(len(data))
+        if complete:
+            self._complete.put_nowait(part)
+
+    async def _finish_complete(self) -> None:
+        """Hash and name the layers that are complete, beside the fetching of others, until cancelled."""
+        try:
+            while True:
+                part = await self._complete.get()
+                await in_thread(self._cache.finish, part)
+                self._unfinished.discard(part.ref.digest)
+                self._wake()
+        except DiskError as exc:
+            self._disk_error = exc
+            self._wake()
+
+    def _unavailable(self) -> ClusterError:
+        lost = self.queue.unavailable()
+        names = ", ".join(digest[:12] for digest in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+        reasons = [
+            f"{source.device} {self._reasons.get(key, 'does not have it')}" for key, source in self._sources.items()
+        ]
+        why = printable("; ".join(reasons), 600) or "no device was named that has it"
+        return ClusterError(f"layer {names} cannot be fetched: {why}")
+
+
+class _Draw:
+    """What is asked of one source, and how quick it is."""
+
+    def __init__(self, fetch: _Fetch, key: str, link: SourceLink) -> None:
+        self._fetch = fetch
+        self._key = key
+        self._link = link
+        self._chunk_s: float | None = None
+        self._heard_s = time.monotonic()
+
+    async def run(self) -> None:
+        """Ask and take in until cancelled. Raises ``SourceError``, ``ProtocolError`` or ``DiskError``."""
+        while True:
+            await self._ask()
+            if not self._fetch.queue.under_way(self._key):
+                await self._fetch.wait_change()
+                self._heard_s = time.monotonic()
+                continue
+            message, data = await self._link.answer(self._patience_s())
+            self._measure(data)
+            await self._take_in(message, data)
+
+    async def _ask(self) -> None:
+        while (piece := self._fetch.queue.take(self._key)) is not None:
+            digest, number = piece
+            if number == TREE:
+                await self._link.ask(FetchDigests(digest=digest))
+                continue
+            size = chunk_size(self._fetch.parts[digest].ref.size_bytes, number)
+            if (wait_s := self._fetch.bucket.take(size, time.monotonic())) > 0:
+                await asyncio.sleep(wait_s)
+            await self._link.ask(FetchChunk(digest=digest, offset=number * CHUNK_BYTES, size=size))
+
+    def _patience_s(self) -> float:
+        if self._chunk_s is not None and self._fetch.queue.replaceable(self._key):
+            return max(STALL_S, STALL_CHUNKS * self._chunk_s)
+        return max(FIRST_STALL_S, 2 * STALL_CHUNKS * (self._chunk_s or 0.0))
+
+    def _measure(self, data: memoryview | None) -> None:
+        """Note how long the last answer took, as the time for a whole chunk."""
+        now_s = time.monotonic()
+        if data:
+            took_s = (now_s - self._heard_s) * CHUNK_BYTES / max(len(data), CHUNK_BYTES // 16)
+            self._chunk_s = took_s if self._chunk_s is None else 0.7 * self._chunk_s + 0.3 * took_s
+        self._heard_s = now_s
+
+    async def _take_in(self, message: TransferMessage, data: memoryview | None) -> None:
+        match message:
+            case Digests(digest=digest, tree=tree) if data is None:
+                self._expect(piece := Piece(digest, TREE))
+                if not is_tree_of(tree, digest, self._fetch.parts[digest].ref.size_bytes):
+                    raise SourceError(f"sent digests of chunks that are not those of layer {digest[:12]}")
+                if self._fetch.queue.arrived(piece):
+                    await self._fetch.begin(digest, tree)
+            case Chunk(digest=digest, offset=offset) if data and offset % CHUNK_BYTES == 0:
+                self._expect(piece := Piece(digest, offset // CHUNK_BYTES))
+                known = self._fetch.parts[digest].tree
+                assert known is not None
+                if not await in_thread(is_chunk_of, data, known, piece.number):
+                    raise SourceError(f"sent bytes that are not those of layer {digest[:12]}")
+                if self._fetch.queue.arrived(piece):
+                    await self._fetch.keep(piece, data)
+            case NoChunk(digest=digest, offset=offset, reason=reason) if data is None:
+                self._expect(Piece(digest, TREE if offset is None else offset // CHUNK_BYTES))
+                self._fetch.refused(self._key, digest, reason)
+            case _:
+                raise ProtocolError(f"answered with a {type(message).__name__} that was not asked for")
+
+    def _expect(self, piece: Piece) -> None:
+        if not self._fetch.queue.answered(self._key, piece):
+            raise ProtocolError(f"answered with another piece than it was asked for: {printable(piece.digest[:12])}")

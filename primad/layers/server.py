@@ -1,0 +1,200 @@
+"""Serve the layers of this device to the devices that lack them: every device does, head and workers alike.
+
+Who asks has proven its key at the gate. Requests wait in a bounded line of their owner and are served in turns, a few at a
+time, so that a greedy device delays itself; nothing is sent that was not asked for, and what one connection does not take
+is dropped after ``SEND_LIMIT`` chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import zmq
+import zmq.asyncio
+
+from primad.errors import ClusterError, ModelError, ProtocolError
+from primad.layers.rate_limit import Complaints, FairQueue, TokenBucket
+from primad.network.gate import sender_key
+from primad.network.layer_messages import (
+    CHUNK_BYTES,
+    MAX_REQUEST_BYTES,
+    AskHolds,
+    Chunk,
+    Digests,
+    FetchChunk,
+    FetchDigests,
+    Holds,
+    NoChunk,
+    TransferReply,
+    TransferRequest,
+    decode_transfer,
+)
+from primad.network.sockets import bind, bound_socket, open_socket
+from primad.ring.messages import encode
+from primad.trust.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+READS_AT_ONCE: Final = 3
+REQUESTS_WAITING: Final = 32
+"""Of one device; a fetch has at most four under way."""
+SEND_LIMIT: Final = 8
+"""Messages that wait for a connection to take them."""
+
+
+class LayerSource(Protocol):
+    """A layer that can be given away: ``gguf.layers.LayerCut`` and ``gguf.layer_file.StoredLayer``."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its weights."""
+
+    def tree(self) -> bytes:
+        """The digests of its chunks. Raises ``PrimadError``."""
+
+    def read(self, offset: int, size: int) -> bytes:
+        """``size`` bytes of the weights from ``offset``. Raises ``PrimadError``."""
+
+
+FindLayer = Callable[[str], LayerSource | None]
+"""The layer of a digest that may be any text, or None; called in threads."""
+
+
+class LayerServer:
+    """Answers on ``port`` for the layers that ``find`` knows, ``bytes_per_s`` at most all together (None: no cap).
+
+    ``allows`` is asked at each request whether the sender's key is still trusted; by default whoever passed the gate is.
+    Raises ``ClusterError`` when it cannot listen on ``host``; ``preferred`` is the port where that one is free.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        host: str,
+        identity: Identity,
+        find: FindLayer,
+        *,
+        bytes_per_s: float | None = None,
+        preferred: int | None = None,
+        allows: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._socket = open_socket(context, zmq.ROUTER, identity=identity, server=None)
+        bound_socket(self._socket, MAX_REQUEST_BYTES, SEND_LIMIT)
+        try:
+            self.port = _bind(self._socket, host, preferred)
+        except ClusterError:
+            self._socket.close()
+            raise
+        self._find = find
+        self._allows = allows
+        self._bucket = TokenBucket(bytes_per_s)
+        self._complaints = Complaints()
+        self._questions = _Line()
+        self._fetches = _Line()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._serve(self._questions))
+                for _ in range(READS_AT_ONCE):
+                    group.create_task(self._serve(self._fetches))
+                await self._receive()
+        finally:
+            self._socket.close()
+
+    async def _receive(self) -> None:
+        while True:
+            peer, *frames = await self._socket.recv_multipart(copy=False)
+            try:
+                key, request = self._judge(frames)
+            except ProtocolError as exc:
+                self._complain(str(exc))
+                continue
+            line = self._questions if isinstance(request, AskHolds) else self._fetches
+            if not line.put(key, peer.bytes, request):
+                self._complain(f"more than {REQUESTS_WAITING} requests of one device at a time")
+
+    def _judge(self, frames: Sequence[zmq.Frame]) -> tuple[str, TransferRequest]:
+        if len(frames) != 1:
+            raise ProtocolError(f"{len(frames)} frames that are no request")
+        key = sender_key(frames[0])
+        if self._allows is not None and not self._allows(key):
+            raise ProtocolError("its sender is not trusted any more")
+        request = decode_transfer(frames[0].buffer)
+        if not isinstance(request, TransferRequest):
+            raise ProtocolError(f"a {type(request).__name__} that nobody asked for")
+        return key, request
+
+    def _complain(self, why: str) -> None:
+        swallowed = self._complaints.allow(time.monotonic())
+        if swallowed is not None:
+            more = f" (and {swallowed} others before it)" if swallowed else ""
+            logger.warning("refused a message on the layer link: %s%s", why, more)
+
+    async def _serve(self, line: _Line) -> None:
+        while True:
+            peer, request = await line.wait_next()
+            try:
+                reply, data = await asyncio.to_thread(self._answer, request)
+            except ProtocolError as exc:
+                self._complain(str(exc))
+                continue
+            if (wait_s := self._bucket.take(len(data), time.monotonic())) > 0:
+                await asyncio.sleep(wait_s)
+            frames = [peer, encode(reply), data] if data else [peer, encode(reply)]
+            await self._socket.send_multipart(frames, copy=False)
+
+    def _answer(self, request: TransferRequest) -> tuple[TransferReply, bytes]:
+        if isinstance(request, AskHolds):
+            return Holds(held=[self._find(digest) is not None for digest in request.digests]), b""
+        digest = request.digest
+        offset = request.offset if isinstance(request, FetchChunk) else None
+        layer = self._find(digest)
+        if layer is None:
+            return NoChunk(digest=digest, offset=offset, reason="this device does not have the layer"), b""
+        try:
+            if isinstance(request, FetchDigests):
+                return Digests(digest=digest, tree=layer.tree()), b""
+            return Chunk(digest=digest, offset=request.offset), _read(layer, request)
+        except (ModelError, ClusterError) as exc:
+            return NoChunk(digest=digest, offset=offset, reason=str(exc)), b""
+
+
+def _read(layer: LayerSource, request: FetchChunk) -> bytes:
+    if not 0 <= request.offset < layer.size_bytes or not 0 < request.size <= CHUNK_BYTES:
+        raise ProtocolError(f"request for {request.size} bytes at {request.offset} of a layer of {layer.size_bytes}")
+    return layer.read(request.offset, min(request.size, layer.size_bytes - request.offset))
+
+
+class _Line:
+    """Requests that wait, and those that wait for them."""
+
+    def __init__(self) -> None:
+        self._queue: FairQueue[tuple[bytes, TransferRequest]] = FairQueue(REQUESTS_WAITING)
+        self._count = asyncio.Semaphore(0)
+
+    def put(self, key: str, peer: bytes, request: TransferRequest) -> bool:
+        fits = self._queue.put(key, (peer, request))
+        if fits:
+            self._count.release()
+        return fits
+
+    async def wait_next(self) -> tuple[bytes, TransferRequest]:
+        await self._count.acquire()
+        item = self._queue.take()
+        assert item is not None
+        return item
+
+
+def _bind(socket: zmq.asyncio.Socket, host: str, preferred: int | None) -> int:
+    if preferred is not None:
+        try:
+            return bind(socket, host, preferred)
+        except ClusterError:
+            logger.debug("port %d is taken; the layers are served on another one", preferred)
+    return bind(socket, host, None)

@@ -1,0 +1,265 @@
+"""What is due in the membership core, whatever the event was: silence, greetings, measuring, and whether to try a ring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from primad.membership.transitions import abandon, dismissals, give_up, is_spoken_to, lose, put, suspects, usable
+from primad.membership.types import (
+    PRESENT,
+    Attempt,
+    Effect,
+    Fail,
+    Greet,
+    Measure,
+    Phase,
+    Ring,
+    Say,
+    Serve,
+    Solve,
+    State,
+    Why,
+)
+
+SETTLE_S: Final = 5.0
+"""A ring serves at least this long before a better plan is looked for."""
+RELIEVE_S: Final = 60.0
+"""Between two looks for a plan that asks less of devices which are short of memory."""
+REGAIN_S: Final = 60.0
+"""Between two looks for a better plan since devices have room again."""
+GREETING_S: Final = 1.5
+"""How much longer than ``look_s`` the first ring waits for devices that are being greeted."""
+
+
+def pursue(state: State, now: float, effects: list[Effect]) -> State:
+    """A ladder of small questions: what is due now?"""
+    state = _judge_silence(state, now, effects)
+    state = _greet(state, now, effects)
+    state = _swap(state, now, effects)
+    state = _attempt(state, now, effects)
+    state = _measure(state, now, effects)
+    return _end_hold(state, now, effects)
+
+
+def wake_at(state: State, now: float) -> float | None:
+    """When a ``Tick`` is due if nothing else happens, None when time alone changes nothing.
+
+    ``state`` is one that a step at ``now`` or before returned: a head begins with a ``Tick``.
+    """
+    settings = state.settings
+    if state.ended:
+        return None
+    look_s = state.started_s + settings.look_s
+    times = [state.retry_at_s, state.measure_at_s, look_s, look_s + GREETING_S]
+    for device in state.devices.values():
+        times.append(device.barred_until_s)
+        if is_spoken_to(device):
+            times += [device.heard_s + settings.suspect_after_s, device.heard_s + settings.gone_after_s]
+        elif device.phase is not Phase.DISCOVERED and device.in_sight and not device.greeting:
+            times.append(device.greet_at_s)
+    if state.serving is not None:
+        times.append(state.serving.since_s + SETTLE_S)
+        if state.again_at_s is not None:
+            times.append(state.again_at_s)
+    if state.pressed:
+        times.append(state.relieve_at_s)
+    if state.relieved:
+        times.append(state.regain_at_s)
+    if state.holding_s is not None:
+        times.append(state.holding_s + settings.hold_s)
+    return min((time for time in times if time > now), default=None)
+
+
+# Due times are compared as ``since + after <= now``, as ``wake_at`` computes them: ``now - since >= after`` may still be
+# false at that very moment for the rounding, and nobody would ask again.
+
+
+def _judge_silence(state: State, now: float, effects: list[Effect]) -> State:
+    settings = state.settings
+    for name, device in state.devices.items():
+        if not is_spoken_to(device):
+            continue
+        if device.heard_s + settings.gone_after_s <= now:
+            state = lose(state, name, f"no sign of life for {now - device.heard_s:.1f} s", now, effects)
+        elif device.phase in PRESENT and device.heard_s + settings.suspect_after_s <= now:
+            state = put(state, name, replace(device, phase=Phase.SUSPECTED, before=device.phase))
+            attempt = state.attempt
+            if attempt is not None and attempt.members is None and name in attempt.candidates:
+                state = abandon(state, effects)
+    return state
+
+
+def _greet(state: State, now: float, effects: list[Effect]) -> State:
+    for name, device in state.devices.items():
+        waits = device.phase in (Phase.PAIRED, Phase.GONE) and device.in_sight and not device.greeting
+        if waits and device.greet_at_s <= now:
+            effects.append(Greet(name))
+            state = put(state, name, replace(device, greeting=True))
+    return state
+
+
+def _swap(state: State, now: float, effects: list[Effect]) -> State:
+    """A ring that is formed serves, unless it waits for a suspected device to be gone."""
+    attempt, serving = state.attempt, state.serving
+    if attempt is None or not attempt.formed or attempt.members is None:
+        return state
+    if serving is not None and attempt.why is Why.SUSPICION:
+        return state
+    effects.append(Serve(attempt.epoch, None if serving is None else serving.epoch))
+    effects += dismissals(state)
+    ring = Ring(
+        epoch=attempt.epoch,
+        members=attempt.members,
+        candidates=attempt.candidates,
+        value=attempt.value,
+        since_s=now,
+    )
+    pressed = state.pressed & (ring.members | {state.settings.head})
+    well = {
+        name: replace(device, reason="")  # whatever it was barred for
+        for name, device in state.devices.items()
+        if name in ring.members and not device.leaving
+    }
+    return replace(
+        state,
+        devices={**state.devices, **well},
+        serving=ring,
+        attempt=None,
+        has_served=True,
+        holding_s=None,
+        tried={},
+        last_resort=False,
+        failures=0,
+        pressed=frozenset() if attempt.why is Why.PRESSURE else pressed,
+    )
+
+
+def _measure_is_due(state: State, now: float) -> bool:
+    profiled = any(device.phase is Phase.PROFILED for device in state.devices.values())
+    return profiled and not state.measuring and state.measure_at_s <= now
+
+
+def _measure(state: State, now: float, effects: list[Effect]) -> State:
+    """Measure new devices, but not beside an attempt: it would slow both, and spoil what is measured."""
+    if state.attempt is not None or state.measuring:
+        return state
+    again = _measure_again_is_due(state, now)
+    if not again and not _measure_is_due(state, now):
+        return state
+    present = frozenset(name for name, device in state.devices.items() if device.phase in PRESENT)
+    if not present:
+        return replace(state, again_at_s=None)
+    effects.append(Measure(present, again))
+    if again:
+        state = replace(state, again_at_s=None, agains=state.agains + 1)
+    return replace(state, measuring=present)
+
+
+def _measure_again_is_due(state: State, now: float) -> bool:
+    """Whether to look if links that did not work do now: at leisure, as each of them may take seconds to say no."""
+    serving, at_s = state.serving, state.again_at_s
+    return serving is not None and at_s is not None and max(serving.since_s + SETTLE_S, at_s) <= now
+
+
+def _attempt(state: State, now: float, effects: list[Effect]) -> State:
+    """Start an attempt at another ring if there is a reason for one, or give up if there will be none."""
+    if state.attempt is not None:
+        return state
+    too_few = _too_few(state, now)
+    if too_few is not None:
+        return give_up(state, too_few, effects)
+    candidates = usable(state, now)
+    why = _why_any(state, candidates, now) if state.serving is None else _why_another(state, candidates, now)
+    if why is None:
+        return state
+    epoch = state.epoch + 1
+    instead: int | None = None
+    if why is Why.PRESSURE:
+        assert state.serving is not None
+        names = ", ".join(sorted(state.pressed))
+        effects.append(Say(f"{names}: other programs need the memory; looking for a plan that asks less of it"))
+        instead, state = state.serving.epoch, replace(state, relieve_at_s=now + RELIEVE_S)
+    attempt = Attempt(epoch=epoch, why=why, candidates=candidates)
+    if why is Why.GAIN and state.relieved:
+        names = ", ".join(sorted(state.relieved))
+        effects.append(Say(f"{names}: there is memory again; looking for a better plan"))
+        attempt = replace(attempt, relieved=state.relieved)
+        state = replace(state, relieved=frozenset(), regain_at_s=now + REGAIN_S)
+    effects.append(Solve(epoch, candidates, instead))
+    return replace(state, epoch=epoch, attempt=attempt)
+
+
+def _why_any(state: State, candidates: frozenset[str], now: float) -> Why | None:
+    """Why to try a ring while none serves."""
+    if state.has_served:
+        waits = now < state.retry_at_s and state.tried.get(Why.RECOVERY) == candidates
+        return None if waits else Why.RECOVERY
+    return Why.FIRST if now >= state.retry_at_s and _gathered(state, now) else None
+
+
+def _why_another(state: State, candidates: frozenset[str], now: float) -> Why | None:
+    """Why to try a ring beside the one that serves. What was tried in vain is not tried again with the same devices."""
+    serving = state.serving
+    assert serving is not None
+    if any(state.devices[name].leaving for name in serving.members):
+        return Why.LEAVING if state.tried.get(Why.LEAVING) != candidates else None
+    if suspects(state):
+        return Why.SUSPICION if state.tried.get(Why.SUSPICION) != candidates else None
+    if state.pressed and now >= max(serving.since_s + SETTLE_S, state.retry_at_s, state.relieve_at_s):
+        return Why.PRESSURE
+    if _measures(state, now) or now < max(serving.since_s + SETTLE_S, state.retry_at_s):
+        return None
+    is_new = candidates - serving.candidates and state.tried.get(Why.GAIN) != candidates
+    has_room = state.relieved & (candidates | {state.settings.head}) and now >= state.regain_at_s
+    return Why.GAIN if is_new or has_room else None
+
+
+def _gathered(state: State, now: float) -> bool:
+    """Whether the devices for the first ring are there."""
+    settings = state.settings
+    if settings.solo:
+        return True
+    if settings.wanted is None:
+        return _looked(state, now)
+    return _found(state, now) >= settings.wanted and not _measures(state, now)
+
+
+def _too_few(state: State, now: float) -> str | None:
+    """What to tell the owner when the workers that the first ring was to wait for did not come."""
+    settings = state.settings
+    if state.has_served or settings.solo or settings.wanted is None or not _looked(state, now):
+        return None
+    found = _found(state, now)
+    if found >= settings.wanted:
+        return None
+    why = "; ".join(f"{name}: {device.reason}" for name, device in sorted(state.devices.items()) if device.reason)
+    return (
+        f"--wait {settings.wanted}: found {found} of {settings.wanted} devices in {settings.look_s:g} s"
+        + (f" ({why})" if why else "")
+        + "; start 'primad join' on the others or name them with --device"
+    )
+
+
+def _found(state: State, now: float) -> int:
+    """How many workers there are; one that is barred was found."""
+    return len(usable(replace(state, last_resort=True), now))
+
+
+def _looked(state: State, now: float) -> bool:
+    """Whether the time to look for devices is over, and nothing under way may soon bring one more."""
+    look_s = state.started_s + state.settings.look_s
+    greeting = any(device.greeting for device in state.devices.values())
+    suspected = any(device.phase is Phase.SUSPECTED for device in state.devices.values())
+    return now >= look_s + (GREETING_S if greeting else 0.0) and not suspected and not _measures(state, now)
+
+
+def _measures(state: State, now: float) -> bool:
+    return bool(state.measuring) or _measure_is_due(state, now)
+
+
+def _end_hold(state: State, now: float, effects: list[Effect]) -> State:
+    if state.holding_s is None or now < state.holding_s + state.settings.hold_s:
+        return state
+    effects.append(Fail(f"no ring could be formed within {state.settings.hold_s:g} s"))
+    return replace(state, holding_s=None)

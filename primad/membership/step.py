@@ -1,0 +1,404 @@
+"""Who belongs to the cluster and which ring serves, as one pure function: ``step(state, event, now) -> state, effects``.
+
+The rules, each in one place here, in ``pursuit.py`` (what is due) and in ``moves.py`` (what both need):
+
+* A device that is silent is suspected, then gone; one whose link breaks is gone at once. While a device of the serving ring
+  is suspected, a ring without it is formed in the shadow: it serves the moment the device is gone, and is forgotten when the
+  device speaks again.
+* There is one serving ring and at most one attempt at another. When the serving ring breaks, open answers wait for the next
+  one; they end with an error as soon as no plan exists, or after ``hold_s``, or when ring after ring breaks under them.
+* A better plan is taken only if it gains enough; candidates that gave none are not asked again until they change.
+* A link that does not work is measured again while a ring serves, after a pause that doubles each time; when it works, its
+  devices are planned for as if they had just come.
+* A device to blame for a break gets no part for a while, which doubles each time, unless there is no plan without it.
+* A device that leaves hands its layers over first; if nobody can take them it may go nonetheless.
+* For a device that is short of memory another plan is formed in the shadow, whether it gains or not; if there is none the
+  ring goes on as it is. When it has room again a plan that gains enough is taken, as when a device joins.
+
+Nothing here waits, sends or looks at a clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from primad.membership.due import SETTLE_S, pursue, wake_at
+from primad.membership.transitions import (
+    BAR_S,
+    GREET_S,
+    MOST_BAR_S,
+    abandon,
+    bar,
+    close,
+    dismissals,
+    give_up,
+    is_spoken_to,
+    lose,
+    put,
+    suspects,
+    takes_part,
+    usable,
+    without,
+)
+from primad.membership.types import (
+    Attempt,
+    Broken,
+    Device,
+    Dismiss,
+    Drop,
+    Effect,
+    Event,
+    Fail,
+    Form,
+    Formed,
+    Heard,
+    Leaving,
+    Lost,
+    Measured,
+    NoPlan,
+    Phase,
+    Pressed,
+    Reached,
+    Refused,
+    Relieved,
+    Say,
+    Seen,
+    Solved,
+    State,
+    Tick,
+    Unreached,
+    Vanished,
+    Welcomed,
+    Why,
+)
+
+__all__ = ["phase_of", "step", "usable", "wake_at"]
+
+RETRY_S: Final = 15.0
+"""After no plan was found, the same devices are asked again so much later: their memory may have changed."""
+FIRST_FAILURES: Final = 3
+"""After so many attempts at the first ring that one device broke there will be none."""
+MOST_BREAKS: Final = 4
+"""After so many rings in a row broke within ``SETTLE_S`` open answers end: it may be they that break them."""
+MOST_STRANGERS: Final = 64
+"""Announcements of devices that are not trusted are forgotten beyond so many: anyone can make them."""
+_MOST_GREET_S: Final = 10.0
+_MEASURE_AGAIN_S: Final = 2.0
+AGAIN_S: Final = 60.0
+MOST_AGAIN_S: Final = 3600.0
+"""The first and the longest pause until a link that did not work is measured again."""
+_MOST_PAUSE_S: Final = 30.0
+
+
+def step(state: State, event: Event, now: float) -> tuple[State, tuple[Effect, ...]]:
+    """What becomes of ``state`` by ``event`` at ``now`` (seconds on any scale), and what is to be done for it, in order."""
+    effects: list[Effect] = []
+    if not state.ended:
+        state = _take(state, event, now, effects)
+    if not state.ended:
+        state = pursue(state, now, effects)
+    return state, tuple(effects)
+
+
+def phase_of(state: State, name: str) -> Phase:
+    """The phase of the known device ``name`` as people are shown it: its part in a ring counts more than being ready."""
+    phase = state.devices[name].phase
+    if phase is Phase.READY and state.serving is not None and name in state.serving.members:
+        return Phase.SERVING
+    if phase is Phase.READY and state.attempt is not None and name in (state.attempt.members or ()):
+        return Phase.LOADING
+    return phase
+
+
+def _take(state: State, event: Event, now: float, effects: list[Effect]) -> State:
+    match event:
+        case Seen(device, trusted):
+            return _seen(state, device, trusted, now)
+        case Vanished(device):
+            return _vanished(state, device)
+        case Welcomed(device):
+            return _welcomed(state, device, now, effects)
+        case Refused(device, reason):
+            return _refused(state, device, reason, now)
+        case Measured(devices):
+            return _measured(state, devices, now)
+        case Unreached():
+            return _unreached(state, now)
+        case Reached(device):
+            return _reached(state, device)
+        case Heard(device):
+            return _heard(state, device, now, effects)
+        case Lost(device, reason):
+            return lose(state, device, reason, now, effects)
+        case Leaving(device, reason):
+            return _leaving(state, device, reason, effects)
+        case Pressed(device):
+            return _pressed(state, device)
+        case Relieved(device):
+            return _relieved(state, device)
+        case Solved():
+            return _solved(state, event, effects)
+        case NoPlan(epoch, reason):
+            return _no_plan(state, epoch, reason, now, effects)
+        case Formed(epoch):
+            return _formed(state, epoch)
+        case Broken():
+            return _broken(state, event, now, effects)
+        case Tick():
+            return state
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+
+def _seen(state: State, name: str, trusted: bool, now: float) -> State:
+    known = state.devices.get(name)
+    phase = Phase.PAIRED if trusted else Phase.DISCOVERED
+    if known is None:
+        strangers = sum(device.phase is Phase.DISCOVERED for device in state.devices.values())
+        if not trusted and strangers >= MOST_STRANGERS:
+            return state
+        return put(state, name, Device(phase=phase, heard_s=now, greet_at_s=now))
+    if is_spoken_to(known):
+        return put(state, name, replace(known, in_sight=True))
+    return put(state, name, replace(known, phase=phase, in_sight=True, greet_at_s=now, greets=0))
+
+
+def _vanished(state: State, name: str) -> State:
+    known = state.devices.get(name)
+    if known is None:
+        return state
+    if not is_spoken_to(known) and not known.greeting:
+        return without(state, name)
+    return put(state, name, replace(known, in_sight=False))  # its link tells whether it is there
+
+
+def _welcomed(state: State, name: str, now: float, effects: list[Effect]) -> State:
+    known = state.devices.get(name, Device(phase=Phase.PAIRED, heard_s=now))
+    if is_spoken_to(known):
+        return _heard(state, name, now, effects)
+    if known.phase is Phase.DISCOVERED:  # its trust was withdrawn while it was greeted
+        effects.append(Drop(name))
+        return put(state, name, replace(known, greeting=False)) if known.in_sight else without(state, name)
+    # A bar for what would last is over when the device comes anew: its owner may have made room and started it again.
+    until_s = (
+        min(known.barred_until_s, now + BAR_S) if known.barred_until_s > now + MOST_BAR_S else known.barred_until_s
+    )
+    fresh = replace(
+        known, phase=Phase.PROFILED, heard_s=now, greeting=False, greets=0, reason="", barred_until_s=until_s
+    )
+    return replace(put(state, name, fresh), agains=0)
+
+
+def _refused(state: State, name: str, reason: str, now: float) -> State:
+    known = state.devices.get(name)
+    if known is None or not known.greeting:
+        return state
+    if not known.in_sight:
+        return without(state, name)
+    pause_s = min(GREET_S * 2**known.greets, _MOST_GREET_S) if state.has_served else GREET_S
+    greets = min(known.greets + 1, 10)
+    return put(state, name, replace(known, greeting=False, greets=greets, greet_at_s=now + pause_s, reason=reason))
+
+
+def _measured(state: State, devices: frozenset[str], now: float) -> State:
+    asked = state.measuring
+    state = replace(state, measuring=frozenset())
+    for name in asked & state.devices.keys():
+        device = state.devices[name]
+        own = device.before if device.phase is Phase.SUSPECTED else device.phase
+        if own is not Phase.PROFILED:
+            continue
+        if name not in devices:
+            state = put(state, name, replace(device, reason="the links to it could not be measured"))
+            state = replace(state, measure_at_s=now + _MEASURE_AGAIN_S)
+        elif device.phase is Phase.SUSPECTED:
+            state = put(state, name, replace(device, before=Phase.READY))
+        else:
+            state = put(state, name, replace(device, phase=Phase.READY, reason=""))
+    return state
+
+
+def _unreached(state: State, now: float) -> State:
+    at_s = now + min(AGAIN_S * 2.0 ** min(state.agains, 10), MOST_AGAIN_S)
+    return replace(state, again_at_s=at_s if state.again_at_s is None else min(at_s, state.again_at_s))
+
+
+def _reached(state: State, name: str) -> State:
+    """It may be of use now: it is a new candidate for a better plan than the one that serves."""
+    serving = state.serving
+    if serving is None:
+        return state
+    tried = dict(state.tried)
+    tried.pop(Why.GAIN, None)
+    return replace(state, serving=replace(serving, candidates=serving.candidates - {name}), tried=tried)
+
+
+def _heard(state: State, name: str, now: float, effects: list[Effect]) -> State:
+    device = state.devices.get(name)
+    if device is None or not is_spoken_to(device):
+        return state
+    if device.phase is not Phase.SUSPECTED:
+        return put(state, name, replace(device, heard_s=now))
+    effects.append(Say(f"{name} answers again"))
+    state = put(state, name, replace(device, phase=device.before, heard_s=now))
+    attempt = state.attempt
+    if attempt is not None and attempt.why is Why.SUSPICION and suspects(state) <= (attempt.members or frozenset()):
+        return abandon(state, effects)  # it is without no device that is suspected still
+    return state
+
+
+def _leaving(state: State, name: str, reason: str, effects: list[Effect]) -> State:
+    device = state.devices.get(name)
+    if device is None or not is_spoken_to(device) or device.leaving:
+        return state
+    state = put(state, name, replace(device, leaving=True, reason=reason))
+    if takes_part(state.attempt, name):
+        state = abandon(state, effects)
+    if state.serving is None or name not in state.serving.members:
+        effects.append(Dismiss(name))
+        return state
+    effects.append(Say(f"{name} leaves ({reason}); handing its layers over"))
+    if state.attempt is not None and state.attempt.why is Why.SUSPICION and name not in state.attempt.candidates:
+        return replace(state, attempt=replace(state.attempt, why=Why.LEAVING))  # it goes anyhow: no need to wait
+    return state
+
+
+def _pressed(state: State, name: str) -> State:
+    serving = state.serving
+    if serving is None or name not in serving.members | {state.settings.head}:
+        return state
+    return replace(state, pressed=state.pressed | {name})
+
+
+def _relieved(state: State, name: str) -> State:
+    state = replace(state, pressed=state.pressed - {name})
+    if state.serving is None or name not in state.devices.keys() | {state.settings.head}:
+        return state
+    return replace(state, relieved=state.relieved | {name})
+
+
+# ---- attempts and rings ---------------------------------------------------------------------------------------------
+
+
+def _solved(state: State, event: Solved, effects: list[Effect]) -> State:
+    attempt, serving = state.attempt, state.serving
+    if attempt is None or attempt.epoch != event.epoch or attempt.members is not None:
+        return state
+    assert event.members <= attempt.candidates, "a plan with devices that nobody offered"
+    if attempt.why is Why.GAIN and serving is not None:
+        is_enough = event.value <= (1 - state.settings.gain) * serving.value
+        is_due = state.settings.use_all and not event.members <= serving.members
+        if serving.value <= 0 or not (is_enough or is_due):
+            state = _in_vain(state, attempt)
+            return abandon(replace(state, attempt=replace(attempt, relieved=frozenset())), effects)
+        names = ", ".join(sorted(event.members)) or "the head alone"
+        better = 1 - event.value / serving.value
+        how = (
+            f"is {better:.0%} better; changing to it" if better > 0 else "takes over, as every device is to have layers"
+        )
+        effects.append(Say(f"a plan with {names} {how}"))
+    effects.append(Form(event.epoch))
+    return replace(state, attempt=replace(attempt, members=event.members, value=event.value))
+
+
+def _no_plan(state: State, epoch: int, reason: str, now: float, effects: list[Effect]) -> State:
+    attempt = state.attempt
+    if attempt is None or attempt.epoch != epoch or attempt.members is not None:
+        return state
+    state = replace(_in_vain(state, attempt), attempt=None)
+    if attempt.why is Why.PRESSURE:
+        effects.append(Say(f"no other plan asks less of {', '.join(sorted(state.pressed))}: {reason}"))
+        return replace(state, pressed=frozenset())
+    if state.serving is not None:
+        return _not_handed_over(state, attempt, reason, effects)
+    if usable(state, now) != attempt.candidates:
+        return state  # others came meanwhile
+    # From here on barred devices may take part: those that are there, and any that comes back.
+    is_last = state.last_resort
+    state = replace(state, last_resort=True)
+    if not is_last and usable(state, now) != attempt.candidates:
+        return state
+    if not state.has_served:
+        return give_up(state, reason, effects)
+    effects.append(Fail(reason))
+    return replace(state, holding_s=None, retry_at_s=now + RETRY_S)
+
+
+def _formed(state: State, epoch: int) -> State:
+    attempt = state.attempt
+    if attempt is None or attempt.epoch != epoch or attempt.members is None:
+        return state
+    return replace(state, attempt=replace(attempt, formed=True))
+
+
+def _broken(state: State, event: Broken, now: float, effects: list[Effect]) -> State:
+    if state.attempt is not None and state.attempt.epoch == event.epoch:
+        return _attempt_broke(state, state.attempt, event, now, effects)
+    if state.serving is not None and state.serving.epoch == event.epoch:
+        return _ring_broke(state, event, now, effects)
+    return state
+
+
+def _attempt_broke(state: State, attempt: Attempt, event: Broken, now: float, effects: list[Effect]) -> State:
+    blamed = event.device in attempt.candidates
+    if attempt.why is not Why.GAIN or not blamed:
+        # Whoever broke a better plan is barred, and the plan worth trying again when that is over.
+        state = replace(_in_vain(state, attempt), attempt=replace(attempt, relieved=frozenset()))
+    state = abandon(state, effects)
+    failures = state.failures + 1
+    if not state.has_served and (not blamed or _is_hopeless(state, attempt, event.device, failures)):
+        return give_up(state, event.reason, effects)
+    effects.append(Say(f"{event.reason}; forming the ring again"))
+    # Without the device to blame it is another ring, which need not wait.
+    pause_s = 0.0 if blamed and not state.last_resort else min(2.0 ** min(failures, 10), _MOST_PAUSE_S)
+    state = bar(
+        replace(state, failures=failures, retry_at_s=now + pause_s),
+        event.device,
+        event.reason,
+        now,
+        lasting=event.lasting,
+    )
+    if not blamed:
+        return _not_handed_over(state, attempt, event.reason, effects)
+    return state
+
+
+def _is_hopeless(state: State, attempt: Attempt, name: str | None, failures: int) -> bool:
+    """Whether the first ring was tried often enough: a device more that breaks it is done without."""
+    device = state.devices.get(name) if name is not None else None
+    again = device is None or device.failures + 1 >= FIRST_FAILURES
+    return failures >= FIRST_FAILURES and (again or failures >= FIRST_FAILURES * len(attempt.candidates))
+
+
+def _ring_broke(state: State, event: Broken, now: float, effects: list[Effect]) -> State:
+    assert state.serving is not None
+    effects.append(Say(f"{event.reason}; forming the ring again"))
+    device = None if event.device is None else state.devices.get(event.device)
+    # The next ring does without a device to blame, unless there is no plan without it: then it was barred and came back.
+    is_cured = device is not None and device.barred_until_s <= now
+    breaks = state.breaks + (not is_cured) if now < state.serving.since_s + SETTLE_S else 0
+    state = bar(replace(state, breaks=breaks), event.device, event.reason, now, lasting=event.lasting)
+    if event.device is not None and takes_part(state.attempt, event.device):
+        state = abandon(state, effects)
+    state = close(state, event.reason, now, effects)
+    if breaks > 1:
+        pause_s = min(2.0 ** min(breaks - 2, 10), _MOST_PAUSE_S)
+        state = replace(state, retry_at_s=now + pause_s, tried={Why.RECOVERY: usable(state, now)})
+    if breaks < MOST_BREAKS:
+        return state
+    effects.append(Fail(f"{breaks} rings in a row broke: {event.reason}"))
+    return replace(state, holding_s=None)
+
+
+def _in_vain(state: State, attempt: Attempt) -> State:
+    return replace(state, tried={**state.tried, attempt.why: attempt.candidates})
+
+
+def _not_handed_over(state: State, attempt: Attempt, reason: str, effects: list[Effect]) -> State:
+    """Who leaves may go, if the attempt was to hand over its layers: the others cannot take them."""
+    if state.serving is not None and attempt.why is Why.LEAVING:
+        effects.append(Say(f"the other devices cannot take over: {reason}"))
+        effects += dismissals(state)
+    return state

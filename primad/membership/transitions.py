@@ -1,0 +1,131 @@
+"""The moves of the membership core that more than one of its rules makes: from a state to a state, with effects.
+
+``effects`` is the list that a step fills, in the order in which they are to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
+from primad.membership.types import (
+    PRESENT,
+    Abandon,
+    Attempt,
+    Close,
+    Device,
+    Dismiss,
+    Drop,
+    Effect,
+    GiveUp,
+    Phase,
+    Say,
+    State,
+    Why,
+)
+
+GREET_S: Final = 0.5
+"""So long after a device was lost it is greeted again, if it is in sight."""
+BAR_S: Final = 5.0
+LASTING_BAR_S: Final = 600.0
+MOST_BAR_S: Final = 300.0
+FORGIVEN_S: Final = 300.0
+"""A device that did no harm for so long after its bar starts anew."""
+
+
+def usable(state: State, now: float) -> frozenset[str]:
+    """The workers that a plan may use now."""
+    return frozenset(
+        name
+        for name, device in state.devices.items()
+        if device.phase is Phase.READY and not device.leaving and (state.last_resort or device.barred_until_s <= now)
+    )
+
+
+def is_spoken_to(device: Device) -> bool:
+    """Whether there is a link to the device, silent or not."""
+    return device.phase in PRESENT or device.phase is Phase.SUSPECTED
+
+
+def takes_part(attempt: Attempt | None, name: str) -> bool:
+    """Whether ``attempt`` needs the device ``name``: as a candidate while it is solved, as a member from then on."""
+    return attempt is not None and name in (attempt.candidates if attempt.members is None else attempt.members)
+
+
+def suspects(state: State) -> frozenset[str]:
+    """The suspected devices of the serving ring."""
+    members = state.serving.members if state.serving is not None else frozenset()
+    return frozenset(name for name in members if state.devices[name].phase is Phase.SUSPECTED)
+
+
+def dismissals(state: State) -> Iterable[Effect]:
+    """Leave to go for every device that asked to."""
+    return [Dismiss(name) for name, device in state.devices.items() if device.leaving]
+
+
+def put(state: State, name: str, device: Device) -> State:
+    """The state with ``device`` under ``name``."""
+    return replace(state, devices={**state.devices, name: device})
+
+
+def without(state: State, name: str) -> State:
+    """The state without the device ``name``."""
+    return replace(state, devices={key: device for key, device in state.devices.items() if key != name})
+
+
+def abandon(state: State, effects: list[Effect]) -> State:
+    """Forget the attempt that is under way."""
+    assert state.attempt is not None
+    effects.append(Abandon(state.attempt.epoch))
+    return replace(state, attempt=None, relieved=state.relieved | state.attempt.relieved)
+
+
+def give_up(state: State, reason: str, effects: list[Effect]) -> State:
+    """There will be no first ring; nothing follows any more."""
+    effects.append(GiveUp(reason))
+    return replace(state, ended=True)
+
+
+def close(state: State, reason: str, now: float, effects: list[Effect]) -> State:
+    """Close the ring that serves; open answers wait for the next one.
+
+    An attempt under way is for that from now on. Who asked to leave has nothing to hand over any more.
+    """
+    assert state.serving is not None
+    effects.append(Close(state.serving.epoch, reason))
+    effects += dismissals(state)
+    attempt = None if state.attempt is None else replace(state.attempt, why=Why.RECOVERY, relieved=frozenset())
+    state = replace(state, pressed=frozenset(), relieved=frozenset())
+    return replace(state, serving=None, attempt=attempt, holding_s=now, tried={}, failures=0)
+
+
+def bar(state: State, name: str | None, reason: str, now: float, *, lasting: bool) -> State:
+    """The device ``name``, if it is known, gets no part for a while, longer each time; a lasting ``reason`` is shown."""
+    device = state.devices.get(name) if name is not None else None
+    if name is None or device is None:
+        return state
+    failures = 1 if now - device.barred_until_s > FORGIVEN_S else device.failures + 1
+    pause_s = LASTING_BAR_S if lasting else min(BAR_S * 2 ** min(failures - 1, 10), MOST_BAR_S)
+    until_s = max(device.barred_until_s, now + pause_s)
+    shown = reason if lasting else device.reason
+    return put(state, name, replace(device, failures=failures, barred_until_s=until_s, reason=shown))
+
+
+def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]) -> State:
+    """The device ``name`` is gone: no attempt and no ring goes on with it."""
+    device = state.devices.get(name)
+    if device is None or not is_spoken_to(device):
+        return state
+    effects.append(Drop(name))
+    left = device.leaving
+    device = replace(device, phase=Phase.GONE, leaving=False, reason=reason, greet_at_s=now + GREET_S, greets=1)
+    state = replace(put(state, name, device), relieved=state.relieved - {name})
+    serves = state.serving is not None and name in state.serving.members
+    if state.has_served:
+        effects.append(Say(f"{name} {'left' if left else 'is gone'}: {reason}"))
+    if takes_part(state.attempt, name):
+        state = abandon(state, effects)
+    if not serves:
+        return state
+    return close(bar(state, name, reason, now, lasting=False), f"{name}: {reason}", now, effects)

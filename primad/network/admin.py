@@ -1,0 +1,234 @@
+"""The local admin channel: the command line asks the daemon that runs with this home folder.
+
+The daemon listens on a port of loopback that it writes to ``run/admin.json``, and only the key of its own identity comes in:
+whoever proves it can read ``identity.json``, which is its owner's alone. The channel has a ZeroMQ context of its own, since
+a context has one gate and the daemon's other servers let in more keys than this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import psutil
+import zmq
+import zmq.asyncio
+
+from primad import __version__
+from primad.errors import ClusterError, ConfigError, PrimadError, ProtocolError
+from primad.network.gate import Gate
+from primad.network.sockets import endpoint, listen, open_socket
+from primad.settings.config import LOOPBACK
+from primad.system.private_file import read_private, write_private
+from primad.trust.identity import Identity, load_identity
+
+logger = logging.getLogger(__name__)
+
+ASK_S: Final = 5.0
+"""How long the command line waits for a daemon's answer."""
+HANDLE_S: Final = 60.0
+"""How long a daemon may take over one request."""
+LAST_WORD_MS: Final = 300
+"""How long a daemon that ends tries to get its last answer out."""
+_SAME_START_S: Final = 2.0
+"""Two readings of a process's start time differ by less."""
+
+
+class OpenPairing(msgspec.Struct, tag=True, frozen=True):
+    """Show a code by which another device can pair; the one that is open, if one is."""
+
+
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    """Hand over what this device computes, then end the daemon."""
+
+
+class Pause(msgspec.Struct, tag=True, frozen=True):
+    """Compute nothing until ``Resume``, also after a restart."""
+
+
+class Resume(msgspec.Struct, tag=True, frozen=True):
+    """Compute again."""
+
+
+class Describe(msgspec.Struct, tag=True, frozen=True):
+    """Say how things stand."""
+
+
+class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """It was done; ``text`` is one line about it."""
+
+    text: str
+
+
+class Refusal(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """It was not done; ``reason`` is one line."""
+
+    reason: str
+
+
+class Described(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """How things stand, as JSON could carry it."""
+
+    status: dict[str, Any]
+
+
+class PairingCode(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """An open pairing code: seconds that it is good for, and the port to bring it to where multicast is blocked."""
+
+    code: str
+    expires_s: float
+    port: int
+
+
+AdminRequest = OpenPairing | Leave | Pause | Resume | Describe
+AdminAnswer = Done | Refusal | Described | PairingCode
+Handler = Callable[[AdminRequest], Awaitable[AdminAnswer]]
+"""What the daemon does about a request. A ``PrimadError`` becomes a ``Refusal``."""
+
+_requests: Final[msgspec.msgpack.Decoder[AdminRequest]] = msgspec.msgpack.Decoder(AdminRequest)
+_answers: Final[msgspec.msgpack.Decoder[AdminAnswer]] = msgspec.msgpack.Decoder(AdminAnswer)
+
+
+class _Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of ``admin.json``: the daemon's port, its process, and when that was started.
+
+    In seconds since the epoch and since the machine's start: a clock that is set moves one or the other, by system.
+    """
+
+    port: int
+    pid: int
+    started: float
+    since_boot: float
+
+
+class AdminServer:
+    """The daemon's end. One request at a time; a caller that does not wait for its answer costs nothing.
+
+    An answer leaves when ``handler`` returns: one that ends the daemon arranges for that and returns first.
+    """
+
+    def __init__(self, identity: Identity, home: Path, handler: Handler) -> None:
+        self._identity = identity
+        self._path = note_path(home)
+        self._handler = handler
+
+    async def run(self) -> None:
+        """Answer until cancelled. Raises ``ClusterError`` or ``ConfigError`` when it cannot listen or leave its note."""
+        context = zmq.asyncio.Context()
+        try:
+            async with Gate(context, self._is_own):
+                socket, port = listen(context, zmq.ROUTER, LOOPBACK, None, identity=self._identity)
+                socket.setsockopt(zmq.LINGER, LAST_WORD_MS)
+                with socket, self._noted(port):
+                    while True:
+                        peer, *frames = await socket.recv_multipart()
+                        answer = await self._answer(frames)
+                        await socket.send_multipart([peer, msgspec.msgpack.encode(answer)])
+        finally:
+            context.term()
+
+    def _is_own(self, key: str) -> bool:
+        return key == self._identity.public
+
+    async def _answer(self, frames: list[bytes]) -> AdminAnswer:
+        try:
+            request = _decode_request(frames)
+            async with asyncio.timeout(HANDLE_S):
+                return await self._handler(request)
+        except TimeoutError:
+            return Refusal(reason=f"that was not done within {HANDLE_S:g} s; look at the daemon's terminal")
+        except PrimadError as exc:
+            return Refusal(reason=str(exc))
+
+    @contextlib.contextmanager
+    def _noted(self, port: int) -> Iterator[None]:
+        """Leave word where to ask, for as long as we answer."""
+        own = psutil.Process()
+        started = own.create_time()
+        note = _Note(port=port, pid=own.pid, started=started, since_boot=started - psutil.boot_time())
+        write_private(self._path, msgspec.json.encode(note))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+
+def note_path(home: Path) -> Path:
+    """Where the daemon of ``home`` leaves word where to ask."""
+    return home / "run" / "admin.json"
+
+
+def ask(home: Path, request: AdminRequest, timeout_s: float = ASK_S) -> AdminAnswer:
+    """What the daemon of ``home`` answers.
+
+    Raises ``ClusterError`` when no daemon runs with that folder or none answers in ``timeout_s``, ``ConfigError`` for a
+    damaged file in it.
+    """
+    port = _running(home)
+    if port is None:
+        raise ClusterError(
+            f"--home {home}: no primad runs with this folder; start 'primad join' or 'primad serve' with it first"
+        )
+    loop_factory = asyncio.SelectorEventLoop if os.name == "nt" else None  # ZeroMQ needs one that selects
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(_ask(load_identity(home), port, request, timeout_s, home))
+
+
+def is_running(home: Path) -> bool:
+    """Whether a daemon runs with ``home`` and can be asked."""
+    return _running(home) is not None
+
+
+async def _ask(identity: Identity, port: int, request: AdminRequest, timeout_s: float, home: Path) -> AdminAnswer:
+    context = zmq.asyncio.Context()
+    try:
+        with open_socket(context, zmq.DEALER, identity=identity, server=identity.public) as socket:
+            socket.connect(endpoint(LOOPBACK, port))
+            async with asyncio.timeout(timeout_s):
+                await socket.send(msgspec.msgpack.encode(request))
+                frames = await socket.recv_multipart()
+            return _answers.decode(frames[0])
+    except TimeoutError as exc:
+        raise ClusterError(
+            f"--home {home}: the primad that runs with this folder has not answered for {timeout_s:g} s; "
+            "look at its terminal, or stop it and start it again"
+        ) from exc
+    except msgspec.MsgspecError as exc:
+        raise ClusterError(
+            f"--home {home}: the primad that runs with this folder is of another version; start it again"
+        ) from exc
+    finally:
+        context.destroy(linger=0)
+
+
+def _decode_request(frames: list[bytes]) -> AdminRequest:
+    try:
+        if len(frames) != 1:
+            raise ProtocolError(f"request of {len(frames)} frames; one has 1")
+        return _requests.decode(frames[0])
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(
+            f"the daemon is primad {__version__} and does not know this request; start it again with your version"
+        ) from exc
+
+
+def _running(home: Path) -> int | None:
+    """The port of the daemon of ``home``; None when its note is gone, damaged or that of a process that has ended."""
+    try:
+        data = read_private(note_path(home))
+        note = None if data is None else msgspec.json.decode(data, type=_Note)
+        if note is None or not 0 < note.port < 65_536 or note.pid < 1:
+            return None
+        started = psutil.Process(note.pid).create_time()
+    except (msgspec.MsgspecError, ConfigError, psutil.Error, OverflowError) as exc:
+        logger.debug("no daemon to ask: %s", exc)
+        return None
+    moved = min(abs(started - note.started), abs(started - psutil.boot_time() - note.since_boot))
+    return note.port if moved < _SAME_START_S else None

@@ -1,0 +1,185 @@
+"""The control link: the worker listens, the head connects. Carries messages of ``cluster/messages.py`` and nothing else.
+
+A message that cannot be read is refused with a log line; the link and the process live on. The log takes one such line a
+second at most, so that nobody fills a disk with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Final
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from primad.errors import ClusterError, ProtocolError
+from primad.network.gate import sender_address, sender_key
+from primad.network.messages import (
+    ECHO_BYTES,
+    GONE_AFTER_S,
+    Echoed,
+    HeadMessage,
+    WorkerMessage,
+    decode_from_head,
+    decode_from_worker,
+)
+from primad.network.scopes import Scopes
+from primad.network.sockets import endpoint, listen, open_socket
+from primad.ring.messages import encode
+from primad.trust.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+LOG_INTERVAL_S: Final = 1.0
+_REFUSED_AFTER: Final = 2
+"""Connections refused in a row until a process counts as ended: the first attempt may meet one that just restarts."""
+
+
+class _Refusals:
+    """Counts messages that were not used, with a log line now and then."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._count = 0
+        self._logged_s = -LOG_INTERVAL_S
+
+    def add(self, why: ProtocolError) -> None:
+        self._count += 1
+        now = time.monotonic()
+        if now - self._logged_s >= LOG_INTERVAL_S:
+            self._logged_s = now
+            logger.warning("refused a message %s (%d so far): %s", self._where, self._count, why)
+
+
+@functools.cache
+def _echoed(size: int) -> bytes:
+    assert size in ECHO_BYTES
+    return encode(Echoed(bytes(size)))
+
+
+class WorkerEnd:
+    """Where a worker hears heads, and other devices that measure their link to it; all of them passed the gate.
+
+    Each connection is known by the ``peer`` bytes that its messages come with, each device by its public key. ``scopes`` are
+    told where every one was met.
+    """
+
+    def __init__(
+        self, context: zmq.asyncio.Context, host: str, port: int | None, preferred: int, *, identity: Identity
+    ) -> None:
+        self._socket, self.port = listen(context, zmq.ROUTER, host, port, preferred, identity=identity)
+        self._refusals = _Refusals("on the control link")
+        self.scopes = Scopes()
+
+    async def receive(self) -> tuple[bytes, str, HeadMessage]:
+        """The next message of any device: connection, public key, message."""
+        while True:
+            peer, *frames = await self._socket.recv_multipart(copy=False)
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"message of {len(frames)} frames; a control message has 1")
+                self.scopes.saw(sender_address(frames[0]))
+                return peer.bytes, sender_key(frames[0]), decode_from_head(frames[0].bytes)
+            except ProtocolError as exc:
+                self._refusals.add(exc)
+
+    async def send(self, peer: bytes, message: WorkerMessage) -> None:
+        """Answer on the connection ``peer``; nothing happens when it is gone or takes nothing."""
+        with contextlib.suppress(zmq.Again):
+            await self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
+
+    async def echo(self, peer: bytes, size: int) -> None:
+        """Answer an ``Echo`` for ``size`` bytes; all answers of a size that wait for their peers are one and the same."""
+        with contextlib.suppress(zmq.Again):
+            await self._socket.send_multipart([peer, _echoed(size)], zmq.NOBLOCK, copy=False)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()
+
+
+class HeadEnd:
+    """The head's link to the worker at ``host:port`` that owns the public key ``key``; no other can answer on it.
+
+    Raises ``ClusterError`` for what is no address.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, host: str, port: int, *, identity: Identity, key: str) -> None:
+        self.host, self.port, self.key = host, port, key
+        try:
+            self._socket = open_socket(context, zmq.DEALER, identity=identity, server=key)
+        except zmq.ZMQError as exc:  # as where no more sockets can be had
+            raise ClusterError(f"no connection to {self.address} can be made: {exc.strerror}") from exc
+        self._monitor: zmq.asyncio.Socket | None = None
+        self._refusals = _Refusals(f"of the device at {self.address}")
+        try:
+            self._socket.connect(endpoint(host, port))
+        except zmq.ZMQError as exc:
+            self._socket.close()
+            raise ClusterError(f"{host} is no address to connect to: {exc.strerror}") from exc
+
+    @property
+    def address(self) -> str:
+        """``host:port`` for people."""
+        return f"{self.host}:{self.port}"
+
+    async def send(self, message: HeadMessage) -> None:
+        """Tell the worker something. Raises ``ClusterError`` when nothing leaves for ``GONE_AFTER_S``, or it is closed."""
+        if self._socket.closed:
+            raise ClusterError(f"the link to {self.address} is closed")
+        try:
+            async with asyncio.timeout(GONE_AFTER_S):
+                await self._socket.send(encode(message))
+        except TimeoutError as exc:
+            raise ClusterError(f"the device at {self.address} takes no messages") from exc
+
+    async def receive(self, timeout_s: float | None = GONE_AFTER_S) -> WorkerMessage:
+        """The worker's next message. Raises ``ClusterError`` when there is none within ``timeout_s`` (None: waits on)."""
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    frames = await self._socket.recv_multipart()
+            except TimeoutError as exc:
+                raise ClusterError(f"no answer from {self.address} within {timeout_s:g} s") from exc
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"message of {len(frames)} frames; a control message has 1")
+                return decode_from_worker(frames[0])
+            except ProtocolError as exc:
+                self._refusals.add(exc)
+
+    async def wait_ended(self) -> None:
+        """Wait until the other side's process has ended: its system refuses connections where it listened.
+
+        A link that only went silent never shows here; that is what signs of life are for.
+        """
+        refused = 0
+        async for event in self._events():
+            if event in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED):
+                refused = 0
+            elif event == zmq.EVENT_CLOSED:
+                refused += 1
+            if refused >= _REFUSED_AFTER:
+                return
+
+    async def _events(self) -> AsyncIterator[int]:
+        watched = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED
+        assert self._monitor is None, "one waits at a time"
+        monitor = self._monitor = self._socket.get_monitor_socket(watched)
+        while True:
+            message = recv_monitor_message(monitor)
+            yield int((await message)["event"])
+
+    def close(self) -> None:
+        """Close the link."""
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
+        self._socket.close()

@@ -1,0 +1,377 @@
+"""Announce this device and see others by mDNS (``_primad._tcp.local.``), on loopback or on the LAN, over IPv4 and IPv6.
+
+Nothing secret is announced: the device's name, its cluster, its role, the protocol, the version, its public key, and while a
+pairing code is open, where to bring it. Whatever others announce is hearsay until a connection proves it.
+
+Nothing tells a process, on every system alike, that an interface came or went, so the addresses are looked at every
+``LOOK_EVERY_S``: a laptop that comes back to its Wi-Fi is announced there within that time. Multicast gets lost, and a
+device speaks of itself only when it comes: every ``ASK_EVERY_S`` all are asked anew who is there.
+
+Answers are asked for by multicast (QM), never to the asker alone (QU): where several programs of a machine speak mDNS, all
+have its port, and an answer to one address reaches only one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import blake2b
+from typing import Final
+
+from zeroconf import DNSQuestionType, NonUniqueNameException, ServiceStateChange, Zeroconf
+from zeroconf import Error as ZeroconfError
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+from primad.errors import ClusterError
+from primad.network.addresses import (
+    Interface,
+    multicast_addresses,
+    read_interfaces,
+    resolved_host,
+    usable_addresses,
+)
+from primad.network.messages import PROTOCOL
+from primad.network.multicast import can_multicast
+from primad.network.peer import SERVICE, Peer, peer_of
+
+__all__ = ["SERVICE", "Discovery", "MulticastError", "Peer", "look", "peer_of"]
+
+logger = logging.getLogger(__name__)
+
+RESOLVE_TIMEOUT_MS: Final = 2000
+LOOK_EVERY_S: Final = 10.0
+ASK_EVERY_S: Final = 30.0
+MAX_PEERS: Final = 512
+"""More devices than this are not looked at: announcing costs nothing, and memory does."""
+LOOKS_FOR_START: Final = 600
+LOOK_FOR_START_S: Final = 0.1
+"""zeroconf opens its sockets in the event loop. It is looked so often whether they are open: the loop's turns count and not
+the time, since a machine that is busy or asleep for a while gives it none."""
+_TTL_S: Final = 120
+_RESOLVE_TRIES: Final = 3
+
+FAILURES: Final = (ZeroconfError, OSError, RuntimeError)
+"""What zeroconf raises when it fails."""
+
+Changed = Callable[[dict[str, Peer]], None]
+"""Gets all devices in sight, by the names that mDNS knows them under."""
+
+
+class MulticastError(ClusterError):
+    """mDNS does not work; a device can do without."""
+
+
+class Discovery:
+    """This device's place in mDNS. Make one, ``announce`` and ``browse``, ``close`` it.
+
+    ``host`` is the address that the daemon listens on, ``interface`` (a name or an address) leaves only one interface.
+    Needs a running event loop. Raises ``ClusterError`` when there is no way to speak mDNS.
+    """
+
+    def __init__(self, host: str, interface: str | None = None) -> None:
+        self._host = resolved_host(host)
+        self._interface = interface
+        self._own = read_interfaces()
+        self._addresses = usable_addresses(self._own, self._host, interface)
+        self._places = _places(self._own, self._host, interface)
+        if not self._addresses or not self._places:
+            raise ClusterError(
+                f"mDNS cannot be used{_on(interface)}: no address there has multicast; name devices with --device"
+            )
+        _quiet()
+        try:
+            self._zeroconf = AsyncZeroconf(interfaces=self._places)
+        except FAILURES as exc:
+            raise ClusterError(
+                f"mDNS cannot be used on {', '.join(self._places)}: {_why(exc)}; name devices with --device"
+            ) from exc
+        self._browser: AsyncServiceBrowser | None = None
+        self._changed: Changed | None = None
+        self._announced: dict[str, str] = {}
+        self._port = 0
+        self._info: AsyncServiceInfo | None = None
+        self._announcing: asyncio.Future[None] | None = None
+        """An announcement is said several times; those of one that is not true any more must not come behind the next."""
+        self._peers: dict[str, Peer] = {}
+        self._resolving: dict[str, asyncio.Task[None]] = {}
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses that are announced now."""
+        return tuple(self._addresses)
+
+    async def announce(self, peer_name: str, *, cluster: str, role: str, version: str, port: int, key: str) -> str:
+        """Announce this device; its name, with a number behind it when another device had the name first.
+
+        ``port`` is where it listens, ``key`` its public key (40 characters). Raises ``ClusterError`` when no name is
+        free, ``MulticastError`` when mDNS does not work.
+        """
+        await self._started()
+        self._port = port
+        for number in range(1, 100):
+            device = peer_name if number == 1 else f"{peer_name[:59]}-{number}"
+            self._announced |= {
+                "device": device,
+                "cluster": cluster,
+                "role": role,
+                "version": version,
+                "protocol": str(PROTOCOL),
+                "key": key,
+            }
+            info = self._to_announce()
+            try:
+                self._say_soon(await self._zeroconf.async_register_service(info))
+            except NonUniqueNameException:
+                continue
+            except FAILURES as exc:
+                raise MulticastError(f"mDNS does not announce this device: {_why(exc)}") from exc
+            self._info = info
+            self._watch()
+            return device
+        raise ClusterError(f"--name {peer_name}: a hundred devices have this name already; choose another")
+
+    async def set_pairing(self, channel: int, port: int | None) -> None:
+        """Announce that a code of ``channel`` can be brought to ``port``; None: that it cannot any more."""
+        self._announced.pop("pair", None)
+        if port is not None:
+            self._announced["pair"] = f"{channel}:{port}"
+        await self._announce_again()
+
+    async def browse(self, changed: Changed) -> None:
+        """Call ``changed`` with every device in sight whenever one comes, changes or goes.
+
+        Raises ``MulticastError`` when mDNS does not work.
+        """
+        await self._started()
+        self._changed = changed
+        self._ask()
+        self._watch()
+
+    async def refresh(self) -> None:
+        """Look at this machine's addresses now; speak through those that are new, and announce what changed."""
+        addresses, places = self._addresses, self._places
+        self._own = read_interfaces()
+        try:
+            self._addresses = usable_addresses(self._own, self._host, self._interface)
+            self._places = _places(self._own, self._host, self._interface)
+        except ClusterError as exc:
+            logger.debug("%s", exc)  # the interface that was asked for is away, as an unplugged adapter
+            self._places = []
+        if addresses != self._addresses and self._addresses:
+            await self._announce_again()  # before new interfaces are taken up, which repeats the announcement on them
+        try:
+            await self._zeroconf.async_update_interfaces(self._places)
+        except FAILURES as exc:
+            logger.debug(
+                "mDNS on %s: %s", self._places, _why(exc)
+            )  # an interface went while it was taken up: next time
+        if set(self._places) - set(places):
+            await self._ask_again()
+        self._look_again_at_peers()
+
+    async def close(self) -> None:
+        """Say goodbye and stop."""
+        tasks = [task for task in (self._watching, self._announcing, *self._resolving.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for farewell in (self._stop_asking, self._say_goodbye, self._zeroconf.async_close):
+            try:
+                await farewell()
+            except FAILURES as exc:
+                logger.debug("mDNS goodbye: %s", _why(exc))
+
+    async def _started(self) -> None:
+        """Wait until mDNS can be spoken. Raises ``MulticastError`` when that does not come.
+
+        zeroconf's own wait cannot be asked twice: once its time is over, nothing that comes later counts as a start.
+        """
+        for _ in range(LOOKS_FOR_START):
+            if self._zeroconf.zeroconf.started:
+                return
+            await asyncio.sleep(LOOK_FOR_START_S)
+        raise MulticastError(f"mDNS did not start on {', '.join(self._places)}; name devices with --device")
+
+    async def _stop_asking(self) -> None:
+        if self._browser is not None:
+            await self._browser.async_cancel()
+
+    async def _say_goodbye(self) -> None:
+        if self._info is not None:
+            await (await self._zeroconf.async_unregister_service(self._info))  # the second waits until it is said
+
+    def _say_soon(self, announcement: Awaitable[None]) -> asyncio.Future[None]:
+        """An announcement is on its way; one that fails is as one that got lost."""
+        said = self._announcing = asyncio.ensure_future(announcement)
+        said.add_done_callback(_heard_out)
+        return said
+
+    def _to_announce(self) -> AsyncServiceInfo:
+        """The records of now, with a revision that none had before.
+
+        Those who listen keep the former records for a while, and see no change in one that they have; so whatever is
+        announced differs from all before, and its addresses are those of a host name of its own.
+        """
+        device = self._announced["device"]
+        revision = time.time_ns() // 1_000_000
+        return AsyncServiceInfo(
+            SERVICE,
+            f"{device}.{SERVICE}",
+            addresses=[_packed(address) for address in self._addresses],
+            port=self._port,
+            properties=self._announced | {"rev": str(revision)},
+            server=f"primad-{blake2b(f'{device} {revision}'.encode(), digest_size=8).hexdigest()}-{self._port}.local.",
+            host_ttl=_TTL_S,
+            other_ttl=_TTL_S,
+        )
+
+    async def _announce_again(self) -> None:
+        if self._info is None:
+            return
+        self._info = self._to_announce()
+        if self._announcing is not None:
+            self._announcing.cancel()
+        try:
+            await asyncio.wait([self._say_soon(await self._zeroconf.async_update_service(self._info))])
+        except FAILURES as exc:
+            logger.debug("mDNS announcement: %s", _why(exc))
+
+    def _watch(self) -> None:
+        if self._watching is None:
+            self._watching = asyncio.get_running_loop().create_task(self._keep_looking())
+
+    async def _keep_looking(self) -> None:
+        asked_s = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                await self.refresh()
+                if time.monotonic() - asked_s >= ASK_EVERY_S:
+                    await self._ask_again()
+                    asked_s = time.monotonic()
+            except Exception:  # whatever it was once: who looks no more finds nobody any more
+                logger.exception("looking for devices failed; it is tried again")
+
+    async def _ask_again(self) -> None:
+        """Ask who is there: a new browser asks at once, this one would when its answers are old.
+
+        It also tells of all that were seen, those among them that did not answer when they were asked for their address.
+        """
+        if self._browser is not None:
+            await self._browser.async_cancel()
+            self._ask()
+
+    def _ask(self) -> None:
+        try:
+            self._browser = AsyncServiceBrowser(
+                self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change], question_type=DNSQuestionType.QM
+            )
+        except FAILURES as exc:
+            raise MulticastError(f"mDNS does not look for devices: {_why(exc)}") from exc
+
+    def _on_change(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        task = self._resolving.pop(name, None)
+        if task is not None:
+            task.cancel()
+        if state_change is ServiceStateChange.Removed:
+            self._forget(name)
+        elif name in self._peers or len(self._peers) + len(self._resolving) < MAX_PEERS:
+            self._resolve_soon(name)
+
+    def _resolve_soon(self, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._resolve(name))
+        self._resolving[name] = task
+        task.add_done_callback(lambda task: self._resolving.pop(name) if self._resolving.get(name) is task else None)
+
+    async def _resolve(self, name: str) -> None:
+        """Ask for what ``name`` announces; one that does not answer is gone."""
+        for _ in range(_RESOLVE_TRIES):
+            try:
+                info = AsyncServiceInfo(SERVICE, name)
+                if await info.async_request(self._zeroconf.zeroconf, RESOLVE_TIMEOUT_MS, DNSQuestionType.QM):
+                    break
+            except FAILURES as exc:
+                logger.debug("mDNS does not ask for %s: %s", name, _why(exc))
+        else:
+            return self._forget(name)
+        peer = peer_of(info, self._own)
+        if peer is None:
+            self._forget(name)
+        elif self._peers.get(name) != peer:
+            self._peers[name] = peer
+            self._tell()
+
+    def _look_again_at_peers(self) -> None:
+        """Ask again for devices of which something ran out or changed without a word.
+
+        One that died said no goodbye, and does not answer; the scope of a link-local address may be learnt late; and the
+        order of addresses hangs on our own.
+        """
+        for name, peer in self._peers.items():
+            info = AsyncServiceInfo(SERVICE, name)
+            fresh = info.load_from_cache(self._zeroconf.zeroconf)
+            if (not fresh or peer_of(info, self._own) != peer) and name not in self._resolving:
+                self._resolve_soon(name)
+
+    def _forget(self, name: str) -> None:
+        if self._peers.pop(name, None) is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._changed is not None:
+            self._changed(dict(self._peers))
+
+
+async def look(host: str, seconds: float, interface: str | None = None) -> list[Peer]:
+    """The devices in sight within ``seconds`` of looking from an address like ``host``, by name.
+
+    Raises ``ClusterError`` when there is no way to look.
+    """
+    discovery = Discovery(host, interface)
+    peers: dict[str, Peer] = {}
+
+    def changed(current: dict[str, Peer]) -> None:
+        peers.clear()
+        peers.update(current)
+
+    try:
+        await discovery.browse(changed)
+        await asyncio.sleep(seconds)
+    finally:
+        await discovery.close()
+    return sorted(peers.values(), key=lambda peer: (peer.cluster, peer.device))
+
+
+def _places(own: Sequence[Interface], host: str, interface: str | None) -> list[str]:
+    """The addresses through which mDNS can be spoken. Raises ``ClusterError`` as ``multicast_addresses``."""
+    return [place for place in multicast_addresses(own, host, interface) if can_multicast(place, own)]
+
+
+def _heard_out(said: asyncio.Future[None]) -> None:
+    error = None if said.cancelled() else said.exception()
+    if error is not None:
+        logger.debug("mDNS announcement: %s", _why(error))
+
+
+def _why(error: BaseException) -> str:
+    """What a library says of ``error``: many of zeroconf's have no words."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+def _packed(address: str) -> bytes:
+    return socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
+
+
+def _on(interface: str | None) -> str:
+    return "" if interface is None else f" on --interface {interface}"
+
+
+def _quiet() -> None:
+    """An interface that comes and goes is no news to the owner: zeroconf warns of each with a trace."""
+    noisy = logging.getLogger("zeroconf")
+    if noisy.level == logging.NOTSET and not logger.isEnabledFor(logging.DEBUG):
+        noisy.setLevel(logging.ERROR)

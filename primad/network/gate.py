@@ -1,0 +1,120 @@
+"""Who may talk to the servers of a ZeroMQ context: asked once a connection, before a byte of a message is read.
+
+libzmq proves that a client holds the secret of its public key and then asks us (its protocol for that is ZAP, RFC 27). The
+answer travels with every message of the connection, so that a receiver knows who sent it. A connection that was let in stays
+when its key is revoked: whoever receives must ask again, with ``sender_key``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self
+
+import zmq
+import zmq.asyncio
+import zmq.auth
+
+from primad.errors import PrimadError, ProtocolError, printable
+from primad.network.sockets import ZAP_DOMAIN
+from primad.trust.identity import fingerprint
+
+logger = logging.getLogger(__name__)
+
+Allows = Callable[[str], bool]
+"""Whether a device may come in, by its public key in Z85."""
+
+WARN_EVERY_S: Final = 1.0
+_ADDRESS_FRAME: Final = 3
+
+
+class Gate:
+    """Lets clients into the servers of ``context`` that ``allows`` believes; use it as an asynchronous context manager.
+
+    One gate a context. Without it, and after it, nobody comes in.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, allows: Allows) -> None:
+        self._allows = allows
+        self._authenticator = zmq.auth.Authenticator(context, log=logger)
+        self._authenticator.configure_curve_callback(ZAP_DOMAIN.decode(), self)
+        self._task: asyncio.Task[None] | None = None
+        self._address = ""
+        self._unsaid = 0
+        self._said_at = -WARN_EVERY_S
+
+    async def __aenter__(self) -> Self:
+        self._authenticator.start()
+        self._task = asyncio.create_task(self._answer(), name="gate")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        try:
+            await asyncio.wait([self._task])
+        finally:
+            self._authenticator.stop()
+            if self._unsaid:
+                logger.warning("refused %d more connections of devices that are not trusted here", self._unsaid)
+        if not self._task.cancelled():
+            self._task.result()  # it never ends by itself: what ended it is our own mistake
+
+    async def _answer(self) -> None:
+        """Answer libzmq's questions one by one. We await the task ourselves, which pyzmq's own loop does not offer."""
+        socket = self._authenticator.zap_socket
+        poller = zmq.asyncio.Poller()
+        poller.register(socket, zmq.POLLIN)
+        while True:
+            await poller.poll()
+            with contextlib.suppress(zmq.Again):
+                question = socket.recv_multipart(zmq.DONTWAIT)
+                self._address = printable(question[_ADDRESS_FRAME].decode("ascii", "replace"), 64)
+                await self._authenticator.handle_zap_message(question)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """What the authenticator asks: whether ``key`` (Z85) may come in. Doubt is a no."""
+        del domain
+        text = key.decode("ascii")
+        try:
+            if self._allows(text):
+                return True
+            self._refused(text, "it is not trusted here")
+        except PrimadError as exc:
+            self._refused(text, str(exc))
+        return False
+
+    def _refused(self, key: str, why: str) -> None:
+        now = time.monotonic()
+        if now - self._said_at < WARN_EVERY_S:
+            self._unsaid += 1
+            return
+        more = f" (and {self._unsaid} others before it)" if self._unsaid else ""
+        logger.warning("refused the device %s at %s: %s%s", fingerprint(key), self._address, why, more)
+        self._said_at, self._unsaid = now, 0
+
+
+def sender_key(frame: zmq.Frame) -> str:
+    """The proven public key (Z85) of who sent ``frame``, of ``recv_multipart(copy=False)`` on a *server* socket.
+
+    On a client's socket there is nothing to ask: what arrives there is of the device whose key the socket pins.
+    Raises ``ProtocolError`` for a frame that came through no gate.
+    """
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError as exc:
+        raise ProtocolError("message of a sender that has proven no key") from exc
+
+
+def sender_address(frame: zmq.Frame) -> str:
+    """The address, with its scope if it has one, from which ``frame`` came; empty where the system does not say."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""

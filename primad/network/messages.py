@@ -1,0 +1,504 @@
+"""What head and worker say to each other on the control link; what a device asks of others is in ``transfer_messages``.
+
+One msgpack frame a message. The head opens with ``Knock``, which anyone who is let in may say: it tells versions apart and
+which address works. ``Hello`` then makes the worker this head's; it answers ``Welcome`` or ``Refused``. From then on a
+``Ping`` and its ``Pong`` pass several times a second, so that either side notices the other's end.
+
+A TCP connection that is reset, as by a router that starts anew, is made again in silence, and takes with it what was on its
+way. So each ``Pong`` says again how every part of the worker stands, and the head asks again for what did not arrive.
+
+Versions. A device speaks ``PROTOCOL`` and the one before it, down to ``OLDEST``; both sides use the newer one that both
+speak. A field that is added has a default, and a field that is not known is skipped, so that neighbours understand each
+other. A message that is not known is refused with a log line, so that one which may go unheard can be added. A change
+that cannot be made so takes two versions. Protocol 1 was not encrypted and is not spoken any more.
+"""
+
+from __future__ import annotations
+
+import math
+from ipaddress import ip_address
+from typing import Final, TypeVar
+
+import msgspec
+
+from halda import DeviceProfile, LinkProfile
+from primad.engine.protocol import KvType
+from primad.errors import ProtocolError, printable
+from primad.gguf.layers import check_ref
+from primad.gguf.windows import WindowSpec
+from primad.network.layer_messages import Source, check_source
+from primad.profiles import Implausible, check_profile
+from primad.ring.messages import Status
+from primad.settings.config import NAME
+from primad.trust.identity import is_key
+
+PROTOCOL: Final = 2
+OLDEST: Final = 2
+GONE_AFTER_S: Final = 4.0
+"""How long an answer on the control link is awaited where nothing else is said."""
+MAX_MESSAGE_BYTES: Final = 16 << 20
+PHASES: Final = ("fetch", "probe", "load")
+FAULTS: Final = ("fetch", "disk", "load", "ring", "next")
+"""What a part was doing when it ended; ``next``: the device behind it in the ring takes no steps."""
+MAX_PARTS: Final = 64
+MAX_DEVICES: Final = 1024
+MAX_SOURCES: Final = 256
+MAX_ECHO_BYTES: Final = 1 << 20
+ECHO_BYTES: Final = (0, 8 << 10, 256 << 10, MAX_ECHO_BYTES)
+"""The answers to ``Echo`` that there are, so that they can lie ready and a flood of questions takes no memory."""
+MAX_LINK_TARGETS: Final = 1024
+MAX_ROUND_TRIP_S: Final = 3600.0
+MAX_LINK_BYTES_PER_S: Final = 1e13
+MAX_ADDRESSES: Final = 64
+MAX_GONE_AFTER_S: Final = 3600.0
+MAX_MEMORY_BYTES: Final = 1 << 50
+
+
+class Knock(msgspec.Struct, frozen=True, kw_only=True, tag="knock"):
+    """Who is there? Answered by ``Knocked``; nothing else follows from it."""
+
+    protocol: int
+    oldest: int
+    version: str
+    device: str
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """The head introduces itself; ``session`` tells its restarts apart, ``build`` names its llama.cpp.
+
+    The worker may take it for gone when it is silent for ``gone_after_s``.
+    """
+
+    protocol: int
+    version: str
+    device: str
+    session: int
+    build: str
+    gone_after_s: float
+
+
+class Introduction(msgspec.Struct, frozen=True, array_like=True):
+    """A device that the head trusts, and its public key."""
+
+    device: str
+    key: str
+
+
+class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
+    """The devices that this head trusts, so that they trust each other; and the keys that it does not trust any more."""
+
+    devices: list[Introduction]
+    revoked: list[str]
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Take part in ring ``ring``, epoch ``epoch``: fetch the missing layers from ``sources``, load the windows, listen.
+
+    ``probe`` is a one-layer window of the same layers to try extra buffers with, or None when they are not to be used.
+    ``force_extra_buffers`` skips the probe. ``place`` tells devices of this ring that share a machine apart
+    (see ``ring.spawn.environment``). The last ``gpu_layers[i]`` layers of ``windows[i]`` go to the GPU. A worker may have
+    parts in several epochs at a time: the next ring is loaded while the last one serves. Of ``windows[i]`` the layers
+    ``streamed[i]``, counted from its first, are read each time they are used, through ``slots`` buffers; none without it.
+    ``room_bytes`` more of them may stay than the plan counts.
+    ``kv_type`` is that of the KV cache.
+    """
+
+    ring: int
+    epoch: int
+    route: int
+    width: int
+    windows: list[WindowSpec]
+    gpu_layers: list[int]
+    probe: WindowSpec | None
+    force_extra_buffers: bool
+    sources: list[Source]
+    context: int
+    sequences: int
+    rows: int
+    step_timeout_s: float
+    place: int
+    streamed: list[tuple[int, ...]] = []
+    slots: int = 0
+    room_bytes: int = 0
+    kv_type: KvType = "f16"
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
+    """Send steps of ``epoch`` to the ring process at ``address``, whose key is ``key``; take them from ``sender`` only."""
+
+    epoch: int
+    address: str
+    key: str
+    sender: str
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """Give the windows of ``epoch`` back; the layer files stay."""
+
+    epoch: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Are you there? Also asks for a ``WorkerStatus`` when ``status`` is set. ``Pong`` gives ``number`` back."""
+
+    status: bool
+    number: int = 0
+
+
+class LinkTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """A device to measure the link to: its addresses and control port, and its public key."""
+
+    device: str
+    key: str
+    addresses: list[str]
+    port: int
+
+
+class MeasureLinks(msgspec.Struct, frozen=True, kw_only=True, tag="measure-links"):
+    """Measure the links to ``targets``; answered by ``LinksMeasured``."""
+
+    targets: list[LinkTarget]
+
+
+class Echo(msgspec.Struct, frozen=True, kw_only=True, tag="echo"):
+    """Answer with ``answer_bytes`` bytes, one of ``ECHO_BYTES``. Any trusted device may ask."""
+
+    payload: bytes
+    answer_bytes: int
+
+
+class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
+    """The worker asked to leave, and may: others do its work."""
+
+
+HeadMessage = Knock | Hello | Introduce | Load | Link | Release | Ping | MeasureLinks | Echo | Dismiss
+
+
+class Knocked(msgspec.Struct, frozen=True, kw_only=True, tag="knocked"):
+    """This device, and the versions that it speaks."""
+
+    protocol: int
+    oldest: int
+    version: str
+    device: str
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """The worker is free and has this profile; it gives layers on TCP port ``layer_port``."""
+
+    protocol: int
+    version: str
+    build: str
+    profile: DeviceProfile
+    layer_port: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The worker does not work for this head now; ``reason`` is one line."""
+
+    reason: str
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """How far loading is: ``phase`` (one of ``PHASES``) is fetch (bytes), probe (runs) or load (windows)."""
+
+    epoch: int
+    phase: str
+    done: int
+    total: int
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    """All windows of ``epoch`` are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``."""
+
+    epoch: int
+    port: int
+    key: str
+
+
+class Linked(msgspec.Struct, frozen=True, tag="linked"):
+    """Steps of ``epoch`` now go where ``Link`` said."""
+
+    epoch: int
+
+
+class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
+    """The worker's part of ``epoch`` ended; ``error`` is one line, ``fault`` (one of ``FAULTS``) is what it was doing."""
+
+    epoch: int
+    error: str
+    fault: str
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The worker wants to go, or its owner paused it: please hand its work over and send ``Dismiss``."""
+
+    reason: str
+
+
+class Pressed(msgspec.Struct, frozen=True, kw_only=True, tag="pressed"):
+    """The owner's programs need memory that the part in ``epoch`` holds and cannot give back: please plan for less here.
+
+    It is short of ``needed_bytes``; a plan may use ``ram_available_bytes`` of this device beside that part, which goes on
+    until the next one is loaded. An older head does not know this and leaves its plan as it is.
+    """
+
+    epoch: int
+    needed_bytes: int
+    ram_available_bytes: int
+
+
+class Relieved(msgspec.Struct, frozen=True, tag="relieved"):
+    """After ``Pressed`` there is room again, for a while already: a plan may use ``ram_available_bytes`` of this device.
+
+    An older head does not know this and plans on with what it has.
+    """
+
+    ram_available_bytes: int
+
+
+class PartState(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of the worker in ``epoch``: what it said of it so far, which may have been lost on the way."""
+
+    epoch: int
+    loaded: Loaded | None
+    linked: bool
+    broken: Broken | None
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """Here, with these parts when ping ``number`` came; an older worker does not say (None)."""
+
+    number: int = 0
+    parts: list[PartState] | None = None
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """What the worker's ring process did and holds; ``daemon_rss_bytes`` is the memory of the daemon beside it."""
+
+    epoch: int
+    status: Status
+    daemon_rss_bytes: int
+
+
+class LinksMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="links"):
+    """Both directions of the links that were asked for."""
+
+    links: list[LinkProfile]
+
+
+class Echoed(msgspec.Struct, frozen=True, tag="echoed"):
+    """The answer to ``Echo``."""
+
+    payload: bytes
+
+
+WorkerMessage = (
+    Knocked
+    | Welcome
+    | Refused
+    | Progress
+    | Loaded
+    | Linked
+    | Broken
+    | Leaving
+    | Pressed
+    | Relieved
+    | Pong
+    | WorkerStatus
+    | LinksMeasured
+    | Echoed
+)
+
+
+Message = TypeVar("Message")
+
+_head_decoder = msgspec.msgpack.Decoder(HeadMessage)
+_worker_decoder = msgspec.msgpack.Decoder(WorkerMessage)
+
+
+def decode_from_head(data: bytes) -> HeadMessage:
+    """A message of a head. Raises ``ProtocolError``."""
+    message: HeadMessage = _decode(_head_decoder, data)
+    match message:
+        case Load():
+            _check_load(message)
+        case Hello(device=device) | Knock(device=device) if not NAME.fullmatch(device):
+            raise ProtocolError(f"hello of {printable(device, 70)!r}, which is no device name")
+        case Hello(gone_after_s=gone_after_s) if not 0.1 <= gone_after_s <= MAX_GONE_AFTER_S:
+            raise ProtocolError(f"hello of a head with a patience of {gone_after_s} s")
+        case Introduce():
+            _check_introductions(message)
+        case Link(key=key, sender=sender):
+            _check_key(key)
+            _check_key(sender)
+        case MeasureLinks(targets=targets):
+            _check_targets(targets)
+        case Echo(payload=payload, answer_bytes=size) if len(payload) > MAX_ECHO_BYTES or size not in ECHO_BYTES:
+            raise ProtocolError(
+                f"echo of {len(payload)} bytes for {size} bytes; at most {MAX_ECHO_BYTES} are allowed, and answers of "
+                f"{', '.join(map(str, ECHO_BYTES))}"
+            )
+    return message
+
+
+def decode_from_worker(data: bytes) -> WorkerMessage:
+    """A message of a worker, its texts fit to be shown. Raises ``ProtocolError``."""
+    message: WorkerMessage = _decode(_worker_decoder, data)
+    match message:
+        case Welcome(profile=profile, layer_port=port):
+            _check_profile(profile)
+            _check_port(port)
+            version, build = printable(message.version, 40), printable(message.build, 200)
+            return msgspec.structs.replace(message, version=version, build=build)
+        case Knocked(device=device) if not NAME.fullmatch(device):
+            raise ProtocolError(f"answer of {printable(device, 70)!r}, which is no device name")
+        case Knocked():
+            return msgspec.structs.replace(message, version=printable(message.version, 40))
+        case Loaded():
+            _check_loaded(message)
+        case Pong(parts=list(parts)):
+            return msgspec.structs.replace(message, parts=_checked_parts(parts))
+        case Progress(phase=phase, done=done, total=total) if phase not in PHASES or not 0 <= done <= total:
+            raise ProtocolError(f"impossible progress: {done} of {total} in phase {printable(phase, 20)!r}")
+        case Refused(reason):
+            return Refused(printable(reason))
+        case Broken():
+            return _checked_broken(message)
+        case Leaving(reason):
+            return Leaving(printable(reason, 100))
+        case Pressed(needed_bytes=needed, ram_available_bytes=available):
+            if not 0 < needed <= MAX_MEMORY_BYTES or not 0 <= available <= MAX_MEMORY_BYTES:
+                raise ProtocolError(f"impossible lack of {needed} bytes of memory, with {available} for a plan")
+        case Relieved(available) if not 0 <= available <= MAX_MEMORY_BYTES:
+            raise ProtocolError(f"impossible relief: {available} bytes of memory for a plan")
+        case LinksMeasured(links=links):
+            _check_links(links)
+    return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+        raise ProtocolError(f"not a control message: {printable(exc)}") from exc
+
+
+def agreed_protocol(protocol: int, oldest: int) -> int | None:
+    """The newest protocol that this device and one that speaks ``oldest`` to ``protocol`` both speak, None without one."""
+    common = min(PROTOCOL, protocol)
+    return common if common >= max(OLDEST, oldest) else None
+
+
+def _check_port(port: int) -> None:
+    if not 0 < port < 65_536:
+        raise ProtocolError(f"impossible port {port}")
+
+
+def _check_key(key: str) -> None:
+    if not is_key(key):
+        raise ProtocolError(f"{printable(key, 50)!r} is no public key")
+
+
+def _check_loaded(loaded: Loaded) -> None:
+    _check_port(loaded.port)
+    _check_key(loaded.key)
+
+
+def _checked_broken(broken: Broken) -> Broken:
+    if broken.fault not in FAULTS:
+        raise ProtocolError(f"impossible fault {printable(broken.fault, 20)!r}")
+    return Broken(epoch=broken.epoch, error=printable(broken.error), fault=broken.fault)
+
+
+def _checked_parts(parts: list[PartState]) -> list[PartState]:
+    if len(parts) > MAX_PARTS:
+        raise ProtocolError(f"a worker with {len(parts)} parts; at most {MAX_PARTS} are allowed")
+    checked = []
+    for part in parts:
+        if any(said is not None and said.epoch != part.epoch for said in (part.loaded, part.broken)):
+            raise ProtocolError(f"part in epoch {part.epoch} of which something about another is said")
+        if part.loaded is not None:
+            _check_loaded(part.loaded)
+        broken = None if part.broken is None else _checked_broken(part.broken)
+        checked.append(msgspec.structs.replace(part, broken=broken))
+    return checked
+
+
+def _check_introductions(message: Introduce) -> None:
+    if len(message.devices) > MAX_DEVICES or len(message.revoked) > MAX_DEVICES:
+        raise ProtocolError(f"introduction of {len(message.devices)} devices; at most {MAX_DEVICES} are allowed")
+    for introduction in message.devices:
+        if not NAME.fullmatch(introduction.device):
+            raise ProtocolError(f"introduction of {printable(introduction.device, 70)!r}, which is no device name")
+        _check_key(introduction.key)
+    for key in message.revoked:
+        _check_key(key)
+
+
+def _check_targets(targets: list[LinkTarget]) -> None:
+    if len(targets) > MAX_LINK_TARGETS:
+        raise ProtocolError(f"links to {len(targets)} devices asked for; at most {MAX_LINK_TARGETS} are allowed")
+    for target in targets:
+        if not NAME.fullmatch(target.device):
+            raise ProtocolError(f"link to {printable(target.device, 70)!r}, which is no device name")
+        if len(target.addresses) > MAX_ADDRESSES or not 0 < target.port < 65_536:
+            raise ProtocolError(f"link to {target.device} at {len(target.addresses)} addresses, port {target.port}")
+        _check_key(target.key)
+        for address in target.addresses:
+            _check_address(target.device, address)
+
+
+def _check_address(device: str, address: str) -> None:
+    try:
+        ip_address(address.partition("%")[0])
+    except ValueError as exc:
+        raise ProtocolError(f"link to {device} at {printable(address, 50)!r}, which is no address") from exc
+
+
+def _check_links(links: list[LinkProfile]) -> None:
+    for link in links:
+        for name in (link.source, link.target):
+            if not NAME.fullmatch(name):
+                raise ProtocolError(f"link of {printable(name, 70)!r}, which is no device name")
+        if not 0 < link.round_trip_s < MAX_ROUND_TRIP_S or not 0 < link.bytes_per_s < MAX_LINK_BYTES_PER_S:
+            raise ProtocolError(
+                f"link from {link.source} to {link.target} of {link.round_trip_s} s and {link.bytes_per_s} bytes/s"
+            )
+        if link.address:
+            _check_address(link.target, link.address)
+
+
+def _check_profile(profile: DeviceProfile) -> None:
+    try:
+        check_profile(profile)
+    except Implausible as exc:
+        raise ProtocolError(f"profile of {printable(profile.device, 70)!r} is impossible: {exc}") from exc
+
+
+def _check_load(load: Load) -> None:
+    if not 2 <= load.route <= 100_000 or not 0 < load.width <= 1 << 20:
+        raise ProtocolError(f"plan with a route of {load.route} windows and a width of {load.width}")
+    if not 0 < load.rows <= 8192 or not 0 < load.context <= 1 << 26 or not 0 < load.sequences <= 256:
+        raise ProtocolError(f"plan with {load.rows} rows, {load.sequences} sequences, a context of {load.context}")
+    if not 0 <= load.place < 1 << 16:
+        raise ProtocolError(f"plan with the impossible place {load.place}")
+    if not 0 < load.step_timeout_s < math.inf:
+        raise ProtocolError(f"plan with a step timeout of {load.step_timeout_s} s")
+    if not load.windows or len(load.gpu_layers) != len(load.windows):
+        raise ProtocolError("plan without windows for this device")
+    if len({spec.window for spec in load.windows}) != len(load.windows):
+        raise ProtocolError("plan with two windows at one place of the route")
+    if any(not 0 <= count <= spec.last - spec.first for count, spec in zip(load.gpu_layers, load.windows, strict=True)):
+        raise ProtocolError("plan with more layers on the GPU than a window has")
+    if len(load.sources) > MAX_SOURCES:
+        raise ProtocolError(f"plan with {len(load.sources)} sources; at most {MAX_SOURCES} are allowed")
+    for source in load.sources:
+        check_source(source)
+    for spec in [*load.windows, *([load.probe] if load.probe else [])]:
+        if not 0 <= spec.first < spec.last or len(spec.layers) < spec.last - spec.first:
+            raise ProtocolError(f"window {spec.window} of layers {spec.first} to {spec.last} is impossible")
+        for ref in spec.layers:
+            check_ref(ref)
+    if any(not 0 < spec.window < load.route - 1 for spec in load.windows):
+        raise ProtocolError("plan gives a worker the head's first or last window")

@@ -1,0 +1,76 @@
+"""What another device says about itself by mDNS, checked; hearsay until a connection proves it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from zeroconf.asyncio import AsyncServiceInfo
+
+from primad.errors import printable
+from primad.network.addresses import Interface, order_by_likelihood
+from primad.settings.config import NAME
+from primad.trust.identity import is_key
+
+SERVICE: Final = "_primad._tcp.local."
+MAX_ADDRESSES: Final = 32
+"""Addresses of a peer that are kept; nobody tries more."""
+_NUMBER: Final = re.compile(r"[0-9]{1,9}")
+_PAIR: Final = re.compile(r"([0-9]{1,4}):([0-9]{1,5})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A device that announces itself. ``role`` is worker or head; ``port`` is its control port (a head's HTTP port).
+
+    ``addresses`` are in the order in which to try them, link-local IPv6 ones with the scope that they have here. ``key`` is
+    the public key it claims; empty from a device of protocol 1. ``pairing`` is the channel of the code that is open and the
+    port to bring it to.
+    """
+
+    device: str
+    cluster: str
+    role: str
+    version: str
+    protocol: int
+    addresses: tuple[str, ...]
+    port: int
+    key: str
+    pairing: tuple[int, int] | None
+
+    def is_worker_of(self, cluster: str) -> bool:
+        """Whether it lends itself to heads of ``cluster``."""
+        return self.cluster == cluster and self.role == "worker"
+
+
+def peer_of(info: AsyncServiceInfo, own: Sequence[Interface] = ()) -> Peer | None:
+    """What a peer announces, or None when it is not what a primad device announces.
+
+    ``own`` are this machine's interfaces, for the order of its addresses.
+    """
+    texts = info.decoded_properties
+    device, cluster, role, key = (texts.get(name) or "" for name in ("device", "cluster", "role", "key"))
+    protocol, pair = texts.get("protocol") or "", texts.get("pair")
+    addresses = tuple(order_by_likelihood(info.parsed_scoped_addresses(), own))
+    if not NAME.fullmatch(device) or not NAME.fullmatch(cluster) or role not in ("worker", "head"):
+        return None
+    if not _NUMBER.fullmatch(protocol) or (key and not is_key(key)):
+        return None
+    pairing = _PAIR.fullmatch(pair) if pair else None
+    if pair is not None and (pairing is None or not 0 < int(pairing[2]) < 65_536):
+        return None
+    if not addresses or info.port is None or not 0 < info.port < 65_536:
+        return None
+    return Peer(
+        device=device,
+        cluster=cluster,
+        role=role,
+        version=printable(texts.get("version") or "", 40),
+        protocol=int(protocol),
+        addresses=addresses[:MAX_ADDRESSES],
+        port=info.port,
+        key=key,
+        pairing=None if pairing is None else (int(pairing[1]), int(pairing[2])),
+    )

@@ -1,0 +1,119 @@
+"""The interface that a link-local IPv6 address needs before it leads anywhere, its scope.
+
+A scope (``%4``, ``%eth0``) means something on one machine only. So no address that a device tells another carries one, and
+whoever is told a link-local address puts its own scope behind it: that of the interface where it met the address before, or
+else of each interface that it has, the likeliest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from ipaddress import IPv6Address, ip_address
+from typing import Final
+
+import msgspec
+
+from primad.network.addresses import Interface, read_interfaces
+from primad.network.messages import LinkTarget, Load
+from primad.network.sockets import endpoint
+
+MOST_KNOWN: Final = 256
+"""Link-local addresses whose interface is remembered."""
+MOST_WAYS: Final = 8
+_TCP: Final = "tcp://"
+
+
+def bare(address: str) -> str:
+    """``address`` without a scope, as other machines may be told it."""
+    return address.partition("%")[0]
+
+
+def needs_scope(address: str) -> bool:
+    """Whether ``address`` leads nowhere without the scope of an interface, if it has one or not."""
+    try:
+        found = ip_address(bare(address))
+    except ValueError:
+        return False
+    return isinstance(found, IPv6Address) and found.is_link_local
+
+
+async def own_address(host: str, port: int) -> str:
+    """The address of this device, without a scope, from which packets to ``host`` leave.
+
+    Raises ``OSError`` where no way leads there.
+    """
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except UnicodeError as exc:
+        raise OSError(f"{host!r} is no name of a device") from exc
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, place in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(place)  # the whole of it: an IPv6 one holds the scope too
+                return bare(str(probe.getsockname()[0]))
+        except OSError as exc:
+            failure = exc
+    raise failure
+
+
+class Scopes:
+    """What this device knows of the interfaces behind link-local addresses. ``interfaces`` reads those of this machine."""
+
+    def __init__(self, interfaces: Callable[[], Sequence[Interface]] = read_interfaces) -> None:
+        self._interfaces = interfaces
+        self._known: dict[str, str] = {}
+
+    def saw(self, address: str) -> None:
+        """A device was met at ``address``, which has its scope; one without needs none."""
+        if "%" not in address or not needs_scope(address):
+            return
+        self._known.pop(bare(address), None)
+        self._known[bare(address)] = address.partition("%")[2]
+        if len(self._known) > MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    def ways(self, address: str) -> list[str]:
+        """``address``, which another device told, as it may lead there from here, the likeliest way first."""
+        if not needs_scope(address):
+            return [address]
+        alone = bare(address)
+        known = [self._known[alone]] if alone in self._known else []
+        scopes = dict.fromkeys([*known, *self._own()])
+        return [f"{alone}%{scope}" for scope in scopes][:MOST_WAYS] or [alone]
+
+    def endpoints(self, told: str) -> list[str]:
+        """The ZeroMQ endpoint ``told`` by another device, with every way to its address."""
+        host, _, port = told.removeprefix(_TCP).rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not told.startswith(_TCP) or not needs_scope(host):
+            return [told]
+        return [endpoint(way, port) for way in self.ways(host)]
+
+    def of_load(self, load: Load) -> Load:
+        """``load`` with all ways to those who give layers."""
+        sources = [
+            msgspec.structs.replace(
+                source, endpoints=[way for told in source.endpoints for way in self.endpoints(told)]
+            )
+            for source in load.sources
+        ]
+        return msgspec.structs.replace(load, sources=sources)
+
+    def of_targets(self, targets: Sequence[LinkTarget]) -> list[LinkTarget]:
+        """``targets`` with all ways to each."""
+        return [
+            msgspec.structs.replace(target, addresses=[way for told in target.addresses for way in self.ways(told)])
+            for target in targets
+        ]
+
+    def _own(self) -> list[str]:
+        """The interfaces that have a link-local address, the likeliest first."""
+        usable = [
+            found
+            for found in self._interfaces()
+            if found.up and any(address.version == 6 and address.ip.is_link_local for address in found.addresses)
+        ]
+        return [str(found.index or found.name) for found in sorted(usable, key=lambda found: found.rank)]

@@ -1,0 +1,134 @@
+"""ZeroMQ sockets between devices: encrypted, authenticated both ways, and with the limits that every one of them has.
+
+Each is one end of a CurveZMQ connection. A client names the public key of the one device that it wants to talk to and can
+talk to no other; a server is told by the gate of its context (``cluster/gate.py``) whom to let in. A server whose context
+has no gate lets nobody in: libzmq would let everybody in, were the domain not enforced.
+
+Routing ids are those that a ROUTER gives by itself, new ones at each connection, so that no handover is needed. It stays
+off: a peer that asks for the id of another one that is connected is ignored, and takes nothing of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+import zmq
+import zmq.asyncio
+
+from primad.errors import ClusterError
+from primad.network.messages import MAX_MESSAGE_BYTES
+from primad.trust.identity import Identity
+
+HIGH_WATER: Final = 256
+HANDSHAKE_S: Final = 3.0
+"""A connection that has not proven its key by then is closed."""
+BACKLOG: Final = 512
+"""Connections that wait to be accepted; the system may hold fewer."""
+RECONNECT_MS: Final = 100
+RECONNECT_MOST_MS: Final = 1000
+ZAP_DOMAIN: Final = b"primad"
+MAX_DESCRIPTORS: Final = 65_536
+"""What is asked for at most: enough for three seconds of a flood of silent connections."""
+_KEEPALIVE_S: Final = ((zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 10), (zmq.TCP_KEEPALIVE_CNT, 3))
+
+
+def open_socket(
+    context: zmq.asyncio.Context, kind: int, *, identity: Identity, server: str | None
+) -> zmq.asyncio.Socket:
+    """A socket of ``kind``: a client of the device whose public key is ``server``, or with None a server.
+
+    It lingers for nothing, takes IPv6, bounds its queues, refuses oversized messages and drops connections that are half
+    open or do not finish their handshake.
+    """
+    socket = context.socket(kind)
+    bound_socket(socket, MAX_MESSAGE_BYTES)
+    socket.curve_publickey = identity.public.encode()
+    socket.curve_secretkey = identity.secret.encode()
+    if server is None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    else:
+        socket.curve_serverkey = server.encode()
+    return socket
+
+
+def bound_socket(socket: zmq.asyncio.Socket, most_bytes: int, high_water: int = HIGH_WATER) -> None:
+    """Give ``socket`` the limits of all of ours, messages of ``most_bytes`` and queues of ``high_water`` messages."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.SNDHWM, high_water)
+    socket.setsockopt(zmq.RCVHWM, high_water)
+    socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    for option, seconds in _KEEPALIVE_S:
+        socket.setsockopt(option, seconds)
+
+
+def listen(
+    context: zmq.asyncio.Context,
+    kind: int,
+    host: str,
+    port: int | None,
+    preferred: int | None = None,
+    *,
+    identity: Identity,
+) -> tuple[zmq.asyncio.Socket, int]:
+    """A server that listens on ``host``: on ``port``, or on ``preferred`` when it is free, or on any; and its port.
+
+    Raises ``ClusterError`` when ``port`` is taken.
+    """
+    socket = open_socket(context, kind, identity=identity, server=None)
+    try:
+        if port is not None or preferred is None:
+            return socket, bind(socket, host, port)
+        try:
+            return socket, bind(socket, host, preferred)
+        except ClusterError:
+            return socket, bind(socket, host, None)
+    except ClusterError:
+        socket.close()
+        raise
+
+
+def bind(socket: zmq.asyncio.Socket, host: str, port: int | None) -> int:
+    """Listen on ``port`` of ``host``, on any with None, and return the port. Raises ``ClusterError``."""
+    try:
+        socket.bind(endpoint(host, port or "*"))
+    except zmq.ZMQError as exc:
+        flag = "--port" if port else "--host"
+        raise ClusterError(
+            f"{flag} {port or host}: cannot listen on {host}: {exc.strerror}; choose another {flag}"
+        ) from exc
+    return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """The ZeroMQ endpoint of a TCP port."""
+    return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
+
+
+def raise_descriptor_limit() -> int | None:
+    """Let this process open as many files as its user may, at most ``MAX_DESCRIPTORS``; returns the limit now in force.
+
+    Each connection takes a descriptor, one of a stranger too until its handshake's time is over. None where the system
+    knows no such limit (Windows).
+    """
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError):  # macOS: the kernel's own limit may be lower than the hard one says
+        return soft
+    return wanted

@@ -1,0 +1,126 @@
+"""Load the windows of a ring process: what ``Open`` says becomes windows of llama.cpp."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, Vocabulary, WholeModel
+from primad.engine.protocol import EngineOptions, HiddenWindow
+from primad.engine.streaming.streams import StreamedWindow, Streams
+from primad.engine.streaming.units import units_of_model, units_of_window
+from primad.gguf.architectures import embedding_scale
+from primad.gguf.header import Header
+from primad.gguf.model import open_model
+from primad.gguf.windows import token_embedding
+from primad.ring.head import Head
+from primad.ring.messages import Limits, Open
+from primad.ring.scheduler import Scheduler
+
+Loaded = Callable[[int], None]
+"""Hears how many windows are loaded."""
+
+
+def limits_of(ring: int, epoch: int, windows: Iterable[int], width: int, options: EngineOptions) -> Limits:
+    """What a process that holds ``windows`` (route indices) accepts in epoch ``epoch`` of ring ``ring``."""
+    return Limits(
+        ring=ring,
+        epoch=epoch,
+        # The route's first window takes tokens, which no message carries.
+        windows=frozenset(windows) - {0},
+        width=width,
+        rows=options.rows,
+        context=options.context,
+        sequences=options.sequences,
+    )
+
+
+def limits_of_open(opening: Open) -> Limits:
+    """``limits_of`` what ``opening`` asks for."""
+    windows = (window.window for window in opening.windows)
+    return limits_of(opening.ring, opening.epoch, windows, opening.width, opening.options)
+
+
+def _streams(opening: Open, header: Header | None) -> Streams:
+    """What looks after the units of the windows but those of which llama.cpp makes copies; ``header`` for a whole model."""
+    return Streams(
+        (
+            StreamedWindow(
+                index=window.window,
+                layers=window.files.layer_count,
+                streamed=frozenset(window.streamed),
+                units=units_of_window(window.files) if header is None else units_of_model(header, window.files),
+            )
+            for window in opening.windows
+            if not window.extra_buffers
+        ),
+        slots=opening.slots,
+        room_bytes=opening.room_bytes,
+        alone=opening.route == 1,
+        lock=opening.options.lock,
+        usage=Path(opening.usage) if opening.usage is not None else None,
+    )
+
+
+def share_scratch(windows: Collection[FirstWindow | MiddleWindow | TailWindow | WholeModel]) -> None:
+    """Have only one of several windows fill its scratch memory at a time."""
+    if len(windows) > 1:
+        for window in windows:
+            window.share_scratch()
+
+
+def open_worker(opening: Open, loaded: Loaded) -> tuple[dict[int, HiddenWindow], Streams]:
+    """A worker's windows by route index, and what streams. Raises ``EngineError`` when llama.cpp cannot load one."""
+    windows: dict[int, MiddleWindow] = {}
+    streams = _streams(opening, None)
+    with streams.loading():
+        for window in opening.windows:
+            windows[window.window] = MiddleWindow(
+                window.files, opening.options, width=opening.width, extra_buffers=window.extra_buffers
+            )
+            loaded(len(windows))
+    share_scratch(windows.values())
+    streams.begin(windows)
+    return dict(windows), streams
+
+
+def open_head(opening: Open, loaded: Loaded) -> tuple[Head, Streams]:
+    """The head with its windows, and what streams.
+
+    Raises ``ModelError`` and ``EngineError`` when the model cannot be loaded.
+    """
+    assert opening.model is not None
+    header = open_model(Path(opening.model))
+    vocabulary = Vocabulary(Path(opening.model))
+    ends, size = vocabulary.ends, vocabulary.size
+    vocabulary.release()
+    windows: dict[int, FirstWindow | MiddleWindow] = {}
+    tail: TailWindow | WholeModel | None = None
+    streams = _streams(opening, header if opening.route == 1 else None)
+    with streams.loading():
+        for window in opening.windows:
+            files, options, extra = window.files, opening.options, window.extra_buffers
+            if opening.route == 1:
+                tail = WholeModel(files, options, ends, vocabulary=size, extra_buffers=extra)
+            elif window.window == 0:
+                embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
+                windows[0] = FirstWindow(files, options, embedding, extra_buffers=extra)
+            elif window.window == opening.route - 1:
+                tail = TailWindow(files, options, ends, vocabulary=size, extra_buffers=extra)
+            else:
+                windows[window.window] = MiddleWindow(files, options, width=opening.width, extra_buffers=extra)
+            loaded(len(windows) + (tail is not None))
+    assert tail is not None
+    share_scratch((*windows.values(), tail))
+    streams.begin({**windows, opening.route - 1: tail})
+    head = Head(
+        windows=windows,
+        tail=tail,
+        route=opening.route,
+        limits=limits_of_open(opening),
+        scheduler=Scheduler(context=opening.options.context, rows=opening.options.rows, depth=opening.depth),
+        step_timeout_s=opening.step_timeout_s,
+        clock=time.monotonic,
+    )
+    return head, streams

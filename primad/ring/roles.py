@@ -1,0 +1,282 @@
+"""What a ring process does once it is open: the worker's part, and the head's.
+
+A part is driven by the process's loop: ``command`` and ``arrived`` when something came, ``turn`` for one piece of work,
+``watched`` and ``wait_s`` for what to wait for. No part ever blocks: a step that the next device does not take yet is waited
+for by the loop, which hears the daemon meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Protocol, cast
+
+import zmq
+
+from primad.engine.protocol import EngineOptions, HiddenWindow
+from primad.engine.streaming.streams import Streamable, Streams
+from primad.errors import ProtocolError, RingError
+from primad.ring.channel import RingChannel
+from primad.ring.head import Send, Tell
+from primad.ring.links import SEND_TIMEOUT_S, Links
+from primad.ring.loading import limits_of, limits_of_open, open_head, open_worker
+from primad.ring.messages import Cancel, Connect, Drain, Generate, Loading, Open, Opened, Pressed, Reopen, Report
+from primad.ring.meter import Meter
+from primad.ring.worker import Worker
+
+Watched = list[tuple[zmq.Socket[bytes], int]]
+PartCommand = Reopen | Connect | Generate | Cancel | Drain | Report
+
+
+class Part(Protocol):
+    """One device's role in the ring."""
+
+    def opened(self) -> Opened:
+        """Where the device before this one reaches it."""
+
+    def command(self, command: PartCommand) -> None:
+        """Do what the daemon says. Raises ``RingError`` when that is not this part's to do."""
+
+    def arrived(self, sockets: Collection[object], received_s: float) -> None:
+        """Some of the ``watched`` sockets are ready since ``received_s``."""
+
+    def turn(self) -> bool:
+        """Do one piece of work; whether there was one. Raises ``PrimadError`` when the ring breaks."""
+
+    def watched(self) -> Watched:
+        """What the next ``turn`` may wait for, besides time."""
+
+    def wait_s(self) -> float:
+        """Seconds until the next ``turn`` has something to do, or to say, though nothing came."""
+
+    def close(self) -> None:
+        """Close the links; the windows end with the process."""
+
+
+class WorkerPart:
+    """Computes what arrives.
+
+    A next device that takes nothing is told as ``Overdue`` and waited for: what this process has loaded is worth more than
+    the ring, and the daemon can reopen it for another one.
+    """
+
+    def __init__(self, opening: Open, channel: RingChannel) -> None:
+        self._channel = channel
+        self._width, self._options = opening.width, opening.options
+        self._links = Links(opening.host, limits_of_open(opening), patience_s=_patience_s(opening.step_timeout_s))
+        self._windows, self._streams = open_worker(opening, lambda done: channel.tell(Loading(done)))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._worker = Worker(self._windows)
+        self._meter = Meter()
+        self._is_connected = False
+        self._received_s: float | None = None
+
+    def opened(self) -> Opened:
+        return Opened(self._links.endpoint, self._links.key)
+
+    def command(self, command: PartCommand) -> None:
+        match command:
+            case Connect(address, key, sender):
+                self._links.connect(address, key, sender)
+                self._is_connected = True
+            case Reopen():
+                self._reopen(command)
+            case Report():
+                self._channel.tell(self._meter.status(self._links.refused, self._streams))
+            case Generate() | Cancel() | Drain():
+                raise RingError(f"a worker was given {type(command).__name__}, which is the head's")
+
+    def _reopen(self, reopen: Reopen) -> None:
+        kept = _kept(reopen, self._windows)
+        limits = limits_of(reopen.ring, reopen.epoch, kept, self._width, self._options)
+        self._links.close()
+        self._links = Links(reopen.host, limits, patience_s=_patience_s(reopen.step_timeout_s))
+        self._streams.end()  # before any window is unmapped
+        self._streams = self._streams.reopened(reopen.windows, reopen.room_bytes)
+        for window in self._windows.values():
+            if window in kept.values():
+                _forget(window, self._options)
+            else:
+                window.release()
+        self._windows = kept
+        self._streams.begin(cast("dict[int, Streamable]", kept))
+        self._begin()
+        self._channel.tell(self.opened())
+
+    def arrived(self, sockets: Collection[object], received_s: float) -> None:
+        if self._links.pull in sockets:
+            self._received_s = received_s
+        if self._links.zap in sockets:
+            self._links.admit()
+
+    def turn(self) -> bool:
+        _tell_pressed(self._streams, self._channel)
+        if not self._is_connected:
+            return False
+        if not self._links.flush():
+            overdue = self._links.overdue()
+            if overdue is not None:
+                self._channel.tell(overdue)
+            return False
+        message = self._links.receive()
+        if message is None:
+            return False
+        step, hidden = message
+        start = time.perf_counter()
+        received = self._received_s if self._received_s is not None else start
+        self._received_s = None
+        following, out = self._worker.receive(step, hidden)
+        end = time.perf_counter()
+        self._links.send(following, out)
+        sent = time.perf_counter()
+        self._meter.steps += 1
+        self._meter.rows += step.rows
+        self._meter.compute_s += end - start
+        if step.rows == 1:
+            self._meter.hop_s.append(start - received + sent - end)
+        return True
+
+    def watched(self) -> Watched:
+        return self._links.watched(receiving=self._is_connected and not self._links.is_waiting)
+
+    def wait_s(self) -> float:
+        return self._links.wait_s()
+
+    def close(self) -> None:
+        self._streams.end()
+        self._links.close()
+
+
+class HeadPart:
+    """Drives the step log and the tail; the whole model when there is no ring."""
+
+    def __init__(self, opening: Open, channel: RingChannel) -> None:
+        self._channel = channel
+        self._meter = Meter()
+        self._links: Links | None = None
+        if opening.route > 1:
+            patience_s = _patience_s(opening.step_timeout_s)
+            self._links = Links(opening.host, limits_of_open(opening), patience_s=patience_s)
+        self._head, self._streams = open_head(opening, lambda done: channel.tell(Loading(done)))
+        self._head.warm_up()
+        self._is_connected = self._links is None
+
+    def opened(self) -> Opened:
+        return Opened(self._links.endpoint, self._links.key) if self._links is not None else Opened("", "")
+
+    def command(self, command: PartCommand) -> None:
+        match command:
+            case Connect(address, key, sender):
+                if self._links is None:
+                    raise RingError("a device that computes the whole model was given a next device")
+                self._links.connect(address, key, sender)
+                self._is_connected = True
+            case Generate():
+                self._head.submit(command)
+            case Cancel():
+                self._head.cancel(command)
+            case Drain():
+                self._head.drain()
+            case Report():
+                refused = self._links.refused if self._links is not None else 0
+                self._channel.tell(self._meter.status(refused, self._streams))
+            case Reopen():
+                raise RingError("the head's ring process was given Reopen, which is a worker's")
+
+    def arrived(self, sockets: Collection[object], received_s: float) -> None:
+        if self._links is not None and self._links.zap in sockets:
+            self._links.admit()
+
+    def turn(self) -> bool:
+        _tell_pressed(self._streams, self._channel)
+        self._receive()
+        if not self._may_compute():
+            events = self._head.news()
+            self._channel.tell(*events)
+            return bool(events)
+        start = time.perf_counter()
+        outcome = self._head.turn()
+        match outcome:
+            case None:
+                return False
+            case Send(step, hidden):
+                assert self._links is not None
+                self._links.send(step, hidden)
+            case Tell(events):
+                self._channel.tell(*events)
+        self._meter.steps += 1
+        self._meter.compute_s += time.perf_counter() - start
+        return True
+
+    def _receive(self) -> None:
+        while self._links is not None and (message := self._links.receive()) is not None:
+            try:
+                self._head.receive(*message)
+            except ProtocolError as exc:
+                self._links.refuse(exc)
+
+    def _may_compute(self) -> bool:
+        if not self._is_connected or self._links is None or self._links.flush():
+            return self._is_connected
+        overdue = self._links.overdue()
+        if overdue is not None:
+            raise RingError(f"the next device took no step for {overdue.waited_s:.3g} s; it is gone or hangs")
+        return False
+
+    def watched(self) -> Watched:
+        return self._links.watched(receiving=self._is_connected) if self._links is not None else []
+
+    def wait_s(self) -> float:
+        if self._links is None:
+            return self._head.wait_s()
+        may_compute = self._is_connected and not self._links.is_waiting
+        return min(self._head.wait_s(may_compute=may_compute), self._links.wait_s())
+
+    def close(self) -> None:
+        self._streams.end()
+        if self._links is not None:
+            self._links.close()
+
+
+def _tell_pressed(streams: Streams, channel: RingChannel) -> None:
+    """Tell the daemon when there is nothing left to give back and memory is still short."""
+    needed_bytes = streams.streamer.take_replan() if streams.streamer is not None else None
+    if needed_bytes is not None:
+        channel.tell(Pressed(needed_bytes))
+
+
+def _patience_s(step_timeout_s: float) -> float:
+    """How long the next device may take nothing: no longer than a whole step may take."""
+    return min(SEND_TIMEOUT_S, step_timeout_s)
+
+
+def _kept(reopen: Reopen, windows: dict[int, HiddenWindow]) -> dict[int, HiddenWindow]:
+    """The windows that ``reopen`` goes on with, by their new route index. Raises ``RingError`` when it makes no sense."""
+    kept: dict[int, HiddenWindow] = {}
+    for old, new in reopen.windows:
+        if old not in windows:
+            raise RingError(f"window {old} cannot be reopened as window {new}: it is not loaded here")
+        if not 0 < new < reopen.route - 1:
+            raise RingError(f"window {old} cannot be reopened as window {new} of a route of {reopen.route}")
+        if new in kept or windows[old] in kept.values():
+            raise RingError(f"window {old} cannot be reopened as window {new}: one of the two is named twice")
+        kept[new] = windows[old]
+    if not kept:
+        raise RingError("a ring process cannot be reopened without a window; end it instead")
+    return kept
+
+
+def _forget(window: HiddenWindow, options: EngineOptions) -> None:
+    for sequence in range(options.sequences):
+        window.kv_remove(sequence, 0, -1)
+
+
+def open_part(opening: Open, channel: RingChannel) -> Part:
+    """Load what ``opening`` asks for and listen. Raises ``PrimadError`` when that fails."""
+    if opening.model is not None:
+        return HeadPart(opening, channel)
+    if opening.route < 2:
+        raise RingError(f"a worker cannot be part of a route of {opening.route} windows")
+    return WorkerPart(opening, channel)

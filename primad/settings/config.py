@@ -1,0 +1,343 @@
+"""What the owner of this device decided, read once: flags over environment over file over defaults.
+
+The file is ``config.toml`` in the home folder. Every key below may stand in it; the environment variable of a key is
+``PRIMAD_`` and its name in capitals. Daemons hear all networks of this machine unless told otherwise, since nobody but
+devices that were paired gets anything out of them; ``host = "127.0.0.1"`` keeps a daemon to this machine.
+
+    name, cluster         this device's name; devices of one cluster find each other
+    host, port            address and port that the daemon listens on for other devices
+    interface             use this network only: an interface such as "eth0", or one of its addresses
+    devices               a list such as ["192.168.1.20:7770"]: devices that are asked where multicast is blocked
+    threads, nice         compute threads; how far computing stands back for other programs, 0 to 19
+    lock                  true: weights that stay in memory are pinned there (mlock); the system cannot take them back
+    max_ram, max_vram     the most that primad uses: "8GB", "8GiB", or "50%" of what the device has
+    max_disk              the most that the layer cache holds: "40GB"
+    pause_on_battery      true: this device computes nothing while it runs on battery
+    transfer_limit        the most that layers take of the network, each way: "20MB/s" or "100Mbit/s"
+    keep_loaded           how long a worker keeps its layers in memory when its head went away: "10min"
+    replan_gain           a new plan is taken while serving when it is faster by so much: 0.1 or "10%"
+    heartbeat_interval    how often devices tell each other that they are there: 0.5 (seconds)
+    suspect_after         a device that is silent so long is suspected: 1.5
+    gone_after            a device that is silent so long is gone, and the ring goes on without it: 4
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import platformdirs
+
+from primad.errors import ConfigError, printable
+from primad.settings.limits import OwnerLimits
+from primad.settings.quantities import (
+    Amount,
+    parse_amount,
+    parse_bytes,
+    parse_duration,
+    parse_gain,
+    parse_list,
+    parse_rate,
+    parse_whole,
+    parse_yes_no,
+)
+
+DEFAULT_CONTROL_PORT: Final = 7770
+DEFAULT_HTTP_PORT: Final = 8080
+DEFAULT_CLUSTER: Final = "home"
+LOOPBACK: Final = "127.0.0.1"
+_KEYS: Final = (
+    *(
+        "name",
+        "cluster",
+        "host",
+        "port",
+        "interface",
+        "devices",
+        "threads",
+        "nice",
+        "lock",
+        "max_ram",
+        "max_vram",
+        "max_disk",
+    ),
+    *("pause_on_battery", "transfer_limit", "keep_loaded", "replan_gain", "heartbeat_interval", "suspect_after"),
+    "gone_after",
+)
+_NOT_NEEDED: Final = (
+    "is not needed any more: every link is encrypted, and only devices that were paired are heard; remove it"
+)
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
+"""Names of devices and clusters, our own and those that others announce."""
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9._-]+)?\]|[^:\s\[\]]+):(\d{1,5})")
+_DAY_S: Final = 86_400.0
+LEAST_TRANSFER_BYTES_PER_S: Final = 1e6
+
+Flags = Mapping[str, Any]
+"""Options of the command line by key; None where one was not given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One device's configuration; the module's text says what each key is.
+
+    ``port`` is None where the owner left it open (then the default is tried first). ``host`` is the address that daemons
+    listen on for each other. ``threads`` pins the number of compute threads; None takes what the profile found best.
+    ``lock`` pins resident weights to memory.
+    ``transfer_limit_bytes_per_s`` is None for no limit. ``replan_gain`` is a fraction.
+    """
+
+    home: Path
+    name: str
+    cluster: str
+    host: str
+    port: int | None
+    interface: str | None
+    devices: tuple[str, ...]
+    threads: int | None
+    nice: int
+    lock: bool
+    limits: OwnerLimits
+    pause_on_battery: bool
+    transfer_limit_bytes_per_s: float | None
+    keep_loaded_s: float
+    replan_gain: float
+    heartbeat_interval_s: float
+    suspect_after_s: float
+    gone_after_s: float
+
+    @property
+    def layers(self) -> Path:
+        """The folder of the layer cache."""
+        return layer_folder(self.home)
+
+    @property
+    def run(self) -> Path:
+        """The folder for files of this run: metadata splits and logs."""
+        return self.home / "run"
+
+
+def default_home() -> Path:
+    """Where a daemon keeps its things when nobody says otherwise."""
+    return Path(platformdirs.user_data_dir("primad", appauthor=False))
+
+
+def layer_folder(home: Path) -> Path:
+    """The folder of the layer cache of the home folder ``home``."""
+    return home / "cache" / "layers"
+
+
+def usage_folder(home: Path) -> Path:
+    """The folder in ``home`` where it is kept how often the experts of each layer are used."""
+    return home / "expert-usage"
+
+
+def any_host() -> str:
+    """The address that stands for all addresses of this machine.
+
+    ``::`` hears IPv4 too, also where IPv6 is switched off by sysctl; a kernel without IPv6 has only ``0.0.0.0``.
+    """
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+class _Sources:
+    """The value of a key and where it came from, by precedence."""
+
+    def __init__(self, flags: Flags, environ: Mapping[str, str], stored: Mapping[str, Any], file: Path) -> None:
+        self._flags = flags
+        self._environ = environ
+        self._stored = stored
+        self._file = file
+
+    def get(self, key: str) -> tuple[Any, str] | None:
+        """(value, name of its source), or None where nobody gave one."""
+        if self._flags.get(key) is not None and self._flags[key] != ():
+            return self._flags[key], "--device" if key == "devices" else f"--{key.replace('_', '-')}"
+        variable = f"PRIMAD_{key.upper()}"
+        if self._environ.get(variable):
+            return self._environ[variable], variable
+        if key in self._stored:
+            return self._stored[key], f"'{key}' in {self._file}"
+        return None
+
+
+def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config:
+    """The configuration. Raises ``ConfigError`` naming the flag, variable or key that is wrong."""
+    home = _home(flags, environ)
+    file = home / "config.toml"
+    if environ.get("PRIMAD_INSECURE_LAN"):
+        raise ConfigError(f"PRIMAD_INSECURE_LAN: {_NOT_NEEDED}")
+    sources = _Sources(flags, environ, _read_file(file), file)
+
+    def chosen(key: str, check: Any, default: Any, **bounds: Any) -> Any:
+        given = sources.get(key)
+        return default if given is None else check(*given, **bounds)
+
+    config = Config(
+        home=home,
+        name=chosen("name", _device_name, _host_name()),
+        cluster=chosen("cluster", _cluster_name, DEFAULT_CLUSTER),
+        host=chosen("host", check_host, any_host()),
+        port=chosen("port", parse_whole, None, most=65_535),
+        interface=chosen("interface", _interface, None),
+        devices=chosen("devices", _addresses, ()),
+        threads=chosen("threads", parse_whole, None, least=1, most=1024),
+        nice=chosen("nice", parse_whole, 0, most=19),
+        lock=chosen("lock", parse_yes_no, False),
+        limits=OwnerLimits(
+            ram=chosen("max_ram", _some_memory, None),
+            vram=chosen("max_vram", parse_amount, None),
+            disk_bytes=chosen("max_disk", parse_bytes, None),
+        ),
+        pause_on_battery=chosen("pause_on_battery", parse_yes_no, False),
+        transfer_limit_bytes_per_s=chosen("transfer_limit", _transfer_limit, None),
+        keep_loaded_s=chosen("keep_loaded", parse_duration, 600.0, most=7 * _DAY_S),
+        replan_gain=chosen("replan_gain", parse_gain, 0.10),
+        heartbeat_interval_s=chosen("heartbeat_interval", parse_duration, 0.5, least=0.05, most=60),
+        suspect_after_s=chosen("suspect_after", parse_duration, 1.5, least=0.1, most=600),
+        gone_after_s=chosen("gone_after", parse_duration, 4.0, least=0.2, most=3600),
+    )
+    _check_patience(config, sources)
+    return config
+
+
+def _transfer_limit(value: Any, source: str) -> float:
+    """A slower transfer would look like a device that does not answer: one chunk is 4 MiB."""
+    rate = parse_rate(value, source)
+    if rate < LEAST_TRANSFER_BYTES_PER_S:
+        raise ConfigError(f"{source}: {value!r} is too slow for layers; give at least 1MB/s")
+    return rate
+
+
+def _check_patience(config: Config, sources: _Sources) -> None:
+    """A device must be late by more than one heartbeat before it is suspected, and suspected before it is gone."""
+    pairs = (
+        ("suspect_after", config.suspect_after_s, "two heartbeat_interval", 2 * config.heartbeat_interval_s),
+        (
+            "gone_after",
+            config.gone_after_s,
+            "suspect_after and a heartbeat_interval",
+            config.suspect_after_s + config.heartbeat_interval_s,
+        ),
+    )
+    for key, seconds, others, least in pairs:
+        if seconds < least - 1e-9:
+            given = sources.get(key)
+            source = key if given is None else given[1]
+            raise ConfigError(f"{source}: {seconds:g} s is less than {others}, {least:g} s; give at least that")
+
+
+def _home(flags: Flags, environ: Mapping[str, str]) -> Path:
+    source = "--home" if flags.get("home") else "PRIMAD_HOME"
+    chosen = flags.get("home") or environ.get("PRIMAD_HOME") or default_home()
+    try:
+        return Path(chosen).expanduser().absolute()
+    except RuntimeError as exc:
+        raise ConfigError(f"{source}: {chosen}: {exc}; give the folder's full path") from exc
+
+
+def open_home(config: Config) -> None:
+    """Create the home folder. Raises ``ConfigError`` when that cannot be done."""
+    try:
+        for folder in (config.home, config.run, config.layers):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(
+            f"--home {config.home}: cannot be used: {exc.strerror or exc}; choose another folder"
+        ) from exc
+
+
+def check_host(host: Any, source: str) -> str:
+    """``host`` if one can listen on it. Raises ``ConfigError``."""
+    if not isinstance(host, str):
+        raise ConfigError(f"{source}: {host!r} is no address")
+    try:
+        if not host:
+            raise OSError("it is empty")
+        socket.getaddrinfo(host, None, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as exc:
+        raise ConfigError(f"{source}: {printable(repr(host), 80)} is no address of this machine: {exc}") from exc
+    return host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` stays on this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_address(address: Any, source: str) -> str:
+    """``address`` if it is ``host:port``. Raises ``ConfigError``."""
+    match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if match is None or not 0 < int(match[2]) < 65_536:
+        raise ConfigError(f"{source}: {address!r} is no device address; give host:port, for example 192.168.1.20:7770")
+    return str(address)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of an ``address`` that ``check_address`` accepted, without the brackets of IPv6."""
+    host, port = address.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise ConfigError(f"{path}: cannot be read as TOML: {exc}") from exc
+    if "insecure_lan" in content:
+        raise ConfigError(f"'insecure_lan' in {path}: {_NOT_NEEDED}")
+    unknown = sorted(set(content) - set(_KEYS))
+    if unknown:
+        raise ConfigError(f"{path}: unknown key '{unknown[0]}'; known are {', '.join(_KEYS)}")
+    return content
+
+
+def _device_name(value: Any, source: str) -> str:
+    return _name(value, source, "device")
+
+
+def _cluster_name(value: Any, source: str) -> str:
+    return _name(value, source, "cluster")
+
+
+def _name(value: Any, source: str, kind: str) -> str:
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise ConfigError(f"{source}: {value!r} is no {kind} name; use up to 62 letters, digits, '.', '_' and '-'")
+    return value
+
+
+def _interface(value: Any, source: str) -> str:
+    """Only the form: whether this machine has it now is asked when it is used, since networks come and go."""
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value.strip()) <= 128:
+        raise ConfigError(f"{source}: {printable(repr(value), 80)} is no interface; give one such as eth0")
+    return value.strip()
+
+
+def _some_memory(value: Any, source: str) -> Amount:
+    amount = parse_amount(value, source)
+    if amount == 0:
+        raise ConfigError(f"{source}: without memory this device computes nothing; give more, or do not start it")
+    return amount
+
+
+def _addresses(value: Any, source: str) -> tuple[str, ...]:
+    return tuple(check_address(device, source) for device in parse_list(value, source))
+
+
+def _host_name() -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().split(".")[0]).strip("-._")
+    return name[:62] or "device"

@@ -1,0 +1,37 @@
+"""The most that the owner of a device lets primad use of it; the plan gets the device as if it had no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from primad.settings.quantities import Amount, bytes_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerLimits:
+    """The most of this device that primad uses; None is no limit besides what is free.
+
+    ``ram`` and ``vram`` may be shares of what the device has; ``disk_bytes`` is what the layer cache holds at most.
+    """
+
+    ram: Amount | None
+    vram: Amount | None
+    disk_bytes: int | None
+
+    def ram_bytes(self, available_bytes: int, total_bytes: int) -> int:
+        """What may be used of memory of which so much is available."""
+        return available_bytes if self.ram is None else min(available_bytes, bytes_of(self.ram, total_bytes))
+
+    def vram_bytes(self, available_bytes: int, total_bytes: int) -> int:
+        """What may be used of a GPU's memory of which so much is available."""
+        return available_bytes if self.vram is None else min(available_bytes, bytes_of(self.vram, total_bytes))
+
+    def disk_for_layers(self, free_bytes: int, cached_bytes: int) -> int:
+        """What layers may take of a disk with so much free. Layers that are cached give way to those of a new plan."""
+        room = free_bytes + cached_bytes
+        return room if self.disk_bytes is None else min(room, self.disk_bytes)
+
+
+NO_LIMITS: Final = OwnerLimits(ram=None, vram=None, disk_bytes=None)
+"""The owner lets primad use what is free."""

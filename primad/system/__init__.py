@@ -1,0 +1,1 @@
+"""This machine: its memory, its processes and tasks, files that only the owner may read."""

@@ -1,0 +1,169 @@
+"""Daemons of one user on one machine know each other by files in a folder that only this user can write to.
+
+Each leaves its public key there for as long as it lives. Whoever can write such a file can read our secret key as well, so
+believing it gives nothing away. The folder is ``primad/local-devices`` in the user's state folder, or where the environment
+variable ``PRIMAD_LOCAL_TRUST`` says (for tests, and for several machines that share one home folder).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import platformdirs
+import psutil
+
+from primad.errors import ConfigError
+from primad.settings.config import NAME
+from primad.system.private_file import read_private, write_private
+from primad.trust.identity import is_key, key_hex
+
+logger = logging.getLogger(__name__)
+
+VARIABLE: Final = "PRIMAD_LOCAL_TRUST"
+BELIEVED_S: Final = 1.0
+"""A key that was found is not looked up again for this long."""
+_MAX_FILES: Final = 256
+_SAME_START_S: Final = 2.0
+
+
+class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file's content. ``created`` and ``since_boot`` are the process's start; see ``_lives``."""
+
+    device: str
+    key: str
+    pid: int
+    created: float
+    since_boot: float
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDevice:
+    """A daemon of this user that runs on this machine."""
+
+    device: str
+    key: str
+
+
+def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the daemons of this user leave their keys."""
+    chosen = environ.get(VARIABLE)
+    return (
+        Path(chosen).absolute()
+        if chosen
+        else Path(platformdirs.user_state_dir("primad", appauthor=False), "local-devices")
+    )
+
+
+class LocalTrust:
+    """The keys in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._believed: dict[str, float] = {}
+
+    def knows(self, key: str) -> bool:
+        """Whether a living daemon of this user on this machine has ``key``."""
+        now = time.monotonic()
+        if now - self._believed.get(key, -BELIEVED_S) < BELIEVED_S:
+            return True
+        self._believed.pop(key, None)
+        if not self._is_ours(self.folder) or self._read(self._file(key)) is None:
+            return False
+        self._believed[key] = now
+        return True
+
+    def devices(self) -> list[LocalDevice]:
+        """The living ones by name; what dead ones left is removed."""
+        if not self._is_ours(self.folder):
+            return []
+        notes = (self._read(path) for path in sorted(self.folder.glob("*.json"))[:_MAX_FILES])
+        found = [LocalDevice(note.device, note.key) for note in notes if note is not None]
+        return sorted(found, key=lambda each: each.device)
+
+    @contextlib.contextmanager
+    def announce(self, device: str, key: str) -> Iterator[None]:
+        """Leave ``key`` in the folder while inside. A folder that cannot be used costs a log line and nothing else."""
+        path, process = self._file(key), psutil.Process()
+        note = _Note(
+            device=device, key=key, pid=process.pid, created=process.create_time(), since_boot=_uptime(process)
+        )
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._is_ours(self.folder):
+                raise ConfigError(f"{self.folder}: others could write to it; make it yours alone (chmod 700)")
+            self.devices()
+            write_private(path, msgspec.json.encode(note) + b"\n")
+        except (OSError, ConfigError) as exc:
+            logger.warning("other daemons of this user have to be paired with: %s", exc)
+            yield
+            return
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{key_hex(key)}.json"
+
+    def _read(self, path: Path) -> _Note | None:
+        """The note of a living daemon at ``path``; one of a dead daemon is removed."""
+        try:
+            if not stat.S_ISREG(path.lstat().st_mode) or not self._is_ours(path):
+                return None
+            note = msgspec.json.decode(read_private(path) or b"", type=_Note)
+        except (OSError, ConfigError, msgspec.MsgspecError):
+            return None
+        if not is_key(note.key) or path != self._file(note.key) or not NAME.fullmatch(note.device):
+            return None
+        if _lives(note):
+            return note
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+
+    @staticmethod
+    def _is_ours(path: Path) -> bool:
+        """Whether nobody but this user can have written to ``path``, which is no link."""
+        try:
+            found = path.lstat()
+        except OSError:
+            return False
+        if stat.S_ISLNK(found.st_mode):
+            return False
+        if sys.platform == "win32":  # the user's own folders are closed to others by their access lists
+            return True
+        return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _uptime(process: psutil.Process) -> float:
+    """Seconds from the machine's start to the start of ``process``."""
+    booted = psutil.boot_time()
+    return process.create_time() - booted
+
+
+def _lives(note: _Note) -> bool:
+    """Whether the process that wrote ``note`` still runs.
+
+    Its start is compared twice because a clock that was set since moves one or the other, depending on the system.
+    """
+    try:
+        process = psutil.Process(note.pid)
+        return (
+            abs(process.create_time() - note.created) < _SAME_START_S
+            or abs(_uptime(process) - note.since_boot) < _SAME_START_S
+        )
+    except psutil.AccessDenied:
+        return False
+    except (psutil.Error, ValueError, OverflowError):
+        return False

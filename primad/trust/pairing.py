@@ -1,0 +1,327 @@
+"""First contact: two devices prove to each other that their owner gave both the same short code (SPAKE2, RFC 9382's idea).
+
+Bytes in, bytes out: no socket, no clock. A run has four messages:
+
+    joiner  -> inviter   Start    the joiner's SPAKE2 element
+    joiner  <- inviter   Answer   the inviter's: from here on both have a key, the same one only if the codes are the same
+    joiner  -> inviter   Prove    who the joiner is, and a MAC of that and of the run so far under the key
+    joiner  <- inviter   Accept   who the inviter is, and a MAC of that, of the joiner's words and of the run so far
+
+Somebody who does not know the code learns from a run whether one guess was right, and nothing else; so the inviter gives
+``MAX_TRIES`` runs a code, one a second, and counts a run when it answers the first message, whatever comes of it. The joiner
+proves first: a stranger never hears who the inviter is. A MAC and not authenticated encryption, because a MAC of SHA-256
+fits one key only, where a ciphertext can be made to fit many and to test as many codes at once. Each element is drawn anew,
+so that nothing that was recorded fits a later run.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+
+from primad.errors import ClusterError, ProtocolError, printable
+from primad.settings.config import NAME
+from primad.trust.identity import is_key
+from primad.trust.words import Code
+
+if TYPE_CHECKING:
+    from spake2 import SPAKE2_A, SPAKE2_B
+
+PROTOCOL: Final = 1
+MAX_TRIES: Final = 5
+BETWEEN_TRIES_S: Final = 1.0
+LIFETIME_S: Final = 600.0
+RUN_S: Final = 10.0
+"""What a run may take from the answer to the proof."""
+MAX_BYTES: Final = 4096
+_JOINER: Final = b"primad joiner"
+_INVITER: Final = b"primad inviter"
+_LABEL: Final = b"primad pairing 1"
+
+_Element = Annotated[bytes, msgspec.Meta(min_length=33, max_length=33)]
+_Proof = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_Version = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Who(msgspec.Struct, frozen=True, kw_only=True):
+    """What one side says of itself: name, public key in Z85, cluster, and the version of its primad."""
+
+    device: str
+    key: str
+    cluster: str
+    version: _Version
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """The joiner begins a run. What later protocols add must leave these fields as they are."""
+
+    protocol: int
+    version: _Version
+    element: bytes
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """The inviter's element."""
+
+    element: _Element
+
+
+class Prove(msgspec.Struct, frozen=True, tag="prove"):
+    """Who the joiner is (``Who`` in msgpack), and the proof."""
+
+    who: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    proof: _Proof
+
+
+class Accept(msgspec.Struct, frozen=True, tag="accept"):
+    """Who the inviter is, and the proof."""
+
+    who: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    proof: _Proof
+
+
+Why = Literal["slow", "wrong", "burnt", "over", "version", "cluster", "self", "storage"]
+
+
+class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
+    """The inviter ends the run. ``detail`` is a version or a cluster; ``number`` milliseconds, tries or a protocol."""
+
+    why: Why
+    detail: _Version = ""
+    number: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
+
+
+_to_inviter = msgspec.msgpack.Decoder(Start | Prove)
+_to_joiner = msgspec.msgpack.Decoder(Answer | Accept | Refuse)
+_who = msgspec.msgpack.Decoder(Who)
+encode = msgspec.msgpack.encode
+
+
+class Outcome(enum.Enum):
+    """How the life of a code ended."""
+
+    USED = "used"
+    BURNT = "burnt"
+    EXPIRED = "expired"
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """The inviter takes no try now; begin a new run in ``wait_s`` seconds, at most ``BETWEEN_TRIES_S``."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What both sides share after the elements went to and fro: the ``key`` if their codes are the same."""
+
+    key: bytes
+    transcript: bytes
+
+    def proof(self, side: bytes, *words: bytes) -> bytes:
+        """That ``side`` knows the key and said and heard ``words`` in this run."""
+        said = b"".join(hashlib.sha256(word).digest() for word in words)
+        return hmac.digest(self.key, hashlib.sha256(side).digest() + self.transcript + said, "sha256")
+
+
+class Inviter:
+    """The side that shows ``code``. Times are seconds of any clock that does not jump.
+
+    The code is good for ``uses`` devices; a run that succeeds gives its try back.
+    """
+
+    def __init__(self, code: Code, who: Who, now: float, *, uses: int = 1) -> None:
+        self._password = str(code).encode()
+        self._who = who
+        self._uses = uses
+        self._tries = MAX_TRIES
+        self._next_try_at = now
+        self._runs: dict[Hashable, tuple[_Run, float]] = {}
+        self.ends_at = now + LIFETIME_S
+
+    def outcome(self, now: float) -> Outcome | None:
+        """How it ended, or None while a device may still join."""
+        if self._uses == 0:
+            return Outcome.USED
+        if now >= self.ends_at:
+            return Outcome.EXPIRED
+        self._runs = {peer: (run, ends_at) for peer, (run, ends_at) in self._runs.items() if now < ends_at}
+        return Outcome.BURNT if self._tries == 0 and not self._runs else None
+
+    def wake_at(self) -> float:
+        """When ``outcome`` may be another one though nothing was received."""
+        return min([self.ends_at, *(ends_at for _, ends_at in self._runs.values())])
+
+    def receive(self, peer: Hashable, data: bytes, now: float) -> tuple[bytes, Who | None]:
+        """Take a message of ``peer``; returns the reply, and who has proven the code with it.
+
+        Raises ``ProtocolError`` for what is no message; it costs ``peer`` its run.
+        """
+        if len(data) > MAX_BYTES:
+            raise ProtocolError(f"pairing message of {len(data)} bytes; at most {MAX_BYTES} are allowed")
+        run, run_ends_at = self._runs.pop(peer, (None, 0.0))
+        try:
+            message = _to_inviter.decode(data)
+        except msgspec.MsgspecError as exc:
+            raise ProtocolError(f"no pairing message: {printable(exc)}") from exc
+        match message, self.outcome(now):
+            case Start(protocol=protocol), _ if protocol != PROTOCOL:
+                return encode(Refuse(why="version", detail=self._who.version, number=PROTOCOL)), None
+            case Start(), None if self._tries:
+                return self._start(peer, message, data, now), None
+            case Prove(), None | Outcome.BURNT if run is not None and now < run_ends_at:
+                return self._prove(message, run)
+            case _, Outcome.USED | Outcome.EXPIRED:
+                return encode(Refuse(why="over")), None
+            case Start(), _:
+                return encode(Refuse(why="burnt")), None
+            case _:
+                return encode(Refuse(why="over")), None
+
+    def forget(self, peer: Hashable) -> None:
+        """``peer`` went away; its try stays counted."""
+        self._runs.pop(peer, None)
+
+    def _start(self, peer: Hashable, message: Start, data: bytes, now: float) -> bytes:
+        if now < self._next_try_at:
+            return encode(Refuse(why="slow", number=math.ceil(1000 * (self._next_try_at - now))))
+        self._tries -= 1
+        self._next_try_at = now + BETWEEN_TRIES_S
+        from spake2 import SPAKE2_B  # 2 MB that a daemon needs once in its life
+
+        side = SPAKE2_B(self._password, idA=_JOINER, idB=_INVITER)
+        reply = encode(Answer(side.start()))
+        key = _finish(side, message.element)
+        if key is None:
+            return self._wrong()
+        self._runs[peer] = _Run(key, _transcript(data, reply)), now + RUN_S
+        return reply
+
+    def _prove(self, message: Prove, run: _Run) -> tuple[bytes, Who | None]:
+        if not hmac.compare_digest(message.proof, run.proof(_JOINER, message.who)):
+            return self._wrong(), None
+        self._tries += 1
+        who = _decode_who(message.who)
+        if who.cluster != self._who.cluster:
+            return encode(Refuse(why="cluster", detail=self._who.cluster)), None
+        if who.key == self._who.key:
+            return encode(Refuse(why="self")), None
+        self._uses -= 1
+        own = encode(self._who)
+        return encode(Accept(own, run.proof(_INVITER, message.who, own))), who
+
+    def _wrong(self) -> bytes:
+        return encode(Refuse(why="wrong", number=self._tries) if self._tries else Refuse(why="burnt"))
+
+
+class Joiner:
+    """The side that was given ``code``; for one run."""
+
+    def __init__(self, code: Code, who: Who) -> None:
+        from spake2 import SPAKE2_A
+
+        self._side = SPAKE2_A(str(code).encode(), idA=_JOINER, idB=_INVITER)
+        self._who = who
+        self._start = encode(Start(protocol=PROTOCOL, version=who.version, element=self._side.start()))
+        self._run: _Run | None = None
+
+    def start(self) -> bytes:
+        """The first message."""
+        return self._start
+
+    def receive(self, data: bytes) -> bytes | Who | Later:
+        """Take the inviter's next message; returns the answer to it, or at the end who the inviter is.
+
+        Raises ``ClusterError`` when the inviter refuses, or does not know the code itself.
+        """
+        try:
+            message = _to_joiner.decode(data)
+        except msgspec.MsgspecError as exc:
+            raise ProtocolError(f"what answers there does not speak of pairing: {printable(exc)}") from exc
+        match message:
+            case Refuse(why="slow", number=number):
+                return Later(min(number / 1000, BETWEEN_TRIES_S))
+            case Refuse():
+                raise ClusterError(_reason(message, self._who))
+            case Answer() if self._run is None:
+                return self._answer(message, data)
+            case Accept() if self._run is not None:
+                return self._accept(message, self._run)
+            case _:
+                raise ProtocolError("what answers there does not keep to the order of pairing")
+
+    def _answer(self, message: Answer, data: bytes) -> bytes:
+        key = _finish(self._side, message.element)
+        if key is None:
+            raise ProtocolError("what answers there sent no element of the curve")
+        self._run = _Run(key, _transcript(self._start, data))
+        own = encode(self._who)
+        return encode(Prove(own, self._run.proof(_JOINER, own)))
+
+    def _accept(self, message: Accept, run: _Run) -> Who:
+        if not hmac.compare_digest(message.proof, run.proof(_INVITER, encode(self._who), message.who)):
+            raise ClusterError("what answers there does not know the code itself, so it is not trusted")
+        return _decode_who(message.who)
+
+
+def refuse_storage() -> bytes:
+    """The inviter's last message when it could not keep the key of who has proven the code."""
+    return encode(Refuse(why="storage"))
+
+
+def _finish(side: SPAKE2_A | SPAKE2_B, element: bytes) -> bytes | None:
+    """The key, or None for an element that is none."""
+    from spake2 import SPAKEError
+    from spake2.ed25519_basic import NotOnCurve
+
+    if len(element) != 33:
+        return None
+    try:
+        return bytes(side.finish(element))
+    except (SPAKEError, NotOnCurve, ValueError):
+        return None
+
+
+def _transcript(start: bytes, answer: bytes) -> bytes:
+    return hashlib.sha256(_LABEL + hashlib.sha256(start).digest() + hashlib.sha256(answer).digest()).digest()
+
+
+def _decode_who(data: bytes) -> Who:
+    try:
+        who = _who.decode(data)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"pairing with a device that does not say who it is: {printable(exc)}") from exc
+    if not NAME.fullmatch(who.device) or not NAME.fullmatch(who.cluster) or not is_key(who.key):
+        raise ProtocolError(f"pairing with {printable(who.device, 70)!r}: its name, cluster or key cannot be")
+    return who
+
+
+def _reason(message: Refuse, own: Who) -> str:
+    again = "ask for a new one there with 'primad pair'"
+    match message.why:
+        case "wrong":
+            return f"the code is not the one that is shown there ({message.number} tries are left); look at it again"
+        case "burnt":
+            return f"too many wrong codes were tried, so the code is void; {again}"
+        case "version":
+            theirs = f"{message.number} (primad {printable(message.detail, 64)})"
+            return (
+                f"that device speaks pairing {theirs}, this one {PROTOCOL} (primad {own.version}); update the older one"
+            )
+        case "cluster":
+            theirs = printable(message.detail, 64)
+            return f"that device is of cluster {theirs}, this one of {own.cluster}; use --cluster {theirs}"
+        case "self":
+            return "that is this device itself, or one with a copy of its identity; give each its own --home"
+        case "storage":
+            return "that device cannot store the key of this one; its log says why"
+        case _:
+            return f"the code was used already or its time is over; {again}"

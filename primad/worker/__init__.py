@@ -1,0 +1,1 @@
+"""A worker: it lends a hand to a head, and keeps what it has loaded."""

@@ -1,0 +1,411 @@
+"""``primad join``: announce this device, wait for a head, compute its windows, and wait again when it goes away.
+
+One head at a time holds the lease: it keeps it as long as it is heard. Whatever happens to a ring, the daemon goes on, and
+keeps what it has loaded for a head that comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Final
+
+import zmq.asyncio
+
+from halda import DeviceProfile
+from primad import __version__
+from primad.daemon.loading import Place
+from primad.daemon.memory_watch import ReliefWatch
+from primad.daemon.owner import OwnerPause
+from primad.daemon.pairing_service import PairingDesk
+from primad.errors import ClusterError, printable
+from primad.head.worker_link import build_gap, version_gap
+from primad.layers.server import LayerServer
+from primad.network.admin import (
+    AdminAnswer,
+    AdminRequest,
+    AdminServer,
+    Describe,
+    Described,
+    Done,
+    Leave,
+    OpenPairing,
+    Pause,
+    Resume,
+)
+from primad.network.control import WorkerEnd
+from primad.network.discovery import Discovery, MulticastError
+from primad.network.gate import Gate
+from primad.network.linkprobe import measure_links
+from primad.network.messages import (
+    OLDEST,
+    PROTOCOL,
+    Dismiss,
+    Echo,
+    HeadMessage,
+    Hello,
+    Introduce,
+    Knock,
+    Knocked,
+    Leaving,
+    Link,
+    LinksMeasured,
+    LinkTarget,
+    Load,
+    MeasureLinks,
+    Ping,
+    Pong,
+    Refused,
+    Release,
+    Relieved,
+    Welcome,
+    WorkerMessage,
+    agreed_protocol,
+)
+from primad.network.scopes import bare
+from primad.settings.config import DEFAULT_CONTROL_PORT, Config, is_loopback
+from primad.system.tasks import Tasks
+from primad.trust.identity import Identity
+from primad.trust.trust import TrustStore
+from primad.worker.introductions import Introductions
+from primad.worker.participations import Parts, Say
+
+logger = logging.getLogger(__name__)
+
+HAND_OVER_S: Final = 60.0
+"""How long a worker that wants to leave waits for others to take over."""
+SAY_EVERY_S: Final = 1.0
+
+
+@dataclass(slots=True)
+class _Lease:
+    """The head that this worker works for: its connection, key, name and start, and the profile that it was given."""
+
+    peer: bytes
+    key: str
+    head: str
+    session: int
+    gone_after_s: float
+    heard_s: float
+    profile: DeviceProfile
+
+
+class WorkerDaemon:
+    """A worker. ``profile`` gives its profile as of now, under the name that it got."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        place: Place,
+        identity: Identity,
+        trust: TrustStore,
+        profile: Callable[[str], DeviceProfile],
+        say: Say,
+    ) -> None:
+        self._config = config
+        self._place = place
+        self._identity = identity
+        self._trust = trust
+        self._profile = profile
+        self._say = say
+        self._name = config.name
+        self._context = zmq.asyncio.Context()
+        self._end = WorkerEnd(self._context, config.host, config.port, DEFAULT_CONTROL_PORT, identity=identity)
+        self._layers = LayerServer(
+            self._context,
+            config.host,
+            identity,
+            place.cache.reader,
+            bytes_per_s=config.transfer_limit_bytes_per_s,
+            allows=trust.trusts,
+        )
+        self._relief = ReliefWatch(config.limits, self._relieved)
+        self._parts = Parts(
+            config=config,
+            place=place,
+            context=self._context,
+            identity=identity,
+            relief=self._relief,
+            tell=self._tell,
+            say=say,
+        )
+        self._pause = OwnerPause(config.home, pause_on_battery=config.pause_on_battery, changed=self._on_pause)
+        self._desk = PairingDesk(config, identity, trust, say)
+        self._introductions = Introductions(trust, say, self._may_say)
+        self._lease: _Lease | None = None
+        self._measuring: asyncio.Task[None] | None = None
+        self._dismissed = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._tasks = Tasks()
+        self._say_next_s: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Serve until cancelled or ``leave`` was asked for. Raises ``ClusterError`` when a port cannot be used."""
+        async with AsyncExitStack() as stack:
+            stack.callback(self._context.destroy, linger=0)  # also what was not begun yet when the end came
+            await stack.enter_async_context(Gate(self._context, self._trust.trusts))
+            stack.callback(self._end.close)
+            stack.push_async_callback(self._parts.close)
+            stack.push_async_callback(self._tasks.close)
+            stack.push_async_callback(self._desk.close)
+            sight = await stack.enter_async_context(AsyncExitStack())
+            await self._announce(sight)
+            stack.enter_context(self._trust.announce_locally(self._name))
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._hear(group)),
+                    group.create_task(self._watch_lease()),
+                    group.create_task(self._layers.run()),
+                    group.create_task(self._introductions.run()),
+                    group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
+                    group.create_task(self._pause.watch_battery()),
+                    group.create_task(self._relief.run()),
+                ]
+                try:
+                    await self._stop.wait()
+                    await self._hand_over("its owner ended it")
+                finally:
+                    self._stop_measuring()
+                    for task in tasks:
+                        task.cancel()
+                    # Beside each other: to say goodbye takes a while, and so does the end of a ring process.
+                    await asyncio.gather(sight.aclose(), self._end_parts())
+
+    def leave(self) -> bool:
+        """Hand over what this device computes, then end ``run``. False when that was asked for before."""
+        if self._stop.is_set():
+            return False
+        self._stop.set()
+        return True
+
+    async def _end_parts(self) -> None:
+        await self._tasks.close()
+        await self._parts.close()
+
+    async def _announce(self, stack: AsyncExitStack) -> None:
+        try:
+            discovery = self._discovery()
+            stack.push_async_callback(discovery.close)
+            self._name = await discovery.announce(
+                self._config.name,
+                cluster=self._config.cluster,
+                role="worker",
+                version=__version__,
+                port=self._end.port,
+                key=self._identity.public,
+            )
+        except MulticastError as exc:
+            self._say(f"{exc}; heads find this device by --device only")
+        else:
+            self._desk.use(discovery)
+        self._desk.name = self._name
+        self._say(f"{self._name} is waiting for a head (cluster {self._config.cluster}, port {self._end.port})")
+        if self._pause.paused is not None:
+            self._say(f"{self._name} {self._pause.paused}")
+        if not self._trust.entries() and not is_loopback(self._config.host):
+            self._say("no device is trusted yet; 'primad join --code' takes the code that 'primad serve' shows")
+
+    def _discovery(self) -> Discovery:
+        try:
+            return Discovery(self._config.host, self._config.interface)
+        except ClusterError as exc:
+            raise MulticastError(str(exc)) from exc
+
+    async def _hear(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            peer, key, message = await self._end.receive()
+            lease = self._lease
+            if not self._trust.trusts(key):
+                await self._end.send(peer, Refused(f"{self._name} does not trust this device any more"))
+            elif isinstance(message, Knock):
+                await self._knocked(peer, message)
+            elif isinstance(message, Echo):
+                await self._end.echo(peer, message.answer_bytes)
+            elif isinstance(message, Hello):
+                await self._greet(peer, key, message)
+            elif lease is None or lease.key != key:
+                await self._end.send(peer, Refused("this device works for another head now; say hello first"))
+            else:
+                # The connection may be another one than at hello: links break and come back.
+                lease.peer, lease.heard_s = peer, time.monotonic()
+                await self._obey(message, lease, group)
+
+    async def _knocked(self, peer: bytes, knock: Knock) -> None:
+        if agreed_protocol(knock.protocol, knock.oldest) is None and self._may_say("knock"):
+            gap = version_gap(self._name, knock.device, printable(knock.version, 40), knock.protocol)
+            self._say(f"refused: {gap}")
+        answer = Knocked(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=self._name)
+        await self._end.send(peer, answer)
+
+    async def _greet(self, peer: bytes, key: str, hello: Hello) -> None:
+        lease = self._lease
+        if lease is not None and lease.key != key:
+            await self._end.send(peer, Refused(f"{self._name} works for the head {lease.head} now"))
+            return
+        if self._pause.paused is not None:
+            await self._end.send(peer, Refused(f"{self._name} {self._pause.paused}"))
+            return
+        if self._stop.is_set():
+            await self._end.send(peer, Refused(f"{self._name} is ending"))
+            return
+        self._stop_measuring()
+        await self._parts.release_all()  # also those of a link to the same head that broke
+        is_new = lease is None or lease.session != hello.session
+        if is_new and self._may_say("hello"):
+            self._say(f"head {hello.device} is here")
+            if hello.build != self._place.build:
+                self._say(build_gap(self._place.build, printable(hello.build, 200), hello.device))
+        profile = await asyncio.to_thread(self._profile, self._name)
+        self._dismissed.clear()
+        self._relief.begin(profile.ram_available_bytes)
+        self._lease = _Lease(
+            peer=peer,
+            key=key,
+            head=hello.device,
+            session=hello.session,
+            gone_after_s=hello.gone_after_s,
+            heard_s=time.monotonic(),
+            profile=profile,
+        )
+        await self._tell(
+            Welcome(
+                protocol=PROTOCOL,
+                version=__version__,
+                build=self._place.build,
+                profile=profile,
+                layer_port=self._layers.port,
+            )
+        )
+
+    async def _obey(self, message: HeadMessage, lease: _Lease, group: asyncio.TaskGroup) -> None:
+        match message:
+            case Load():
+                await self._parts.start(self._end.scopes.of_load(message), lease.profile)
+            case Link(epoch=epoch, address=address, key=key, sender=sender):
+                await self._parts.link(epoch, self._end.scopes.endpoints(address)[0], key, sender)
+            case Release(epoch=epoch):
+                await self._parts.release(epoch)
+            case Ping(status=status, number=number):
+                await self._tell(Pong(number, self._parts.states()))
+                if status:
+                    await self._parts.report()
+            case Introduce():
+                self._introductions.add(message, lease.head)
+            case MeasureLinks(targets=targets):
+                self._stop_measuring()
+                self._measuring = group.create_task(self._measure_links(targets))
+            case Dismiss():
+                self._dismissed.set()
+            case Knock() | Hello() | Echo():
+                raise AssertionError("answered before")
+
+    async def _measure_links(self, targets: list[LinkTarget]) -> None:
+        scopes = self._end.scopes
+        links = await measure_links(self._context, self._identity, self._name, scopes.of_targets(targets))
+        for link in links:
+            scopes.saw(link.address)
+        await self._tell(LinksMeasured(links=[replace(link, address=bare(link.address)) for link in links]))
+
+    async def _watch_lease(self) -> None:
+        while True:
+            lease = self._lease
+            patience_s = lease.gone_after_s if lease is not None else 1.0
+            heard_s = lease.heard_s if lease is not None else time.monotonic()
+            await asyncio.sleep(max(0.05, heard_s + patience_s - time.monotonic()))
+            lease = self._lease
+            if lease is not None and time.monotonic() - lease.heard_s >= lease.gone_after_s:
+                self._say(f"head {lease.head} went away; waiting for a head")
+                await self._end_lease()
+
+    async def _end_lease(self) -> None:
+        self._lease = None
+        self._dismissed.set()  # nobody is left to hand over to
+        self._stop_measuring()
+        await self._parts.release_all()
+
+    def _stop_measuring(self) -> None:
+        """Nobody waits any more for the links that are being measured."""
+        if self._measuring is not None:
+            self._measuring.cancel()
+            self._measuring = None
+
+    async def _relieved(self, ram_available_bytes: int) -> None:
+        await self._tell(Relieved(ram_available_bytes))
+
+    async def _tell(self, message: WorkerMessage) -> None:
+        if self._lease is not None:
+            await self._end.send(self._lease.peer, message)
+
+    async def _hand_over(self, reason: str) -> None:
+        """Ask the head to do without this device and wait until it does; who computes nothing has nothing to wait for."""
+        lease = self._lease
+        if lease is None:
+            return
+        await self._tell(Leaving(reason))
+        if not self._parts.is_serving:
+            return
+        at_once = "; Ctrl-C again ends at once" if self._stop.is_set() else ""
+        self._say(f"handing over to the others for at most {HAND_OVER_S:g} s{at_once}")
+        try:
+            async with asyncio.timeout(HAND_OVER_S):
+                await self._dismissed.wait()
+        except TimeoutError:
+            self._say(f"head {lease.head} found nobody to take over within {HAND_OVER_S:g} s")
+
+    def _on_pause(self, paused: str | None) -> None:
+        if paused is None:
+            self._say(f"{self._name} computes again; waiting for a head")
+            return
+        self._say(f"{self._name} {paused}")
+        self._tasks.start(self._stand_down(paused))
+
+    async def _stand_down(self, reason: str) -> None:
+        await self._hand_over(reason.partition(";")[0])
+        await self._tell(Refused(f"{self._name} {reason}"))
+        await self._end_lease()
+        await self._parts.unload()
+
+    def _may_say(self, topic: str) -> bool:
+        """Whether a line about ``topic``, which another device may cause as often as it likes, is said now."""
+        now = time.monotonic()
+        if now < self._say_next_s.get(topic, 0.0):
+            return False
+        self._say_next_s[topic] = now + SAY_EVERY_S
+        return True
+
+    def _state(self) -> str:
+        """How this device stands, for people."""
+        if self._pause.paused is not None:
+            return self._pause.paused
+        if self._lease is None:
+            return "waiting for a head"
+        return f"{'computes' if self._parts.is_serving else 'ready'} for {self._lease.head}"
+
+    async def _administer(self, request: AdminRequest) -> AdminAnswer:
+        match request:
+            case OpenPairing():
+                return await self._desk.open()
+            case Leave():
+                first = self.leave()
+                return Done(text=f"{self._name} hands over and ends" if first else f"{self._name} is ending already")
+            case Pause():
+                return Done(text=f"{self._name} {self._pause.pause()}")
+            case Resume():
+                return Done(text=f"{self._name} {self._pause.resume()}")
+            case Describe():
+                return Described(
+                    status={
+                        "device": self._name,
+                        "role": "worker",
+                        "devices": {self._name: self._state()},
+                        "head": None if self._lease is None else self._lease.head,
+                        "serving": self._parts.is_serving,
+                        "paused": self._pause.paused,
+                        "port": self._end.port,
+                    }
+                )

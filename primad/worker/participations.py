@@ -1,0 +1,447 @@
+"""A worker's parts in rings: one for each epoch, the one that serves and the one that is being loaded beside it.
+
+A part whose ring ended leaves its ring process behind, with its windows loaded. When the next plan, or the next head, asks
+for the same windows, that process serves them again at once; else it is ended when something else is loaded, or after
+``keep_loaded_s``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import psutil
+import zmq.asyncio
+
+from halda import DeviceProfile
+from primad.daemon.loading import (
+    Place,
+    check_layers,
+    distrust,
+    fits_twice,
+    missing_layers,
+    open_windows,
+    place_windows,
+    remove_metadata,
+    try_extra_buffers,
+)
+from primad.daemon.memory_watch import ReliefWatch
+from primad.daemon.owner import apply_nice
+from primad.engine.probe import is_worth_it
+from primad.engine.protocol import EngineOptions
+from primad.errors import ClusterError, DiskError, PrimadError, RingError, WeightsError
+from primad.gguf.header import read_header
+from primad.gguf.layers import LayerRef
+from primad.layers.fetch import fetch_layers, in_thread
+from primad.network import messages
+from primad.network.messages import Broken, Linked, Load, Loaded, PartState, Progress, WorkerMessage, WorkerStatus
+from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Pressed, Reopen, Report, RingCommand, Status
+from primad.ring.spawn import RingProcess
+from primad.settings.config import Config
+from primad.trust.identity import Identity
+from primad.worker.loaded_process import Content, Host, owner
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S: Final = 0.2
+REOPEN_S: Final = 5.0
+"""A process with its windows loaded reopens in milliseconds; one that takes so long hangs."""
+FORGIVEN_S: Final = 600.0
+"""A disk that gave all weights for so long is as good as any."""
+RELEASE_S: Final = 1.0
+MOST_UNREADABLE: Final = 2
+"""One file is read again from where it came, and another one; a disk that then fails once more is at an end."""
+MOST_PARTS: Final = 8
+"""A head has a ring that serves and one that is loaded; a plan may change while the last one's devices still let go."""
+
+Tell = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
+"""Sends a message to the head."""
+Say = Callable[[str], None]
+"""Tells the owner one line."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """This device's part in one epoch: its task, its ring process once that is loaded, and what the head was told of it."""
+
+    task: asyncio.Task[None]
+    state: PartState
+    host: Host | None = None
+
+
+class _NextDeviceError(RingError):
+    """The device behind this one in the ring takes no steps."""
+
+
+class Parts:
+    """All parts of this worker. ``tell`` reaches the head, ``say`` the owner; ``relief`` hears of a lack of memory."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        place: Place,
+        context: zmq.asyncio.Context,
+        identity: Identity,
+        relief: ReliefWatch,
+        tell: Tell,
+        say: Say,
+    ) -> None:
+        self._config, self._place, self._context, self._identity = config, place, context, identity
+        self._relief, self._tell, self._say = relief, tell, say
+        self._parts: dict[int, _Part] = {}
+        self._kept: Host | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._numbers = count(1)
+        self._unreadable: list[tuple[str, float]] = []
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a head uses this device in a ring."""
+        return bool(self._parts)
+
+    async def start(self, load: Load, profile: DeviceProfile) -> None:
+        """Take part in ``load.epoch``, unless this device has ``MOST_PARTS`` parts already."""
+        await self.release(load.epoch)
+        if len(self._parts) >= MOST_PARTS:
+            busy = f"this device takes part in {MOST_PARTS} rings, which is the most; release one first"
+            await self._tell(Broken(epoch=load.epoch, error=busy, fault="load"))
+            return
+        task = asyncio.create_task(self._work(load, profile))
+        state = PartState(epoch=load.epoch, loaded=None, linked=False, broken=None)
+        self._parts[load.epoch] = _Part(task=task, state=state)
+
+    async def link(self, epoch: int, address: str, key: str, sender: str) -> None:
+        """Connect the ring process of ``epoch`` to its neighbours."""
+        part = self._parts.get(epoch)
+        if part is not None and part.host is not None:
+            await part.host.ring.send(Connect(address, key, sender))
+            part.state = msgspec.structs.replace(part.state, linked=True)
+            await self._tell(Linked(epoch))
+
+    def states(self) -> list[PartState]:
+        """How every part stands."""
+        return [part.state for part in self._parts.values()]
+
+    async def report(self) -> None:
+        """Ask all ring processes for their status; the head gets it as it comes."""
+        await self._to_all(Report())
+
+    async def release(self, epoch: int) -> None:
+        """The part in ``epoch`` is over; its windows stay loaded for a while.
+
+        One that is busy with the disk is waited for no longer than ``RELEASE_S``: the head is to be heard meanwhile.
+        """
+        part = self._parts.pop(epoch, None)
+        if part is not None:
+            part.task.cancel()
+            _, busy = await asyncio.wait([part.task], timeout=RELEASE_S)
+            for task in busy:
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+    async def release_all(self) -> None:
+        """No part goes on."""
+        await asyncio.gather(*(self.release(epoch) for epoch in list(self._parts)))
+
+    async def unload(self) -> None:
+        """End the process that is kept."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            await asyncio.wait([self._end_soon(kept)])  # it ends also when who waits is cancelled
+
+    async def close(self) -> None:
+        """End everything."""
+        await self.release_all()
+        await self._wait_closing()  # what was busy with the disk may still put a process away
+        await self.unload()
+        await self._wait_closing()
+
+    async def _wait_closing(self) -> None:
+        while tasks := {task for task in self._closing if not task.done()}:
+            await asyncio.wait(tasks)
+
+    async def _to_all(self, command: RingCommand) -> None:
+        for part in list(self._parts.values()):
+            if part.host is not None:
+                await part.host.ring.send(command)
+
+    async def _work(self, load: Load, profile: DeviceProfile) -> None:
+        """Load the windows of ``load`` and attend to their ring process until it breaks or this task is cancelled."""
+        host: Host | None = None
+        fault, opened, number = "fetch", False, next(self._numbers)
+        try:
+            await self._fetch(load, number)
+            fault = "load"
+            host = await self._open(load, profile, number)
+            async for _ in self._attend(load, host):
+                await check_layers(self._place.cache, _layers(load))
+                fault, opened = "ring", True
+        except DiskError as exc:
+            await self._broke(load, exc, "disk")
+        except WeightsError as exc:
+            error = distrust(self._place.cache, exc, _layers(load))
+            await self._broke(load, error, self._blame_disk(error, fault))
+        except _NextDeviceError as exc:
+            await self._broke(load, exc, "next")
+        except PrimadError as exc:
+            await self._broke(load, exc, fault)
+        except Exception as exc:  # our own mistake; the head is to hear of it, or it waits for this part
+            logger.exception("the part in epoch %d failed", load.epoch)
+            await self._broke(load, RingError(f"internal error: {type(exc).__name__}: {exc}"), fault)
+        finally:
+            if host is None or host.number != number:
+                remove_metadata(self._place, number)
+                self._place.cache.let_go(owner(number))
+            if host is not None:
+                self._put_away(host, keep=opened and not host.pressed)
+
+    def _blame_disk(self, error: WeightsError, fault: str) -> str:
+        """What a part is to be said to have failed at whose weights could not be read: its disk, if that goes on."""
+        now = time.monotonic()
+        lately = [(text, at_s) for text, at_s in self._unreadable if now - at_s < FORGIVEN_S]
+        self._unreadable = [*lately, (str(error), now)]
+        return "disk" if str(error) in dict(lately) or len(lately) >= MOST_UNREADABLE else fault
+
+    async def _broke(self, load: Load, error: PrimadError, fault: str) -> None:
+        if fault == "fetch":  # the head says it, unless it is what went away
+            logger.info("epoch %d: %s", load.epoch, error)
+        else:
+            self._say(str(error))
+        broken = Broken(epoch=load.epoch, error=str(error), fault=fault)
+        part = self._own_part(load)
+        if part is not None:
+            part.state = msgspec.structs.replace(part.state, broken=broken)
+        await self._tell(broken)
+
+    def _own_part(self, load: Load) -> _Part | None:
+        """The part whose task this is; None when it was released, though another may have begun in the same epoch."""
+        part = self._parts.get(load.epoch)
+        return part if part is not None and part.task is asyncio.current_task() else None
+
+    def _put_away(self, host: Host, *, keep: bool) -> None:
+        """Keep a process that could serve again, end any other."""
+        if keep and not host.ended and self._config.keep_loaded_s > 0:
+            previous, self._kept = self._kept, host
+            if self._expiry is not None:
+                self._expiry.cancel()
+            self._expiry = asyncio.get_running_loop().call_later(self._config.keep_loaded_s, self._expire, host)
+            if previous is not None:
+                self._end_soon(previous)
+        else:
+            self._end_soon(host)
+
+    def _end_soon(self, host: Host) -> asyncio.Task[None]:
+        task = asyncio.create_task(host.close(self._place))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return task
+
+    def _expire(self, host: Host) -> None:
+        if self._kept is host:
+            self._kept = self._expiry = None
+            self._end_soon(host)
+
+    async def _fetch(self, load: Load, number: int) -> None:
+        refs = _layers(load)
+        self._place.cache.hold(owner(number), {ref.digest for ref in refs})
+        missing = await missing_layers(self._place.cache, refs)
+        total, done, told_s = sum(ref.size_bytes for ref in missing), 0, 0.0
+        pending: set[asyncio.Task[None]] = set()
+
+        def arrived(size: int) -> None:
+            nonlocal done, told_s
+            done += size
+            if done == total or time.monotonic() - told_s >= PROGRESS_INTERVAL_S:
+                told_s = time.monotonic()
+                progress = Progress(epoch=load.epoch, phase="fetch", done=min(done, total), total=total)
+                task = asyncio.create_task(self._tell(progress))
+                pending.add(task)
+                task.add_done_callback(pending.discard)
+
+        if missing:
+            await self._unload_if_it_has(missing)
+            if not load.sources:
+                raise ClusterError(f"{len(missing)} layers are missing and no device was named that has them")
+            await fetch_layers(
+                self._context,
+                self._identity,
+                load.sources,
+                missing,
+                self._place.cache,
+                arrived,
+                bytes_per_s=self._config.transfer_limit_bytes_per_s,
+            )
+        self._place.cache.touch({ref.digest for ref in refs})
+
+    async def _unload_if_it_has(self, missing: Iterable[LayerRef]) -> None:
+        """A process that is kept and has loaded what is not whole on the disk any more may have spoilt weights mapped."""
+        loaded = set() if self._kept is None else {each for window in self._kept.content.windows for each in window[2]}
+        if not loaded.isdisjoint(ref.digest for ref in missing):
+            await self.unload()
+
+    async def _open(self, load: Load, profile: DeviceProfile, number: int) -> Host:
+        options = EngineOptions(
+            context=load.context,
+            sequences=load.sequences,
+            rows=load.rows,
+            threads=profile.cpu.threads,
+            batch_threads=profile.cpu.batch_threads,
+            kv_type=load.kv_type,
+            lock=self._config.lock,
+        )
+        extra = await self._extra_buffers(load, options)
+        content = Content(
+            windows=tuple(
+                (spec.first, spec.last, tuple(ref.digest for ref in spec.layers), on_gpu)
+                for spec, on_gpu in zip(load.windows, load.gpu_layers, strict=True)
+            ),
+            width=load.width,
+            extra_buffers=extra,
+            streamed=tuple(load.streamed) or ((),) * len(load.windows),
+            slots=load.slots,
+            options=options,
+        )
+        kept = self._take_kept(content)
+        if kept is not None:
+            await self._reopen(load, kept)
+            if await self._answers(kept):
+                return kept
+            self._end_soon(kept)
+        await self.unload()
+        return await self._start(load, content, number)
+
+    async def _answers(self, host: Host) -> bool:
+        """Whether a process that was asked to reopen does. Cancelled over it, nobody else would end the process."""
+        try:
+            return await host.answers(REOPEN_S)
+        except BaseException:
+            self._end_soon(host)
+            raise
+
+    def _take_kept(self, content: Content) -> Host | None:
+        kept = self._kept
+        if kept is None or kept.ended or kept.content != content:
+            return None
+        self._kept = None
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        return kept
+
+    async def _reopen(self, load: Load, host: Host) -> None:
+        host.forget_events()
+        following = [spec.window for spec in load.windows]
+        await self._tell_process(
+            host,
+            Reopen(
+                ring=load.ring,
+                epoch=load.epoch,
+                windows=list(zip(host.indices, following, strict=True)),
+                route=load.route,
+                host=self._config.host,
+                step_timeout_s=load.step_timeout_s,
+                room_bytes=load.room_bytes,
+            ),
+        )
+        host.indices = following
+
+    async def _start(self, load: Load, content: Content, number: int) -> Host:
+        files = await in_thread(place_windows, self._place, load.windows, load.gpu_layers, number)
+        for window in files:
+            # The head wrote it: judged before llama.cpp sees it.
+            await asyncio.to_thread(read_header, Path(window.metadata))
+        options = content.options
+        ring = await RingProcess.start(
+            self._place.run / f"ring-{number}.log",
+            threads=max(options.threads, options.batch_threads),
+            place=load.place,
+        )
+        apply_nice(ring.pid, self._config.nice)
+        host = Host(ring, content, number)
+        host.indices = [spec.window for spec in load.windows]
+        await self._tell_process(
+            host,
+            Open(
+                ring=load.ring,
+                epoch=load.epoch,
+                windows=open_windows(
+                    load.windows, files, [content.extra_buffers] * len(load.windows), content.streamed
+                ),
+                route=load.route,
+                width=load.width,
+                model=None,
+                host=self._config.host,
+                depth=1,
+                step_timeout_s=load.step_timeout_s,
+                options=options,
+                slots=content.slots,
+                room_bytes=load.room_bytes,
+                usage=str(self._place.usage),
+            ),
+        )
+        return host
+
+    async def _tell_process(self, host: Host, command: Open | Reopen) -> None:
+        """Give ``host`` its first command of an epoch. Cancelled over it, nobody else would end the process."""
+        try:
+            await host.ring.send(command)
+        except BaseException:
+            self._end_soon(host)
+            raise
+
+    async def _extra_buffers(self, load: Load, options: EngineOptions) -> bool:
+        if load.force_extra_buffers:
+            return True
+        size = sum(ref.size_bytes for spec in load.windows for ref in spec.layers)
+        if load.probe is None or not fits_twice(size, self._config.limits):
+            return False
+        await self._tell(Progress(epoch=load.epoch, phase="probe", done=0, total=1))
+        return is_worth_it(await try_extra_buffers(self._place, load.probe, options, width=load.width), 1)
+
+    async def _attend(self, load: Load, host: Host) -> AsyncIterator[None]:
+        """Pass on what the ring process says; yields when it has opened. Raises ``RingError`` when it ends."""
+        while True:
+            event = await host.next_event()
+            match event:
+                case Loading(windows):
+                    await self._tell(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
+                case Opened(address, key):
+                    part = self._own_part(load)
+                    if part is not None:
+                        part.host = host
+                    layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
+                    self._say(f"computing layers {layers}")
+                    yield None
+                    loaded = Loaded(epoch=load.epoch, port=int(address.rsplit(":", 1)[1]), key=key)
+                    if part is not None:
+                        part.state = msgspec.structs.replace(part.state, loaded=loaded)
+                    await self._tell(loaded)
+                case Status():
+                    rss = psutil.Process().memory_info().rss
+                    await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))
+                case Pressed(needed_bytes):
+                    host.pressed = True
+                    available = await self._relief.press(needed_bytes)
+                    await self._tell(
+                        messages.Pressed(epoch=load.epoch, needed_bytes=needed_bytes, ram_available_bytes=available)
+                    )
+                case Overdue(waited_s=waited_s):
+                    raise _NextDeviceError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
+                case _:
+                    raise RingError(f"the ring process of a worker said {type(event).__name__}")
+
+
+def _layers(load: Load) -> list[LayerRef]:
+    return [ref for spec in load.windows for ref in spec.layers]

@@ -1,0 +1,236 @@
+"""Who is asked for which chunk: whatever the sources do, every chunk arrives once, and a fetch ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from primad.layers.chunk_queue import MOST_ASKED, TREE, ChunkQueue, Piece
+
+LAYERS = {"a": 3, "b": 1, "c": 5}
+SOURCES = ("one", "two", "three")
+UNDER_WAY = 2
+
+
+def queue(**held: str) -> ChunkQueue:
+    """A queue of the chunks of layer ``a``, and its sources, each with the layers in its word."""
+    made = ChunkQueue(held, UNDER_WAY)
+    for source, digests in held.items():
+        made.holds(source, digests)
+    made.add("a", range(3))
+    return made
+
+
+def test_chunks_are_asked_for_in_order_and_a_few_at_a_time():
+    chunks = queue(one="a")
+    assert [chunks.take("one") for _ in range(3)] == [Piece("a", 0), Piece("a", 1), None]
+    assert chunks.answered("one", Piece("a", 0))
+    assert chunks.take("one") == Piece("a", 2)
+
+
+def test_two_sources_share_the_chunks():
+    chunks = queue(one="a", two="a")
+    assert [chunks.take(source) for source in ("one", "two", "one")] == [Piece("a", number) for number in range(3)]
+
+
+def test_a_source_is_asked_only_for_what_it_holds():
+    chunks = queue(one="b", two="a")
+    chunks.add("b", [TREE])
+    assert chunks.take("one") == Piece("b", TREE)
+    assert chunks.take("one") is None
+
+
+def test_a_source_that_was_not_reached_is_asked_for_nothing_and_may_hold_all():
+    chunks = ChunkQueue(["one"], UNDER_WAY)
+    chunks.add("a", [0])
+    assert chunks.take("one") is None
+    assert chunks.unavailable() == []
+    chunks.holds("one", "b")
+    assert chunks.unavailable() == ["a"]
+
+
+def test_what_a_dropped_source_owes_goes_to_the_others_first():
+    chunks = queue(one="a", two="a")
+    chunks.add("c", range(5))
+    assert [chunks.take("one"), chunks.take("one")] == [Piece("a", 0), Piece("a", 1)]
+    chunks.drop("one")
+    assert {chunks.take("two"), chunks.take("two")} == {Piece("a", 0), Piece("a", 1)}
+    assert chunks.take("one") is None
+
+
+def test_an_idle_source_helps_with_what_is_overdue():
+    chunks = queue(slow="a", quick="a")
+    assert [chunks.take("slow"), chunks.take("slow"), chunks.take("quick")] == [Piece("a", n) for n in range(3)]
+    assert chunks.take("quick") is None, "it is not idle"
+    chunks.answered("quick", Piece("a", 2))
+    assert chunks.arrived(Piece("a", 2))
+    assert chunks.take("quick") == Piece("a", 0)
+    assert chunks.take("quick") is None, "one at a time"
+    chunks.answered("quick", Piece("a", 0))
+    assert chunks.arrived(Piece("a", 0))
+    assert chunks.take("quick") == Piece("a", 1)
+    chunks.answered("slow", Piece("a", 0))
+    assert not chunks.arrived(Piece("a", 0)), "it came before"
+
+
+def test_while_a_tree_is_awaited_only_trees_are_asked_for_again():
+    chunks = ChunkQueue(["one", "two"], UNDER_WAY)
+    chunks.holds("one", "ab")
+    chunks.holds("two", "ab")
+    chunks.add("a", [0])
+    chunks.add("b", [TREE])
+    assert [chunks.take("one"), chunks.take("one")] == [Piece("a", 0), Piece("b", TREE)]
+    assert chunks.take("two") == Piece("b", TREE)
+
+
+def test_an_answer_that_was_not_asked_for_is_none():
+    chunks = queue(one="a", two="a")
+    chunks.take("one")
+    assert not chunks.answered("two", Piece("a", 0))
+    assert not chunks.arrived(Piece("c", 0))
+
+
+def test_a_source_that_refuses_a_layer_is_not_asked_for_it_again():
+    chunks = queue(one="ac", two="c")
+    chunks.add("c", [0])
+    assert chunks.take("one") == Piece("a", 0)
+    chunks.answered("one", Piece("a", 0))
+    chunks.refused("one", "a")
+    assert chunks.unavailable() == ["a"]
+    assert chunks.take("one") == Piece("c", 0)
+
+
+def test_without_sources_everything_is_unavailable():
+    chunks = queue()
+    assert chunks.unavailable() == ["a"]
+    assert not chunks.done
+
+
+@pytest.mark.parametrize(("others", "replaceable"), [({}, False), ({"two": "b"}, False), ({"two": "ab"}, True)])
+def test_a_source_is_replaceable_when_others_hold_what_it_owes(others, replaceable):
+    chunks = queue(one="a", **others)
+    chunks.take("one")
+    assert chunks.replaceable("one") is replaceable
+
+
+class Fetching(RuleBasedStateMachine):
+    """Sources that answer, stall, refuse and fail in any order."""
+
+    @initialize(held=st.fixed_dictionaries({source: st.sets(st.sampled_from(sorted(LAYERS))) for source in SOURCES}))
+    def begin(self, held) -> None:
+        self.held = held
+        self.chunks = ChunkQueue(SOURCES, UNDER_WAY)
+        self.owed: dict[str, list[Piece]] = {source: [] for source in SOURCES}
+        self.reached: set[str] = set()
+        self.dead: set[str] = set()
+        self.arrived: Counter[Piece] = Counter()
+        self.wanted = {Piece(digest, number) for digest, count in LAYERS.items() for number in range(count)}
+        for digest, count in LAYERS.items():
+            self.chunks.add(digest, range(count))
+
+    def living(self) -> list[str]:
+        return sorted(self.reached - self.dead)
+
+    @rule(source=st.sampled_from(SOURCES))
+    def reach(self, source) -> None:
+        if source not in self.reached | self.dead:
+            self.reached.add(source)
+            self.chunks.holds(source, self.held[source])
+
+    @rule(source=st.sampled_from(SOURCES))
+    def ask(self, source) -> None:
+        piece = self.chunks.take(source)
+        if piece is None:
+            return
+        assert source in self.living()
+        assert piece.digest in self.held[source]
+        assert piece not in self.arrived
+        assert piece not in self.owed[source]
+        self.owed[source].append(piece)
+
+    @rule(source=st.sampled_from(SOURCES), at=st.integers(0, UNDER_WAY - 1))
+    def answer(self, source, at) -> None:
+        if at < len(self.owed[source]):
+            piece = self.owed[source].pop(at)
+            assert self.chunks.answered(source, piece)
+            if self.chunks.arrived(piece):
+                self.arrived[piece] += 1
+
+    @rule(source=st.sampled_from(SOURCES))
+    def die(self, source) -> None:
+        self.dead.add(source)
+        self.owed[source] = []
+        self.chunks.drop(source)
+
+    @rule(source=st.sampled_from(SOURCES))
+    def lie(self, source) -> None:
+        if self.owed[source]:
+            assert self.chunks.answered(source, self.owed[source].pop(0))
+            self.die(source)
+
+    @precondition(lambda self: self.living())
+    @rule(data=st.data())
+    def refuse(self, data) -> None:
+        source = data.draw(st.sampled_from(self.living()))
+        if self.owed[source]:
+            piece = self.owed[source].pop(0)
+            self.chunks.answered(source, piece)
+            self.chunks.refused(source, piece.digest)
+            self.held[source] = self.held[source] - {piece.digest}
+
+    @invariant()
+    def every_chunk_arrives_at_most_once(self) -> None:
+        assert set(self.arrived.values()) <= {1}
+        assert self.arrived.keys() <= self.wanted
+
+    @invariant()
+    def few_are_under_way(self) -> None:
+        for source in SOURCES:
+            assert self.chunks.under_way(source) == len(self.owed[source]) <= UNDER_WAY
+        asked = Counter(piece for owed in self.owed.values() for piece in owed if piece not in self.arrived)
+        assert all(count <= MOST_ASKED for count in asked.values())
+
+    @invariant()
+    def it_is_done_when_all_is_here(self) -> None:
+        assert self.chunks.done == (self.arrived.keys() == self.wanted)
+
+    def teardown(self) -> None:
+        """From any state: sources that live and answer bring all that they hold, and the rest is called unavailable."""
+        if not hasattr(self, "chunks"):
+            return
+        for source in SOURCES:
+            self.reach(source)
+        for _ in range(10 * len(self.wanted)):
+            for source in self.living():
+                self.ask(source)
+                self.answer(source, 0)
+        given = set().union(*(self.held[source] for source in self.living()))
+        left = {piece.digest for piece in self.wanted - self.arrived.keys()}
+        assert left.isdisjoint(given)
+        assert set(self.chunks.unavailable()) == left
+        self.every_chunk_arrives_at_most_once()
+
+
+TestFetching = Fetching.TestCase
+TestFetching.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(SOURCES), max_size=40))
+def test_one_source_alone_is_asked_for_each_chunk_once(asks):
+    chunks = ChunkQueue(["one"], UNDER_WAY)
+    chunks.holds("one", LAYERS)
+    for digest, count in LAYERS.items():
+        chunks.add(digest, range(count))
+    seen = []
+    for _ in asks:
+        piece = chunks.take("one")
+        if piece is not None:
+            seen.append(piece)
+            chunks.answered("one", piece)
+            chunks.arrived(piece)
+    assert len(seen) == len(set(seen)) == min(len(asks), sum(LAYERS.values()))

@@ -1,0 +1,249 @@
+"""A device that was short of memory is planned for with more again: not at once, not for nothing, not time and again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primad.membership.memory_recovery import (
+    LOOK_S,
+    MOST_PATIENCE_S,
+    PATIENCE_S,
+    RELAPSE_PATIENCES,
+    WORTH_SHARE,
+    Relief,
+    Room,
+    begin,
+    look,
+    lowered,
+    press,
+)
+
+MIB = 1 << 20
+TOTAL = 4096 * MIB
+WORTH = int(WORTH_SHARE * TOTAL)
+HAD = 3000 * MIB
+"""What a plan has of the device at first, all that is available then."""
+
+
+@dataclass
+class Device:
+    """A device, what plans have of it, and when that changed."""
+
+    relief: Relief = field(default_factory=lambda: begin(HAD))
+    now: float = 1000.0
+    available: int = HAD
+    limit: int = TOTAL
+    ours: int = 0
+    plans: list[tuple[float, int]] = field(default_factory=list)
+    presses: list[float] = field(default_factory=list)
+
+    @property
+    def told(self) -> int:
+        """What plans have."""
+        return self.relief.told_bytes
+
+    @property
+    def room(self) -> Room:
+        return Room(
+            self.available, min(self.available, self.limit), max(0, min(self.available, self.limit) - self.ours)
+        )
+
+    def press(self, needed: int) -> None:
+        self.relief = press(self.relief, self.room, needed_bytes=needed, now=self.now)
+        self.presses.append(self.now)
+
+    def run(self, seconds: float, available: int | None = None) -> list[int]:
+        """Let the time go on with so much available; what plans were given."""
+        self.available = self.available if available is None else available
+        start, end = len(self.plans), self.now + seconds
+        while self.now < end:
+            self.now += LOOK_S
+            self.relief, told = look(self.relief, self.room, total_bytes=TOTAL, now=self.now)
+            if told is not None:
+                self.plans.append((self.now, told))
+        return [told for _, told in self.plans[start:]]
+
+
+def test_a_device_that_never_was_short_is_left_alone():
+    assert Device().run(10_000, TOTAL) == []
+
+
+def test_what_is_available_counts_as_measured_once_it_was_there_for_a_while():
+    device = Device(available=1000 * MIB)
+    device.press(100 * MIB)
+    assert device.told == 1000 * MIB
+    assert device.run(3600) == [], "nothing has changed"
+    assert device.run(PATIENCE_S - LOOK_S, 3000 * MIB) == []
+    assert device.run(2 * LOOK_S) == [3000 * MIB]
+    assert device.told == 3000 * MIB
+    assert not device.relief.watches
+    assert device.run(3600, TOTAL) == []
+
+
+def test_it_is_the_least_that_was_there_that_counts():
+    device = Device(available=1000 * MIB)
+    device.press(100 * MIB)
+    device.run(PATIENCE_S / 3, 2900 * MIB)
+    device.run(PATIENCE_S / 3, 2000 * MIB)
+    assert device.run(PATIENCE_S, 2900 * MIB)[0] == 2000 * MIB
+
+
+def test_a_moment_without_room_begins_the_wait_anew():
+    device = Device(available=1000 * MIB)
+    device.press(100 * MIB)
+    for _ in range(20):
+        assert device.run(PATIENCE_S - 2 * LOOK_S, 2900 * MIB) == []
+        assert device.run(LOOK_S, 1000 * MIB) == []
+
+
+def test_programs_that_end_one_after_the_other_give_it_back_in_steps():
+    device = Device(available=1000 * MIB)
+    device.press(100 * MIB)
+    assert device.run(2 * PATIENCE_S, 1500 * MIB) == [1500 * MIB]
+    assert device.run(2 * PATIENCE_S, 1500 * MIB + WORTH // 2) == [], "not worth a plan"
+    assert device.run(2 * PATIENCE_S, 3000 * MIB) == [3000 * MIB]
+    assert not device.relief.watches
+
+
+@pytest.mark.parametrize("needed", [1, 10 * MIB, 600 * MIB])
+def test_what_was_missing_must_be_there_again(needed):
+    """Where symptoms told of the lack, what is available may look as it did before it: that is no sign of relief."""
+    device = Device()
+    device.press(needed)
+    assert device.told == HAD - needed
+    assert device.run(3600) == []
+    assert device.run(3600, HAD + needed - MIB) == []
+    more = HAD + max(needed, WORTH)
+    assert device.run(2 * PATIENCE_S, more) == [more]
+
+
+def test_beyond_what_the_owner_allows_room_counts_but_no_plan_has_it():
+    device = Device(relief=begin(1000 * MIB), available=2000 * MIB, limit=1000 * MIB)
+    device.press(200 * MIB)
+    assert device.told == 800 * MIB
+    assert device.run(3600, 2199 * MIB) == []
+    assert device.run(2 * PATIENCE_S, 2200 * MIB) == [1000 * MIB]
+    assert not device.relief.watches
+
+
+def test_the_next_ring_must_fit_beside_what_serves_but_that_it_ends_is_no_relief():
+    device = Device(available=1000 * MIB, ours=300 * MIB)
+    device.press(100 * MIB)
+    assert device.told == 700 * MIB
+    device.ours = 0
+    assert device.run(3600) == []
+    assert device.run(2 * PATIENCE_S, 1099 * MIB) == []
+    assert device.run(2 * PATIENCE_S, 1500 * MIB) == [1500 * MIB]
+
+
+def test_a_lack_soon_after_relief_doubles_the_patience_and_one_long_after_it_does_not():
+    device = Device()
+    waits = []
+    for _ in range(8):
+        device.available = 1000 * MIB
+        device.press(100 * MIB)
+        pressed_s = device.now
+        device.run(10_000, HAD)
+        waits.append(device.plans[-1][0] - pressed_s)
+        device.now = device.plans[-1][0] + 30.0
+    assert waits[:4] == [pytest.approx(PATIENCE_S * 2**i, abs=2 * LOOK_S) for i in range(4)]
+    assert waits[-1] == pytest.approx(MOST_PATIENCE_S, abs=2 * LOOK_S)
+    device.now += RELAPSE_PATIENCES * MOST_PATIENCE_S
+    device.available = 1000 * MIB
+    device.press(100 * MIB)
+    assert device.run(PATIENCE_S + 2 * LOOK_S, HAD) == [HAD]
+
+
+def test_a_plan_made_meanwhile_does_not_forget_the_lack():
+    """The head measures itself for every plan, a worker at every hello: the programs may still be there."""
+    device = Device(available=1000 * MIB)
+    device.press(100 * MIB)
+    device.relief = begin(900 * MIB, device.relief)
+    assert device.told == 900 * MIB
+    assert device.run(2 * PATIENCE_S, HAD) == [HAD]
+    device.available = 1000 * MIB
+    device.press(100 * MIB)
+    device.relief = begin(HAD, device.relief)
+    assert not device.relief.watches, "it has all back already"
+
+
+def test_a_plan_has_less_than_it_had_whatever_is_available():
+    assert lowered(10, available_bytes=20, needed_bytes=3) == 7
+    assert lowered(10, available_bytes=5, needed_bytes=3) == 5
+    assert lowered(10, available_bytes=5, needed_bytes=11) == 0
+
+
+amounts = st.integers(0, TOTAL)
+stories = st.lists(
+    st.tuples(st.floats(0.0, 400.0), amounts, st.one_of(st.none(), st.integers(1, TOTAL // 4))), max_size=40
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(stories)
+def test_whatever_programs_do_plans_have_more_only_after_patience_and_only_what_was_there(story):
+    device = Device()
+    known: list[tuple[float, int]] = []
+    for seconds, available, needed in story:
+        device.available = available
+        known.append((device.now, available))
+        if needed is not None:
+            before = device.told
+            device.press(needed)
+            assert device.told == lowered(before, available_bytes=available, needed_bytes=needed)
+        patience_s, told, start = device.relief.patience_s, device.told, len(device.plans)
+        device.run(seconds)
+        for at, given_bytes in device.plans[start:]:
+            assert given_bytes >= told + WORTH
+            told = given_bytes
+            assert not [each for each in device.presses if at - patience_s < each <= at], "a lack just before"
+            within = [there for since, there in known if since > at - patience_s]
+            first = [there for since, there in known if since <= at - patience_s]
+            assert given_bytes <= min(within + first[-1:]), "it was not there throughout"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    busy_s=st.floats(1.0, 600.0),
+    calm_s=st.floats(1.0, 2000.0),
+    taken=st.integers(WORTH, HAD),
+    seed=st.integers(0, 1 << 32),
+)
+def test_programs_that_come_and_go_do_not_make_plans_swing(busy_s, calm_s, taken, seed):
+    """A plan that is given what was there is pressed as soon as the programs take it again: the worst that a plan can do.
+
+    In a day there are some changes at first, and then hardly any but for programs that are away for long.
+    """
+    device, day_s, jitter = Device(), 86_400.0, random.Random(seed)
+    end = device.now + day_s
+    while device.now < end:
+        device.available = HAD - taken
+        if device.told > device.available:
+            device.press(min(device.told - device.available, TOTAL))
+        device.run(busy_s * jitter.uniform(0.5, 1.5))
+        device.run(calm_s * jitter.uniform(0.5, 1.5), HAD)
+    gaps = [later - earlier for (earlier, _), (later, _) in zip(device.plans, device.plans[1:], strict=False)]
+    # Each relapse doubles the patience; only after a time without a lack ten times as long does it begin anew.
+    assert all(gap >= PATIENCE_S for gap in gaps)
+    assert len(device.plans) <= 12 + day_s / min(MOST_PATIENCE_S, RELAPSE_PATIENCES * PATIENCE_S)
+    if calm_s * 1.5 < PATIENCE_S:
+        assert device.plans == [], "it never had a whole patience of room"
+
+
+@settings(max_examples=100, deadline=None)
+@given(stories)
+def test_once_programs_are_gone_for_good_plans_have_all_back(story):
+    device = Device()
+    for seconds, available, needed in story:
+        device.available = available
+        if needed is not None:
+            device.press(needed)
+        device.run(seconds)
+    device.run(2 * MOST_PATIENCE_S, TOTAL)
+    if device.presses and device.relief.enough_bytes <= TOTAL:
+        assert not device.relief.watches or device.told + 2 * WORTH >= device.relief.goal_bytes

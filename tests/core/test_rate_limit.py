@@ -1,0 +1,64 @@
+"""Turns, the bandwidth cap and the bound on complaints: times are given, nothing waits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primad.layers.rate_limit import BURST_S, COMPLAINT_INTERVAL_S, Complaints, FairQueue, TokenBucket
+
+
+def test_owners_take_turns():
+    queue: FairQueue[str] = FairQueue(10)
+    for owner, item in [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")]:
+        assert queue.put(owner, item)
+    assert [queue.take() for _ in range(7)] == ["a1", "b1", "c1", "a2", "b2", "a3", None]
+
+
+def test_an_owner_with_too_many_is_refused_and_no_other():
+    queue: FairQueue[int] = FairQueue(2)
+    assert [queue.put("a", number) for number in range(3)] == [True, True, False]
+    assert queue.put("b", 0)
+    queue.take()
+    assert queue.put("a", 3)
+
+
+def test_without_a_cap_nothing_waits():
+    assert TokenBucket(None).take(1 << 40, 0.0) == 0
+
+
+def test_after_a_pause_a_burst_goes_at_once_and_no_more():
+    bucket = TokenBucket(1000.0)
+    assert bucket.take(int(1000 * BURST_S), 0.0) == 0
+    assert bucket.take(500, 0.0) == pytest.approx(0.5)
+    assert bucket.take(int(1000 * BURST_S), 3600.0) == 0
+    assert bucket.take(100, 3600.0) == pytest.approx(0.1)
+
+
+@settings(deadline=None)
+@given(
+    st.floats(1.0, 1e9),
+    st.lists(st.tuples(st.integers(1, 4 << 20), st.floats(0.0, 100.0)), min_size=1, max_size=50),
+)
+def test_no_stretch_of_time_carries_more_than_the_cap_and_the_burst(rate, sends):
+    bucket, now_s, sent = TokenBucket(rate), 0.0, []
+    for size, pause_s in sends:
+        now_s += pause_s
+        sent.append((now_s + bucket.take(size, now_s), size))
+    assert [at_s for at_s, _ in sent] == sorted(at_s for at_s, _ in sent)
+    for first in range(len(sent)):
+        carried = 0
+        for at_s, size in sent[first:]:
+            # What is sent at the end of the stretch is not carried within it.
+            allowed = rate * (at_s - sent[first][0] + BURST_S) + sent[first][1]
+            assert carried <= allowed * (1 + 1e-6) + 1
+            carried += size
+
+
+def test_a_flood_of_complaints_is_a_line_now_and_then():
+    complaints = Complaints()
+    assert complaints.allow(0.0) == 0
+    assert [complaints.allow(at_s / 100) for at_s in range(500)] == [None] * 500
+    assert complaints.allow(COMPLAINT_INTERVAL_S) == 500
+    assert complaints.allow(2 * COMPLAINT_INTERVAL_S) == 0

@@ -1,0 +1,103 @@
+"""Processes load of llama_cpp and gguf what they need, and who wants the whole packages still gets them."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from primad.system.allocator import without_top
+
+
+def python(program: str, *arguments: str) -> str:
+    """What ``program`` prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout
+
+
+def test_a_ring_process_loads_nothing_that_it_does_not_use():
+    heavy = {
+        "jinja2",
+        "diskcache",
+        "yaml",
+        "csv",
+        "email",
+        "importlib.metadata",
+        "zeroconf",
+        "typer",
+        "fastapi",
+        "asyncio",
+    }
+    loaded = python("import sys, primad.ring.process; print(' '.join(sys.modules))").split()
+    assert heavy.isdisjoint(loaded)
+    assert {"llama_cpp.llama_cpp", "gguf.constants"} <= set(loaded)
+
+
+def test_a_worker_that_waits_loads_no_arrays_no_web_server_and_no_solver():
+    heavy = {"numpy", "llama_cpp", "fastapi", "uvicorn", "pydantic", "pulp", "highspy", "halda.search", "spake2"}
+    loaded = python("import sys, primad.daemon.run; print(' '.join(sys.modules))").split()
+    assert heavy.isdisjoint(loaded)
+    assert {"primad.worker.daemon", "primad.gguf.windows", "primad.profiler.device"} <= set(loaded)
+
+
+def test_the_whole_packages_are_there_for_who_imports_them_later():
+    program = """
+import primad.engine.llama as ours
+from primad.gguf.constants import GGMLQuantizationType
+import gguf, llama_cpp
+assert gguf.GGMLQuantizationType is GGMLQuantizationType and gguf.GGUFReader and gguf.__spec__.name == "gguf"
+assert llama_cpp.Llama and llama_cpp.llama_decode is ours.llama.llama_decode
+print("whole")
+"""
+    assert python(program) == "whole\n"
+
+
+def test_a_package_that_is_loaded_already_stays_as_it_is():
+    program = """
+import gguf
+from primad.system.allocator import without_top
+with without_top("gguf"):
+    import gguf.constants
+import sys
+assert sys.modules["gguf"] is gguf and gguf.GGUFReader
+print("the same")
+"""
+    assert python(program) == "the same\n"
+
+
+def test_a_package_that_is_not_there_is_missed_as_ever():
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"), without_top("no_such_package"):
+        import no_such_package  # noqa: F401
+    assert "no_such_package" not in sys.modules
+    with pytest.raises(ModuleNotFoundError), without_top("gguf.nothing"):
+        import gguf.nothing  # noqa: F401
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library decides for itself")
+def test_blocks_that_are_freed_go_back_to_the_system():
+    program = """
+import os, sys, threading
+from primad.system.allocator import keep_little_freed
+from primad.system.memory import held_bytes
+if sys.argv[1] == "little":
+    keep_little_freed()
+
+def take_and_free():
+    os.urandom(4 << 20)  # the largest block ever freed
+    blocks = [os.urandom(1 << 20) for _ in range(8)]
+    pinned = os.urandom(64 << 10)
+    del blocks
+    kept.append(pinned)
+
+kept = []
+before = held_bytes([os.getpid()])
+for _ in range(4):
+    thread = threading.Thread(target=take_and_free)
+    thread.start()
+    thread.join()
+print(held_bytes([os.getpid()]) - before)
+"""
+    assert int(python(program, "little")) < 2 << 20
+    assert int(python(program, "as ever")) > 6 << 20

@@ -1,0 +1,1017 @@
+"""Layers over real sockets: several sources, sources that die, stall or lie, a fetch that goes on where it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import gc
+import logging
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from primad.daemon.loading import missing_layers
+from primad.errors import ClusterError, DiskError
+from primad.gguf import layers as layers_module
+from primad.gguf.header import read_header
+from primad.gguf.layers import HEADER_BYTES, LayerCut, LayerRef, cut_layer
+from primad.layers import fetch as transfer
+from primad.layers import rate_limit as sharing
+from primad.layers import source_link
+from primad.layers.cache import LayerCache
+from primad.layers.fetch import fetch_layers, hash_in_thread, in_thread
+from primad.layers.server import READS_AT_ONCE, REQUESTS_WAITING, LayerServer, LayerSource
+from primad.network.gate import Gate
+from primad.network.layer_messages import (
+    CHUNK_BYTES,
+    MAX_REQUEST_BYTES,
+    AskHolds,
+    Chunk,
+    Digests,
+    FetchChunk,
+    FetchDigests,
+    Holds,
+    NoChunk,
+    Source,
+    TransferMessage,
+    TransferRequest,
+    decode_transfer,
+)
+from primad.network.sockets import listen, open_socket
+from primad.ring.messages import encode
+from primad.trust.identity import Identity, new_identity
+from tests.fakes.gguf import array, toy_arrays, write_gguf
+
+PATIENCE_S = 30
+ME = new_identity()
+BIG_CHUNKS = 8
+
+Reply = Sequence[bytes] | None
+Answer = Callable[[TransferRequest], Reply]
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory) -> list[LayerCut]:
+    """Two layers of one chunk and one of eight."""
+    arrays = toy_arrays() | {"blk.2.big.weight": array(CHUNK_BYTES // 4096 * (BIG_CHUNKS - 1) + 1, 1024)}
+    model = read_header(write_gguf(tmp_path_factory.mktemp("model") / "toy.gguf", arrays))
+    return [cut_layer(model, layer).hashed() for layer in range(3)]
+
+
+@pytest.fixture
+def cache(tmp_path) -> LayerCache:
+    return LayerCache(tmp_path / "cache")
+
+
+@asynccontextmanager
+async def links(allows: Callable[[str], bool] = lambda key: key == ME.public) -> AsyncIterator[zmq.asyncio.Context]:
+    """A ZeroMQ context with its gate, and a limit on the test's time."""
+    context = zmq.asyncio.Context()
+    try:
+        async with asyncio.timeout(PATIENCE_S), Gate(context, allows):
+            yield context
+    finally:
+        context.destroy(linger=0)
+
+
+class Counting:
+    """A layer that notes what is read of it, and calls ``stop`` with the number of reads before each."""
+
+    def __init__(self, layer: LayerCut, log: list[int], stop: Callable[[int], object] = lambda _: None) -> None:
+        self.size_bytes = layer.size_bytes
+        self.tree = layer.tree
+        self._layer, self._log, self._stop = layer, log, stop
+
+    def read(self, offset: int, size: int) -> bytes:
+        self._log.append(offset // CHUNK_BYTES)
+        self._stop(len(self._log))
+        return self._layer.read(offset, size)
+
+
+@asynccontextmanager
+async def served(
+    context: zmq.asyncio.Context,
+    layers: Sequence[LayerCut],
+    device: str = "head",
+    log: list[int] | None = None,
+    stop: Callable[[int], object] = lambda _: None,
+) -> AsyncIterator[Source]:
+    """A server of ``layers``; what is read is noted in ``log``, after ``stop`` as ``Counting`` calls it."""
+    noted: list[int] = [] if log is None else log
+    by_digest: dict[str, LayerSource] = {layer.ref().digest: Counting(layer, noted, stop) for layer in layers}
+    async with running(context, by_digest, device) as source:
+        yield source
+
+
+@asynccontextmanager
+async def running(
+    context: zmq.asyncio.Context, by_digest: dict[str, LayerSource], device: str, bytes_per_s: float | None = None
+) -> AsyncIterator[Source]:
+    identity = new_identity()
+    server = LayerServer(context, "127.0.0.1", identity, by_digest.get, bytes_per_s=bytes_per_s)
+    task = asyncio.create_task(server.run())
+    try:
+        yield Source(device, identity.public, [f"tcp://127.0.0.1:{server.port}"])
+        assert not task.done(), "the server ended"
+    finally:
+        await ended(task)
+
+
+@asynccontextmanager
+async def answering(context: zmq.asyncio.Context, answer: Answer, device: str = "liar") -> AsyncIterator[Source]:
+    """A source that answers each request with the frames of ``answer(request)``, or not at all."""
+    identity = new_identity()
+    router, port = listen(context, zmq.ROUTER, "127.0.0.1", None, identity=identity)
+
+    async def serve() -> None:
+        while True:
+            peer, frame = await router.recv_multipart()
+            request = decode_transfer(frame)
+            assert isinstance(request, TransferRequest)
+            frames = answer(request)
+            if frames is not None:
+                await router.send_multipart([peer, *frames])
+
+    task = asyncio.create_task(serve())
+    try:
+        yield Source(device, identity.public, [f"tcp://127.0.0.1:{port}"])
+        assert not task.done(), task.exception()
+    finally:
+        await ended(task)
+        router.close()
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def honest(layers: Sequence[LayerCut], lie: Answer = lambda _: None, *, silent: bool = False) -> Answer:
+    """Answers as a server of ``layers`` does, but for requests that ``lie`` has an answer for (or is silent about)."""
+    by_digest = {layer.ref().digest: layer for layer in layers}
+
+    def answer(request: TransferRequest) -> Reply:
+        if isinstance(request, AskHolds):
+            return [encode(Holds(held=[digest in by_digest for digest in request.digests]))]
+        if (told := lie(request)) is not None or silent:
+            return told
+        layer = by_digest[request.digest]
+        if isinstance(request, FetchDigests):
+            return [encode(Digests(digest=request.digest, tree=layer.tree()))]
+        return [encode(Chunk(digest=request.digest, offset=request.offset)), layer.read(request.offset, request.size)]
+
+    return answer
+
+
+async def fetch(
+    context: zmq.asyncio.Context,
+    sources: Sequence[Source],
+    layers: Sequence[LayerCut],
+    cache: LayerCache,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    await fetch_layers(context, ME, sources, [layer.ref() for layer in layers], cache, progress)
+
+
+def whole(cache: LayerCache, layers: Sequence[LayerCut]) -> None:
+    """The layers are in the cache, byte by byte."""
+    assert cache.missing([layer.ref() for layer in layers]) == []
+    for layer in layers:
+        assert cache.path(layer.ref().digest).read_bytes()[HEADER_BYTES:] == b"".join(layer.chunks())
+
+
+def files(cache: LayerCache) -> list[Path]:
+    return [path for path in cache.path("x").parent.rglob("*") if path.is_file()]
+
+
+def run(test: Coroutine[None, None, None]) -> None:
+    asyncio.run(test)
+
+
+# ---- one source -----------------------------------------------------------------------------------------------------
+
+
+def test_fetched_layers_are_in_the_cache(layers, cache):
+    told: list[int] = []
+
+    async def once() -> None:
+        async with links() as context, served(context, layers) as source:
+            await fetch(context, [source], layers, cache, told.append)
+
+    run(once())
+    whole(cache, layers)
+    assert sum(told) == sum(layer.size_bytes for layer in layers)
+    assert max(told) <= CHUNK_BYTES
+
+
+def test_nothing_to_fetch_asks_for_nothing(layers, cache):
+    async def once() -> None:
+        async with links() as context:
+            await fetch(context, [], [], cache)
+
+    run(once())
+
+
+def test_a_layer_that_is_here_is_not_sent_and_counts_as_progress(layers, cache):
+    log: list[int] = []
+    told: list[int] = []
+
+    async def once() -> None:
+        async with links() as context, served(context, layers, log=log) as source:
+            await fetch(context, [source], layers[:1], cache)
+            await fetch(context, [source], layers[:2], cache, told.append)
+
+    run(once())
+    assert len(log) == 2
+    assert sum(told) == sum(layer.size_bytes for layer in layers[:2])
+
+
+def test_several_devices_fetch_at_once(layers, tmp_path):
+    caches = [LayerCache(tmp_path / str(number)) for number in range(3)]
+
+    async def once() -> None:
+        async with links() as context, served(context, layers) as source, asyncio.TaskGroup() as group:
+            for cache in caches:
+                group.create_task(fetch(context, [source], layers, cache))
+
+    run(once())
+    for cache in caches:
+        whole(cache, layers)
+
+
+def test_two_fetches_of_one_cache_take_turns(layers, cache):
+    log: list[int] = []
+
+    async def once() -> None:
+        async with links() as context, served(context, layers, log=log) as source, asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(fetch(context, [source], layers, cache))
+
+    run(once())
+    whole(cache, layers)
+    assert len(log) == BIG_CHUNKS + 2
+
+
+def test_a_device_serves_what_it_fetched(layers, cache, tmp_path):
+    second = LayerCache(tmp_path / "second")
+
+    async def once() -> None:
+        async with links() as context:
+            async with served(context, layers) as source:
+                await fetch(context, [source], layers, cache)
+            by_digest = {layer.ref().digest: cache.reader(layer.ref().digest) for layer in layers}
+            cache.place(layers[2].ref(), number=7, split=8)
+            async with running(context, by_digest, "worker") as source:  # type: ignore[arg-type]
+                await fetch(context, [source], layers, second)
+
+    run(once())
+    whole(second, layers)
+
+
+def test_the_first_address_that_answers_is_used(layers, cache):
+    async def once() -> None:
+        async with links() as context, served(context, layers) as source:
+            with socket.socket() as silent, socket.socket() as closed:
+                silent.bind(("127.0.0.1", 0))
+                silent.listen()
+                closed.bind(("127.0.0.1", 0))
+                dead = [f"tcp://127.0.0.1:{end.getsockname()[1]}" for end in (silent, closed)]
+                many = Source("head", source.key, ["nonsense", *dead, *source.endpoints])
+                await fetch(context, [many], layers, cache)
+
+    run(once())
+    whole(cache, layers)
+
+
+def test_addresses_that_lead_to_one_device_are_one_source(layers, cache):
+    log: list[int] = []
+
+    async def once() -> None:
+        async with links() as context, served(context, layers, log=log) as source:
+            await fetch(context, [Source("head", source.key, source.endpoints * 16)], layers, cache)
+
+    run(once())
+    whole(cache, layers)
+    assert len(log) == BIG_CHUNKS + 2
+
+
+# ---- several sources ------------------------------------------------------------------------------------------------
+
+
+def test_two_sources_share_the_work(layers, cache):
+    """Each gives nothing before the other one was asked as well."""
+    logs: tuple[list[int], list[int]] = ([], [])
+    asked = (threading.Event(), threading.Event())
+
+    def meet(own: int) -> None:
+        asked[own].set()
+        assert asked[1 - own].wait(PATIENCE_S)
+
+    async def once() -> None:
+        async with (
+            links() as context,
+            served(context, layers, "one", logs[0], lambda _: meet(0)) as one,
+            served(context, layers, "two", logs[1], lambda _: meet(1)) as two,
+        ):
+            await fetch(context, [one, two], layers, cache)
+
+    run(once())
+    whole(cache, layers)
+    assert all(logs)
+    assert len(logs[0]) + len(logs[1]) <= BIG_CHUNKS + 2 + transfer.UNDER_WAY, "few chunks are sent twice at the end"
+
+
+def test_each_source_gives_what_only_it_has(layers, cache):
+    async def once() -> None:
+        async with (
+            links() as context,
+            served(context, layers[:1], "one") as one,
+            served(context, layers[1:], "two") as two,
+        ):
+            await fetch(context, [one, two], layers, cache)
+
+    run(once())
+    whole(cache, layers)
+
+
+def test_a_source_that_dies_in_the_middle_is_left_out(layers, cache, caplog):
+    """The other one gives nothing before."""
+    hit = threading.Event()
+
+    async def once() -> None:
+        async with (
+            links() as context,
+            served(context, layers, "alive", stop=lambda _: hit.wait(PATIENCE_S)) as alive,
+        ):
+            dying = new_identity()
+            log: list[int] = []
+            dead = asyncio.Event()
+            loop = asyncio.get_running_loop()
+
+            def die(count: int) -> None:
+                if count >= 2 and not hit.is_set():
+                    loop.call_soon_threadsafe(dead.set)
+                    hit.set()
+
+            by_digest: dict[str, LayerSource] = {layer.ref().digest: Counting(layer, log, die) for layer in layers}
+            server = LayerServer(context, "127.0.0.1", dying, by_digest.get)
+            task = asyncio.create_task(server.run())
+            killer = asyncio.create_task(kill(dead, task))
+            source = Source("dying", dying.public, [f"tcp://127.0.0.1:{server.port}"])
+            await fetch(context, [source, alive], layers, cache)
+            await killer
+
+    async def kill(dead: asyncio.Event, task: asyncio.Task[None]) -> None:
+        await dead.wait()
+        await ended(task)
+
+    run(once())
+    whole(cache, layers)
+
+
+def test_a_source_that_sends_other_bytes_is_left_out_and_named(layers, cache, caplog):
+    """The other one gives nothing before."""
+
+    def lines() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.name == "primad.layers.fetch"]
+
+    def wait_left_out(_: int) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not lines() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def lie(request: TransferRequest) -> Reply:
+        if isinstance(request, FetchChunk):
+            return [encode(Chunk(digest=request.digest, offset=request.offset)), bytes(request.size)]
+        return None
+
+    async def once() -> None:
+        async with (
+            links() as context,
+            answering(context, honest(layers, lie)) as liar,
+            served(context, layers, stop=wait_left_out) as source,
+        ):
+            await fetch(context, [liar, source], layers, cache)
+
+    with caplog.at_level(logging.WARNING, "primad.layers.fetch"):
+        run(once())
+    whole(cache, layers)
+    (record,) = lines()
+    assert record.getMessage().startswith(
+        "no more layers are fetched from liar: sent bytes that are not those of layer"
+    )
+
+
+def test_a_source_that_stalls_does_not_hold_up_the_others(layers, cache, monkeypatch):
+    """The others help out, though nobody is ever given up."""
+    for name in ("STALL_S", "FIRST_STALL_S"):
+        monkeypatch.setattr(transfer, name, 1000.0)
+
+    def lie(request: TransferRequest) -> Reply:
+        return None
+
+    async def once() -> None:
+        async with (
+            links() as context,
+            answering(context, honest(layers, lie, silent=True)) as stalled,
+            served(context, layers) as source,
+        ):
+            await fetch(context, [stalled, source], layers, cache)
+
+    run(once())
+    whole(cache, layers)
+
+
+def test_a_source_that_is_not_there_does_not_matter_when_another_has_all(layers, cache):
+    async def once() -> None:
+        async with links() as context, served(context, layers) as source:
+            gone = Source("gone", new_identity().public, ["tcp://127.0.0.1:1"])
+            await fetch(context, [gone, source], layers, cache)
+
+    run(once())
+    whole(cache, layers)
+
+
+# ---- nobody is left -------------------------------------------------------------------------------------------------
+
+
+def refusal(answer: Answer, layer: LayerCut, cache: LayerCache) -> ClusterError:
+    """The error of fetching ``layer`` from a source that answers so."""
+
+    async def once() -> None:
+        async with links() as context, answering(context, answer) as source:
+            await fetch(context, [source], [layer], cache)
+
+    with pytest.raises(ClusterError) as caught:
+        run(once())
+    assert "\n" not in str(caught.value)
+    assert not cache.holds(layer.ref())
+    return caught.value
+
+
+def test_an_unknown_layer_is_one_clear_error(layers, cache):
+    async def once() -> None:
+        async with links() as context, served(context, layers[:1]) as source:
+            await fetch(context, [source], layers[1:], cache)
+
+    with pytest.raises(ClusterError) as caught:
+        run(once())
+    wanted = ", ".join(layer.ref().digest[:12] for layer in layers[1:])
+    assert str(caught.value) == f"layer {wanted} cannot be fetched: head does not have it"
+
+
+def test_no_source_is_one_clear_error(layers, cache):
+    async def once() -> None:
+        async with links() as context:
+            await fetch(context, [], layers[:1], cache)
+
+    with pytest.raises(ClusterError, match="no device was named that has it"):
+        run(once())
+
+
+def test_a_model_file_that_changed_is_one_clear_error(tmp_path, cache):
+    model = read_header(write_gguf(tmp_path / "toy.gguf", toy_arrays()))
+    layer = cut_layer(model, 0).hashed()
+
+    async def once() -> None:
+        async with links() as context, served(context, [layer]) as source:
+            with layer.sources[0].path.open("r+b") as file:
+                file.seek(layer.sources[0].offset)
+                file.write(b"other")
+            await fetch(context, [source], [layer], cache)
+
+    with pytest.raises(ClusterError, match="head sent bytes that are not those of layer"):
+        run(once())
+    assert not cache.holds(layer.ref())
+
+
+def test_a_model_file_that_went_away_is_one_clear_error(tmp_path, cache):
+    model = read_header(write_gguf(tmp_path / "toy.gguf", toy_arrays()))
+    layer = cut_layer(model, 0).hashed()
+
+    async def once() -> None:
+        async with links() as context, served(context, [layer]) as source:
+            layer.sources[0].path.unlink()
+            await fetch(context, [source], [layer], cache)
+
+    with pytest.raises(ClusterError, match=r"head cannot give layer .*toy\.gguf: cannot be read: No such file"):
+        run(once())
+
+
+def chunk_lie(answer: Callable[[FetchChunk], Reply]) -> Answer:
+    return lambda request: answer(request) if isinstance(request, FetchChunk) else None
+
+
+def tree_lie(answer: Callable[[FetchDigests], Reply]) -> Answer:
+    return lambda request: answer(request) if isinstance(request, FetchDigests) else None
+
+
+LIES: dict[str, tuple[Answer, str]] = {
+    "garbage": (chunk_lie(lambda ask: [b"\xc1garbage"]), "not a message about layers"),
+    "nothing": (chunk_lie(lambda ask: [b""]), "not a message about layers"),
+    "a request": (chunk_lie(lambda ask: [encode(ask)]), "FetchChunk that was not asked for"),
+    "no bytes": (chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=0))]), "Chunk that was not asked"),
+    "empty bytes": (chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=0)), b""]), "Chunk that was not"),
+    "two pieces": (chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=0)), b"a", b"b"]), "3 frames"),
+    "another place": (
+        chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=CHUNK_BYTES)), b"a"]),
+        "another piece than it was asked for",
+    ),
+    "a crooked place": (chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=4)), b"a"]), "not asked for"),
+    "a negative place": (
+        chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=-CHUNK_BYTES)), b"a"]),
+        "another piece than it was asked for",
+    ),
+    "another layer": (chunk_lie(lambda ask: [encode(Chunk(digest="cd" * 32, offset=0)), b"a"]), "another piece"),
+    "too much": (
+        chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=0)), bytes(9999)]),
+        "not those of layer",
+    ),
+    "too little": (chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=0)), b"a"]), "not those of layer"),
+    "a refusal": (
+        chunk_lie(lambda ask: [encode(NoChunk(digest=ask.digest, offset=0, reason="go\x1b[2J\naway"))]),
+        r"go\x1b[2J\naway",
+    ),
+    "another tree": (tree_lie(lambda ask: [encode(Digests(digest=ask.digest, tree=bytes(32)))]), "digests of chunks"),
+    "no tree": (tree_lie(lambda ask: [encode(Digests(digest=ask.digest, tree=b""))]), "digests of chunks"),
+    "a tree of another layer": (
+        tree_lie(lambda ask: [encode(Digests(digest="cd" * 32, tree=bytes(32)))]),
+        "another piece",
+    ),
+    "a tree refused": (tree_lie(lambda ask: [encode(NoChunk(digest=ask.digest, offset=None, reason="no"))]), ": no"),
+}
+
+
+@pytest.mark.parametrize(("lie", "why"), LIES.values(), ids=LIES.keys())
+def test_a_source_that_lies_is_refused(layers, cache, lie, why):
+    assert why in str(refusal(honest(layers, lie), layers[0], cache))
+
+
+@pytest.mark.parametrize(
+    "held", [Holds(held=[]), Holds(held=[True] * 5), NoChunk(digest="", offset=None, reason="")], ids=repr
+)
+def test_a_source_that_does_not_say_what_it_holds_is_refused(layers, cache, held: TransferMessage):
+    error = refusal(lambda request: [encode(held)], layers[0], cache)
+    assert "did not say which layers it holds" in str(error)
+
+
+def test_a_silent_source_is_given_up(layers, cache, monkeypatch):
+    monkeypatch.setattr(source_link, "REACH_S", 0.1)
+    assert "sent nothing for 0.1 s" in str(refusal(lambda request: None, layers[0], cache))
+
+
+def test_a_source_that_falls_silent_is_given_up(layers, cache, monkeypatch):
+    monkeypatch.setattr(transfer, "FIRST_STALL_S", 0.1)
+    error = refusal(honest(layers, silent=True), layers[0], cache)
+    assert "liar sent nothing for 0.1 s" in str(error)
+
+
+def test_a_source_where_nobody_listens_is_given_up_at_once(layers, cache, monkeypatch):
+    monkeypatch.setattr(source_link, "REACH_S", 1000.0)
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+
+        async def once() -> None:
+            async with links() as context:
+                await fetch(context, [Source("gone", new_identity().public, [endpoint])], layers[:1], cache)
+
+        with pytest.raises(ClusterError, match=r"gone tcp://127\S* nothing answers there"):
+            run(once())
+
+
+def test_a_source_with_another_key_is_given_up(layers, cache, monkeypatch):
+    monkeypatch.setattr(source_link, "REACH_S", 1.0)
+
+    async def once() -> None:
+        async with links() as context, served(context, layers) as source:
+            other = Source("head", new_identity().public, source.endpoints)
+            await fetch(context, [other], layers[:1], cache)
+
+    with pytest.raises(ClusterError, match=r"layer .* cannot be fetched: head tcp://127"):
+        run(once())
+    assert files(cache) == []
+
+
+def test_a_device_that_is_not_trusted_gets_nothing(layers, cache, monkeypatch):
+    monkeypatch.setattr(source_link, "REACH_S", 1000.0)
+    log: list[int] = []
+
+    async def once() -> None:
+        async with links(lambda key: False) as context, served(context, layers, log=log) as source:
+            await fetch(context, [source], layers[:1], cache)
+
+    with pytest.raises(ClusterError, match=r"head tcp://127.* does not trust this device"):
+        run(once())
+    assert (log, files(cache)) == ([], [])
+
+
+@pytest.mark.parametrize("endpoint", ["", "nonsense", "tcp://", "http://127.0.0.1:1", "tcp://127.0.0.1:x"])
+def test_a_source_that_is_no_endpoint_is_one_clear_error(layers, cache, endpoint):
+    async def once() -> None:
+        async with links() as context:
+            await fetch(context, [Source("odd", new_identity().public, [endpoint])], layers[:1], cache)
+
+    with pytest.raises(ClusterError, match=r"odd .* is no endpoint"):
+        run(once())
+
+
+# ---- an end before the end ------------------------------------------------------------------------------------------
+
+
+def test_at_most_a_few_chunks_are_asked_for_at_a_time(layers, cache):
+    asked: list[int] = []
+    enough = asyncio.Event()
+
+    def answer(request: TransferRequest) -> Reply:
+        if not isinstance(request, FetchChunk):
+            return honest(layers)(request)
+        asked.append(request.offset // CHUNK_BYTES)
+        if len(asked) == transfer.UNDER_WAY:
+            enough.set()
+        return None
+
+    async def once() -> None:
+        async with links() as context, answering(context, answer) as source:
+            task = asyncio.create_task(fetch(context, [source], [layers[2]], cache))
+            await enough.wait()
+            assert not (await asyncio.wait([task], timeout=0.3))[0]
+            await ended(task)
+
+    run(once())
+    assert asked == list(range(transfer.UNDER_WAY))
+
+
+def test_what_arrived_before_a_stop_is_not_sent_again(layers, cache, tmp_path):
+    logs: tuple[list[int], list[int]] = ([], [])
+    told: list[int] = []
+    third = asyncio.Event()
+
+    def arrived(size: int) -> None:
+        told.append(size)
+        if len(told) == 3:
+            third.set()
+
+    async def stopped() -> None:
+        async with links() as context, served(context, layers, log=logs[0]) as source:
+            task = asyncio.create_task(fetch(context, [source], layers[2:], cache, arrived))
+            await third.wait()
+            await ended(task)
+
+    async def resumed() -> None:
+        async with links() as context, served(context, layers, log=logs[1]) as source:
+            await fetch(context, [source], layers[2:], LayerCache(tmp_path / "cache"), told.append)
+
+    run(stopped())
+    assert not cache.holds(layers[2].ref())
+    with cache.part(layers[2].ref()) as part:
+        lacking = part.lacking()
+    assert 0 < len(lacking) <= BIG_CHUNKS - len(told) <= BIG_CHUNKS - 3
+    told.clear()
+    run(resumed())
+    whole(cache, layers[2:])
+    assert sorted(logs[1]) == lacking
+    assert sum(told) == layers[2].size_bytes, "what was here counts as progress"
+
+
+def test_layers_that_are_complete_stay_when_another_fails(layers, cache):
+    def answer(request: TransferRequest) -> Reply:
+        if isinstance(request, FetchChunk) and request.digest == layers[1].ref().digest:
+            return [encode(NoChunk(digest=request.digest, offset=request.offset, reason="gone"))]
+        return honest(layers)(request)
+
+    async def once() -> None:
+        async with links() as context, answering(context, answer) as source:
+            await fetch(context, [source], layers[:2], cache)
+
+    with pytest.raises(ClusterError, match=f"layer {layers[1].ref().digest[:12]} cannot be fetched"):
+        run(once())
+    assert cache.missing([layer.ref() for layer in layers[:2]]) == [layers[1].ref()]
+
+
+def test_a_disk_that_is_full_is_one_clear_error_and_leaves_nothing(layers, cache, monkeypatch, tmp_path):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def once() -> None:
+        async with links() as context, served(context, layers) as source:
+            await fetch(context, [source], layers, cache)
+
+    monkeypatch.setattr("primad.layers.partial.write_at", full)
+    with pytest.raises(DiskError, match=rf"{tmp_path / 'cache'}: layer .* cannot be written: No space left on device"):
+        run(once())
+    assert files(cache) == []
+    monkeypatch.undo()
+    run(once())
+    whole(cache, layers)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real disk of 12 MiB."""
+    if getattr(os, "geteuid", int)() != 0 or not Path("/proc/mounts").exists():
+        pytest.skip("mounting a small disk needs root on Linux")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "primad-test", folder], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("this machine lets nobody mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_real_disk_without_room_is_refused_before_anything_is_sent(layers, small_disk):
+    cache, log = LayerCache(small_disk / "layers"), list[int]()
+
+    async def once() -> None:
+        async with links() as context, served(context, layers, log=log) as source:
+            await fetch(context, [source], layers, cache)
+
+    with pytest.raises(DiskError, match="bytes of layers do not fit"):
+        run(once())
+    assert (log, files(cache)) == ([], [])
+
+
+def test_a_real_disk_that_fills_while_layers_arrive(layers, small_disk, monkeypatch):
+    cache = LayerCache(small_disk / "layers")
+    monkeypatch.setattr(cache, "make_room", lambda _: None)
+
+    async def once() -> None:
+        async with links() as context, served(context, layers) as source:
+            await fetch(context, [source], [layers[0], layers[2]], cache)
+
+    with pytest.raises(DiskError, match="No space left on device"):
+        run(once())
+    assert {path.stem for path in files(cache)} <= {layers[0].ref().digest}
+    monkeypatch.undo()
+    assert cache.missing([layers[2].ref()]) == [layers[2].ref()]
+
+
+# ---- the server -----------------------------------------------------------------------------------------------------
+
+DIGEST = "ab" * 32
+GARBAGE = {
+    "nothing": [b""],
+    "random bytes": [bytes(range(256))],
+    "two frames": [encode(FetchChunk(digest=DIGEST, offset=0, size=1)), b""],
+    "a chunk": [encode(Chunk(digest=DIGEST, offset=0))],
+    "no chunk": [encode(NoChunk(digest=DIGEST, offset=0, reason=""))],
+    "nested without end": [b"\x91" * 100_000],
+    "too many layers": [encode(AskHolds(digests=[""] * 5000))],
+}
+ASKS = {
+    "a negative offset": {"offset": -1},
+    "an offset behind the end": {"offset": 1 << 62},
+    "no size": {"size": 0},
+    "a negative size": {"size": -1},
+    "too much at once": {"size": CHUNK_BYTES + 1},
+}
+
+
+@pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_for_the_server_is_refused_with_a_line_and_others_are_served(layers, cache, caplog, frames):
+    _send_then_fetch(layers, cache, caplog, frames)
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS.keys())
+def test_an_impossible_request_is_refused_with_a_line_and_others_are_served(layers, cache, caplog, ask):
+    request = {"digest": layers[0].ref().digest, "offset": 0, "size": 1} | ask
+    _send_then_fetch(layers, cache, caplog, [encode(FetchChunk(**request))])
+
+
+def _client(context: zmq.asyncio.Context, source: Source, identity: Identity = ME) -> zmq.asyncio.Socket:
+    client = open_socket(context, zmq.DEALER, identity=identity, server=source.key)
+    client.connect(source.endpoints[0])
+    return client
+
+
+def _send_then_fetch(layers: list[LayerCut], cache: LayerCache, caplog, frames: Sequence[bytes]) -> None:
+    ref = layers[0].ref()
+
+    async def once() -> None:
+        async with links() as context, served(context, layers) as source:
+            odd = _client(context, source)
+            await odd.send_multipart(frames)
+            await odd.send(encode(FetchChunk(digest=ref.digest, offset=0, size=8)))
+            assert await odd.recv_multipart() == [
+                encode(Chunk(digest=ref.digest, offset=0)),
+                layers[0].read(0, 8),
+            ]
+            await fetch(context, [source], layers[:1], cache)
+            odd.close()
+
+    with caplog.at_level(logging.WARNING, "primad.layers.server"):
+        run(once())
+    assert cache.holds(ref)
+    (record,) = [record for record in caplog.records if record.name == "primad.layers.server"]
+    assert record.getMessage().startswith("refused a message on the layer link: ")
+
+
+def test_raw_bytes_on_the_port_of_the_server_disturb_nobody(layers, cache):
+    async def once() -> None:
+        async with links() as context, served(context, layers) as source:
+            port = int(source.endpoints[0].rsplit(":", 1)[1])
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\n\r\n" + b"\xff" * 1000)
+            await writer.drain()
+            await fetch(context, [source], layers[:1], cache)
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    run(once())
+    assert cache.holds(layers[0].ref())
+
+
+def test_a_request_that_is_too_large_is_not_even_taken(layers, cache):
+    async def once() -> None:
+        async with links() as context, served(context, layers) as source:
+            odd = _client(context, source)
+            await odd.send(bytes(MAX_REQUEST_BYTES + 1))
+            await odd.send(encode(AskHolds(digests=[""])))
+            await odd.recv_multipart()  # on the connection after the one that was closed
+            await fetch(context, [source], layers[:1], cache)
+            odd.close()
+
+    run(once())
+    assert cache.holds(layers[0].ref())
+
+
+@pytest.mark.parametrize("digest", ["", "../secret", "/etc/passwd", "x" * 100_000])
+def test_the_server_reads_nothing_but_layers(layers, digest):
+    async def once() -> None:
+        async with links() as context, served(context, layers) as source:
+            client = _client(context, source)
+            for request in (FetchChunk(digest=digest, offset=0, size=6), FetchDigests(digest=digest)):
+                await client.send(encode(request))
+                (frame,) = await client.recv_multipart()
+                assert isinstance(decode_transfer(frame), NoChunk)
+            client.close()
+
+    run(once())
+
+
+def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog, monkeypatch):
+    monkeypatch.setattr(sharing, "COMPLAINT_INTERVAL_S", 1000.0)
+    greedy, modest = new_identity(), new_identity()
+    ref, log, released = layers[2].ref(), list[int](), threading.Event()
+
+    def lines() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.name == "primad.layers.server"]
+
+    async def once() -> None:
+        slow: dict[str, LayerSource] = {ref.digest: Counting(layers[2], log, lambda _: released.wait(PATIENCE_S))}
+        async with links(lambda key: True) as context, running(context, slow, "head") as source:
+            grabbing, asking = _client(context, source, greedy), _client(context, source, modest)
+            for _ in range(20 * REQUESTS_WAITING):
+                await grabbing.send(encode(FetchChunk(digest=ref.digest, offset=0, size=CHUNK_BYTES)))
+            while not lines():  # questions are answered while all readers are busy
+                await asking.send(encode(AskHolds(digests=[ref.digest])))
+                assert await asking.recv_multipart() == [encode(Holds(held=[True]))]
+            await asking.send(encode(FetchChunk(digest=ref.digest, offset=CHUNK_BYTES, size=8)))
+            await asking.send(encode(AskHolds(digests=[ref.digest])))
+            await asking.recv_multipart()  # so the request before it is in its line
+            released.set()
+            _, data = await asking.recv_multipart()
+            assert data == layers[2].read(CHUNK_BYTES, 8)
+            grabbing.close()
+            asking.close()
+
+    with caplog.at_level(logging.WARNING, "primad.layers.server"):
+        run(once())
+    assert len(lines()) == 1
+    assert 1 in log[: READS_AT_ONCE + 2], "its turn came after those that were being read"
+    assert len(log) <= REQUESTS_WAITING + READS_AT_ONCE + 1
+
+
+def test_a_key_that_is_not_trusted_any_more_gets_no_answer(layers, caplog):
+    trusted = {ME.public}
+
+    async def once() -> None:
+        async with links() as context:
+            identity, ref = new_identity(), layers[0].ref()
+            find = {ref.digest: layers[0]}.get
+            server = LayerServer(context, "127.0.0.1", identity, find, allows=trusted.__contains__)
+            task = asyncio.create_task(server.run())
+            client = _client(context, Source("head", identity.public, [f"tcp://127.0.0.1:{server.port}"]))
+            request = encode(FetchChunk(digest=ref.digest, offset=0, size=8))
+            await client.send(request)
+            assert len(await client.recv_multipart()) == 2
+            trusted.clear()
+            await client.send(request)
+            while "its sender is not trusted any more" not in caplog.text:
+                assert not await client.poll(20)
+            assert not await client.poll(200)
+            client.close()
+            await ended(task)
+
+    run(once())
+
+
+def test_a_capped_server_and_a_capped_fetch_still_deliver(layers, cache, tmp_path):
+    async def once() -> None:
+        by_digest: dict[str, LayerSource] = {layer.ref().digest: layer for layer in layers}
+        async with links() as context, running(context, by_digest, "head", bytes_per_s=200e6) as source:
+            refs = [layer.ref() for layer in layers]
+            await fetch_layers(context, ME, [source], refs, cache, lambda _: None, bytes_per_s=400e6)
+
+    run(once())
+    whole(cache, layers)
+
+
+def test_a_server_takes_the_port_it_prefers_where_that_is_free(layers):
+    async def once() -> None:
+        async with links() as context:
+            first = LayerServer(context, "127.0.0.1", new_identity(), lambda _: None)
+            second = LayerServer(context, "127.0.0.1", new_identity(), lambda _: None, preferred=first.port)
+            assert second.port != first.port
+            for server in (first, second):
+                await ended(asyncio.create_task(server.run()))
+
+    run(once())
+
+
+def test_a_ref_is_asked_for_once(layers, cache):
+    log: list[int] = []
+
+    async def once() -> None:
+        async with links() as context, served(context, layers, log=log) as source:
+            refs: list[LayerRef] = [layers[0].ref()] * 3
+            await fetch_layers(context, ME, [source], refs, cache, lambda _: None)
+
+    run(once())
+    assert log == [0]
+
+
+# ---- hashing that nobody waits for any more -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["in the cache", "in the model"])
+def test_who_stops_waits_for_one_chunk_to_be_hashed_and_not_for_the_layer(layers, cache, monkeypatch, what):
+    big = layers[2]
+    with cache.writing(big.ref()) as writer:
+        for chunk in big.chunks():
+            writer.write(chunk)
+    again = LayerCache(cache.path(big.ref().digest).parent)  # it has not looked at what is there
+    fresh = dataclasses.replace(big, known=None)
+    begun, may_go_on, hashed, digest = threading.Event(), threading.Event(), [], layers_module.chunk_digest
+
+    def slowly(chunk: bytes | memoryview) -> bytes:
+        begun.set()
+        assert may_go_on.wait(PATIENCE_S)
+        hashed.append(len(chunk))
+        return digest(chunk)
+
+    monkeypatch.setattr(layers_module, "chunk_digest", slowly)
+
+    async def once() -> None:
+        work = missing_layers(again, [big.ref()]) if what == "in the cache" else hash_in_thread(fresh.hashed, None)
+        waiting = asyncio.create_task(work)
+        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        assert not waiting.done(), "nothing is read any more once it ended"
+        may_go_on.set()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+
+    asyncio.run(once())
+    assert len(hashed) == 1
+    if what == "in the cache":
+        assert again.holds(big.ref()), "what was not read whole is not damaged"
+
+
+def test_an_error_that_nobody_waits_for_any_more_is_not_complained_of():
+    """Cancelled twice, as a task of a group that ends is."""
+    begun, may_fail, complaints = threading.Event(), threading.Event(), list[object]()
+
+    def fails() -> None:
+        begun.set()
+        assert may_fail.wait(PATIENCE_S)
+        raise DiskError("the disk is full")
+
+    async def once() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        waiting = asyncio.create_task(in_thread(fails))
+        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        may_fail.set()
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
+        gc.collect()
+
+    asyncio.run(once())
+    assert complaints == []

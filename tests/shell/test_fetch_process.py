@@ -1,0 +1,122 @@
+"""A source in a process of its own that is killed or stopped while it sends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from primad.errors import ClusterError
+from primad.gguf.header import read_header
+from primad.gguf.layers import LayerCut, cut_layer
+from primad.layers import fetch as transfer
+from primad.layers.cache import LayerCache
+from primad.layers.fetch import fetch_layers
+from primad.layers.server import LayerServer
+from primad.network.gate import Gate
+from primad.network.layer_messages import CHUNK_BYTES, Source
+from primad.trust.identity import new_identity
+from tests.fakes.gguf import array, write_gguf
+
+PATIENCE_S = 30
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+import zmq.asyncio
+from primad.network.gate import Gate
+from primad.trust.identity import new_identity
+from primad.layers.server import LayerServer
+from primad.gguf.header import read_header
+from primad.gguf.layers import cut_layer
+
+async def main():
+    layer = cut_layer(read_header(Path(sys.argv[1])), 0).hashed()
+    context, identity = zmq.asyncio.Context(), new_identity()
+    async with Gate(context, lambda key: True):
+        server = LayerServer(context, "127.0.0.1", identity, {layer.ref().digest: layer}.get, bytes_per_s=8e6)
+        print(identity.public, server.port, flush=True)
+        await server.run()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return write_gguf(tmp_path / "toy.gguf", {"blk.0.w.weight": array(CHUNK_BYTES // 4096 * 6, 1024)})
+
+
+@pytest.fixture
+def layer(model) -> LayerCut:
+    return cut_layer(read_header(model), 0).hashed()
+
+
+@contextmanager
+def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], Source]]:
+    """A process that serves the layer of ``model``, two chunks a second."""
+    command = [sys.executable, "-c", SERVER, str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            key, port = process.stdout.readline().split()
+            yield process, Source("slow", key, [f"tcp://127.0.0.1:{port}"])
+        finally:
+            process.kill()
+
+
+def fetch(model: Path, layer: LayerCut, cache: LayerCache, number: int, *, other: bool) -> None:
+    """Fetch ``layer``, and send ``number`` to the source at the first bytes."""
+
+    async def once(process: subprocess.Popen[str], source: Source) -> None:
+        context, identity, begun = zmq.asyncio.Context(), new_identity(), asyncio.Event()
+
+        def arrived(_: int) -> None:
+            if not begun.is_set():
+                process.send_signal(number)
+                begun.set()
+
+        async def join(server: LayerServer) -> None:
+            await begun.wait()  # it answers only once the first one has been hit
+            await server.run()
+
+        sources, server = [source], LayerServer(context, "127.0.0.1", identity, {layer.ref().digest: layer}.get)
+        joining = asyncio.create_task(join(server))
+        if other:
+            sources.append(Source("other", identity.public, [f"tcp://127.0.0.1:{server.port}"]))
+        try:
+            async with asyncio.timeout(PATIENCE_S), Gate(context, lambda key: True):
+                await fetch_layers(context, new_identity(), sources, [layer.ref()], cache, arrived)
+        finally:
+            joining.cancel()
+            await asyncio.wait([joining])
+            context.destroy(linger=0)
+
+    with serving(model) as (process, source):
+        asyncio.run(once(process, source))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="the system cannot stop a process")
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_fetch_goes_on_without_a_source_that_is_hit(model, layer, tmp_path, monkeypatch, name):
+    for patience in ("STALL_S", "FIRST_STALL_S"):
+        monkeypatch.setattr(transfer, patience, 1000.0)  # what it was asked for is not waited for
+    cache = LayerCache(tmp_path / "cache")
+    fetch(model, layer, cache, getattr(signal, name), other=True)
+    assert cache.holds(layer.ref())
+
+
+def test_a_source_that_is_killed_is_noticed_at_once(model, layer, tmp_path):
+    """It closed the connection, and was not given up for its silence."""
+    cache = LayerCache(tmp_path / "cache")
+    with pytest.raises(ClusterError) as caught:
+        fetch(model, layer, cache, getattr(signal, "SIGKILL", signal.SIGTERM), other=False)
+    assert str(caught.value) == f"layer {layer.ref().digest[:12]} cannot be fetched: slow closed the connection"
+    with cache.part(layer.ref()) as part:
+        assert part.present_bytes >= CHUNK_BYTES, "what arrived is kept"

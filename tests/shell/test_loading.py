@@ -1,0 +1,81 @@
+"""The head's own layers: cut out of the model file into the cache, with room made for them first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from halda import Plan, Streaming, Window
+from primad.daemon.loading import copy_layers, missing_layers, streamed_of
+from primad.errors import DiskError, ModelError
+from primad.gguf.header import read_header
+from primad.gguf.layers import HEADER_BYTES, LayerCut, cut_layer
+from primad.layers.cache import LayerCache
+from tests.fakes.gguf import toy_arrays, write_gguf
+
+
+class Cutter:
+    """What ``copy_layers`` needs of a ``ModelCutter``."""
+
+    def __init__(self, layers: Sequence[LayerCut]) -> None:
+        self.source = {layer.ref().digest: layer for layer in layers}.get
+
+
+@pytest.fixture
+def layers(tmp_path) -> list[LayerCut]:
+    model = read_header(write_gguf(tmp_path / "toy.gguf", toy_arrays()))
+    return [cut_layer(model, layer).hashed() for layer in range(3)]
+
+
+def copy(layers: Sequence[LayerCut], cache: LayerCache) -> list[int]:
+    """Copy ``layers``; what progress was told."""
+    told: list[int] = []
+    refs = [layer.ref() for layer in layers]
+    asyncio.run(copy_layers(Cutter(layers), cache, [*refs, *refs], told.append))
+    return told
+
+
+def test_layers_are_copied_once_and_counted(layers, tmp_path):
+    cache = LayerCache(tmp_path / "cache")
+    refs = [layer.ref() for layer in layers]
+    assert asyncio.run(missing_layers(cache, [*refs, *refs])) == refs
+    assert sum(copy(layers[:1], cache)) == layers[0].size_bytes
+    assert sum(copy(layers, cache)) == sum(layer.size_bytes for layer in layers)
+    assert asyncio.run(missing_layers(cache, refs)) == []
+
+
+def test_room_is_made_before_anything_is_written(layers, tmp_path):
+    cache = LayerCache(tmp_path / "cache", 3 * HEADER_BYTES)
+    copy(layers[:2], cache)
+    copy(layers[2:], cache)
+    assert len(cache.layers()) == 2
+    cache.hold("ring", [layer.ref().digest for layer in layers])
+    with pytest.raises(DiskError, match="do not fit"):
+        copy(layers, cache)
+    assert len(cache.layers()) == 2
+
+
+def test_a_model_file_that_went_away_leaves_nothing(layers, tmp_path):
+    cache = LayerCache(tmp_path / "cache")
+    layers[0].sources[0].path.unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        copy(layers[:1], cache)
+    assert cache.layers() == []
+
+
+def test_what_streams_is_counted_from_the_first_layer_of_each_window():
+    route = (
+        Window(device="a", first=0, last=4, gpu_layers=0),
+        Window(device="b", first=4, last=8, gpu_layers=0),
+        Window(device="a", first=8, last=10, gpu_layers=0),
+    )
+    streaming = (Streaming(device="a", layers=(1, 3, 8, 10), slots=2), Streaming(device="b", layers=(5, 6, 7), slots=2))
+    plan = Plan(rounds=1, route=route, output_on_gpu=False, streaming=streaming, left_out=())
+    assert streamed_of(plan, "a") == [(1, 3), (0, 2)], "behind the tail's layers comes the output matrix"
+    assert streamed_of(plan, "b") == [(1, 2, 3)]
+    whole = Window(device="a", first=0, last=3, gpu_layers=0)
+    alone = Streaming(device="a", layers=(0, 1, 2, 3), slots=2)
+    plan = Plan(rounds=1, route=(whole,), output_on_gpu=False, streaming=(alone,), left_out=())
+    assert streamed_of(plan, "a") == [(0, 1, 2, 3)]

@@ -1,0 +1,110 @@
+"""After a lack of memory the device is looked at until there is room again, up to what its owner allows."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from primad.daemon import memory_watch as relief_watch
+from primad.daemon.memory_watch import ReliefWatch
+from primad.membership import memory_recovery as relief
+from primad.settings.limits import NO_LIMITS, OwnerLimits
+from primad.system.memory import Memory
+
+GIB = 1 << 30
+PATIENCE_S = 10
+SEVERAL = 4
+"""So many looks, that of the lack of memory among them, say that somebody looks again and again."""
+
+
+class Machine:
+    """A device of 16 GiB whose clock goes on by ten seconds each time that it is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.available, self.looks, self.now = 8 * GIB, 0, 0
+        self.heard: asyncio.Queue[int] = asyncio.Queue()
+        self.held = 0
+        self.looked = threading.Event()
+        monkeypatch.setattr(relief_watch, "children", lambda: [7])
+        monkeypatch.setattr(relief_watch, "held_bytes", lambda pids: self.held if pids == [7] else 0)
+        monkeypatch.setattr(relief_watch, "memory", self.memory)
+        monkeypatch.setattr(relief_watch, "time", SimpleNamespace(monotonic=self.clock))
+        monkeypatch.setattr(relief, "LOOK_S", 0.001)
+
+    def memory(self, ours: list[int]) -> Memory:
+        assert ours == [7]
+        self.looks += 1
+        if self.looks >= SEVERAL:
+            self.looked.set()
+        return Memory(16 * GIB, self.available)
+
+    def clock(self) -> int:
+        self.now += 10
+        return self.now
+
+    async def watch(self, limits: OwnerLimits = NO_LIMITS) -> tuple[ReliefWatch, asyncio.Task[None]]:
+        made = ReliefWatch(limits, self.heard.put)
+        made.begin(limits.ram_bytes(8 * GIB, 16 * GIB))
+        return made, asyncio.create_task(made.run())
+
+
+@pytest.fixture
+def machine(monkeypatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def test_room_that_is_there_again_is_told_once_and_then_nobody_looks_any_more(machine):
+    async def once() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            watch, task = await machine.watch()
+            await asyncio.sleep(0.05)
+            assert machine.looks == 0, "nothing is missing"
+            machine.available = 2 * GIB
+            assert watch.most_bytes(GIB * 9) == 9 * GIB
+            machine.held = GIB // 2
+            assert await watch.press(GIB) == 2 * GIB - GIB // 2
+            assert (watch.most_bytes(GIB), watch.most_bytes(9 * GIB)) == (GIB, 2 * GIB - GIB // 2)
+            assert await asyncio.to_thread(machine.looked.wait, PATIENCE_S)
+            assert machine.heard.empty()
+            machine.available = 9 * GIB
+            assert await machine.heard.get() == 9 * GIB
+            assert watch.most_bytes(9 * GIB) == 9 * GIB
+            looks = machine.looks
+            await asyncio.sleep(0.05)
+            assert machine.looks <= looks + 1
+            task.cancel()
+
+    asyncio.run(once())
+
+
+def test_the_owners_limit_holds_for_what_is_told(machine):
+    async def once() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            watch, task = await machine.watch(OwnerLimits(ram=4 * GIB, vram=None, disk_bytes=None))
+            assert await watch.press(GIB) == 4 * GIB
+            machine.available = 16 * GIB
+            assert await machine.heard.get() == 4 * GIB
+            task.cancel()
+
+    asyncio.run(once())
+
+
+def test_a_device_whose_plan_has_all_again_is_not_watched(machine):
+    async def once() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            watch, task = await machine.watch()
+            machine.available = 2 * GIB
+            await watch.press(GIB)
+            watch.begin(8 * GIB)
+            await asyncio.sleep(0.02)
+            looks = machine.looks
+            machine.available = 16 * GIB
+            await asyncio.sleep(0.05)
+            assert machine.looks <= looks + 1
+            assert machine.heard.empty()
+            task.cancel()
+
+    asyncio.run(once())

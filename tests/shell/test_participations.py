@@ -1,0 +1,760 @@
+"""A worker's parts in rings: what stays loaded, what is ended, what the head is told when something breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from primad.daemon import memory_watch as relief_watch
+from primad.daemon.loading import Place
+from primad.daemon.memory_watch import ReliefWatch
+from primad.engine.protocol import WindowFiles
+from primad.errors import ClusterError, DiskError, ModelError, WeightsError
+from primad.gguf.layers import LayerRef, layer_digest, tree_of
+from primad.gguf.windows import WindowSpec
+from primad.layers.cache import LayerCache
+from primad.layers.fetch import in_thread
+from primad.network.layer_messages import Source
+from primad.network.messages import Broken, Linked, Load, Loaded, Pressed, Progress, WorkerMessage, WorkerStatus
+from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Reopen, Sampled
+from primad.ring.messages import Pressed as RingPressed
+from primad.settings.config import load_config, open_home
+from primad.system.memory import Memory
+from primad.trust.identity import new_identity
+from primad.worker import participations as parts_module
+from primad.worker.participations import Parts
+from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
+from tests.fakes.profile import PROFILE
+
+PATIENCE_S = 10
+FILES = WindowFiles(metadata="window.gguf", layers=(), layer_count=2, gpu_layers=0, output_on_gpu=False)
+KEY, OTHER_KEY = new_identity().public, new_identity().public
+LAYER = LayerRef("ab" * 32, 1000, ())
+SOURCE = Source("desk", KEY, ["tcp://127.0.0.1:1"])
+
+Kind = TypeVar("Kind")
+
+
+def a_load(epoch: int, *, ring: int = 1, first: int = 2, window: int = 1, route: int = 3, **changes: object) -> Load:
+    load = Load(
+        ring=ring,
+        epoch=epoch,
+        route=route,
+        width=8,
+        windows=[WindowSpec(window=window, first=first, last=first + 2, metadata=b"", layers=())],
+        gpu_layers=[0],
+        probe=None,
+        force_extra_buffers=False,
+        sources=[],
+        context=64,
+        sequences=1,
+        rows=16,
+        step_timeout_s=5.0,
+        place=1,
+    )
+    return msgspec.structs.replace(load, **changes)
+
+
+class Worker:
+    """The parts of one worker, and what they told the head and the owner."""
+
+    def __init__(self, home: Path, processes: FakeProcesses, keep_loaded: float) -> None:
+        config = load_config({"home": home, "name": "lap", "keep_loaded": keep_loaded, "host": "127.0.0.1"}, {})
+        open_home(config)
+        self.processes = processes
+        self.place = Place(cache=LayerCache(home / "layers"), run=config.run, verdicts=home / "v", build="b")
+        self.told: list[WorkerMessage] = []
+        self.said: list[str] = []
+        self._news = asyncio.Condition()
+        self.relief = ReliefWatch(config.limits, self._relieved)
+        self.parts = Parts(
+            config=config,
+            place=self.place,
+            context=None,
+            identity=new_identity(),
+            relief=self.relief,
+            tell=self._tell,
+            say=self.said.append,
+        )
+
+    async def _relieved(self, _: int) -> None:
+        raise AssertionError("nobody waited for it")
+
+    async def _tell(self, message: WorkerMessage) -> None:
+        self.told.append(message)
+        async with self._news:
+            self._news.notify_all()
+
+    async def hears(self, kind: type[Kind], condition: Callable[[Kind], bool] = lambda _: True) -> Kind:
+        """The first message of ``kind`` for which ``condition`` holds, once there is one."""
+        async with self._news:
+            await self._news.wait_for(lambda: any(isinstance(m, kind) and condition(m) for m in self.told))
+        return next(m for m in self.told if isinstance(m, kind) and condition(m))
+
+    async def serve(self, load: Load) -> FakeRingProcess:
+        """Load and link ``load``; its ring process."""
+        before = len(self.processes.all)
+        await self.parts.start(load, PROFILE)
+        loaded = await self.hears(Loaded, lambda each: each.epoch == load.epoch)
+        (process,) = [each for each in self.processes.all if loaded.key in each.keys]
+        assert loaded.port == 4000 + process.number
+        await self.parts.link(load.epoch, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
+        assert await self.hears(Linked, lambda each: each.epoch == load.epoch)
+        assert (await process.told(Connect)) == Connect("tcp://127.0.0.1:9", KEY, OTHER_KEY)
+        assert len(self.processes.all) - before in (0, 1)
+        return process
+
+    def breaks(self) -> list[Broken]:
+        return [message for message in self.told if isinstance(message, Broken)]
+
+
+@pytest.fixture
+def processes(monkeypatch) -> FakeProcesses:
+    fake = FakeProcesses()
+    monkeypatch.setattr(parts_module, "RingProcess", fake)
+    monkeypatch.setattr(parts_module, "place_windows", lambda place, specs, *_: [FILES] * len(specs))
+    monkeypatch.setattr(parts_module, "read_header", lambda _: None)
+    return fake
+
+
+@pytest.fixture
+def worker(processes, tmp_path) -> Callable[..., AsyncIterator[Worker]]:
+    @asynccontextmanager
+    async def make(keep_loaded: float = 600) -> AsyncIterator[Worker]:
+        async with asyncio.timeout(PATIENCE_S):
+            made = Worker(tmp_path, processes, keep_loaded)
+            try:
+                yield made
+            finally:
+                await made.parts.close()
+                assert not processes.alive, "a ring process was left behind"
+
+    return make
+
+
+def test_a_part_is_loaded_linked_and_told(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            opening = await process.told(Open)
+            assert (opening.ring, opening.epoch, opening.model, opening.host) == (1, 1, None, "127.0.0.1")
+            assert processes.starts[0].place == 1
+            assert lap.parts.is_serving
+            assert lap.said == ["computing layers 2-3"]
+            await lap.parts.release(1)
+            assert not lap.parts.is_serving
+
+    asyncio.run(once())
+
+
+def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, processes):
+    """In another epoch, of another head, at another place of the route: nothing is loaded again."""
+
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            assert not process.closed
+            assert await lap.serve(a_load(2, ring=9, window=4, route=7, room_bytes=5)) is process
+            reopened = await process.told(Reopen)
+            assert (reopened.ring, reopened.epoch, reopened.route, reopened.windows) == (9, 2, 7, [(1, 4)])
+            assert reopened.room_bytes == 5
+            await lap.parts.release(2)
+            assert await lap.serve(a_load(3, window=2)) is process
+            assert (await process.told(Reopen)).windows == [(4, 2)]
+            assert len(process.keys) == len(set(process.keys)) == 3, "each opening has its own key"
+            assert len(processes.all) == 1
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first": 5},
+        {"context": 128},
+        {"rows": 8},
+        {"width": 16},
+        {"gpu_layers": [1]},
+        {"force_extra_buffers": True},
+    ],
+    ids=str,
+)
+def test_other_windows_end_what_is_kept_before_they_are_loaded(worker, processes, changes):
+    async def once() -> None:
+        async with worker() as lap:
+            first = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            second = await lap.serve(a_load(2, **changes))
+            assert second is not first
+            assert first.closed, "both at once may not fit"
+            assert processes.alive == [second]
+
+    asyncio.run(once())
+
+
+def test_what_is_kept_is_ended_after_a_while(worker, processes):
+    async def once() -> None:
+        async with worker(keep_loaded=0.05) as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            await process.ended()
+
+    asyncio.run(once())
+
+
+def test_what_serves_again_does_not_expire(worker, monkeypatch):
+    async def once() -> None:
+        async with worker(keep_loaded=PATIENCE_S / 4) as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            assert await lap.serve(a_load(2)) is process
+            loop = asyncio.get_running_loop()
+            now = loop.time
+            monkeypatch.setattr(loop, "time", lambda: now() + PATIENCE_S / 3)  # what is kept would have expired
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(process.ended(), 0.2)
+
+    asyncio.run(once())
+
+
+def test_nothing_is_kept_where_the_owner_wants_it_so(worker):
+    async def once() -> None:
+        async with worker(keep_loaded=0) as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            await process.ended()
+
+    asyncio.run(once())
+
+
+def test_what_is_kept_ends_though_nobody_waits_for_its_end_any_more(worker):
+    """As when the daemon ends while its owner's pause takes effect."""
+
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            begun, may_end, close = asyncio.Event(), asyncio.Event(), process.close
+
+            async def close_slowly() -> None:
+                begun.set()
+                await may_end.wait()
+                await close()
+
+            process.close = close_slowly
+            unloading = asyncio.create_task(lap.parts.unload())
+            await begun.wait()
+            unloading.cancel()
+            await asyncio.wait([unloading])
+            may_end.set()
+
+    asyncio.run(once())
+
+
+def test_two_epochs_stand_side_by_side_and_the_first_to_end_is_kept(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            first = await lap.serve(a_load(1))
+            second = await lap.serve(a_load(2, first=5))
+            assert processes.alive == [first, second]
+            assert (first.closed, second.closed) == (False, False)
+            await lap.parts.release(1)
+            assert lap.parts.is_serving
+            await lap.parts.release(2)
+            await first.ended()
+            assert processes.alive == [second], "the latest is the likeliest to be asked for"
+
+    asyncio.run(once())
+
+
+def test_the_same_windows_in_the_shadow_are_a_second_process(worker, processes):
+    """What serves cannot be reopened while it serves."""
+
+    async def once() -> None:
+        async with worker() as lap:
+            first, second = await lap.serve(a_load(1)), await lap.serve(a_load(2))
+            assert first is not second
+
+    asyncio.run(once())
+
+
+def test_a_ring_process_that_dies_while_it_serves_is_the_rings_fault_and_is_not_kept(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            process.die("the ring process was ended by SIGABRT: llama.cpp said something")
+            broken = await lap.hears(Broken)
+            assert broken.fault == "ring"
+            assert broken.error == "the ring process was ended by SIGABRT: llama.cpp said something"
+            await process.ended()
+            second = await lap.serve(a_load(2))
+            assert second is not process
+            assert len(lap.breaks()) == 1
+
+    asyncio.run(once())
+
+
+def test_a_ring_process_that_dies_while_it_is_kept_is_not_used_again(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            process.die()
+            second = await lap.serve(a_load(2))
+            assert second is not process
+            assert process.closed
+            assert lap.breaks() == [], "nobody used it"
+
+    asyncio.run(once())
+
+
+def test_a_ring_process_that_dies_while_it_loads_is_a_fault_of_loading(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            processes.holds_back = True
+            await lap.parts.start(a_load(1), PROFILE)
+            process = await processes.started(1)
+            process.say(Loading(1))
+            assert (await lap.hears(Progress)).phase == "load"
+            process.die("no memory")
+            assert (await lap.hears(Broken)).fault == "load"
+            await process.ended()
+
+    asyncio.run(once())
+
+
+def test_a_part_that_is_released_while_it_loads_leaves_nothing(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            processes.holds_back = True
+            await lap.parts.start(a_load(1), PROFILE)
+            process = await processes.started(1)
+            await process.told(Open)
+            await lap.parts.release(1)
+            await process.ended()
+            assert lap.breaks() == []
+
+    asyncio.run(once())
+
+
+def test_a_part_that_is_released_while_its_files_are_placed_leaves_none(worker, monkeypatch):
+    placing, placed = threading.Event(), threading.Event()
+
+    def place(place: Place, specs: list[WindowSpec], *_: object) -> list[WindowFiles]:
+        placing.set()
+        assert placed.wait(PATIENCE_S)
+        (place.run / "window-1-1.gguf").write_bytes(b"")
+        return [FILES] * len(specs)
+
+    monkeypatch.setattr(parts_module, "place_windows", place)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1), PROFILE)
+            assert await asyncio.to_thread(placing.wait, PATIENCE_S)
+            releasing = asyncio.create_task(lap.parts.release(1))
+            await asyncio.sleep(0)
+            placed.set()
+            await releasing
+            assert list(lap.place.run.iterdir()) == []
+
+    asyncio.run(once())
+
+
+def test_a_part_that_is_busy_with_the_disk_is_not_waited_for_when_it_is_released(worker, processes, monkeypatch):
+    """The worker hears nobody while it waits, and would be taken for gone."""
+    monkeypatch.setattr(parts_module, "RELEASE_S", 0.01)
+    reading, read = threading.Event(), threading.Event()
+
+    def look() -> None:
+        reading.set()
+        assert read.wait(PATIENCE_S)
+
+    async def missing(*_: object) -> list[LayerRef]:
+        await in_thread(look)
+        return []
+
+    monkeypatch.setattr(parts_module, "missing_layers", missing)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1), PROFILE)
+            assert await asyncio.to_thread(reading.wait, PATIENCE_S)
+            await lap.parts.release(1)
+            assert not lap.parts.is_serving
+            assert not read.is_set()
+            read.set()
+            await lap.parts.close()
+            assert processes.all == []
+
+    asyncio.run(once())
+
+
+def test_what_a_process_said_of_an_epoch_that_is_over_is_nothing_to_the_next(worker, processes):
+    """It was on its way when the process was asked to reopen."""
+
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            await lap.parts.release(1)
+            process.holds_back = True
+            await lap.parts.start(a_load(2), PROFILE)
+            await process.told(Reopen)
+            process.say(Overdue(step=3, waited_s=10.0))
+            process.say(STATUS)
+            process.say(Opened("tcp://127.0.0.1:4000", KEY))
+            assert (await lap.hears(Loaded, lambda each: each.epoch == 2)).key == KEY
+            assert lap.breaks() == []
+            assert processes.all == [process]
+
+    asyncio.run(once())
+
+
+def test_a_mistake_of_our_own_is_told_to_the_head_which_waits_for_the_part(worker, monkeypatch):
+    def place(*_: object) -> list[WindowFiles]:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(parts_module, "place_windows", place)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1), PROFILE)
+            broken = await lap.hears(Broken)
+            assert broken.error == "internal error: RuntimeError: dictionary changed size during iteration"
+            assert broken.fault == "load"
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [(DiskError("the disk is full"), "disk"), (ClusterError("desk gives no layers"), "fetch")],
+    ids=["disk full", "no source"],
+)
+def test_layers_that_do_not_arrive_are_told_with_whose_fault_it_is(worker, processes, monkeypatch, error, fault):
+    async def fetch(*_: object, **__: object) -> None:
+        raise error
+
+    async def missing(*_: object) -> list[LayerRef]:
+        return [LAYER]
+
+    monkeypatch.setattr(parts_module, "fetch_layers", fetch)
+    monkeypatch.setattr(parts_module, "missing_layers", missing)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1, sources=[SOURCE]), PROFILE)
+            broken = await lap.hears(Broken)
+            assert (broken.epoch, broken.fault, broken.error) == (1, fault, str(error))
+            assert processes.all == []
+
+    asyncio.run(once())
+
+
+def test_layers_that_nobody_has_are_an_error(worker, monkeypatch):
+    async def missing(*_: object) -> list[LayerRef]:
+        return [LAYER]
+
+    monkeypatch.setattr(parts_module, "missing_layers", missing)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1), PROFILE)
+            broken = await lap.hears(Broken)
+            assert (broken.fault, broken.error) == (
+                "fetch",
+                "1 layers are missing and no device was named that has them",
+            )
+
+    asyncio.run(once())
+
+
+def test_progress_of_fetching_is_told(worker, monkeypatch):
+    async def fetch(context, identity, sources, refs, cache, arrived, *, bytes_per_s) -> None:
+        assert sources == [SOURCE]
+        arrived(400)
+        arrived(600)
+
+    async def missing(*_: object) -> list[LayerRef]:
+        return [LAYER]
+
+    monkeypatch.setattr(parts_module, "fetch_layers", fetch)
+    monkeypatch.setattr(parts_module, "missing_layers", missing)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.serve(a_load(1, sources=[SOURCE]))
+            progress = await lap.hears(Progress, lambda each: each.done == each.total)
+            assert (progress.phase, progress.total) == ("fetch", 1000)
+
+    asyncio.run(once())
+
+
+WEIGHTS = b"weights" * 100
+
+
+def put_layer(place: Place) -> LayerRef:
+    """A layer in the cache, whole."""
+    ref = LayerRef(layer_digest(len(WEIGHTS), tree_of([WEIGHTS])), len(WEIGHTS), ())
+    with place.cache.writing(ref) as writer:
+        writer.write(WEIGHTS)
+    return ref
+
+
+def spoil(place: Place, ref: LayerRef) -> None:
+    path = place.cache.path(ref.digest)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    os.utime(path, ns=(1, 1))  # however coarse the clock of the file system
+
+
+def of_layer(epoch: int, ref: LayerRef) -> Load:
+    return a_load(epoch, sources=[SOURCE], windows=[WindowSpec(window=1, first=2, last=3, metadata=b"", layers=(ref,))])
+
+
+def test_a_layer_that_changes_while_it_is_loaded_never_serves(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            ref = put_layer(lap.place)
+            processes.holds_back = True
+            await lap.parts.start(of_layer(1, ref), PROFILE)
+            process = await processes.started(1)
+            await process.told(Open)
+            spoil(lap.place, ref)
+            process.say(Opened("tcp://127.0.0.1:4000", KEY))
+            broken = await lap.hears(Broken)
+            assert (broken.fault, broken.error) == (
+                "load",
+                f"layer {ref.digest[:12]} changed on the disk while it was loaded; it will be fetched again",
+            )
+            await process.ended()
+            assert not lap.place.cache.holds(ref), "what is spoilt is removed, so that the next try fetches it"
+            assert not any(isinstance(message, Loaded) for message in lap.told)
+
+    asyncio.run(once())
+
+
+def test_what_is_kept_and_was_spoilt_meanwhile_is_loaded_anew(worker, processes, monkeypatch):
+    async def fetch(*_: object, **__: object) -> None:
+        put_layer(lap_place[0])
+
+    monkeypatch.setattr(parts_module, "fetch_layers", fetch)
+    lap_place: list[Place] = []
+
+    async def once() -> None:
+        async with worker() as lap:
+            lap_place.append(lap.place)
+            ref = put_layer(lap.place)
+            first = await lap.serve(of_layer(1, ref))
+            await lap.parts.release(1)
+            spoil(lap.place, ref)
+            second = await lap.serve(of_layer(2, ref))
+            assert second is not first
+            assert first.closed
+
+    asyncio.run(once())
+
+
+def unreadable(file: str | None, why: str = "weights cannot be read: Input/output error") -> WeightsError:
+    return WeightsError(f"{file}: {why}", file) if file else WeightsError("SIGBUS", None)
+
+
+async def break_with(lap: Worker, epoch: int, load: Load, error: WeightsError) -> Broken:
+    process = await lap.serve(load)
+    process.die(error)
+    broken = await lap.hears(Broken, lambda each: each.epoch == epoch)
+    await process.ended()
+    await lap.parts.release(epoch)
+    return broken
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_weights_that_could_not_be_read_are_looked_at_before_they_are_loaded_again(
+    worker, processes, monkeypatch, is_named
+):
+    fetched: list[LayerRef] = []
+
+    async def once() -> None:
+        async with worker() as lap:
+
+            async def fetch(*args: object, **_: object) -> None:
+                fetched.extend(args[3])
+                put_layer(lap.place)
+
+            monkeypatch.setattr(parts_module, "fetch_layers", fetch)
+            ref = put_layer(lap.place)
+            path = lap.place.cache.path(ref.digest)
+            error = unreadable(str(path) if is_named else None)
+            status = path.stat()
+            process = await lap.serve(of_layer(1, ref))
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # nothing but reading it tells
+            process.die(error)
+            broken = await lap.hears(Broken)
+            assert (broken.fault, broken.error) == ("ring", str(error))
+            await process.ended()
+            await lap.serve(of_layer(2, ref))
+            assert fetched == [ref]
+
+    asyncio.run(once())
+
+
+def test_a_file_that_was_cut_short_under_a_process_that_could_not_say_so_is_named(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            ref = put_layer(lap.place)
+            path = lap.place.cache.path(ref.digest)
+            process = await lap.serve(of_layer(1, ref))
+            os.truncate(path, 10)
+            process.die(unreadable(None))
+            assert (await lap.hears(Broken)).error == f"SIGBUS: {path}"
+
+    asyncio.run(once())
+
+
+def test_a_disk_that_fails_twice_at_one_file_is_what_is_at_fault(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            faults = [(await break_with(lap, epoch, a_load(epoch), unreadable("a"))).fault for epoch in (1, 2, 3)]
+            assert faults == ["ring", "disk", "disk"]
+
+    asyncio.run(once())
+
+
+def test_a_disk_that_fails_at_one_file_after_the_other_is_what_is_at_fault(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            errors = [unreadable(name) for name in "abcd"]
+            faults = [
+                (await break_with(lap, epoch, a_load(epoch), error)).fault
+                for epoch, error in enumerate(errors, start=1)
+            ]
+            assert faults == ["ring", "ring", "disk", "disk"]
+
+    asyncio.run(once())
+
+
+def test_a_disk_that_failed_long_ago_is_forgiven(worker, monkeypatch):
+    async def once() -> None:
+        async with worker() as lap:
+            monkeypatch.setattr(parts_module, "FORGIVEN_S", 0.0)
+            faults = [(await break_with(lap, epoch, a_load(epoch), unreadable("a"))).fault for epoch in (1, 2, 3)]
+            assert faults == ["ring", "ring", "ring"]
+
+    asyncio.run(once())
+
+
+def test_metadata_that_is_no_gguf_never_reaches_llama_cpp(worker, processes, monkeypatch):
+    def read(_: Path) -> None:
+        raise ModelError("window.gguf: is not a GGUF file")
+
+    monkeypatch.setattr(parts_module, "read_header", read)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1), PROFILE)
+            assert (await lap.hears(Broken)).fault == "load"
+            assert processes.all == []
+
+    asyncio.run(once())
+
+
+def test_a_status_is_passed_on_with_the_daemons_own_memory(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.serve(a_load(1))
+            await lap.parts.report()
+            status = await lap.hears(WorkerStatus)
+            assert (status.epoch, status.status) == (1, STATUS)
+            assert status.daemon_rss_bytes > 1 << 20
+
+    asyncio.run(once())
+
+
+def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
+    """What there is room for beside the ring process, which goes on until the next one is loaded."""
+
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            monkeypatch.setattr(relief_watch, "children", lambda: [process.pid])
+            found = {(process.pid,): (Memory(8 << 30, 400 << 20), 300 << 20)}
+            monkeypatch.setattr(relief_watch, "memory", lambda ours: found[tuple(ours)][0])
+            monkeypatch.setattr(relief_watch, "held_bytes", lambda pids: found[tuple(pids)][1])
+            process.say(RingPressed(50 << 20))
+            assert await lap.hears(Pressed) == Pressed(epoch=1, needed_bytes=50 << 20, ram_available_bytes=100 << 20)
+            await lap.parts.report()
+            assert await lap.hears(WorkerStatus), "the part goes on"
+            assert lap.breaks() == []
+            await lap.parts.release(1)
+            await process.ended()  # what is kept for another ring is memory as well
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize(
+    ("event", "fault", "error"),
+    [
+        (Overdue(step=5, waited_s=12.4), "next", "the next device took no step for 12 s; it is gone or hangs"),
+        (Sampled(request=1, token=1, logprob=None, top=()), "ring", "the ring process of a worker said Sampled"),
+    ],
+    ids=["a step that nobody takes", "nonsense"],
+)
+def test_a_ring_that_cannot_go_on_is_told_once(worker, event, fault, error):
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            process.say(event)
+            process.say(event)
+            broken = await lap.hears(Broken)
+            assert (broken.fault, broken.error) == (fault, error)
+            await lap.parts.release(1)
+            assert len(lap.breaks()) == 1
+
+    asyncio.run(once())
+
+
+def test_an_epoch_that_is_asked_for_again_replaces_the_first(worker, processes):
+    async def once() -> None:
+        async with worker() as lap:
+            first = await lap.serve(a_load(1))
+            lap.told.clear()
+            assert await lap.serve(a_load(1)) is first, "the windows are the same"
+            assert len(processes.all) == 1
+
+    asyncio.run(once())
+
+
+def test_what_nobody_knows_is_no_trouble(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.release(5)
+            await lap.parts.link(5, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
+            await lap.parts.unload()
+            await lap.parts.report()
+            assert lap.told == []
+
+    asyncio.run(once())
+
+
+def test_the_threads_are_those_that_the_profile_found_best(worker, processes):
+    cpu = dataclasses.replace(PROFILE.cpu, cores=8, threads=3, batch_threads=7)
+
+    async def once() -> None:
+        async with worker() as lap:
+            await lap.parts.start(a_load(1), dataclasses.replace(PROFILE, cpu=cpu))
+            process = await processes.started(1)
+            options = (await process.told(Open)).options
+            assert (options.threads, options.batch_threads) == (3, 7)
+            assert processes.starts[0].threads == 7, "the process has room for the larger team"
+
+    asyncio.run(once())

@@ -1,0 +1,124 @@
+"""The solver in a process of its own: the same answer, the loop stays free, and nothing is left when it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+import msgspec
+import psutil
+import pytest
+
+from halda import CHUNKS, Infeasible, solve
+from primad.engine.probe import Stop
+from primad.errors import PlanError
+from primad.head import solver_process as solving
+from primad.head.options import default_workload
+from primad.head.solver_process import Question, solve_apart
+from tests.fakes.planning import GB, device, link, model
+
+PATIENCE_S = 10
+"""Half of what a solver that is waited for may take."""
+
+
+def question(count: int, *, ram: int = 3 * GB, require: frozenset[str] = frozenset()) -> Question:
+    names = [f"d{i}" for i in range(count)]
+    toy = model()
+    return Question(
+        devices=[device(name, ram=ram, rate=(10 + i) * 1e9) for i, name in enumerate(names)],
+        links=[link(a, b) for a in names for b in names if a != b],
+        model=toy,
+        workload=default_workload(toy.context_tokens, 512, "f16"),
+        objective="balanced",
+        require=require,
+        time_limit_s=20.0,
+    )
+
+
+def children() -> set[int]:
+    """The solvers that this process has started, by their ids."""
+    found = set()
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it ended meanwhile
+            if "primad.head.solver_process" in child.cmdline():
+                found.add(child.pid)
+    return found
+
+
+@pytest.mark.parametrize("require", [frozenset(), frozenset({"d1"})])
+def test_the_answer_is_the_solvers(require):
+    asked = question(2, ram=8 * GB, require=require)
+    answer = asyncio.run(solve_apart(asked))
+    expected = solve(
+        asked.devices, asked.links, asked.model, asked.workload, objective="balanced", require=asked.require
+    )
+    assert answer.plan == expected.plan
+    assert answer.prediction == expected.prediction
+    assert require <= set(answer.plan.devices)
+
+
+def test_where_layers_stream_it_may_take_larger_chunks():
+    work = replace(default_workload(8192, 512, "f16", prompt_tokens=4096), answer_tokens=16)
+    quick = device("d0", ram=3 * GB, rate=100e9, disk=0.2e9)
+    asked = msgspec.structs.replace(question(1), devices=[quick], workload=work, model=replace(model(), width=8192))
+    assert asyncio.run(solve_apart(asked)).prediction.chunk_rows > 512
+
+
+def test_what_is_short_is_said_as_the_solver_says_it():
+    asked = question(1, ram=GB // 8)
+    with pytest.raises(Infeasible) as expected:
+        solve(asked.devices, asked.links, asked.model, asked.workload, chunks=CHUNKS)
+    with pytest.raises(Infeasible) as said:
+        asyncio.run(solve_apart(asked))
+    assert (str(said.value), said.value.short_bytes) == (str(expected.value), expected.value.short_bytes)
+
+
+def test_a_solver_that_breaks_or_hangs_is_one_error(monkeypatch):
+    before = children()
+    with monkeypatch.context() as patch:
+        patch.setattr(solving, "GRACE_S", -19.95)
+        with pytest.raises(PlanError, match=r"no plan within 0\.05 s"):
+            asyncio.run(solve_apart(question(2)))
+    assert children() <= before
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(PlanError, match="the solver ended with code 1; set the plan with --windows"):
+        asyncio.run(solve_apart(question(1)))
+
+
+class Endless(Stop):
+    """Lets the child never answer."""
+
+    begun = threading.Event()
+
+    def watch(self, child: subprocess.Popen[bytes]) -> None:
+        super().watch(child)
+        psutil.Process(child.pid).suspend()
+        self.begun.set()
+
+
+def test_the_loop_stays_free_and_stopping_ends_the_child_at_once(monkeypatch):
+    monkeypatch.setattr(solving, "Stop", Endless)
+    monkeypatch.setattr(Endless, "begun", threading.Event())
+    before = children()
+
+    async def once() -> float:
+        task = asyncio.create_task(solve_apart(question(1)))
+        assert await asyncio.to_thread(Endless.begun.wait, PATIENCE_S)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert len(children() - before) == 1
+        assert not task.done()
+        task.cancel()
+        start = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return start
+
+    start = asyncio.run(once())
+    assert time.monotonic() - start < PATIENCE_S, "the loop closed without waiting for the solver"
+    assert children() <= before
