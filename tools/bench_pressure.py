@@ -31,7 +31,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from halda import CHUNKS, DeviceProfile, Infeasible, KvType, ModelProfile, Solution, Workload, solve
+from halda import CHUNKS, CacheType, DeviceProfile, Infeasible, ModelProfile, Solution, Workload, solve
 from halda.cost import kv_bytes
 from halda.evaluate import DevicePrediction
 from primad.errors import PrimadError
@@ -126,7 +126,7 @@ def bench(
     memory_bytes: int,
     context: int | None,
     rows: int | None,
-    kv_type: KvType,
+    kv_type: CacheType,
     tokens: int,
     threads: int,
     keep: bool,
@@ -189,7 +189,7 @@ class _Fleet:
         with ExitStack() as stack:
             yield {name: stack.enter_context(LimitedGroup(self.memory_bytes)) for name in self.names}
 
-    def solved(self, context: int, rows: int | None, kv_type: KvType) -> tuple[Solution, Workload]:
+    def solved(self, context: int, rows: int | None, kv_type: CacheType) -> tuple[Solution, Workload]:
         """The solver's plan with every device in it, as ``primad serve`` asks for it.
 
         A step has as many rows as ``rows`` says, or as the solver finds best. Raises ``LabError``.

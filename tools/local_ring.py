@@ -13,7 +13,7 @@ from types import TracebackType
 import msgspec
 
 from halda import Plan, Prediction, arrange
-from primad.daemon.loading import Place, open_windows, place_windows, streamed_of, whole_model
+from primad.daemon.loading import Workspace, open_windows, place_windows, streamed_of, whole_model
 from primad.engine.build import build_id
 from primad.engine.protocol import EngineOptions, KvType, Sampling
 from primad.gguf.model import open_model
@@ -140,7 +140,7 @@ class LocalRing:
                 kv_type=self._kv_type,
                 lock=False,
             )
-            place = Place(
+            place = Workspace(
                 cache=LayerCache(self._folder / name), run=run, verdicts=self._folder / "verdicts", build=build_id()
             )
             held = [window for _, window in plan.windows_of(name)]
@@ -241,7 +241,7 @@ class LocalRing:
         event = await self._next(plan.head)
         assert isinstance(event, Serving), event
 
-    def _windows(self, cutter: ModelCutter, name: str, place: Place, extra: list[bool]) -> list[OpenWindow]:
+    def _windows(self, cutter: ModelCutter, name: str, place: Workspace, extra: list[bool]) -> list[OpenWindow]:
         held = self.plan.windows_of(name)
         specs = [cutter.spec(index, window.first, window.last) for index, window in held]
         for ref in place.cache.missing(ref for spec in specs for ref in spec.layers):

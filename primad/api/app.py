@@ -1,9 +1,9 @@
 """The OpenAI-compatible HTTP API of the head (https://platform.openai.com/docs/api-reference).
 
-``create_app`` makes the ASGI application; the daemon runs it under uvicorn in its own loop. The application keeps no state
-of its own but what it counts (``metrics.py``): a request becomes a ``Job`` (core), the backend writes its choices one after
-another, and an ``Answer`` (core) shapes what was written. Every refusal is OpenAI's error object; an unexpected exception,
-which is our mistake, is answered with 500 and logged with its traceback by the server (uvicorn).
+``create_app`` makes the ASGI application; the daemon runs it under uvicorn in its own loop. The application keeps no
+state of its own but what it counts (``metrics.py``): a request becomes a ``Job`` (core), the backend writes its choices
+one after another, and an ``ApiAnswer`` (core) shapes what was written. Every refusal is OpenAI's error object; an
+unexpected exception, which is our mistake, is answered with 500 and logged with its traceback by the server (uvicorn).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from primad.api.generation import Written, write
 from primad.api.guard import HostGuard
 from primad.api.metrics import MEDIA_TYPE, Counted, Metrics
 from primad.api.openai import schema, shapes
-from primad.api.openai.answers import Answer, Answered, ChatAnswer, CompletionAnswer
+from primad.api.openai.answers import Answered, ApiAnswer, ChatAnswer, CompletionAnswer
 from primad.api.openai.errors import RETRY_AFTER_S, error_response
 from primad.api.openai.job import SEEDS, Choice, Job, chat_job, check_model, completion_job
 from primad.api.openai.shapes import HealthBody, Model, ModelList, Usage
@@ -155,13 +155,13 @@ class _Api:
         return served
 
     async def _respond(
-        self, request: Request, ask: schema.SamplingRequest, served: ServedModel, job: Job, answer: Answer
+        self, request: Request, ask: schema.SamplingRequest, served: ServedModel, job: Job, answer: ApiAnswer
     ) -> Response:
         if ask.stream:
             return EventStream(self._stream(served, job, answer, include_usage=ask.include_usage))
         return _json(await while_connected(request.receive, self._whole(served, job, answer)))
 
-    async def _whole(self, served: ServedModel, job: Job, answer: Answer) -> msgspec.Struct:
+    async def _whole(self, served: ServedModel, job: Job, answer: ApiAnswer) -> msgspec.Struct:
         answered, sampled = [], 0
         for choice in job.choices:
             async with aclosing(self._write(served, job, choice)) as written:
@@ -175,7 +175,7 @@ class _Api:
         return answer.whole(answered, _usage(job, sampled))
 
     async def _stream(
-        self, served: ServedModel, job: Job, answer: Answer, *, include_usage: bool
+        self, served: ServedModel, job: Job, answer: ApiAnswer, *, include_usage: bool
     ) -> AsyncGenerator[msgspec.Struct, None]:
         sampled = 0
         for choice in job.choices:

@@ -100,7 +100,7 @@ class Metrics:
         )
         self._open = Gauge("primad_answers_open", "Answers that are being written or wait.", registry=self._registry)
         self._prompt_tokens = Counter("primad_prompt_tokens", "Tokens of prompts.", registry=self._registry)
-        self._sampled = Counter("primad_completion_tokens", "Tokens drawn for answers.", registry=self._registry)
+        self._sampled = Counter("primad_completion_tokens", "Tokens sampled for answers.", registry=self._registry)
         self._first = Histogram(
             "primad_time_to_first_token_seconds",
             "From taking up an answer to its first token, waiting for others included.",

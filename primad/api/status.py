@@ -94,7 +94,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     mbit_per_s: float
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
     """One device that the head knows, in the ring or not; ``reason`` says why it stands where it does, "" for none."""
 
     device: str
@@ -113,7 +113,7 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Promises | None = None
     devices: list[DeviceStatus] = []
     links: list[LinkStatus] = []
-    cluster: list[Member] = []
+    cluster: list[ClusterMember] = []
 
 
 def status_body(health: Health, served: ServedModel | None, ring: Mapping[str, Any]) -> StatusBody:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from primad import __version__
-from primad.cli.options import Cluster, Home, Interface
+from primad.cli.options import Cluster, Home, OnInterface
 from primad.errors import ClusterError, ConfigError
 from primad.settings.config import Config, load_config
 
@@ -62,7 +62,7 @@ def devices(
     host: Annotated[
         str | None, typer.Option(help="Look from this address [default: all of this machine].", show_default=False)
     ] = None,
-    interface: Interface = None,
+    interface: OnInterface = None,
     seconds: Annotated[float, typer.Option(help="How long to look.", min=0.1, max=600)] = 2.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from primad.cli.options import Cluster, Home, Interface
+from primad.cli.options import Cluster, Home, OnInterface
 from primad.errors import PrimadError
 from primad.settings.config import DEFAULT_HTTP_PORT, load_config
 
@@ -31,7 +31,7 @@ def doctor(
     host: Annotated[
         str | None, typer.Option(help="Address that daemons listen on [default: as configured].", show_default=False)
     ] = None,
-    interface: Interface = None,
+    interface: OnInterface = None,
     cluster: Cluster = None,
     port: Annotated[
         int | None, typer.Option(help="Control port [default: 7770].", min=1, max=65_535, show_default=False)

@@ -11,16 +11,16 @@ from rich.console import Console
 
 from primad.cli.options import (
     Cluster,
-    Devices,
     Home,
-    Interface,
     KvCacheType,
     Lock,
     MaxDisk,
     MaxRam,
     MaxVram,
     Name,
+    NamedDevices,
     Nice,
+    OnInterface,
     Threads,
 )
 from primad.cli.progress import RichReporter
@@ -58,7 +58,7 @@ def join(
     port: Annotated[
         int | None, typer.Option(help="Control port [default: 7770, or any when it is taken].", show_default=False)
     ] = None,
-    interface: Interface = None,
+    interface: OnInterface = None,
     threads: Threads = None,
     nice: Nice = None,
     lock: Lock = None,
@@ -114,7 +114,7 @@ def join(
         }
     )
     _check_interface(config)
-    from primad.daemon.run import join as run_join
+    from primad.worker.join import join as run_join
 
     run_join(config, RichReporter(_err), code=code, pair_at=device)
 
@@ -130,8 +130,8 @@ def serve(
         str | None,
         typer.Option(help="Address to hear the other devices on [default: all of this machine].", show_default=False),
     ] = None,
-    interface: Interface = None,
-    device: Devices = None,
+    interface: OnInterface = None,
+    device: NamedDevices = None,
     wait: Annotated[
         int | None, typer.Option(help="Wait for this many devices besides this one.", min=0, show_default=False)
     ] = None,

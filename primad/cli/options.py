@@ -15,7 +15,7 @@ Name = Annotated[str | None, typer.Option(help="This device's name [default: hos
 Cluster = Annotated[
     str | None, typer.Option(help="Devices of one cluster find each other [default: home].", show_default=False)
 ]
-Interface = Annotated[
+OnInterface = Annotated[
     str | None,
     typer.Option(help="Use this network only: an interface such as eth0, or its address.", show_default=False),
 ]
@@ -53,7 +53,7 @@ MaxVram = Annotated[
 MaxDisk = Annotated[
     str | None, typer.Option(help="Keep layers of at most so many bytes on disk: 40GB.", show_default=False)
 ]
-Devices = Annotated[
+NamedDevices = Annotated[
     list[str] | None,
     typer.Option("--device", help="Address host:port of a device; may be repeated.", show_default=False),
 ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from primad.cli.options import Cluster, Devices, Home, Interface, KvCacheType, Name
+from primad.cli.options import Cluster, Home, KvCacheType, Name, NamedDevices, OnInterface
 from primad.settings.config import Flags, load_config
 
 if TYPE_CHECKING:
@@ -92,12 +92,12 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw a picture to this file (.png, .svg, .pdf).", show_default=False)
     ] = None,
-    device: Devices = None,
+    device: NamedDevices = None,
     seconds: Annotated[float, typer.Option(help="Live: how long to look for devices.", min=0, max=600)] = 2.0,
     home: Home = None,
     name: Name = None,
     cluster: Cluster = None,
-    interface: Interface = None,
+    interface: OnInterface = None,
 ) -> None:
     """Say who would compute what and how fast, before any device does anything.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halda import Plan
-from primad.engine.probe import Stop, Trial, Verdict, probe
+from primad.engine.probe import StopFlag, Trial, Verdict, probe
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.errors import ClusterError, WeightsError
 from primad.gguf.layers import LayerRef
@@ -29,7 +29,7 @@ EXTRA_MEMORY_SHARE = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Workspace:
     """Where this daemon keeps layer files, files of this run and what probes found; which llama.cpp it has."""
 
     cache: LayerCache
@@ -45,7 +45,7 @@ class Place:
 
 async def missing_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> list[LayerRef]:
     """Those of ``refs`` that are not in ``cache`` whole, each once; stopping waits for one chunk to be hashed."""
-    return [ref for ref in dict.fromkeys(refs) if not await hash_in_thread(cache.holds, ref)]
+    return [ref for ref in dict.fromkeys(refs) if not await hash_in_thread(cache.has, ref)]
 
 
 async def check_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> None:
@@ -80,7 +80,7 @@ async def copy_layers(
     async with cache.turn:
         wanted = []
         for ref in dict.fromkeys(refs):
-            if await hash_in_thread(cache.holds, ref):
+            if await hash_in_thread(cache.has, ref):
                 copied(ref.size_bytes)
             else:
                 wanted.append(ref)
@@ -101,7 +101,7 @@ async def _copy_layer(cutter: ModelCutter, cache: LayerCache, ref: LayerRef, cop
 
 
 def place_windows(
-    place: Place, specs: Sequence[WindowSpec], gpu_layers: Sequence[int], epoch: int, *, output_on_gpu: bool = False
+    place: Workspace, specs: Sequence[WindowSpec], gpu_layers: Sequence[int], epoch: int, *, output_on_gpu: bool = False
 ) -> list[WindowFiles]:
     """Write metadata splits and layer headers for ``specs``; every layer must be in the cache.
 
@@ -144,20 +144,20 @@ def whole_model(path: Path, plan: Plan) -> WindowFiles:
     )
 
 
-def remove_metadata(place: Place, epoch: int) -> None:
+def remove_metadata(place: Workspace, epoch: int) -> None:
     """Remove the metadata splits of ``epoch``."""
     for path in place.run.glob(f"window-{epoch}-*.gguf"):
         path.unlink(missing_ok=True)
 
 
 async def try_extra_buffers(
-    place: Place, spec: WindowSpec, options: EngineOptions, *, width: int, vocabulary: int = 0
+    place: Workspace, spec: WindowSpec, options: EngineOptions, *, width: int, vocabulary: int = 0
 ) -> Verdict:
     """Probe the one-layer window ``spec``, whose layer files are in the cache. Raises ``EngineError``."""
     (files,) = place_windows(place, [spec], [0], epoch=-1)
     trial = Trial(files=files, options=options, width=width, vocabulary=vocabulary, extra_buffers=False)
     tensors = tuple(tensor for layer in spec.layers for tensor in layer.tensors)
-    stop = Stop()
+    stop = StopFlag()
     try:
         return await asyncio.to_thread(probe, trial, tensors, place.build, place.verdicts, stop)
     finally:

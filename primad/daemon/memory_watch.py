@@ -1,4 +1,7 @@
-"""Looks at this device's memory after it was short of it, until plans may have more again; ``cluster/relief.py`` decides."""
+"""Looks at this device's memory after it was low, until plans may have more again.
+
+``membership/memory_recovery.py`` decides.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,25 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from primad.membership import memory_recovery as relief
+from primad.membership import memory_recovery as recovery
 from primad.settings.limits import OwnerLimits
 from primad.system.memory import children, held_bytes, memory
 
-Relieved = Callable[[int], Awaitable[None]]
+OnRecovered = Callable[[int], Awaitable[None]]
 """Hears how many bytes plans may use from now on."""
 
 
-class ReliefWatch:
-    """``relieved`` hears of room that is there again. ``run`` it beside everything else."""
+class MemoryWatch:
+    """``memory_recovered`` hears of room that is there again. ``run`` it beside everything else."""
 
-    def __init__(self, limits: OwnerLimits, relieved: Relieved) -> None:
-        self._limits, self._relieved = limits, relieved
-        self._state: relief.Relief | None = None
+    def __init__(self, limits: OwnerLimits, memory_recovered: OnRecovered) -> None:
+        self._limits, self._memory_recovered = limits, memory_recovered
+        self._state: recovery.Recovery | None = None
         self._pressed = asyncio.Event()
 
     def begin(self, told_bytes: int) -> None:
         """Plans have so much of this device, as measured just now."""
-        self._state = relief.begin(told_bytes, self._state)
+        self._state = recovery.begin(told_bytes, self._state)
         if not self._state.watches:
             self._pressed.clear()
 
@@ -38,7 +41,7 @@ class ReliefWatch:
         """The device lacks so much; what there is room for beside what serves now, within what the owner allows."""
         room, _ = await asyncio.to_thread(self._measure)
         if self._state is not None:
-            self._state = relief.press(self._state, room, needed_bytes=needed_bytes, now=time.monotonic())
+            self._state = recovery.press(self._state, room, needed_bytes=needed_bytes, now=time.monotonic())
             self._pressed.set()
         return room.beside_bytes
 
@@ -46,22 +49,22 @@ class ReliefWatch:
         """Look until cancelled."""
         while True:
             await self._pressed.wait()
-            await asyncio.sleep(relief.LOOK_S)
+            await asyncio.sleep(recovery.LOOK_S)
             room, total_bytes = await asyncio.to_thread(self._measure)
             if self._state is None or not self._state.watches:  # somebody began anew meanwhile
                 continue
-            self._state, told_bytes = relief.look(self._state, room, total_bytes=total_bytes, now=time.monotonic())
+            self._state, told_bytes = recovery.look(self._state, room, total_bytes=total_bytes, now=time.monotonic())
             if not self._state.watches:
                 self._pressed.clear()
             if told_bytes is not None:
-                await self._relieved(told_bytes)
+                await self._memory_recovered(told_bytes)
 
-    def _measure(self) -> tuple[relief.Room, int]:
+    def _measure(self) -> tuple[recovery.Room, int]:
         """What there is room for on this device, and all of its memory."""
         ours = children()
         now = memory(ours=ours)
         total, available = now.total_bytes, now.available_bytes
         beside = max(0, available - held_bytes(ours))
-        return relief.Room(
+        return recovery.Room(
             available, self._limits.ram_bytes(available, total), self._limits.ram_bytes(beside, total)
         ), total

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Final
 
 from primad import __version__
+from primad.daemon.reporter import Say
 from primad.errors import ClusterError, PrimadError
 from primad.network.admin import PairingCode
 from primad.network.discovery import Discovery, look
 from primad.settings.config import Config, split_address
 from primad.trust.identity import Identity
-from primad.trust.pairing import LIFETIME_S, Outcome, Who
+from primad.trust.pairing import LIFETIME_S, CodeOutcome, Who
 from primad.trust.pairing_links import PairingServer, pair_with
 from primad.trust.trust import TrustedDevice, TrustStore
 from primad.trust.words import Code, new_code, parse_code
@@ -21,10 +21,8 @@ LOOK_S: Final = 3.0
 """How long a device with a code looks for the one that shows it, before it looks again."""
 LOOKS: Final = 5
 
-Say = Callable[[str], None]
 
-
-class PairingDesk:
+class PairingService:
     """Where this daemon lets new devices in. One code is open at a time; who was paired is in the trust store."""
 
     def __init__(self, config: Config, identity: Identity, trust: TrustStore, say: Say) -> None:
@@ -65,7 +63,7 @@ class PairingDesk:
     async def _run(self, server: PairingServer) -> None:
         try:
             outcome = await server.run()
-            if outcome is Outcome.BURNT:
+            if outcome is CodeOutcome.BURNT:
                 self._say("the pairing code was tried too often and is void; 'primad pair' shows a new one")
         finally:
             assert self._open is not None

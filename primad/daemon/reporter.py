@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
+
+Say = Callable[[str], None]
+"""Tells the owner one line."""
 
 
 class Reporter(Protocol):

@@ -1,7 +1,4 @@
-"""Start and stop a daemon, end it within two seconds of Ctrl-C; a worker is composed here, a head in ``serving``.
-
-A worker serves no HTTP, and so does not load what that takes: half of its start, and 30 MB of memory.
-"""
+"""What head and worker share at their start: the home folder, the profile, and an end within two seconds of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,19 +13,13 @@ from typing import Any, Final
 import filelock
 
 from halda import DeviceProfile
-from primad.daemon.loading import Place
-from primad.daemon.pairing_service import pair
+from primad.daemon.loading import Workspace
 from primad.daemon.reporter import Reporter
 from primad.engine.build import build_id
 from primad.errors import ConfigError, PrimadError, Stopped
 from primad.layers.cache import LayerCache
-from primad.network.sockets import raise_descriptor_limit
 from primad.profiler.device import is_profiled, profile_device
 from primad.settings.config import Config, open_home
-from primad.system.allocator import keep_little_freed
-from primad.trust.identity import load_identity
-from primad.trust.trust import TrustStore
-from primad.worker.daemon import WorkerDaemon
 
 DISTURBED_SPREAD: Final = 0.4
 """Runs of one trial that differ by so much of their median were not alone on the machine."""
@@ -98,13 +89,13 @@ def own_home(config: Config) -> Iterator[None]:
         ) from exc
 
 
-def home_place(config: Config) -> Place:
+def home_place(config: Config) -> Workspace:
     """Where the windows of this device's layers lie, without what a daemon that was killed left there."""
     for path in config.run.glob("window-*.gguf"):
         path.unlink(missing_ok=True)
     for path in config.run.glob("ring-*.log"):
         path.unlink(missing_ok=True)
-    return Place(
+    return Workspace(
         cache=LayerCache(config.layers, config.limits.disk_bytes),
         run=config.run,
         verdicts=config.home / "extra-buffers.json",
@@ -144,39 +135,6 @@ def profile_held(config: Config, reporter: Reporter, *, again: bool = False) -> 
             "run 'primad profile --again' when it is idle"
         )
     return measured
-
-
-def join(config: Config, reporter: Reporter, *, code: str | None, pair_at: str | None) -> None:
-    """Run a worker until it is stopped; first bring ``code`` to the device that shows it, at ``pair_at`` if given."""
-    with own_home(config):
-        raise_descriptor_limit()
-        keep_little_freed()
-        identity = load_identity(config.home)
-        trust = TrustStore(config.home, identity)
-        if code is not None:
-            bring = code
-
-            async def bring_code() -> None:
-                await pair(config, identity, trust, bring, pair_at, reporter.say)
-
-            run(bring_code())
-        place = home_place(config)
-        profile_held(config, reporter)
-        workers: list[WorkerDaemon] = []
-
-        async def main() -> None:
-            worker = WorkerDaemon(
-                config=config,
-                place=place,
-                identity=identity,
-                trust=trust,
-                profile=lambda name: profile_now(config, name),
-                say=reporter.say,
-            )
-            workers.append(worker)
-            await worker.run()
-
-        run(main(), lambda: bool(workers) and workers[0].leave())
 
 
 def profile_now(config: Config, name: str) -> DeviceProfile:

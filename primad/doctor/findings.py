@@ -14,9 +14,9 @@ from typing import Final, Literal, TypeVar
 COMMAND_TIMEOUT_S: Final = 3.0
 _MOST_OUTPUT: Final = 1 << 20
 
-Level = Literal["ok", "note", "warning", "error"]
+Severity = Literal["ok", "note", "warning", "error"]
 """A note is worth knowing, a warning costs something, an error keeps this device from serving."""
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,22 +24,22 @@ class Finding:
     """One line of the report. ``check`` is the group it belongs to, ``next`` the command that helps, or None."""
 
     check: str
-    level: Level
+    level: Severity
     text: str
     next: str | None
 
 
-def finding(check: str, level: Level, text: str, next_command: str | None = None) -> Finding:
+def finding(check: str, level: Severity, text: str, next_command: str | None = None) -> Finding:
     """A ``Finding``."""
     return Finding(check=check, level=level, text=text, next=next_command)
 
 
-async def in_thread(ask: Callable[[], Result]) -> Result:
+async def in_thread(ask: Callable[[], _Result]) -> _Result:
     """``ask`` in a thread that nobody waits for at the end: a dead network file system blocks its reader for good."""
     loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Result] = loop.create_future()
+    answer: asyncio.Future[_Result] = loop.create_future()
 
-    def settle(result: Result | None, error: BaseException | None) -> None:
+    def settle(result: _Result | None, error: BaseException | None) -> None:
         if answer.done():
             return
         if error is not None:

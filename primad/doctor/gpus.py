@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from primad.doctor.findings import Finding, Level, finding, output_of
+from primad.doctor.findings import Finding, Severity, finding, output_of
 from primad.engine.build import PACKAGE
 from primad.errors import printable
 from primad.profiler.trial import Gpus, ListGpus
@@ -112,7 +112,7 @@ def _judge_unused(gpu: Hardware, facts: EngineFacts, system: str, python: str) -
         return finding("gpu", "warning", text, look)
     if set(facts.backends).isdisjoint(suited):
         text = f"{gpu.name} stays unused: llama.cpp was built without {' or '.join(suited)}"
-        level: Level = "note" if gpu.vendor == "Intel" else "warning"  # most are no faster than the CPU beside them
+        level: Severity = "note" if gpu.vendor == "Intel" else "warning"  # most are no faster than the CPU beside them
         return finding("gpu", level, text, _install(facts.package, _INSTALLED[gpu.vendor], system, python))
     text = f"{gpu.name} stays unused: llama.cpp was built with {', '.join(facts.backends)}, but sees no device by it"
     return finding("gpu", "warning", text, look)

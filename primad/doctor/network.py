@@ -23,7 +23,7 @@ _STATIC: Final = "primad serve --model FILE.gguf --device HOST:7770"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MulticastAddress:
     """An address to speak mDNS through; ``problem`` is "" where what was sent came back."""
 
     interface: str
@@ -48,18 +48,20 @@ class Port:
     wanted: bool
 
 
-async def gather_places(host: str, interface: str | None) -> list[Place]:
+async def gather_places(host: str, interface: str | None) -> list[MulticastAddress]:
     """Every interface on which a daemon that listens on ``host`` speaks mDNS, tried. Raises ``ClusterError``."""
     own = await in_thread(read_interfaces)
     addresses = multicast_addresses(own, host, interface)
     problems = await asyncio.gather(*(wait_for_echo(address, own, ECHO_TIMEOUT_S) for address in addresses))
     return [
-        Place(interface=_name(address, own), address=address, virtual=is_virtual(address, own), problem=problem)
+        MulticastAddress(
+            interface=_name(address, own), address=address, virtual=is_virtual(address, own), problem=problem
+        )
         for address, problem in zip(addresses, problems, strict=True)
     ]
 
 
-def judge_places(places: Sequence[Place]) -> list[Finding]:
+def judge_places(places: Sequence[MulticastAddress]) -> list[Finding]:
     """Multicast must work on one ordinary interface; on VPNs and bridges it may fail."""
     if not places:
         text = "no interface has an address: this machine is not in a network"

@@ -533,10 +533,12 @@ class _LogitsWindow(_Model):
             raise EngineError(f"row {row} of the last step has no logits")
         return np.ctypeslib.as_array(pointer, shape=(self._vocabulary,))
 
-    def sampler(self, sampling: Sampling, prompt: Sequence[int], drawn: Sequence[int]) -> GreedySampler | ChainSampler:
+    def sampler(
+        self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]
+    ) -> GreedySampler | ChainSampler:
         if sampling.is_greedy and not sampling.changes_logits:
             return GreedySampler(self)
-        return ChainSampler(self._context, sampling, prompt, drawn, vocabulary=self._vocabulary)
+        return ChainSampler(self._context, sampling, prompt, sampled, vocabulary=self._vocabulary)
 
     def is_end(self, token: int) -> bool:
         return token in self._ends
@@ -570,17 +572,17 @@ class ChainSampler:
     """
 
     def __init__(
-        self, context: Any, sampling: Sampling, prompt: Sequence[int], drawn: Sequence[int], *, vocabulary: int
+        self, context: Any, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int], *, vocabulary: int
     ) -> None:
         self._context = context
         self._seed = None if sampling.is_greedy else sampling.seed
-        self._drawn = len(drawn)
+        self._sampled = len(sampled)
         self._draws = False
         self._chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
         for sampler in self._samplers(sampling, vocabulary):
             self._add(sampler)
         if sampling.changes_logits:
-            known = [*prompt, *drawn]
+            known = [*prompt, *sampled]
             for token in known[-sampling.penalty_tokens :] if sampling.penalty_tokens > 0 else known:
                 llama.llama_sampler_accept(self._chain, token)
 
@@ -621,16 +623,16 @@ class ChainSampler:
                 llama.llama_sampler_free(
                     llama.llama_sampler_chain_remove(self._chain, llama.llama_sampler_chain_n(self._chain) - 1)
                 )
-            self._add(llama.llama_sampler_init_dist(draw_seed(self._seed, self._drawn)))
+            self._add(llama.llama_sampler_init_dist(draw_seed(self._seed, self._sampled)))
             self._draws = True
-        self._drawn += 1
+        self._sampled += 1
         return int(llama.llama_sampler_sample(self._chain, self._context, row))
 
     def release(self) -> None:
         llama.llama_sampler_free(self._chain)
 
 
-class Vocabulary:
+class LlamaVocabulary:
     """The tokenizer of a model file, loaded without its weights."""
 
     def __init__(self, path: Path) -> None:

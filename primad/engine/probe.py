@@ -69,7 +69,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     extra_s: float | None
 
 
-class Stop:
+class StopFlag:
     """Ends a probe from another thread."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ def is_worth_it(layer: Verdict, layers: int, tail: Verdict | None = None) -> boo
     return extra < WORTH * plain
 
 
-def probe(trial: Trial, tensors: tuple[LayerTensor, ...], build: str, memory: Path, stop: Stop) -> Verdict:
+def probe(trial: Trial, tensors: tuple[LayerTensor, ...], build: str, memory: Path, stop: StopFlag) -> Verdict:
     """The verdict for the window of ``trial``, from ``memory`` (a JSON file) or measured now (a few seconds).
 
     Raises ``EngineError`` when the window does not even run without extra buffers, or when ``stop`` was set.
@@ -139,7 +139,7 @@ def _read(memory: Path) -> dict[str, Verdict]:
         return {}
 
 
-def _measure(trial: Trial, stop: Stop) -> Timing | str:
+def _measure(trial: Trial, stop: StopFlag) -> Timing | str:
     """Time one window in a child; the timing, or in one line how the child ended.
 
     The child has a session of its own: Ctrl-C in a terminal must not end it, which would look like a crash.

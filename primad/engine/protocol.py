@@ -28,7 +28,7 @@ Tokens: TypeAlias = "NDArray[np.int32]"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is drawn. The neutral value of each field switches its sampler off.
+    """How the next token is sampled. The neutral value of each field switches its sampler off.
 
     ``temperature`` 0 is greedy; ``top_k`` 0 keeps every token; ``top_p`` 1 and ``min_p`` 0 keep everything;
     ``repeat_penalty`` 1 and the two other penalties 0 change nothing; penalties look at the last ``penalty_tokens``
@@ -67,7 +67,7 @@ _MASK_64: Final = (1 << 64) - 1
 def draw_seed(seed: int, index: int) -> int:
     """The seed (0 to 2**32 - 2) of the draw of token ``index`` of an answer whose sampling has ``seed``.
 
-    Each draw has a generator of its own, so that what is drawn depends on the tokens before it and on nothing that a ring
+    Each draw has a generator of its own, so that what is sampled depends on the tokens before it and on nothing that a ring
     process remembers: another process that is given those tokens draws the same. The mix is that of splitmix64 (Steele,
     Lea and Flood, "Fast splittable pseudorandom number generators", 2014): number ``index`` of the stream that starts at
     ``seed``, of which the upper half is taken. 2**32 - 1 asks llama.cpp for a random seed and becomes 0.
@@ -125,7 +125,7 @@ class Rows:
         return len(self.positions)
 
 
-class Window(Protocol):
+class EngineWindow(Protocol):
     """A contiguous run of layers with its KV cache. Every method raises ``EngineError`` when llama.cpp fails."""
 
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
@@ -141,7 +141,7 @@ class Window(Protocol):
         """Give back all memory; the window must not be used again."""
 
 
-class HiddenWindow(Window, Protocol):
+class HiddenWindow(EngineWindow, Protocol):
     """A window whose output is the next window's input."""
 
     def forward(self, rows: Rows) -> Hidden:
@@ -149,7 +149,7 @@ class HiddenWindow(Window, Protocol):
 
 
 class Sampler(Protocol):
-    """Draws tokens for one generation; remembers what it drew. Token ``i`` of the answer is drawn with ``draw_seed``."""
+    """Draws tokens for one generation; remembers what it drew. Token ``i`` of the answer is sampled with ``draw_seed``."""
 
     def sample(self, row: int) -> int:
         """The next token from the logits of row ``row`` of the last ``LogitsWindow.forward``."""
@@ -158,7 +158,7 @@ class Sampler(Protocol):
         """Give back its memory."""
 
 
-class LogitsWindow(Window, Protocol):
+class LogitsWindow(EngineWindow, Protocol):
     """The tail window or the whole model: ends in logits, which stay with it until the next ``forward``."""
 
     def forward(self, rows: Rows) -> None:
@@ -167,8 +167,8 @@ class LogitsWindow(Window, Protocol):
     def logits(self, row: int) -> NDArray[np.float32]:
         """Logits (vocabulary,) of row ``row`` of the last forward; a view that the next forward overwrites."""
 
-    def sampler(self, sampling: Sampling, prompt: Sequence[int], drawn: Sequence[int]) -> Sampler:
-        """A sampler that goes on behind ``prompt`` and the tokens ``drawn`` for it so far: its penalties know them all."""
+    def sampler(self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]) -> Sampler:
+        """A sampler that goes on behind ``prompt`` and the tokens ``sampled`` for it so far: its penalties know them all."""
 
     def is_end(self, token: int) -> bool:
         """Whether ``token`` ends a generation."""

@@ -12,7 +12,7 @@ from primad.errors import DiskError
 from primad.gguf.layers import (
     CHUNK_BYTES,
     HEADER_BYTES,
-    Stop,
+    StopHashing,
     chunk_count,
     chunk_size,
     is_chunk_of,
@@ -31,7 +31,7 @@ def stamp_of(status: os.stat_result) -> Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def hash_file(path: Path, stop: Stop = never) -> tuple[bytes, Stamp | None]:
+def hash_file(path: Path, stop: StopHashing = never) -> tuple[bytes, Stamp | None]:
     """The tree of the layer file ``path``, and its stamp; None when the file changed while it was hashed.
 
     Raises ``OSError``, and ``HashingStopped`` at ``stop``.

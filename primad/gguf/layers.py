@@ -28,7 +28,7 @@ from primad.errors import ModelError, ProtocolError
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from primad.gguf.header import MAGIC, Header, TensorInfo, Value, scalar_value
 
-Chunk = TypeVar("Chunk", bytes, memoryview)
+_Chunk = TypeVar("_Chunk", bytes, memoryview)
 
 HEADER_BYTES: Final = 16_384
 ALIGNMENT: Final = 32
@@ -73,7 +73,7 @@ class LayerRef(msgspec.Struct, frozen=True, array_like=True):
         return HEADER_BYTES + self.size_bytes
 
 
-Stop = Callable[[], bool]
+StopHashing = Callable[[], bool]
 """Whether nobody waits any more for weights to be hashed."""
 
 
@@ -82,11 +82,11 @@ class HashingStopped(Exception):  # noqa: N818 - nothing went wrong
 
 
 def never() -> bool:
-    """A ``Stop`` that stops nothing."""
+    """A ``StopHashing`` that stops nothing."""
     return False
 
 
-def until(stop: Stop, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+def until(stop: StopHashing, chunks: Iterable[_Chunk]) -> Iterator[_Chunk]:
     """``chunks`` as they come. Raises ``HashingStopped`` instead of the next one once ``stop`` says so."""
     for chunk in chunks:
         if stop():
@@ -172,7 +172,7 @@ class LayerCut:
         """The digests of the chunks; reads and hashes all weights (about 1 GB/s) unless they are ``known``."""
         return tree_of(self.chunks()) if self.known is None else self.known
 
-    def hashed(self, known: bytes | None = None, stop: Stop = never) -> LayerCut:
+    def hashed(self, known: bytes | None = None, stop: StopHashing = never) -> LayerCut:
         """The same layer with its tree; ``known`` is believed where it has the right length, else the weights are read.
 
         Raises ``HashingStopped`` at ``stop``.

@@ -18,7 +18,7 @@ from primad.gguf.architectures import TensorRole, cuttable, layer_count, tensor_
 from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header, TensorInfo
-from primad.gguf.layers import LayerCut, LayerRef, SmallTensor, Stop, cut, cut_layer, metadata_split, never
+from primad.gguf.layers import LayerCut, LayerRef, SmallTensor, StopHashing, cut, cut_layer, metadata_split, never
 
 TOKEN_EMBEDDING: Final = "token_embd.weight"
 OUTPUT: Final = "output.weight"
@@ -57,7 +57,7 @@ class ModelCutter:
     def _cuts(self) -> dict[str, LayerCut]:
         return {}
 
-    def ref(self, layer: int, stop: Stop = never) -> LayerRef:
+    def ref(self, layer: int, stop: StopHashing = never) -> LayerRef:
         """The layer file of ``layer``, hashed on first use. ``layer`` equal to the layer count is the output matrix.
 
         Raises ``HashingStopped`` at ``stop``.

@@ -1,6 +1,6 @@
 """The daemon as the HTTP API sees it: requests go to the head's ring process, tokens come back.
 
-A generation outlives the ring that computes it: its prompt and the tokens drawn so far are here, and the next ring goes on
+A generation outlives the ring that computes it: its prompt and the tokens sampled so far are here, and the next ring goes on
 from them. It ends with an error only when there is no ring to wait for.
 """
 
@@ -22,22 +22,22 @@ from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sample
 MAX_WAITING: Final = 64
 """Generations that may run or wait at one time."""
 
-Send = Callable[[RingCommand], Awaitable[None]]
+SendCommand = Callable[[RingCommand], Awaitable[None]]
 StatusOf = Callable[[], Awaitable[dict[str, Any]]]
 
 
 @dataclass(slots=True)
 class _Open:
-    """A generation: what was asked for, what was drawn, and where its events go (bounded by its tokens and one end)."""
+    """A generation: what was asked for, what was sampled, and where its events go (bounded by its tokens and one end)."""
 
     generate: Generate
     events: asyncio.Queue[Sampled | Finished]
-    drawn: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
     ended: bool = False
 
     def to_go_on(self) -> Generate:
         """The request to a ring that has not seen it yet."""
-        return msgspec.structs.replace(self.generate, drawn=list(self.drawn))
+        return msgspec.structs.replace(self.generate, sampled=list(self.sampled))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Ring:
     """The ring that serves."""
 
     epoch: int
-    send: Send
+    send: SendCommand
     status: StatusOf
 
 
@@ -84,7 +84,7 @@ class RingBackend:
         """What the health check says goes on."""
         self._detail = detail
 
-    async def attach(self, served: ServedModel, epoch: int, send: Send, status: StatusOf, detail: str) -> None:
+    async def attach(self, served: ServedModel, epoch: int, send: SendCommand, status: StatusOf, detail: str) -> None:
         """Ring ``epoch`` serves from now on: every open generation goes on there, in the order of their requests."""
         self._served, self._ring, self._detail = served, _Ring(epoch, send, status), detail
         self._holding = False
@@ -126,7 +126,7 @@ class RingBackend:
         if generation is None or generation.ended or self._ring is None or self._ring.epoch != epoch:
             return
         if isinstance(event, Sampled):
-            generation.drawn.append(event.token)
+            generation.sampled.append(event.token)
         else:
             generation.ended = True
         generation.events.put_nowait(event)
@@ -146,7 +146,7 @@ class RingBackend:
             prompt=prompt,
             max_tokens=max_tokens,
             sampling=sampling,
-            drawn=[],
+            sampled=[],
             logprobs=logprobs,
         )
         generation = _Open(generate=generate, events=asyncio.Queue(max_tokens + 2))

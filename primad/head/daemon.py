@@ -17,20 +17,20 @@ from typing import Any, Final
 import zmq.asyncio
 
 from halda import DeviceProfile, ModelProfile
-from primad.daemon.loading import Place
-from primad.daemon.memory_watch import ReliefWatch
-from primad.daemon.pairing_service import PairingDesk
+from primad.daemon.loading import Workspace
+from primad.daemon.memory_watch import MemoryWatch
+from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
 from primad.errors import ClusterError
 from primad.gguf.header import Header
-from primad.head.backend import RingBackend
+from primad.head.backend import RingBackend, StatusOf
 from primad.head.devices import Devices
 from primad.head.options import ServeOptions, workload_of
 from primad.head.planner import Planner
-from primad.head.rings import Rings, StatusOf
+from primad.head.rings import Rings
 from primad.head.worker_link import Caller
 from primad.layers.server import LayerServer
-from primad.membership import types as members
+from primad.membership import types
 from primad.membership.step import phase_of, step, wake_at
 from primad.network.admin import (
     AdminAnswer,
@@ -65,7 +65,7 @@ class HeadDaemon:
         *,
         config: Config,
         options: ServeOptions,
-        place: Place,
+        place: Workspace,
         identity: Identity,
         trust: TrustStore,
         header: Header,
@@ -76,12 +76,12 @@ class HeadDaemon:
     ) -> None:
         self._config, self._options, self._identity, self._trust = config, options, identity, trust
         self._profile, self._backend, self._reporter = profile, backend, reporter
-        self._relief = ReliefWatch(config.limits, self._relieved)
+        self._memory_watch = MemoryWatch(config.limits, self._memory_recovered)
         self._context = zmq.asyncio.Context()
-        self._events: asyncio.Queue[members.Event] = asyncio.Queue(_MAX_EVENTS)
-        self._state: members.State | None = None
+        self._events: asyncio.Queue[types.Event] = asyncio.Queue(_MAX_EVENTS)
+        self._state: types.State | None = None
         self._tasks = Tasks()
-        self._desk = PairingDesk(config, identity, trust, reporter.say)
+        self._pairing = PairingService(config, identity, trust, reporter.say)
         caller = Caller(
             context=self._context,
             identity=identity,
@@ -96,7 +96,7 @@ class HeadDaemon:
             http_port=options.http_port,
             trust=trust,
             caller=caller,
-            desk=self._desk,
+            pairing=self._pairing,
             post=self._post,
             describe=self._describe,
             reporter=reporter,
@@ -117,7 +117,7 @@ class HeadDaemon:
             identity=identity,
             header=header,
             profile=self._own_profile,
-            relief=self._relief,
+            memory_watch=self._memory_watch,
             workload=workload,
             session=caller.session,
             devices=self._devices,
@@ -137,7 +137,7 @@ class HeadDaemon:
             stack.callback(self._devices.close)
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._rings.close)
-            stack.push_async_callback(self._desk.close)
+            stack.push_async_callback(self._pairing.close)
             stack.enter_context(self._trust.announce_locally(self._config.name))
             sight = await stack.enter_async_context(AsyncExitStack())
             layers = LayerServer(
@@ -154,7 +154,7 @@ class HeadDaemon:
                     group.create_task(layers.run()),
                     group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
                     group.create_task(self._rings.conduct()),
-                    group.create_task(self._relief.run()),
+                    group.create_task(self._memory_watch.run()),
                 ]
                 try:
                     if not self._options.alone:
@@ -172,31 +172,31 @@ class HeadDaemon:
     async def _drive(self) -> None:
         """Ask the core about everything that happens, and do what it says."""
         loop = asyncio.get_running_loop()
-        state = members.State(settings=self._settings(), started_s=loop.time())
+        state = types.State(settings=self._settings(), started_s=loop.time())
         # Named devices said welcome already: they are known before it is asked whether all are there.
-        event: members.Event = members.Tick() if self._events.empty() else self._events.get_nowait()
+        event: types.Event = types.Tick() if self._events.empty() else self._events.get_nowait()
         while True:
             state, effects = step(state, event, loop.time())
             self._state = state
             for effect in effects:
                 self._do(effect)
             wake = wake_at(state, loop.time())
-            event = members.Tick()
+            event = types.Tick()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(wake):
                     event = await self._events.get()
 
-    def _settings(self) -> members.Settings:
+    def _settings(self) -> types.Settings:
         options, config = self._options, self._config
-        patience_s = options.wait_timeout_s if options.wait else (0.0 if config.devices else LOOK_S)
-        return members.Settings(
+        wait_s = options.wait_timeout_s if options.wait else (0.0 if config.devices else LOOK_S)
+        return types.Settings(
             head=config.name,
             suspect_after_s=config.suspect_after_s,
             gone_after_s=config.gone_after_s,
             gain=config.replan_gain,
             use_all=options.use_all,
             wanted=options.wait or None,
-            look_s=patience_s,
+            look_s=wait_s,
             hold_s=HOLD_S,
             solo=options.alone or options.wait == 0,
         )
@@ -204,38 +204,38 @@ class HeadDaemon:
     def _own_profile(self) -> DeviceProfile:
         """This device's profile as of now, with no more memory than plans may have since it was short of it."""
         profile = self._profile()
-        return replace(profile, ram_available_bytes=self._relief.most_bytes(profile.ram_available_bytes))
+        return replace(profile, ram_available_bytes=self._memory_watch.most_bytes(profile.ram_available_bytes))
 
-    async def _relieved(self, _: int) -> None:
+    async def _memory_recovered(self, _: int) -> None:
         """This device was short of memory and has room again."""
         self._planner.forget()
-        self._post(members.Relieved(self._config.name))
+        self._post(types.DeviceMemoryRecovered(self._config.name))
 
-    def _post(self, event: members.Event) -> None:
+    def _post(self, event: types.Event) -> None:
         self._events.put_nowait(event)
 
-    def _do(self, effect: members.Effect) -> None:
+    def _do(self, effect: types.Effect) -> None:
         match effect:
-            case members.Greet(device):
+            case types.Greet(device):
                 self._tasks.start(self._devices.greet(device))
-            case members.Drop(device):
+            case types.Drop(device):
                 self._devices.drop(device)
-            case members.Measure(devices, again):
+            case types.Measure(devices, again):
                 self._tasks.start(self._devices.measure(devices, again=again))
-            case members.Dismiss(device):
+            case types.LetGo(device):
                 self._tasks.start(self._devices.dismiss(device))
-            case members.Solve(epoch, candidates, instead):
+            case types.Solve(epoch, candidates, instead):
                 self._rings.solve(epoch, candidates, instead)
-            case members.Form(epoch):
+            case types.Form(epoch):
                 self._rings.form(epoch)
-            case members.Abandon(epoch):
+            case types.Abandon(epoch):
                 self._rings.abandon(epoch)
-            case members.Serve() | members.Close() | members.Fail():
+            case types.Serve() | types.Close() | types.Fail():
                 self._rings.order(effect)
-            case members.Say(text):
+            case types.SayLine(text):
                 self._reporter.settle()
                 self._reporter.say(text)
-            case members.GiveUp(reason):
+            case types.GiveUp(reason):
                 raise ClusterError(reason)
 
     def _describe(self, what: str) -> None:
@@ -263,7 +263,7 @@ class HeadDaemon:
             case OpenPairing() if self._options.alone:
                 return Refusal(reason=f"{self._config.name} serves with --alone; start it without to pair devices")
             case OpenPairing():
-                return await self._desk.open()
+                return await self._pairing.open()
             case Describe():
                 epoch = self._state.epoch if self._state is not None else 0
                 return Described(

@@ -12,16 +12,17 @@ from contextlib import AsyncExitStack, suppress
 from typing import Final
 
 from primad import __version__
-from primad.daemon.pairing_service import PairingDesk
+from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
 from primad.errors import ClusterError
 from primad.head.link_book import LinkBook
 from primad.head.participation import DeviceLostError
-from primad.head.worker_link import Caller, WorkerLink, build_gap, greet_named, knock, version_gap
+from primad.head.worker_link import Caller, WorkerLink, greet_named, probe
 from primad.head.worker_link import greet as say_hello
-from primad.membership import types as members
+from primad.membership import types
 from primad.network.discovery import Discovery, MulticastError
 from primad.network.peer import Peer
+from primad.network.versions import build_gap, version_gap
 from primad.settings.config import Config, is_loopback, split_address
 from primad.system.tasks import mistake
 from primad.trust.trust import TrustStore
@@ -33,7 +34,7 @@ FAREWELL_S: Final = 0.2
 MOST_TOLD: Final = 64
 """Devices that are not trusted are named until so many lines were said about devices."""
 
-Post = Callable[[members.Event], None]
+Post = Callable[[types.Event], None]
 """Takes what happened."""
 
 
@@ -47,12 +48,18 @@ class Devices:
         http_port: int,
         trust: TrustStore,
         caller: Caller,
-        desk: PairingDesk,
+        pairing: PairingService,
         post: Post,
         describe: Callable[[str], None],
         reporter: Reporter,
     ) -> None:
-        self._config, self._http_port, self._trust, self._caller, self._desk = config, http_port, trust, caller, desk
+        self._config, self._http_port, self._trust, self._caller, self._pairing = (
+            config,
+            http_port,
+            trust,
+            caller,
+            pairing,
+        )
         self._post, self._describe, self._reporter = post, describe, reporter
         self._identity = caller.identity
         self.workers: dict[str, WorkerLink] = {}
@@ -100,9 +107,9 @@ class Devices:
         except MulticastError as exc:
             self._reporter.say(str(exc))
             return
-        self._desk.use(discovery)
+        self._pairing.use(discovery)
         if not is_loopback(self._config.host):
-            code = await self._desk.open()
+            code = await self._pairing.open()
             self._reporter.say(
                 f"to add a device, run there: primad join --code {code.code} (good for {code.expires_s / 60:.0f} minutes; "
                 "'primad pair' shows a new one)"
@@ -128,18 +135,18 @@ class Devices:
         try:
             if not keys:
                 raise ClusterError("it is not trusted any more")
-            end, knocked = await knock(self._caller, places, keys)
-            if knocked.device != device:
+            end, probed = await probe(self._caller, places, keys)
+            if probed.device != device:
                 end.close()
-                raise ClusterError(f"{knocked.device} answers in its place")
+                raise ClusterError(f"{probed.device} answers in its place")
             worker = await say_hello(self._caller, end, self)
         except ClusterError as exc:
             self._tell_once(device, f"{device} is left out: {exc}")
-            self._post(members.Refused(device, str(exc)))
+            self._post(types.DeviceRefused(device, str(exc)))
             return
         except Exception as exc:  # our own mistake; the core waits for an outcome
             logger.exception("%s could not be greeted", device)
-            self._post(members.Refused(device, mistake(exc)))
+            self._post(types.DeviceRefused(device, mistake(exc)))
             return
         await self._welcome(worker)
 
@@ -170,37 +177,37 @@ class Devices:
                 await self.book.measure(workers, announced, self._reporter, again=again)
                 break
             except DeviceLostError as exc:
-                self._post(members.Lost(exc.device, str(exc)))
+                self._post(types.Lost(exc.device, str(exc)))
                 left.discard(exc.device)
             except Exception:  # our own mistake; the core waits for an outcome
                 logger.exception("the links could not be measured")
                 left.clear()
-        self._post(members.Measured(frozenset(left)))
+        self._post(types.Measured(frozenset(left)))
         still = self.book.unreached(left)
         if still:
-            self._post(members.Unreached())
+            self._post(types.Unreached())
         for name in sorted({name for pair in unreached - still for name in pair} & left):
-            self._post(members.Reached(name))
+            self._post(types.Reached(name))
 
     def heard(self, device: str) -> None:
         """A worker gave a sign of life."""
-        self._post(members.Heard(device))
+        self._post(types.Heard(device))
 
     def lost(self, device: str, reason: str) -> None:
         """The link to a worker is of no use any more."""
-        self._post(members.Lost(device, reason))
+        self._post(types.Lost(device, reason))
 
     def leaving(self, device: str, reason: str) -> None:
         """A worker asks to go."""
-        self._post(members.Leaving(device, reason))
+        self._post(types.DeviceLeaving(device, reason))
 
-    def pressed(self, device: str) -> None:
+    def memory_low(self, device: str) -> None:
         """A worker is short of memory for its part."""
-        self._post(members.Pressed(device))
+        self._post(types.DeviceMemoryLow(device))
 
-    def relieved(self, device: str) -> None:
+    def memory_recovered(self, device: str) -> None:
         """A worker that was short of memory has room again."""
-        self._post(members.Relieved(device))
+        self._post(types.DeviceMemoryRecovered(device))
 
     async def watch_trust(self) -> None:
         """Notice what 'primad devices trust' and 'revoke', and pairing, change."""
@@ -228,7 +235,7 @@ class Devices:
         seen = {peer.device: peer for peer in peers.values() if peer.is_worker_of(self._config.cluster)}
         before, self._peers = self._peers, seen
         for name in before.keys() - seen.keys() - self._named.keys():
-            self._post(members.Vanished(name))
+            self._post(types.Vanished(name))
         for name, peer in seen.items():
             if before.get(name) != peer:
                 self._see(peer)
@@ -241,7 +248,7 @@ class Devices:
                 peer.device, f"a device that is not trusted calls itself {peer.device}; it is not listened to"
             )
             return
-        self._post(members.Seen(peer.device, trusted))
+        self._post(types.Seen(peer.device, trusted))
         if not peer.key:
             self._tell_of_stranger(
                 peer.device, version_gap(self._config.name, peer.device, peer.version, peer.protocol)
@@ -270,7 +277,7 @@ class Devices:
         if name == self._config.name:
             worker.close()
             reason = f"it has the head's name, {name}; give one of them another --name"
-            self._post(members.Refused(name, reason))
+            self._post(types.DeviceRefused(name, reason))
             raise_named = any(named[2] == worker.key for named in self._named.values())
             if raise_named:
                 raise ClusterError(f"--device {worker.end.address}: {reason}")
@@ -285,7 +292,7 @@ class Devices:
             self._reporter.say(build_gap(self._caller.build, worker.build, name))
         for other in list(self.workers.values()):
             await self._introduce(other)  # they trust each other before they are asked to measure or to give layers
-        self._post(members.Welcomed(name))
+        self._post(types.Welcomed(name))
 
     async def _introduce(self, worker: WorkerLink) -> None:
         entries = [(each.device, each.key) for each in self._trust.entries() if each.key != worker.key]

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 
 from halda import Window
-from primad.daemon.loading import Place, copy_layers, fits_twice, missing_layers, try_extra_buffers
+from primad.daemon.loading import Workspace, copy_layers, fits_twice, missing_layers, try_extra_buffers
 from primad.engine.probe import Verdict, is_worth_it
 from primad.engine.protocol import EngineOptions
 from primad.errors import DiskError, ModelError
@@ -27,7 +27,7 @@ Tried = dict[int, tuple[Verdict, Verdict]]
 
 
 async def choose_extra_buffers(
-    place: Place,
+    place: Workspace,
     header: Header,
     windows: Sequence[Window],
     options: EngineOptions,
@@ -68,14 +68,14 @@ async def choose_extra_buffers(
 
 
 async def _try(
-    place: Place, header: Header, tail_first: int, options: EngineOptions, advance: Callable[[int], None]
+    place: Workspace, header: Header, tail_first: int, options: EngineOptions, advance: Callable[[int], None]
 ) -> tuple[Verdict, Verdict]:
     """The verdicts on one layer, and on the tail from layer ``tail_first``."""
     total = layer_count(header)
     folder = place.run / "probe"
     advance(0)
     try:
-        trial = Place(cache=LayerCache(folder), run=place.run, verdicts=place.verdicts, build=place.build)
+        trial = Workspace(cache=LayerCache(folder), run=place.run, verdicts=place.verdicts, build=place.build)
         cutter = ModelCutter(header)
         specs = []
         for first, last in ((0, 1), (tail_first, total)):

@@ -20,7 +20,7 @@ from primad.network.messages import (
     Linked,
     Load,
     Loaded,
-    PartState,
+    ParticipationState,
     Ping,
     Progress,
     Release,
@@ -53,7 +53,7 @@ class DeviceLostError(ClusterError):
         self.device = device
 
 
-class PartError(ClusterError):
+class ParticipationError(ClusterError):
     """The part of ``device`` in a ring failed; ``fault`` is what it was doing (``messages.FAULTS``, or ``UNREACHED``)."""
 
     def __init__(self, message: str, device: str, fault: str) -> None:
@@ -69,7 +69,7 @@ def blamed(error: PrimadError, plan: Plan, *, forming: bool = False) -> tuple[st
     """
     if isinstance(error, DeviceLostError):
         return error.device, False
-    if not isinstance(error, PartError):
+    if not isinstance(error, ParticipationError):
         return None, False
     device: str | None = error.device
     if error.fault == "next":
@@ -79,11 +79,11 @@ def blamed(error: PrimadError, plan: Plan, *, forming: bool = False) -> tuple[st
     return device, error.fault in ("disk", UNREACHED)
 
 
-class WorkerPart:
+class Participation:
     """One worker's part in one epoch, as the head sees it.
 
     ``loaded`` becomes its ring process's (port, key), ``linked`` is set when it sends to the next device. ``broken`` gets
-    the ``PartError`` or ``DeviceLostError`` that ends it.
+    the ``ParticipationError`` or ``DeviceLostError`` that ends it.
     """
 
     def __init__(self, link: WorkerLink, load: Load, on_progress: OnProgress) -> None:
@@ -140,7 +140,7 @@ class WorkerPart:
         """This part is over."""
         settle(self.broken, error)
 
-    def compare(self, number: int, state: PartState | None) -> Load | Link | None:
+    def compare(self, number: int, state: ParticipationState | None) -> Load | Link | None:
         """With ping ``number`` the part stood so, or was not there: what was asked for and lost, and is to be said again.
 
         An answer that was lost is heard now. A part that is gone after it was loaded does not come back.
@@ -159,11 +159,11 @@ class WorkerPart:
             return None
         self._misses, self._asked_before = 0, self.link.next_ping
         if state is None and self.loaded.done():
-            self.fail(PartError(f"{self.name}: its part ended without a word", self.name, "ring"))
+            self.fail(ParticipationError(f"{self.name}: its part ended without a word", self.name, "ring"))
             return None
         self._repeats += 1
         if self._repeats > MOST_REPEATS:
-            self.fail(PartError(f"{self.name}: it does not take its part in the ring", self.name, "load"))
+            self.fail(ParticipationError(f"{self.name}: it does not take its part in the ring", self.name, "load"))
             return None
         logger.info("epoch %d: %s did not hear %s; saying it again", self.epoch, self.name, type(self._asked).__name__)
         return self._asked
@@ -178,7 +178,7 @@ class WorkerPart:
             case Linked():
                 settle(self.linked, None)
             case Broken(error=error, fault=fault):
-                self.fail(PartError(f"{self.name}: {error}", self.name, fault))
+                self.fail(ParticipationError(f"{self.name}: {error}", self.name, fault))
             case WorkerStatus():
                 self.status = message
                 self._status_news.set()

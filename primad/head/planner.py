@@ -13,7 +13,7 @@ from primad.gguf.architectures import cuttable
 from primad.gguf.header import Header
 from primad.head.devices import Devices
 from primad.head.options import ServeOptions, plan_by_hand, stream_by_hand
-from primad.head.solver_process import Question, solve_apart
+from primad.head.solver_process import SolverRequest, solve_apart
 from primad.head.worker_link import WorkerLink
 from primad.system.tasks import Tasks
 
@@ -23,7 +23,7 @@ SOLVE_S: Final = 5.0
 MOST_FORESEEN: Final = 8
 """In larger rings the loss of one device is planned for when it comes."""
 
-Planned = tuple[Plan, Prediction | None, float]
+PlanResult = tuple[Plan, Prediction | None, float]
 """A plan, what it promises (None for one that was set by hand), and its objective."""
 
 
@@ -42,11 +42,11 @@ class Planner:
     ) -> None:
         self._options, self._header, self._model, self._workload = options, header, model, workload
         self._profile, self._devices = profile, devices
-        self._foreseen: dict[frozenset[str], tuple[list[DeviceProfile], Planned]] = {}
+        self._foreseen: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
         self.foreseeing: asyncio.Task[None] | None = None
         """The planning for losses that is under way."""
 
-    async def plan(self, candidates: frozenset[str]) -> Planned:
+    async def plan(self, candidates: frozenset[str]) -> PlanResult:
         """The plan for the head and ``candidates``. Raises ``PlanError`` or ``Infeasible`` when there is none."""
         workers = self._devices.present(candidates)
         profiles, foreseen = self._foreseen.get(candidates, ([], None))
@@ -77,7 +77,7 @@ class Planner:
             except (PrimadError, Infeasible) as exc:
                 logger.info("without %s there is no plan: %s", lost, exc)
 
-    async def _solve(self, workers: Sequence[WorkerLink], *, background: bool = False) -> Planned:
+    async def _solve(self, workers: Sequence[WorkerLink], *, background: bool = False) -> PlanResult:
         """The plan for the head and ``workers``, what it promises and its objective.
 
         Nothing is predicted for one that was set by hand. ``background`` lets all other work of this device go first.
@@ -98,7 +98,7 @@ class Planner:
             cuttable(self._header)
         names = [device.device for device in devices]
         solution = await solve_apart(
-            Question(
+            SolverRequest(
                 devices=list(devices),
                 links=self._devices.book.between(names),
                 model=self._model,

@@ -1,4 +1,4 @@
-"""Form one ring for one plan and keep it: the workers' parts, the head's own ring process, the links between them.
+"""Form one ring for one plan and keep it: the workers' participations, the head's own ring process, the links between them.
 
 A ``HeadRing`` is formed (``form``), given work (``send``), emptied before another ring takes over (``drain``) and closed.
 Two may exist at a time: one serves while the next is formed. What ends one, at any time, is told once to ``on_broken``.
@@ -19,8 +19,8 @@ from primad.daemon.loading import distrust, remove_metadata, streamed_of
 from primad.errors import ClusterError, ModelError, PrimadError, RingError, WeightsError
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.head.load_own import start_own
-from primad.head.participation import UNREACHED, PartError, WorkerPart, blamed
-from primad.head.ring_inputs import RingParts
+from primad.head.participation import UNREACHED, Participation, ParticipationError, blamed
+from primad.head.ring_inputs import RingInputs
 from primad.head.status import Costs, device_status, link_status, plan_lines, promises
 from primad.head.worker_link import WorkerLink
 from primad.layers.fetch import hash_in_thread
@@ -36,7 +36,7 @@ from primad.ring.messages import (
     Loading,
     Opened,
     Overdue,
-    Pressed,
+    ProcessMemoryLow,
     Report,
     RingCommand,
     Sampled,
@@ -62,10 +62,10 @@ DRAIN_TIMEOUT_S: Final = 10.0
 class HeadRing:
     """One ring."""
 
-    def __init__(self, parts: RingParts) -> None:
-        self._parts = parts
+    def __init__(self, inputs: RingInputs) -> None:
+        self._inputs = inputs
         self._tasks: set[asyncio.Task[None]] = set()
-        self._workers: dict[str, WorkerPart] = {}
+        self._workers: dict[str, Participation] = {}
         self._process: RingProcess | None = None
         self._closed = False
         loop = asyncio.get_running_loop()
@@ -82,17 +82,17 @@ class HeadRing:
     @property
     def plan(self) -> Plan:
         """The plan that this ring serves."""
-        return self._parts.plan
+        return self._inputs.plan
 
     @property
     def prediction(self) -> Prediction | None:
         """What the plan promises."""
-        return self._parts.prediction
+        return self._inputs.prediction
 
     @property
     def epoch(self) -> int:
         """The plan's number."""
-        return self._parts.options.epoch
+        return self._inputs.options.epoch
 
     @property
     def broken_by(self) -> PrimadError | None:
@@ -118,16 +118,16 @@ class HeadRing:
 
     async def _form(self) -> None:
         specs = await self._specs()
-        loads = {name: await self._load(name, specs) for name in self._parts.workers}
-        for name, worker in self._parts.workers.items():
-            part = WorkerPart(worker, loads[name], self._on_progress)
-            self._workers[name] = part
-            self._start(self._watch(part))
-            await part.load()
+        loads = {name: await self._load(name, specs) for name in self._inputs.workers}
+        for name, worker in self._inputs.workers.items():
+            participation = Participation(worker, loads[name], self._on_progress)
+            self._workers[name] = participation
+            self._start(self._watch(participation))
+            await participation.load()
         await self._start_own(specs.get(self.plan.head, []))
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             own = await self._own
-            loaded = {name: await part.loaded for name, part in self._workers.items()}
+            loaded = {name: await participation.loaded for name, participation in self._workers.items()}
             await self._link(own, loaded)
             await self._serving
 
@@ -156,12 +156,12 @@ class HeadRing:
             task.cancel()
         if self._asking is not None:
             self._asking.cancel()
-        for part in self._workers.values():
-            await part.release()
+        for participation in self._workers.values():
+            await participation.release()
         if self._process is not None:
             await self._process.close()
-        remove_metadata(self._parts.place, self.epoch)
-        self._parts.place.cache.let_go(self._parts.owner)
+        remove_metadata(self._inputs.place, self.epoch)
+        self._inputs.place.cache.end_lease(self._inputs.owner)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -185,10 +185,10 @@ class HeadRing:
             return
         self._broken.set_result(error)
         device, lasting = blamed(error, self.plan, forming=not self._serving.done())
-        self._parts.on_broken(self.epoch, device, str(error), lasting)
+        self._inputs.on_broken(self.epoch, device, str(error), lasting)
 
-    async def _watch(self, part: WorkerPart) -> None:
-        raise await part.broken
+    async def _watch(self, participation: Participation) -> None:
+        raise await participation.broken
 
     def describe(self) -> list[str]:
         """Who computes what, a line a device."""
@@ -222,7 +222,7 @@ class HeadRing:
             "rounds": self.plan.rounds,
             "predicted": None if self.prediction is None else msgspec.to_builtins(promises(self.prediction)),
             "devices": msgspec.to_builtins(devices),
-            "links": [msgspec.to_builtins(link_status(link)) for link in self._parts.links.between(names)],
+            "links": [msgspec.to_builtins(link_status(link)) for link in self._inputs.links.between(names)],
         }
 
     async def _ask(self, name: str) -> tuple[Status | None, int]:
@@ -254,15 +254,15 @@ class HeadRing:
 
         Stopping waits for no more than one chunk.
         """
-        cutter, plan = self._parts.cutter, self.plan
+        cutter, plan = self._inputs.cutter, self.plan
         if len(plan.route) == 1:
             return {}
         assert cutter is not None
         needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
         for done, layer in enumerate(needed):
-            self._parts.reporter.progress(plan.head, "hash", done, len(needed))
+            self._inputs.reporter.progress(plan.head, "hash", done, len(needed))
             await hash_in_thread(cutter.ref, layer)
-        self._parts.reporter.progress(plan.head, "hash", len(needed), len(needed))
+        self._inputs.reporter.progress(plan.head, "hash", len(needed), len(needed))
         if cutter.digests is not None:
             cutter.digests.save()
         return {
@@ -271,13 +271,13 @@ class HeadRing:
         }
 
     async def _load(self, name: str, specs: Mapping[str, list[WindowSpec]]) -> Load:
-        options, worker = self._parts.options, self._parts.workers[name]
+        options, worker = self._inputs.options, self._inputs.workers[name]
         first = specs[name][0].first
         return Load(
             ring=options.session,
             epoch=options.epoch,
             route=len(self.plan.route),
-            width=token_embedding(self._parts.header).shape[0],
+            width=token_embedding(self._inputs.header).shape[0],
             windows=specs[name],
             gpu_layers=[window.gpu_layers for _, window in self.plan.windows_of(name)],
             probe=self._probe_spec(first, first + 1) if options.extra_buffers == "auto" else None,
@@ -290,15 +290,15 @@ class HeadRing:
             place=self._place_of(name),
             streamed=streamed_of(self.plan, name),
             slots=self.plan.streaming_of(name).slots,
-            room_bytes=self._parts.room_bytes(name),
+            room_bytes=self._inputs.room_bytes(name),
             kv_type=options.kv_type,
         )
 
     async def _sources(self, worker: WorkerLink) -> list[Source]:
         """Who may have layers that ``worker`` lacks: this head, and every worker that it reaches."""
-        own = [endpoint(await self._address_for(worker), self._parts.layer_port)]
-        sources = [Source(device=self.plan.head, key=self._parts.key, endpoints=own)]
-        for name, other in self._parts.holders.items():
+        own = [endpoint(await self._address_for(worker), self._inputs.layer_port)]
+        sources = [Source(device=self.plan.head, key=self._inputs.key, endpoints=own)]
+        for name, other in self._inputs.holders.items():
             if name == worker.name:
                 continue
             way = endpoint(self._host_for(worker.name, name), other.layer_port)
@@ -309,17 +309,17 @@ class HeadRing:
     def _place_of(self, name: str) -> int:
         """Counts the devices on the machine of ``name`` from its turn in the ring to the ring's end."""
         rest = self.plan.devices[self.plan.devices.index(name) :]
-        hosts = {worker: link.profile.host for worker, link in self._parts.workers.items()}
+        hosts = {worker: link.profile.host for worker, link in self._inputs.workers.items()}
         return sum(hosts.get(other) == hosts[name] for other in rest)
 
     async def _address_for(self, worker: WorkerLink) -> str:
         """The address of this head that ``worker`` can reach: the one that packets to it leave from.
 
-        Raises ``PartError`` where no address of the worker has a way to it.
+        Raises ``ParticipationError`` where no address of the worker has a way to it.
         """
-        if is_loopback(self._parts.config.host) or is_loopback(worker.end.host):
+        if is_loopback(self._inputs.config.host) or is_loopback(worker.end.host):
             return LOOPBACK
-        measured = self._parts.links.address(self.plan.head, worker.name)
+        measured = self._inputs.links.address(self.plan.head, worker.name)
         return await self._leaving_for(worker, [worker.end.host, *([measured] if measured else [])])
 
     async def _leaving_for(self, worker: WorkerLink, hosts: Sequence[str]) -> str:
@@ -330,17 +330,17 @@ class HeadRing:
                 return await own_address(host, worker.end.port)
             except OSError as exc:
                 reasons.append(f"no route to {worker.name} at {host}:{worker.end.port}: {exc.strerror or exc}")
-        raise PartError("; ".join(reasons), worker.name, UNREACHED)
+        raise ParticipationError("; ".join(reasons), worker.name, UNREACHED)
 
     async def _start_own(self, specs: list[WindowSpec]) -> None:
-        self._process, windows = await start_own(self._parts, specs)
+        self._process, windows = await start_own(self._inputs, specs)
         self._start(self._attend_own(self._process, windows, specs))
         self._start(self._watch_process(self._process))
 
     def _probe_spec(self, first: int, last: int) -> WindowSpec | None:
-        assert self._parts.cutter is not None
+        assert self._inputs.cutter is not None
         try:
-            return self._parts.cutter.spec(0, first, last)
+            return self._inputs.cutter.spec(0, first, last)
         except ModelError:
             return None
 
@@ -349,19 +349,19 @@ class HeadRing:
             await self._attend(process, windows)
         except WeightsError as exc:
             if not specs and exc.file is None:  # then there is but one file
-                path = str(self._parts.header.path)
+                path = str(self._inputs.header.path)
                 raise WeightsError(f"{exc}: {path}", path) from exc
             # The next ring cuts what is not whole out of the model again.
-            raise distrust(self._parts.place.cache, exc, (ref for spec in specs for ref in spec.layers)) from exc
+            raise distrust(self._inputs.place.cache, exc, (ref for spec in specs for ref in spec.layers)) from exc
 
     async def _attend(self, process: RingProcess, windows: int) -> None:
         """Listen to the head's ring process. Raises ``RingError`` or ``WeightsError`` when it ends."""
         async for event in process.events():
             match event:
                 case Sampled() | Finished():
-                    self._parts.deliver(self.epoch, event)
+                    self._inputs.deliver(self.epoch, event)
                 case Loading(done):
-                    self._parts.reporter.progress(self.plan.head, "load", done, windows)
+                    self._inputs.reporter.progress(self.plan.head, "load", done, windows)
                 case Opened(address, key):
                     settle(self._own, (address, key))
                 case Serving():
@@ -370,9 +370,9 @@ class HeadRing:
                     settle(self._drained, None)
                 case Overdue(step=step, waited_s=waited_s):
                     self._look_for_fault(step, waited_s)
-                case Pressed(needed_bytes):
+                case ProcessMemoryLow(needed_bytes):
                     logger.info("epoch %d: the head is short of %d bytes of memory", self.epoch, needed_bytes)
-                    self._parts.on_pressed(needed_bytes)
+                    self._inputs.on_memory_low(needed_bytes)
                 case Status():
                     if self._status.full():
                         self._status.get_nowait()
@@ -393,15 +393,16 @@ class HeadRing:
     async def _find_fault(self, step: int, waited_s: float) -> None:
         """A step is late. A worker whose ring process does not even answer hangs; one that answers is slow.
 
-        Raises ``PartError`` for the one that hangs. Where all answer, and not one has computed anything since it was asked
-        last, nobody has the step: a connection between two of them broke and took it along. Raises ``RingError`` then.
+        Raises ``ParticipationError`` for the one that hangs. Where all answer, and not one has computed anything since it
+        was asked last, nobody has the step: a connection between two of them broke and took it along. Raises
+        ``RingError`` then.
         """
         names = list(self._workers)
         answers = await asyncio.gather(*(self._worker_status(name, OVERDUE_ANSWER_S) for name in names))
         silent = [name for name, (status, _) in zip(names, answers, strict=True) if status is None]
         if silent:
             reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s + OVERDUE_ANSWER_S:.1f} s"
-            raise PartError(reason, silent[0], "ring")
+            raise ParticipationError(reason, silent[0], "ring")
         own = await self._own_status(OVERDUE_ANSWER_S)
         if own is None:  # it computes another step, and may not have looked at what arrived
             self._computed = None
@@ -419,27 +420,27 @@ class HeadRing:
         head, devices = self.plan.head, list(self.plan.devices)
         keys = {name: key for name, (_, key) in loaded.items()} | {head: own[1]}
         before = {self.plan.after(name): name for name in devices}
-        for name, part in self._workers.items():
+        for name, participation in self._workers.items():
             following = self.plan.after(name)
             if following == head:
-                address = endpoint(await self._address_for(part.link), own[0].rsplit(":", 1)[1])
+                address = endpoint(await self._address_for(participation.link), own[0].rsplit(":", 1)[1])
             else:
                 address = endpoint(self._host_for(name, following), loaded[following][0])
-            await part.connect(address, keys[following], keys[before[name]])
+            await participation.connect(address, keys[following], keys[before[name]])
         first = self.plan.after(head)
         way = self._host_for(head, first)
         await self._leaving_for(self._workers[first].link, [way])  # a process that is told of no way ends
         await self._process.send(Connect(endpoint(way, loaded[first][0]), keys[first], keys[before[head]]))
-        for part in self._workers.values():
-            await part.linked
+        for participation in self._workers.values():
+            await participation.linked
 
     def _host_for(self, source: str, target: str) -> str:
         """Where ``source`` reaches the worker ``target``; only the head itself is told a scope."""
-        host = self._parts.links.address(source, target) or self._parts.holders[target].end.host
+        host = self._inputs.links.address(source, target) or self._inputs.holders[target].end.host
         return host if source == self.plan.head else bare(host)
 
     def _on_progress(self, device: str, progress: Progress) -> None:
-        self._parts.reporter.progress(device, progress.phase, progress.done, progress.total)
+        self._inputs.reporter.progress(device, progress.phase, progress.done, progress.total)
 
 
 async def _first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:

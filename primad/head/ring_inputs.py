@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from halda import DeviceProfile, Plan, Prediction
-from primad.daemon.loading import Place
+from primad.daemon.loading import Workspace
 from primad.daemon.reporter import Reporter
 from primad.engine.protocol import KvType
 from primad.gguf.header import Header
@@ -21,7 +21,7 @@ Deliver = Callable[[int, Sampled | Finished], None]
 """Takes an event of a generation, with the epoch that it comes from."""
 OnBroken = Callable[[int, str | None, str, bool], None]
 """Hears that ring ``epoch`` broke: the device to blame or None, the reason, and whether it will last."""
-OnPressed = Callable[[int], None]
+OnMemoryLow = Callable[[int], None]
 """Hears how many bytes of memory the head itself is short of for its part."""
 
 
@@ -39,7 +39,7 @@ class RingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RingParts:
+class RingInputs:
     """What a ring is formed from; ``prediction`` is what the plan promises, None when it was set by hand.
 
     ``workers`` are those with a window. ``key`` and ``layer_port`` are the head's own as a source of layers; every one of
@@ -53,14 +53,14 @@ class RingParts:
     config: Config
     key: str
     layer_port: int
-    place: Place
+    place: Workspace
     header: Header
     cutter: ModelCutter | None
     profile: DeviceProfile
     options: RingOptions
     deliver: Deliver
     on_broken: OnBroken
-    on_pressed: OnPressed
+    on_memory_low: OnMemoryLow
     reporter: Reporter
     links: LinkBook
     tried: Tried

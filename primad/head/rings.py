@@ -15,25 +15,25 @@ from typing import Any, Final
 
 from halda import DeviceProfile, Infeasible, Plan, Prediction, Workload
 from primad.api.backend import ServedModel
-from primad.daemon.loading import Place
-from primad.daemon.memory_watch import ReliefWatch
+from primad.daemon.loading import Workspace
+from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.reporter import Reporter
 from primad.errors import ModelError, PlanError, PrimadError, WeightsError
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header
 from primad.gguf.model import check_unchanged, stamps_of
 from primad.gguf.windows import ModelCutter
-from primad.head.backend import RingBackend
+from primad.head.backend import RingBackend, StatusOf
 from primad.head.devices import Devices, Post
 from primad.head.extra_buffers import Tried
 from primad.head.options import ServeOptions, model_id
 from primad.head.participation import blamed
 from primad.head.planner import Planner
 from primad.head.ring import HeadRing
-from primad.head.ring_inputs import RingOptions, RingParts
+from primad.head.ring_inputs import RingInputs, RingOptions
 from primad.head.vocabulary import ModelVocabulary
 from primad.layers.server import LayerSource
-from primad.membership import types as members
+from primad.membership import types
 from primad.settings.config import Config
 from primad.system.tasks import Tasks, mistake, to_its_end
 from primad.trust.identity import Identity
@@ -44,14 +44,13 @@ _MAX_ORDERS: Final = 1000
 UNREADABLE_S: Final = 10.0
 """A model file that could not be read is tried again so much later; less than the core waits where there is no plan."""
 
-Order = members.Serve | members.Close | members.Fail
-StatusOf = Callable[[], Coroutine[Any, Any, dict[str, Any]]]
+Order = types.Serve | types.Close | types.Fail
 
 
 class Rings:
     """All rings of this head. ``layer_port`` is where it serves layers; ``status_of`` adds to a ring's own status.
 
-    ``profile`` gives the head's own as of now; ``relief`` hears when the head is short of memory.
+    ``profile`` gives the head's own as of now; ``memory_watch`` hears when the head is short of memory.
     """
 
     def __init__(
@@ -59,11 +58,11 @@ class Rings:
         *,
         config: Config,
         options: ServeOptions,
-        place: Place,
+        place: Workspace,
         identity: Identity,
         header: Header,
         profile: Callable[[], DeviceProfile],
-        relief: ReliefWatch,
+        memory_watch: MemoryWatch,
         workload: Workload,
         session: int,
         devices: Devices,
@@ -76,7 +75,7 @@ class Rings:
     ) -> None:
         self._config, self._options, self._place, self._identity = config, options, place, identity
         self._header, self._profile, self._workload, self._session = header, profile, workload, session
-        self._relief = relief
+        self._memory_watch = memory_watch
         self._stamps = stamps_of(header)
         self._unreadable: tuple[str, float] | None = None
         self._devices, self._planner, self._backend = devices, planner, backend
@@ -131,28 +130,28 @@ class Rings:
             self._no_plan(epoch, str(exc), instead)
             return
         except PrimadError as exc:
-            self._post(members.Broken(epoch, None, str(exc)))
+            self._post(types.RingFailed(epoch, None, str(exc)))
             return
         except Exception as exc:  # our own mistake; the core waits for an outcome
             logger.exception("epoch %d cannot be planned", epoch)
-            self._post(members.Broken(epoch, None, mistake(exc)))
+            self._post(types.RingFailed(epoch, None, mistake(exc)))
             return
         before = self._plans.get(instead) if instead is not None else None
         if before is not None and before[0].route == plan.route:
             self._no_plan(epoch, "the best one has the same windows", instead)
             return
         self._plans[epoch] = (plan, prediction)
-        self._post(members.Solved(epoch, frozenset(plan.devices) - {plan.head}, value))
+        self._post(types.Solved(epoch, frozenset(plan.devices) - {plan.head}, value))
 
     def _no_plan(self, epoch: int, reason: str, instead: int | None) -> None:
-        self._post(members.NoPlan(epoch, reason))
+        self._post(types.NoPlan(epoch, reason))
         if instead in self._rings:
             self._foresee(instead)  # what was foreseen for this ring was for more memory
 
     async def _form(self, epoch: int) -> None:
         self._describe("loading")
         profile = await asyncio.to_thread(self._profile)
-        self._relief.begin(profile.ram_available_bytes)
+        self._memory_watch.begin(profile.ram_available_bytes)
         ring = HeadRing(self._parts(epoch, profile))
         self._rings[epoch] = ring
         try:
@@ -162,19 +161,19 @@ class Rings:
         except PrimadError as exc:
             self._remember(exc)
             device, lasting = blamed(exc, ring.plan, forming=True)
-            self._post(members.Broken(epoch, device, str(exc), lasting))
+            self._post(types.RingFailed(epoch, device, str(exc), lasting))
             return
         except Exception as exc:  # as above
             logger.exception("ring %d cannot be formed", epoch)
-            self._post(members.Broken(epoch, None, mistake(exc)))
+            self._post(types.RingFailed(epoch, None, mistake(exc)))
             return
-        self._post(members.Formed(epoch))
+        self._post(types.Formed(epoch))
 
-    def _parts(self, epoch: int, profile: DeviceProfile) -> RingParts:
+    def _parts(self, epoch: int, profile: DeviceProfile) -> RingInputs:
         plan, prediction = self._plans[epoch]
         if self._cutter is None and len(plan.route) > 1:
             self._cutter = ModelCutter(self._header, LayerDigests(self._header, self._config.home / "digests.json"))
-        return RingParts(
+        return RingInputs(
             plan=plan,
             prediction=prediction,
             workers={name: self._devices.workers[name] for name in plan.devices if name in self._devices.workers},
@@ -197,7 +196,7 @@ class Rings:
             ),
             deliver=self._backend.deliver,
             on_broken=self._on_broken,
-            on_pressed=self._on_pressed,
+            on_memory_low=self._on_memory_low,
             reporter=self._reporter,
             links=self._devices.book,
             tried=self._tried,
@@ -217,16 +216,16 @@ class Rings:
     def _on_broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
         if epoch in self._rings:
             self._remember(self._rings[epoch].broken_by)
-        self._post(members.Broken(epoch, device, reason, lasting))
+        self._post(types.RingFailed(epoch, device, reason, lasting))
 
-    def _on_pressed(self, needed_bytes: int) -> None:
+    def _on_memory_low(self, needed_bytes: int) -> None:
         self._tasks.start(self._press(needed_bytes))
 
     async def _press(self, needed_bytes: int) -> None:
         """The head's own memory became short: plans from now on have less of it."""
-        await self._relief.press(needed_bytes)
+        await self._memory_watch.press(needed_bytes)
         self._planner.forget()
-        self._post(members.Pressed(self._config.name))
+        self._post(types.DeviceMemoryLow(self._config.name))
 
     def find_layer(self, digest: str) -> LayerSource | None:
         """The layer ``digest``: out of the model file, or out of the cache."""
@@ -248,12 +247,12 @@ class Rings:
         """Hand the endpoint from ring to ring, in the order in which the core decided."""
         while True:
             match await self._orders.get():
-                case members.Serve(epoch, instead):
+                case types.Serve(epoch, instead):
                     await self._serve(epoch, instead)
-                case members.Close(epoch, reason):
+                case types.Close(epoch, reason):
                     self._backend.hold(f"forming the ring again: {reason}")
                     self._tasks.start(self._abandon(epoch))
-                case members.Fail(reason):
+                case types.Fail(reason):
                     self._backend.fail(reason)
                     self._reporter.say(f"nothing can be served: {reason}; waiting for devices")
 

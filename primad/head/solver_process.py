@@ -16,7 +16,7 @@ import msgspec
 
 from halda import DeviceProfile, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload
 from primad.daemon.owner import apply_nice
-from primad.engine.probe import Stop
+from primad.engine.probe import StopFlag
 from primad.errors import PlanError
 
 LEAST_NICE: Final = 19
@@ -24,7 +24,7 @@ GRACE_S: Final = 60.0
 """The solver keeps to its time limit by and large; this much later it hangs."""
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class SolverRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What ``halda.solve`` is asked; ``require`` names the devices that must take part."""
 
     devices: list[DeviceProfile]
@@ -45,19 +45,19 @@ class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
     short_bytes: int
 
 
-async def solve_apart(question: Question, *, background: bool = False) -> Solution:
+async def solve_apart(question: SolverRequest, *, background: bool = False) -> Solution:
     """The answer of ``halda.solve``; in the ``background`` all other work goes first.
 
     Raises ``Infeasible`` as that does, ``PlanError`` when the child fails.
     """
-    stop = Stop()
+    stop = StopFlag()
     try:
         return await asyncio.to_thread(_ask, question, stop, background)
     finally:
         stop.set()
 
 
-def _ask(question: Question, stop: Stop, background: bool) -> Solution:
+def _ask(question: SolverRequest, stop: StopFlag, background: bool) -> Solution:
     with subprocess.Popen(
         [sys.executable, "-m", "primad.head.solver_process"],
         stdin=subprocess.PIPE,
@@ -83,7 +83,7 @@ def _ask(question: Question, stop: Stop, background: bool) -> Solution:
     return outcome.solution
 
 
-def _answer(question: Question) -> _Solved | _Unsolvable:
+def _answer(question: SolverRequest) -> _Solved | _Unsolvable:
     from halda import CHUNKS, as_run, instance, solve  # only this process loads the solver
 
     try:
@@ -105,5 +105,5 @@ def _answer(question: Question) -> _Solved | _Unsolvable:
 
 
 if __name__ == "__main__":
-    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Question)
+    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=SolverRequest)
     sys.stdout.buffer.write(msgspec.msgpack.encode(_answer(asked)))

@@ -20,7 +20,7 @@ from primad.daemon.run import profile, run
 from primad.engine.build import build_id
 from primad.errors import ClusterError
 from primad.head.link_book import LinkBook
-from primad.head.worker_link import Caller, WorkerLink, greet, greet_named, knock
+from primad.head.worker_link import Caller, WorkerLink, greet, greet_named, probe
 from primad.network.discovery import look
 from primad.network.peer import Peer
 from primad.settings.config import Config
@@ -137,10 +137,10 @@ class _Visit:
     def leaving(self, device: str, reason: str) -> None:
         """It may go: it computes nothing for us."""
 
-    def pressed(self, device: str) -> None:
+    def memory_low(self, device: str) -> None:
         """It has no part of ours."""
 
-    def relieved(self, device: str) -> None:
+    def memory_recovered(self, device: str) -> None:
         """It had no part of ours."""
 
     def _take(self, worker: WorkerLink) -> None:
@@ -154,7 +154,7 @@ class _Visit:
             self._reporter.say(f"{peer.device} is left out: it is not paired with this device ('primad join --code')")
             return
         try:
-            end, _ = await knock(self._caller, [(address, peer.port) for address in peer.addresses], [peer.key])
+            end, _ = await probe(self._caller, [(address, peer.port) for address in peer.addresses], [peer.key])
             self._take(await greet(self._caller, end, self))
         except ClusterError as exc:
             self._reporter.say(f"{peer.device} is left out: {exc}")

@@ -5,15 +5,15 @@ Loaded only after the ring process has loaded the same file: whatever crashes ll
 
 from __future__ import annotations
 
-from primad.engine.llama import Vocabulary
+from primad.engine.llama import LlamaVocabulary
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header
 
 CHAT_TEMPLATE = "tokenizer.chat_template"
 
 
-class ModelVocabulary(Vocabulary):
-    """A ``Vocabulary`` that also knows the chat template."""
+class ModelVocabulary(LlamaVocabulary):
+    """A ``LlamaVocabulary`` that also knows the chat template."""
 
     def __init__(self, header: Header) -> None:
         super().__init__(header.path)

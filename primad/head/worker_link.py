@@ -1,6 +1,6 @@
 """The head's conversation with one worker: find the address that works, greet it, hear that it lives.
 
-``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``WorkerPart``
+``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``Participation``
 (``worker_part.py``); what is about the device itself (a sign of life, that it leaves, that its link broke) goes to the
 ``Listener``.
 """
@@ -18,7 +18,7 @@ import zmq.asyncio
 from halda import DeviceProfile, LinkProfile
 from primad import __version__
 from primad.errors import ClusterError
-from primad.head.participation import MISSES, DeviceLostError, WorkerPart
+from primad.head.participation import MISSES, DeviceLostError, Participation
 from primad.membership.memory_recovery import lowered
 from primad.network.control import HeadEnd
 from primad.network.messages import (
@@ -30,31 +30,32 @@ from primad.network.messages import (
     Hello,
     Introduce,
     Introduction,
-    Knock,
-    Knocked,
     Leaving,
     Linked,
     LinksMeasured,
     LinkTarget,
     Loaded,
     MeasureLinks,
-    PartState,
+    MemoryLow,
+    MemoryRecovered,
+    ParticipationState,
     Ping,
     Pong,
-    Pressed,
+    Probe,
+    Probed,
     Progress,
     Refused,
     Release,
-    Relieved,
     Welcome,
     WorkerMessage,
     WorkerStatus,
     agreed_protocol,
 )
+from primad.network.versions import version_gap
 from primad.settings.config import split_address
 from primad.trust.identity import Identity
 
-KNOCK_TIMEOUT_S: Final = 3.0
+PROBE_TIMEOUT_S: Final = 3.0
 HELLO_TIMEOUT_S: Final = 5.0
 
 
@@ -83,14 +84,14 @@ class Listener(Protocol):
     def leaving(self, device: str, reason: str) -> None:
         """It asks to go."""
 
-    def pressed(self, device: str) -> None:
-        """It is short of memory for its part; its profile says so now."""
+    def memory_low(self, device: str) -> None:
+        """It is short of memory for its participation; its profile says so now."""
 
-    def relieved(self, device: str) -> None:
+    def memory_recovered(self, device: str) -> None:
         """It has room again; its profile says so now."""
 
 
-async def knock(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Collection[str]) -> tuple[HeadEnd, Knocked]:
+async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Collection[str]) -> tuple[HeadEnd, Probed]:
     """The link to the first of ``addresses`` (host, port) where a device with one of ``keys`` answers.
 
     All are tried at once, so that it is the fastest. Raises ``ClusterError`` when none answers, or the one that does speaks
@@ -104,17 +105,17 @@ async def knock(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Coll
                 ends.append(HeadEnd(caller.context, host, port, identity=caller.identity, key=key))
             except ClusterError as exc:
                 refusals.append(str(exc))
-    tasks = {asyncio.create_task(_knock(caller, end)): end for end in ends}
+    tasks = {asyncio.create_task(_probe(caller, end)): end for end in ends}
     winner: HeadEnd | None = None
     try:
         for done in asyncio.as_completed(tasks):
             try:
-                winner, knocked = await done
+                winner, probed = await done
             except ClusterError as exc:
                 refusals.append(str(exc))
                 continue
-            _check_version(caller, knocked)
-            return winner, knocked
+            _check_version(caller, probed)
+            return winner, probed
     except BaseException:
         winner = None
         raise
@@ -130,37 +131,21 @@ async def knock(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Coll
     raise ClusterError("; ".join(sorted(set(refusals))) or "it has no address")
 
 
-async def _knock(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Knocked]:
-    await end.send(Knock(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=caller.device))
+async def _probe(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Probed]:
+    await end.send(Probe(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=caller.device))
     try:
-        async with asyncio.timeout(KNOCK_TIMEOUT_S + 1):
+        async with asyncio.timeout(PROBE_TIMEOUT_S + 1):
             while True:
-                message = await end.receive(KNOCK_TIMEOUT_S)
-                if isinstance(message, Knocked):
+                message = await end.receive(PROBE_TIMEOUT_S)
+                if isinstance(message, Probed):
                     return end, message
     except TimeoutError as exc:
         raise ClusterError(f"{end.address} says much, but not who it is") from exc
 
 
-def _check_version(caller: Caller, knocked: Knocked) -> None:
-    if agreed_protocol(knocked.protocol, knocked.oldest) is None:
-        raise ClusterError(version_gap(caller.device, knocked.device, knocked.version, knocked.protocol))
-
-
-def version_gap(ours: str, theirs: str, version: str, protocol: int) -> str:
-    """What to tell the owner of two devices whose versions do not understand each other."""
-    return (
-        f"{theirs} runs primad {version} (protocol {protocol}), {ours} runs {__version__} (protocol {PROTOCOL}), and they "
-        "do not understand each other; install the same version on both"
-    )
-
-
-def build_gap(ours: str, theirs: str, device: str) -> str:
-    """What to tell the owner of this device, whose llama.cpp is ``ours``, and of ``device``, whose is ``theirs``."""
-    return (
-        f"llama.cpp differs: {ours} here, {theirs} on {device}; answers may differ from those of one build in rare words; "
-        "install the same version on both"
-    )
+def _check_version(caller: Caller, probed: Probed) -> None:
+    if agreed_protocol(probed.protocol, probed.oldest) is None:
+        raise ClusterError(version_gap(caller.device, probed.device, probed.version, probed.protocol))
 
 
 async def greet_named(caller: Caller, address: str, keys: Collection[str], listener: Listener) -> WorkerLink:
@@ -169,14 +154,14 @@ async def greet_named(caller: Caller, address: str, keys: Collection[str], liste
     Raises ``ClusterError`` that names the flag when none answers or takes this head.
     """
     try:
-        end, _ = await knock(caller, [split_address(address)], keys)
+        end, _ = await probe(caller, [split_address(address)], keys)
         return await greet(caller, end, listener)
     except ClusterError as exc:
         raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
 
 
 async def greet(caller: Caller, end: HeadEnd, listener: Listener) -> WorkerLink:
-    """Say hello on ``end``, which ``knock`` found; from then on the device works for this head.
+    """Say hello on ``end``, which ``probe`` found; from then on the device works for this head.
 
     Raises ``ClusterError`` when it does not answer or is busy; then ``end`` is closed.
     """
@@ -216,7 +201,7 @@ class WorkerLink:
         self.build = welcome.build
         self.layer_port = welcome.layer_port
         self._listener = listener
-        self._parts: dict[int, WorkerPart] = {}
+        self._participations: dict[int, Participation] = {}
         self._links: asyncio.Future[list[LinkProfile]] | None = None
         self._lost = False
         self._strays: dict[int, int] = {}
@@ -282,14 +267,14 @@ class WorkerLink:
             link.target == self.name and link.source in asked
         )
 
-    def attend(self, part: WorkerPart) -> None:
-        """Give ``part`` what the worker says about its epoch."""
-        self._parts[part.epoch] = part
+    def attend(self, participation: Participation) -> None:
+        """Give ``participation`` what the worker says about its epoch."""
+        self._participations[participation.epoch] = participation
 
-    def forget(self, part: WorkerPart) -> None:
-        """``part`` is over."""
-        if self._parts.get(part.epoch) is part:
-            del self._parts[part.epoch]
+    def forget(self, participation: Participation) -> None:
+        """``participation`` is over."""
+        if self._participations.get(participation.epoch) is participation:
+            del self._participations[participation.epoch]
 
     async def _ping(self, interval_s: float) -> None:
         while True:
@@ -319,50 +304,50 @@ class WorkerLink:
                 self._report_lost(reason)
             case Leaving(reason):
                 self._listener.leaving(self.name, reason)
-            case Pressed():
-                if message.epoch in self._parts:
+            case MemoryLow():
+                if message.epoch in self._participations:
                     self._lower(message)
-                    self._listener.pressed(self.name)
-            case Relieved(available):
+                    self._listener.memory_low(self.name)
+            case MemoryRecovered(available):
                 if available > self.profile.ram_available_bytes:
                     available = min(available, self.profile.ram_total_bytes)
                     self.profile = replace(self.profile, ram_available_bytes=available)
-                    self._listener.relieved(self.name)
+                    self._listener.memory_recovered(self.name)
             case LinksMeasured(links=links):
                 if self._links is not None and not self._links.done():
                     self._links.set_result(links)
             case Progress() | Loaded() | Linked() | Broken() | WorkerStatus():
-                part = self._parts.get(message.epoch)
-                if part is not None:
-                    part.hear(message)
+                participation = self._participations.get(message.epoch)
+                if participation is not None:
+                    participation.hear(message)
             case Pong(number=number, parts=list(states)) if number:
                 self._compare(number, {state.epoch: state for state in states})
             case _:
                 return  # a sign of life and no more
 
-    def _compare(self, number: int, states: dict[int, PartState]) -> None:
-        """With ping ``number`` the worker had the parts ``states``: say what it did not hear once more."""
-        for part in self._parts.values():
-            lost = part.compare(number, states.get(part.epoch))
+    def _compare(self, number: int, states: dict[int, ParticipationState]) -> None:
+        """With ping ``number`` the worker had the participations ``states``: say what it did not hear once more."""
+        for participation in self._participations.values():
+            lost = participation.compare(number, states.get(participation.epoch))
             if lost is not None:
                 self._again.append(lost)
-        self._strays = {epoch: self._strays.get(epoch, 0) + 1 for epoch in states.keys() - self._parts.keys()}
+        self._strays = {epoch: self._strays.get(epoch, 0) + 1 for epoch in states.keys() - self._participations.keys()}
         for epoch in [epoch for epoch, times in self._strays.items() if times >= MISSES]:
             del self._strays[epoch]
             self._again.append(Release(epoch=epoch))
 
-    def _lower(self, pressed: Pressed) -> None:
+    def _lower(self, memory_low: MemoryLow) -> None:
         """From now on plans have less memory of this device: what it says, and less than they had at least."""
         left = lowered(
             self.profile.ram_available_bytes,
-            available_bytes=pressed.ram_available_bytes,
-            needed_bytes=pressed.needed_bytes,
+            available_bytes=memory_low.ram_available_bytes,
+            needed_bytes=memory_low.needed_bytes,
         )
         self.profile = replace(self.profile, ram_available_bytes=left)
 
     def _report_lost(self, reason: str) -> None:
         if not self._lost:
             self._lost = True
-            for part in list(self._parts.values()):
-                part.fail(DeviceLostError(f"{self.name} is gone: {reason}", self.name))
+            for participation in list(self._participations.values()):
+                participation.fail(DeviceLostError(f"{self.name} is gone: {reason}", self.name))
             self._listener.lost(self.name, reason)

@@ -27,10 +27,10 @@ from typing import Final
 
 from primad.errors import DiskError
 from primad.gguf.layer_file import Stamp, StoredLayer, hash_file, save_tree, stamp_of
-from primad.gguf.layers import DIGEST_BYTES, HEADER_BYTES, LayerRef, Stop, is_tree_of, layer_header, never
+from primad.gguf.layers import DIGEST_BYTES, HEADER_BYTES, LayerRef, StopHashing, is_tree_of, layer_header, never
 from primad.layers.eviction import CachedLayer, Disk, oldest_first
-from primad.layers.leases import Holds
-from primad.layers.partial import LayerPart
+from primad.layers.leases import Leases
+from primad.layers.partial import PartialLayer
 from primad.layers.writer import LayerWriter
 
 STALE_S: Final = 7 * 86_400.0
@@ -52,7 +52,7 @@ class LayerCache:
         self._limit_bytes = limit_bytes
         self._verified: dict[str, Stamp] = {}
         self._active: set[str] = set()
-        self._holds = Holds(folder)
+        self._leases = Leases(folder)
         self.turn = asyncio.Lock()
         """Who fills the cache takes turns: two writers of one layer would undo each other's work."""
         try:
@@ -78,9 +78,9 @@ class LayerCache:
 
     def missing(self, refs: Iterable[LayerRef]) -> list[LayerRef]:
         """Those of ``refs`` that are not here whole, each once; damaged files are removed on the way."""
-        return [ref for ref in dict.fromkeys(refs) if not self.holds(ref)]
+        return [ref for ref in dict.fromkeys(refs) if not self.has(ref)]
 
-    def holds(self, ref: LayerRef, stop: Stop = never) -> bool:
+    def has(self, ref: LayerRef, stop: StopHashing = never) -> bool:
         """Whether the layer is here and its weights hash to their name; a file that does not is removed.
 
         Raises ``DiskError`` when the disk refuses to read or remove it, ``HashingStopped`` at ``stop``.
@@ -131,7 +131,7 @@ class LayerCache:
                     path.unlink(missing_ok=True)
             return bad
 
-    def _is_whole(self, path: Path, digest: str, size_bytes: int | None, stop: Stop = never) -> bool:
+    def _is_whole(self, path: Path, digest: str, size_bytes: int | None, stop: StopHashing = never) -> bool:
         """Whether ``path`` holds the weights of ``digest``; hashes them the first time and after a change."""
         try:
             stamp = stamp_of(path.stat())
@@ -191,13 +191,13 @@ class LayerCache:
             partial.unlink(missing_ok=True)
 
     @contextmanager
-    def part(self, ref: LayerRef) -> Iterator[LayerPart]:
+    def part(self, ref: LayerRef) -> Iterator[PartialLayer]:
         """The layer with what of it is here already, to add chunks to; safe from ``make_room`` while the block runs.
 
         What arrived stays for the next time, but not on a disk that refused: a ``DiskError`` of the block removes it.
         Raises ``DiskError`` when what is here cannot be read.
         """
-        part = LayerPart(self._partial, ref)
+        part = PartialLayer(self._partial, ref)
         self._active.add(ref.digest)
         try:
             with self._write_errors(ref):
@@ -210,17 +210,17 @@ class LayerCache:
         finally:
             self._active.discard(ref.digest)
 
-    def begin(self, part: LayerPart, tree: bytes) -> None:
+    def begin(self, part: PartialLayer, tree: bytes) -> None:
         """As ``part.begin``. Raises ``DiskError``."""
         with self._write_errors(part.ref):
             part.begin(tree)
 
-    def write(self, part: LayerPart, number: int, chunk: bytes | memoryview) -> bool:
+    def write(self, part: PartialLayer, number: int, chunk: bytes | memoryview) -> bool:
         """As ``part.write``. Raises ``DiskError``."""
         with self._write_errors(part.ref):
             return part.write(number, chunk)
 
-    def finish(self, part: LayerPart) -> None:
+    def finish(self, part: PartialLayer) -> None:
         """Give the complete ``part`` its name. Raises ``DiskError`` when the disk does not give back what was written."""
         path = self.path(part.ref.digest)
         with self._write_errors(part.ref):
@@ -292,19 +292,19 @@ class LayerCache:
             with contextlib.suppress(OSError):  # not here, or a disk that refuses: it only looks older than it is
                 os.utime(self._tree_path(digest))
 
-    def hold(self, owner: str, digests: Iterable[str]) -> None:
+    def lease(self, owner: str, digests: Iterable[str]) -> None:
         """Protect ``digests`` from pruning, by other processes too, instead of what ``owner`` held before."""
         held = frozenset(digests)
-        self._holds.hold(owner, held)
+        self._leases.lease(owner, held)
         self.touch(held)
 
-    def let_go(self, owner: str) -> None:
+    def end_lease(self, owner: str) -> None:
         """``owner`` uses no layer any more."""
-        self._holds.let_go(owner)
+        self._leases.end(owner)
 
     def layers(self) -> list[CachedLayer]:
         """What is here, least recently used first. Raises ``DiskError``."""
-        held, sizes, used = self._holds.held(), dict[str, int](), dict[str, float]()
+        held, sizes, used = self._leases.held(), dict[str, int](), dict[str, float]()
         with self._disk_errors("cannot be listed"):
             for path in _inside(self._folder):
                 if (match := _FILE.fullmatch(path.name)) is None:
@@ -345,7 +345,7 @@ class LayerCache:
 
     def idle_partial(self) -> list[tuple[Path, int]]:
         """The files on their way that nobody is fetching, with the disk they take. Raises ``DiskError``."""
-        if self._holds.others_live():
+        if self._leases.others_live():
             return []
         with self._disk_errors("cannot be listed"):
             paths = [path for path in _inside(self._partial) if path.stem.partition("-")[0] not in self._active]

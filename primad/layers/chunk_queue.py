@@ -19,7 +19,7 @@ TREE: Final = -1
 """The number of the piece that is a layer's tree."""
 
 
-class Piece(NamedTuple):
+class ChunkId(NamedTuple):
     """Chunk ``number`` of the layer ``digest``, or its ``TREE``."""
 
     digest: str
@@ -34,8 +34,8 @@ class ChunkQueue:
         self._under_way = under_way
         self._holds: dict[str, frozenset[str] | None] = dict.fromkeys(sources)
         self._lacking: dict[str, dict[int, None]] = {}
-        self._asked: dict[Piece, list[str]] = {}
-        self._given: dict[str, dict[Piece, None]] = {source: {} for source in self._holds}
+        self._asked: dict[ChunkId, list[str]] = {}
+        self._given: dict[str, dict[ChunkId, None]] = {source: {} for source in self._holds}
 
     def add(self, digest: str, numbers: Iterable[int]) -> None:
         """These pieces of layer ``digest`` are lacking; none of them was added before."""
@@ -48,7 +48,7 @@ class ChunkQueue:
         assert source in self._holds
         self._holds[source] = frozenset(digests)
 
-    def take(self, source: str) -> Piece | None:
+    def take(self, source: str) -> ChunkId | None:
         """The next piece to ask of ``source``, which counts as asked from now on; None when there is none for it now."""
         holds, given = self._holds.get(source), self._given.get(source, {})
         if holds is None or len(given) >= self._under_way:
@@ -61,24 +61,24 @@ class ChunkQueue:
             self._asked.setdefault(piece, []).append(source)
         return piece
 
-    def _fresh(self, holds: frozenset[str]) -> Piece | None:
+    def _fresh(self, holds: frozenset[str]) -> ChunkId | None:
         for digest, numbers in self._lacking.items():
             if digest in holds:
                 number = next(iter(numbers))
                 del numbers[number]
                 if not numbers:
                     del self._lacking[digest]
-                return Piece(digest, number)
+                return ChunkId(digest, number)
         return None
 
-    def _overdue(self, holds: frozenset[str]) -> Piece | None:
+    def _overdue(self, holds: frozenset[str]) -> ChunkId | None:
         trees = [piece for piece in self._asked if piece.number == TREE]
         for piece in trees or self._asked:  # a tree that is awaited brings new chunks: it is not the end yet
             if piece.digest in holds and len(self._asked[piece]) < MOST_ASKED:
                 return piece
         return None
 
-    def answered(self, source: str, piece: Piece) -> bool:
+    def answered(self, source: str, piece: ChunkId) -> bool:
         """``source`` sent ``piece``, right or wrong, and may be asked for another; False when it was not asked for it.
 
         The piece is awaited until it ``arrived`` or the source is dropped.
@@ -89,7 +89,7 @@ class ChunkQueue:
         del given[piece]
         return True
 
-    def arrived(self, piece: Piece) -> bool:
+    def arrived(self, piece: ChunkId) -> bool:
         """The right bytes of ``piece`` are here; False when they had arrived before or it is not wanted."""
         return self._asked.pop(piece, None) is not None
 
@@ -109,7 +109,7 @@ class ChunkQueue:
         for piece in [piece for piece, asked in self._asked.items() if piece.digest == digest and source in asked]:
             self._unask(source, piece)
 
-    def _unask(self, source: str, piece: Piece) -> None:
+    def _unask(self, source: str, piece: ChunkId) -> None:
         asked = self._asked.get(piece)
         if asked is None or source not in asked:
             return

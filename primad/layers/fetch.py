@@ -21,8 +21,8 @@ import zmq.asyncio
 from primad.errors import ClusterError, DiskError, ProtocolError, printable
 from primad.gguf.layers import LayerRef, chunk_size, is_chunk_of, is_tree_of
 from primad.layers.cache import LayerCache
-from primad.layers.chunk_queue import TREE, ChunkQueue, Piece
-from primad.layers.partial import LayerPart
+from primad.layers.chunk_queue import TREE, ChunkId, ChunkQueue
+from primad.layers.partial import PartialLayer
 from primad.layers.rate_limit import TokenBucket
 from primad.layers.source_link import SourceError, SourceLink, reach
 from primad.network.layer_messages import (
@@ -50,7 +50,7 @@ STALL_CHUNKS: Final = 4
 FIRST_STALL_S: Final = 30.0
 """The same before its rate is known, and while nobody could take its place."""
 
-Answer = TypeVar("Answer")
+_Answer = TypeVar("_Answer")
 
 
 async def fetch_layers(
@@ -72,7 +72,7 @@ async def fetch_layers(
     async with cache.turn:
         wanted = []
         for ref in dict.fromkeys(refs):
-            if await hash_in_thread(cache.holds, ref):
+            if await hash_in_thread(cache.has, ref):
                 progress(ref.size_bytes)
             else:
                 wanted.append(ref)
@@ -85,7 +85,7 @@ async def fetch_layers(
             await _Fetch(sources, begun, cache, progress, bytes_per_s).run(context, identity)
 
 
-async def in_thread(function: Callable[..., Answer], *arguments: object) -> Answer:
+async def in_thread(function: Callable[..., _Answer], *arguments: object) -> _Answer:
     """Run ``function`` in a thread and wait for its end even when this task is cancelled meanwhile.
 
     So nothing is written any more once a cancelled caller has ended.
@@ -93,15 +93,15 @@ async def in_thread(function: Callable[..., Answer], *arguments: object) -> Answ
     return await _in_thread(function, arguments, lambda: None)
 
 
-async def hash_in_thread(function: Callable[..., Answer], *arguments: object) -> Answer:
+async def hash_in_thread(function: Callable[..., _Answer], *arguments: object) -> _Answer:
     """As ``in_thread`` for what hashes a layer and takes a ``Stop`` last: cancelled, it waits for one chunk and no more."""
     stop = threading.Event()
     return await _in_thread(function, (*arguments, stop.is_set), stop.set)
 
 
 async def _in_thread(
-    function: Callable[..., Answer], arguments: Sequence[object], cancelled: Callable[[], None]
-) -> Answer:
+    function: Callable[..., _Answer], arguments: Sequence[object], cancelled: Callable[[], None]
+) -> _Answer:
     task = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(task)
@@ -119,7 +119,7 @@ class _Fetch:
     def __init__(
         self,
         sources: Sequence[Source],
-        parts: Mapping[str, LayerPart],
+        parts: Mapping[str, PartialLayer],
         cache: LayerCache,
         progress: Callable[[int], None],
         bytes_per_s: float | None,
@@ -132,7 +132,7 @@ class _Fetch:
         self._cache = cache
         self._progress = progress
         self._unfinished = set(parts)
-        self._complete: asyncio.Queue[LayerPart] = asyncio.Queue(len(parts))
+        self._complete: asyncio.Queue[PartialLayer] = asyncio.Queue(len(parts))
         self._changed = asyncio.Event()
         self._reasons: dict[str, str] = {}
         self._disk_error: DiskError | None = None
@@ -199,7 +199,7 @@ class _Fetch:
         self.queue.add(digest, part.lacking())
         self._wake()
 
-    async def keep(self, piece: Piece, data: memoryview) -> None:
+    async def keep(self, piece: ChunkId, data: memoryview) -> None:
         """The right bytes of a chunk arrived."""
         part = self.parts[piece.digest]
         complete = await in_thread(self._cache.write, part, piece.number, data)
@@ -247,7 +247,7 @@ class _Draw:
                 await self._fetch.wait_change()
                 self._heard_s = time.monotonic()
                 continue
-            message, data = await self._link.answer(self._patience_s())
+            message, data = await self._link.answer(self._timeout_s())
             self._measure(data)
             await self._take_in(message, data)
 
@@ -262,7 +262,7 @@ class _Draw:
                 await asyncio.sleep(wait_s)
             await self._link.ask(FetchChunk(digest=digest, offset=number * CHUNK_BYTES, size=size))
 
-    def _patience_s(self) -> float:
+    def _timeout_s(self) -> float:
         if self._chunk_s is not None and self._fetch.queue.replaceable(self._key):
             return max(STALL_S, STALL_CHUNKS * self._chunk_s)
         return max(FIRST_STALL_S, 2 * STALL_CHUNKS * (self._chunk_s or 0.0))
@@ -278,13 +278,13 @@ class _Draw:
     async def _take_in(self, message: TransferMessage, data: memoryview | None) -> None:
         match message:
             case Digests(digest=digest, tree=tree) if data is None:
-                self._expect(piece := Piece(digest, TREE))
+                self._expect(piece := ChunkId(digest, TREE))
                 if not is_tree_of(tree, digest, self._fetch.parts[digest].ref.size_bytes):
                     raise SourceError(f"sent digests of chunks that are not those of layer {digest[:12]}")
                 if self._fetch.queue.arrived(piece):
                     await self._fetch.begin(digest, tree)
             case Chunk(digest=digest, offset=offset) if data and offset % CHUNK_BYTES == 0:
-                self._expect(piece := Piece(digest, offset // CHUNK_BYTES))
+                self._expect(piece := ChunkId(digest, offset // CHUNK_BYTES))
                 known = self._fetch.parts[digest].tree
                 assert known is not None
                 if not await in_thread(is_chunk_of, data, known, piece.number):
@@ -292,11 +292,11 @@ class _Draw:
                 if self._fetch.queue.arrived(piece):
                     await self._fetch.keep(piece, data)
             case NoChunk(digest=digest, offset=offset, reason=reason) if data is None:
-                self._expect(Piece(digest, TREE if offset is None else offset // CHUNK_BYTES))
+                self._expect(ChunkId(digest, TREE if offset is None else offset // CHUNK_BYTES))
                 self._fetch.refused(self._key, digest, reason)
             case _:
                 raise ProtocolError(f"answered with a {type(message).__name__} that was not asked for")
 
-    def _expect(self, piece: Piece) -> None:
+    def _expect(self, piece: ChunkId) -> None:
         if not self._fetch.queue.answered(self._key, piece):
             raise ProtocolError(f"answered with another piece than it was asked for: {printable(piece.digest[:12])}")

@@ -27,19 +27,19 @@ class _InUse(msgspec.Struct, frozen=True, kw_only=True):
     holds: dict[str, list[str]]
 
 
-class Holds:
+class Leases:
     """The layers (digests) that processes hold of the cache in ``folder``, by owner: a name for what uses them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._own: dict[str, frozenset[str]] = {}
 
-    def hold(self, owner: str, digests: Iterable[str]) -> None:
+    def lease(self, owner: str, digests: Iterable[str]) -> None:
         """Protect ``digests`` for ``owner``, instead of what it held before."""
         self._own[owner] = frozenset(digests)
         self._save()
 
-    def let_go(self, owner: str) -> None:
+    def end(self, owner: str) -> None:
         """``owner`` uses no layer any more."""
         if self._own.pop(owner, None) is not None:
             self._save()

@@ -27,7 +27,7 @@ from primad.gguf.layers import (
 )
 
 
-class LayerPart:
+class PartialLayer:
     """The part of layer ``ref`` that is here, in ``folder``. Its methods block and may be called from several threads.
 
     All raise ``OSError`` as the disk does; ``LayerCache`` translates.

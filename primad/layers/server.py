@@ -22,13 +22,13 @@ from primad.network.gate import sender_key
 from primad.network.layer_messages import (
     CHUNK_BYTES,
     MAX_REQUEST_BYTES,
-    AskHolds,
+    AskPresent,
     Chunk,
     Digests,
     FetchChunk,
     FetchDigests,
-    Holds,
     NoChunk,
+    Present,
     TransferReply,
     TransferRequest,
     decode_transfer,
@@ -115,7 +115,7 @@ class LayerServer:
             except ProtocolError as exc:
                 self._complain(str(exc))
                 continue
-            line = self._questions if isinstance(request, AskHolds) else self._fetches
+            line = self._questions if isinstance(request, AskPresent) else self._fetches
             if not line.put(key, peer.bytes, request):
                 self._complain(f"more than {REQUESTS_WAITING} requests of one device at a time")
 
@@ -150,8 +150,8 @@ class LayerServer:
             await self._socket.send_multipart(frames, copy=False)
 
     def _answer(self, request: TransferRequest) -> tuple[TransferReply, bytes]:
-        if isinstance(request, AskHolds):
-            return Holds(held=[self._find(digest) is not None for digest in request.digests]), b""
+        if isinstance(request, AskPresent):
+            return Present(held=[self._find(digest) is not None for digest in request.digests]), b""
         digest = request.digest
         offset = request.offset if isinstance(request, FetchChunk) else None
         layer = self._find(digest)

@@ -15,8 +15,8 @@ from primad.errors import ClusterError, ProtocolError, printable
 from primad.network.layer_messages import (
     MAX_ENDPOINTS,
     MAX_REPLY_BYTES,
-    AskHolds,
-    Holds,
+    AskPresent,
+    Present,
     Source,
     TransferMessage,
     TransferRequest,
@@ -66,15 +66,15 @@ class SourceLink:
         """Send a request; what waits to be sent is bounded by the caller, who counts its answers."""
         await self._socket.send(encode(request))
 
-    async def answer(self, patience_s: float) -> tuple[TransferMessage, memoryview | None]:
+    async def answer(self, timeout_s: float) -> tuple[TransferMessage, memoryview | None]:
         """The next message, and its second frame. Raises ``SourceError`` when the source is gone or silent for
-        ``patience_s``, ``ProtocolError`` for anything that is no message of ours."""
+        ``timeout_s``, ``ProtocolError`` for anything that is no message of ours."""
         receiving = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
         try:
             either: set[asyncio.Future[Any]] = {receiving, self._lost}
-            await asyncio.wait(either, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
-                raise SourceError(self._lost.result() if self._lost.done() else f"sent nothing for {patience_s:g} s")
+                raise SourceError(self._lost.result() if self._lost.done() else f"sent nothing for {timeout_s:g} s")
             frames = receiving.result()
         finally:
             receiving.cancel()
@@ -125,12 +125,12 @@ async def _greet(
 ) -> tuple[SourceLink, list[str]]:
     link = SourceLink(context, identity, source, endpoint)
     try:
-        await link.ask(AskHolds(digests=list(digests)))
+        await link.ask(AskPresent(digests=list(digests)))
         try:
             message, _ = await link.answer(REACH_S)
         except SourceError as exc:
             raise SourceError(f"{endpoint} {exc}") from exc
-        if not isinstance(message, Holds) or len(message.held) != len(digests):
+        if not isinstance(message, Present) or len(message.held) != len(digests):
             raise ProtocolError(f"{endpoint} did not say which layers it holds")
     except BaseException:
         link.close()

@@ -9,17 +9,17 @@ from primad.membership.transitions import abandon, dismissals, give_up, is_spoke
 from primad.membership.types import (
     PRESENT,
     Attempt,
+    DevicePhase,
     Effect,
     Fail,
     Greet,
     Measure,
-    Phase,
-    Ring,
-    Say,
+    Purpose,
+    SayLine,
     Serve,
+    ServingRing,
     Solve,
     State,
-    Why,
 )
 
 SETTLE_S: Final = 5.0
@@ -56,15 +56,15 @@ def wake_at(state: State, now: float) -> float | None:
         times.append(device.barred_until_s)
         if is_spoken_to(device):
             times += [device.heard_s + settings.suspect_after_s, device.heard_s + settings.gone_after_s]
-        elif device.phase is not Phase.DISCOVERED and device.in_sight and not device.greeting:
+        elif device.phase is not DevicePhase.DISCOVERED and device.in_sight and not device.greeting:
             times.append(device.greet_at_s)
     if state.serving is not None:
         times.append(state.serving.since_s + SETTLE_S)
         if state.again_at_s is not None:
             times.append(state.again_at_s)
-    if state.pressed:
-        times.append(state.relieve_at_s)
-    if state.relieved:
+    if state.memory_low:
+        times.append(state.recover_at_s)
+    if state.memory_recovered:
         times.append(state.regain_at_s)
     if state.holding_s is not None:
         times.append(state.holding_s + settings.hold_s)
@@ -83,7 +83,7 @@ def _judge_silence(state: State, now: float, effects: list[Effect]) -> State:
         if device.heard_s + settings.gone_after_s <= now:
             state = lose(state, name, f"no sign of life for {now - device.heard_s:.1f} s", now, effects)
         elif device.phase in PRESENT and device.heard_s + settings.suspect_after_s <= now:
-            state = put(state, name, replace(device, phase=Phase.SUSPECTED, before=device.phase))
+            state = put(state, name, replace(device, phase=DevicePhase.SUSPECTED, before=device.phase))
             attempt = state.attempt
             if attempt is not None and attempt.members is None and name in attempt.candidates:
                 state = abandon(state, effects)
@@ -92,7 +92,7 @@ def _judge_silence(state: State, now: float, effects: list[Effect]) -> State:
 
 def _greet(state: State, now: float, effects: list[Effect]) -> State:
     for name, device in state.devices.items():
-        waits = device.phase in (Phase.PAIRED, Phase.GONE) and device.in_sight and not device.greeting
+        waits = device.phase in (DevicePhase.PAIRED, DevicePhase.GONE) and device.in_sight and not device.greeting
         if waits and device.greet_at_s <= now:
             effects.append(Greet(name))
             state = put(state, name, replace(device, greeting=True))
@@ -104,18 +104,18 @@ def _swap(state: State, now: float, effects: list[Effect]) -> State:
     attempt, serving = state.attempt, state.serving
     if attempt is None or not attempt.formed or attempt.members is None:
         return state
-    if serving is not None and attempt.why is Why.SUSPICION:
+    if serving is not None and attempt.why is Purpose.SUSPICION:
         return state
     effects.append(Serve(attempt.epoch, None if serving is None else serving.epoch))
     effects += dismissals(state)
-    ring = Ring(
+    ring = ServingRing(
         epoch=attempt.epoch,
         members=attempt.members,
         candidates=attempt.candidates,
         value=attempt.value,
         since_s=now,
     )
-    pressed = state.pressed & (ring.members | {state.settings.head})
+    memory_low = state.memory_low & (ring.members | {state.settings.head})
     well = {
         name: replace(device, reason="")  # whatever it was barred for
         for name, device in state.devices.items()
@@ -131,12 +131,12 @@ def _swap(state: State, now: float, effects: list[Effect]) -> State:
         tried={},
         last_resort=False,
         failures=0,
-        pressed=frozenset() if attempt.why is Why.PRESSURE else pressed,
+        memory_low=frozenset() if attempt.why is Purpose.PRESSURE else memory_low,
     )
 
 
 def _measure_is_due(state: State, now: float) -> bool:
-    profiled = any(device.phase is Phase.PROFILED for device in state.devices.values())
+    profiled = any(device.phase is DevicePhase.PROFILED for device in state.devices.values())
     return profiled and not state.measuring and state.measure_at_s <= now
 
 
@@ -175,44 +175,44 @@ def _attempt(state: State, now: float, effects: list[Effect]) -> State:
         return state
     epoch = state.epoch + 1
     instead: int | None = None
-    if why is Why.PRESSURE:
+    if why is Purpose.PRESSURE:
         assert state.serving is not None
-        names = ", ".join(sorted(state.pressed))
-        effects.append(Say(f"{names}: other programs need the memory; looking for a plan that asks less of it"))
-        instead, state = state.serving.epoch, replace(state, relieve_at_s=now + RELIEVE_S)
+        names = ", ".join(sorted(state.memory_low))
+        effects.append(SayLine(f"{names}: other programs need the memory; looking for a plan that asks less of it"))
+        instead, state = state.serving.epoch, replace(state, recover_at_s=now + RELIEVE_S)
     attempt = Attempt(epoch=epoch, why=why, candidates=candidates)
-    if why is Why.GAIN and state.relieved:
-        names = ", ".join(sorted(state.relieved))
-        effects.append(Say(f"{names}: there is memory again; looking for a better plan"))
-        attempt = replace(attempt, relieved=state.relieved)
-        state = replace(state, relieved=frozenset(), regain_at_s=now + REGAIN_S)
+    if why is Purpose.GAIN and state.memory_recovered:
+        names = ", ".join(sorted(state.memory_recovered))
+        effects.append(SayLine(f"{names}: there is memory again; looking for a better plan"))
+        attempt = replace(attempt, memory_recovered=state.memory_recovered)
+        state = replace(state, memory_recovered=frozenset(), regain_at_s=now + REGAIN_S)
     effects.append(Solve(epoch, candidates, instead))
     return replace(state, epoch=epoch, attempt=attempt)
 
 
-def _why_any(state: State, candidates: frozenset[str], now: float) -> Why | None:
+def _why_any(state: State, candidates: frozenset[str], now: float) -> Purpose | None:
     """Why to try a ring while none serves."""
     if state.has_served:
-        waits = now < state.retry_at_s and state.tried.get(Why.RECOVERY) == candidates
-        return None if waits else Why.RECOVERY
-    return Why.FIRST if now >= state.retry_at_s and _gathered(state, now) else None
+        waits = now < state.retry_at_s and state.tried.get(Purpose.RECOVERY) == candidates
+        return None if waits else Purpose.RECOVERY
+    return Purpose.FIRST if now >= state.retry_at_s and _gathered(state, now) else None
 
 
-def _why_another(state: State, candidates: frozenset[str], now: float) -> Why | None:
+def _why_another(state: State, candidates: frozenset[str], now: float) -> Purpose | None:
     """Why to try a ring beside the one that serves. What was tried in vain is not tried again with the same devices."""
     serving = state.serving
     assert serving is not None
     if any(state.devices[name].leaving for name in serving.members):
-        return Why.LEAVING if state.tried.get(Why.LEAVING) != candidates else None
+        return Purpose.LEAVING if state.tried.get(Purpose.LEAVING) != candidates else None
     if suspects(state):
-        return Why.SUSPICION if state.tried.get(Why.SUSPICION) != candidates else None
-    if state.pressed and now >= max(serving.since_s + SETTLE_S, state.retry_at_s, state.relieve_at_s):
-        return Why.PRESSURE
+        return Purpose.SUSPICION if state.tried.get(Purpose.SUSPICION) != candidates else None
+    if state.memory_low and now >= max(serving.since_s + SETTLE_S, state.retry_at_s, state.recover_at_s):
+        return Purpose.PRESSURE
     if _measures(state, now) or now < max(serving.since_s + SETTLE_S, state.retry_at_s):
         return None
-    is_new = candidates - serving.candidates and state.tried.get(Why.GAIN) != candidates
-    has_room = state.relieved & (candidates | {state.settings.head}) and now >= state.regain_at_s
-    return Why.GAIN if is_new or has_room else None
+    is_new = candidates - serving.candidates and state.tried.get(Purpose.GAIN) != candidates
+    has_room = state.memory_recovered & (candidates | {state.settings.head}) and now >= state.regain_at_s
+    return Purpose.GAIN if is_new or has_room else None
 
 
 def _gathered(state: State, now: float) -> bool:
@@ -250,7 +250,7 @@ def _looked(state: State, now: float) -> bool:
     """Whether the time to look for devices is over, and nothing under way may soon bring one more."""
     look_s = state.started_s + state.settings.look_s
     greeting = any(device.greeting for device in state.devices.values())
-    suspected = any(device.phase is Phase.SUSPECTED for device in state.devices.values())
+    suspected = any(device.phase is DevicePhase.SUSPECTED for device in state.devices.values())
     return now >= look_s + (GREETING_S if greeting else 0.0) and not suspected and not _measures(state, now)
 
 

@@ -43,9 +43,12 @@ from primad.membership.transitions import (
 )
 from primad.membership.types import (
     Attempt,
-    Broken,
     Device,
-    Dismiss,
+    DeviceLeaving,
+    DeviceMemoryLow,
+    DeviceMemoryRecovered,
+    DevicePhase,
+    DeviceRefused,
     Drop,
     Effect,
     Event,
@@ -53,16 +56,14 @@ from primad.membership.types import (
     Form,
     Formed,
     Heard,
-    Leaving,
+    LetGo,
     Lost,
     Measured,
     NoPlan,
-    Phase,
-    Pressed,
+    Purpose,
     Reached,
-    Refused,
-    Relieved,
-    Say,
+    RingFailed,
+    SayLine,
     Seen,
     Solved,
     State,
@@ -70,7 +71,6 @@ from primad.membership.types import (
     Unreached,
     Vanished,
     Welcomed,
-    Why,
 )
 
 __all__ = ["phase_of", "step", "usable", "wake_at"]
@@ -101,13 +101,13 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Effect, .
     return state, tuple(effects)
 
 
-def phase_of(state: State, name: str) -> Phase:
+def phase_of(state: State, name: str) -> DevicePhase:
     """The phase of the known device ``name`` as people are shown it: its part in a ring counts more than being ready."""
     phase = state.devices[name].phase
-    if phase is Phase.READY and state.serving is not None and name in state.serving.members:
-        return Phase.SERVING
-    if phase is Phase.READY and state.attempt is not None and name in (state.attempt.members or ()):
-        return Phase.LOADING
+    if phase is DevicePhase.READY and state.serving is not None and name in state.serving.members:
+        return DevicePhase.SERVING
+    if phase is DevicePhase.READY and state.attempt is not None and name in (state.attempt.members or ()):
+        return DevicePhase.LOADING
     return phase
 
 
@@ -119,7 +119,7 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
             return _vanished(state, device)
         case Welcomed(device):
             return _welcomed(state, device, now, effects)
-        case Refused(device, reason):
+        case DeviceRefused(device, reason):
             return _refused(state, device, reason, now)
         case Measured(devices):
             return _measured(state, devices, now)
@@ -131,19 +131,19 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
             return _heard(state, device, now, effects)
         case Lost(device, reason):
             return lose(state, device, reason, now, effects)
-        case Leaving(device, reason):
+        case DeviceLeaving(device, reason):
             return _leaving(state, device, reason, effects)
-        case Pressed(device):
+        case DeviceMemoryLow(device):
             return _pressed(state, device)
-        case Relieved(device):
-            return _relieved(state, device)
+        case DeviceMemoryRecovered(device):
+            return _memory_recovered(state, device)
         case Solved():
             return _solved(state, event, effects)
         case NoPlan(epoch, reason):
             return _no_plan(state, epoch, reason, now, effects)
         case Formed(epoch):
             return _formed(state, epoch)
-        case Broken():
+        case RingFailed():
             return _broken(state, event, now, effects)
         case Tick():
             return state
@@ -154,9 +154,9 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
 
 def _seen(state: State, name: str, trusted: bool, now: float) -> State:
     known = state.devices.get(name)
-    phase = Phase.PAIRED if trusted else Phase.DISCOVERED
+    phase = DevicePhase.PAIRED if trusted else DevicePhase.DISCOVERED
     if known is None:
-        strangers = sum(device.phase is Phase.DISCOVERED for device in state.devices.values())
+        strangers = sum(device.phase is DevicePhase.DISCOVERED for device in state.devices.values())
         if not trusted and strangers >= MOST_STRANGERS:
             return state
         return put(state, name, Device(phase=phase, heard_s=now, greet_at_s=now))
@@ -175,10 +175,10 @@ def _vanished(state: State, name: str) -> State:
 
 
 def _welcomed(state: State, name: str, now: float, effects: list[Effect]) -> State:
-    known = state.devices.get(name, Device(phase=Phase.PAIRED, heard_s=now))
+    known = state.devices.get(name, Device(phase=DevicePhase.PAIRED, heard_s=now))
     if is_spoken_to(known):
         return _heard(state, name, now, effects)
-    if known.phase is Phase.DISCOVERED:  # its trust was withdrawn while it was greeted
+    if known.phase is DevicePhase.DISCOVERED:  # its trust was withdrawn while it was greeted
         effects.append(Drop(name))
         return put(state, name, replace(known, greeting=False)) if known.in_sight else without(state, name)
     # A bar for what would last is over when the device comes anew: its owner may have made room and started it again.
@@ -186,7 +186,7 @@ def _welcomed(state: State, name: str, now: float, effects: list[Effect]) -> Sta
         min(known.barred_until_s, now + BAR_S) if known.barred_until_s > now + MOST_BAR_S else known.barred_until_s
     )
     fresh = replace(
-        known, phase=Phase.PROFILED, heard_s=now, greeting=False, greets=0, reason="", barred_until_s=until_s
+        known, phase=DevicePhase.PROFILED, heard_s=now, greeting=False, greets=0, reason="", barred_until_s=until_s
     )
     return replace(put(state, name, fresh), agains=0)
 
@@ -207,16 +207,16 @@ def _measured(state: State, devices: frozenset[str], now: float) -> State:
     state = replace(state, measuring=frozenset())
     for name in asked & state.devices.keys():
         device = state.devices[name]
-        own = device.before if device.phase is Phase.SUSPECTED else device.phase
-        if own is not Phase.PROFILED:
+        own = device.before if device.phase is DevicePhase.SUSPECTED else device.phase
+        if own is not DevicePhase.PROFILED:
             continue
         if name not in devices:
             state = put(state, name, replace(device, reason="the links to it could not be measured"))
             state = replace(state, measure_at_s=now + _MEASURE_AGAIN_S)
-        elif device.phase is Phase.SUSPECTED:
-            state = put(state, name, replace(device, before=Phase.READY))
+        elif device.phase is DevicePhase.SUSPECTED:
+            state = put(state, name, replace(device, before=DevicePhase.READY))
         else:
-            state = put(state, name, replace(device, phase=Phase.READY, reason=""))
+            state = put(state, name, replace(device, phase=DevicePhase.READY, reason=""))
     return state
 
 
@@ -231,7 +231,7 @@ def _reached(state: State, name: str) -> State:
     if serving is None:
         return state
     tried = dict(state.tried)
-    tried.pop(Why.GAIN, None)
+    tried.pop(Purpose.GAIN, None)
     return replace(state, serving=replace(serving, candidates=serving.candidates - {name}), tried=tried)
 
 
@@ -239,12 +239,12 @@ def _heard(state: State, name: str, now: float, effects: list[Effect]) -> State:
     device = state.devices.get(name)
     if device is None or not is_spoken_to(device):
         return state
-    if device.phase is not Phase.SUSPECTED:
+    if device.phase is not DevicePhase.SUSPECTED:
         return put(state, name, replace(device, heard_s=now))
-    effects.append(Say(f"{name} answers again"))
+    effects.append(SayLine(f"{name} answers again"))
     state = put(state, name, replace(device, phase=device.before, heard_s=now))
     attempt = state.attempt
-    if attempt is not None and attempt.why is Why.SUSPICION and suspects(state) <= (attempt.members or frozenset()):
+    if attempt is not None and attempt.why is Purpose.SUSPICION and suspects(state) <= (attempt.members or frozenset()):
         return abandon(state, effects)  # it is without no device that is suspected still
     return state
 
@@ -257,11 +257,11 @@ def _leaving(state: State, name: str, reason: str, effects: list[Effect]) -> Sta
     if takes_part(state.attempt, name):
         state = abandon(state, effects)
     if state.serving is None or name not in state.serving.members:
-        effects.append(Dismiss(name))
+        effects.append(LetGo(name))
         return state
-    effects.append(Say(f"{name} leaves ({reason}); handing its layers over"))
-    if state.attempt is not None and state.attempt.why is Why.SUSPICION and name not in state.attempt.candidates:
-        return replace(state, attempt=replace(state.attempt, why=Why.LEAVING))  # it goes anyhow: no need to wait
+    effects.append(SayLine(f"{name} leaves ({reason}); handing its layers over"))
+    if state.attempt is not None and state.attempt.why is Purpose.SUSPICION and name not in state.attempt.candidates:
+        return replace(state, attempt=replace(state.attempt, why=Purpose.LEAVING))  # it goes anyhow: no need to wait
     return state
 
 
@@ -269,14 +269,14 @@ def _pressed(state: State, name: str) -> State:
     serving = state.serving
     if serving is None or name not in serving.members | {state.settings.head}:
         return state
-    return replace(state, pressed=state.pressed | {name})
+    return replace(state, memory_low=state.memory_low | {name})
 
 
-def _relieved(state: State, name: str) -> State:
-    state = replace(state, pressed=state.pressed - {name})
+def _memory_recovered(state: State, name: str) -> State:
+    state = replace(state, memory_low=state.memory_low - {name})
     if state.serving is None or name not in state.devices.keys() | {state.settings.head}:
         return state
-    return replace(state, relieved=state.relieved | {name})
+    return replace(state, memory_recovered=state.memory_recovered | {name})
 
 
 # ---- attempts and rings ---------------------------------------------------------------------------------------------
@@ -287,18 +287,18 @@ def _solved(state: State, event: Solved, effects: list[Effect]) -> State:
     if attempt is None or attempt.epoch != event.epoch or attempt.members is not None:
         return state
     assert event.members <= attempt.candidates, "a plan with devices that nobody offered"
-    if attempt.why is Why.GAIN and serving is not None:
+    if attempt.why is Purpose.GAIN and serving is not None:
         is_enough = event.value <= (1 - state.settings.gain) * serving.value
         is_due = state.settings.use_all and not event.members <= serving.members
         if serving.value <= 0 or not (is_enough or is_due):
             state = _in_vain(state, attempt)
-            return abandon(replace(state, attempt=replace(attempt, relieved=frozenset())), effects)
+            return abandon(replace(state, attempt=replace(attempt, memory_recovered=frozenset())), effects)
         names = ", ".join(sorted(event.members)) or "the head alone"
         better = 1 - event.value / serving.value
         how = (
             f"is {better:.0%} better; changing to it" if better > 0 else "takes over, as every device is to have layers"
         )
-        effects.append(Say(f"a plan with {names} {how}"))
+        effects.append(SayLine(f"a plan with {names} {how}"))
     effects.append(Form(event.epoch))
     return replace(state, attempt=replace(attempt, members=event.members, value=event.value))
 
@@ -308,9 +308,9 @@ def _no_plan(state: State, epoch: int, reason: str, now: float, effects: list[Ef
     if attempt is None or attempt.epoch != epoch or attempt.members is not None:
         return state
     state = replace(_in_vain(state, attempt), attempt=None)
-    if attempt.why is Why.PRESSURE:
-        effects.append(Say(f"no other plan asks less of {', '.join(sorted(state.pressed))}: {reason}"))
-        return replace(state, pressed=frozenset())
+    if attempt.why is Purpose.PRESSURE:
+        effects.append(SayLine(f"no other plan asks less of {', '.join(sorted(state.memory_low))}: {reason}"))
+        return replace(state, memory_low=frozenset())
     if state.serving is not None:
         return _not_handed_over(state, attempt, reason, effects)
     if usable(state, now) != attempt.candidates:
@@ -333,7 +333,7 @@ def _formed(state: State, epoch: int) -> State:
     return replace(state, attempt=replace(attempt, formed=True))
 
 
-def _broken(state: State, event: Broken, now: float, effects: list[Effect]) -> State:
+def _broken(state: State, event: RingFailed, now: float, effects: list[Effect]) -> State:
     if state.attempt is not None and state.attempt.epoch == event.epoch:
         return _attempt_broke(state, state.attempt, event, now, effects)
     if state.serving is not None and state.serving.epoch == event.epoch:
@@ -341,16 +341,16 @@ def _broken(state: State, event: Broken, now: float, effects: list[Effect]) -> S
     return state
 
 
-def _attempt_broke(state: State, attempt: Attempt, event: Broken, now: float, effects: list[Effect]) -> State:
+def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float, effects: list[Effect]) -> State:
     blamed = event.device in attempt.candidates
-    if attempt.why is not Why.GAIN or not blamed:
+    if attempt.why is not Purpose.GAIN or not blamed:
         # Whoever broke a better plan is barred, and the plan worth trying again when that is over.
-        state = replace(_in_vain(state, attempt), attempt=replace(attempt, relieved=frozenset()))
+        state = replace(_in_vain(state, attempt), attempt=replace(attempt, memory_recovered=frozenset()))
     state = abandon(state, effects)
     failures = state.failures + 1
     if not state.has_served and (not blamed or _is_hopeless(state, attempt, event.device, failures)):
         return give_up(state, event.reason, effects)
-    effects.append(Say(f"{event.reason}; forming the ring again"))
+    effects.append(SayLine(f"{event.reason}; forming the ring again"))
     # Without the device to blame it is another ring, which need not wait.
     pause_s = 0.0 if blamed and not state.last_resort else min(2.0 ** min(failures, 10), _MOST_PAUSE_S)
     state = bar(
@@ -372,9 +372,9 @@ def _is_hopeless(state: State, attempt: Attempt, name: str | None, failures: int
     return failures >= FIRST_FAILURES and (again or failures >= FIRST_FAILURES * len(attempt.candidates))
 
 
-def _ring_broke(state: State, event: Broken, now: float, effects: list[Effect]) -> State:
+def _ring_broke(state: State, event: RingFailed, now: float, effects: list[Effect]) -> State:
     assert state.serving is not None
-    effects.append(Say(f"{event.reason}; forming the ring again"))
+    effects.append(SayLine(f"{event.reason}; forming the ring again"))
     device = None if event.device is None else state.devices.get(event.device)
     # The next ring does without a device to blame, unless there is no plan without it: then it was barred and came back.
     is_cured = device is not None and device.barred_until_s <= now
@@ -385,7 +385,7 @@ def _ring_broke(state: State, event: Broken, now: float, effects: list[Effect]) 
     state = close(state, event.reason, now, effects)
     if breaks > 1:
         pause_s = min(2.0 ** min(breaks - 2, 10), _MOST_PAUSE_S)
-        state = replace(state, retry_at_s=now + pause_s, tried={Why.RECOVERY: usable(state, now)})
+        state = replace(state, retry_at_s=now + pause_s, tried={Purpose.RECOVERY: usable(state, now)})
     if breaks < MOST_BREAKS:
         return state
     effects.append(Fail(f"{breaks} rings in a row broke: {event.reason}"))
@@ -398,7 +398,7 @@ def _in_vain(state: State, attempt: Attempt) -> State:
 
 def _not_handed_over(state: State, attempt: Attempt, reason: str, effects: list[Effect]) -> State:
     """Who leaves may go, if the attempt was to hand over its layers: the others cannot take them."""
-    if state.serving is not None and attempt.why is Why.LEAVING:
-        effects.append(Say(f"the other devices cannot take over: {reason}"))
+    if state.serving is not None and attempt.why is Purpose.LEAVING:
+        effects.append(SayLine(f"the other devices cannot take over: {reason}"))
         effects += dismissals(state)
     return state

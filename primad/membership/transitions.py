@@ -15,14 +15,14 @@ from primad.membership.types import (
     Attempt,
     Close,
     Device,
-    Dismiss,
+    DevicePhase,
     Drop,
     Effect,
     GiveUp,
-    Phase,
-    Say,
+    LetGo,
+    Purpose,
+    SayLine,
     State,
-    Why,
 )
 
 GREET_S: Final = 0.5
@@ -39,13 +39,15 @@ def usable(state: State, now: float) -> frozenset[str]:
     return frozenset(
         name
         for name, device in state.devices.items()
-        if device.phase is Phase.READY and not device.leaving and (state.last_resort or device.barred_until_s <= now)
+        if device.phase is DevicePhase.READY
+        and not device.leaving
+        and (state.last_resort or device.barred_until_s <= now)
     )
 
 
 def is_spoken_to(device: Device) -> bool:
     """Whether there is a link to the device, silent or not."""
-    return device.phase in PRESENT or device.phase is Phase.SUSPECTED
+    return device.phase in PRESENT or device.phase is DevicePhase.SUSPECTED
 
 
 def takes_part(attempt: Attempt | None, name: str) -> bool:
@@ -56,12 +58,12 @@ def takes_part(attempt: Attempt | None, name: str) -> bool:
 def suspects(state: State) -> frozenset[str]:
     """The suspected devices of the serving ring."""
     members = state.serving.members if state.serving is not None else frozenset()
-    return frozenset(name for name in members if state.devices[name].phase is Phase.SUSPECTED)
+    return frozenset(name for name in members if state.devices[name].phase is DevicePhase.SUSPECTED)
 
 
 def dismissals(state: State) -> Iterable[Effect]:
     """Leave to go for every device that asked to."""
-    return [Dismiss(name) for name, device in state.devices.items() if device.leaving]
+    return [LetGo(name) for name, device in state.devices.items() if device.leaving]
 
 
 def put(state: State, name: str, device: Device) -> State:
@@ -78,7 +80,7 @@ def abandon(state: State, effects: list[Effect]) -> State:
     """Forget the attempt that is under way."""
     assert state.attempt is not None
     effects.append(Abandon(state.attempt.epoch))
-    return replace(state, attempt=None, relieved=state.relieved | state.attempt.relieved)
+    return replace(state, attempt=None, memory_recovered=state.memory_recovered | state.attempt.memory_recovered)
 
 
 def give_up(state: State, reason: str, effects: list[Effect]) -> State:
@@ -95,8 +97,10 @@ def close(state: State, reason: str, now: float, effects: list[Effect]) -> State
     assert state.serving is not None
     effects.append(Close(state.serving.epoch, reason))
     effects += dismissals(state)
-    attempt = None if state.attempt is None else replace(state.attempt, why=Why.RECOVERY, relieved=frozenset())
-    state = replace(state, pressed=frozenset(), relieved=frozenset())
+    attempt = (
+        None if state.attempt is None else replace(state.attempt, why=Purpose.RECOVERY, memory_recovered=frozenset())
+    )
+    state = replace(state, memory_low=frozenset(), memory_recovered=frozenset())
     return replace(state, serving=None, attempt=attempt, holding_s=now, tried={}, failures=0)
 
 
@@ -119,11 +123,11 @@ def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]
         return state
     effects.append(Drop(name))
     left = device.leaving
-    device = replace(device, phase=Phase.GONE, leaving=False, reason=reason, greet_at_s=now + GREET_S, greets=1)
-    state = replace(put(state, name, device), relieved=state.relieved - {name})
+    device = replace(device, phase=DevicePhase.GONE, leaving=False, reason=reason, greet_at_s=now + GREET_S, greets=1)
+    state = replace(put(state, name, device), memory_recovered=state.memory_recovered - {name})
     serves = state.serving is not None and name in state.serving.members
     if state.has_served:
-        effects.append(Say(f"{name} {'left' if left else 'is gone'}: {reason}"))
+        effects.append(SayLine(f"{name} {'left' if left else 'is gone'}: {reason}"))
     if takes_part(state.attempt, name):
         state = abandon(state, effects)
     if not serves:

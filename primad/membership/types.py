@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Final
 
 
-class Phase(StrEnum):
+class DevicePhase(StrEnum):
     """Where a device stands."""
 
     DISCOVERED = "discovered"
@@ -32,7 +32,7 @@ class Phase(StrEnum):
     """Silent for too long, or its link broke, or it left."""
 
 
-PRESENT: Final = (Phase.PROFILED, Phase.READY)
+PRESENT: Final = (DevicePhase.PROFILED, DevicePhase.READY)
 """Phases of a device's own, apart from rings, in which it is spoken to."""
 
 
@@ -67,9 +67,9 @@ class Device:
     where it is, one line or empty.
     """
 
-    phase: Phase
+    phase: DevicePhase
     heard_s: float
-    before: Phase = Phase.READY
+    before: DevicePhase = DevicePhase.READY
     in_sight: bool = True
     greeting: bool = False
     greet_at_s: float = 0.0
@@ -80,7 +80,7 @@ class Device:
     reason: str = ""
 
 
-class Why(StrEnum):
+class Purpose(StrEnum):
     """What a ring is formed for."""
 
     FIRST = "the first ring"
@@ -95,20 +95,20 @@ class Why(StrEnum):
 class Attempt:
     """A ring on its way: of the workers ``candidates``, of ``members`` once it is solved; ``formed`` when it could serve.
 
-    ``relieved`` are the devices that it is tried for since they have room again.
+    ``memory_recovered`` are the devices that it is tried for since they have room again.
     """
 
     epoch: int
-    why: Why
+    why: Purpose
     candidates: frozenset[str]
-    relieved: frozenset[str] = frozenset()
+    memory_recovered: frozenset[str] = frozenset()
     members: frozenset[str] | None = None
     value: float = 0.0
     formed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
+class ServingRing:
     """The ring that serves: its workers, those it was solved from, and its objective (less is better)."""
 
     epoch: int
@@ -127,15 +127,16 @@ class State:
     again, which they were ``agains`` times since a device came; None when all work. ``tried``: the candidates that were
     tried last in vain, for what. ``last_resort``: there is no plan without devices that are barred, so they may take part.
     Until ``retry_at_s`` the candidates that were tried are not tried again; ``failures`` is the number of attempts in a row
-    that broke, ``breaks`` that of rings in a row that broke soon after they began to serve. ``pressed``: devices of the
-    serving ring that are short of memory; from ``relieve_at_s`` on another plan may be looked for. ``relieved``: devices
-    that were and have room again; from ``regain_at_s`` on a better plan may be looked for. ``ended``: the core gave up.
+    that broke, ``breaks`` that of rings in a row that broke soon after they began to serve. ``memory_low``: devices of the
+    serving ring that are short of memory; from ``recover_at_s`` on another plan may be looked for.
+    ``memory_recovered``: devices that were and have room again; from ``regain_at_s`` on a better plan may be looked
+    for. ``ended``: the core gave up.
     """
 
     settings: Settings
     started_s: float
     devices: Mapping[str, Device] = field(default_factory=dict)
-    serving: Ring | None = None
+    serving: ServingRing | None = None
     attempt: Attempt | None = None
     epoch: int = 0
     has_served: bool = False
@@ -144,14 +145,14 @@ class State:
     measure_at_s: float = 0.0
     again_at_s: float | None = None
     agains: int = 0
-    tried: Mapping[Why, frozenset[str]] = field(default_factory=dict)
+    tried: Mapping[Purpose, frozenset[str]] = field(default_factory=dict)
     last_resort: bool = False
     retry_at_s: float = 0.0
     failures: int = 0
     breaks: int = 0
-    pressed: frozenset[str] = frozenset()
-    relieve_at_s: float = 0.0
-    relieved: frozenset[str] = frozenset()
+    memory_low: frozenset[str] = frozenset()
+    recover_at_s: float = 0.0
+    memory_recovered: frozenset[str] = frozenset()
     regain_at_s: float = 0.0
     ended: bool = False
 
@@ -182,7 +183,7 @@ class Welcomed:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class DeviceRefused:
     """It did not answer, or does not work for this head now."""
 
     device: str
@@ -224,7 +225,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class DeviceLeaving:
     """It asks to go once its work was handed over."""
 
     device: str
@@ -232,14 +233,14 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
-class Pressed:
+class DeviceMemoryLow:
     """A worker or the head itself is short of memory for its part in the serving ring; plans from now on respect it."""
 
     device: str
 
 
 @dataclass(frozen=True, slots=True)
-class Relieved:
+class DeviceMemoryRecovered:
     """A worker or the head itself that was short of memory has room again; plans from now on know."""
 
     device: str
@@ -270,7 +271,7 @@ class Formed:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class RingFailed:
     """Ring ``epoch`` broke, or could not be formed. ``device`` is to blame if that is known.
 
     ``lasting``: the device will not do better soon (as with a full disk).
@@ -291,19 +292,19 @@ Event = (
     Seen
     | Vanished
     | Welcomed
-    | Refused
+    | DeviceRefused
     | Measured
     | Unreached
     | Reached
     | Heard
     | Lost
-    | Leaving
-    | Pressed
-    | Relieved
+    | DeviceLeaving
+    | DeviceMemoryLow
+    | DeviceMemoryRecovered
     | Solved
     | NoPlan
     | Formed
-    | Broken
+    | RingFailed
     | Tick
 )
 
@@ -313,7 +314,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Greet:
-    """Say hello to the device; answer with ``Welcomed`` or ``Refused``."""
+    """Say hello to the device; answer with ``Welcomed`` or ``DeviceRefused``."""
 
     device: str
 
@@ -350,7 +351,7 @@ class Solve:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form the ring that was solved for ``epoch``; answer with ``Formed`` or ``Broken``."""
+    """Form the ring that was solved for ``epoch``; answer with ``Formed`` or ``RingFailed``."""
 
     epoch: int
 
@@ -386,14 +387,14 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss:
+class LetGo:
     """Tell a device that asked to leave that it may. It may be told again."""
 
     device: str
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class SayLine:
     """One line for the owner."""
 
     text: str
@@ -406,4 +407,4 @@ class GiveUp:
     reason: str
 
 
-Effect = Greet | Drop | Measure | Solve | Form | Abandon | Serve | Close | Fail | Dismiss | Say | GiveUp
+Effect = Greet | Drop | Measure | Solve | Form | Abandon | Serve | Close | Fail | LetGo | SayLine | GiveUp

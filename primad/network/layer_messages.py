@@ -35,13 +35,13 @@ class Source(msgspec.Struct, frozen=True):
     endpoints: list[str]
 
 
-class AskHolds(msgspec.Struct, frozen=True, kw_only=True, tag="ask-holds"):
+class AskPresent(msgspec.Struct, frozen=True, kw_only=True, tag="ask-holds"):
     """Which of these layers do you hold?"""
 
     digests: list[str]
 
 
-class Holds(msgspec.Struct, frozen=True, kw_only=True, tag="holds"):
+class Present(msgspec.Struct, frozen=True, kw_only=True, tag="holds"):
     """Whether each layer that was asked for is here, in the order of the question."""
 
     held: list[bool]
@@ -83,8 +83,8 @@ class NoChunk(msgspec.Struct, frozen=True, kw_only=True, tag="no-chunk"):
     reason: str
 
 
-TransferRequest = AskHolds | FetchDigests | FetchChunk
-TransferReply = Holds | Digests | Chunk | NoChunk
+TransferRequest = AskPresent | FetchDigests | FetchChunk
+TransferReply = Present | Digests | Chunk | NoChunk
 TransferMessage = TransferRequest | TransferReply
 
 _decoder: Final = msgspec.msgpack.Decoder(TransferMessage)
@@ -99,7 +99,7 @@ def decode_transfer(data: bytes | memoryview) -> TransferMessage:
     match message:
         case NoChunk(reason=reason):
             return NoChunk(digest=message.digest, offset=message.offset, reason=printable(reason))
-        case AskHolds(digests=listed) | Holds(held=listed) if len(listed) > MAX_ASKED:
+        case AskPresent(digests=listed) | Present(held=listed) if len(listed) > MAX_ASKED:
             raise ProtocolError(f"{len(listed)} layers in one message; at most {MAX_ASKED} are allowed")
     return message
 

@@ -68,14 +68,14 @@ async def _quickest(target: LinkTarget) -> list[str]:
         return target.addresses
     answered: list[str] = []
 
-    async def knock(address: str) -> None:
+    async def probe(address: str) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(CONNECT_S):
                 _, writer = await asyncio.open_connection(address, target.port)
             answered.append(address)
             writer.close()
 
-    await asyncio.gather(*(knock(address) for address in target.addresses))
+    await asyncio.gather(*(probe(address) for address in target.addresses))
     return answered[:MOST_ADDRESSES] or target.addresses
 
 

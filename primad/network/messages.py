@@ -1,6 +1,6 @@
 """What head and worker say to each other on the control link; what a device asks of others is in ``transfer_messages``.
 
-One msgpack frame a message. The head opens with ``Knock``, which anyone who is let in may say: it tells versions apart and
+One msgpack frame a message. The head opens with ``Probe``, which anyone who is let in may say: it tells versions apart and
 which address works. ``Hello`` then makes the worker this head's; it answers ``Welcome`` or ``Refused``. From then on a
 ``Ping`` and its ``Pong`` pass several times a second, so that either side notices the other's end.
 
@@ -54,8 +54,8 @@ MAX_GONE_AFTER_S: Final = 3600.0
 MAX_MEMORY_BYTES: Final = 1 << 50
 
 
-class Knock(msgspec.Struct, frozen=True, kw_only=True, tag="knock"):
-    """Who is there? Answered by ``Knocked``; nothing else follows from it."""
+class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="knock"):
+    """Who is there? Answered by ``Probed``; nothing else follows from it."""
 
     protocol: int
     oldest: int
@@ -171,10 +171,10 @@ class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
     """The worker asked to leave, and may: others do its work."""
 
 
-HeadMessage = Knock | Hello | Introduce | Load | Link | Release | Ping | MeasureLinks | Echo | Dismiss
+HeadMessage = Probe | Hello | Introduce | Load | Link | Release | Ping | MeasureLinks | Echo | Dismiss
 
 
-class Knocked(msgspec.Struct, frozen=True, kw_only=True, tag="knocked"):
+class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="knocked"):
     """This device, and the versions that it speaks."""
 
     protocol: int
@@ -236,7 +236,7 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     reason: str
 
 
-class Pressed(msgspec.Struct, frozen=True, kw_only=True, tag="pressed"):
+class MemoryLow(msgspec.Struct, frozen=True, kw_only=True, tag="pressed"):
     """The owner's programs need memory that the part in ``epoch`` holds and cannot give back: please plan for less here.
 
     It is short of ``needed_bytes``; a plan may use ``ram_available_bytes`` of this device beside that part, which goes on
@@ -248,8 +248,8 @@ class Pressed(msgspec.Struct, frozen=True, kw_only=True, tag="pressed"):
     ram_available_bytes: int
 
 
-class Relieved(msgspec.Struct, frozen=True, tag="relieved"):
-    """After ``Pressed`` there is room again, for a while already: a plan may use ``ram_available_bytes`` of this device.
+class MemoryRecovered(msgspec.Struct, frozen=True, tag="relieved"):
+    """After ``MemoryLow`` there is room again, for a while already: a plan may use ``ram_available_bytes`` of this device.
 
     An older head does not know this and plans on with what it has.
     """
@@ -257,7 +257,7 @@ class Relieved(msgspec.Struct, frozen=True, tag="relieved"):
     ram_available_bytes: int
 
 
-class PartState(msgspec.Struct, frozen=True, kw_only=True):
+class ParticipationState(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the worker in ``epoch``: what it said of it so far, which may have been lost on the way."""
 
     epoch: int
@@ -270,7 +270,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """Here, with these parts when ping ``number`` came; an older worker does not say (None)."""
 
     number: int = 0
-    parts: list[PartState] | None = None
+    parts: list[ParticipationState] | None = None
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
@@ -294,7 +294,7 @@ class Echoed(msgspec.Struct, frozen=True, tag="echoed"):
 
 
 WorkerMessage = (
-    Knocked
+    Probed
     | Welcome
     | Refused
     | Progress
@@ -302,8 +302,8 @@ WorkerMessage = (
     | Linked
     | Broken
     | Leaving
-    | Pressed
-    | Relieved
+    | MemoryLow
+    | MemoryRecovered
     | Pong
     | WorkerStatus
     | LinksMeasured
@@ -311,7 +311,7 @@ WorkerMessage = (
 )
 
 
-Message = TypeVar("Message")
+_Message = TypeVar("_Message")
 
 _head_decoder = msgspec.msgpack.Decoder(HeadMessage)
 _worker_decoder = msgspec.msgpack.Decoder(WorkerMessage)
@@ -323,7 +323,7 @@ def decode_from_head(data: bytes) -> HeadMessage:
     match message:
         case Load():
             _check_load(message)
-        case Hello(device=device) | Knock(device=device) if not NAME.fullmatch(device):
+        case Hello(device=device) | Probe(device=device) if not NAME.fullmatch(device):
             raise ProtocolError(f"hello of {printable(device, 70)!r}, which is no device name")
         case Hello(gone_after_s=gone_after_s) if not 0.1 <= gone_after_s <= MAX_GONE_AFTER_S:
             raise ProtocolError(f"hello of a head with a patience of {gone_after_s} s")
@@ -351,9 +351,9 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             _check_port(port)
             version, build = printable(message.version, 40), printable(message.build, 200)
             return msgspec.structs.replace(message, version=version, build=build)
-        case Knocked(device=device) if not NAME.fullmatch(device):
+        case Probed(device=device) if not NAME.fullmatch(device):
             raise ProtocolError(f"answer of {printable(device, 70)!r}, which is no device name")
-        case Knocked():
+        case Probed():
             return msgspec.structs.replace(message, version=printable(message.version, 40))
         case Loaded():
             _check_loaded(message)
@@ -367,17 +367,17 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             return _checked_broken(message)
         case Leaving(reason):
             return Leaving(printable(reason, 100))
-        case Pressed(needed_bytes=needed, ram_available_bytes=available):
+        case MemoryLow(needed_bytes=needed, ram_available_bytes=available):
             if not 0 < needed <= MAX_MEMORY_BYTES or not 0 <= available <= MAX_MEMORY_BYTES:
                 raise ProtocolError(f"impossible lack of {needed} bytes of memory, with {available} for a plan")
-        case Relieved(available) if not 0 <= available <= MAX_MEMORY_BYTES:
-            raise ProtocolError(f"impossible relief: {available} bytes of memory for a plan")
+        case MemoryRecovered(available) if not 0 <= available <= MAX_MEMORY_BYTES:
+            raise ProtocolError(f"impossible recovery: {available} bytes of memory for a plan")
         case LinksMeasured(links=links):
             _check_links(links)
     return message
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> _Message:
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
@@ -411,7 +411,7 @@ def _checked_broken(broken: Broken) -> Broken:
     return Broken(epoch=broken.epoch, error=printable(broken.error), fault=broken.fault)
 
 
-def _checked_parts(parts: list[PartState]) -> list[PartState]:
+def _checked_parts(parts: list[ParticipationState]) -> list[ParticipationState]:
     if len(parts) > MAX_PARTS:
         raise ProtocolError(f"a worker with {len(parts)} parts; at most {MAX_PARTS} are allowed")
     checked = []

@@ -13,20 +13,20 @@ from halda_research.simulate import Simulation
 from primad.planning.bottleneck import bottleneck
 from primad.planning.question import Question
 from primad.planning.schema import (
-    DevicePart,
-    ModelPart,
+    DeviceJson,
+    ModelJson,
     Predicted,
     Proof,
-    Ring,
-    ShortPart,
+    RingJson,
+    ShortJson,
     Span,
-    WindowPart,
-    WorkloadPart,
+    WindowJson,
+    WorkloadJson,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DescribedPlan:
     """One plan by one solver; the other fields are those that this solver gives."""
 
     plan: Plan
@@ -41,10 +41,10 @@ class Answer:
         return as_run(self.plan, self.prediction, self.instance)
 
 
-def ring_part(answer: Answer) -> Ring:
+def ring_part(answer: DescribedPlan) -> RingJson:
     """The plan with what it costs."""
     plan, prediction = answer.plan, answer.as_run
-    return Ring(
+    return RingJson(
         solver="halda" if answer.published is None else "paper",
         head=plan.head,
         rounds=plan.rounds,
@@ -53,7 +53,7 @@ def ring_part(answer: Answer) -> Ring:
         devices=[_device(answer, device) for device in prediction.devices],
         predicted=predicted_part(answer),
         short=[
-            ShortPart(
+            ShortJson(
                 what=short.what,
                 where=short.where,
                 needed_bytes=short.needed_bytes,
@@ -65,12 +65,12 @@ def ring_part(answer: Answer) -> Ring:
     )
 
 
-def _device(answer: Answer, found: DevicePrediction) -> DevicePart:
+def _device(answer: DescribedPlan, found: DevicePrediction) -> DeviceJson:
     plan, model, name = answer.plan, answer.instance.model, found.device
     member = next(member for member in answer.instance.members if member.name == name)
     streamed = set(plan.streaming_of(name).layers)
     windows = [
-        WindowPart(
+        WindowJson(
             index=i,
             first=window.first,
             last=window.last,
@@ -83,7 +83,7 @@ def _device(answer: Answer, found: DevicePrediction) -> DevicePart:
     layers = [layer for _, window in plan.windows_of(name) for layer in window.layers]
     weights = sum(model.layers[layer].size_bytes for layer in layers)
     streamed_bytes = sum(model.layers[layer].size_bytes for layer in streamed.intersection(layers))
-    return DevicePart(
+    return DeviceJson(
         name=name,
         head=name == plan.head,
         windows=windows,
@@ -108,7 +108,7 @@ def _device(answer: Answer, found: DevicePrediction) -> DevicePart:
     )
 
 
-def predicted_part(answer: Answer) -> Predicted:
+def predicted_part(answer: DescribedPlan) -> Predicted:
     """What is expected of it."""
     prediction = answer.as_run
     return Predicted(
@@ -139,7 +139,7 @@ def timeline_part(simulated: Simulation) -> list[Span]:
     ]
 
 
-def proof_part(question: Question, answer: Answer) -> Proof:
+def proof_part(question: Question, answer: DescribedPlan) -> Proof:
     """How good it is known to be."""
     found = answer.solution
     if found is None:
@@ -156,16 +156,16 @@ def proof_part(question: Question, answer: Answer) -> Proof:
     )
 
 
-def model_part(question: Question) -> ModelPart:
+def model_part(question: Question) -> ModelJson:
     """The model of ``question``."""
     model = question.model
-    return ModelPart(name=model.name, architecture=model.architecture, layers=len(model.layers), bytes=model.size_bytes)
+    return ModelJson(name=model.name, architecture=model.architecture, layers=len(model.layers), bytes=model.size_bytes)
 
 
-def workload_part(question: Question) -> WorkloadPart:
+def workload_part(question: Question) -> WorkloadJson:
     """What ``question`` is for."""
     work = question.workload
-    return WorkloadPart(
+    return WorkloadJson(
         context_tokens=work.context_tokens,
         kv_type=work.kv_type,
         sequences=work.sequences,

@@ -19,7 +19,7 @@ from halda_research.simulate import simulate
 from primad import __version__
 from primad.errors import PlanError
 from primad.planning.describe import (
-    Answer,
+    DescribedPlan,
     model_part,
     predicted_part,
     proof_part,
@@ -28,7 +28,7 @@ from primad.planning.describe import (
     workload_part,
 )
 from primad.planning.question import Question
-from primad.planning.schema import SCHEMA, AlonePart, Compared, Explanation, LeftOutPart, WhatIf
+from primad.planning.schema import SCHEMA, AloneJson, Compared, Explanation, LeftOutJson, WhatIf
 from primad.planning.units import show_ms
 
 MOST_LEFT_OUT: Final = 8
@@ -52,12 +52,14 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
     except Infeasible as exc:
         raise PlanError(_no_plan(str(exc), earlier)) from exc
     try:
-        paper: Answer | Infeasible = _paper(question, halda.plan.head)
+        paper: DescribedPlan | Infeasible = _paper(question, halda.plan.head)
     except Infeasible as exc:
         if question.solver == "paper":
             raise PlanError(_no_plan(str(exc), earlier)) from exc
         paper = exc
-    chosen, other = (paper, halda) if isinstance(paper, Answer) and question.solver == "paper" else (halda, paper)
+    chosen, other = (
+        (paper, halda) if isinstance(paper, DescribedPlan) and question.solver == "paper" else (halda, paper)
+    )
     ring = ring_part(chosen)
     simulated = simulate(chosen.plan, chosen.instance, tokens=SIMULATED_TOKENS, timeline=True)
     return Explanation(
@@ -83,7 +85,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
     )
 
 
-def _halda(question: Question) -> Answer:
+def _halda(question: Question) -> DescribedPlan:
     """Halda's plan, with the best head where the question leaves it open. Raises ``Infeasible``."""
     heads = None if question.head is None else [question.head]
     solution = solve_heads(
@@ -100,19 +102,19 @@ def _halda(question: Question) -> Answer:
     return _answer(question, solution)
 
 
-def _answer(question: Question, solution: Solution) -> Answer:
+def _answer(question: Question, solution: Solution) -> DescribedPlan:
     asked = _instance(question, solution.plan.head)
     asked = asked.with_rows(solution.prediction.chunk_rows)
-    return Answer(solution.plan, solution.prediction, asked, solution=solution)
+    return DescribedPlan(solution.plan, solution.prediction, asked, solution=solution)
 
 
-def _paper(question: Question, head: str) -> Answer:
+def _paper(question: Question, head: str) -> DescribedPlan:
     """The paper's plan with the same head, under our evaluation. Raises ``Infeasible``."""
     published = solve_published(
         question.devices, question.all_links, question.model, question.workload, limits=question.limits, head=head
     )
     asked = _instance(question, head)
-    return Answer(published.plan, evaluate(published.plan, asked), asked, published=published)
+    return DescribedPlan(published.plan, evaluate(published.plan, asked), asked, published=published)
 
 
 def _instance(question: Question, head: str) -> Instance:
@@ -137,20 +139,20 @@ def _no_plan(reason: str, earlier: WhatIf | None) -> str:
     return f"no plan with {changes}: {reason}; without, a token takes {show_ms(earlier.before.predicted.tpot_ms)}"
 
 
-def _left_out(question: Question, chosen: Answer) -> list[LeftOutPart]:
+def _left_out(question: Question, chosen: DescribedPlan) -> list[LeftOutJson]:
     reasons = {left.device: left.reason for left in chosen.plan.left_out}
     names = [device.device for device in question.devices if device.device not in chosen.plan.devices]
     parts = []
     for i, name in enumerate(names):
         reason = reasons.get(name, "the plan is better without it")
         if chosen.solution is None or i >= MOST_LEFT_OUT:
-            parts.append(LeftOutPart(name=name, reason=reason, slower_ms=None, objective_ms=None))
+            parts.append(LeftOutJson(name=name, reason=reason, slower_ms=None, objective_ms=None))
         else:
             parts.append(_with_device(question, chosen, chosen.solution, name))
     return parts
 
 
-def _with_device(question: Question, chosen: Answer, solution: Solution, name: str) -> LeftOutPart:
+def _with_device(question: Question, chosen: DescribedPlan, solution: Solution, name: str) -> LeftOutJson:
     """What it would cost to have ``name`` take part, with the same head."""
     try:
         forced = solve(
@@ -166,11 +168,11 @@ def _with_device(question: Question, chosen: Answer, solution: Solution, name: s
             time_limit_s=min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s),
         )
     except Infeasible as exc:
-        return LeftOutPart(name=name, reason=f"cannot take part: {exc}", slower_ms=None, objective_ms=None)
+        return LeftOutJson(name=name, reason=f"cannot take part: {exc}", slower_ms=None, objective_ms=None)
     slower_s = forced.prediction.tpot_s - chosen.prediction.tpot_s
     objective_s = forced.objective_s - solution.objective_s
     reason = _verdict(question, slower_s, chosen.prediction.tpot_s, objective_s, solution.objective_s)
-    return LeftOutPart(name=name, reason=reason, slower_ms=slower_s * 1e3, objective_ms=objective_s * 1e3)
+    return LeftOutJson(name=name, reason=reason, slower_ms=slower_s * 1e3, objective_ms=objective_s * 1e3)
 
 
 def _verdict(question: Question, slower_s: float, tpot_s: float, objective_s: float, best_s: float) -> str:
@@ -185,7 +187,7 @@ def _verdict(question: Question, slower_s: float, tpot_s: float, objective_s: fl
     return f"would not make {what} quicker, {quicker}" if share < -_SAME else "would make nothing faster"
 
 
-def _alone(question: Question) -> list[AlonePart]:
+def _alone(question: Question) -> list[AloneJson]:
     """Each device without the others, the best one first."""
     answers = solve_alone(
         question.devices,
@@ -199,14 +201,14 @@ def _alone(question: Question) -> list[AlonePart]:
     parts = []
     for device, answer in answers:
         if isinstance(answer, Infeasible):
-            parts.append((float("inf"), AlonePart(name=device.device, predicted=None, reason=str(answer))))
+            parts.append((float("inf"), AloneJson(name=device.device, predicted=None, reason=str(answer))))
         else:
             found = predicted_part(_answer(question, answer))
-            parts.append((answer.objective_s, AlonePart(name=device.device, predicted=found, reason=None)))
+            parts.append((answer.objective_s, AloneJson(name=device.device, predicted=found, reason=None)))
     return [part for _, part in sorted(parts, key=lambda pair: pair[0])]
 
 
-def _compared(other: Answer | Infeasible) -> Compared:
+def _compared(other: DescribedPlan | Infeasible) -> Compared:
     if isinstance(other, Infeasible):
         return Compared(solver="paper", ring=None, claimed_ms=None, reason=str(other))
     claimed_ms = None if other.published is None else other.published.predicted_s * 1e3

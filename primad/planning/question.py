@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from halda import KV_BLOCK, KV_TYPES, DeviceProfile, KvType, Limits, LinkProfile, ModelProfile, Workload
+from halda import KV_BLOCK, KV_TYPES, CacheType, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
 from halda.evaluate import OBJECTIVES, Objective
 from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S
 from primad.errors import ConfigError
@@ -244,7 +244,7 @@ def _solver(text: str) -> Solver:
     raise ConfigError(f"--solver {text}: choose {' or '.join(SOLVERS)}")
 
 
-def parse_kv_type(text: str) -> KvType:
+def parse_kv_type(text: str) -> CacheType:
     """``text`` as a type of KV cache. Raises ``ConfigError``."""
     for kind in KV_TYPES:
         if kind == text:
@@ -252,7 +252,7 @@ def parse_kv_type(text: str) -> KvType:
     raise ConfigError(f"--kv-type {text}: choose {', '.join(KV_TYPES[:-1])} or {KV_TYPES[-1]}")
 
 
-def check_kv_type(kv_type: KvType, model: ModelProfile) -> None:
+def check_kv_type(kv_type: CacheType, model: ModelProfile) -> None:
     """Judge whether ``model`` can have such a KV cache in llama.cpp. Raises ``ConfigError``."""
     if kv_type == "f16":
         return

@@ -13,7 +13,7 @@ import msgspec
 SCHEMA: Final = 1
 
 
-class WindowPart(msgspec.Struct, frozen=True, kw_only=True):
+class WindowJson(msgspec.Struct, frozen=True, kw_only=True):
     """One window, the ``index``-th of the route: layers ``first <= layer < last``, the last ``gpu_layers`` on the GPU."""
 
     index: int
@@ -24,7 +24,7 @@ class WindowPart(msgspec.Struct, frozen=True, kw_only=True):
     streamed_layers: int
 
 
-class DevicePart(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     """What one device has and does; milliseconds and disk bytes are those of one token in decode.
 
     ``ram_bytes`` and ``vram_bytes`` are weights, KV cache and buffers that the plan puts there, of ``ram_limit_bytes`` and
@@ -36,7 +36,7 @@ class DevicePart(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     head: bool
-    windows: list[WindowPart]
+    windows: list[WindowJson]
     layers: int
     gpu_layers: int
     resident_layers: int
@@ -77,7 +77,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes_per_token: int
 
 
-class ShortPart(msgspec.Struct, frozen=True, kw_only=True):
+class ShortJson(msgspec.Struct, frozen=True, kw_only=True):
     """A limit that a plan breaks: ``what`` is RAM, VRAM or disk."""
 
     what: str
@@ -87,7 +87,7 @@ class ShortPart(msgspec.Struct, frozen=True, kw_only=True):
     short_bytes: int
 
 
-class Ring(msgspec.Struct, frozen=True, kw_only=True):
+class RingJson(msgspec.Struct, frozen=True, kw_only=True):
     """A plan and what it costs. ``solver`` is halda or paper; ``short`` is empty for a plan that fits.
 
     Prompts are computed ``chunk_rows`` rows at a time.
@@ -98,12 +98,12 @@ class Ring(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     output_on_gpu: bool
     chunk_rows: int
-    devices: list[DevicePart]
+    devices: list[DeviceJson]
     predicted: Predicted
-    short: list[ShortPart]
+    short: list[ShortJson]
 
 
-class LeftOutPart(msgspec.Struct, frozen=True, kw_only=True):
+class LeftOutJson(msgspec.Struct, frozen=True, kw_only=True):
     """A device that gets nothing. ``slower_ms`` is what a token would take longer with it (negative: less); null: unknown.
 
     ``objective_ms`` is the same for what the plan was made to keep small.
@@ -115,7 +115,7 @@ class LeftOutPart(msgspec.Struct, frozen=True, kw_only=True):
     objective_ms: float | None
 
 
-class AlonePart(msgspec.Struct, frozen=True, kw_only=True):
+class AloneJson(msgspec.Struct, frozen=True, kw_only=True):
     """One device without the others: ``predicted``, or why it cannot."""
 
     name: str
@@ -144,7 +144,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     solver: str
-    ring: Ring | None
+    ring: RingJson | None
     claimed_ms: float | None
     reason: str | None
 
@@ -153,11 +153,11 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     """The ``changes`` that were asked for and the plan ``before`` them, or why there was none."""
 
     changes: list[str]
-    before: Ring | None
+    before: RingJson | None
     reason: str | None
 
 
-class ModelPart(msgspec.Struct, frozen=True, kw_only=True):
+class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
     """The model."""
 
     name: str
@@ -166,7 +166,7 @@ class ModelPart(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
 
 
-class WorkloadPart(msgspec.Struct, frozen=True, kw_only=True):
+class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan is for; ``kv_type`` is what the KV cache holds its values in."""
 
     context_tokens: int
@@ -190,7 +190,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     end_ms: float
 
 
-class Explanation(Ring, frozen=True, kw_only=True):
+class Explanation(RingJson, frozen=True, kw_only=True):
     """The whole answer; ``schema`` is ``SCHEMA``, ``primad`` the version that answered.
 
     ``simulated_tpot_ms`` and ``timeline`` come from a simulation of the ring, event by event: it knows when which layer is
@@ -199,11 +199,11 @@ class Explanation(Ring, frozen=True, kw_only=True):
 
     schema: int
     primad: str
-    model: ModelPart
-    workload: WorkloadPart
+    model: ModelJson
+    workload: WorkloadJson
     proof: Proof
-    left_out: list[LeftOutPart]
-    alone: list[AlonePart]
+    left_out: list[LeftOutJson]
+    alone: list[AloneJson]
     compared: Compared
     what_if: WhatIf | None
     simulated_tpot_ms: float

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from primad.planning.schema import Compared, DevicePart, Explanation, Predicted, Proof, Ring, WhatIf
+from primad.planning.schema import Compared, DeviceJson, Explanation, Predicted, Proof, RingJson, WhatIf
 from primad.planning.units import show_bytes, show_ms, show_speed
 
 _PLAIN_WIDTH: Final = 160
@@ -61,7 +61,7 @@ def _title(answer: Explanation) -> str:
     )
 
 
-def _devices(answer: Ring, columns: Sequence[str]) -> Table:
+def _devices(answer: RingJson, columns: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("device", overflow="fold")
     shown = [column for column in columns if column not in _STREAMING or _streams(answer)]
@@ -74,7 +74,7 @@ def _devices(answer: Ring, columns: Sequence[str]) -> Table:
     return table
 
 
-def _cells(device: DevicePart) -> dict[str, str]:
+def _cells(device: DeviceJson) -> dict[str, str]:
     return {
         "windows": _runs(window.layers for window in device.windows),
         "GPU": _runs(window.gpu_layers for window in device.windows) if device.gpu_layers else "-",
@@ -90,11 +90,11 @@ def _cells(device: DevicePart) -> dict[str, str]:
     }
 
 
-def _streams(answer: Ring) -> bool:
+def _streams(answer: RingJson) -> bool:
     return any(device.streamed_layers for device in answer.devices)
 
 
-def _streamed(device: DevicePart) -> str:
+def _streamed(device: DeviceJson) -> str:
     """``12``, and ``12 + output`` where the output matrix is read too; empty for none."""
     if not device.streamed_layers:
         return ""
@@ -149,7 +149,7 @@ def _simulated(answer: Explanation) -> str:
     return f"; {show_ms(simulated)} in a simulation of every read and hop{whole}"
 
 
-def _short(ring: Ring) -> str:
+def _short(ring: RingJson) -> str:
     return ", ".join(
         f"{short.what} of {short.where} is short of {show_bytes(short.short_bytes)}" for short in ring.short
     )
@@ -186,7 +186,7 @@ def _compared(answer: Explanation) -> str:
     return f"{text}; does not fit: {_short(compared.ring)}" if compared.ring.short else text
 
 
-def _share(device: DevicePart) -> str:
+def _share(device: DeviceJson) -> str:
     notes = [f"{device.gpu_layers} on the GPU"] * bool(device.gpu_layers)
     notes += [f"{_streamed(device)} streamed"] * bool(device.streamed_layers)
     return f"{device.name} {device.layers}" + (f" ({', '.join(notes)})" if notes else "")
@@ -215,7 +215,7 @@ def _speeds(before: Predicted, after: Predicted) -> list[tuple[str, str, str, st
     return [(name, show(a), show(b), f"{100 * (b / a - 1):+.1f} %") for name, a, b, show in rows]
 
 
-def _memory(before: Sequence[DevicePart], after: Sequence[DevicePart]) -> list[tuple[str, str, str, str]]:
+def _memory(before: Sequence[DeviceJson], after: Sequence[DeviceJson]) -> list[tuple[str, str, str, str]]:
     olds, news = ({device.name: device for device in devices} for devices in (before, after))
     rows = []
     for name in dict.fromkeys([*olds, *news]):

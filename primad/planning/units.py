@@ -1,4 +1,4 @@
-"""Quantities as people write and read them; SI inside. Sizes and rates are read as everywhere (``primad/settings/quantities.py``)."""
+"""Quantities as people write and read them; SI inside. Sizes and rates are read as in ``settings/quantities.py``."""
 
 from __future__ import annotations
 

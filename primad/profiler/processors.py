@@ -22,7 +22,7 @@ from primad.profiler.speeds import (
     REPEATS_S,
     TYPES,
     Bench,
-    Patience,
+    RetryBudget,
     answered,
     measure_step,
     measure_types,
@@ -61,7 +61,7 @@ def measure_cpu(folder: Path, pinned: int | None, advance: Advance, kinds: Seque
     Trials write to ``folder``. Raises ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
     """
     advance("threads")
-    patience = Patience(REPEATS_S)
+    patience = RetryBudget(REPEATS_S)
     counts = [pinned] if pinned is not None else sorted({cores(), max(1, cores() // 2)}, reverse=True)
     tried = {}
     for count in counts:
@@ -86,7 +86,7 @@ def measure_cpu(folder: Path, pinned: int | None, advance: Advance, kinds: Seque
 
 
 @contextlib.contextmanager
-def _cpu_bench(folder: Path, threads: int, batch_threads: int, patience: Patience) -> Iterator[Bench]:
+def _cpu_bench(folder: Path, threads: int, batch_threads: int, patience: RetryBudget) -> Iterator[Bench]:
     with child_trials(max(threads, batch_threads)) as trials:
         yield Bench(
             trials=trials,
@@ -138,7 +138,7 @@ def measure_gpu(folder: Path, device: GpuDevice, threads: int, advance: Advance)
             weights=_GPU_WEIGHTS,
             model_bytes=_GPU_MODEL_BYTES,
             sweep_bytes=8,
-            patience=Patience(REPEATS_S),
+            patience=RetryBudget(REPEATS_S),
         )
         try:
             step_s = measure_step(bench)

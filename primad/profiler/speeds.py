@@ -23,7 +23,7 @@ from halda import PREFILL_ROWS, TypeSpeed
 from primad.engine.probe import ANSWER_TOKENS, PROMPT_ROWS, WORTH
 from primad.errors import EngineError
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
-from primad.profiler.trial import TimeWindow, Timings
+from primad.profiler.trial import TimeWindow, TrialTimes
 from primad.profiler.trials import Trials
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _STEADY: Final = 0.25
 REPEATS_S: Final = 10.0
 
 
-class Patience:
+class RetryBudget:
     """Seconds that are left for repeating trials that were disturbed."""
 
     def __init__(self, seconds: float) -> None:
@@ -75,7 +75,7 @@ class Bench:
     weights: int
     model_bytes: int
     sweep_bytes: int
-    patience: Patience
+    patience: RetryBudget
 
     def layers_to_read(self, shape: LayerShape, kind: str) -> int:
         """So many layers that no cache holds them."""
@@ -86,16 +86,16 @@ class Bench:
         """So many big layers that fixed costs matter little when many rows are computed."""
         return -(-self.weights // BIG.weights)
 
-    def time_decode(self, shape: LayerShape, kind: str, extra: Sequence[bool]) -> list[Timings | str]:
+    def time_decode(self, shape: LayerShape, kind: str, extra: Sequence[bool]) -> list[TrialTimes | str]:
         """Time one row through more layers of ``kind`` than caches hold, for each setting of ``extra`` buffers."""
         layers = self.layers_to_read(shape, kind)
         return self._time(shape, kind, layers, extra, sweep_bytes=0, decode_runs=_DECODE_RUNS)
 
-    def time_small(self, layers: int) -> Timings | str:
+    def time_small(self, layers: int) -> TrialTimes | str:
         """Time one row through ``layers`` tiny layers, the caches swept before each step."""
         return self._time(SMALL, MAIN, layers, (False,), sweep_bytes=self.sweep_bytes, decode_runs=_DECODE_RUNS)[0]
 
-    def time_rows(self, kind: str, extra: Sequence[bool]) -> list[Timings | str]:
+    def time_rows(self, kind: str, extra: Sequence[bool]) -> list[TrialTimes | str]:
         """Time many rows through a big layer or more of ``kind`` for each setting of ``extra`` buffers."""
         return self._time(
             BIG,
@@ -118,7 +118,7 @@ class Bench:
         decode_runs: int = 0,
         batch_runs: int = 0,
         prefill_runs: int = 0,
-    ) -> list[Timings | str]:
+    ) -> list[TrialTimes | str]:
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
             files = write_window(Path(name), shape, kind, layers, gpu_layers=layers if self.on_gpu else 0)
             return [
@@ -138,7 +138,7 @@ class Bench:
                 for setting in extra
             ]
 
-    def _steadily(self, task: TimeWindow) -> Timings | str:
+    def _steadily(self, task: TimeWindow) -> TrialTimes | str:
         """Time ``task``, again while its runs disagree; disturbances only add, so each phase keeps its best trial."""
         best = self.trials.time(task)
         while not isinstance(best, str) and not _is_steady(best) and self.patience.is_left():
@@ -146,7 +146,7 @@ class Bench:
                 more = self.trials.time(task)
             if isinstance(more, str):
                 return more
-            best = Timings(
+            best = TrialTimes(
                 decode_s=_better(best.decode_s, more.decode_s),
                 batch_s=_better(best.batch_s, more.batch_s),
                 prefill_s=_better(best.prefill_s, more.prefill_s),
@@ -158,11 +158,11 @@ def _better(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ..
     return min(one, other, key=statistics.median) if one and other else one
 
 
-def _is_steady(timings: Timings) -> bool:
+def _is_steady(timings: TrialTimes) -> bool:
     return all(spread(times) <= _STEADY for times in (timings.decode_s, timings.prefill_s) if times)
 
 
-def answered(timings: Timings | str) -> Timings:
+def answered(timings: TrialTimes | str) -> TrialTimes:
     """The timings. Raises ``EngineError`` where the child ended without."""
     if isinstance(timings, str):
         raise EngineError(f"llama.cpp cannot compute a window on this device: {timings}")
@@ -185,9 +185,9 @@ class _Trial:
     """What was timed of one type: big layers as they are best computed, and middle-sized ones if they were computed."""
 
     kind: str
-    big: Timings
+    big: TrialTimes
     extra: bool
-    middle: Timings | None
+    middle: TrialTimes | None
 
 
 def measure_types(
@@ -210,7 +210,7 @@ def measure_types(
             continue
         middle = bench.time_decode(MIDDLE, kind, (extra,))[0]
         trials.append(
-            _Trial(kind=kind, big=chosen, extra=extra, middle=middle if isinstance(middle, Timings) else None)
+            _Trial(kind=kind, big=chosen, extra=extra, middle=middle if isinstance(middle, TrialTimes) else None)
         )
     if not trials:
         raise EngineError(
@@ -225,7 +225,7 @@ def measure_types(
     )
 
 
-def fit_layer(bench: Bench, kind: str, step_s: float, middle: Timings, big: Timings) -> float:
+def fit_layer(bench: Bench, kind: str, step_s: float, middle: TrialTimes, big: TrialTimes) -> float:
     """Seconds of a layer of type ``kind`` without bytes, from the times of middle-sized and of big layers.
 
     A difference again, so the least of the runs counts.
@@ -238,16 +238,16 @@ def fit_layer(bench: Bench, kind: str, step_s: float, middle: Timings, big: Timi
     return few_s - few_bytes * (many_s - few_s) / (many_bytes - few_bytes)
 
 
-def together(decode: Timings | str, rows: Timings | str) -> Timings | str:
+def together(decode: TrialTimes | str, rows: TrialTimes | str) -> TrialTimes | str:
     """Both timings of one setting, or why one of them is missing."""
     if isinstance(decode, str):
         return decode
     if isinstance(rows, str):
         return rows
-    return Timings(decode_s=decode.decode_s, batch_s=rows.batch_s, prefill_s=rows.prefill_s)
+    return TrialTimes(decode_s=decode.decode_s, batch_s=rows.batch_s, prefill_s=rows.prefill_s)
 
 
-def choose(bench: Bench, kind: str, plain: Timings | str, extra: Timings | str) -> tuple[Timings | str, bool]:
+def choose(bench: Bench, kind: str, plain: TrialTimes | str, extra: TrialTimes | str) -> tuple[TrialTimes | str, bool]:
     """The better of both settings by the time of a typical exchange, and whether it is the one with extra buffers."""
     if isinstance(extra, str):
         return plain, False
@@ -256,7 +256,7 @@ def choose(bench: Bench, kind: str, plain: Timings | str, extra: Timings | str) 
     return plain, False
 
 
-def _exchange_s(bench: Bench, kind: str, timings: Timings) -> float:
+def _exchange_s(bench: Bench, kind: str, timings: TrialTimes) -> float:
     """Seconds a layer of a typical exchange."""
     prefill_s = statistics.median(timings.prefill_s) / PREFILL_ROWS / bench.layers_to_compute
     decode_s = statistics.median(timings.decode_s) / bench.layers_to_read(BIG, kind)
@@ -264,7 +264,7 @@ def _exchange_s(bench: Bench, kind: str, timings: Timings) -> float:
 
 
 def speed(
-    bench: Bench, kind: str, timings: Timings, step_s: float, layer_s: float, *, extra_buffers: bool
+    bench: Bench, kind: str, timings: TrialTimes, step_s: float, layer_s: float, *, extra_buffers: bool
 ) -> TypeSpeed:
     """The rates of type ``kind``, less what the fixed costs take."""
     layer_bytes, to_read, to_compute = BIG.weight_bytes(kind), bench.layers_to_read(BIG, kind), bench.layers_to_compute

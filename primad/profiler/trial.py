@@ -26,7 +26,7 @@ _SLOW_S: Final = 1.2
 """Prefill that takes longer is not run as often."""
 
 
-class Timings(msgspec.Struct, frozen=True, kw_only=True):
+class TrialTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step by run: with 1 row, with ``BATCH_ROWS`` and with ``PREFILL_ROWS``; empty where not asked for."""
 
     decode_s: tuple[float, ...]
@@ -69,7 +69,7 @@ def main() -> None:
     decoder = msgspec.json.Decoder(Task)
     for line in sys.stdin.buffer:
         task = decoder.decode(line)
-        answer: Timings | Gpus = _gpus() if isinstance(task, ListGpus) else _time(task)
+        answer: TrialTimes | Gpus = _gpus() if isinstance(task, ListGpus) else _time(task)
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
 
@@ -80,7 +80,7 @@ def _gpus() -> Gpus:
     return Gpus(tuple(list_gpus()))
 
 
-def _time(task: TimeWindow) -> Timings:
+def _time(task: TimeWindow) -> TrialTimes:
     import numpy as np  # only the child loads it and llama.cpp
 
     from primad.engine.llama import MiddleWindow
@@ -122,7 +122,7 @@ def _time(task: TimeWindow) -> Timings:
         window.kv_remove(0, 0, -1)
         return step(PREFILL_ROWS, 0)
 
-    timings = Timings(
+    timings = TrialTimes(
         decode_s=tuple(run(1) for _ in range(task.decode_runs)),
         batch_s=tuple(run(BATCH_ROWS) for _ in range(task.batch_runs)),
         prefill_s=tuple(_several(prefill, task.prefill_runs)),

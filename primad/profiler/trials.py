@@ -17,17 +17,17 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 
 from primad.engine.devices import GpuDevice
-from primad.profiler.trial import Gpus, ListGpus, Task, TimeWindow, Timings
+from primad.profiler.trial import Gpus, ListGpus, Task, TimeWindow, TrialTimes
 from primad.ring.spawn import environment
 
 TIMEOUT_S: Final = 90.0
-Answer = TypeVar("Answer")
+_Answer = TypeVar("_Answer")
 
 
 class Trials(Protocol):
     """Times windows in a process of its own. Text instead of an answer says in one line how that process ended."""
 
-    def time(self, task: TimeWindow) -> Timings | str:
+    def time(self, task: TimeWindow) -> TrialTimes | str:
         """Time the window of ``task``."""
 
     def gpus(self) -> tuple[GpuDevice, ...] | str:
@@ -42,9 +42,9 @@ class ChildTrials:
         self._child: subprocess.Popen[bytes] | None = None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by ``close``)
 
-    def time(self, task: TimeWindow) -> Timings | str:
+    def time(self, task: TimeWindow) -> TrialTimes | str:
         """As in ``Trials``."""
-        return self._ask(task, Timings)
+        return self._ask(task, TrialTimes)
 
     def gpus(self) -> tuple[GpuDevice, ...] | str:
         """As in ``Trials``."""
@@ -69,7 +69,7 @@ class ChildTrials:
             start_new_session=True,
         )
 
-    def _ask(self, task: Task, kind: type[Answer]) -> Answer | str:
+    def _ask(self, task: Task, kind: type[_Answer]) -> _Answer | str:
         if self._child is None:
             self._child = self._start()
         child = self._child

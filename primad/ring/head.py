@@ -16,7 +16,7 @@ import numpy as np
 
 from primad.engine.protocol import Hidden, HiddenWindow, LogitsWindow, Sampler, Sampling, Tokens
 from primad.errors import ProtocolError, RingError
-from primad.ring.lateness import Laps
+from primad.ring.lateness import Lateness
 from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import (
     HIDDEN_DTYPE,
@@ -25,13 +25,13 @@ from primad.ring.messages import (
     Drained,
     Finished,
     Generate,
-    Limits,
     Overdue,
     Sampled,
     Serving,
     Step,
+    StepLimits,
 )
-from primad.ring.scheduler import SEQUENCE, Draw, Planned, Scheduler
+from primad.ring.scheduler import SEQUENCE, Draw, PlannedStep, Scheduler
 from primad.ring.worker import apply, rows_of, visit
 
 
@@ -53,7 +53,7 @@ class Tell:
     events: Sequence[HeadEvent]
 
 
-Outcome = Send | Tell
+TurnOutcome = Send | Tell
 
 _GREEDY = Sampling(
     temperature=0,
@@ -83,7 +83,7 @@ class Head:
         windows: Mapping[int, HiddenWindow],
         tail: LogitsWindow,
         route: int,
-        limits: Limits,
+        limits: StepLimits,
         scheduler: Scheduler,
         step_timeout_s: float,
         clock: Callable[[], float],
@@ -99,7 +99,7 @@ class Head:
         self._arrived: deque[tuple[Step, Hidden]] = deque()
         self._deadlines: dict[int, float] = {}
         self._under_way: dict[int, Step] = {}
-        self._laps = Laps()
+        self._laps = Lateness()
         self._news: list[HeadEvent] = []
         self._is_draining = False
         self._sampler: tuple[int, Sampler] | None = None
@@ -107,7 +107,7 @@ class Head:
 
     def warm_up(self) -> None:
         """Send one row around before anything else; ``Serving`` is told when it is back and forgotten everywhere."""
-        generate = Generate(request=-1, prompt=[0], drawn=[], max_tokens=1, sampling=_GREEDY, logprobs=None)
+        generate = Generate(request=-1, prompt=[0], sampled=[], max_tokens=1, sampling=_GREEDY, logprobs=None)
         self._scheduler.submit(generate)
 
     def submit(self, generate: Generate) -> None:
@@ -170,7 +170,7 @@ class Head:
         told, self._news = self._news, []
         return told if overdue is None else [*told, overdue]
 
-    def turn(self) -> Outcome | None:
+    def turn(self) -> TurnOutcome | None:
         """Tell the news, or compute one window's worth of work, what came furthest first; None when there is neither.
 
         Raises ``EngineError`` when a window fails.
@@ -192,7 +192,7 @@ class Head:
         self._under_way[step.step] = step
         return self._compute(step, np.array(planned.tokens, np.int32))
 
-    def _step(self, planned: Planned) -> Step:
+    def _step(self, planned: PlannedStep) -> Step:
         rows = len(planned.tokens)
         return Step(
             protocol=PROTOCOL,
@@ -208,7 +208,7 @@ class Head:
             ops=planned.ops,
         )
 
-    def _compute(self, step: Step, content: Tokens | Hidden) -> Outcome:
+    def _compute(self, step: Step, content: Tokens | Hidden) -> TurnOutcome:
         while step.window in self._windows:
             step, content = visit(self._windows[step.window], step, content)
         if step.window < self._last:
@@ -239,7 +239,7 @@ class Head:
         if self._sampler is None or self._sampler[0] != generate.request:
             if self._sampler is not None:
                 self._sampler[1].release()
-            sampler = self._tail.sampler(generate.sampling, generate.prompt, generate.drawn)
+            sampler = self._tail.sampler(generate.sampling, generate.prompt, generate.sampled)
             self._sampler = (generate.request, sampler)
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()

@@ -13,7 +13,7 @@ from typing import Final
 
 from primad.ring.messages import Overdue
 
-PATIENCE: Final = 8.0
+TIMEOUT_FACTOR: Final = 8.0
 """A lap may take so many times what is expected of it."""
 LEAST_WAIT_S: Final = 1.0
 """No lap is late before that, however quick laps are."""
@@ -21,7 +21,7 @@ FADE: Final = 0.9
 """What is left of a maximum at the next lap."""
 
 
-class Laps:
+class Lateness:
     """The steps that are out, in the order in which they left. Time is passed in, in seconds on any scale."""
 
     def __init__(self) -> None:
@@ -58,8 +58,8 @@ class Laps:
         expected_s = self.expected_s(rows)
         if expected_s is None:
             return math.inf
-        patience_s = math.ldexp(max(LEAST_WAIT_S, PATIENCE * expected_s), self._notices)
-        return max(left_s, self._returned_s) + patience_s
+        timeout_s = math.ldexp(max(LEAST_WAIT_S, TIMEOUT_FACTOR * expected_s), self._notices)
+        return max(left_s, self._returned_s) + timeout_s
 
     def overdue(self, now: float) -> Overdue | None:
         """The step that is late, at first and at each doubling of the wait; None otherwise."""

@@ -27,7 +27,7 @@ from zmq.utils import z85
 
 from primad.engine.protocol import Hidden
 from primad.errors import ProtocolError, RingError
-from primad.ring.messages import MAX_HEADER_BYTES, Limits, Overdue, StaleEpochError, Step, decode_step, encode
+from primad.ring.messages import MAX_HEADER_BYTES, Overdue, StaleEpochError, Step, StepLimits, decode_step, encode
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ class Links:
     """The sockets of a ring process. ``endpoint`` is where the device before it sends to, ``key`` its public key.
 
     ``pull`` is readable when a step may have arrived, ``zap`` when ``admit`` is to be called.
-    The next device is late when it has not taken a step within ``patience_s``.
+    The next device is late when it has not taken a step within ``timeout_s``.
     """
 
-    def __init__(self, host: str, limits: Limits, *, patience_s: float = SEND_TIMEOUT_S) -> None:
-        assert patience_s > 0
+    def __init__(self, host: str, limits: StepLimits, *, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        assert timeout_s > 0
         self._limits = limits
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         public, self._secret = zmq.curve_keypair()
         self._public = public
         self.key = public.decode()
@@ -147,7 +147,7 @@ class Links:
 
     def _wait(self, step: Step, hidden: Hidden) -> None:
         since_s = time.monotonic()
-        self._waiting, self._due_s = (step, hidden, since_s), since_s + self._patience_s
+        self._waiting, self._due_s = (step, hidden, since_s), since_s + self._timeout_s
 
     def watched(self, *, receiving: bool) -> list[tuple[zmq.Socket[bytes], int]]:
         """The sockets and events (as ``zmq.zmq_poll`` takes them) that there is something to do for.

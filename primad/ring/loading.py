@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, Vocabulary, WholeModel
+from primad.engine.llama import FirstWindow, LlamaVocabulary, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions, HiddenWindow
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import units_of_model, units_of_window
@@ -15,16 +15,16 @@ from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.windows import token_embedding
 from primad.ring.head import Head
-from primad.ring.messages import Limits, Open
+from primad.ring.messages import Open, StepLimits
 from primad.ring.scheduler import Scheduler
 
-Loaded = Callable[[int], None]
+OnLoaded = Callable[[int], None]
 """Hears how many windows are loaded."""
 
 
-def limits_of(ring: int, epoch: int, windows: Iterable[int], width: int, options: EngineOptions) -> Limits:
+def limits_of(ring: int, epoch: int, windows: Iterable[int], width: int, options: EngineOptions) -> StepLimits:
     """What a process that holds ``windows`` (route indices) accepts in epoch ``epoch`` of ring ``ring``."""
-    return Limits(
+    return StepLimits(
         ring=ring,
         epoch=epoch,
         # The route's first window takes tokens, which no message carries.
@@ -36,7 +36,7 @@ def limits_of(ring: int, epoch: int, windows: Iterable[int], width: int, options
     )
 
 
-def limits_of_open(opening: Open) -> Limits:
+def limits_of_open(opening: Open) -> StepLimits:
     """``limits_of`` what ``opening`` asks for."""
     windows = (window.window for window in opening.windows)
     return limits_of(opening.ring, opening.epoch, windows, opening.width, opening.options)
@@ -70,7 +70,7 @@ def share_scratch(windows: Collection[FirstWindow | MiddleWindow | TailWindow | 
             window.share_scratch()
 
 
-def open_worker(opening: Open, loaded: Loaded) -> tuple[dict[int, HiddenWindow], Streams]:
+def open_worker(opening: Open, loaded: OnLoaded) -> tuple[dict[int, HiddenWindow], Streams]:
     """A worker's windows by route index, and what streams. Raises ``EngineError`` when llama.cpp cannot load one."""
     windows: dict[int, MiddleWindow] = {}
     streams = _streams(opening, None)
@@ -85,14 +85,14 @@ def open_worker(opening: Open, loaded: Loaded) -> tuple[dict[int, HiddenWindow],
     return dict(windows), streams
 
 
-def open_head(opening: Open, loaded: Loaded) -> tuple[Head, Streams]:
+def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
     """The head with its windows, and what streams.
 
     Raises ``ModelError`` and ``EngineError`` when the model cannot be loaded.
     """
     assert opening.model is not None
     header = open_model(Path(opening.model))
-    vocabulary = Vocabulary(Path(opening.model))
+    vocabulary = LlamaVocabulary(Path(opening.model))
     ends, size = vocabulary.ends, vocabulary.size
     vocabulary.release()
     windows: dict[int, FirstWindow | MiddleWindow] = {}

@@ -8,7 +8,7 @@ Three conversations use this file:
 * **Between the API and the head's scheduler**: ``Generate`` and ``Cancel`` down, ``Sampled`` and ``Finished`` up; they are
   ring commands and ring events themselves.
 
-A header is checked against the ring's ``Limits`` before its payload is touched: nothing on the wire is trusted.
+A header is checked against the ring's ``StepLimits`` before its payload is touched: nothing on the wire is trusted.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
         return self.shape[0] * self.shape[1] * 4
 
 
-class Limits(msgspec.Struct, frozen=True):
+class StepLimits(msgspec.Struct, frozen=True):
     """What a ring process accepts: fixed when the ring opens, so a header can be judged by itself."""
 
     ring: int
@@ -116,7 +116,7 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_step(header: bytes | memoryview, payload_bytes: int, limits: Limits) -> Step:
+def decode_step(header: bytes | memoryview, payload_bytes: int, limits: StepLimits) -> Step:
     """The header frame as a ``Step`` that is safe to compute, judged against ``limits``.
 
     Raises ``StaleEpochError`` for another ring or epoch and ``ProtocolError`` for anything that is not a valid step,
@@ -139,7 +139,7 @@ def decode_step(header: bytes | memoryview, payload_bytes: int, limits: Limits) 
     return step
 
 
-def _check_shape(step: Step, payload_bytes: int, limits: Limits) -> None:
+def _check_shape(step: Step, payload_bytes: int, limits: StepLimits) -> None:
     rows, width = step.shape
     if step.step < 0:
         raise ProtocolError(f"step number {step.step} is negative")
@@ -155,7 +155,7 @@ def _check_shape(step: Step, payload_bytes: int, limits: Limits) -> None:
         raise ProtocolError(f"step {step.step} has a payload of {payload_bytes} bytes; {step.payload_bytes} expected")
 
 
-def _check_rows(step: Step, limits: Limits) -> None:
+def _check_rows(step: Step, limits: StepLimits) -> None:
     counts = {len(step.positions), len(step.sequences), len(step.outputs)}
     if counts != {step.rows}:
         raise ProtocolError(f"step {step.step} has {step.rows} rows but lists of {sorted(counts)} entries")
@@ -168,7 +168,7 @@ def _check_rows(step: Step, limits: Limits) -> None:
             raise ProtocolError(f"step {step.step} has a sequence outside 0..{limits.sequences - 1}")
 
 
-def _check_op(op: KvOp, limits: Limits) -> None:
+def _check_op(op: KvOp, limits: StepLimits) -> None:
     match op:
         case KvRemove(sequence, start, end):
             sequences, span = [sequence], (start, end)
@@ -188,14 +188,14 @@ def _check_op(op: KvOp, limits: Limits) -> None:
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Continue ``prompt`` (token ids, at least one) by at most ``max_tokens`` tokens.
 
-    ``drawn`` are those of its tokens that were drawn under an earlier epoch: they are computed again, count as if this
-    ring had drawn them, and are not told again. ``logprobs`` is None, or how many of the most likely tokens each
+    ``sampled`` are those of its tokens that were sampled under an earlier epoch: they are computed again, count as if this
+    ring had sampled them, and are not told again. ``logprobs`` is None, or how many of the most likely tokens each
     ``Sampled`` lists (0 to 20).
     """
 
     request: int
     prompt: list[int]
-    drawn: list[int]
+    sampled: list[int]
     max_tokens: int
     sampling: Sampling
     logprobs: int | None
@@ -362,7 +362,7 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True, tag="overdue"):
     waited_s: float
 
 
-class Pressed(msgspec.Struct, frozen=True, tag="pressed"):
+class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="pressed"):
     """Nothing is left to stream instead of keeping it, and memory is short still, by ``needed_bytes`` (more than 0).
 
     Only another plan can ask less of this device. The ring goes on meanwhile.
@@ -409,7 +409,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
 
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report
-RingEvent = Loading | Opened | Serving | Sampled | Finished | Overdue | Drained | Pressed | Status | RingBroken
+RingEvent = Loading | Opened | Serving | Sampled | Finished | Overdue | Drained | ProcessMemoryLow | Status | RingBroken
 
 command_decoder = msgspec.msgpack.Decoder(RingCommand)
 event_decoder = msgspec.msgpack.Decoder(RingEvent)

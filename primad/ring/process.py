@@ -21,7 +21,7 @@ import zmq
 from primad.errors import PrimadError, RingError, WeightsError
 from primad.ring.channel import RingChannel
 from primad.ring.messages import Open, RingBroken, RingCommand
-from primad.ring.roles import Part, open_part
+from primad.ring.roles import Role, open_role
 
 logger = logging.getLogger(__name__)
 
@@ -45,27 +45,27 @@ def _serve(channel: RingChannel) -> None:
     if opened is None:
         return
     opening, commands = opened
-    part = open_part(opening, channel)
+    role = open_role(opening, channel)
     try:
-        channel.tell(part.opened())
-        _attend(part, channel, commands)
+        channel.tell(role.opened())
+        _attend(role, channel, commands)
     finally:
-        part.close()
+        role.close()
 
 
-def _attend(part: Part, channel: RingChannel, commands: list[RingCommand]) -> None:
-    """Drive ``part`` until the daemon closes the connection; ``commands`` have arrived already."""
+def _attend(role: Role, channel: RingChannel, commands: list[RingCommand]) -> None:
+    """Drive ``role`` until the daemon closes the connection; ``commands`` have arrived already."""
     daemon = channel.connection.fileno()
     while channel.is_open:
         for command in commands:
             if isinstance(command, Open):
                 raise RingError("a ring process is opened once; Reopen gives it another epoch")
-            part.command(command)
-        wait_s = 0.0 if part.turn() else min(part.wait_s(), LOOK_INTERVAL_S)
-        ready = zmq.zmq_poll([(daemon, zmq.POLLIN), *part.watched()], math.ceil(wait_s * 1000))
+            role.command(command)
+        wait_s = 0.0 if role.turn() else min(role.wait_s(), LOOK_INTERVAL_S)
+        ready = zmq.zmq_poll([(daemon, zmq.POLLIN), *role.watched()], math.ceil(wait_s * 1000))
         sockets = [found for found, _ in ready]
         if sockets and sockets != [daemon]:
-            part.arrived(sockets, time.perf_counter())
+            role.arrived(sockets, time.perf_counter())
         commands = channel.commands() if daemon in sockets else []
 
 

@@ -20,21 +20,32 @@ from primad.ring.channel import RingChannel
 from primad.ring.head import Send, Tell
 from primad.ring.links import SEND_TIMEOUT_S, Links
 from primad.ring.loading import limits_of, limits_of_open, open_head, open_worker
-from primad.ring.messages import Cancel, Connect, Drain, Generate, Loading, Open, Opened, Pressed, Reopen, Report
+from primad.ring.messages import (
+    Cancel,
+    Connect,
+    Drain,
+    Generate,
+    Loading,
+    Open,
+    Opened,
+    ProcessMemoryLow,
+    Reopen,
+    Report,
+)
 from primad.ring.meter import Meter
 from primad.ring.worker import Worker
 
 Watched = list[tuple[zmq.Socket[bytes], int]]
-PartCommand = Reopen | Connect | Generate | Cancel | Drain | Report
+RoleCommand = Reopen | Connect | Generate | Cancel | Drain | Report
 
 
-class Part(Protocol):
+class Role(Protocol):
     """One device's role in the ring."""
 
     def opened(self) -> Opened:
         """Where the device before this one reaches it."""
 
-    def command(self, command: PartCommand) -> None:
+    def command(self, command: RoleCommand) -> None:
         """Do what the daemon says. Raises ``RingError`` when that is not this part's to do."""
 
     def arrived(self, sockets: Collection[object], received_s: float) -> None:
@@ -53,7 +64,7 @@ class Part(Protocol):
         """Close the links; the windows end with the process."""
 
 
-class WorkerPart:
+class WorkerRole:
     """Computes what arrives.
 
     A next device that takes nothing is told as ``Overdue`` and waited for: what this process has loaded is worth more than
@@ -63,7 +74,7 @@ class WorkerPart:
     def __init__(self, opening: Open, channel: RingChannel) -> None:
         self._channel = channel
         self._width, self._options = opening.width, opening.options
-        self._links = Links(opening.host, limits_of_open(opening), patience_s=_patience_s(opening.step_timeout_s))
+        self._links = Links(opening.host, limits_of_open(opening), timeout_s=_timeout_s(opening.step_timeout_s))
         self._windows, self._streams = open_worker(opening, lambda done: channel.tell(Loading(done)))
         self._begin()
 
@@ -76,7 +87,7 @@ class WorkerPart:
     def opened(self) -> Opened:
         return Opened(self._links.endpoint, self._links.key)
 
-    def command(self, command: PartCommand) -> None:
+    def command(self, command: RoleCommand) -> None:
         match command:
             case Connect(address, key, sender):
                 self._links.connect(address, key, sender)
@@ -92,7 +103,7 @@ class WorkerPart:
         kept = _kept(reopen, self._windows)
         limits = limits_of(reopen.ring, reopen.epoch, kept, self._width, self._options)
         self._links.close()
-        self._links = Links(reopen.host, limits, patience_s=_patience_s(reopen.step_timeout_s))
+        self._links = Links(reopen.host, limits, timeout_s=_timeout_s(reopen.step_timeout_s))
         self._streams.end()  # before any window is unmapped
         self._streams = self._streams.reopened(reopen.windows, reopen.room_bytes)
         for window in self._windows.values():
@@ -112,7 +123,7 @@ class WorkerPart:
             self._links.admit()
 
     def turn(self) -> bool:
-        _tell_pressed(self._streams, self._channel)
+        _tell_memory_low(self._streams, self._channel)
         if not self._is_connected:
             return False
         if not self._links.flush():
@@ -149,7 +160,7 @@ class WorkerPart:
         self._links.close()
 
 
-class HeadPart:
+class HeadRole:
     """Drives the step log and the tail; the whole model when there is no ring."""
 
     def __init__(self, opening: Open, channel: RingChannel) -> None:
@@ -157,8 +168,8 @@ class HeadPart:
         self._meter = Meter()
         self._links: Links | None = None
         if opening.route > 1:
-            patience_s = _patience_s(opening.step_timeout_s)
-            self._links = Links(opening.host, limits_of_open(opening), patience_s=patience_s)
+            timeout_s = _timeout_s(opening.step_timeout_s)
+            self._links = Links(opening.host, limits_of_open(opening), timeout_s=timeout_s)
         self._head, self._streams = open_head(opening, lambda done: channel.tell(Loading(done)))
         self._head.warm_up()
         self._is_connected = self._links is None
@@ -166,7 +177,7 @@ class HeadPart:
     def opened(self) -> Opened:
         return Opened(self._links.endpoint, self._links.key) if self._links is not None else Opened("", "")
 
-    def command(self, command: PartCommand) -> None:
+    def command(self, command: RoleCommand) -> None:
         match command:
             case Connect(address, key, sender):
                 if self._links is None:
@@ -190,7 +201,7 @@ class HeadPart:
             self._links.admit()
 
     def turn(self) -> bool:
-        _tell_pressed(self._streams, self._channel)
+        _tell_memory_low(self._streams, self._channel)
         self._receive()
         if not self._may_compute():
             events = self._head.news()
@@ -240,14 +251,14 @@ class HeadPart:
             self._links.close()
 
 
-def _tell_pressed(streams: Streams, channel: RingChannel) -> None:
+def _tell_memory_low(streams: Streams, channel: RingChannel) -> None:
     """Tell the daemon when there is nothing left to give back and memory is still short."""
     needed_bytes = streams.streamer.take_replan() if streams.streamer is not None else None
     if needed_bytes is not None:
-        channel.tell(Pressed(needed_bytes))
+        channel.tell(ProcessMemoryLow(needed_bytes))
 
 
-def _patience_s(step_timeout_s: float) -> float:
+def _timeout_s(step_timeout_s: float) -> float:
     """How long the next device may take nothing: no longer than a whole step may take."""
     return min(SEND_TIMEOUT_S, step_timeout_s)
 
@@ -273,10 +284,10 @@ def _forget(window: HiddenWindow, options: EngineOptions) -> None:
         window.kv_remove(sequence, 0, -1)
 
 
-def open_part(opening: Open, channel: RingChannel) -> Part:
+def open_role(opening: Open, channel: RingChannel) -> Role:
     """Load what ``opening`` asks for and listen. Raises ``PrimadError`` when that fails."""
     if opening.model is not None:
-        return HeadPart(opening, channel)
+        return HeadRole(opening, channel)
     if opening.route < 2:
         raise RingError(f"a worker cannot be part of a route of {opening.route} windows")
-    return WorkerPart(opening, channel)
+    return WorkerRole(opening, channel)

@@ -1,12 +1,13 @@
 """Decides what each step computes: whose prompt rows, whose next token, which KV cells are forgotten.
 
-``schedule -> the ring computes -> commit``. The scheduler sees no ring: it hands out ``Planned`` steps in order (the step
-log) and takes back what was drawn for each. One sequence generates at a time; others wait their turn. Time is passed in.
+``schedule -> the ring computes -> commit``. The scheduler sees no ring: it hands out ``PlannedStep`` steps in order
+(the step log) and takes back what was sampled for each. One sequence generates at a time; others wait their turn. Time
+is passed in.
 
 Prompts are fed in chunks of at most ``rows`` rows. Chunks follow each other into the ring without waiting (up to
 ``depth`` in flight), since only the last one's output is needed; decode steps wait for the token before them.
 
-A generation that an earlier epoch began comes with the tokens it has drawn already. They are fed one by one, as they were
+A generation that an earlier epoch began comes with the tokens it has sampled already. They are fed one by one, as they were
 fed then: llama.cpp computes a batch of several rows in another order than single rows, and its sums would differ in the
 last bits. Like chunks they do not wait for each other.
 """
@@ -25,7 +26,7 @@ SEQUENCE: Final = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlannedStep:
     """One step before it is computed: row ``i`` is ``tokens[i]`` at ``positions[i]``; the last may want an output."""
 
     step: int
@@ -38,7 +39,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """The token that was drawn for a step: ``ends`` when it ends the generation; ``top`` as in ``Sampled``."""
+    """The token that was sampled for a step: ``ends`` when it ends the generation; ``top`` as in ``Sampled``."""
 
     token: int
     ends: bool
@@ -52,10 +53,10 @@ class _Running:
 
     generate: Generate
     started_s: float
-    drawn: list[int]
+    sampled: list[int]
     """All tokens after the prompt, those of earlier epochs first."""
     fed: int = 0
-    """Tokens of prompt and ``drawn`` handed out."""
+    """Tokens of prompt and ``sampled`` handed out."""
     first_token_s: float | None = None
 
 
@@ -98,8 +99,8 @@ class Scheduler:
         assert generate.max_tokens > 0
         if self._drains:
             raise RingError(f"request {generate.request} was given to a ring that drains; give it to the next one")
-        if self._is_full(generate, len(generate.drawn)):
-            return _finished(generate, len(generate.drawn), "length", prompt_s=0.0, decode_s=0.0)
+        if self._is_full(generate, len(generate.sampled)):
+            return _finished(generate, len(generate.sampled), "length", prompt_s=0.0, decode_s=0.0)
         self._waiting.append(generate)
         return None
 
@@ -114,7 +115,7 @@ class Scheduler:
         else:
             self._waiting = deque(waiting for waiting in self._waiting if waiting.request != cancel.request)
 
-    def next_step(self, now: float) -> Planned | None:
+    def next_step(self, now: float) -> PlannedStep | None:
         """The next step of the log, or None when the ring must answer first or there is nothing to do."""
         if self._drains or len(self._in_flight) >= self._depth:
             return None
@@ -122,18 +123,18 @@ class Scheduler:
             if not self._waiting:
                 return None
             generate = self._waiting.popleft()
-            self._running = _Running(generate=generate, started_s=now, drawn=list(generate.drawn))
+            self._running = _Running(generate=generate, started_s=now, sampled=list(generate.sampled))
         running = self._running
         prompt, first = running.generate.prompt, running.fed
-        total = len(prompt) + len(running.drawn)
+        total = len(prompt) + len(running.sampled)
         if first == total:
             return None
-        tokens = prompt[first : first + self._rows] or [running.drawn[first - len(prompt)]]
+        tokens = prompt[first : first + self._rows] or [running.sampled[first - len(prompt)]]
         running.fed += len(tokens)
         return self._plan(tokens, first, wants_output=running.fed == total)
 
     def commit(self, step: int, draw: Draw | None, now: float) -> list[Sampled | Finished]:
-        """Take back step ``step`` with what was drawn for it (None when it wanted no output, or nobody does any more)."""
+        """Take back step ``step`` with what was sampled for it (None when it wanted no output, or nobody does any more)."""
         request = self._in_flight.pop(step)
         running = self._running
         if draw is None or running is None or running.generate.request != request:
@@ -142,9 +143,9 @@ class Scheduler:
             running.first_token_s = now
         if draw.ends:
             return [self._finish(running, "stop", now)]
-        running.drawn.append(draw.token)
+        running.sampled.append(draw.token)
         sampled = Sampled(request=request, token=draw.token, logprob=draw.logprob, top=draw.top)
-        if self._is_full(running.generate, len(running.drawn)):
+        if self._is_full(running.generate, len(running.sampled)):
             return [sampled, self._finish(running, "length", now)]
         return [sampled]
 
@@ -155,11 +156,11 @@ class Scheduler:
             return None
         return running.generate
 
-    def _plan(self, tokens: list[int], first: int, *, wants_output: bool) -> Planned:
+    def _plan(self, tokens: list[int], first: int, *, wants_output: bool) -> PlannedStep:
         assert self._running is not None
         ops, self._ops = self._ops, []
         request = self._running.generate.request
-        step = Planned(
+        step = PlannedStep(
             step=self._steps,
             request=request,
             tokens=tokens,
@@ -171,16 +172,16 @@ class Scheduler:
         self._steps += 1
         return step
 
-    def _is_full(self, generate: Generate, drawn: int) -> bool:
-        """Whether ``drawn`` tokens are all that ``generate`` may have."""
-        return drawn >= generate.max_tokens or len(generate.prompt) + drawn >= self._context
+    def _is_full(self, generate: Generate, sampled: int) -> bool:
+        """Whether ``sampled`` tokens are all that ``generate`` may have."""
+        return sampled >= generate.max_tokens or len(generate.prompt) + sampled >= self._context
 
     def _finish(self, running: _Running, reason: str, now: float) -> Finished:
         first_token_s = running.first_token_s if running.first_token_s is not None else now
         self._free()
         return _finished(
             running.generate,
-            len(running.drawn),
+            len(running.sampled),
             reason,
             prompt_s=first_token_s - running.started_s,
             decode_s=now - first_token_s,
@@ -191,13 +192,13 @@ class Scheduler:
         self._ops = [KvRemove(SEQUENCE, 0, -1)]
 
 
-def _finished(generate: Generate, drawn: int, reason: str, *, prompt_s: float, decode_s: float) -> Finished:
+def _finished(generate: Generate, sampled: int, reason: str, *, prompt_s: float, decode_s: float) -> Finished:
     return Finished(
         request=generate.request,
         reason=reason,
         error=None,
         prompt_tokens=len(generate.prompt),
-        completion_tokens=drawn,
+        completion_tokens=sampled,
         prompt_s=prompt_s,
         decode_s=decode_s,
     )

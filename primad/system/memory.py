@@ -28,7 +28,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class MemoryUsage:
     """A cgroup's limit and what its processes and files take; the two lists of file pages are part of ``used_bytes``."""
 
     limit_bytes: int
@@ -44,7 +44,7 @@ class MemoryGroup:
     folder: Path
     version: int
 
-    def usage(self) -> Usage | None:
+    def usage(self) -> MemoryUsage | None:
         """Its figures as of now; None without a limit."""
         limits, current, prefix = ["memory.max", "memory.high"], "memory.current", ""
         if self.version == 1:
@@ -56,7 +56,7 @@ class MemoryGroup:
         if used is None:
             return None
         fields = _stat(self.folder / "memory.stat")
-        return Usage(
+        return MemoryUsage(
             limit_bytes=min(found),
             used_bytes=used,
             inactive_file_bytes=fields.get(f"{prefix}inactive_file", 0),

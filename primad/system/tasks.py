@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 def mistake(error: BaseException) -> str:
@@ -18,7 +18,7 @@ def mistake(error: BaseException) -> str:
     return f"internal error of the head: {type(error).__name__}: {error}"
 
 
-def settle(future: asyncio.Future[Result], result: Result) -> None:
+def settle(future: asyncio.Future[_Result], result: _Result) -> None:
     """Who waits for ``future`` has its ``result``, unless it has one already or was cancelled over waiting."""
     if not future.done():
         future.set_result(result)

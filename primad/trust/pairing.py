@@ -87,13 +87,13 @@ class Accept(msgspec.Struct, frozen=True, tag="accept"):
     proof: _Proof
 
 
-Why = Literal["slow", "wrong", "burnt", "over", "version", "cluster", "self", "storage"]
+RefusalReason = Literal["slow", "wrong", "burnt", "over", "version", "cluster", "self", "storage"]
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
     """The inviter ends the run. ``detail`` is a version or a cluster; ``number`` milliseconds, tries or a protocol."""
 
-    why: Why
+    why: RefusalReason
     detail: _Version = ""
     number: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
 
@@ -104,7 +104,7 @@ _who = msgspec.msgpack.Decoder(Who)
 encode = msgspec.msgpack.encode
 
 
-class Outcome(enum.Enum):
+class CodeOutcome(enum.Enum):
     """How the life of a code ended."""
 
     USED = "used"
@@ -147,14 +147,14 @@ class Inviter:
         self._runs: dict[Hashable, tuple[_Run, float]] = {}
         self.ends_at = now + LIFETIME_S
 
-    def outcome(self, now: float) -> Outcome | None:
+    def outcome(self, now: float) -> CodeOutcome | None:
         """How it ended, or None while a device may still join."""
         if self._uses == 0:
-            return Outcome.USED
+            return CodeOutcome.USED
         if now >= self.ends_at:
-            return Outcome.EXPIRED
+            return CodeOutcome.EXPIRED
         self._runs = {peer: (run, ends_at) for peer, (run, ends_at) in self._runs.items() if now < ends_at}
-        return Outcome.BURNT if self._tries == 0 and not self._runs else None
+        return CodeOutcome.BURNT if self._tries == 0 and not self._runs else None
 
     def wake_at(self) -> float:
         """When ``outcome`` may be another one though nothing was received."""
@@ -177,9 +177,9 @@ class Inviter:
                 return encode(Refuse(why="version", detail=self._who.version, number=PROTOCOL)), None
             case Start(), None if self._tries:
                 return self._start(peer, message, data, now), None
-            case Prove(), None | Outcome.BURNT if run is not None and now < run_ends_at:
+            case Prove(), None | CodeOutcome.BURNT if run is not None and now < run_ends_at:
                 return self._prove(message, run)
-            case _, Outcome.USED | Outcome.EXPIRED:
+            case _, CodeOutcome.USED | CodeOutcome.EXPIRED:
                 return encode(Refuse(why="over")), None
             case Start(), _:
                 return encode(Refuse(why="burnt")), None

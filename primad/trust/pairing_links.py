@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final, cast
 
 from primad.errors import ClusterError, PrimadError, ProtocolError, printable
-from primad.trust.pairing import MAX_BYTES, RUN_S, Inviter, Joiner, Later, Outcome, Who, refuse_storage
+from primad.trust.pairing import MAX_BYTES, RUN_S, CodeOutcome, Inviter, Joiner, Later, Who, refuse_storage
 from primad.trust.trust import PAIRED, TrustedDevice, trusted_now
 from primad.trust.words import Code
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PEERS: Final = 16
 MAX_PEERS_OF_ADDRESS: Final = 4
-PATIENCE_S: Final = 10.0
+TIMEOUT_S: Final = 10.0
 """What a joiner waits for all of a pairing, its turn included."""
 _MESSAGES: Final = 4
 _FLUSH_S: Final = 1.0
@@ -57,7 +57,7 @@ class PairingServer:
         self._addresses: Counter[str] = Counter()
         self._refused, self._warn_at = 0, 0.0
 
-    async def run(self) -> Outcome:
+    async def run(self) -> CodeOutcome:
         """Serve until the code is used, burnt or expired; returns which. The port is closed afterwards."""
         loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
@@ -179,20 +179,20 @@ class _Peer(asyncio.Protocol):
         self._server.leave(self, self._address)
 
 
-async def pair_with(host: str, port: int, code: Code, who: Who, patience_s: float = PATIENCE_S) -> TrustedDevice:
+async def pair_with(host: str, port: int, code: Code, who: Who, timeout_s: float = TIMEOUT_S) -> TrustedDevice:
     """Prove to the device at ``host:port`` that we know ``code``, and let it prove the same; returns that device.
 
     Raises ``ClusterError`` for a wrong, burnt or expired code, for nobody there, another version or another cluster.
     """
     place = f"{host}:{port}"
     try:
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(timeout_s):
             found = await _run(host, port, Joiner(code, who))
             while isinstance(found, Later):
                 await asyncio.sleep(found.wait_s)
                 found = await _run(host, port, Joiner(code, who))
     except TimeoutError as exc:
-        raise ClusterError(f"pairing with {place}: no answer within {patience_s:g} s; is it still waiting?") from exc
+        raise ClusterError(f"pairing with {place}: no answer within {timeout_s:g} s; is it still waiting?") from exc
     except (OSError, EOFError) as exc:
         hint = "is the code still shown there?"
         raise ClusterError(f"pairing with {place}: nobody waits for a device there ({_strerror(exc)}); {hint}") from exc

@@ -18,12 +18,12 @@ import zmq.asyncio
 
 from halda import DeviceProfile
 from primad import __version__
-from primad.daemon.loading import Place
-from primad.daemon.memory_watch import ReliefWatch
+from primad.daemon.loading import Workspace
+from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.owner import OwnerPause
-from primad.daemon.pairing_service import PairingDesk
+from primad.daemon.pairing_service import PairingService
+from primad.daemon.reporter import Say
 from primad.errors import ClusterError, printable
-from primad.head.worker_link import build_gap, version_gap
 from primad.layers.server import LayerServer
 from primad.network.admin import (
     AdminAnswer,
@@ -49,30 +49,31 @@ from primad.network.messages import (
     HeadMessage,
     Hello,
     Introduce,
-    Knock,
-    Knocked,
     Leaving,
     Link,
     LinksMeasured,
     LinkTarget,
     Load,
     MeasureLinks,
+    MemoryRecovered,
     Ping,
     Pong,
+    Probe,
+    Probed,
     Refused,
     Release,
-    Relieved,
     Welcome,
     WorkerMessage,
     agreed_protocol,
 )
 from primad.network.scopes import bare
+from primad.network.versions import build_gap, version_gap
 from primad.settings.config import DEFAULT_CONTROL_PORT, Config, is_loopback
 from primad.system.tasks import Tasks
 from primad.trust.identity import Identity
 from primad.trust.trust import TrustStore
 from primad.worker.introductions import Introductions
-from primad.worker.participations import Parts, Say
+from primad.worker.participations import Participations
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class WorkerDaemon:
         self,
         *,
         config: Config,
-        place: Place,
+        place: Workspace,
         identity: Identity,
         trust: TrustStore,
         profile: Callable[[str], DeviceProfile],
@@ -124,18 +125,18 @@ class WorkerDaemon:
             bytes_per_s=config.transfer_limit_bytes_per_s,
             allows=trust.trusts,
         )
-        self._relief = ReliefWatch(config.limits, self._relieved)
-        self._parts = Parts(
+        self._memory_watch = MemoryWatch(config.limits, self._memory_recovered)
+        self._participations = Participations(
             config=config,
             place=place,
             context=self._context,
             identity=identity,
-            relief=self._relief,
+            memory_watch=self._memory_watch,
             tell=self._tell,
             say=say,
         )
         self._pause = OwnerPause(config.home, pause_on_battery=config.pause_on_battery, changed=self._on_pause)
-        self._desk = PairingDesk(config, identity, trust, say)
+        self._pairing = PairingService(config, identity, trust, say)
         self._introductions = Introductions(trust, say, self._may_say)
         self._lease: _Lease | None = None
         self._measuring: asyncio.Task[None] | None = None
@@ -150,9 +151,9 @@ class WorkerDaemon:
             stack.callback(self._context.destroy, linger=0)  # also what was not begun yet when the end came
             await stack.enter_async_context(Gate(self._context, self._trust.trusts))
             stack.callback(self._end.close)
-            stack.push_async_callback(self._parts.close)
+            stack.push_async_callback(self._participations.close)
             stack.push_async_callback(self._tasks.close)
-            stack.push_async_callback(self._desk.close)
+            stack.push_async_callback(self._pairing.close)
             sight = await stack.enter_async_context(AsyncExitStack())
             await self._announce(sight)
             stack.enter_context(self._trust.announce_locally(self._name))
@@ -164,7 +165,7 @@ class WorkerDaemon:
                     group.create_task(self._introductions.run()),
                     group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
                     group.create_task(self._pause.watch_battery()),
-                    group.create_task(self._relief.run()),
+                    group.create_task(self._memory_watch.run()),
                 ]
                 try:
                     await self._stop.wait()
@@ -174,7 +175,7 @@ class WorkerDaemon:
                     for task in tasks:
                         task.cancel()
                     # Beside each other: to say goodbye takes a while, and so does the end of a ring process.
-                    await asyncio.gather(sight.aclose(), self._end_parts())
+                    await asyncio.gather(sight.aclose(), self._end_participations())
 
     def leave(self) -> bool:
         """Hand over what this device computes, then end ``run``. False when that was asked for before."""
@@ -183,9 +184,9 @@ class WorkerDaemon:
         self._stop.set()
         return True
 
-    async def _end_parts(self) -> None:
+    async def _end_participations(self) -> None:
         await self._tasks.close()
-        await self._parts.close()
+        await self._participations.close()
 
     async def _announce(self, stack: AsyncExitStack) -> None:
         try:
@@ -202,8 +203,8 @@ class WorkerDaemon:
         except MulticastError as exc:
             self._say(f"{exc}; heads find this device by --device only")
         else:
-            self._desk.use(discovery)
-        self._desk.name = self._name
+            self._pairing.use(discovery)
+        self._pairing.name = self._name
         self._say(f"{self._name} is waiting for a head (cluster {self._config.cluster}, port {self._end.port})")
         if self._pause.paused is not None:
             self._say(f"{self._name} {self._pause.paused}")
@@ -222,8 +223,8 @@ class WorkerDaemon:
             lease = self._lease
             if not self._trust.trusts(key):
                 await self._end.send(peer, Refused(f"{self._name} does not trust this device any more"))
-            elif isinstance(message, Knock):
-                await self._knocked(peer, message)
+            elif isinstance(message, Probe):
+                await self._probed(peer, message)
             elif isinstance(message, Echo):
                 await self._end.echo(peer, message.answer_bytes)
             elif isinstance(message, Hello):
@@ -235,11 +236,11 @@ class WorkerDaemon:
                 lease.peer, lease.heard_s = peer, time.monotonic()
                 await self._obey(message, lease, group)
 
-    async def _knocked(self, peer: bytes, knock: Knock) -> None:
-        if agreed_protocol(knock.protocol, knock.oldest) is None and self._may_say("knock"):
-            gap = version_gap(self._name, knock.device, printable(knock.version, 40), knock.protocol)
+    async def _probed(self, peer: bytes, probe: Probe) -> None:
+        if agreed_protocol(probe.protocol, probe.oldest) is None and self._may_say("knock"):
+            gap = version_gap(self._name, probe.device, printable(probe.version, 40), probe.protocol)
             self._say(f"refused: {gap}")
-        answer = Knocked(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=self._name)
+        answer = Probed(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=self._name)
         await self._end.send(peer, answer)
 
     async def _greet(self, peer: bytes, key: str, hello: Hello) -> None:
@@ -254,7 +255,7 @@ class WorkerDaemon:
             await self._end.send(peer, Refused(f"{self._name} is ending"))
             return
         self._stop_measuring()
-        await self._parts.release_all()  # also those of a link to the same head that broke
+        await self._participations.release_all()  # also those of a link to the same head that broke
         is_new = lease is None or lease.session != hello.session
         if is_new and self._may_say("hello"):
             self._say(f"head {hello.device} is here")
@@ -262,7 +263,7 @@ class WorkerDaemon:
                 self._say(build_gap(self._place.build, printable(hello.build, 200), hello.device))
         profile = await asyncio.to_thread(self._profile, self._name)
         self._dismissed.clear()
-        self._relief.begin(profile.ram_available_bytes)
+        self._memory_watch.begin(profile.ram_available_bytes)
         self._lease = _Lease(
             peer=peer,
             key=key,
@@ -285,15 +286,15 @@ class WorkerDaemon:
     async def _obey(self, message: HeadMessage, lease: _Lease, group: asyncio.TaskGroup) -> None:
         match message:
             case Load():
-                await self._parts.start(self._end.scopes.of_load(message), lease.profile)
+                await self._participations.start(self._end.scopes.of_load(message), lease.profile)
             case Link(epoch=epoch, address=address, key=key, sender=sender):
-                await self._parts.link(epoch, self._end.scopes.endpoints(address)[0], key, sender)
+                await self._participations.link(epoch, self._end.scopes.endpoints(address)[0], key, sender)
             case Release(epoch=epoch):
-                await self._parts.release(epoch)
+                await self._participations.release(epoch)
             case Ping(status=status, number=number):
-                await self._tell(Pong(number, self._parts.states()))
+                await self._tell(Pong(number, self._participations.states()))
                 if status:
-                    await self._parts.report()
+                    await self._participations.report()
             case Introduce():
                 self._introductions.add(message, lease.head)
             case MeasureLinks(targets=targets):
@@ -301,7 +302,7 @@ class WorkerDaemon:
                 self._measuring = group.create_task(self._measure_links(targets))
             case Dismiss():
                 self._dismissed.set()
-            case Knock() | Hello() | Echo():
+            case Probe() | Hello() | Echo():
                 raise AssertionError("answered before")
 
     async def _measure_links(self, targets: list[LinkTarget]) -> None:
@@ -314,9 +315,9 @@ class WorkerDaemon:
     async def _watch_lease(self) -> None:
         while True:
             lease = self._lease
-            patience_s = lease.gone_after_s if lease is not None else 1.0
+            timeout_s = lease.gone_after_s if lease is not None else 1.0
             heard_s = lease.heard_s if lease is not None else time.monotonic()
-            await asyncio.sleep(max(0.05, heard_s + patience_s - time.monotonic()))
+            await asyncio.sleep(max(0.05, heard_s + timeout_s - time.monotonic()))
             lease = self._lease
             if lease is not None and time.monotonic() - lease.heard_s >= lease.gone_after_s:
                 self._say(f"head {lease.head} went away; waiting for a head")
@@ -326,7 +327,7 @@ class WorkerDaemon:
         self._lease = None
         self._dismissed.set()  # nobody is left to hand over to
         self._stop_measuring()
-        await self._parts.release_all()
+        await self._participations.release_all()
 
     def _stop_measuring(self) -> None:
         """Nobody waits any more for the links that are being measured."""
@@ -334,8 +335,8 @@ class WorkerDaemon:
             self._measuring.cancel()
             self._measuring = None
 
-    async def _relieved(self, ram_available_bytes: int) -> None:
-        await self._tell(Relieved(ram_available_bytes))
+    async def _memory_recovered(self, ram_available_bytes: int) -> None:
+        await self._tell(MemoryRecovered(ram_available_bytes))
 
     async def _tell(self, message: WorkerMessage) -> None:
         if self._lease is not None:
@@ -347,7 +348,7 @@ class WorkerDaemon:
         if lease is None:
             return
         await self._tell(Leaving(reason))
-        if not self._parts.is_serving:
+        if not self._participations.is_serving:
             return
         at_once = "; Ctrl-C again ends at once" if self._stop.is_set() else ""
         self._say(f"handing over to the others for at most {HAND_OVER_S:g} s{at_once}")
@@ -368,7 +369,7 @@ class WorkerDaemon:
         await self._hand_over(reason.partition(";")[0])
         await self._tell(Refused(f"{self._name} {reason}"))
         await self._end_lease()
-        await self._parts.unload()
+        await self._participations.unload()
 
     def _may_say(self, topic: str) -> bool:
         """Whether a line about ``topic``, which another device may cause as often as it likes, is said now."""
@@ -384,12 +385,12 @@ class WorkerDaemon:
             return self._pause.paused
         if self._lease is None:
             return "waiting for a head"
-        return f"{'computes' if self._parts.is_serving else 'ready'} for {self._lease.head}"
+        return f"{'computes' if self._participations.is_serving else 'ready'} for {self._lease.head}"
 
     async def _administer(self, request: AdminRequest) -> AdminAnswer:
         match request:
             case OpenPairing():
-                return await self._desk.open()
+                return await self._pairing.open()
             case Leave():
                 first = self.leave()
                 return Done(text=f"{self._name} hands over and ends" if first else f"{self._name} is ending already")
@@ -404,7 +405,7 @@ class WorkerDaemon:
                         "role": "worker",
                         "devices": {self._name: self._state()},
                         "head": None if self._lease is None else self._lease.head,
-                        "serving": self._parts.is_serving,
+                        "serving": self._participations.is_serving,
                         "paused": self._pause.paused,
                         "port": self._end.port,
                     }

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Final
 
-from primad.daemon.loading import Place, remove_metadata
+from primad.daemon.loading import Workspace, remove_metadata
 from primad.engine.protocol import EngineOptions
 from primad.errors import PrimadError, RingError, WeightsError
 from primad.ring.messages import Opened, RingEvent
@@ -20,7 +20,7 @@ _EVENTS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
+class LoadKey:
     """What a ring process has loaded, whatever its place in a route: windows (first, last, layers, GPU layers), and how.
 
     ``streamed`` are, for each window, the layers that it streams, counted from its first; they pass through ``slots``.
@@ -34,16 +34,16 @@ class Content:
     options: EngineOptions
 
 
-class Host:
+class LoadedProcess:
     """A ring process and what it has loaded. ``indices`` are the route indices of its windows, in order."""
 
-    def __init__(self, ring: RingProcess, content: Content, number: int) -> None:
+    def __init__(self, ring: RingProcess, content: LoadKey, number: int) -> None:
         self.ring = ring
         self.content = content
         self.number = number
         """Tells its files from those of others; epochs would not, since each head counts its own."""
         self.indices: list[int] = []
-        self.pressed = False
+        self.memory_low = False
         """Whether it was short of memory: what it holds is not kept for another ring."""
         self._events: asyncio.Queue[RingEvent] = asyncio.Queue(_EVENTS)
         self._error: RingError | WeightsError | None = None
@@ -107,13 +107,13 @@ class Host:
         while not self._events.empty():
             self._events.get_nowait()
 
-    async def close(self, place: Place) -> None:
+    async def close(self, place: Workspace) -> None:
         """End the process, and let its files go."""
         for task in self._tasks:
             task.cancel()
         await self.ring.close()
         remove_metadata(place, self.number)
-        place.cache.let_go(owner(self.number))
+        place.cache.end_lease(owner(self.number))
 
 
 def owner(number: int) -> str:

@@ -1,8 +1,8 @@
-"""A worker's parts in rings: one for each epoch, the one that serves and the one that is being loaded beside it.
+"""A worker's participations in rings: one for each epoch, the one that serves and one that is being loaded beside it.
 
-A part whose ring ended leaves its ring process behind, with its windows loaded. When the next plan, or the next head, asks
-for the same windows, that process serves them again at once; else it is ended when something else is loaded, or after
-``keep_loaded_s``.
+A participation whose ring ended leaves its ring process behind, with its windows loaded. When the next plan, or the
+next head, asks for the same windows, that process serves them again at once; else it is ended when something else is
+loaded, or after ``keep_loaded_s``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from halda import DeviceProfile
 from primad.daemon.loading import (
-    Place,
+    Workspace,
     check_layers,
     distrust,
     fits_twice,
@@ -32,8 +32,9 @@ from primad.daemon.loading import (
     remove_metadata,
     try_extra_buffers,
 )
-from primad.daemon.memory_watch import ReliefWatch
+from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.owner import apply_nice
+from primad.daemon.reporter import Say
 from primad.engine.probe import is_worth_it
 from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, DiskError, PrimadError, RingError, WeightsError
@@ -41,12 +42,32 @@ from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
 from primad.layers.fetch import fetch_layers, in_thread
 from primad.network import messages
-from primad.network.messages import Broken, Linked, Load, Loaded, PartState, Progress, WorkerMessage, WorkerStatus
-from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Pressed, Reopen, Report, RingCommand, Status
+from primad.network.messages import (
+    Broken,
+    Linked,
+    Load,
+    Loaded,
+    ParticipationState,
+    Progress,
+    WorkerMessage,
+    WorkerStatus,
+)
+from primad.ring.messages import (
+    Connect,
+    Loading,
+    Open,
+    Opened,
+    Overdue,
+    ProcessMemoryLow,
+    Reopen,
+    Report,
+    RingCommand,
+    Status,
+)
 from primad.ring.spawn import RingProcess
 from primad.settings.config import Config
 from primad.trust.identity import Identity
-from primad.worker.loaded_process import Content, Host, owner
+from primad.worker.loaded_process import LoadedProcess, LoadKey, owner
 
 logger = logging.getLogger(__name__)
 
@@ -58,46 +79,45 @@ FORGIVEN_S: Final = 600.0
 RELEASE_S: Final = 1.0
 MOST_UNREADABLE: Final = 2
 """One file is read again from where it came, and another one; a disk that then fails once more is at an end."""
-MOST_PARTS: Final = 8
+MOST_PARTICIPATIONS: Final = 8
 """A head has a ring that serves and one that is loaded; a plan may change while the last one's devices still let go."""
 
-Tell = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
+TellHead = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
 """Sends a message to the head."""
-Say = Callable[[str], None]
-"""Tells the owner one line."""
 
 
 @dataclass(slots=True)
-class _Part:
+class _Participation:
     """This device's part in one epoch: its task, its ring process once that is loaded, and what the head was told of it."""
 
     task: asyncio.Task[None]
-    state: PartState
-    host: Host | None = None
+    state: ParticipationState
+    host: LoadedProcess | None = None
 
 
 class _NextDeviceError(RingError):
     """The device behind this one in the ring takes no steps."""
 
 
-class Parts:
-    """All parts of this worker. ``tell`` reaches the head, ``say`` the owner; ``relief`` hears of a lack of memory."""
+class Participations:
+    """All participations of this worker. ``tell`` reaches the head, ``say`` the owner; ``memory_watch`` hears when memory is
+    low."""
 
     def __init__(
         self,
         *,
         config: Config,
-        place: Place,
+        place: Workspace,
         context: zmq.asyncio.Context,
         identity: Identity,
-        relief: ReliefWatch,
-        tell: Tell,
+        memory_watch: MemoryWatch,
+        tell: TellHead,
         say: Say,
     ) -> None:
         self._config, self._place, self._context, self._identity = config, place, context, identity
-        self._relief, self._tell, self._say = relief, tell, say
-        self._parts: dict[int, _Part] = {}
-        self._kept: Host | None = None
+        self._memory_watch, self._tell, self._say = memory_watch, tell, say
+        self._participations: dict[int, _Participation] = {}
+        self._kept: LoadedProcess | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
@@ -106,30 +126,30 @@ class Parts:
     @property
     def is_serving(self) -> bool:
         """Whether a head uses this device in a ring."""
-        return bool(self._parts)
+        return bool(self._participations)
 
     async def start(self, load: Load, profile: DeviceProfile) -> None:
-        """Take part in ``load.epoch``, unless this device has ``MOST_PARTS`` parts already."""
+        """Take part in ``load.epoch``, unless this device has ``MOST_PARTICIPATIONS`` participations already."""
         await self.release(load.epoch)
-        if len(self._parts) >= MOST_PARTS:
-            busy = f"this device takes part in {MOST_PARTS} rings, which is the most; release one first"
+        if len(self._participations) >= MOST_PARTICIPATIONS:
+            busy = f"this device takes part in {MOST_PARTICIPATIONS} rings, which is the most; release one first"
             await self._tell(Broken(epoch=load.epoch, error=busy, fault="load"))
             return
         task = asyncio.create_task(self._work(load, profile))
-        state = PartState(epoch=load.epoch, loaded=None, linked=False, broken=None)
-        self._parts[load.epoch] = _Part(task=task, state=state)
+        state = ParticipationState(epoch=load.epoch, loaded=None, linked=False, broken=None)
+        self._participations[load.epoch] = _Participation(task=task, state=state)
 
     async def link(self, epoch: int, address: str, key: str, sender: str) -> None:
         """Connect the ring process of ``epoch`` to its neighbours."""
-        part = self._parts.get(epoch)
-        if part is not None and part.host is not None:
-            await part.host.ring.send(Connect(address, key, sender))
-            part.state = msgspec.structs.replace(part.state, linked=True)
+        participation = self._participations.get(epoch)
+        if participation is not None and participation.host is not None:
+            await participation.host.ring.send(Connect(address, key, sender))
+            participation.state = msgspec.structs.replace(participation.state, linked=True)
             await self._tell(Linked(epoch))
 
-    def states(self) -> list[PartState]:
-        """How every part stands."""
-        return [part.state for part in self._parts.values()]
+    def states(self) -> list[ParticipationState]:
+        """How every participation stands."""
+        return [participation.state for participation in self._participations.values()]
 
     async def report(self) -> None:
         """Ask all ring processes for their status; the head gets it as it comes."""
@@ -140,17 +160,17 @@ class Parts:
 
         One that is busy with the disk is waited for no longer than ``RELEASE_S``: the head is to be heard meanwhile.
         """
-        part = self._parts.pop(epoch, None)
-        if part is not None:
-            part.task.cancel()
-            _, busy = await asyncio.wait([part.task], timeout=RELEASE_S)
+        participation = self._participations.pop(epoch, None)
+        if participation is not None:
+            participation.task.cancel()
+            _, busy = await asyncio.wait([participation.task], timeout=RELEASE_S)
             for task in busy:
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
 
     async def release_all(self) -> None:
-        """No part goes on."""
-        await asyncio.gather(*(self.release(epoch) for epoch in list(self._parts)))
+        """No participation goes on."""
+        await asyncio.gather(*(self.release(epoch) for epoch in list(self._participations)))
 
     async def unload(self) -> None:
         """End the process that is kept."""
@@ -173,13 +193,13 @@ class Parts:
             await asyncio.wait(tasks)
 
     async def _to_all(self, command: RingCommand) -> None:
-        for part in list(self._parts.values()):
-            if part.host is not None:
-                await part.host.ring.send(command)
+        for participation in list(self._participations.values()):
+            if participation.host is not None:
+                await participation.host.ring.send(command)
 
     async def _work(self, load: Load, profile: DeviceProfile) -> None:
         """Load the windows of ``load`` and attend to their ring process until it breaks or this task is cancelled."""
-        host: Host | None = None
+        host: LoadedProcess | None = None
         fault, opened, number = "fetch", False, next(self._numbers)
         try:
             await self._fetch(load, number)
@@ -197,18 +217,18 @@ class Parts:
             await self._broke(load, exc, "next")
         except PrimadError as exc:
             await self._broke(load, exc, fault)
-        except Exception as exc:  # our own mistake; the head is to hear of it, or it waits for this part
+        except Exception as exc:  # our own mistake; the head is to hear of it, or it waits for this participation
             logger.exception("the part in epoch %d failed", load.epoch)
             await self._broke(load, RingError(f"internal error: {type(exc).__name__}: {exc}"), fault)
         finally:
             if host is None or host.number != number:
                 remove_metadata(self._place, number)
-                self._place.cache.let_go(owner(number))
+                self._place.cache.end_lease(owner(number))
             if host is not None:
-                self._put_away(host, keep=opened and not host.pressed)
+                self._put_away(host, keep=opened and not host.memory_low)
 
     def _blame_disk(self, error: WeightsError, fault: str) -> str:
-        """What a part is to be said to have failed at whose weights could not be read: its disk, if that goes on."""
+        """What a participation failed at whose weights could not be read: its disk, if that goes on."""
         now = time.monotonic()
         lately = [(text, at_s) for text, at_s in self._unreadable if now - at_s < FORGIVEN_S]
         self._unreadable = [*lately, (str(error), now)]
@@ -220,17 +240,17 @@ class Parts:
         else:
             self._say(str(error))
         broken = Broken(epoch=load.epoch, error=str(error), fault=fault)
-        part = self._own_part(load)
-        if part is not None:
-            part.state = msgspec.structs.replace(part.state, broken=broken)
+        participation = self._own_participation(load)
+        if participation is not None:
+            participation.state = msgspec.structs.replace(participation.state, broken=broken)
         await self._tell(broken)
 
-    def _own_part(self, load: Load) -> _Part | None:
-        """The part whose task this is; None when it was released, though another may have begun in the same epoch."""
-        part = self._parts.get(load.epoch)
-        return part if part is not None and part.task is asyncio.current_task() else None
+    def _own_participation(self, load: Load) -> _Participation | None:
+        """The participation whose task this is; None when it was released, though another may have begun in its epoch."""
+        participation = self._participations.get(load.epoch)
+        return participation if participation is not None and participation.task is asyncio.current_task() else None
 
-    def _put_away(self, host: Host, *, keep: bool) -> None:
+    def _put_away(self, host: LoadedProcess, *, keep: bool) -> None:
         """Keep a process that could serve again, end any other."""
         if keep and not host.ended and self._config.keep_loaded_s > 0:
             previous, self._kept = self._kept, host
@@ -242,20 +262,20 @@ class Parts:
         else:
             self._end_soon(host)
 
-    def _end_soon(self, host: Host) -> asyncio.Task[None]:
+    def _end_soon(self, host: LoadedProcess) -> asyncio.Task[None]:
         task = asyncio.create_task(host.close(self._place))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         return task
 
-    def _expire(self, host: Host) -> None:
+    def _expire(self, host: LoadedProcess) -> None:
         if self._kept is host:
             self._kept = self._expiry = None
             self._end_soon(host)
 
     async def _fetch(self, load: Load, number: int) -> None:
         refs = _layers(load)
-        self._place.cache.hold(owner(number), {ref.digest for ref in refs})
+        self._place.cache.lease(owner(number), {ref.digest for ref in refs})
         missing = await missing_layers(self._place.cache, refs)
         total, done, told_s = sum(ref.size_bytes for ref in missing), 0, 0.0
         pending: set[asyncio.Task[None]] = set()
@@ -291,7 +311,7 @@ class Parts:
         if not loaded.isdisjoint(ref.digest for ref in missing):
             await self.unload()
 
-    async def _open(self, load: Load, profile: DeviceProfile, number: int) -> Host:
+    async def _open(self, load: Load, profile: DeviceProfile, number: int) -> LoadedProcess:
         options = EngineOptions(
             context=load.context,
             sequences=load.sequences,
@@ -302,7 +322,7 @@ class Parts:
             lock=self._config.lock,
         )
         extra = await self._extra_buffers(load, options)
-        content = Content(
+        content = LoadKey(
             windows=tuple(
                 (spec.first, spec.last, tuple(ref.digest for ref in spec.layers), on_gpu)
                 for spec, on_gpu in zip(load.windows, load.gpu_layers, strict=True)
@@ -322,7 +342,7 @@ class Parts:
         await self.unload()
         return await self._start(load, content, number)
 
-    async def _answers(self, host: Host) -> bool:
+    async def _answers(self, host: LoadedProcess) -> bool:
         """Whether a process that was asked to reopen does. Cancelled over it, nobody else would end the process."""
         try:
             return await host.answers(REOPEN_S)
@@ -330,7 +350,7 @@ class Parts:
             self._end_soon(host)
             raise
 
-    def _take_kept(self, content: Content) -> Host | None:
+    def _take_kept(self, content: LoadKey) -> LoadedProcess | None:
         kept = self._kept
         if kept is None or kept.ended or kept.content != content:
             return None
@@ -340,7 +360,7 @@ class Parts:
             self._expiry = None
         return kept
 
-    async def _reopen(self, load: Load, host: Host) -> None:
+    async def _reopen(self, load: Load, host: LoadedProcess) -> None:
         host.forget_events()
         following = [spec.window for spec in load.windows]
         await self._tell_process(
@@ -357,7 +377,7 @@ class Parts:
         )
         host.indices = following
 
-    async def _start(self, load: Load, content: Content, number: int) -> Host:
+    async def _start(self, load: Load, content: LoadKey, number: int) -> LoadedProcess:
         files = await in_thread(place_windows, self._place, load.windows, load.gpu_layers, number)
         for window in files:
             # The head wrote it: judged before llama.cpp sees it.
@@ -369,7 +389,7 @@ class Parts:
             place=load.place,
         )
         apply_nice(ring.pid, self._config.nice)
-        host = Host(ring, content, number)
+        host = LoadedProcess(ring, content, number)
         host.indices = [spec.window for spec in load.windows]
         await self._tell_process(
             host,
@@ -393,7 +413,7 @@ class Parts:
         )
         return host
 
-    async def _tell_process(self, host: Host, command: Open | Reopen) -> None:
+    async def _tell_process(self, host: LoadedProcess, command: Open | Reopen) -> None:
         """Give ``host`` its first command of an epoch. Cancelled over it, nobody else would end the process."""
         try:
             await host.ring.send(command)
@@ -410,7 +430,7 @@ class Parts:
         await self._tell(Progress(epoch=load.epoch, phase="probe", done=0, total=1))
         return is_worth_it(await try_extra_buffers(self._place, load.probe, options, width=load.width), 1)
 
-    async def _attend(self, load: Load, host: Host) -> AsyncIterator[None]:
+    async def _attend(self, load: Load, host: LoadedProcess) -> AsyncIterator[None]:
         """Pass on what the ring process says; yields when it has opened. Raises ``RingError`` when it ends."""
         while True:
             event = await host.next_event()
@@ -418,24 +438,24 @@ class Parts:
                 case Loading(windows):
                     await self._tell(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
                 case Opened(address, key):
-                    part = self._own_part(load)
-                    if part is not None:
-                        part.host = host
+                    participation = self._own_participation(load)
+                    if participation is not None:
+                        participation.host = host
                     layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
                     self._say(f"computing layers {layers}")
                     yield None
                     loaded = Loaded(epoch=load.epoch, port=int(address.rsplit(":", 1)[1]), key=key)
-                    if part is not None:
-                        part.state = msgspec.structs.replace(part.state, loaded=loaded)
+                    if participation is not None:
+                        participation.state = msgspec.structs.replace(participation.state, loaded=loaded)
                     await self._tell(loaded)
                 case Status():
                     rss = psutil.Process().memory_info().rss
                     await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))
-                case Pressed(needed_bytes):
-                    host.pressed = True
-                    available = await self._relief.press(needed_bytes)
+                case ProcessMemoryLow(needed_bytes):
+                    host.memory_low = True
+                    available = await self._memory_watch.press(needed_bytes)
                     await self._tell(
-                        messages.Pressed(epoch=load.epoch, needed_bytes=needed_bytes, ram_available_bytes=available)
+                        messages.MemoryLow(epoch=load.epoch, needed_bytes=needed_bytes, ram_available_bytes=available)
                     )
                 case Overdue(waited_s=waited_s):
                     raise _NextDeviceError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")

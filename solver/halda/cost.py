@@ -20,9 +20,9 @@ from typing import Final
 from halda.profile import (
     BATCH_ROWS,
     PREFILL_ROWS,
+    CacheType,
     CpuProfile,
     GpuProfile,
-    KvType,
     LayerProfile,
     LinkProfile,
     ModelProfile,
@@ -58,7 +58,7 @@ TWO_MASKS: Final = frozenset(("cohere2", "gemma3", "gpt-oss", "olmo2"))
 TOKEN_S: Final = 0.00025
 """What the head does for a token besides: sample it, tell the daemon, begin the next step. (Measured as what a ring of one
 process takes more than plain llama.cpp.)"""
-KV_VALUE_BYTES: Final[Mapping[KvType, Fraction]] = {
+KV_VALUE_BYTES: Final[Mapping[CacheType, Fraction]] = {
     "f16": Fraction(2),
     "q8_0": Fraction(34, 32),
     "q4_0": Fraction(18, 32),
@@ -116,7 +116,7 @@ def attention_s(
     model: ModelProfile,
     rows: float,
     kv: float,
-    kv_type: KvType,
+    kv_type: CacheType,
 ) -> float:
     """Seconds of attention over ``kv`` tokens: the KV cache read once, and 4 FLOP a row, token and channel beyond it."""
     read = kv * kv_bytes_per_token(layer, kv_type) / read_bytes_per_s
@@ -132,7 +132,7 @@ def layer_s(
     model: ModelProfile,
     rows: float,
     kv: float,
-    kv_type: KvType,
+    kv_type: CacheType,
 ) -> float:
     """Seconds of one layer on one processor (paper: alpha, of which beta is the difference between GPU and CPU)."""
     return (
@@ -169,7 +169,7 @@ def decode_kv_tokens(workload: Workload) -> float:
     return min(workload.context_tokens, workload.prompt_tokens + workload.answer_tokens / 2)
 
 
-def kv_bytes_per_token(layer: LayerProfile, kv_type: KvType) -> int:
+def kv_bytes_per_token(layer: LayerProfile, kv_type: CacheType) -> int:
     """KV cache of one layer for one token of context."""
     return math.ceil(layer.kv_bytes_per_token * KV_VALUE_BYTES[kv_type] / KV_VALUE_BYTES["f16"])
 

@@ -74,7 +74,7 @@ class Program:
 
 
 @dataclass(slots=True)
-class Streams:
+class StreamVariables:
     """Per member: ``streams`` is 1 where it streams, ``layers`` by kind, through ``slots``.
 
     ``output`` is 1 where the head streams the output matrix: 0 where the question does not allow it. What the head then
@@ -356,9 +356,9 @@ def build(
     return Program(problem, layout, streams.layers, streams.slots, output_on_gpu, streams.output, wanted)
 
 
-def _streaming(problem: Any, instance: Instance, layout: Layout) -> Streams:
+def _streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariables:
     """Who streams how many layers through how many slots."""
-    total, found = len(instance.model.layers), Streams()
+    total, found = len(instance.model.layers), StreamVariables()
     for m in range(len(layout.cpu)):
         s = [integer(problem, f"s_{m}_{g}", 0, most) for g, most in enumerate(instance.kind_totals)]
         q = integer(problem, f"q_{m}", 0, total)
@@ -391,7 +391,7 @@ def _memory(
     problem: Any,
     instance: Instance,
     layout: Layout,
-    streams: Streams,
+    streams: StreamVariables,
     uses_gpu: Sequence[Any],
     output_on_gpu: Any,
     fullest: Any,
@@ -458,7 +458,7 @@ class _Time:
         layout: Layout,
         uses_gpu: Sequence[Any],
         output_on_gpu: Any,
-        streams: Streams,
+        streams: StreamVariables,
     ) -> None:
         self._problem = problem
         self._instance = instance

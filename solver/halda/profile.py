@@ -14,9 +14,9 @@ BATCH_ROWS: Final = 8
 """Rows of the middle measurement of a ``TypeSpeed``."""
 PREFILL_ROWS: Final = 512
 """Rows of the largest measurement of a ``TypeSpeed``."""
-KvType = Literal["f16", "q8_0", "q4_0"]
+CacheType = Literal["f16", "q8_0", "q4_0"]
 """What the KV cache holds its values in."""
-KV_TYPES: Final[tuple[KvType, ...]] = get_args(KvType)
+KV_TYPES: Final[tuple[CacheType, ...]] = get_args(CacheType)
 """The largest first."""
 KV_BLOCK: Final = 32
 """Values of a block of a quantised KV cache: the heads of a model must be whole blocks wide."""
@@ -199,7 +199,7 @@ class Workload:
     """
 
     context_tokens: int
-    kv_type: KvType
+    kv_type: CacheType
     sequences: int
     prompt_tokens: int
     answer_tokens: int

@@ -1,6 +1,6 @@
 """The ring as events in time: what is computed, read and sent when. ``simulate.py`` makes its input and reads its output.
 
-A ``Stop`` is what a device computes between receiving a hidden state and sending one: a window, or windows that follow each
+A ``Visit`` is what a device computes between receiving a hidden state and sending one: a window, or windows that follow each
 other on it, the tail and the next token's first window among them. Every device serves stops in the order of their
 arrival. In a ring nothing overtakes: steps enter in the order of their sequences and keep it, so each device serves all
 sequences at its first stop, then all at its second, and so on. That makes the order of use known from the start, and
@@ -31,7 +31,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """Layers that are computed without a break in ``seconds``; a streamed one is alone. ``ends`` the step.
 
     ``streamed``: the loader reads it ahead. ``picked_bytes`` are read of a layer that streams by expert, not before the step
@@ -46,11 +46,11 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Visit:
     """What station ``station`` computes at once. A step enters the ring at piece ``entry`` of the first stop."""
 
     station: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Segment, ...]
     entry: int
 
 
@@ -124,7 +124,7 @@ class _Station:
     """Visits on the link to this station."""
 
 
-class Ring:
+class SimulatedRing:
     """Steps of ``sequences`` on their way over ``stops``, again and again if ``cyclic``, else once.
 
     ``jitter`` is the share of every hop's delay that is random: exponentially distributed, the mean kept. Links keep the
@@ -133,7 +133,7 @@ class Ring:
 
     def __init__(
         self,
-        stops: Sequence[Stop],
+        stops: Sequence[Visit],
         fixtures: Sequence[Fixture],
         *,
         sequences: int,
@@ -212,7 +212,7 @@ class Ring:
         self._count += 1
         heappush(self._events, (time_s, self._count, happen, station))
 
-    def _piece(self, station: _Station) -> Piece:
+    def _piece(self, station: _Station) -> Segment:
         assert station.visit is not None
         return self._stops[station.visit[1]].pieces[station.at]
 
@@ -388,10 +388,10 @@ class Ring:
         return Interval(device=station.fixture.device, kind=kind, start_s=since, end_s=until, layers=layers)
 
 
-def _order_of_use(stops: Sequence[Stop], sequences: int, *, cyclic: bool) -> Iterator[int]:
+def _order_of_use(stops: Sequence[Visit], sequences: int, *, cyclic: bool) -> Iterator[int]:
     """The streamed layers of one station in the order of use: all sequences at a stop, then all at the next."""
 
-    def streamed(pieces: Sequence[Piece]) -> list[int]:
+    def streamed(pieces: Sequence[Segment]) -> list[int]:
         return [piece.layers[0] for piece in pieces if piece.streamed]
 
     for stop in stops:

@@ -42,7 +42,7 @@ from halda import cost
 from halda.evaluate import cpu_layers, unit_bytes
 from halda.instance import Instance, Member, Phase
 from halda.plan import Plan, Window
-from halda_research._events import Fixture, Interval, Piece, Ring, Stop, Tally
+from halda_research._events import Fixture, Interval, Segment, SimulatedRing, Tally, Visit
 
 __all__ = ["DeviceUse", "Interval", "Simulation", "simulate", "simulate_prefill"]
 
@@ -93,7 +93,7 @@ def simulate(
     """
     assert tokens >= 1
     meter = _Meter(sequences, max(3, tokens // 2), tokens, timeline)
-    meter.ring = Ring(
+    meter.ring = SimulatedRing(
         _stops(plan, instance, decode=True),
         _fixtures(plan, instance, rows=1),
         sequences=sequences,
@@ -120,7 +120,7 @@ def simulate_prefill(plan: Plan, instance: Instance, *, jitter: float = 0.0, see
         last, through = ring.now, through + 1
 
     head = instance.members[0]
-    ring = Ring(
+    ring = SimulatedRing(
         _stops(plan, instance, decode=False),
         _fixtures(plan, instance, rows=head.prefill.rows),
         sequences=instance.chunks,
@@ -137,7 +137,7 @@ def simulate_prefill(plan: Plan, instance: Instance, *, jitter: float = 0.0, see
 class _Meter:
     """Says when the steady state begins and when enough is measured."""
 
-    ring: Ring
+    ring: SimulatedRing
 
     def __init__(self, sequences: int, warm_up: int, tokens: int, timeline: bool) -> None:
         self._warm_up = warm_up
@@ -217,7 +217,7 @@ def _clip(intervals: Sequence[Interval], since: float, until: float) -> tuple[In
     return tuple(sorted(clipped, key=lambda interval: (interval.start_s, interval.end_s, interval.device)))
 
 
-def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Stop]:
+def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Visit]:
     """The route as stops: in decode the tail window and the next token's first windows are one."""
     members = {member.name: member for member in instance.members}
     stations = {name: i for i, name in enumerate(plan.devices)}
@@ -226,7 +226,7 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Stop]:
         uses_gpu.add(plan.head)
     stops = []
     for device, windows in groupby(plan.route, key=lambda window: window.device):
-        pieces: list[Piece] = []
+        pieces: list[Segment] = []
         for window in windows:
             member, last = members[device], window is plan.route[-1]
             phase = member.decode if decode else member.prefill
@@ -237,19 +237,21 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Stop]:
             more_s = gpu_step_s + (0.0 if streams_output else tail_s)
             pieces.extend(_pieces(window, plan, instance, phase, member.step_s, more_s))
             if streams_output:
-                pieces.append(Piece((plan.layer_count,), tail_s, True, False, 0))
+                pieces.append(Segment((plan.layer_count,), tail_s, True, False, 0))
             pieces[-1] = replace(pieces[-1], ends=last)
-        stops.append(Stop(stations[device], tuple(pieces), 0))
+        stops.append(Visit(stations[device], tuple(pieces), 0))
     if decode and len(stops) > 1:
         tail, first = stops.pop(), stops[0]
-        stops[0] = Stop(first.station, tail.pieces + first.pieces, len(tail.pieces))
+        stops[0] = Visit(first.station, tail.pieces + first.pieces, len(tail.pieces))
     return stops
 
 
-def _pieces(window: Window, plan: Plan, instance: Instance, phase: Phase, step_s: float, more_s: float) -> list[Piece]:
+def _pieces(
+    window: Window, plan: Plan, instance: Instance, phase: Phase, step_s: float, more_s: float
+) -> list[Segment]:
     """A window in pieces: ``step_s`` before its CPU layers, ``more_s`` with the GPU layers behind them."""
     streamed = set(plan.streaming_of(window.device).layers)
-    pieces: list[Piece] = []
+    pieces: list[Segment] = []
     layers: list[int] = []
     seconds = step_s
     for layer in cpu_layers(window):
@@ -257,8 +259,8 @@ def _pieces(window: Window, plan: Plan, instance: Instance, phase: Phase, step_s
         layer_s, picked = phase.cpu[kind], phase.picked[kind]
         if layer in streamed:
             if seconds or layers:
-                pieces.append(Piece(tuple(layers), seconds, False, False, 0))
-            pieces.append(Piece((layer,), layer_s, not picked, False, picked))
+                pieces.append(Segment(tuple(layers), seconds, False, False, 0))
+            pieces.append(Segment((layer,), layer_s, not picked, False, picked))
             layers, seconds = [], 0.0
         else:
             layers.append(layer)
@@ -266,7 +268,7 @@ def _pieces(window: Window, plan: Plan, instance: Instance, phase: Phase, step_s
     on_gpu = window.layers[len(cpu_layers(window)) :]
     seconds += sum(phase.gpu[instance.kind_of[layer]] for layer in on_gpu) + more_s
     if seconds or layers or on_gpu:
-        pieces.append(Piece((*layers, *on_gpu), seconds, False, False, 0))
+        pieces.append(Segment((*layers, *on_gpu), seconds, False, False, 0))
     return pieces
 
 

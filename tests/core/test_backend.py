@@ -105,7 +105,7 @@ def test_a_generation_goes_on_in_the_next_ring_with_the_tokens_that_were_drawn()
         reader = Reader(ask(backend, 5, 6))
         await settled()
         (sent,) = first.generates
-        assert (sent.prompt, sent.drawn) == ([5, 6], [])
+        assert (sent.prompt, sent.sampled) == ([5, 6], [])
         for token in (10, 11):
             backend.deliver(1, sampled(sent.request, token))
         backend.hold("forming the ring again")
@@ -113,7 +113,7 @@ def test_a_generation_goes_on_in_the_next_ring_with_the_tokens_that_were_drawn()
         assert not reader.task.done()
         second = await attach(backend, 2)
         (again,) = second.generates
-        assert (again.request, again.prompt, again.drawn, again.max_tokens) == (sent.request, [5, 6], [10, 11], 8)
+        assert (again.request, again.prompt, again.sampled, again.max_tokens) == (sent.request, [5, 6], [10, 11], 8)
         backend.deliver(2, sampled(sent.request, 12))
         backend.deliver(2, finished(sent.request))
         await reader.task
@@ -153,7 +153,7 @@ def test_what_an_older_ring_says_late_is_dropped():
         backend.hold("again")
         backend.deliver(2, sampled(request, 13))
         third = await attach(backend, 3)
-        assert third.generates[0].drawn == [10, 12]
+        assert third.generates[0].sampled == [10, 12]
         backend.deliver(3, finished(request))
         await reader.task
         assert reader.tokens == [10, 12]
@@ -174,7 +174,7 @@ def test_while_a_ring_hands_over_new_generations_wait_for_the_next():
         assert [each.prompt for each in first.generates] == [[1]]
         backend.deliver(1, sampled(first.generates[0].request, 10))  # its last steps end
         second = await attach(backend, 2)
-        assert [(each.prompt, each.drawn) for each in second.generates] == [([1], [10]), ([2], [])]
+        assert [(each.prompt, each.sampled) for each in second.generates] == [([1], [10]), ([2], [])]
         third = Reader(ask(backend, 3))
         await settled()
         assert second.generates[-1].prompt == [3], "the hand-over is over"
@@ -335,7 +335,7 @@ def test_every_generation_ends_exactly_once_whatever_happens(operations):
                     ring = await attach(backend, epoch)
                     rings.append(ring)
                     for generate in ring.generates:
-                        assert generate.drawn == requests[generate.request]
+                        assert generate.sampled == requests[generate.request]
                 case "hold":
                     backend.hold("held")
                     ring = None

@@ -61,7 +61,7 @@ def test_a_new_cache_lacks_everything_once(folder, layers):
 def test_what_was_written_is_there_now_and_later(folder, layers):
     cache = LayerCache(folder)
     ref = store(cache, layers[0])
-    assert cache.holds(ref)
+    assert cache.has(ref)
     assert LayerCache(folder).missing([ref, layers[1].ref()]) == [layers[1].ref()]
     assert files(folder) == [f"{ref.digest}.gguf", f"{ref.digest}.tree"]
     assert cache.path(ref.digest).stat().st_size == ref.file_bytes
@@ -81,7 +81,7 @@ def test_a_damaged_file_is_noticed_and_dropped(folder, layers, at):
     ref = store(LayerCache(folder), layers[0])
     path = LayerCache(folder).path(ref.digest)
     damage(path, at)
-    assert not LayerCache(folder).holds(ref)
+    assert not LayerCache(folder).has(ref)
     assert files(folder) == []
 
 
@@ -91,7 +91,7 @@ def test_a_file_of_another_size_is_noticed_and_dropped(folder, layers, size):
     ref = store(cache, layers[0])
     with cache.path(ref.digest).open("r+b") as file:
         file.truncate(size)
-    assert not cache.holds(ref)
+    assert not cache.has(ref)
     assert files(folder) == []
 
 
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_read_is_one_clear_error(folder, layers):
     ref = store(LayerCache(folder), layers[0])
     LayerCache(folder).path(ref.digest).chmod(0)
     with pytest.raises(ClusterError, match="cannot be read"):
-        LayerCache(folder).holds(ref)
+        LayerCache(folder).has(ref)
 
 
 def rot(path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_file_that_is_none_of_the_caches_is_doubted_without_harm(folder, layer
     cache = LayerCache(folder)
     ref = store(cache, layers[0])
     cache.doubt("/models/llama.gguf", [ref.digest])
-    assert cache.holds(ref)
+    assert cache.has(ref)
 
 
 def test_files_that_somebody_touched_are_known_without_reading_them(folder, layers, monkeypatch):
@@ -165,7 +165,7 @@ def test_what_is_verified_in_a_thread_meanwhile_is_no_trouble_to_who_looks_for_c
 
     def look_while_another_is_verified(status: os.stat_result) -> object:
         monkeypatch.setattr(cache_module, "stamp_of", look)
-        assert cache.holds(second)
+        assert cache.has(second)
         return look(status)
 
     monkeypatch.setattr(cache_module, "stamp_of", look_while_another_is_verified)
@@ -184,19 +184,19 @@ def test_a_layer_that_the_disk_cannot_read_is_dropped_to_be_written_elsewhere(fo
         patch.setattr(cache_module, "hash_file", fail)
         number = errno.EACCES
         with pytest.raises(DiskError, match="Permission denied"):
-            cache.holds(ref)
+            cache.has(ref)
         number = errno.EIO
-        assert not cache.holds(ref)
+        assert not cache.has(ref)
     assert files(folder) == []
     store(cache, layers[0])
-    assert cache.holds(ref)
+    assert cache.has(ref)
 
 
 def test_something_else_under_the_name_of_a_layer_is_one_clear_error(folder, layers):
     cache, ref = LayerCache(folder), layers[0].ref()
     cache.path(ref.digest).mkdir()
     with pytest.raises(ClusterError, match=str(folder)):
-        cache.holds(ref)
+        cache.has(ref)
 
 
 def test_an_interrupted_write_leaves_nothing(folder, layers):
@@ -209,7 +209,7 @@ def test_an_interrupted_write_leaves_nothing(folder, layers):
     with pytest.raises(KeyboardInterrupt):
         write(cache, ref, interrupted())
     assert files(folder) == []
-    assert not cache.holds(ref)
+    assert not cache.has(ref)
 
 
 def test_what_a_crash_left_on_its_way_is_removed(folder):
@@ -250,7 +250,7 @@ def test_a_full_disk_is_one_clear_error_that_names_the_folder(folder, layers):
         store(cache, layers[0])
     assert files(folder) == []
     store(cache, layers[0])
-    assert cache.holds(ref)
+    assert cache.has(ref)
 
 
 @pytest.mark.parametrize("in_the_way", ["cache", "cache/layers", "cache/layers/partial"])
@@ -278,7 +278,7 @@ def test_a_layer_is_placed_by_its_header(folder, layers):
     assert names(path) == {"blk.5.attn_norm.weight", "blk.5.attn_q.weight"}
     assert GGUFReader(path).fields["split.no"].contents() == 6
     assert path.read_bytes()[HEADER_BYTES:] == weights
-    assert LayerCache(folder).holds(ref)
+    assert LayerCache(folder).has(ref)
 
 
 def test_a_layer_that_is_in_place_is_not_written_again(folder, layers):
@@ -310,7 +310,7 @@ def test_a_damaged_copy_is_noticed_and_made_again(folder, layers):
     whole = copy.read_bytes()
     damage(copy)
     later = LayerCache(folder)
-    assert later.holds(ref)
+    assert later.has(ref)
     assert later.place(ref, number=3, split=4, copy=1).read_bytes() == whole
 
 
@@ -328,7 +328,7 @@ def test_copies_go_with_a_damaged_layer(folder, layers):
     ref = store(cache, layers[0])
     cache.place(ref, number=3, split=4, copy=1)
     damage(cache.path(ref.digest))
-    assert not LayerCache(folder).holds(ref)
+    assert not LayerCache(folder).has(ref)
     assert files(folder) == []
 
 

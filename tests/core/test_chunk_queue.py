@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from primad.layers.chunk_queue import MOST_ASKED, TREE, ChunkQueue, Piece
+from primad.layers.chunk_queue import MOST_ASKED, TREE, ChunkId, ChunkQueue
 
 LAYERS = {"a": 3, "b": 1, "c": 5}
 SOURCES = ("one", "two", "three")
@@ -27,20 +27,20 @@ def queue(**held: str) -> ChunkQueue:
 
 def test_chunks_are_asked_for_in_order_and_a_few_at_a_time():
     chunks = queue(one="a")
-    assert [chunks.take("one") for _ in range(3)] == [Piece("a", 0), Piece("a", 1), None]
-    assert chunks.answered("one", Piece("a", 0))
-    assert chunks.take("one") == Piece("a", 2)
+    assert [chunks.take("one") for _ in range(3)] == [ChunkId("a", 0), ChunkId("a", 1), None]
+    assert chunks.answered("one", ChunkId("a", 0))
+    assert chunks.take("one") == ChunkId("a", 2)
 
 
 def test_two_sources_share_the_chunks():
     chunks = queue(one="a", two="a")
-    assert [chunks.take(source) for source in ("one", "two", "one")] == [Piece("a", number) for number in range(3)]
+    assert [chunks.take(source) for source in ("one", "two", "one")] == [ChunkId("a", number) for number in range(3)]
 
 
 def test_a_source_is_asked_only_for_what_it_holds():
     chunks = queue(one="b", two="a")
     chunks.add("b", [TREE])
-    assert chunks.take("one") == Piece("b", TREE)
+    assert chunks.take("one") == ChunkId("b", TREE)
     assert chunks.take("one") is None
 
 
@@ -56,25 +56,25 @@ def test_a_source_that_was_not_reached_is_asked_for_nothing_and_may_hold_all():
 def test_what_a_dropped_source_owes_goes_to_the_others_first():
     chunks = queue(one="a", two="a")
     chunks.add("c", range(5))
-    assert [chunks.take("one"), chunks.take("one")] == [Piece("a", 0), Piece("a", 1)]
+    assert [chunks.take("one"), chunks.take("one")] == [ChunkId("a", 0), ChunkId("a", 1)]
     chunks.drop("one")
-    assert {chunks.take("two"), chunks.take("two")} == {Piece("a", 0), Piece("a", 1)}
+    assert {chunks.take("two"), chunks.take("two")} == {ChunkId("a", 0), ChunkId("a", 1)}
     assert chunks.take("one") is None
 
 
 def test_an_idle_source_helps_with_what_is_overdue():
     chunks = queue(slow="a", quick="a")
-    assert [chunks.take("slow"), chunks.take("slow"), chunks.take("quick")] == [Piece("a", n) for n in range(3)]
+    assert [chunks.take("slow"), chunks.take("slow"), chunks.take("quick")] == [ChunkId("a", n) for n in range(3)]
     assert chunks.take("quick") is None, "it is not idle"
-    chunks.answered("quick", Piece("a", 2))
-    assert chunks.arrived(Piece("a", 2))
-    assert chunks.take("quick") == Piece("a", 0)
+    chunks.answered("quick", ChunkId("a", 2))
+    assert chunks.arrived(ChunkId("a", 2))
+    assert chunks.take("quick") == ChunkId("a", 0)
     assert chunks.take("quick") is None, "one at a time"
-    chunks.answered("quick", Piece("a", 0))
-    assert chunks.arrived(Piece("a", 0))
-    assert chunks.take("quick") == Piece("a", 1)
-    chunks.answered("slow", Piece("a", 0))
-    assert not chunks.arrived(Piece("a", 0)), "it came before"
+    chunks.answered("quick", ChunkId("a", 0))
+    assert chunks.arrived(ChunkId("a", 0))
+    assert chunks.take("quick") == ChunkId("a", 1)
+    chunks.answered("slow", ChunkId("a", 0))
+    assert not chunks.arrived(ChunkId("a", 0)), "it came before"
 
 
 def test_while_a_tree_is_awaited_only_trees_are_asked_for_again():
@@ -83,25 +83,25 @@ def test_while_a_tree_is_awaited_only_trees_are_asked_for_again():
     chunks.holds("two", "ab")
     chunks.add("a", [0])
     chunks.add("b", [TREE])
-    assert [chunks.take("one"), chunks.take("one")] == [Piece("a", 0), Piece("b", TREE)]
-    assert chunks.take("two") == Piece("b", TREE)
+    assert [chunks.take("one"), chunks.take("one")] == [ChunkId("a", 0), ChunkId("b", TREE)]
+    assert chunks.take("two") == ChunkId("b", TREE)
 
 
 def test_an_answer_that_was_not_asked_for_is_none():
     chunks = queue(one="a", two="a")
     chunks.take("one")
-    assert not chunks.answered("two", Piece("a", 0))
-    assert not chunks.arrived(Piece("c", 0))
+    assert not chunks.answered("two", ChunkId("a", 0))
+    assert not chunks.arrived(ChunkId("c", 0))
 
 
 def test_a_source_that_refuses_a_layer_is_not_asked_for_it_again():
     chunks = queue(one="ac", two="c")
     chunks.add("c", [0])
-    assert chunks.take("one") == Piece("a", 0)
-    chunks.answered("one", Piece("a", 0))
+    assert chunks.take("one") == ChunkId("a", 0)
+    chunks.answered("one", ChunkId("a", 0))
     chunks.refused("one", "a")
     assert chunks.unavailable() == ["a"]
-    assert chunks.take("one") == Piece("c", 0)
+    assert chunks.take("one") == ChunkId("c", 0)
 
 
 def test_without_sources_everything_is_unavailable():
@@ -124,11 +124,11 @@ class Fetching(RuleBasedStateMachine):
     def begin(self, held) -> None:
         self.held = held
         self.chunks = ChunkQueue(SOURCES, UNDER_WAY)
-        self.owed: dict[str, list[Piece]] = {source: [] for source in SOURCES}
+        self.owed: dict[str, list[ChunkId]] = {source: [] for source in SOURCES}
         self.reached: set[str] = set()
         self.dead: set[str] = set()
-        self.arrived: Counter[Piece] = Counter()
-        self.wanted = {Piece(digest, number) for digest, count in LAYERS.items() for number in range(count)}
+        self.arrived: Counter[ChunkId] = Counter()
+        self.wanted = {ChunkId(digest, number) for digest, count in LAYERS.items() for number in range(count)}
         for digest, count in LAYERS.items():
             self.chunks.add(digest, range(count))
 

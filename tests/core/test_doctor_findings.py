@@ -20,7 +20,7 @@ from primad.doctor.machine import (
     judge_memory,
     judge_platform,
 )
-from primad.doctor.network import Place, Port, judge_places, judge_ports
+from primad.doctor.network import MulticastAddress, Port, judge_places, judge_ports
 from primad.doctor.peers import judge_sight, judge_trust, judge_versions
 from primad.doctor.reach import MAX_TARGETS, judge_reached, targets
 from primad.doctor.storage import DiskFacts, FileFacts, judge_disk, judge_identity
@@ -43,8 +43,8 @@ def helped(findings: list[Finding]) -> bool:
 # -- network
 
 
-def place(name: str, problem: str = "", *, virtual: bool = False) -> Place:
-    return Place(interface=name, address="192.168.1.20", virtual=virtual, problem=problem)
+def place(name: str, problem: str = "", *, virtual: bool = False) -> MulticastAddress:
+    return MulticastAddress(interface=name, address="192.168.1.20", virtual=virtual, problem=problem)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from primad.gguf.layer_file import StoredLayer
 from primad.gguf.layers import CHUNK_BYTES, HEADER_BYTES, LayerCut, LayerRef, chunk_size, cut_layer
 from primad.layers.cache import STALE_S, LayerCache
 from primad.layers.eviction import CachedLayer, Disk, oldest_first
-from primad.layers.partial import LayerPart
+from primad.layers.partial import PartialLayer
 from tests.fakes.gguf import array, toy_arrays, write_gguf
 
 USAGE = type(shutil.disk_usage("."))
@@ -78,9 +78,9 @@ def test_chunks_may_come_in_any_order(folder, layers):
     with cache.part(layer.ref()) as part:
         part.begin(layer.tree())
         assert [part.write(number, chunk(layer, number)) for number in (2, 0, 1)] == [False, False, True]
-        assert not cache.holds(layer.ref()), "not under its name before it is finished"
+        assert not cache.has(layer.ref()), "not under its name before it is finished"
         cache.finish(part)
-    assert cache.holds(layer.ref())
+    assert cache.has(layer.ref())
     assert cache.path(layer.ref().digest).read_bytes()[HEADER_BYTES:] == b"".join(layer.chunks())
     assert list((folder / "partial").iterdir()) == []
 
@@ -94,7 +94,7 @@ def test_what_arrived_survives_a_restart(folder, layers):
         for number in part.lacking():
             part.write(number, chunk(layers[2], number))
         again.finish(part)
-    assert again.holds(layers[2].ref())
+    assert again.has(layers[2].ref())
 
 
 def test_a_chunk_on_its_way_that_was_damaged_counts_as_lacking(folder, layers):
@@ -143,7 +143,7 @@ def test_a_disk_that_gives_back_other_bytes_is_one_clear_error(folder, layers):
         part.write(0, bytes(layer.size_bytes))
         with pytest.raises(DiskError, match="gave back other bytes"):
             cache.finish(part)
-    assert not cache.holds(layer.ref())
+    assert not cache.has(layer.ref())
     assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 
@@ -167,7 +167,7 @@ def test_a_disk_that_refuses_a_chunk_leaves_nothing_half_written(folder, layers,
 def test_a_file_that_changed_after_it_was_verified_is_hashed_again(folder, layers):
     cache = LayerCache(folder)
     ref = store(cache, layers[0])
-    assert cache.holds(ref)
+    assert cache.has(ref)
     path = cache.path(ref.digest)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -175,7 +175,7 @@ def test_a_file_that_changed_after_it_was_verified_is_hashed_again(folder, layer
     with path.open("r+b") as file:
         file.write(content)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    assert not cache.holds(ref)
+    assert not cache.has(ref)
     assert not path.exists()
 
 
@@ -184,7 +184,7 @@ def test_placing_a_layer_does_not_hash_it_again(folder, layers, monkeypatch):
     ref = store(cache, layers[0])
     cache.place(ref, number=3, split=4)
     monkeypatch.setattr("primad.layers.cache.hash_file", None)
-    assert cache.holds(ref)
+    assert cache.has(ref)
 
 
 def test_placing_a_layer_that_somebody_changed_does_not_vouch_for_it(folder, layers):
@@ -196,7 +196,7 @@ def test_placing_a_layer_that_somebody_changed_does_not_vouch_for_it(folder, lay
     path.write_bytes(content)
     os.utime(path, ns=(1, 1))
     cache.place(ref, number=3, split=4)
-    assert not cache.holds(ref)
+    assert not cache.has(ref)
 
 
 # ---- reading for others ---------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_room_is_made_within_the_limit_by_removing_what_was_not_used_for_longest
 def test_what_is_held_stays_and_the_rest_makes_room(folder, layers):
     cache = LayerCache(folder, 2 * HEADER_BYTES + 1000)
     old, new = store(cache, layers[0], 1000.0), store(cache, layers[1], 2000.0)
-    cache.hold("ring", [old.digest])
+    cache.lease("ring", [old.digest])
     os.utime(folder / f"{old.digest}.tree", (1000.0, 1000.0))
     cache.make_room(HEADER_BYTES)
     assert listed(cache) == [old.digest]
@@ -282,7 +282,7 @@ def test_what_is_held_stays_and_the_rest_makes_room(folder, layers):
         cache.make_room(2 * HEADER_BYTES)
     assert listed(cache) == [old.digest]
     assert new.digest not in listed(cache)
-    cache.let_go("ring")
+    cache.end_lease("ring")
     cache.make_room(2 * HEADER_BYTES)
     assert listed(cache) == []
 
@@ -350,7 +350,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from primad.layers.cache import LayerCache
-LayerCache(Path(sys.argv[1]), owner=False).hold("ring", [sys.argv[2]])
+LayerCache(Path(sys.argv[1]), owner=False).lease("ring", [sys.argv[2]])
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -392,17 +392,17 @@ def test_a_damaged_note_of_use_is_said_and_protects_nothing(folder, layers, capl
 def test_an_owner_holds_what_it_named_last_and_nothing_is_left_when_all_let_go(folder, layers):
     cache = LayerCache(folder)
     first, second = store(cache, layers[0]), store(cache, layers[1])
-    cache.hold("epoch 1", [first.digest])
-    cache.hold("epoch 2", [second.digest])
-    cache.hold("epoch 1", [])
+    cache.lease("epoch 1", [first.digest])
+    cache.lease("epoch 2", [second.digest])
+    cache.lease("epoch 1", [])
     assert {layer.digest for layer in cache.layers() if layer.held} == {second.digest}
-    cache.let_go("epoch 1")
-    cache.let_go("epoch 2")
-    cache.let_go("never held")
+    cache.end_lease("epoch 1")
+    cache.end_lease("epoch 2")
+    cache.end_lease("never held")
     assert list(folder.glob("in-use-*")) == []
 
 
 def test_a_part_says_what_it_has(tmp_path, layers):
-    part = LayerPart(tmp_path, layers[2].ref())
+    part = PartialLayer(tmp_path, layers[2].ref())
     part.resume()
     assert (part.tree, part.present_bytes, part.lacking()) == (None, 0, [0, 1, 2])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.engine.streaming.experts import LIKELY, Change, LayerExperts, Pool, Usage
+from primad.engine.streaming.experts import LIKELY, Change, ExpertUsage, LayerExperts, Pool
 from primad.engine.streaming.residency import Residency, by_expert, ladder, two_slots
 
 
@@ -18,7 +18,7 @@ def picks(*rows):
 
 
 def a_pool(counts, capacity, *, size=10):
-    return Pool([LayerExperts(count, size) for count in counts], capacity, [Usage(count) for count in counts])
+    return Pool([LayerExperts(count, size) for count in counts], capacity, [ExpertUsage(count) for count in counts])
 
 
 class Memory:
@@ -58,7 +58,7 @@ LAYERS = st.lists(st.builds(LayerExperts, st.integers(2, 6), st.integers(1, 9)),
 @given(layers=LAYERS, room=st.floats(0, 1.2), data=st.data())
 def test_whatever_happens_picked_experts_are_there_and_the_room_is_kept(layers, room, data):
     total = sum(layer.count * layer.bytes_each for layer in layers)
-    pool = Pool(layers, int(room * total), [Usage(layer.count) for layer in layers])
+    pool = Pool(layers, int(room * total), [ExpertUsage(layer.count) for layer in layers])
     memory = Memory(pool)
     needed: frozenset = frozenset()
     for _ in range(data.draw(st.integers(1, 20))):
@@ -96,8 +96,8 @@ def test_whatever_happens_picked_experts_are_there_and_the_room_is_kept(layers, 
 
 def test_the_pool_begins_with_experts_of_all_layers_alike_and_with_the_most_used_where_that_is_known():
     assert set(a_pool((4, 4), 40).fill()) == {(0, 0), (1, 0), (0, 1), (1, 1)}
-    known = Usage.stored([0, 0, 50, 90], 100, 1)
-    pool = Pool([LayerExperts(4, 10)] * 2, 40, [Usage(4), known])
+    known = ExpertUsage.stored([0, 0, 50, 90], 100, 1)
+    pool = Pool([LayerExperts(4, 10)] * 2, 40, [ExpertUsage(4), known])
     assert pool.fill()[:2] == ((1, 3), (1, 2))
 
 
@@ -184,7 +184,7 @@ def test_for_one_row_it_is_not():
 
 @given(st.lists(st.lists(st.integers(0, 7), min_size=2, max_size=2, unique=True), min_size=1, max_size=60))
 def test_shares_are_probabilities_and_more_rows_need_more(rows):
-    usage = Usage(8)
+    usage = ExpertUsage(8)
     for row in rows:
         usage.note(picks(row))
     share = usage.share()
@@ -194,7 +194,7 @@ def test_shares_are_probabilities_and_more_rows_need_more(rows):
 
 
 def test_what_was_picked_long_ago_counts_less():
-    usage = Usage(4)
+    usage = ExpertUsage(4)
     usage.note(np.zeros((3000, 1), np.int32))
     usage.note(np.ones((3000, 1), np.int32))
     assert usage.share()[1] > 5 * usage.share()[0]
@@ -226,10 +226,10 @@ def test_layers_by_expert_hold_no_more_than_whole_ones_where_that_is_possible(si
 @given(pool=st.integers(1, 100), layer=st.integers(1, 30))
 def test_under_pressure_the_pool_shrinks_to_one_layer_before_any_unit_streams(pool, layer):
     base = replace(Residency.whole((10,) * 4, frozenset(), 0), pool_bytes=max(pool, layer), layer_pool_bytes=layer)
-    rungs = ladder(base, None)
-    held = [rung.held_bytes for rung in rungs]
+    levels = ladder(base, None)
+    held = [level.held_bytes for level in levels]
     assert held == sorted(held, reverse=True)
     assert len(set(held)) == len(held)
-    assert rungs[-1].pool_bytes == layer
-    for rung in rungs:
-        assert rung.pool_bytes == layer or not rung.streamed
+    assert levels[-1].pool_bytes == layer
+    for level in levels:
+        assert level.pool_bytes == layer or not level.streamed

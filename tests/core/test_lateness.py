@@ -6,32 +6,32 @@ import math
 
 import pytest
 
-from primad.ring.lateness import LEAST_WAIT_S, PATIENCE, Laps
+from primad.ring.lateness import LEAST_WAIT_S, TIMEOUT_FACTOR, Lateness
 from primad.ring.messages import Overdue
 from tests.fakes.ring import FakeRing, generate
 
 
-def lap(laps: Laps, step: int, *, at: float, took: float, rows: int = 1) -> None:
+def lap(laps: Lateness, step: int, *, at: float, took: float, rows: int = 1) -> None:
     laps.left(step, rows, at)
     laps.back(step, at + took)
 
 
 def test_nothing_is_late_before_a_lap_was_measured():
-    laps = Laps()
+    laps = Lateness()
     laps.left(0, 1, 0.0)
     assert laps.due_s() == math.inf
     assert laps.overdue(1e9) is None
 
 
 def test_nothing_is_late_when_nothing_is_out():
-    laps = Laps()
+    laps = Lateness()
     lap(laps, 0, at=0, took=0.1)
     assert laps.due_s() == math.inf
     assert laps.overdue(1e9) is None
 
 
 def test_no_lap_is_late_within_the_least_wait():
-    laps = Laps()
+    laps = Lateness()
     lap(laps, 0, at=0, took=0.001)
     laps.left(1, 1, 5.0)
     assert laps.due_s() == 5.0 + LEAST_WAIT_S
@@ -40,14 +40,14 @@ def test_no_lap_is_late_within_the_least_wait():
 
 
 def test_slow_laps_are_given_time():
-    laps = Laps()
+    laps = Lateness()
     lap(laps, 0, at=0, took=2.0)
     laps.left(1, 1, 10.0)
-    assert laps.due_s() == 10.0 + PATIENCE * 2.0
+    assert laps.due_s() == 10.0 + TIMEOUT_FACTOR * 2.0
 
 
 def test_a_late_lap_is_told_once_and_at_each_doubling():
-    laps = Laps()
+    laps = Lateness()
     lap(laps, 0, at=0, took=0.01)
     laps.left(1, 1, 0.0)
     laps._returned_s = 0.0
@@ -56,7 +56,7 @@ def test_a_late_lap_is_told_once_and_at_each_doubling():
 
 
 def test_who_looks_late_hears_of_it_once():
-    laps = Laps()
+    laps = Lateness()
     lap(laps, 0, at=0, took=0.01)
     laps.left(1, 1, 1.0)
     assert laps.overdue(101.0) == Overdue(step=1, waited_s=100.0)
@@ -65,25 +65,25 @@ def test_who_looks_late_hears_of_it_once():
 
 
 def test_a_lap_that_comes_back_is_no_longer_late_and_the_next_one_starts_anew():
-    laps = Laps()
+    laps = Lateness()
     lap(laps, 0, at=0, took=0.01)
     laps.left(1, 1, 0.01)
     assert laps.overdue(1.5) is not None
     laps.back(1, 1.6)
     laps.left(2, 1, 1.6)
-    assert laps.due_s() == pytest.approx(1.6 + PATIENCE * 1.59)
+    assert laps.due_s() == pytest.approx(1.6 + TIMEOUT_FACTOR * 1.59)
 
 
 def test_a_bad_lap_is_forgotten_in_time():
-    laps = Laps()
+    laps = Lateness()
     lap(laps, 0, at=0, took=5.0)
     for step in range(1, 60):
         lap(laps, step, at=step * 10, took=0.01)
-    assert laps.expected_s(1) < LEAST_WAIT_S / PATIENCE
+    assert laps.expected_s(1) < LEAST_WAIT_S / TIMEOUT_FACTOR
 
 
 def test_prefill_is_measured_by_its_rows_and_decode_by_itself():
-    laps = Laps()
+    laps = Lateness()
     lap(laps, 0, at=0, took=0.5)
     assert laps.expected_s(512) is None
     lap(laps, 1, at=10, took=10.5, rows=100)
@@ -92,21 +92,21 @@ def test_prefill_is_measured_by_its_rows_and_decode_by_itself():
 
 
 def test_a_prefill_lap_that_is_quicker_than_a_decode_lap_is_no_nonsense():
-    laps = Laps()
+    laps = Lateness()
     lap(laps, 0, at=0, took=0.5)
     lap(laps, 1, at=10, took=0.1, rows=100)
     assert laps.expected_s(200) == 0.5
 
 
 def test_a_lap_that_waits_behind_others_is_not_late_for_that():
-    laps = Laps()
+    laps = Lateness()
     lap(laps, 0, at=0, took=0.5)
     lap(laps, 1, at=10, took=10.5, rows=100)
     laps.left(2, 100, 100.0)
     laps.left(3, 1, 100.0)
-    assert laps.due_s() == pytest.approx(100.0 + PATIENCE * 10.5)
+    assert laps.due_s() == pytest.approx(100.0 + TIMEOUT_FACTOR * 10.5)
     laps.back(2, 150.0)
-    assert laps.due_s() == pytest.approx(150.0 + PATIENCE * 0.5)
+    assert laps.due_s() == pytest.approx(150.0 + TIMEOUT_FACTOR * 0.5)
     laps.back(3, 150.1)
     assert laps.expected_s(1) == pytest.approx(0.45), "its wait behind the others is not its own"
 

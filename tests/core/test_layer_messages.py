@@ -10,13 +10,13 @@ from primad.errors import ProtocolError
 from primad.network.layer_messages import (
     MAX_ASKED,
     MAX_ENDPOINTS,
-    AskHolds,
+    AskPresent,
     Chunk,
     Digests,
     FetchChunk,
     FetchDigests,
-    Holds,
     NoChunk,
+    Present,
     Source,
     check_source,
     decode_transfer,
@@ -28,8 +28,8 @@ from primad.trust.identity import new_identity
 DIGEST = "ab" * 32
 KEY = new_identity().public
 MESSAGES = [
-    AskHolds(digests=[DIGEST, "cd" * 32]),
-    Holds(held=[True, False]),
+    AskPresent(digests=[DIGEST, "cd" * 32]),
+    Present(held=[True, False]),
     FetchDigests(digest=DIGEST),
     Digests(digest=DIGEST, tree=bytes(range(64))),
     FetchChunk(digest=DIGEST, offset=4 << 20, size=4 << 20),
@@ -57,7 +57,7 @@ def test_any_bytes_are_a_message_or_one_clear_error(data):
 
 
 @pytest.mark.parametrize(
-    "kind", [AskHolds(digests=[""] * (MAX_ASKED + 1)), Holds(held=[True] * (MAX_ASKED + 1))], ids=repr
+    "kind", [AskPresent(digests=[""] * (MAX_ASKED + 1)), Present(held=[True] * (MAX_ASKED + 1))], ids=repr
 )
 def test_too_many_layers_at_once_are_refused(kind):
     with pytest.raises(ProtocolError, match="4097 layers in one message"):

@@ -31,7 +31,7 @@ def head(**config) -> Shell:
 
 def acts(effects: Iterable[m.Effect]) -> list[m.Effect]:
     """What is done, without what is said."""
-    return [effect for effect in effects if not isinstance(effect, m.Say)]
+    return [effect for effect in effects if not isinstance(effect, m.SayLine)]
 
 
 def welcome(shell: Shell, *names: str) -> None:
@@ -89,7 +89,7 @@ def broken(shell: Shell, device: str | None = None, *, lasting: bool = False) ->
     """The attempt under way, or else the ring that serves, breaks."""
     epoch = shell.attempt or shell.serving
     assert epoch is not None
-    return acts(shell.tell(m.Broken(epoch, device, "it broke", lasting)))
+    return acts(shell.tell(m.RingFailed(epoch, device, "it broke", lasting)))
 
 
 def no_plan(shell: Shell) -> list[m.Effect]:
@@ -163,7 +163,7 @@ def test_fewer_than_wanted_is_the_end_with_every_reason():
     shell = head(wanted=2)
     welcome(shell, "ada")
     shell.tell(m.Seen("bo", True))
-    shell.tell(m.Refused("bo", "works for another head"))
+    shell.tell(m.DeviceRefused("bo", "works for another head"))
     *_, last = live(shell, LOOK_S + GREETING_S, "ada")
     assert isinstance(last, m.GiveUp)
     assert "found 1 of 2" in last.reason
@@ -183,7 +183,7 @@ def test_a_wanted_device_that_is_silent_for_a_moment_is_not_given_up():
     welcome(shell, "ada", "bo")
     live(shell, LOOK_S, "ada", "bo")
     live(shell, 2.0, "ada")
-    assert shell.state.devices["bo"].phase is m.Phase.SUSPECTED
+    assert shell.state.devices["bo"].phase is m.DevicePhase.SUSPECTED
     assert not shell.ended
     shell.tell(m.Heard("bo"))
     assert shell.candidates == {"ada", "bo"}
@@ -247,14 +247,14 @@ def test_a_device_without_trust_is_seen_and_nothing_more():
     shell = serving("ada")
     assert shell.tell(m.Seen("eve", False)) == []
     assert live(shell, 30.0, "ada", "eve") == []
-    assert phase_of(shell.state, "eve") is m.Phase.DISCOVERED
+    assert phase_of(shell.state, "eve") is m.DevicePhase.DISCOVERED
 
 
 def test_a_device_is_greeted_once_it_is_trusted():
     shell = serving("ada")
     shell.tell(m.Seen("bo", False))
     assert shell.tell(m.Seen("bo", True)) == [m.Greet("bo")]
-    assert phase_of(shell.state, "bo") is m.Phase.PAIRED
+    assert phase_of(shell.state, "bo") is m.DevicePhase.PAIRED
 
 
 def test_a_welcome_after_trust_was_withdrawn_is_dropped():
@@ -262,7 +262,7 @@ def test_a_welcome_after_trust_was_withdrawn_is_dropped():
     shell.tell(m.Seen("bo", True))
     shell.tell(m.Seen("bo", False))
     assert shell.tell(m.Welcomed("bo")) == [m.Drop("bo")]
-    assert phase_of(shell.state, "bo") is m.Phase.DISCOVERED
+    assert phase_of(shell.state, "bo") is m.DevicePhase.DISCOVERED
 
 
 def test_a_crowd_of_strangers_is_not_remembered():
@@ -278,7 +278,7 @@ def test_a_device_that_refuses_is_greeted_ever_more_rarely():
     shell.tell(m.Seen("bo", True))
     pauses_s = []
     for _ in range(7):
-        shell.tell(m.Refused("bo", "busy"))
+        shell.tell(m.DeviceRefused("bo", "busy"))
         start = shell.now
         while not shell.greets:
             live(shell, 0.5, "ada")
@@ -290,7 +290,7 @@ def test_before_the_first_ring_a_device_that_refuses_is_greeted_every_half_secon
     shell = head()
     shell.tell(m.Seen("bo", True))
     for _ in range(4):
-        shell.tell(m.Refused("bo", "busy"))
+        shell.tell(m.DeviceRefused("bo", "busy"))
         assert acts(shell.wake(shell.now + 0.5)) == [m.Greet("bo")]
 
 
@@ -310,19 +310,19 @@ def test_a_device_that_vanished_while_it_was_greeted_is_forgotten_when_it_refuse
     shell.tell(m.Seen("bo", True))
     shell.tell(m.Vanished("bo"))
     assert "bo" in shell.state.devices
-    shell.tell(m.Refused("bo", "no answer"))
+    shell.tell(m.DeviceRefused("bo", "no answer"))
     assert "bo" not in shell.state.devices
 
 
 def test_a_device_shows_the_part_it_has():
     shell = head()
     welcome(shell, "ada", "bo")
-    assert phase_of(shell.state, "ada") is m.Phase.READY
+    assert phase_of(shell.state, "ada") is m.DevicePhase.READY
     live(shell, LOOK_S, "ada", "bo")
     solve(shell, "ada")
-    assert [phase_of(shell.state, name) for name in ("ada", "bo")] == [m.Phase.LOADING, m.Phase.READY]
+    assert [phase_of(shell.state, name) for name in ("ada", "bo")] == [m.DevicePhase.LOADING, m.DevicePhase.READY]
     form(shell)
-    assert [phase_of(shell.state, name) for name in ("ada", "bo")] == [m.Phase.SERVING, m.Phase.READY]
+    assert [phase_of(shell.state, name) for name in ("ada", "bo")] == [m.DevicePhase.SERVING, m.DevicePhase.READY]
 
 
 # ---- silence and loss -----------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_a_silent_device_is_suspected_and_a_ring_without_it_is_tried_in_the_shad
     shell = serving("ada", "bo")
     assert live(shell, 1.4, "ada") == []
     assert live(shell, 0.2, "ada") == [m.Solve(2, frozenset({"ada"}))]
-    assert phase_of(shell.state, "bo") is m.Phase.SUSPECTED
+    assert phase_of(shell.state, "bo") is m.DevicePhase.SUSPECTED
     assert solve(shell) == [m.Form(2)]
     assert form(shell) == []
     assert shell.serving == 1
@@ -373,7 +373,7 @@ def test_a_ring_on_its_way_after_a_loss_is_not_forgotten_because_another_device_
     live(shell, 2.0, "ada", "cy")
     solve(shell, "ada")
     live(shell, 2.1, "ada")
-    assert phase_of(shell.state, "cy") is m.Phase.SUSPECTED
+    assert phase_of(shell.state, "cy") is m.DevicePhase.SUSPECTED
     assert acts(shell.tell(m.Heard("cy"))) == []
     assert form(shell) == [m.Serve(2, None)]
 
@@ -383,7 +383,7 @@ def test_a_shadow_that_holds_the_last_suspect_is_made_anew():
     live(shell, 1.6, "ada", "cy")
     solve(shell)
     live(shell, 2.0, "ada")
-    assert phase_of(shell.state, "cy") is m.Phase.SUSPECTED
+    assert phase_of(shell.state, "cy") is m.DevicePhase.SUSPECTED
     assert acts(shell.tell(m.Heard("bo"))) == [m.Abandon(2), m.Solve(3, frozenset({"ada", "bo"}))]
 
 
@@ -444,7 +444,7 @@ def test_an_attempt_that_needs_the_device_to_blame_is_not_gone_on_with():
     shell = serving("ada", "bo", "cy")
     live(shell, 2.0, "ada", "bo")
     solve(shell)
-    effects = acts(shell.tell(m.Broken(1, "bo", "it broke")))
+    effects = acts(shell.tell(m.RingFailed(1, "bo", "it broke")))
     assert effects == [m.Abandon(2), m.Close(1, "it broke"), m.Solve(3, frozenset({"ada"}))]
 
 
@@ -495,9 +495,9 @@ def test_the_bar_doubles_up_to_a_limit_and_is_forgiven():
 
 def test_a_fault_that_lasts_bars_for_long_and_another_fault_does_not_shorten_that():
     shell = serving("ada", "bo")
-    shell.tell(m.Broken(1, "bo", "disk full", lasting=True))
+    shell.tell(m.RingFailed(1, "bo", "disk full", lasting=True))
     until_s = shell.now + LASTING_BAR_S
-    shell.tell(m.Broken(2, "bo", "it broke"))
+    shell.tell(m.RingFailed(2, "bo", "it broke"))
     assert shell.state.devices["bo"].barred_until_s == until_s
 
 
@@ -522,7 +522,7 @@ def test_who_is_out_for_long_is_shown_with_the_reason_until_it_serves_again():
 
 def test_a_lasting_bar_is_short_once_the_device_comes_anew():
     shell = serving("ada", "bo")
-    shell.tell(m.Broken(1, "bo", "disk full", lasting=True))
+    shell.tell(m.RingFailed(1, "bo", "disk full", lasting=True))
     shell.tell(m.Lost("bo", "its primad ended"))
     shell.tell(m.Welcomed("bo"))
     assert shell.state.devices["bo"].barred_until_s == shell.now + BAR_S
@@ -531,7 +531,7 @@ def test_a_lasting_bar_is_short_once_the_device_comes_anew():
 def test_another_bar_lasts_whoever_comes_anew():
     shell = serving("ada", "bo")
     for epoch in (1, 2):
-        shell.tell(m.Broken(epoch, "bo", "it broke"))
+        shell.tell(m.RingFailed(epoch, "bo", "it broke"))
     until_s = shell.state.devices["bo"].barred_until_s
     shell.tell(m.Lost("bo", "its primad ended"))
     shell.tell(m.Welcomed("bo"))
@@ -746,8 +746,8 @@ def test_a_device_that_broke_a_better_plan_is_tried_again_when_its_bar_ends():
 def test_for_a_device_that_is_short_of_memory_another_plan_is_formed_beside_the_ring(name):
     """It serves though it gains nothing, and no step and no sequence is lost: the first ring serves until then."""
     shell = serving("ada", "bo")
-    assert acts(shell.tell(m.Pressed(name))) == [m.Solve(2, frozenset({"ada", "bo"}), 1)]
-    assert any(isinstance(effect, m.Say) and effect.text.startswith(f"{name}: ") for effect in shell.effects)
+    assert acts(shell.tell(m.DeviceMemoryLow(name))) == [m.Solve(2, frozenset({"ada", "bo"}), 1)]
+    assert any(isinstance(effect, m.SayLine) and effect.text.startswith(f"{name}: ") for effect in shell.effects)
     assert solve(shell, value=5.0) == [m.Form(2)]
     assert shell.serving == 1
     assert form(shell) == [m.Serve(2, 1)]
@@ -757,46 +757,46 @@ def test_for_a_device_that_is_short_of_memory_another_plan_is_formed_beside_the_
 @pytest.mark.parametrize("name", ["cy", "nobody"])
 def test_a_device_without_a_part_is_not_relieved(name):
     shell = serving("ada", "bo")
-    assert acts(shell.tell(m.Pressed(name))) == []
+    assert acts(shell.tell(m.DeviceMemoryLow(name))) == []
     assert live(shell, 1000.0, "ada", "bo") == []
 
 
 def test_without_another_plan_the_ring_goes_on_as_it_is():
     shell = serving("ada", "bo")
-    shell.tell(m.Pressed("bo"))
+    shell.tell(m.DeviceMemoryLow("bo"))
     assert no_plan(shell) == []
-    assert shell.effects[-1] == m.Say("no other plan asks less of bo: too large")
+    assert shell.effects[-1] == m.SayLine("no other plan asks less of bo: too large")
     assert live(shell, 1000.0, "ada", "bo") == []
     assert shell.serving == 1
 
 
 def test_other_plans_are_not_looked_for_all_the_time():
     shell = serving("ada", "bo")
-    shell.tell(m.Pressed("bo"))
+    shell.tell(m.DeviceMemoryLow("bo"))
     no_plan(shell)
-    assert acts(shell.tell(m.Pressed("bo"))) == []
-    assert acts(shell.tell(m.Pressed("ada"))) == []
+    assert acts(shell.tell(m.DeviceMemoryLow("bo"))) == []
+    assert acts(shell.tell(m.DeviceMemoryLow("ada"))) == []
     assert live(shell, RELIEVE_S - 0.5, "ada", "bo") == []
     assert live(shell, 1.0, "ada", "bo") == [m.Solve(3, frozenset({"ada", "bo"}), 1)]
 
 
 def test_a_ring_settles_before_it_is_relieved():
     shell = serving("ada", "bo")
-    shell.tell(m.Pressed("bo"))
+    shell.tell(m.DeviceMemoryLow("bo"))
     solve(shell)
     form(shell)
     live(shell, RELIEVE_S, "ada", "bo")
-    shell.tell(m.Leaving("bo", "Ctrl-C"))
+    shell.tell(m.DeviceLeaving("bo", "Ctrl-C"))
     solve(shell)
     form(shell)
-    assert acts(shell.tell(m.Pressed("ada"))) == []
+    assert acts(shell.tell(m.DeviceMemoryLow("ada"))) == []
     assert solves(live(shell, SETTLE_S + 0.5, "ada", "bo")) == [{"ada"}]
 
 
 def test_a_better_plan_under_way_comes_first():
     shell = serving("ada")
     welcome(shell, "bo")
-    assert acts(shell.tell(m.Pressed("ada"))) == []
+    assert acts(shell.tell(m.DeviceMemoryLow("ada"))) == []
     solve(shell, value=0.5)
     assert form(shell) == [m.Serve(2, 1)]
     assert live(shell, SETTLE_S + 0.5, "ada", "bo") == [m.Solve(3, frozenset({"ada", "bo"}), 2)]
@@ -804,7 +804,7 @@ def test_a_better_plan_under_way_comes_first():
 
 def test_an_attempt_that_breaks_is_made_again_later():
     shell = serving("ada", "bo")
-    shell.tell(m.Pressed("ada"))
+    shell.tell(m.DeviceMemoryLow("ada"))
     solve(shell)
     assert broken(shell) == [m.Abandon(2)]
     assert shell.serving == 1
@@ -815,28 +815,28 @@ def test_an_attempt_that_breaks_is_made_again_later():
 def test_a_ring_that_breaks_meanwhile_is_formed_of_the_same_plan():
     """What it was solved for knows of the lack already."""
     shell = serving("ada", "bo")
-    shell.tell(m.Pressed("ada"))
+    shell.tell(m.DeviceMemoryLow("ada"))
     solve(shell)
-    assert acts(shell.tell(m.Broken(1, None, "it broke"))) == [m.Close(1, "it broke")]
+    assert acts(shell.tell(m.RingFailed(1, None, "it broke"))) == [m.Close(1, "it broke")]
     assert form(shell) == [m.Serve(2, None)]
     assert live(shell, 1000.0, "ada", "bo") == []
 
 
 def test_who_leaves_is_let_go_before_others_are_relieved():
     shell = serving("ada", "bo")
-    shell.tell(m.Pressed("ada"))
-    shell.tell(m.Leaving("bo", "Ctrl-C"))
+    shell.tell(m.DeviceMemoryLow("ada"))
+    shell.tell(m.DeviceLeaving("bo", "Ctrl-C"))
     assert shell.state.attempt is not None
-    assert shell.state.attempt.why is m.Why.LEAVING
+    assert shell.state.attempt.why is m.Purpose.LEAVING
     solve(shell)
-    assert form(shell) == [m.Serve(3, 1), m.Dismiss("bo")]
+    assert form(shell) == [m.Serve(3, 1), m.LetGo("bo")]
 
 
 @pytest.mark.parametrize("name", ["ada", "head"])
 def test_when_a_device_has_room_again_a_plan_that_gains_enough_is_taken(name):
     shell = serving("ada", "bo")
-    assert shell.tell(m.Relieved(name)) == [
-        m.Say(f"{name}: there is memory again; looking for a better plan"),
+    assert shell.tell(m.DeviceMemoryRecovered(name)) == [
+        m.SayLine(f"{name}: there is memory again; looking for a better plan"),
         m.Solve(2, frozenset({"ada", "bo"})),
     ]
     assert solve(shell, value=0.5) == [m.Form(2)]
@@ -846,11 +846,11 @@ def test_when_a_device_has_room_again_a_plan_that_gains_enough_is_taken(name):
 
 def test_a_device_that_lost_its_part_for_want_of_memory_gets_one_again():
     shell = serving("ada", "bo")
-    shell.tell(m.Pressed("bo"))
+    shell.tell(m.DeviceMemoryLow("bo"))
     solve(shell, "ada", value=2.0)
     form(shell)
     assert live(shell, 1000.0, "ada", "bo") == []
-    assert acts(shell.tell(m.Relieved("bo"))) == [m.Solve(3, frozenset({"ada", "bo"}))]
+    assert acts(shell.tell(m.DeviceMemoryRecovered("bo"))) == [m.Solve(3, frozenset({"ada", "bo"}))]
     assert solve(shell, value=1.0) == [m.Form(3)]
     assert form(shell) == [m.Serve(3, 2)]
     assert members(shell) == {"ada", "bo"}
@@ -859,19 +859,19 @@ def test_a_device_that_lost_its_part_for_want_of_memory_gets_one_again():
 @pytest.mark.parametrize("use_all", [False, True])
 def test_room_that_gains_too_little_changes_nothing(use_all):
     shell = serving("ada", "bo", use_all=use_all)
-    shell.tell(m.Relieved("bo"))
+    shell.tell(m.DeviceMemoryRecovered("bo"))
     assert solve(shell, value=0.95) == [m.Abandon(2)]
     assert live(shell, 1000.0, "ada", "bo") == []
-    shell.tell(m.Relieved("bo"))
+    shell.tell(m.DeviceMemoryRecovered("bo"))
     assert shell.attempt == 3, "it has more room now than it had then"
 
 
 def test_better_plans_are_not_looked_for_each_time_that_somebody_has_room():
     shell = serving("ada", "bo")
-    shell.tell(m.Relieved("bo"))
+    shell.tell(m.DeviceMemoryRecovered("bo"))
     solve(shell, value=1.0)
-    assert acts(shell.tell(m.Relieved("ada"))) == []
-    assert acts(shell.tell(m.Relieved("bo"))) == []
+    assert acts(shell.tell(m.DeviceMemoryRecovered("ada"))) == []
+    assert acts(shell.tell(m.DeviceMemoryRecovered("bo"))) == []
     assert live(shell, REGAIN_S - 0.5, "ada", "bo") == []
     assert solves(live(shell, 1.0, "ada", "bo")) == [{"ada", "bo"}]
     solve(shell, value=1.0)
@@ -880,10 +880,10 @@ def test_better_plans_are_not_looked_for_each_time_that_somebody_has_room():
 
 def test_room_of_a_device_that_is_not_there_is_no_reason():
     shell = serving("ada", "bo")
-    assert acts(shell.tell(m.Relieved("nobody"))) == []
-    shell.tell(m.Relieved("bo"))
+    assert acts(shell.tell(m.DeviceMemoryRecovered("nobody"))) == []
+    shell.tell(m.DeviceMemoryRecovered("bo"))
     solve(shell, value=1.0)
-    shell.tell(m.Relieved("ada"))
+    shell.tell(m.DeviceMemoryRecovered("ada"))
     shell.tell(m.Lost("ada", "unplugged"))
     solve(shell)
     form(shell)
@@ -893,8 +893,8 @@ def test_room_of_a_device_that_is_not_there_is_no_reason():
 def test_who_has_room_again_before_it_was_planned_for_is_not_short_any_more():
     shell = serving("ada")
     welcome(shell, "bo")
-    shell.tell(m.Pressed("ada"))
-    shell.tell(m.Relieved("ada"))
+    shell.tell(m.DeviceMemoryLow("ada"))
+    shell.tell(m.DeviceMemoryRecovered("ada"))
     looks = m.Solve(3, frozenset({"ada", "bo"}))
     assert solve(shell, value=1.0) == [m.Abandon(2), looks], "for a better plan, not for one that asks less"
     assert solve(shell, value=1.0) == [m.Abandon(3)]
@@ -903,10 +903,10 @@ def test_who_has_room_again_before_it_was_planned_for_is_not_short_any_more():
 
 def test_a_plan_for_more_room_that_breaks_by_somebodys_fault_is_tried_again():
     shell = serving("ada", "bo")
-    shell.tell(m.Relieved("bo"))
+    shell.tell(m.DeviceMemoryRecovered("bo"))
     solve(shell, value=0.5)
     assert broken(shell, "bo") == [m.Abandon(2)]
-    assert shell.state.relieved == {"bo"}
+    assert shell.state.memory_recovered == {"bo"}
     assert solves(live(shell, REGAIN_S + 1.0, "ada", "bo")) == [{"ada", "bo"}]
     solve(shell, value=0.5)
     assert broken(shell) == [m.Abandon(3)]
@@ -915,8 +915,8 @@ def test_a_plan_for_more_room_that_breaks_by_somebodys_fault_is_tried_again():
 
 def test_a_ring_that_breaks_is_formed_with_what_everybody_has_now():
     shell = serving("ada", "bo")
-    shell.tell(m.Relieved("bo"))
-    assert acts(shell.tell(m.Broken(1, None, "it broke"))) == [m.Close(1, "it broke")]
+    shell.tell(m.DeviceMemoryRecovered("bo"))
+    assert acts(shell.tell(m.RingFailed(1, None, "it broke"))) == [m.Close(1, "it broke")]
     solve(shell)
     assert form(shell) == [m.Serve(2, None)]
     assert live(shell, 1000.0, "ada", "bo") == []
@@ -977,7 +977,7 @@ def test_links_are_not_measured_again_while_no_ring_serves_or_another_is_formed(
     shell = serving("ada", "bo")
     shell.tell(m.Unreached())
     live(shell, AGAIN_S - 1.0, "ada", "bo")
-    shell.tell(m.Broken(1, None, "it broke"))
+    shell.tell(m.RingFailed(1, None, "it broke"))
     assert measures(live(shell, 10.0, "ada", "bo")) == []
     solve(shell)
     form(shell)
@@ -987,7 +987,7 @@ def test_links_are_not_measured_again_while_no_ring_serves_or_another_is_formed(
 
 def test_who_is_reached_while_no_ring_serves_has_a_place_in_the_next_plan_anyhow():
     shell = serving("ada", "bo")
-    shell.tell(m.Broken(1, None, "it broke"))
+    shell.tell(m.RingFailed(1, None, "it broke"))
     assert shell.tell(m.Reached("bo")) == []
     assert shell.candidates == {"ada", "bo"}
 
@@ -997,9 +997,9 @@ def test_who_is_reached_while_no_ring_serves_has_a_place_in_the_next_plan_anyhow
 
 def test_a_device_that_leaves_hands_over_first():
     shell = serving("ada", "bo")
-    assert acts(shell.tell(m.Leaving("bo", "Ctrl-C"))) == [m.Solve(2, frozenset({"ada"}))]
+    assert acts(shell.tell(m.DeviceLeaving("bo", "Ctrl-C"))) == [m.Solve(2, frozenset({"ada"}))]
     assert solve(shell) == [m.Form(2)]
-    assert form(shell) == [m.Serve(2, 1), m.Dismiss("bo")]
+    assert form(shell) == [m.Serve(2, 1), m.LetGo("bo")]
     assert acts(shell.tell(m.Lost("bo", "left"))) == [m.Drop("bo")]
     assert shell.serving == 2
 
@@ -1007,15 +1007,15 @@ def test_a_device_that_leaves_hands_over_first():
 @pytest.mark.parametrize("fails", [no_plan, broken])
 def test_a_device_whose_layers_nobody_can_take_may_go_nonetheless(fails):
     shell = serving("ada", "bo")
-    shell.tell(m.Leaving("bo", "Ctrl-C"))
-    assert fails(shell)[-1] == m.Dismiss("bo")
+    shell.tell(m.DeviceLeaving("bo", "Ctrl-C"))
+    assert fails(shell)[-1] == m.LetGo("bo")
     assert live(shell, 100.0, "ada", "bo") == []
     assert shell.serving == 1
 
 
 def test_handing_over_goes_on_without_the_device_it_broke_by():
     shell = serving("ada", "bo", "cy")
-    shell.tell(m.Leaving("cy", "Ctrl-C"))
+    shell.tell(m.DeviceLeaving("cy", "Ctrl-C"))
     solve(shell)
     assert broken(shell, "bo") == [m.Abandon(2), m.Solve(3, frozenset({"ada"}))]
 
@@ -1024,7 +1024,7 @@ def test_a_device_without_a_part_may_leave_at_once():
     shell = serving("ada")
     welcome(shell, "bo")
     solve(shell, "ada", value=1.0)
-    assert shell.tell(m.Leaving("bo", "Ctrl-C")) == [m.Dismiss("bo")]
+    assert shell.tell(m.DeviceLeaving("bo", "Ctrl-C")) == [m.LetGo("bo")]
 
 
 def test_a_device_that_leaves_the_ring_on_its_way_is_left_out():
@@ -1032,8 +1032,8 @@ def test_a_device_that_leaves_the_ring_on_its_way_is_left_out():
     welcome(shell, "ada", "bo")
     live(shell, LOOK_S, "ada", "bo")
     solve(shell)
-    effects = shell.tell(m.Leaving("bo", "Ctrl-C"))
-    assert effects == [m.Abandon(1), m.Dismiss("bo"), m.Solve(2, frozenset({"ada"}))]
+    effects = shell.tell(m.DeviceLeaving("bo", "Ctrl-C"))
+    assert effects == [m.Abandon(1), m.LetGo("bo"), m.Solve(2, frozenset({"ada"}))]
 
 
 def test_a_device_that_leaves_without_a_part_does_not_disturb_the_ring_on_its_way():
@@ -1041,14 +1041,14 @@ def test_a_device_that_leaves_without_a_part_does_not_disturb_the_ring_on_its_wa
     welcome(shell, "ada", "bo")
     live(shell, LOOK_S, "ada", "bo")
     solve(shell, "ada")
-    assert shell.tell(m.Leaving("bo", "Ctrl-C")) == [m.Dismiss("bo")]
+    assert shell.tell(m.DeviceLeaving("bo", "Ctrl-C")) == [m.LetGo("bo")]
 
 
 def test_who_waits_to_hand_over_may_go_when_the_ring_breaks():
     shell = serving("ada", "bo", "cy")
-    shell.tell(m.Leaving("cy", "Ctrl-C"))
+    shell.tell(m.DeviceLeaving("cy", "Ctrl-C"))
     effects = acts(shell.tell(m.Lost("bo", "unplugged")))
-    assert m.Dismiss("cy") in effects
+    assert m.LetGo("cy") in effects
     assert shell.candidates == {"ada"}
 
 
@@ -1057,7 +1057,7 @@ def test_a_suspected_device_that_leaves_need_not_be_waited_for():
     live(shell, 2.0, "ada")
     solve(shell)
     form(shell)
-    assert acts(shell.tell(m.Leaving("bo", "asleep soon"))) == [m.Serve(2, 1), m.Dismiss("bo")]
+    assert acts(shell.tell(m.DeviceLeaving("bo", "asleep soon"))) == [m.Serve(2, 1), m.LetGo("bo")]
 
 
 def test_a_plan_that_gained_too_little_does_not_keep_a_device_from_handing_over():
@@ -1067,7 +1067,7 @@ def test_a_plan_that_gained_too_little_does_not_keep_a_device_from_handing_over(
     broken(shell, "bo")
     assert shell.candidates == {"ada", "cy"}
     solve(shell, value=1.0)
-    assert acts(shell.tell(m.Leaving("bo", "Ctrl-C"))) == [m.Solve(4, frozenset({"ada", "cy"}))]
+    assert acts(shell.tell(m.DeviceLeaving("bo", "Ctrl-C"))) == [m.Solve(4, frozenset({"ada", "cy"}))]
 
 
 # ---- messages of long ago -------------------------------------------------------------------------------------------
@@ -1079,14 +1079,14 @@ def test_a_plan_that_gained_too_little_does_not_keep_a_device_from_handing_over(
         m.Solved(1, frozenset({"ada"}), 0.1),
         m.NoPlan(1, "too large"),
         m.Formed(1),
-        m.Broken(1, "ada", "it broke"),
+        m.RingFailed(1, "ada", "it broke"),
         m.Formed(7),
-        m.Broken(7, "ada", "it broke"),
+        m.RingFailed(7, "ada", "it broke"),
         m.Heard("eve"),
         m.Lost("eve", "unplugged"),
-        m.Leaving("eve", "Ctrl-C"),
+        m.DeviceLeaving("eve", "Ctrl-C"),
         m.Vanished("eve"),
-        m.Refused("eve", "busy"),
+        m.DeviceRefused("eve", "busy"),
         m.Measured(frozenset({"eve"})),
     ],
     ids=repr,
@@ -1117,9 +1117,9 @@ def test_a_due_moment_is_not_missed_by_rounding():
         shell = Shell.start(replace(SETTINGS, suspect_after_s=1.1, gone_after_s=3.3), 1000.0 + count * 0.1)
         welcome(shell, "ada")
         shell.wake(shell.now + 1.1)
-        assert shell.state.devices["ada"].phase is m.Phase.SUSPECTED
+        assert shell.state.devices["ada"].phase is m.DevicePhase.SUSPECTED
         shell.wake(shell.state.devices["ada"].heard_s + 3.3)
-        assert shell.state.devices["ada"].phase is m.Phase.GONE
+        assert shell.state.devices["ada"].phase is m.DevicePhase.GONE
 
 
 def test_the_end_of_a_bar_is_a_moment_to_wake_at():

@@ -42,7 +42,7 @@ def answer(shell: Shell, chance: random.Random, *, luck: float) -> bool:
     blame = chance.choice((None, "head", *NAMES, *NAMES))
     if shell.greets:
         device = min(shell.greets)
-        shell.tell(m.Refused(device, "busy") if fails else m.Welcomed(device))
+        shell.tell(m.DeviceRefused(device, "busy") if fails else m.Welcomed(device))
     elif shell.measuring is not None:
         shell.tell(m.Measured(frozenset() if fails else shell.measuring))
     elif shell.attempt is None:
@@ -50,7 +50,7 @@ def answer(shell: Shell, chance: random.Random, *, luck: float) -> bool:
     elif not shell.forming and fails and (luck == 0.0 or chance.random() < 0.5):
         shell.tell(m.NoPlan(shell.attempt, "too large"))
     elif fails:
-        shell.tell(m.Broken(shell.attempt, blame, "it broke", lasting=chance.random() < 0.1))
+        shell.tell(m.RingFailed(shell.attempt, blame, "it broke", lasting=chance.random() < 0.1))
     elif not shell.forming:
         shell.tell(m.Solved(shell.attempt, shell.candidates, chance.choice((1.0, 0.8))))
     elif not shell.formed:
@@ -67,7 +67,7 @@ def answer_all(shell: Shell, chance: random.Random, *, luck: float, poison: bool
             continue
         if not poison or shell.serving is None:
             return
-        shell.tell(m.Broken(shell.serving, chance.choice((None, *NAMES)), "it broke"))
+        shell.tell(m.RingFailed(shell.serving, chance.choice((None, *NAMES)), "it broke"))
     raise AssertionError("a loop at one instant")
 
 
@@ -128,7 +128,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(data=st.data(), welcome=st.booleans())
     def answer_greeting(self, data, welcome):
         name = data.draw(st.sampled_from(sorted(self.shell.greets)))
-        self.shell.tell(m.Welcomed(name) if welcome else m.Refused(name, "busy"))
+        self.shell.tell(m.Welcomed(name) if welcome else m.DeviceRefused(name, "busy"))
 
     @precondition(lambda self: self.shell.measuring is not None)
     @rule(missed=subsets)
@@ -147,15 +147,15 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(name=names)
     def leave(self, name):
-        self.shell.tell(m.Leaving(name, "Ctrl-C"))
+        self.shell.tell(m.DeviceLeaving(name, "Ctrl-C"))
 
     @rule(name=st.one_of(names, st.just("head")))
     def press(self, name):
-        self.shell.tell(m.Pressed(name))
+        self.shell.tell(m.DeviceMemoryLow(name))
 
     @rule(name=st.one_of(names, st.just("head")))
     def relieve(self, name):
-        self.shell.tell(m.Relieved(name))
+        self.shell.tell(m.DeviceMemoryRecovered(name))
 
     @rule()
     def reach_not(self):
@@ -183,12 +183,12 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: self.shell.attempt is not None)
     @rule(blame=blames, lasting=st.booleans())
     def break_attempt(self, blame, lasting):
-        self.shell.tell(m.Broken(self.shell.attempt, blame, "it broke", lasting))
+        self.shell.tell(m.RingFailed(self.shell.attempt, blame, "it broke", lasting))
 
     @precondition(lambda self: self.shell.serving is not None)
     @rule(blame=blames)
     def break_ring(self, blame):
-        self.shell.tell(m.Broken(self.shell.serving, blame, "it broke"))
+        self.shell.tell(m.RingFailed(self.shell.serving, blame, "it broke"))
 
     @rule(age=st.integers(1, 3), blame=blames, members=subsets)
     def hear_of_long_ago(self, age, blame, members):
@@ -203,7 +203,7 @@ class Cluster(RuleBasedStateMachine):
             m.Solved(epoch, members, 0.1),
             m.NoPlan(epoch, "too large"),
             m.Formed(epoch),
-            m.Broken(epoch, blame, "it broke"),
+            m.RingFailed(epoch, blame, "it broke"),
         ):
             assert self.shell.tell(event) == []
             assert self.shell.state == before
@@ -262,19 +262,19 @@ events = st.one_of(
     st.builds(m.Seen, names, st.booleans()),
     st.builds(m.Vanished, names),
     st.builds(m.Welcomed, names),
-    st.builds(m.Refused, names, reasons),
+    st.builds(m.DeviceRefused, names, reasons),
     st.builds(m.Measured, subsets),
     st.builds(m.Heard, names),
     st.builds(m.Lost, names, reasons),
-    st.builds(m.Leaving, names, reasons),
-    st.builds(m.Pressed, st.one_of(names, st.just("head"))),
-    st.builds(m.Relieved, st.one_of(names, st.just("head"))),
+    st.builds(m.DeviceLeaving, names, reasons),
+    st.builds(m.DeviceMemoryLow, st.one_of(names, st.just("head"))),
+    st.builds(m.DeviceMemoryRecovered, st.one_of(names, st.just("head"))),
     st.just(m.Unreached()),
     st.builds(m.Reached, names),
     st.builds(m.Solved, epochs, subsets, values),
     st.builds(m.NoPlan, epochs, reasons),
     st.builds(m.Formed, epochs),
-    st.builds(m.Broken, epochs, blames, reasons, st.booleans()),
+    st.builds(m.RingFailed, epochs, blames, reasons, st.booleans()),
     st.just(m.Tick()),
 )
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from primad.membership.memory_recovery import (
     LOOK_S,
-    MOST_PATIENCE_S,
-    PATIENCE_S,
-    RELAPSE_PATIENCES,
+    MOST_WAIT_S,
+    RELAPSE_WAITS,
+    WAIT_S,
     WORTH_SHARE,
-    Relief,
+    Recovery,
     Room,
     begin,
     look,
@@ -34,7 +34,7 @@ HAD = 3000 * MIB
 class Device:
     """A device, what plans have of it, and when that changed."""
 
-    relief: Relief = field(default_factory=lambda: begin(HAD))
+    recovery: Recovery = field(default_factory=lambda: begin(HAD))
     now: float = 1000.0
     available: int = HAD
     limit: int = TOTAL
@@ -45,7 +45,7 @@ class Device:
     @property
     def told(self) -> int:
         """What plans have."""
-        return self.relief.told_bytes
+        return self.recovery.told_bytes
 
     @property
     def room(self) -> Room:
@@ -54,7 +54,7 @@ class Device:
         )
 
     def press(self, needed: int) -> None:
-        self.relief = press(self.relief, self.room, needed_bytes=needed, now=self.now)
+        self.recovery = press(self.recovery, self.room, needed_bytes=needed, now=self.now)
         self.presses.append(self.now)
 
     def run(self, seconds: float, available: int | None = None) -> list[int]:
@@ -63,7 +63,7 @@ class Device:
         start, end = len(self.plans), self.now + seconds
         while self.now < end:
             self.now += LOOK_S
-            self.relief, told = look(self.relief, self.room, total_bytes=TOTAL, now=self.now)
+            self.recovery, told = look(self.recovery, self.room, total_bytes=TOTAL, now=self.now)
             if told is not None:
                 self.plans.append((self.now, told))
         return [told for _, told in self.plans[start:]]
@@ -78,57 +78,57 @@ def test_what_is_available_counts_as_measured_once_it_was_there_for_a_while():
     device.press(100 * MIB)
     assert device.told == 1000 * MIB
     assert device.run(3600) == [], "nothing has changed"
-    assert device.run(PATIENCE_S - LOOK_S, 3000 * MIB) == []
+    assert device.run(WAIT_S - LOOK_S, 3000 * MIB) == []
     assert device.run(2 * LOOK_S) == [3000 * MIB]
     assert device.told == 3000 * MIB
-    assert not device.relief.watches
+    assert not device.recovery.watches
     assert device.run(3600, TOTAL) == []
 
 
 def test_it_is_the_least_that_was_there_that_counts():
     device = Device(available=1000 * MIB)
     device.press(100 * MIB)
-    device.run(PATIENCE_S / 3, 2900 * MIB)
-    device.run(PATIENCE_S / 3, 2000 * MIB)
-    assert device.run(PATIENCE_S, 2900 * MIB)[0] == 2000 * MIB
+    device.run(WAIT_S / 3, 2900 * MIB)
+    device.run(WAIT_S / 3, 2000 * MIB)
+    assert device.run(WAIT_S, 2900 * MIB)[0] == 2000 * MIB
 
 
 def test_a_moment_without_room_begins_the_wait_anew():
     device = Device(available=1000 * MIB)
     device.press(100 * MIB)
     for _ in range(20):
-        assert device.run(PATIENCE_S - 2 * LOOK_S, 2900 * MIB) == []
+        assert device.run(WAIT_S - 2 * LOOK_S, 2900 * MIB) == []
         assert device.run(LOOK_S, 1000 * MIB) == []
 
 
 def test_programs_that_end_one_after_the_other_give_it_back_in_steps():
     device = Device(available=1000 * MIB)
     device.press(100 * MIB)
-    assert device.run(2 * PATIENCE_S, 1500 * MIB) == [1500 * MIB]
-    assert device.run(2 * PATIENCE_S, 1500 * MIB + WORTH // 2) == [], "not worth a plan"
-    assert device.run(2 * PATIENCE_S, 3000 * MIB) == [3000 * MIB]
-    assert not device.relief.watches
+    assert device.run(2 * WAIT_S, 1500 * MIB) == [1500 * MIB]
+    assert device.run(2 * WAIT_S, 1500 * MIB + WORTH // 2) == [], "not worth a plan"
+    assert device.run(2 * WAIT_S, 3000 * MIB) == [3000 * MIB]
+    assert not device.recovery.watches
 
 
 @pytest.mark.parametrize("needed", [1, 10 * MIB, 600 * MIB])
 def test_what_was_missing_must_be_there_again(needed):
-    """Where symptoms told of the lack, what is available may look as it did before it: that is no sign of relief."""
+    """Where symptoms told of the lack, what is available may look as it did before it: that is no sign of recovery."""
     device = Device()
     device.press(needed)
     assert device.told == HAD - needed
     assert device.run(3600) == []
     assert device.run(3600, HAD + needed - MIB) == []
     more = HAD + max(needed, WORTH)
-    assert device.run(2 * PATIENCE_S, more) == [more]
+    assert device.run(2 * WAIT_S, more) == [more]
 
 
 def test_beyond_what_the_owner_allows_room_counts_but_no_plan_has_it():
-    device = Device(relief=begin(1000 * MIB), available=2000 * MIB, limit=1000 * MIB)
+    device = Device(recovery=begin(1000 * MIB), available=2000 * MIB, limit=1000 * MIB)
     device.press(200 * MIB)
     assert device.told == 800 * MIB
     assert device.run(3600, 2199 * MIB) == []
-    assert device.run(2 * PATIENCE_S, 2200 * MIB) == [1000 * MIB]
-    assert not device.relief.watches
+    assert device.run(2 * WAIT_S, 2200 * MIB) == [1000 * MIB]
+    assert not device.recovery.watches
 
 
 def test_the_next_ring_must_fit_beside_what_serves_but_that_it_ends_is_no_relief():
@@ -137,8 +137,8 @@ def test_the_next_ring_must_fit_beside_what_serves_but_that_it_ends_is_no_relief
     assert device.told == 700 * MIB
     device.ours = 0
     assert device.run(3600) == []
-    assert device.run(2 * PATIENCE_S, 1099 * MIB) == []
-    assert device.run(2 * PATIENCE_S, 1500 * MIB) == [1500 * MIB]
+    assert device.run(2 * WAIT_S, 1099 * MIB) == []
+    assert device.run(2 * WAIT_S, 1500 * MIB) == [1500 * MIB]
 
 
 def test_a_lack_soon_after_relief_doubles_the_patience_and_one_long_after_it_does_not():
@@ -151,25 +151,25 @@ def test_a_lack_soon_after_relief_doubles_the_patience_and_one_long_after_it_doe
         device.run(10_000, HAD)
         waits.append(device.plans[-1][0] - pressed_s)
         device.now = device.plans[-1][0] + 30.0
-    assert waits[:4] == [pytest.approx(PATIENCE_S * 2**i, abs=2 * LOOK_S) for i in range(4)]
-    assert waits[-1] == pytest.approx(MOST_PATIENCE_S, abs=2 * LOOK_S)
-    device.now += RELAPSE_PATIENCES * MOST_PATIENCE_S
+    assert waits[:4] == [pytest.approx(WAIT_S * 2**i, abs=2 * LOOK_S) for i in range(4)]
+    assert waits[-1] == pytest.approx(MOST_WAIT_S, abs=2 * LOOK_S)
+    device.now += RELAPSE_WAITS * MOST_WAIT_S
     device.available = 1000 * MIB
     device.press(100 * MIB)
-    assert device.run(PATIENCE_S + 2 * LOOK_S, HAD) == [HAD]
+    assert device.run(WAIT_S + 2 * LOOK_S, HAD) == [HAD]
 
 
 def test_a_plan_made_meanwhile_does_not_forget_the_lack():
     """The head measures itself for every plan, a worker at every hello: the programs may still be there."""
     device = Device(available=1000 * MIB)
     device.press(100 * MIB)
-    device.relief = begin(900 * MIB, device.relief)
+    device.recovery = begin(900 * MIB, device.recovery)
     assert device.told == 900 * MIB
-    assert device.run(2 * PATIENCE_S, HAD) == [HAD]
+    assert device.run(2 * WAIT_S, HAD) == [HAD]
     device.available = 1000 * MIB
     device.press(100 * MIB)
-    device.relief = begin(HAD, device.relief)
-    assert not device.relief.watches, "it has all back already"
+    device.recovery = begin(HAD, device.recovery)
+    assert not device.recovery.watches, "it has all back already"
 
 
 def test_a_plan_has_less_than_it_had_whatever_is_available():
@@ -196,14 +196,14 @@ def test_whatever_programs_do_plans_have_more_only_after_patience_and_only_what_
             before = device.told
             device.press(needed)
             assert device.told == lowered(before, available_bytes=available, needed_bytes=needed)
-        patience_s, told, start = device.relief.patience_s, device.told, len(device.plans)
+        wait_s, told, start = device.recovery.wait_s, device.told, len(device.plans)
         device.run(seconds)
         for at, given_bytes in device.plans[start:]:
             assert given_bytes >= told + WORTH
             told = given_bytes
-            assert not [each for each in device.presses if at - patience_s < each <= at], "a lack just before"
-            within = [there for since, there in known if since > at - patience_s]
-            first = [there for since, there in known if since <= at - patience_s]
+            assert not [each for each in device.presses if at - wait_s < each <= at], "a lack just before"
+            within = [there for since, there in known if since > at - wait_s]
+            first = [there for since, there in known if since <= at - wait_s]
             assert given_bytes <= min(within + first[-1:]), "it was not there throughout"
 
 
@@ -215,7 +215,7 @@ def test_whatever_programs_do_plans_have_more_only_after_patience_and_only_what_
     seed=st.integers(0, 1 << 32),
 )
 def test_programs_that_come_and_go_do_not_make_plans_swing(busy_s, calm_s, taken, seed):
-    """A plan that is given what was there is pressed as soon as the programs take it again: the worst that a plan can do.
+    """A plan that is given what was there is memory_low as soon as the programs take it again: the worst that a plan can do.
 
     In a day there are some changes at first, and then hardly any but for programs that are away for long.
     """
@@ -228,11 +228,11 @@ def test_programs_that_come_and_go_do_not_make_plans_swing(busy_s, calm_s, taken
         device.run(busy_s * jitter.uniform(0.5, 1.5))
         device.run(calm_s * jitter.uniform(0.5, 1.5), HAD)
     gaps = [later - earlier for (earlier, _), (later, _) in zip(device.plans, device.plans[1:], strict=False)]
-    # Each relapse doubles the patience; only after a time without a lack ten times as long does it begin anew.
-    assert all(gap >= PATIENCE_S for gap in gaps)
-    assert len(device.plans) <= 12 + day_s / min(MOST_PATIENCE_S, RELAPSE_PATIENCES * PATIENCE_S)
-    if calm_s * 1.5 < PATIENCE_S:
-        assert device.plans == [], "it never had a whole patience of room"
+    # Each relapse doubles the wait; only after a time without a lack ten times as long does it begin anew.
+    assert all(gap >= WAIT_S for gap in gaps)
+    assert len(device.plans) <= 12 + day_s / min(MOST_WAIT_S, RELAPSE_WAITS * WAIT_S)
+    if calm_s * 1.5 < WAIT_S:
+        assert device.plans == [], "it never had a whole wait of room"
 
 
 @settings(max_examples=100, deadline=None)
@@ -244,6 +244,6 @@ def test_once_programs_are_gone_for_good_plans_have_all_back(story):
         if needed is not None:
             device.press(needed)
         device.run(seconds)
-    device.run(2 * MOST_PATIENCE_S, TOTAL)
-    if device.presses and device.relief.enough_bytes <= TOTAL:
-        assert not device.relief.watches or device.told + 2 * WORTH >= device.relief.goal_bytes
+    device.run(2 * MOST_WAIT_S, TOTAL)
+    if device.presses and device.recovery.enough_bytes <= TOTAL:
+        assert not device.recovery.watches or device.told + 2 * WORTH >= device.recovery.goal_bytes

@@ -86,17 +86,17 @@ def a_welcome(profile: DeviceProfile = PROFILE, layer_port: int = 7771) -> clust
     return cluster.Welcome(protocol=2, version="0", build="b", profile=profile, layer_port=layer_port)
 
 
-def a_part(epoch: int = 1, **changes: Any) -> cluster.PartState:
+def a_part(epoch: int = 1, **changes: Any) -> cluster.ParticipationState:
     loaded = cluster.Loaded(epoch=epoch, port=4000, key=KEY)
     broken = cluster.Broken(epoch=epoch, error="no memory", fault="load")
-    part = cluster.PartState(epoch=epoch, loaded=loaded, linked=True, broken=broken)
+    part = cluster.ParticipationState(epoch=epoch, loaded=loaded, linked=True, broken=broken)
     return msgspec.structs.replace(part, **changes)
 
 
 STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[0.1], rss_bytes=1, private_bytes=1, refused=0)
 
 FROM_HEAD = [
-    cluster.Knock(protocol=2, oldest=2, version="0", device="desk"),
+    cluster.Probe(protocol=2, oldest=2, version="0", device="desk"),
     a_hello(),
     cluster.Introduce(devices=[], revoked=[]),
     cluster.Introduce(devices=[cluster.Introduction("lap", KEY)], revoked=[KEY]),
@@ -113,7 +113,7 @@ FROM_HEAD = [
     cluster.Dismiss(),
 ]
 FROM_WORKER = [
-    cluster.Knocked(protocol=2, oldest=2, version="0", device="lap"),
+    cluster.Probed(protocol=2, oldest=2, version="0", device="lap"),
     a_welcome(),
     cluster.Refused("busy"),
     cluster.Progress(epoch=1, phase="fetch", done=1, total=2),
@@ -121,8 +121,8 @@ FROM_WORKER = [
     cluster.Linked(1),
     cluster.Broken(epoch=1, error="no memory", fault="load"),
     cluster.Leaving("paused"),
-    cluster.Pressed(epoch=1, needed_bytes=1, ram_available_bytes=0),
-    cluster.Relieved(0),
+    cluster.MemoryLow(epoch=1, needed_bytes=1, ram_available_bytes=0),
+    cluster.MemoryRecovered(0),
     cluster.Pong(),
     cluster.Pong(7, []),
     cluster.Pong(7, [a_part(loaded=None, broken=None), a_part(epoch=2), a_part(broken=None)]),
@@ -132,8 +132,8 @@ FROM_WORKER = [
     cluster.Echoed(b"123"),
 ]
 TRANSFER = [
-    transfer.AskHolds(digests=["ab" * 32]),
-    transfer.Holds(held=[True, False]),
+    transfer.AskPresent(digests=["ab" * 32]),
+    transfer.Present(held=[True, False]),
     transfer.FetchDigests(digest="ab" * 32),
     transfer.Digests(digest="ab" * 32, tree=b"1"),
     transfer.FetchChunk(digest="ab" * 32, offset=0, size=1),
@@ -417,10 +417,10 @@ tensors = st.builds(
 
 @settings(max_examples=300)
 @given(st.lists(tensors, min_size=1, max_size=4), st.booleans(), numbers)
-def test_any_layer_is_refused_or_has_a_header(drawn, placed, size):
+def test_any_layer_is_refused_or_has_a_header(sampled, placed, size):
     if placed:
-        drawn, size = fitted(drawn)
-    ref = LayerRef("0" * 64, size, tuple(drawn))
+        sampled, size = fitted(sampled)
+    ref = LayerRef("0" * 64, size, tuple(sampled))
     refused = outcome(check_ref, ref)
     if refused is not None:
         assert_one_line(refused)
@@ -428,10 +428,10 @@ def test_any_layer_is_refused_or_has_a_header(drawn, placed, size):
         assert len(layer_header(ref.tensors, number=511, split=65_535)) == HEADER_BYTES
 
 
-def fitted(drawn: list[LayerTensor]) -> tuple[list[LayerTensor], int]:
-    """``drawn`` with sizes and offsets that are right, where that is possible."""
+def fitted(sampled: list[LayerTensor]) -> tuple[list[LayerTensor], int]:
+    """``sampled`` with sizes and offsets that are right, where that is possible."""
     at, out = 0, []
-    for tensor in drawn:
+    for tensor in sampled:
         size = tensor.size_bytes
         known = {int(kind): kind for kind in GGMLQuantizationType}
         if tensor.type in known and tensor.shape and min(tensor.shape) > 0 and max(tensor.shape) < 1 << 20:
@@ -487,9 +487,9 @@ def test_a_device_without_a_proper_name_is_refused(name):
     with pytest.raises(ProtocolError, match="no device name"):
         cluster.decode_from_head(encode(a_hello(device=name)))
     with pytest.raises(ProtocolError, match="no device name"):
-        cluster.decode_from_head(encode(cluster.Knock(protocol=2, oldest=2, version="0", device=name)))
+        cluster.decode_from_head(encode(cluster.Probe(protocol=2, oldest=2, version="0", device=name)))
     with pytest.raises(ProtocolError, match="no device name"):
-        cluster.decode_from_worker(encode(cluster.Knocked(protocol=2, oldest=2, version="0", device=name)))
+        cluster.decode_from_worker(encode(cluster.Probed(protocol=2, oldest=2, version="0", device=name)))
     with pytest.raises(ProtocolError, match="no device name"):
         cluster.decode_from_head(encode(cluster.Introduce(devices=[cluster.Introduction(name, KEY)], revoked=[])))
     with pytest.raises(ProtocolError, match="no device name"):
@@ -521,11 +521,11 @@ def test_a_profile_with_impossible_figures_is_refused(figures):
         cluster.Progress(epoch=1, phase="dance", done=0, total=1),
         cluster.Progress(epoch=1, phase="load", done=2, total=1),
         cluster.Progress(epoch=1, phase="load", done=-1, total=1),
-        cluster.Pressed(epoch=1, needed_bytes=0, ram_available_bytes=1),
-        cluster.Pressed(epoch=1, needed_bytes=cluster.MAX_MEMORY_BYTES + 1, ram_available_bytes=1),
-        cluster.Pressed(epoch=1, needed_bytes=1, ram_available_bytes=-1),
-        cluster.Relieved(-1),
-        cluster.Relieved(cluster.MAX_MEMORY_BYTES + 1),
+        cluster.MemoryLow(epoch=1, needed_bytes=0, ram_available_bytes=1),
+        cluster.MemoryLow(epoch=1, needed_bytes=cluster.MAX_MEMORY_BYTES + 1, ram_available_bytes=1),
+        cluster.MemoryLow(epoch=1, needed_bytes=1, ram_available_bytes=-1),
+        cluster.MemoryRecovered(-1),
+        cluster.MemoryRecovered(cluster.MAX_MEMORY_BYTES + 1),
         cluster.Pong(1, [a_part(loaded=cluster.Loaded(epoch=1, port=0, key=KEY))]),
         cluster.Pong(1, [a_part(broken=cluster.Broken(epoch=1, error="no memory", fault="dance"))]),
     ],

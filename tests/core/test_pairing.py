@@ -17,10 +17,10 @@ from primad.trust.pairing import (
     RUN_S,
     Accept,
     Answer,
+    CodeOutcome,
     Inviter,
     Joiner,
     Later,
-    Outcome,
     Prove,
     Refuse,
     Start,
@@ -63,7 +63,7 @@ def test_two_that_have_the_same_code_learn_who_the_other_is():
     inviter = Inviter(CODE, DESK, 0.0)
     assert inviter.outcome(0.0) is None
     assert run(inviter, Joiner(CODE, PI)) == (DESK, PI)
-    assert inviter.outcome(0.0) is Outcome.USED
+    assert inviter.outcome(0.0) is CodeOutcome.USED
 
 
 def test_a_code_is_good_once():
@@ -78,7 +78,7 @@ def test_a_code_for_three_devices_is_good_three_times_and_right_runs_burn_nothin
     for number in range(MAX_TRIES + 2):
         assert inviter.outcome(number) is None
         assert run(inviter, Joiner(CODE, PI), number) == (DESK, PI)
-    assert inviter.outcome(99) is Outcome.USED
+    assert inviter.outcome(99) is CodeOutcome.USED
 
 
 def test_wrong_codes_are_told_the_tries_left_and_burn_the_code():
@@ -86,7 +86,7 @@ def test_wrong_codes_are_told_the_tries_left_and_burn_the_code():
     for number in range(MAX_TRIES - 1):
         assert f"({MAX_TRIES - 1 - number} tries are left)" in wrong_run(inviter, number)
     assert "the code is void" in wrong_run(inviter, MAX_TRIES)
-    assert inviter.outcome(MAX_TRIES) is Outcome.BURNT
+    assert inviter.outcome(MAX_TRIES) is CodeOutcome.BURNT
     with pytest.raises(ClusterError, match="the code is void"):
         run(inviter, Joiner(CODE, PI), 99.0)
 
@@ -96,7 +96,7 @@ def test_a_run_that_is_broken_off_counts_as_a_try():
     for number in range(MAX_TRIES):
         inviter.receive("a", Joiner(OTHER, PI).start(), number)
         inviter.forget("a")
-    assert inviter.outcome(MAX_TRIES) is Outcome.BURNT
+    assert inviter.outcome(MAX_TRIES) is CodeOutcome.BURNT
 
 
 def test_the_last_try_may_still_prove_itself():
@@ -118,7 +118,7 @@ def test_a_run_that_nobody_finishes_ends_and_then_the_code_is_burnt():
         proof = answered(inviter, Joiner(CODE, PI), number, peer=str(number))
     assert inviter.outcome(MAX_TRIES) is None
     late = MAX_TRIES + RUN_S
-    assert inviter.outcome(late) is Outcome.BURNT
+    assert inviter.outcome(late) is CodeOutcome.BURNT
     assert inviter.receive(str(MAX_TRIES - 1), proof, late)[1] is None
 
 
@@ -145,7 +145,7 @@ def test_a_code_has_its_time():
     inviter = Inviter(CODE, DESK, 5.0)
     proof = answered(inviter, Joiner(CODE, PI), LIFETIME_S + 4.9)
     assert inviter.receive("a", proof, LIFETIME_S + 5)[1] is None
-    assert inviter.outcome(LIFETIME_S + 5) is Outcome.EXPIRED
+    assert inviter.outcome(LIFETIME_S + 5) is CodeOutcome.EXPIRED
     with pytest.raises(ClusterError, match="its time is over"):
         run(inviter, Joiner(CODE, PI), LIFETIME_S + 5)
 
@@ -279,7 +279,7 @@ def test_elements_that_are_none_count_as_wrong_codes(element: bytes):
         reply, who = inviter.receive("a", msgspec.msgpack.encode(start), number)
         assert who is None
         assert isinstance(msgspec.msgpack.decode(reply, type=Refuse), Refuse)
-    assert inviter.outcome(MAX_TRIES) is Outcome.BURNT
+    assert inviter.outcome(MAX_TRIES) is CodeOutcome.BURNT
 
 
 def test_refusals_of_a_liar_are_one_clean_line():

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from primad.engine.streaming.pressure import (
     INTERVAL_S,
     LINGER_S,
-    MOST_PATIENCE_S,
-    PATIENCE_S,
+    MOST_WAIT_S,
     RELAPSE_S,
     REPLAN_AFTER_S,
     REPLAN_AGAIN_S,
+    WAIT_S,
     Action,
     Grow,
     Hold,
@@ -294,7 +294,7 @@ def test_it_grows_back_layer_by_layer_once_it_was_calm():
     world.taken -= 500 * MIB
     assert world.run(60) == [Grow()] * streamed
     times = [at for at, action in world.told if isinstance(action, Grow)]
-    assert times[0] - given >= PATIENCE_S
+    assert times[0] - given >= WAIT_S
     assert all(after - before >= 1.0 for before, after in pairwise(times))
     assert world.streamed == 0
 
@@ -323,7 +323,7 @@ def test_pressure_after_it_grew_makes_it_wait_longer():
     world.only_room(300 * MIB)
     for _ in range(5):
         while world.step() != Grow():
-            assert world.now - since < 2 * MOST_PATIENCE_S + 5
+            assert world.now - since < 2 * MOST_WAIT_S + 5
         waits.append(world.now - since)
         world.only_room(-1)
         assert isinstance(world.step(), Shrink)
@@ -347,7 +347,7 @@ def test_a_long_calm_is_trusted_again():
     start = world.now
     while world.step() != Grow():
         pass
-    assert world.now - start <= 2 * PATIENCE_S + 1
+    assert world.now - start <= 2 * WAIT_S + 1
 
 
 # ---- the end of the ladder ------------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def test_it_swings_a_bounded_number_of_times(changes, streamed):
     start = world.now
     for mood in changes:
         live(world, mood)
-    # Six doublings lead to the longest patience; else a swing takes longer than a relapse.
+    # Six doublings lead to the longest wait; else a swing takes longer than a relapse.
     assert swings(world) <= 7 + (world.now - start) / RELAPSE_S
 
 
@@ -507,7 +507,7 @@ def test_when_it_is_calm_everything_comes_back(changes, streamed):
     world.some = world.full = world.swapped_in = world.evicted = 0.0
     world.reading = replace(world.reading, verdict=None)
     world.taken = 0
-    world.run(2 * MOST_PATIENCE_S + 4 * world.layers)
+    world.run(2 * MOST_WAIT_S + 4 * world.layers)
     assert world.streamed == 0
     assert world.watch.level == "calm"
 
@@ -517,9 +517,9 @@ def test_what_this_process_gave_back_is_taken_again_at_once_but_not_soon_after_p
     room = QUIET
     watch = PressureWatch(lambda: room)
     assert watch.sample(0.0, **sample, returned_bytes=LAYER) == Grow()
-    watch._state = replace(watch._state, patience_s=40.0)
+    watch._state = replace(watch._state, wait_s=40.0)
     room = replace(QUIET, available_bytes=GIB - MIB)
     assert isinstance(watch.sample(1.0, **sample, returned_bytes=0), Shrink)
     room = QUIET
     said = [watch.sample(second, **sample, returned_bytes=LAYER) for second in range(2, 60)]
-    assert said.index(Grow()) == 39, "the patience after the pressure"
+    assert said.index(Grow()) == 39, "the wait after the pressure"

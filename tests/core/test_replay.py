@@ -56,7 +56,7 @@ def test_a_generation_goes_on_in_any_other_ring_wherever_it_was_cut(data, first,
         first.move()
     told = sampled(first, 1)
     assert told == whole[: len(told)]
-    rest, finished = second.ask(generate(1, text, drawn=told, tokens=12, sampling=sampling))
+    rest, finished = second.ask(generate(1, text, sampled=told, tokens=12, sampling=sampling))
     assert told + rest == whole
     assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", len(text), 12)
 
@@ -68,7 +68,7 @@ def test_every_window_sees_the_same_rows_in_the_same_steps(cut, sampling):
     undisturbed = FakeRing(*SMALL, rows=8, depth=3)
     whole, _ = undisturbed.ask(generate(1, text, sampling=sampling))
     other = FakeRing(*SMALL, rows=8, depth=3)
-    rest, finished = other.ask(generate(1, text, drawn=whole[:cut], sampling=sampling))
+    rest, finished = other.ask(generate(1, text, sampled=whole[:cut], sampling=sampling))
     assert whole[:cut] + rest == whole
     assert finished.completion_tokens == len(whole) == 8
     if cut < len(whole):
@@ -82,28 +82,28 @@ def test_a_generation_may_be_cut_again_and_again():
     whole = FakeRing(*SMALL).model.answer(text, 12, WILD)
     for pieces in (2, 3, 1):
         ring = FakeRing(*SMALL, rows=4)
-        ring.head.submit(generate(1, text, drawn=told, tokens=12, sampling=WILD))
+        ring.head.submit(generate(1, text, sampled=told, tokens=12, sampling=WILD))
         while len(sampled(ring, 1)) < pieces:
             assert ring.move()
         told = told + sampled(ring, 1)
-    rest, _ = FakeRing(*SMALL).ask(generate(1, text, drawn=told, tokens=12, sampling=WILD))
+    rest, _ = FakeRing(*SMALL).ask(generate(1, text, sampled=told, tokens=12, sampling=WILD))
     assert told + rest == whole
 
 
 def test_replayed_tokens_do_not_wait_for_each_other():
     ring = FakeRing(*SMALL, depth=4)
-    ring.head.submit(generate(1, [1, 2], drawn=[5, 6, 7]))
+    ring.head.submit(generate(1, [1, 2], sampled=[5, 6, 7]))
     for _ in range(4):
         assert ring.head.turn() is not None
     assert ring.scheduler.in_flight == 4
     assert [steps[0] for steps in ring.windows[0].steps] == [0, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("drawn", "tokens"), [(8, 8), (9, 8), (1, 1), (12, 1000)])
-def test_an_answer_that_was_complete_ends_at_once_without_a_step(drawn, tokens):
+@pytest.mark.parametrize(("sampled", "tokens"), [(8, 8), (9, 8), (1, 1), (12, 1000)])
+def test_an_answer_that_was_complete_ends_at_once_without_a_step(sampled, tokens):
     ring = FakeRing(*SMALL, context=32)
-    more, finished = ring.ask(generate(1, prompt(20), drawn=prompt(drawn), tokens=tokens))
-    assert (more, finished.reason, finished.completion_tokens) == ([], "length", drawn)
+    more, finished = ring.ask(generate(1, prompt(20), sampled=prompt(sampled), tokens=tokens))
+    assert (more, finished.reason, finished.completion_tokens) == ([], "length", sampled)
     assert (finished.prompt_s, finished.decode_s) == (0, 0)
     assert all(window.steps == [] for window in ring.windows)
 
@@ -111,7 +111,7 @@ def test_an_answer_that_was_complete_ends_at_once_without_a_step(drawn, tokens):
 def test_an_answer_that_was_complete_ends_before_those_that_run():
     ring = FakeRing(*SMALL)
     ring.head.submit(generate(1, [1, 2]))
-    ring.head.submit(generate(2, [1, 2], drawn=[3] * 8))
+    ring.head.submit(generate(2, [1, 2], sampled=[3] * 8))
     ring.run()
     assert [event.request for event in ring.events if isinstance(event, Finished)] == [2, 1]
 
@@ -120,7 +120,7 @@ def test_an_end_token_after_a_replay_ends_the_answer():
     whole = FakeRing(*SMALL).model.answer([1, 2], 8, GREEDY)
     ends = frozenset([whole[5]])
     cut = min(3, whole.index(whole[5]))
-    rest, finished = FakeRing(*SMALL, ends=ends).ask(generate(1, [1, 2], drawn=whole[:cut]))
+    rest, finished = FakeRing(*SMALL, ends=ends).ask(generate(1, [1, 2], sampled=whole[:cut]))
     assert whole[:cut] + rest == whole[: whole.index(whole[5])]
     assert (finished.reason, finished.completion_tokens) == ("stop", whole.index(whole[5]))
 
@@ -146,7 +146,7 @@ def test_a_ring_drains_and_the_next_one_goes_on_without_a_lost_or_doubled_token(
     for request, text in enumerate(texts):
         told = sampled(first, request)
         if request not in over:
-            second.head.submit(generate(request, text, drawn=told, tokens=6, sampling=WILD))
+            second.head.submit(generate(request, text, sampled=told, tokens=6, sampling=WILD))
     second.run()
     for request, text in enumerate(texts):
         assert sampled(first, request) + sampled(second, request) == first.model.answer(text, 6, WILD)

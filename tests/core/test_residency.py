@@ -143,38 +143,38 @@ def test_what_is_resident_and_what_streams_is_everything(residency):
 def test_under_pressure_less_and_less_is_held_down_to_nothing_resident(base):
     """Of units that stream as a whole."""
     assume(base == Residency.whole(base.sizes, base.streamed, base.ahead_bytes))
-    rungs = ladder(base, None)
-    assert rungs[0] == base
-    for upper, lower in pairwise(rungs):
+    levels = ladder(base, None)
+    assert levels[0] == base
+    for upper, lower in pairwise(levels):
         assert lower.held_bytes < upper.held_bytes
         assert upper.streamed < lower.streamed
-    # The last rung holds the least there is: with everything streamed nothing less is held.
+    # The last level holds the least there is: with everything streamed nothing less is held.
     sizes = base.sizes
     everything = frozenset(range(len(sizes)))
     least = Residency.whole(sizes, everything, max(base.ahead_bytes, two_slots(sizes, everything)))
-    assert rungs[-1].held_bytes <= max(base.held_bytes if len(rungs) == 1 else 0, least.held_bytes)
+    assert levels[-1].held_bytes <= max(base.held_bytes if len(levels) == 1 else 0, least.held_bytes)
 
 
 @given(SIZES, st.integers(0, 100))
 def test_the_rung_that_fits_reads_no_more_than_the_overflow_the_slots_and_a_unit(sizes, percent):
     everything = Residency.whole(tuple(sizes), frozenset(), 0)
     budget = sum(sizes) * percent // 100
-    rung = next((rung for rung in ladder(everything, None) if rung.held_bytes <= budget), None)
-    assume(rung is not None)
-    assert rung is not None
+    level = next((level for level in ladder(everything, None) if level.held_bytes <= budget), None)
+    assume(level is not None)
+    assert level is not None
     overflow = sum(sizes) - budget
-    assert rung.read_bytes <= overflow + rung.ahead_bytes + max(sizes)
+    assert level.read_bytes <= overflow + level.ahead_bytes + max(sizes)
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_streamed_units_are_spread_evenly(count, streams):
     """Of equal units: between two that stream, the numbers of resident ones differ by a factor of little more than two."""
     assume(streams <= count)
-    rungs = ladder(Residency.whole((10,) * count, frozenset(), 0), None)
-    rung = next((rung for rung in rungs if len(rung.streamed) == streams), None)
-    assume(rung is not None)
-    assert rung is not None
-    places = sorted(rung.streamed)
+    levels = ladder(Residency.whole((10,) * count, frozenset(), 0), None)
+    level = next((level for level in levels if len(level.streamed) == streams), None)
+    assume(level is not None)
+    assert level is not None
+    places = sorted(level.streamed)
     gaps = [(after - before) % count or count for before, after in pairwise([*places, places[0]])]
     assert sum(gaps) == count
     assert max(gaps) <= 2 * min(gaps) + 1
@@ -183,8 +183,8 @@ def test_streamed_units_are_spread_evenly(count, streams):
 @given(st.lists(st.integers(7, 10), min_size=3, max_size=20))
 def test_an_output_matrix_is_the_last_to_stream(layers):
     sizes = (*layers, 100)
-    for rung in ladder(Residency.whole(sizes, frozenset(), 0), None):
-        assert len(layers) not in rung.streamed or set(range(len(layers))) <= rung.streamed
+    for level in ladder(Residency.whole(sizes, frozenset(), 0), None):
+        assert len(layers) not in level.streamed or set(range(len(layers))) <= level.streamed
 
 
 def test_slots_are_of_the_size_of_the_largest_layer():
@@ -247,10 +247,10 @@ def test_of_an_output_matrix_nothing_streams_while_something_of_a_layer_stays(la
 @given(spreads(), st.integers(0, 1200))
 def test_under_pressure_a_spread_is_stepped_down_to_nothing_resident(spread, held):
     base = spread.within(held)
-    rungs = ladder(base, spread)
-    assert rungs[0] == base
-    assert all(lower.held_bytes < upper.held_bytes for upper, lower in pairwise(rungs))
-    assert rungs[-1].held_bytes <= min(base.held_bytes, spread.within(0).held_bytes)
+    levels = ladder(base, spread)
+    assert levels[0] == base
+    assert all(lower.held_bytes < upper.held_bytes for upper, lower in pairwise(levels))
+    assert levels[-1].held_bytes <= min(base.held_bytes, spread.within(0).held_bytes)
 
 
 def test_parts_begin_at_a_cut_and_end_at_the_last_one():

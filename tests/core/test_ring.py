@@ -400,8 +400,8 @@ def test_a_step_that_is_lost_on_its_way_never_leads_to_another_text(data, shape)
         seen = str(exc)
     assert not seen or (lost and "was lost on its way" in seen)
     told = [event for event in ring.events if isinstance(event, Sampled | Finished)]
-    drawn = [event.token for event in told if isinstance(event, Sampled)]
-    assert drawn == expected[: len(drawn)]
+    sampled = [event.token for event in told if isinstance(event, Sampled)]
+    assert sampled == expected[: len(sampled)]
     assert lost != any(isinstance(event, Finished) for event in told)
 
 

@@ -22,13 +22,12 @@ from primad.ring.messages import (
     KvCopy,
     KvKeep,
     KvRemove,
-    Limits,
     Loading,
     Open,
     Opened,
     OpenWindow,
     Overdue,
-    Pressed,
+    ProcessMemoryLow,
     Reopen,
     Report,
     RingBroken,
@@ -37,6 +36,7 @@ from primad.ring.messages import (
     StaleEpochError,
     Status,
     Step,
+    StepLimits,
     command_decoder,
     decode_step,
     encode,
@@ -45,7 +45,7 @@ from primad.ring.messages import (
 from tests.fakes.ring import generate
 from tests.fakes.wire import anything, assert_one_line, numbers, outcome
 
-LIMITS = Limits(ring=0xABC, epoch=4, windows=frozenset({2, 5}), width=6, rows=8, context=32, sequences=3)
+LIMITS = StepLimits(ring=0xABC, epoch=4, windows=frozenset({2, 5}), width=6, rows=8, context=32, sequences=3)
 
 
 def a_step(**changes: Any) -> Step:
@@ -288,7 +288,7 @@ COMMANDS = [
     ),
     Reopen(ring=1, epoch=2, windows=[(1, 4), (3, 1)], route=6, host="::1", step_timeout_s=5.0, room_bytes=7),
     Connect("tcp://127.0.0.1:1", "k" * 40, "s" * 40),
-    generate(1, [1, 2], drawn=[3]),
+    generate(1, [1, 2], sampled=[3]),
     Cancel(1),
     Drain(),
     Report(),
@@ -300,7 +300,7 @@ EVENTS = [
     Sampled(request=1, token=2, logprob=-0.5, top=((2, -0.5),)),
     Finished(request=1, reason="stop", error=None, prompt_tokens=1, completion_tokens=1, prompt_s=0.5, decode_s=0.5),
     Overdue(step=3, waited_s=1.5),
-    Pressed(1 << 20),
+    ProcessMemoryLow(1 << 20),
     Drained(),
     Status(steps=1, rows=1, compute_s=0.5, hop_s=[0.1], rss_bytes=1, private_bytes=1, refused=0),
     RingBroken("why", None),

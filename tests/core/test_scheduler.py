@@ -6,7 +6,7 @@ import pytest
 
 from primad.errors import RingError
 from primad.ring.messages import Cancel, Finished, KvRemove, Sampled
-from primad.ring.scheduler import Draw, Planned, Scheduler
+from primad.ring.scheduler import Draw, PlannedStep, Scheduler
 from tests.fakes.ring import generate
 
 FORGET = [KvRemove(0, 0, -1)]
@@ -22,11 +22,11 @@ def with_prompt(prompt, *, tokens: int = 8, **options) -> Scheduler:
     return made
 
 
-def drawn(token: int) -> Draw:
+def draw_of(token: int) -> Draw:
     return Draw(token=token, ends=False)
 
 
-def next_step(of: Scheduler, now: float = 0.0) -> Planned:
+def next_step(of: Scheduler, now: float = 0.0) -> PlannedStep:
     planned = of.next_step(now)
     assert planned is not None
     return planned
@@ -39,7 +39,7 @@ def test_nothing_to_do_is_no_step():
 
 
 def test_a_short_prompt_is_one_step_that_wants_an_output():
-    assert next_step(with_prompt([7, 8, 9])) == Planned(
+    assert next_step(with_prompt([7, 8, 9])) == PlannedStep(
         step=0, request=1, tokens=[7, 8, 9], positions=[0, 1, 2], wants_output=True, ops=[]
     )
 
@@ -75,9 +75,9 @@ def test_a_decode_step_waits_for_the_token_before_it():
     made = with_prompt([1, 2])
     next_step(made)
     assert made.next_step(0) is None
-    assert made.commit(0, drawn(33), 0) == [Sampled(request=1, token=33, logprob=None, top=())]
-    assert next_step(made) == Planned(step=1, request=1, tokens=[33], positions=[2], wants_output=True, ops=[])
-    made.commit(1, drawn(34), 0)
+    assert made.commit(0, draw_of(33), 0) == [Sampled(request=1, token=33, logprob=None, top=())]
+    assert next_step(made) == PlannedStep(step=1, request=1, tokens=[33], positions=[2], wants_output=True, ops=[])
+    made.commit(1, draw_of(34), 0)
     assert next_step(made).positions == [3]
 
 
@@ -91,9 +91,9 @@ def test_what_was_drawn_is_told_as_it_is():
 def test_the_last_of_max_tokens_ends_the_answer():
     made = with_prompt([1, 2], tokens=2)
     next_step(made)
-    made.commit(0, drawn(3), 0)
+    made.commit(0, draw_of(3), 0)
     next_step(made)
-    sampled, finished = made.commit(1, drawn(4), 0)
+    sampled, finished = made.commit(1, draw_of(4), 0)
     assert isinstance(sampled, Sampled)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", 2, 2)
@@ -103,9 +103,9 @@ def test_the_last_of_max_tokens_ends_the_answer():
 def test_a_full_context_ends_the_answer():
     made = with_prompt([1, 2], context=4, tokens=50)
     next_step(made)
-    assert len(made.commit(0, drawn(3), 0)) == 1
+    assert len(made.commit(0, draw_of(3), 0)) == 1
     next_step(made)
-    _, finished = made.commit(1, drawn(4), 0)
+    _, finished = made.commit(1, draw_of(4), 0)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.completion_tokens) == ("length", 2)
 
@@ -113,7 +113,7 @@ def test_a_full_context_ends_the_answer():
 def test_a_prompt_that_leaves_room_for_one_token_gets_one():
     made = with_prompt(range(3), context=4, tokens=50)
     next_step(made)
-    sampled, finished = made.commit(0, drawn(9), 0)
+    sampled, finished = made.commit(0, draw_of(9), 0)
     assert isinstance(sampled, Sampled)
     assert isinstance(finished, Finished)
 
@@ -129,9 +129,9 @@ def test_a_token_that_ends_the_answer_is_not_told():
 def test_times_count_from_the_first_step_and_from_the_first_token():
     made = with_prompt([1], tokens=2)
     next_step(made, now=10.0)
-    made.commit(0, drawn(3), 12.5)
+    made.commit(0, draw_of(3), 12.5)
     next_step(made, now=13.0)
-    finished = made.commit(1, drawn(4), 20.0)[-1]
+    finished = made.commit(1, draw_of(4), 20.0)[-1]
     assert isinstance(finished, Finished)
     assert (finished.prompt_s, finished.decode_s) == (2.5, 7.5)
 
@@ -141,14 +141,16 @@ def test_generations_take_turns_in_the_order_they_came():
     made.submit(generate(2, [5, 6], tokens=1))
     next_step(made)
     assert made.next_step(0) is None, "one sequence at a time"
-    made.commit(0, drawn(3), 0)
-    assert next_step(made) == Planned(step=1, request=2, tokens=[5, 6], positions=[0, 1], wants_output=True, ops=FORGET)
+    made.commit(0, draw_of(3), 0)
+    assert next_step(made) == PlannedStep(
+        step=1, request=2, tokens=[5, 6], positions=[0, 1], wants_output=True, ops=FORGET
+    )
 
 
 def test_the_first_step_after_a_generation_forgets_it_once():
     made = with_prompt([1], tokens=1)
     next_step(made)
-    made.commit(0, drawn(3), 0)
+    made.commit(0, draw_of(3), 0)
     made.submit(generate(2, range(8)))
     assert [next_step(made).ops for _ in range(2)] == [FORGET, []]
 
@@ -163,9 +165,9 @@ def test_a_cancel_forgets_what_runs_and_drops_what_is_under_way():
     following = next_step(made)
     assert (following.step, following.request, following.ops) == (2, 2, FORGET)
     assert made.commit(0, None, 0) == []
-    assert made.commit(1, drawn(50), 0) == []
+    assert made.commit(1, draw_of(50), 0) == []
     assert made.wants_draw(2) == generate(2, [9])
-    assert len(made.commit(2, drawn(51), 0)) == 1
+    assert len(made.commit(2, draw_of(51), 0)) == 1
 
 
 def test_a_cancelled_generation_still_takes_its_place_in_the_depth():
@@ -183,7 +185,7 @@ def test_a_cancelled_generation_still_takes_its_place_in_the_depth():
 def test_a_cancel_between_two_tokens_lets_the_next_one_begin():
     made = with_prompt([1])
     next_step(made)
-    made.commit(0, drawn(3), 0)
+    made.commit(0, draw_of(3), 0)
     made.cancel(Cancel(1))
     assert made.is_idle
     made.submit(generate(2, [9]))
@@ -196,7 +198,7 @@ def test_a_cancelled_generation_that_waits_is_never_begun():
     made.submit(generate(3, [3]))
     made.cancel(Cancel(2))
     next_step(made)
-    made.commit(0, drawn(5), 0)
+    made.commit(0, draw_of(5), 0)
     assert next_step(made).request == 3
 
 
@@ -213,12 +215,12 @@ def test_a_draw_is_wanted_by_the_generation_of_the_step():
     assert made.wants_draw(99) is None
 
 
-# ---- what an earlier epoch has drawn ---------------------------------------------------------------------------------
+# ---- what an earlier epoch has sampled ---------------------------------------------------------------------------------
 
 
-def continued(prompt, drawn, *, tokens: int = 8, **options) -> Scheduler:
+def continued(prompt, sampled, *, tokens: int = 8, **options) -> Scheduler:
     made = scheduler(**options)
-    assert made.submit(generate(1, prompt, drawn=drawn, tokens=tokens)) is None
+    assert made.submit(generate(1, prompt, sampled=sampled, tokens=tokens)) is None
     return made
 
 
@@ -234,7 +236,7 @@ def test_the_prompt_goes_in_the_same_chunks_and_each_drawn_token_alone():
     ]
     assert [step.wants_output for step in steps] == [False, False, False, False, True]
     assert made.next_step(0) is None
-    (sampled,) = made.commit(4, drawn(23), 0)
+    (sampled,) = made.commit(4, draw_of(23), 0)
     assert isinstance(sampled, Sampled)
     assert next_step(made).tokens == [23]
 
@@ -252,7 +254,7 @@ def test_tokens_of_earlier_epochs_count():
     made = continued([1, 2], [5, 6], tokens=3)
     for _ in range(3):
         last = next_step(made)
-    _, finished = made.commit(last.step, drawn(7), 0)
+    _, finished = made.commit(last.step, draw_of(7), 0)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", 2, 3)
 
@@ -260,17 +262,17 @@ def test_tokens_of_earlier_epochs_count():
 def test_the_context_ends_a_continued_answer_where_it_would_have_ended():
     made = continued([1, 2], [5], tokens=50, context=4)
     last = [next_step(made) for _ in range(2)][-1]
-    _, finished = made.commit(last.step, drawn(6), 0)
+    _, finished = made.commit(last.step, draw_of(6), 0)
     assert isinstance(finished, Finished)
     assert finished.completion_tokens == 2
 
 
-@pytest.mark.parametrize(("drawn", "tokens", "context"), [([5, 6], 2, 100), ([5, 6, 7], 2, 100), ([5, 6], 50, 4)])
-def test_a_complete_answer_ends_when_it_is_submitted(drawn, tokens, context):
+@pytest.mark.parametrize(("sampled", "tokens", "context"), [([5, 6], 2, 100), ([5, 6, 7], 2, 100), ([5, 6], 50, 4)])
+def test_a_complete_answer_ends_when_it_is_submitted(sampled, tokens, context):
     made = scheduler(context=context)
-    finished = made.submit(generate(1, [1, 2], drawn=drawn, tokens=tokens))
+    finished = made.submit(generate(1, [1, 2], sampled=sampled, tokens=tokens))
     assert finished is not None
-    assert (finished.reason, finished.completion_tokens) == ("length", len(drawn))
+    assert (finished.reason, finished.completion_tokens) == ("length", len(sampled))
     assert made.is_idle
 
 
@@ -278,8 +280,8 @@ def test_the_time_to_the_first_token_is_that_of_the_first_new_one():
     made = continued([1], [5], tokens=3)
     last = [next_step(made, now=10.0) for _ in range(2)][-1]
     made.commit(0, None, 11.0)
-    made.commit(last.step, drawn(6), 12.0)
-    finished = made.commit(next_step(made).step, drawn(7), 20.0)[-1]
+    made.commit(last.step, draw_of(6), 12.0)
+    finished = made.commit(next_step(made).step, draw_of(7), 20.0)[-1]
     assert isinstance(finished, Finished)
     assert (finished.prompt_s, finished.decode_s) == (2.0, 8.0)
 
@@ -304,7 +306,7 @@ def test_a_token_that_was_under_way_at_the_drain_is_told():
     made = with_prompt([1, 2])
     step = next_step(made).step
     made.drain()
-    assert made.commit(step, drawn(9), 0) == [Sampled(request=1, token=9, logprob=None, top=())]
+    assert made.commit(step, draw_of(9), 0) == [Sampled(request=1, token=9, logprob=None, top=())]
     assert made.is_drained
 
 

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
-from primad.network.layer_messages import CHUNK_BYTES, MAX_ASKED, AskHolds, FetchChunk, FetchDigests, Source
+from primad.network.layer_messages import CHUNK_BYTES, MAX_ASKED, AskPresent, FetchChunk, FetchDigests, Source
 from primad.network.messages import (
     MAX_DEVICES,
     MAX_ECHO_BYTES,
@@ -26,11 +26,11 @@ from primad.network.messages import (
     Hello,
     Introduce,
     Introduction,
-    Knock,
     Link,
     LinkTarget,
     Load,
     MeasureLinks,
+    Probe,
     Release,
     WorkerMessage,
     decode_from_worker,
@@ -42,7 +42,7 @@ from tests.e2e.attacks_house import ROGUE
 from tests.e2e.cluster import PATIENCE_S
 from tests.shell.gated import HOST, NOTHING_S
 
-KNOCK = Knock(protocol=PROTOCOL, oldest=OLDEST, version="9", device="rogue")
+KNOCK = Probe(protocol=PROTOCOL, oldest=OLDEST, version="9", device="rogue")
 HELLO = Hello(protocol=PROTOCOL, version="9", device="rogue", session=1, build="none", gone_after_s=4.0)
 SMALL = LayerRef("cd" * 32, 256, (LayerTensor("attn.weight", 0, (64,), 0, 256),))
 LOAD = Load(
@@ -199,8 +199,8 @@ def requests(digest: str) -> list[bytes]:
         encode(FetchChunk(digest=digest, offset=0, size=1 << 60)),
         encode(FetchChunk(digest="../../../etc/passwd", offset=0, size=100)),
         encode(FetchDigests(digest="/" * 1000)),
-        encode(AskHolds(digests=["x"] * (MAX_ASKED + 1))),
-        *([encode(AskHolds(digests=[digest] * MAX_ASKED))] * 20),
+        encode(AskPresent(digests=["x"] * (MAX_ASKED + 1))),
+        *([encode(AskPresent(digests=[digest] * MAX_ASKED))] * 20),
         os.urandom(5000),
         *wanted,
     ]

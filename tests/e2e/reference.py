@@ -41,7 +41,7 @@ class Continuation:
         return [float(np.logaddexp.reduce(row.astype(np.float64))) for row in self.logits]
 
     def logprob(self, step: int, token: int) -> float:
-        """Log-probability of ``token`` where token ``step`` was drawn."""
+        """Log-probability of ``token`` where token ``step`` was sampled."""
         return float(self.logits[step, token]) - self._normalisers[step]
 
     @cached_property
@@ -116,7 +116,7 @@ class Plain:
         repeat_penalty: float = 1.0,
         penalty_tokens: int = 0,
     ) -> list[int]:
-        """``count`` tokens drawn after ``prompt`` by one chain of llama.cpp's samplers; fewer where the model ends.
+        """``count`` tokens sampled after ``prompt`` by one chain of llama.cpp's samplers; fewer where the model ends.
 
         Neutral samplers are left in the chain. What draws is seeded anew for each token, with number i of splitmix64's
         stream from ``seed`` (the upper 32 bits).
@@ -135,7 +135,7 @@ class Plain:
             llama.llama_sampler_accept(shaping[0], token)
         tokens: list[int] = []
         while len(tokens) < count:
-            token = self._drawn(shaping, splitmix64(seed, len(tokens)) >> 32)
+            token = self._sampled(shaping, splitmix64(seed, len(tokens)) >> 32)
             if self.is_end(token):
                 break
             tokens.append(token)
@@ -146,8 +146,8 @@ class Plain:
             llama.llama_sampler_free(sampler)
         return tokens
 
-    def _drawn(self, shaping: list[Any], seed: int) -> int:
-        """A token of the latest logits, shaped by ``shaping`` in turn and drawn by a generator of ``seed``."""
+    def _sampled(self, shaping: list[Any], seed: int) -> int:
+        """A token of the latest logits, shaped by ``shaping`` in turn and sampled by a generator of ``seed``."""
         logits = self._logits()
         entries = (llama.llama_token_data * self.vocabulary)()
         view = np.ctypeslib.as_array(entries)

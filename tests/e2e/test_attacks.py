@@ -20,8 +20,8 @@ import pytest
 
 from primad.errors import ClusterError
 from primad.network.discovery import Peer, look
-from primad.network.layer_messages import AskHolds
-from primad.network.messages import MAX_DEVICES, Broken, Echo, Echoed, Introduce, Knocked, Ping, Pong, Refused, Welcome
+from primad.network.layer_messages import AskPresent
+from primad.network.messages import MAX_DEVICES, Broken, Echo, Echoed, Introduce, Ping, Pong, Probed, Refused, Welcome
 from primad.network.sockets import raise_descriptor_limit
 from primad.ring.messages import encode
 from primad.trust.pairing import BETWEEN_TRIES_S, MAX_TRIES
@@ -124,7 +124,7 @@ def test_a_trusted_device_that_talks_nonsense_is_refused_and_the_others_keep_wor
                 await rogue.say_all([message])
                 assert "works for another head" in (await rogue.wait_for(Refused)).reason
             await rogue.say_all([KNOCK])
-            assert (await rogue.wait_for(Knocked)).device == house.name("w1")
+            assert (await rogue.wait_for(Probed)).device == house.name("w1")
 
     with house.undisturbed_by("nonsense"):
         asyncio.run(attack())
@@ -139,7 +139,7 @@ def test_floods_of_a_trusted_device_cost_little(house: House):
             await asyncio.gather(*(rogue.say_all(echoes()) for rogue in many))
         async with rogues(port, house.key(owner)) as (again,):
             await again.say_all([KNOCK])
-            await again.wait_for(Knocked)
+            await again.wait_for(Probed)
 
     async def fetch(door: Door) -> None:
         async with rogues(door.port, door.key, 2) as many:
@@ -166,7 +166,7 @@ def test_a_rogue_head_is_obeyed_within_limits_only(house: House):
             await rogue.say_all([msgspec.structs.replace(HELLO, session=number) for number in range(50)])
             await rogue.say_all([msgspec.structs.replace(KNOCK, protocol=1, oldest=1)] * 500)
             await rogue.say_all([KNOCK])
-            await rogue.wait_for(Knocked)
+            await rogue.wait_for(Probed)
 
     with house.undisturbed_by("a rogue head"):
         asyncio.run(attack())
@@ -179,7 +179,7 @@ def test_what_the_head_and_a_worker_said_is_worth_nothing_to_who_recorded_it(hou
     async def attack() -> None:
         async with tap(house.port("w1")) as between, rogues(between.port, house.key("w1")) as (rogue,):
             await rogue.say_all([KNOCK])
-            await rogue.wait_for(Knocked)
+            await rogue.wait_for(Probed)
             recorded = bytes(between.talks[0].up)
             assert b"rogue" not in recorded + between.talks[0].down
             between.ended.clear()
@@ -272,7 +272,7 @@ def test_of_two_devices_with_one_code_one_is_paired_and_the_code_is_used(house: 
 def test_who_is_revoked_in_the_middle_of_a_session_is_cut_off(house: House):
     """A device that only talks, at once on the head and within seconds on the worker that the head tells of it."""
     (layers, others) = house.layer_doors()
-    question = encode(AskHolds(digests=[house.layer()]))
+    question = encode(AskPresent(digests=[house.layer()]))
 
     async def session() -> None:
         async with (
@@ -281,7 +281,7 @@ def test_who_is_revoked_in_the_middle_of_a_session_is_cut_off(house: House):
             rogues(others.port, others.key) as (shared,),
         ):
             await control.say_all([KNOCK])
-            await control.wait_for(Knocked)
+            await control.wait_for(Probed)
             for link in (given, shared):
                 await link.say(question)
                 await link.answered()

@@ -32,7 +32,7 @@ MAX_RAM = "65MiB"
 MOST_GAP_S = 60.0
 """It takes some seconds; this much where the machine is busy."""
 TOKENS, MIDDLE = 48, 12
-"""Most tokens are drawn after what happens, so that it is noticed however late it comes."""
+"""Most tokens are sampled after what happens, so that it is noticed however late it comes."""
 needs_bad_disk = pytest.mark.skipif(
     not bad_disk.is_possible(), reason="a disk that fails needs Linux, root and /dev/fuse"
 )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from halda import Plan, arrange
-from primad.daemon.loading import Place, place_windows
+from primad.daemon.loading import Workspace, place_windows
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding
 from primad.engine.protocol import EngineOptions, Rows
 from primad.gguf.architectures import embedding_scale
@@ -128,7 +128,7 @@ class Route:
         header = open_model(path)
         cutter = ModelCutter(header)
         folder.mkdir(parents=True, exist_ok=True)
-        place = Place(cache=LayerCache(folder), run=folder, verdicts=folder, build="")
+        place = Workspace(cache=LayerCache(folder), run=folder, verdicts=folder, build="")
         specs = [cutter.spec(index, window.first, window.last) for index, window in enumerate(plan.route)]
         for ref in place.cache.missing(ref for spec in specs for ref in spec.layers):
             with place.cache.writing(ref) as writer:

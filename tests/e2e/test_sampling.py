@@ -37,7 +37,7 @@ class Ring:
         return [event.token for event in sampled]
 
     def draws(self, prompt: list[int], count: int, **changes) -> Counter[int]:
-        """The first token after ``prompt``, drawn with seeds 0 to ``count`` - 1; one that ends the answer is -1."""
+        """The first token after ``prompt``, sampled with seeds 0 to ``count`` - 1; one that ends the answer is -1."""
 
         async def draw() -> Counter[int]:
             found: Counter[int] = Counter()
@@ -80,7 +80,7 @@ class Model:
         self.order = np.argsort(-self.probabilities, kind="stable")
         self._plain = plain
 
-    def drawn(self, seed: int, chain: dict[str, float]) -> list[int]:
+    def sampled(self, seed: int, chain: dict[str, float]) -> list[int]:
         """What plain llama.cpp draws after ``prompt``."""
         return self._plain.draw(self.prompt, 24, seed=seed, **chain)
 
@@ -137,7 +137,7 @@ CHAINS = [
 @pytest.mark.parametrize("chain", CHAINS, ids=["temperature", "truncated", "penalised"])
 def test_every_draw_is_that_of_plain_llama_cpp(ring, model, chain):
     for seed in (0, 11, 2**32 - 2):
-        plain = model.drawn(seed, chain)
+        plain = model.sampled(seed, chain)
         assert ring.tokens(model.prompt, len(plain), DRAWN, seed=seed, **chain) == plain
 
 
@@ -149,10 +149,10 @@ def test_draws_fit_the_distribution_of_the_model(tmp_path):
     expected = Model.distribution(plain, start) * DRAWS
     plain.release()
     with opened(path, None) as one:
-        drawn = one.draws(start, DRAWS)
+        sampled = one.draws(start, DRAWS)
     common = np.flatnonzero(expected >= 5)
     assert len(common) > 20, "choose a prompt with a wide distribution"
-    observed = [drawn[int(token) if token < len(expected) - 1 else -1] for token in common]
+    observed = [sampled[int(token) if token < len(expected) - 1 else -1] for token in common]
     observed.append(DRAWS - sum(observed))
     wanted = [*expected[common], DRAWS - expected[common].sum()]
     assert chisquare(observed, wanted).pvalue > 1e-4
@@ -192,8 +192,8 @@ def test_truncation_restricts_what_can_be_drawn(ring, model):
         "min_p": ({"min_p": 0.1}, order[ranked >= 0.1 * ranked[0]]),
     }
     for name, (change, support) in allowed.items():
-        drawn = ring.draws(model.start, 100, temperature=2.0, **change)
-        assert set(drawn) <= set(map(int, support)), name
-        assert len(drawn) > 0.5 * len(support), f"{name} lets through less than it should"
+        sampled = ring.draws(model.start, 100, temperature=2.0, **change)
+        assert set(sampled) <= set(map(int, support)), name
+        assert len(sampled) > 0.5 * len(support), f"{name} lets through less than it should"
     outside = ring.draws(model.start, 100, temperature=2.0)
-    assert not set(outside) <= set(map(int, nucleus)), "without truncation other tokens are drawn too"
+    assert not set(outside) <= set(map(int, nucleus)), "without truncation other tokens are sampled too"

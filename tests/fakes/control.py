@@ -21,14 +21,14 @@ from primad.network.messages import (
     Echoed,
     HeadMessage,
     Hello,
-    Knock,
-    Knocked,
     LinksMeasured,
     LinkTarget,
     MeasureLinks,
-    PartState,
+    ParticipationState,
     Ping,
     Pong,
+    Probe,
+    Probed,
     Refused,
     Welcome,
     WorkerMessage,
@@ -83,7 +83,7 @@ class FakeDevice:
         self.refuses: str | None = None
         self.measures = True
         self.echoes = True
-        self.parts: list[PartState] | None = None
+        self.parts: list[ParticipationState] | None = None
         self.pings = 0
         self.hellos: list[Hello] = []
         self.knocks = 0
@@ -145,9 +145,9 @@ class FakeDevice:
 
     async def _answer(self, peer: bytes, message: HeadMessage) -> None:
         match message:
-            case Knock():
+            case Probe():
                 self.knocks += 1
-                answer = Knocked(protocol=self._protocol, oldest=self._oldest, version="7", device=self.name)
+                answer = Probed(protocol=self._protocol, oldest=self._oldest, version="7", device=self.name)
                 await self.end.send(peer, answer)
             case Hello():
                 self.hellos.append(message)

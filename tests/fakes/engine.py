@@ -272,9 +272,9 @@ class FakeLogitsWindow(_Window):
         assert row in self._logits, f"row {row} of the last step wanted no logits"
         return self._logits[row]
 
-    def sampler(self, sampling: Sampling, prompt: Sequence[int], drawn: Sequence[int]) -> FakeSampler:
+    def sampler(self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]) -> FakeSampler:
         self._check_open()
-        return FakeSampler(self, self._model, sampling, prompt, drawn)
+        return FakeSampler(self, self._model, sampling, prompt, sampled)
 
     def is_end(self, token: int) -> bool:
         return token in self._model.ends
@@ -283,10 +283,10 @@ class FakeLogitsWindow(_Window):
 class _Draws:
     """The draws of one generation, each by a generator of its own; bias and presence penalty change the logits."""
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], drawn: Sequence[int]) -> None:
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]) -> None:
         self._sampling = sampling
-        self._seen = [*prompt, *drawn]
-        self._index = len(drawn)
+        self._seen = [*prompt, *sampled]
+        self._index = len(sampled)
 
     def draw(self, logits: NDArray[np.float32]) -> int:
         """The next token; remembers it."""
@@ -313,10 +313,10 @@ class FakeSampler:
         model: FakeModel,
         sampling: Sampling,
         prompt: Sequence[int],
-        drawn: Sequence[int],
+        sampled: Sequence[int],
     ) -> None:
         self._window, self._model = window, model
-        self._draws = _Draws(sampling, prompt, drawn)
+        self._draws = _Draws(sampling, prompt, sampled)
         self._open = True
         model.open_samplers += 1
 

@@ -19,7 +19,7 @@ SETTINGS = m.Settings(
     hold_s=60.0,
     solo=False,
 )
-USELESS = (m.Phase.GONE, m.Phase.DISCOVERED, m.Phase.PAIRED, m.Phase.PROFILED)
+USELESS = (m.DevicePhase.GONE, m.DevicePhase.DISCOVERED, m.DevicePhase.PAIRED, m.DevicePhase.PROFILED)
 """A device in one of these phases has no place in a plan."""
 
 
@@ -56,7 +56,7 @@ class Shell:
         barred = not (before.last_resort or self.state.last_resort)
         for effect in effects:
             assert not self.ended, f"{effect} after the end"
-            if isinstance(effect, m.Dismiss):
+            if isinstance(effect, m.LetGo):
                 assert any(state.devices[effect.device].leaving for state in (before, self.state))
             self._do(effect, barred=barred)
         self._agree()
@@ -88,7 +88,7 @@ class Shell:
             case m.Welcomed(device):
                 self.greets.discard(device)
                 self.linked.add(device)
-            case m.Refused(device):
+            case m.DeviceRefused(device):
                 self.greets.discard(device)
             case m.Measured():
                 self.measuring = None
@@ -105,7 +105,7 @@ class Shell:
         match effect:
             case m.Greet(device):
                 assert device not in self.greets, "greeted twice at a time"
-                assert self.state.devices[device].phase in (m.Phase.PAIRED, m.Phase.GONE)
+                assert self.state.devices[device].phase in (m.DevicePhase.PAIRED, m.DevicePhase.GONE)
                 self.greets.add(device)
             case m.Drop(device):
                 assert device in self.linked, "a link that is not there"
@@ -114,14 +114,14 @@ class Shell:
                 assert self.measuring is None, "measured twice at a time"
                 assert frozenset() < devices <= self.linked
                 self.measuring = devices
-            case m.Dismiss(device):
+            case m.LetGo(device):
                 assert device in self.linked
             case m.Fail():
                 assert self.serving is None
             case m.GiveUp():
                 assert not self.state.has_served
                 self.ended = True
-            case m.Say(text):
+            case m.SayLine(text):
                 assert text.splitlines() == [text]
             case _:
                 self._do_ring(effect, barred=barred)
@@ -175,10 +175,10 @@ class Shell:
         assert self.greets == {name for name, device in state.devices.items() if device.greeting}
         assert bool(state.measuring) == (self.measuring is not None)
         for name in state.serving.members if state.serving else ():
-            assert state.devices[name].phase in (m.Phase.READY, m.Phase.SUSPECTED), "a gone device serves"
+            assert state.devices[name].phase in (m.DevicePhase.READY, m.DevicePhase.SUSPECTED), "a gone device serves"
         if state.holding_s is not None:
             assert state.serving is None, "answers wait beside a ring that serves"
             assert self.now < state.holding_s + state.settings.hold_s, "answers wait too long"
         if state.serving is None and state.has_served and not state.attempt:
             assert self.now < state.retry_at_s, "nobody looks for a ring"
-            assert state.tried.get(m.Why.RECOVERY) == usable(state, self.now), "others could be asked"
+            assert state.tried.get(m.Purpose.RECOVERY) == usable(state, self.now), "others could be asked"

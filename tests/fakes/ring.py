@@ -15,7 +15,7 @@ import numpy as np
 
 from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow, LogitsWindow, Sampling
 from primad.ring.head import Head, HeadEvent, Send, Tell
-from primad.ring.messages import Cancel, Finished, Generate, Limits, Sampled, Step, decode_step, encode
+from primad.ring.messages import Cancel, Finished, Generate, Sampled, Step, StepLimits, decode_step, encode
 from primad.ring.scheduler import Scheduler
 from primad.ring.worker import Worker
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeLogitsWindow, FakeModel
@@ -40,16 +40,16 @@ def generate(
     request: int,
     prompt: Sequence[int],
     *,
-    drawn: Sequence[int] = (),
+    sampled: Sequence[int] = (),
     tokens: int = 8,
     sampling: Sampling = GREEDY,
     logprobs: int | None = None,
 ) -> Generate:
-    """A generation of ``tokens`` tokens at most, of which an earlier ring has ``drawn`` some."""
+    """A generation of ``tokens`` tokens at most, of which an earlier ring has ``sampled`` some."""
     return Generate(
         request=request,
         prompt=list(prompt),
-        drawn=list(drawn),
+        sampled=list(sampled),
         max_tokens=tokens,
         sampling=sampling,
         logprobs=logprobs,
@@ -91,7 +91,7 @@ class FakeRing:
         self.windows.append(end)
         tail_window: LogitsWindow = end
         self.limits = [
-            Limits(
+            StepLimits(
                 ring=7,
                 epoch=3,
                 windows=frozenset(i for i, owner in enumerate(owners) if owner == device),

@@ -9,8 +9,8 @@ from typing import Any
 
 from halda import Infeasible, Plan, Window
 from primad.errors import PrimadError, RingError
-from primad.head.ring import RingParts
-from primad.head.solver_process import Question
+from primad.head.ring import RingInputs
+from primad.head.solver_process import SolverRequest
 from primad.network.peer import Peer
 from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled
 from tests.fakes.control import HOST, FakeDevice
@@ -40,7 +40,7 @@ class FakeSolver:
         async with self._news:
             await self._news.wait_for(condition)
 
-    async def __call__(self, question: Question, *, background: bool = False) -> SimpleNamespace:
+    async def __call__(self, question: SolverRequest, *, background: bool = False) -> SimpleNamespace:
         names = [device.device for device in question.devices]
         (self.foreseen if background else self.asked).append(tuple(names))
         if not background:
@@ -68,7 +68,7 @@ def plan_of(names: list[str], layers: Mapping[str, int] = MappingProxyType({})) 
 class FakeRing:
     """In place of ``HeadRing``; made by ``FakeRings``."""
 
-    def __init__(self, parts: RingParts, rings: FakeRings) -> None:
+    def __init__(self, parts: RingInputs, rings: FakeRings) -> None:
         self.parts, self._rings = parts, rings
         self.told: list[RingCommand] = []
         self.formed = self.drained = self.closed = False
@@ -168,7 +168,7 @@ class FakeRings:
         self.holds_back = False
         self._news = asyncio.Condition()
 
-    def __call__(self, parts: RingParts) -> FakeRing:
+    def __call__(self, parts: RingInputs) -> FakeRing:
         ring = FakeRing(parts, self)
         assert ring.epoch not in self.all, "an epoch was used twice"
         assert ring.epoch > max(self.all, default=0), "epochs went back"

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from primad.api.status import DeviceStatus, Member, MemoryFigures, PlannedFigures, Promises, RingFigures
+from primad.api.status import ClusterMember, DeviceStatus, MemoryFigures, PlannedFigures, Promises, RingFigures
 
 FIGURES = RingFigures(
     steps=40,
@@ -72,5 +72,7 @@ def ring(*devices: DeviceStatus, epoch: int = 4, predicted: Promises | None = No
         "predicted": msgspec.to_builtins(predicted),
         "devices": msgspec.to_builtins(devices),
         "links": [],
-        "cluster": [msgspec.to_builtins(Member(device=name, phase=phase, reason="")) for name, phase in others.items()],
+        "cluster": [
+            msgspec.to_builtins(ClusterMember(device=name, phase=phase, reason="")) for name, phase in others.items()
+        ],
     }

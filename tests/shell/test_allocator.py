@@ -37,7 +37,7 @@ def test_a_ring_process_loads_nothing_that_it_does_not_use():
 
 def test_a_worker_that_waits_loads_no_arrays_no_web_server_and_no_solver():
     heavy = {"numpy", "llama_cpp", "fastapi", "uvicorn", "pydantic", "pulp", "highspy", "halda.search", "spake2"}
-    loaded = python("import sys, primad.daemon.run; print(' '.join(sys.modules))").split()
+    loaded = python("import sys, primad.worker.join; print(' '.join(sys.modules))").split()
     assert heavy.isdisjoint(loaded)
     assert {"primad.worker.daemon", "primad.gguf.windows", "primad.profiler.device"} <= set(loaded)
 

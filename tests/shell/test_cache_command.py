@@ -66,7 +66,7 @@ def holding(home: Path, ref: LayerRef) -> Iterator[None]:
     """Another process uses the layer, until the block ends."""
     holder = (
         "import sys; from pathlib import Path; from primad.layers.cache import LayerCache\n"
-        "LayerCache(Path(sys.argv[1])).hold('ring', [sys.argv[2]])\n"
+        "LayerCache(Path(sys.argv[1])).lease('ring', [sys.argv[2]])\n"
         "print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", holder, str(home / "cache" / "layers"), ref.digest]
@@ -145,7 +145,7 @@ def test_verify_finds_a_damaged_copy_and_leaves_the_layer(home, filled):
     copy.write_bytes(copy.read_bytes()[:-1])
     assert str(copy) in run(home, "verify", "--fix", code=1)
     assert not copy.exists()
-    assert cache.holds(refs[0])
+    assert cache.has(refs[0])
 
 
 def test_prune_to_a_size(home, filled):

@@ -63,7 +63,7 @@ def joined(monkeypatch) -> list[tuple]:
     """What ``primad join`` hands to the daemon: (config, keyword arguments)."""
     calls: list[tuple] = []
     run = SimpleNamespace(join=lambda config, reporter, **more: calls.append((config, more)))
-    monkeypatch.setitem(sys.modules, "primad.daemon.run", run)  # the daemon itself is heavy to import
+    monkeypatch.setitem(sys.modules, "primad.worker.join", run)  # the daemon itself is heavy to import
     return calls
 
 

@@ -13,7 +13,7 @@ from primad.engine.llama import FirstWindow, TailWindow, TokenEmbedding, WholeMo
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.engine.streaming import experts as core
 from primad.engine.streaming.expert_loader import ExpertLoader
-from primad.engine.streaming.pages import Piece
+from primad.engine.streaming.pages import ReadCall
 from primad.engine.streaming.prefetch import WindowStream
 from primad.engine.streaming.pressure import Hold, PressureWatch
 from primad.engine.streaming.residency import ladder
@@ -187,7 +187,7 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.picked, self.read = set(), []
-        pick, read = WindowStream.pick, Piece.read
+        pick, read = WindowStream.pick, ReadCall.read
         watch = self
 
         def watched_pick(stream, place, picks):
@@ -199,7 +199,7 @@ class Watch:
             return read(piece)
 
         monkeypatch.setattr(WindowStream, "pick", watched_pick)
-        monkeypatch.setattr(Piece, "read", watched_read)
+        monkeypatch.setattr(ReadCall, "read", watched_read)
 
     def begin(self):
         self.picked, self.read = set(), []
@@ -338,15 +338,15 @@ def test_every_rung_of_pressure_gives_the_same_logits_within_its_room(tmp_path):
     header = a_model(tmp_path / "model.gguf", **COARSE)
     steps = expected(header)
     with Run(header, (0, 1, 3), slots=2) as run:
-        rungs = ladder(run.streamer.residency, None)
-        assert rungs[0].pool_bytes > rungs[1].pool_bytes
+        levels = ladder(run.streamer.residency, None)
+        assert levels[0].pool_bytes > levels[1].pool_bytes
         for number, (tokens, logits) in enumerate(steps):
-            now = rungs[min(number, len(rungs) - 1)]
+            now = levels[min(number, len(levels) - 1)]
             run.streamer.change(now)
             assert run.experts.pool.held_bytes <= now.pool_bytes
             assert np.array_equal(run.logits(tokens), logits)
             assert run.experts.pool.held_bytes <= now.pool_bytes
-        run.streamer.change(rungs[0])
+        run.streamer.change(levels[0])
         assert np.array_equal(run.logits([5]).shape, steps[0][1].shape)
 
 

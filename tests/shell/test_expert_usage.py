@@ -11,13 +11,13 @@ import pytest
 
 from primad.engine.streaming import expert_usage
 from primad.engine.streaming.expert_usage import LEFT_S, MOST_AGE_S, StoredFile, UsageFolder, excess, stored
-from primad.engine.streaming.experts import Usage
+from primad.engine.streaming.experts import ExpertUsage
 
 NOW = 1e9
 
 
-def counted(experts: int = 8) -> Usage:
-    usage = Usage(experts)
+def counted(experts: int = 8) -> ExpertUsage:
+    usage = ExpertUsage(experts)
     usage.note(np.array([[1, 2], [1, 3]], np.int32))
     return usage
 

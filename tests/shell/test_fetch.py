@@ -36,13 +36,13 @@ from primad.network.gate import Gate
 from primad.network.layer_messages import (
     CHUNK_BYTES,
     MAX_REQUEST_BYTES,
-    AskHolds,
+    AskPresent,
     Chunk,
     Digests,
     FetchChunk,
     FetchDigests,
-    Holds,
     NoChunk,
+    Present,
     Source,
     TransferMessage,
     TransferRequest,
@@ -162,8 +162,8 @@ def honest(layers: Sequence[LayerCut], lie: Answer = lambda _: None, *, silent: 
     by_digest = {layer.ref().digest: layer for layer in layers}
 
     def answer(request: TransferRequest) -> Reply:
-        if isinstance(request, AskHolds):
-            return [encode(Holds(held=[digest in by_digest for digest in request.digests]))]
+        if isinstance(request, AskPresent):
+            return [encode(Present(held=[digest in by_digest for digest in request.digests]))]
         if (told := lie(request)) is not None or silent:
             return told
         layer = by_digest[request.digest]
@@ -456,7 +456,7 @@ def refusal(answer: Answer, layer: LayerCut, cache: LayerCache) -> ClusterError:
     with pytest.raises(ClusterError) as caught:
         run(once())
     assert "\n" not in str(caught.value)
-    assert not cache.holds(layer.ref())
+    assert not cache.has(layer.ref())
     return caught.value
 
 
@@ -493,7 +493,7 @@ def test_a_model_file_that_changed_is_one_clear_error(tmp_path, cache):
 
     with pytest.raises(ClusterError, match="head sent bytes that are not those of layer"):
         run(once())
-    assert not cache.holds(layer.ref())
+    assert not cache.has(layer.ref())
 
 
 def test_a_model_file_that_went_away_is_one_clear_error(tmp_path, cache):
@@ -559,7 +559,7 @@ def test_a_source_that_lies_is_refused(layers, cache, lie, why):
 
 
 @pytest.mark.parametrize(
-    "held", [Holds(held=[]), Holds(held=[True] * 5), NoChunk(digest="", offset=None, reason="")], ids=repr
+    "held", [Present(held=[]), Present(held=[True] * 5), NoChunk(digest="", offset=None, reason="")], ids=repr
 )
 def test_a_source_that_does_not_say_what_it_holds_is_refused(layers, cache, held: TransferMessage):
     error = refusal(lambda request: [encode(held)], layers[0], cache)
@@ -674,7 +674,7 @@ def test_what_arrived_before_a_stop_is_not_sent_again(layers, cache, tmp_path):
             await fetch(context, [source], layers[2:], LayerCache(tmp_path / "cache"), told.append)
 
     run(stopped())
-    assert not cache.holds(layers[2].ref())
+    assert not cache.has(layers[2].ref())
     with cache.part(layers[2].ref()) as part:
         lacking = part.lacking()
     assert 0 < len(lacking) <= BIG_CHUNKS - len(told) <= BIG_CHUNKS - 3
@@ -768,7 +768,7 @@ GARBAGE = {
     "a chunk": [encode(Chunk(digest=DIGEST, offset=0))],
     "no chunk": [encode(NoChunk(digest=DIGEST, offset=0, reason=""))],
     "nested without end": [b"\x91" * 100_000],
-    "too many layers": [encode(AskHolds(digests=[""] * 5000))],
+    "too many layers": [encode(AskPresent(digests=[""] * 5000))],
 }
 ASKS = {
     "a negative offset": {"offset": -1},
@@ -813,7 +813,7 @@ def _send_then_fetch(layers: list[LayerCut], cache: LayerCache, caplog, frames: 
 
     with caplog.at_level(logging.WARNING, "primad.layers.server"):
         run(once())
-    assert cache.holds(ref)
+    assert cache.has(ref)
     (record,) = [record for record in caplog.records if record.name == "primad.layers.server"]
     assert record.getMessage().startswith("refused a message on the layer link: ")
 
@@ -831,7 +831,7 @@ def test_raw_bytes_on_the_port_of_the_server_disturb_nobody(layers, cache):
                 await writer.wait_closed()
 
     run(once())
-    assert cache.holds(layers[0].ref())
+    assert cache.has(layers[0].ref())
 
 
 def test_a_request_that_is_too_large_is_not_even_taken(layers, cache):
@@ -839,13 +839,13 @@ def test_a_request_that_is_too_large_is_not_even_taken(layers, cache):
         async with links() as context, served(context, layers) as source:
             odd = _client(context, source)
             await odd.send(bytes(MAX_REQUEST_BYTES + 1))
-            await odd.send(encode(AskHolds(digests=[""])))
+            await odd.send(encode(AskPresent(digests=[""])))
             await odd.recv_multipart()  # on the connection after the one that was closed
             await fetch(context, [source], layers[:1], cache)
             odd.close()
 
     run(once())
-    assert cache.holds(layers[0].ref())
+    assert cache.has(layers[0].ref())
 
 
 @pytest.mark.parametrize("digest", ["", "../secret", "/etc/passwd", "x" * 100_000])
@@ -877,10 +877,10 @@ def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog, monke
             for _ in range(20 * REQUESTS_WAITING):
                 await grabbing.send(encode(FetchChunk(digest=ref.digest, offset=0, size=CHUNK_BYTES)))
             while not lines():  # questions are answered while all readers are busy
-                await asking.send(encode(AskHolds(digests=[ref.digest])))
-                assert await asking.recv_multipart() == [encode(Holds(held=[True]))]
+                await asking.send(encode(AskPresent(digests=[ref.digest])))
+                assert await asking.recv_multipart() == [encode(Present(held=[True]))]
             await asking.send(encode(FetchChunk(digest=ref.digest, offset=CHUNK_BYTES, size=8)))
-            await asking.send(encode(AskHolds(digests=[ref.digest])))
+            await asking.send(encode(AskPresent(digests=[ref.digest])))
             await asking.recv_multipart()  # so the request before it is in its line
             released.set()
             _, data = await asking.recv_multipart()
@@ -989,7 +989,7 @@ def test_who_stops_waits_for_one_chunk_to_be_hashed_and_not_for_the_layer(layers
     asyncio.run(once())
     assert len(hashed) == 1
     if what == "in the cache":
-        assert again.holds(big.ref()), "what was not read whole is not damaged"
+        assert again.has(big.ref()), "what was not read whole is not damaged"
 
 
 def test_an_error_that_nobody_waits_for_any_more_is_not_complained_of():

@@ -109,7 +109,7 @@ def test_a_fetch_goes_on_without_a_source_that_is_hit(model, layer, tmp_path, mo
         monkeypatch.setattr(transfer, patience, 1000.0)  # what it was asked for is not waited for
     cache = LayerCache(tmp_path / "cache")
     fetch(model, layer, cache, getattr(signal, name), other=True)
-    assert cache.holds(layer.ref())
+    assert cache.has(layer.ref())
 
 
 def test_a_source_that_is_killed_is_noticed_at_once(model, layer, tmp_path):

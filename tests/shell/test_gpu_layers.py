@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from halda import Plan, Window
-from primad.daemon.loading import Place, place_windows, whole_model
+from primad.daemon.loading import Workspace, place_windows, whole_model
 from primad.engine.llama import MiddleWindow, TailWindow, WholeModel, n_gpu_layers
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.gguf.windows import WindowSpec
@@ -53,7 +53,7 @@ def test_a_plan_of_one_window_reaches_the_whole_model(gpu_layers, output):
 
 
 def test_only_the_tail_has_an_output(tmp_path):
-    place = Place(cache=LayerCache(tmp_path), run=tmp_path, verdicts=tmp_path / "verdicts", build="b")
+    place = Workspace(cache=LayerCache(tmp_path), run=tmp_path, verdicts=tmp_path / "verdicts", build="b")
     specs = [WindowSpec(window=i, first=2 * i, last=2 * i + 2, metadata=b"GGUF", layers=()) for i in (0, 2, 4)]
 
     def placed(**options: bool) -> list[tuple[int, bool]]:

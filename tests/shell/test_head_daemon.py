@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import zmq.asyncio
 
-from primad.daemon import memory_watch as relief_watch
-from primad.daemon.loading import Place
+from primad.daemon import memory_watch as memory_watch
+from primad.daemon.loading import Workspace
 from primad.errors import ClusterError, RingError, WeightsError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
@@ -26,14 +26,14 @@ from primad.head.backend import RingBackend
 from primad.head.daemon import HeadDaemon
 from primad.head.link_book import LinkBook
 from primad.head.options import ServeOptions
-from primad.head.participation import PartError
+from primad.head.participation import ParticipationError
 from primad.layers.cache import LayerCache
 from primad.membership import due as pursuit
-from primad.membership import memory_recovery as relief
+from primad.membership import memory_recovery as recovery
 from primad.membership import step as membership
 from primad.network import linkprobe
 from primad.network.discovery import MulticastError
-from primad.network.messages import Dismiss, Introduce, Leaving, Pressed, Relieved
+from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, MemoryRecovered
 from primad.ring.messages import Finished, Sampled
 from primad.settings.config import load_config, open_home
 from primad.system.memory import Memory
@@ -130,7 +130,7 @@ class Lab:
             objective="balanced",
             use_all=use_all,
         )
-        place = Place(cache=LayerCache(config.layers), run=config.run, verdicts=self.home / "v", build="a build")
+        place = Workspace(cache=LayerCache(config.layers), run=config.run, verdicts=self.home / "v", build="a build")
         self.daemon = HeadDaemon(
             config=config,
             options=options,
@@ -177,7 +177,7 @@ class Lab:
         assert phase == "links"
 
     def settle(self) -> None:
-        """Nothing is drawn here."""
+        """Nothing is sampled here."""
 
     async def _notify(self) -> None:
         async with self._lines:
@@ -197,7 +197,7 @@ def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManag
     monkeypatch.setattr(pursuit, "SETTLE_S", 0.2)
     monkeypatch.setattr(membership, "SETTLE_S", 0.2)
     monkeypatch.setattr(pursuit, "GREETING_S", PATIENCE_S)
-    monkeypatch.setattr("primad.head.worker_link.KNOCK_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr("primad.head.worker_link.PROBE_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr("primad.head.worker_link.HELLO_TIMEOUT_S", PATIENCE_S)
 
     @asynccontextmanager
@@ -308,7 +308,7 @@ def test_devices_that_were_named_are_greeted_where_nobody_is_in_sight(lab):
 
 
 def test_a_named_device_that_does_not_answer_ends_the_program(lab, monkeypatch):
-    monkeypatch.setattr("primad.head.worker_link.KNOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("primad.head.worker_link.PROBE_TIMEOUT_S", 0.2)
 
     async def test(here: Lab) -> None:
         nas = here.device("nas", seen=False)
@@ -432,7 +432,7 @@ def test_a_device_that_dies_is_left_out_and_the_stream_goes_on(lab):
         first.draw(request, 10, 11)
         await nas.leave()
         second = await here.serves("lap", after=first.epoch)
-        assert [each.drawn for each in second.generates] == [[10, 11]]
+        assert [each.sampled for each in second.generates] == [[10, 11]]
         first.draw(request, 66)
         second.draw(request, 12)
         second.finish(request)
@@ -474,7 +474,7 @@ def test_a_silent_device_has_a_ring_in_its_shadow_that_serves_when_it_is_gone(la
         first.draw(request, 10)
         await stream.has(10)
         assert await here.serves("lap", after=first.epoch) is shadow
-        assert [each.drawn for each in shadow.generates] == [[10]]
+        assert [each.sampled for each in shadow.generates] == [[10]]
         assert "no sign of life for" in await here.says("nas is gone")
         stream.task.cancel()
 
@@ -577,7 +577,7 @@ def test_a_device_whose_disk_is_full_is_left_out_of_the_first_ring(lab):
     async def test(here: Lab) -> None:
         here.device("nas")
         here.device("lap")
-        here.rings.errors = [PartError("nas: the disk is full", "nas", "disk")]
+        here.rings.errors = [ParticipationError("nas: the disk is full", "nas", "disk")]
         here.start()
         second = await here.serves("lap")
         assert second.epoch == 2
@@ -609,7 +609,7 @@ def test_a_device_that_joins_takes_part_when_that_gains_enough(lab, value, taken
         else:
             second = await here.serves("nas", "lap", after=first.epoch)
             assert first.drained, "its last steps end first"
-            assert [each.drawn for each in second.generates] == [[10]]
+            assert [each.sampled for each in second.generates] == [[10]]
             await here.rings.find(lambda each: each is first and each.closed)
             second.finish(request)
         assert (await stream.ends()).reason == "stop"
@@ -632,7 +632,7 @@ def test_while_the_next_ring_loads_the_first_one_serves(lab):
         assert not first.drained
         shadow.may_form.set()
         assert await here.serves("nas", "lap", after=first.epoch) is shadow
-        assert [each.drawn for each in shadow.generates] == [[10, 11]]
+        assert [each.sampled for each in shadow.generates] == [[10, 11]]
         stream.task.cancel()
 
     run(lab, test)
@@ -655,7 +655,7 @@ def test_a_device_that_leaves_hands_over_first_and_is_dismissed_then(lab):
         assert await here.serves("lap", after=first.epoch) is second
         await nas.hear(Dismiss)
         assert first.drained
-        assert [each.drawn for each in second.generates] == [[10, 11]]
+        assert [each.sampled for each in second.generates] == [[10, 11]]
         await nas.leave()
         await here.says("nas left: ")
         second.finish(request)
@@ -696,7 +696,7 @@ def test_a_device_without_a_part_may_leave_at_once(lab):
 async def press(ring: FakeRing, device: FakeDevice) -> None:
     """``device`` has 123 bytes left for its part in ``ring``."""
     ring.parts.workers[device.name].attend(SimpleNamespace(epoch=ring.epoch))
-    await device.tell(Pressed(epoch=ring.epoch, needed_bytes=1 << 30, ram_available_bytes=123))
+    await device.tell(MemoryLow(epoch=ring.epoch, needed_bytes=1 << 30, ram_available_bytes=123))
 
 
 def test_a_device_short_of_memory_is_planned_for_anew_and_the_stream_goes_on(lab):
@@ -719,7 +719,7 @@ def test_a_device_short_of_memory_is_planned_for_anew_and_the_stream_goes_on(lab
         second.may_form.set()
         assert await here.serves("nas", "lap", after=first.epoch) is second
         assert first.drained
-        assert [each.drawn for each in second.generates] == [[10, 11]]
+        assert [each.sampled for each in second.generates] == [[10, 11]]
         second.finish(request)
         assert (await stream.ends()).reason == "stop"
 
@@ -737,7 +737,7 @@ def test_a_device_that_has_room_again_is_planned_for_anew_when_that_gains(lab):
         assert here.solver.memory["nas"] == 123
         here.solver.layers = {"nas": 4}
         here.solver.value = lambda _: 5.0
-        await nas.tell(Relieved(2 << 30))
+        await nas.tell(MemoryRecovered(2 << 30))
         await here.says("nas: there is memory again")
         third = await here.serves("nas", after=second.epoch)
         assert here.solver.memory["nas"] == 2 << 30
@@ -773,17 +773,17 @@ def test_a_device_that_was_not_reached_is_measured_again_and_planned_for_when_it
 def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkeypatch):
     """It looks by itself: a head that was short of memory measures until there is room again."""
     now = iter(range(0, 10**6, 30))
-    monkeypatch.setattr(relief_watch, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    monkeypatch.setattr(relief, "LOOK_S", 0.01)
+    monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(recovery, "LOOK_S", 0.01)
 
     async def test(here: Lab) -> None:
-        monkeypatch.setattr(relief_watch, "memory", lambda ours: Memory(16 << 30, here.free_bytes))
+        monkeypatch.setattr(memory_watch, "memory", lambda ours: Memory(16 << 30, here.free_bytes))
         here.device("nas")
         here.start()
         first = await here.serves("nas")
         here.solver.layers = {"nas": 3}
         before, here.free_bytes = here.free_bytes, 1 << 30
-        first.parts.on_pressed(1 << 30)
+        first.parts.on_memory_low(1 << 30)
         second = await here.serves("nas", after=first.epoch)
         await asyncio.sleep(0.1)
         assert not any(line.startswith("desk: there is memory again") for line in here.said)
@@ -801,7 +801,7 @@ def test_a_head_short_of_memory_plans_anew(lab):
         here.start()
         first = await here.serves("nas")
         here.solver.layers = {"nas": 3}
-        first.parts.on_pressed(1)
+        first.parts.on_memory_low(1)
         await here.says("desk: other programs need the memory")
         assert await here.serves("nas", after=first.epoch)
         assert first.drained
@@ -918,10 +918,10 @@ def test_after_a_mistake_of_our_own_in_forming_a_ring_it_is_formed_again(lab):
     run(lab, test)
 
 
-@pytest.mark.parametrize("work", ["knock", "measure"])
+@pytest.mark.parametrize("work", ["probe", "measure"])
 def test_after_a_mistake_of_our_own_a_device_is_greeted_and_measured_again(lab, monkeypatch, work):
     async def test(here: Lab) -> None:
-        fails_once(monkeypatch, devices_module if work == "knock" else LinkBook, work)
+        fails_once(monkeypatch, devices_module if work == "probe" else LinkBook, work)
         here.device("nas")
         here.start(use_all=True)
         await here.serves("nas")

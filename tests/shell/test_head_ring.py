@@ -11,9 +11,19 @@ import pytest
 from halda import Plan, Window
 from primad.errors import ClusterError, RingError
 from primad.head import ring as head_ring
-from primad.head.participation import DeviceLostError, PartError, WorkerPart, blamed
+from primad.head.participation import DeviceLostError, Participation, ParticipationError, blamed
 from primad.head.ring import HeadRing
-from primad.ring.messages import Drained, Opened, Pressed, Report, RingCommand, RingEvent, Sampled, Serving, Status
+from primad.ring.messages import (
+    Drained,
+    Opened,
+    ProcessMemoryLow,
+    Report,
+    RingCommand,
+    RingEvent,
+    Sampled,
+    Serving,
+    Status,
+)
 
 ALONE = Plan(
     rounds=1,
@@ -40,7 +50,7 @@ class Says:
 
 
 def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
-    pressed: list[int] = []
+    memory_low: list[int] = []
     delivered: list[tuple[int, RingEvent]] = []
     broken: list[object] = []
     token = Sampled(request=1, token=7, logprob=None, top=())
@@ -50,13 +60,13 @@ def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
             plan=ALONE,
             options=SimpleNamespace(epoch=5),
             deliver=lambda epoch, event: delivered.append((epoch, event)),
-            on_pressed=pressed.append,
+            on_memory_low=memory_low.append,
             on_broken=lambda *why: broken.append(why),
         )
-        await HeadRing(parts)._attend(Says(Pressed(1 << 20), token), 1)
+        await HeadRing(parts)._attend(Says(ProcessMemoryLow(1 << 20), token), 1)
 
     asyncio.run(once())
-    assert (pressed, delivered, broken) == ([1 << 20], [(5, token)], [])
+    assert (memory_low, delivered, broken) == ([1 << 20], [(5, token)], [])
 
 
 def test_what_is_said_when_nobody_waits_for_it_any_more_is_no_trouble():
@@ -211,7 +221,7 @@ def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
     async def once() -> None:
         ways = Ways({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
         reason = r"no route to lap at fe80::2%4:9: Invalid argument; no route to lap at 192\.168\.1\.7:9: Invalid"
-        with pytest.raises(PartError, match=reason) as caught:
+        with pytest.raises(ParticipationError, match=reason) as caught:
             await ways.ring._address_for(ways.links["lap"])
         assert blamed(caught.value, PAIR, forming=True) == ("lap", True)
 
@@ -219,10 +229,10 @@ def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
 
 
 def test_a_worker_that_does_not_reach_the_head_is_done_without_when_a_ring_is_formed():
-    error = PartError("tab: the next device took no step", "tab", "next")
+    error = ParticipationError("tab: the next device took no step", "tab", "next")
     assert blamed(error, PAIR, forming=True) == ("tab", False)
     assert blamed(error, PAIR) == (None, False), "the head cannot be left out"
-    assert blamed(PartError("lap: the same", "lap", "next"), PAIR, forming=True) == ("tab", False)
+    assert blamed(ParticipationError("lap: the same", "lap", "next"), PAIR, forming=True) == ("tab", False)
 
 
 def test_a_worker_that_takes_no_messages_is_lost():
@@ -232,7 +242,7 @@ def test_a_worker_that_takes_no_messages_is_lost():
 
     async def once() -> None:
         link = SimpleNamespace(name="lap", end=Deaf(), next_ping=1, attend=lambda _: None)
-        part = WorkerPart(link, SimpleNamespace(epoch=1), lambda *_: None)
+        part = Participation(link, SimpleNamespace(epoch=1), lambda *_: None)
         for asking in (part.load(), part.connect("tcp://127.0.0.1:1", "key", "key")):
             with pytest.raises(DeviceLostError, match="lap is gone: the device at lap:1 takes no messages") as caught:
                 await asking

@@ -97,7 +97,7 @@ class Lab:
             prediction=None,
             options=SimpleNamespace(epoch=5),
             links=SimpleNamespace(between=lambda names: []),
-            place=SimpleNamespace(cache=SimpleNamespace(let_go=lambda owner: None)),
+            place=SimpleNamespace(cache=SimpleNamespace(end_lease=lambda owner: None)),
             owner="ring-5",
         )
         self.ring, self.process = HeadRing(parts), FakeProcess()

@@ -58,10 +58,10 @@ class Nobody:
     def leaving(self, device: str, reason: str) -> None:
         raise AssertionError(f"{device} leaves: {reason}")
 
-    def pressed(self, device: str) -> None:
+    def memory_low(self, device: str) -> None:
         raise AssertionError(f"{device} is short of memory")
 
-    def relieved(self, device: str) -> None:
+    def memory_recovered(self, device: str) -> None:
         raise AssertionError(f"{device} has room again")
 
 

@@ -23,9 +23,9 @@ import zmq
 from primad.errors import RingError
 from primad.ring import links as links_module
 from primad.ring.links import Links
-from primad.ring.messages import MAX_HEADER_BYTES, PROTOCOL, Limits, Step, encode
+from primad.ring.messages import MAX_HEADER_BYTES, PROTOCOL, Step, StepLimits, encode
 
-LIMITS = Limits(ring=9, epoch=2, windows=frozenset({1}), width=4, rows=8, context=64, sequences=2)
+LIMITS = StepLimits(ring=9, epoch=2, windows=frozenset({1}), width=4, rows=8, context=64, sequences=2)
 PATIENCE_MS = 10_000
 
 
@@ -464,7 +464,7 @@ def test_an_address_that_is_none_breaks_the_ring(receiver, address):
 
 
 def test_a_next_device_that_takes_nothing_is_late_again_and_again():
-    with socket.socket() as silent, opened(patience_s=0.05) as sender:
+    with socket.socket() as silent, opened(timeout_s=0.05) as sender:
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
         sender.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}", NOBODY, NOBODY)
@@ -497,7 +497,7 @@ def test_the_next_device_may_change():
 
 
 def test_a_step_that_waits_goes_to_the_device_that_is_next_then():
-    with opened() as receiver, opened(patience_s=60) as sender:
+    with opened() as receiver, opened(timeout_s=60) as sender:
         receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
         sender.connect("tcp://127.0.0.1:1", NOBODY, NOBODY)
         sender.send(a_step(7), hidden())

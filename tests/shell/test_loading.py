@@ -51,7 +51,7 @@ def test_room_is_made_before_anything_is_written(layers, tmp_path):
     copy(layers[:2], cache)
     copy(layers[2:], cache)
     assert len(cache.layers()) == 2
-    cache.hold("ring", [layer.ref().digest for layer in layers])
+    cache.lease("ring", [layer.ref().digest for layer in layers])
     with pytest.raises(DiskError, match="do not fit"):
         copy(layers, cache)
     assert len(cache.layers()) == 2

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from primad.daemon import memory_watch as relief_watch
-from primad.daemon.memory_watch import ReliefWatch
-from primad.membership import memory_recovery as relief
+from primad.daemon import memory_watch as memory_watch
+from primad.daemon.memory_watch import MemoryWatch
+from primad.membership import memory_recovery as recovery
 from primad.settings.limits import NO_LIMITS, OwnerLimits
 from primad.system.memory import Memory
 
@@ -28,11 +28,11 @@ class Machine:
         self.heard: asyncio.Queue[int] = asyncio.Queue()
         self.held = 0
         self.looked = threading.Event()
-        monkeypatch.setattr(relief_watch, "children", lambda: [7])
-        monkeypatch.setattr(relief_watch, "held_bytes", lambda pids: self.held if pids == [7] else 0)
-        monkeypatch.setattr(relief_watch, "memory", self.memory)
-        monkeypatch.setattr(relief_watch, "time", SimpleNamespace(monotonic=self.clock))
-        monkeypatch.setattr(relief, "LOOK_S", 0.001)
+        monkeypatch.setattr(memory_watch, "children", lambda: [7])
+        monkeypatch.setattr(memory_watch, "held_bytes", lambda pids: self.held if pids == [7] else 0)
+        monkeypatch.setattr(memory_watch, "memory", self.memory)
+        monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=self.clock))
+        monkeypatch.setattr(recovery, "LOOK_S", 0.001)
 
     def memory(self, ours: list[int]) -> Memory:
         assert ours == [7]
@@ -45,8 +45,8 @@ class Machine:
         self.now += 10
         return self.now
 
-    async def watch(self, limits: OwnerLimits = NO_LIMITS) -> tuple[ReliefWatch, asyncio.Task[None]]:
-        made = ReliefWatch(limits, self.heard.put)
+    async def watch(self, limits: OwnerLimits = NO_LIMITS) -> tuple[MemoryWatch, asyncio.Task[None]]:
+        made = MemoryWatch(limits, self.heard.put)
         made.begin(limits.ram_bytes(8 * GIB, 16 * GIB))
         return made, asyncio.create_task(made.run())
 

@@ -14,13 +14,13 @@ import pytest
 from primad.errors import ClusterError, ConfigError
 from primad.trust import pairing_links
 from primad.trust.identity import new_identity
-from primad.trust.pairing import MAX_BYTES, MAX_TRIES, Outcome, Who
+from primad.trust.pairing import MAX_BYTES, MAX_TRIES, CodeOutcome, Who
 from primad.trust.pairing_links import MAX_PEERS_OF_ADDRESS, PairingServer, pair_with
 from primad.trust.trust import PAIRED, TrustedDevice
 from primad.trust.words import Code
 
 HOST = "127.0.0.1"
-PATIENCE_S = 20
+TIMEOUT_S = 20
 CODE = Code(7, "lamp", "river")
 OTHER = Code(8, "lamp", "river")
 DESK = Who(device="desk", key=new_identity().public, cluster="home", version="0.1")
@@ -42,7 +42,7 @@ async def invited(uses: int = 1) -> AsyncIterator[Invited]:
     """A server that runs, for as long as the test; and a limit on the test's time."""
     running = Invited(uses)
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             yield running
     finally:
         running.end.cancel()
@@ -73,7 +73,7 @@ def test_who_knows_the_code_is_let_in_and_the_port_is_closed_then():
         async with invited() as desk:
             found = await pair_with(HOST, desk.port, CODE, PI)
             assert (found.device, found.key, found.how) == ("desk", DESK.key, PAIRED)
-            assert await desk.end is Outcome.USED
+            assert await desk.end is CodeOutcome.USED
             assert [(each.device, each.key, each.how) for each in desk.paired] == [("pi", PI.key, PAIRED)]
             with pytest.raises(ClusterError, match="nobody waits for a device there"):
                 await pair_with(HOST, desk.port, CODE, PI)
@@ -104,7 +104,7 @@ def test_guessing_burns_the_code():
                     await pair_with(HOST, desk.port, OTHER, PI)
             with pytest.raises(ClusterError, match="the code is void"):
                 await pair_with(HOST, desk.port, OTHER, PI)
-            assert await desk.end is Outcome.BURNT
+            assert await desk.end is CodeOutcome.BURNT
             assert desk.paired == []
 
     asyncio.run(once())
@@ -115,7 +115,7 @@ def test_an_expired_code_closes_the_port(monkeypatch: pytest.MonkeyPatch):
 
     async def once() -> None:
         async with invited() as desk:
-            assert await desk.end is Outcome.EXPIRED
+            assert await desk.end is CodeOutcome.EXPIRED
 
     asyncio.run(once())
 
@@ -126,7 +126,7 @@ def test_several_devices_may_join_with_a_code_that_is_for_several():
             nas = msgspec.structs.replace(PI, device="nas", key=new_identity().public)
             await asyncio.gather(pair_with(HOST, desk.port, CODE, PI), pair_with(HOST, desk.port, CODE, nas))
             assert {each.device for each in desk.paired} == {"pi", "nas"}
-            assert await desk.end is Outcome.USED
+            assert await desk.end is CodeOutcome.USED
 
     asyncio.run(once())
 
@@ -190,7 +190,7 @@ def test_something_else_on_the_port_is_one_line(answer: bytes):
 def test_a_silent_other_side_is_given_up():
     async def once() -> None:
         with socket.create_server((HOST, 0)) as silent, pytest.raises(ClusterError, match="no answer within"):
-            await pair_with(HOST, silent.getsockname()[1], CODE, PI, patience_s=0.2)
+            await pair_with(HOST, silent.getsockname()[1], CODE, PI, timeout_s=0.2)
 
     asyncio.run(once())
 
@@ -243,7 +243,7 @@ def test_a_crowd_of_strangers_is_kept_out_and_leaves_room_again(monkeypatch: pyt
                 assert await reads_end(reader)
                 writer.close()
             await pair_with(HOST, desk.port, CODE, PI)
-            assert await desk.end is Outcome.USED
+            assert await desk.end is CodeOutcome.USED
 
     asyncio.run(once())
 

@@ -14,9 +14,9 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from primad.daemon import memory_watch as relief_watch
-from primad.daemon.loading import Place
-from primad.daemon.memory_watch import ReliefWatch
+from primad.daemon import memory_watch as memory_watch
+from primad.daemon.loading import Workspace
+from primad.daemon.memory_watch import MemoryWatch
 from primad.engine.protocol import WindowFiles
 from primad.errors import ClusterError, DiskError, ModelError, WeightsError
 from primad.gguf.layers import LayerRef, layer_digest, tree_of
@@ -24,14 +24,14 @@ from primad.gguf.windows import WindowSpec
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import in_thread
 from primad.network.layer_messages import Source
-from primad.network.messages import Broken, Linked, Load, Loaded, Pressed, Progress, WorkerMessage, WorkerStatus
+from primad.network.messages import Broken, Linked, Load, Loaded, MemoryLow, Progress, WorkerMessage, WorkerStatus
 from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Reopen, Sampled
-from primad.ring.messages import Pressed as RingPressed
+from primad.ring.messages import ProcessMemoryLow as RingPressed
 from primad.settings.config import load_config, open_home
 from primad.system.memory import Memory
 from primad.trust.identity import new_identity
 from primad.worker import participations as parts_module
-from primad.worker.participations import Parts
+from primad.worker.participations import Participations
 from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
 from tests.fakes.profile import PROFILE
 
@@ -71,22 +71,22 @@ class Worker:
         config = load_config({"home": home, "name": "lap", "keep_loaded": keep_loaded, "host": "127.0.0.1"}, {})
         open_home(config)
         self.processes = processes
-        self.place = Place(cache=LayerCache(home / "layers"), run=config.run, verdicts=home / "v", build="b")
+        self.place = Workspace(cache=LayerCache(home / "layers"), run=config.run, verdicts=home / "v", build="b")
         self.told: list[WorkerMessage] = []
         self.said: list[str] = []
         self._news = asyncio.Condition()
-        self.relief = ReliefWatch(config.limits, self._relieved)
-        self.parts = Parts(
+        self.memory_watch = MemoryWatch(config.limits, self._memory_recovered)
+        self.parts = Participations(
             config=config,
             place=self.place,
             context=None,
             identity=new_identity(),
-            relief=self.relief,
+            memory_watch=self.memory_watch,
             tell=self._tell,
             say=self.said.append,
         )
 
-    async def _relieved(self, _: int) -> None:
+    async def _memory_recovered(self, _: int) -> None:
         raise AssertionError("nobody waited for it")
 
     async def _tell(self, message: WorkerMessage) -> None:
@@ -350,7 +350,7 @@ def test_a_part_that_is_released_while_it_loads_leaves_nothing(worker, processes
 def test_a_part_that_is_released_while_its_files_are_placed_leaves_none(worker, monkeypatch):
     placing, placed = threading.Event(), threading.Event()
 
-    def place(place: Place, specs: list[WindowSpec], *_: object) -> list[WindowFiles]:
+    def place(place: Workspace, specs: list[WindowSpec], *_: object) -> list[WindowFiles]:
         placing.set()
         assert placed.wait(PATIENCE_S)
         (place.run / "window-1-1.gguf").write_bytes(b"")
@@ -503,7 +503,7 @@ def test_progress_of_fetching_is_told(worker, monkeypatch):
 WEIGHTS = b"weights" * 100
 
 
-def put_layer(place: Place) -> LayerRef:
+def put_layer(place: Workspace) -> LayerRef:
     """A layer in the cache, whole."""
     ref = LayerRef(layer_digest(len(WEIGHTS), tree_of([WEIGHTS])), len(WEIGHTS), ())
     with place.cache.writing(ref) as writer:
@@ -511,7 +511,7 @@ def put_layer(place: Place) -> LayerRef:
     return ref
 
 
-def spoil(place: Place, ref: LayerRef) -> None:
+def spoil(place: Workspace, ref: LayerRef) -> None:
     path = place.cache.path(ref.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     os.utime(path, ns=(1, 1))  # however coarse the clock of the file system
@@ -537,7 +537,7 @@ def test_a_layer_that_changes_while_it_is_loaded_never_serves(worker, processes)
                 f"layer {ref.digest[:12]} changed on the disk while it was loaded; it will be fetched again",
             )
             await process.ended()
-            assert not lap.place.cache.holds(ref), "what is spoilt is removed, so that the next try fetches it"
+            assert not lap.place.cache.has(ref), "what is spoilt is removed, so that the next try fetches it"
             assert not any(isinstance(message, Loaded) for message in lap.told)
 
     asyncio.run(once())
@@ -548,7 +548,7 @@ def test_what_is_kept_and_was_spoilt_meanwhile_is_loaded_anew(worker, processes,
         put_layer(lap_place[0])
 
     monkeypatch.setattr(parts_module, "fetch_layers", fetch)
-    lap_place: list[Place] = []
+    lap_place: list[Workspace] = []
 
     async def once() -> None:
         async with worker() as lap:
@@ -686,12 +686,14 @@ def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
     async def once() -> None:
         async with worker() as lap:
             process = await lap.serve(a_load(1))
-            monkeypatch.setattr(relief_watch, "children", lambda: [process.pid])
+            monkeypatch.setattr(memory_watch, "children", lambda: [process.pid])
             found = {(process.pid,): (Memory(8 << 30, 400 << 20), 300 << 20)}
-            monkeypatch.setattr(relief_watch, "memory", lambda ours: found[tuple(ours)][0])
-            monkeypatch.setattr(relief_watch, "held_bytes", lambda pids: found[tuple(pids)][1])
+            monkeypatch.setattr(memory_watch, "memory", lambda ours: found[tuple(ours)][0])
+            monkeypatch.setattr(memory_watch, "held_bytes", lambda pids: found[tuple(pids)][1])
             process.say(RingPressed(50 << 20))
-            assert await lap.hears(Pressed) == Pressed(epoch=1, needed_bytes=50 << 20, ram_available_bytes=100 << 20)
+            assert await lap.hears(MemoryLow) == MemoryLow(
+                epoch=1, needed_bytes=50 << 20, ram_available_bytes=100 << 20
+            )
             await lap.parts.report()
             assert await lap.hears(WorkerStatus), "the part goes on"
             assert lap.breaks() == []

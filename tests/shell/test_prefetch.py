@@ -224,7 +224,7 @@ class Rig:
     def is_at_the_top(self) -> bool:
         """Whether all stays that may: the loader takes no more room, nor is it about to."""
         with self.streamer._condition:
-            return self.streamer._rung == 0
+            return self.streamer._level == 0
 
 
 Make = Callable[..., Rig]

@@ -27,7 +27,7 @@ from primad.profiler.records import home_file, machine_file, read_home, read_mac
 from primad.profiler.speeds import (
     TYPES,
     Bench,
-    Patience,
+    RetryBudget,
     choose,
     fit_layer,
     measure_step,
@@ -36,7 +36,7 @@ from primad.profiler.speeds import (
 )
 from primad.profiler.store import load_profiles
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
-from primad.profiler.trial import TimeWindow, Timings
+from primad.profiler.trial import TimeWindow, TrialTimes
 from primad.profiler.trials import child_trials
 from primad.profiles import check_profile
 from primad.system.measuring_lock import measuring
@@ -46,8 +46,8 @@ from tests.fakes.profile import CPU, DISK, GPU, PROFILE, home_record, machine_re
 TINY = LayerShape(width=256, feed_forward=512, heads=4, heads_kv=2)
 
 
-def steady(decode_s: float, batch_s: float = 1.0, prefill_s: float = 1.0) -> Timings:
-    return Timings(decode_s=(decode_s,) * 3, batch_s=(batch_s,), prefill_s=(prefill_s,) * 2)
+def steady(decode_s: float, batch_s: float = 1.0, prefill_s: float = 1.0) -> TrialTimes:
+    return TrialTimes(decode_s=(decode_s,) * 3, batch_s=(batch_s,), prefill_s=(prefill_s,) * 2)
 
 
 def shape_of(task: TimeWindow) -> LayerShape:
@@ -63,7 +63,7 @@ class Machine:
         self.disturbed = 0
         self.asked: list[TimeWindow] = []
 
-    def time(self, task: TimeWindow) -> Timings | str:
+    def time(self, task: TimeWindow) -> TrialTimes | str:
         self.asked.append(task)
         if task.extra_buffers and self.extra_factor is None:
             return "a trial ended with code -11"
@@ -76,7 +76,7 @@ class Machine:
         step_s = self.step_s + task.files.layer_count * self.layer_s + factor * weights / self.rate
         noise = 3.0 if self.disturbed else 1.0
         self.disturbed = max(0, self.disturbed - 1)
-        return Timings(
+        return TrialTimes(
             decode_s=(step_s, noise * step_s, noise * step_s),
             batch_s=(2 * step_s,),
             prefill_s=(100 * step_s,) * 2 if task.prefill_runs else (),
@@ -96,7 +96,7 @@ def bench(folder: Path, machine: Any, *, on_gpu: bool = False, patience_s: float
         weights=1,
         model_bytes=1,
         sweep_bytes=8,
-        patience=Patience(patience_s),
+        patience=RetryBudget(patience_s),
     )
 
 
@@ -113,7 +113,7 @@ def test_the_fixed_costs_are_what_the_times_were_made_of(tmp_path, step_s, layer
 
 def test_absurd_times_still_give_positive_figures(tmp_path):
     class Absurd(Machine):
-        def time(self, task: TimeWindow) -> Timings:
+        def time(self, task: TimeWindow) -> TrialTimes:
             return steady(1.0 / task.files.layer_count)
 
     place = bench(tmp_path, Absurd())
@@ -187,7 +187,7 @@ def test_a_disturbed_trial_is_repeated_while_there_is_patience(tmp_path):
     machine = Machine()
     machine.disturbed = 2
     found = bench(tmp_path, machine, patience_s=60).time_small(2)
-    assert isinstance(found, Timings)
+    assert isinstance(found, TrialTimes)
     assert len(machine.asked) == 3
     assert len(set(found.decode_s)) == 1
     machine.disturbed = 2
@@ -236,7 +236,7 @@ def test_llama_cpp_computes_a_window_of_every_type(tmp_path):
     with child_trials(1) as children:
         for kind in TYPES:
             timings = children.time(a_task(tmp_path, kind))
-            assert isinstance(timings, Timings), f"{kind}: {timings}"
+            assert isinstance(timings, TrialTimes), f"{kind}: {timings}"
             assert len(timings.decode_s) == 2
             assert min(timings.decode_s + timings.batch_s + timings.prefill_s) > 0
 
@@ -249,7 +249,7 @@ def test_a_crash_is_an_answer_and_the_next_task_gets_a_new_child(tmp_path):
         assert isinstance(answer, str)
         assert "ended with code 1" in answer
         assert "none.gguf" in answer
-        assert isinstance(children.time(task), Timings)
+        assert isinstance(children.time(task), TrialTimes)
 
 
 def test_a_hang_is_an_answer(tmp_path, monkeypatch):

@@ -29,7 +29,6 @@ from primad.ring.messages import (
     Drained,
     Finished,
     Generate,
-    Limits,
     Open,
     Opened,
     OpenWindow,
@@ -42,6 +41,7 @@ from primad.ring.messages import (
     Serving,
     Status,
     Step,
+    StepLimits,
     event_decoder,
 )
 from primad.ring.process import _serve
@@ -50,7 +50,7 @@ from primad.ring.worker import Worker
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeModel
 from tests.fakes.ring import GREEDY, generate
 
-PATIENCE_S = 30
+TIMEOUT_S = 30
 ROUTE = 4
 """Head, worker 1, worker 2, head: a layer each."""
 OPTIONS = EngineOptions(context=128, sequences=1, rows=8, threads=1, batch_threads=1, kv_type="f16", lock=False)
@@ -74,7 +74,7 @@ def an_open(**changes) -> Open:
         model=None,
         host="127.0.0.1",
         depth=2,
-        step_timeout_s=PATIENCE_S,
+        step_timeout_s=TIMEOUT_S,
         options=OPTIONS,
         slots=0,
         room_bytes=0,
@@ -85,7 +85,7 @@ def an_open(**changes) -> Open:
 
 def a_reopen(**changes) -> Reopen:
     reopen = Reopen(
-        ring=1, epoch=2, windows=[(1, 1)], route=ROUTE, host="127.0.0.1", step_timeout_s=PATIENCE_S, room_bytes=0
+        ring=1, epoch=2, windows=[(1, 1)], route=ROUTE, host="127.0.0.1", step_timeout_s=TIMEOUT_S, room_bytes=0
     )
     return msgspec.structs.replace(reopen, **changes)
 
@@ -111,7 +111,7 @@ class Process:
 
     def __init__(self) -> None:
         self._ours, theirs = socket.socketpair()
-        self._ours.settimeout(PATIENCE_S)
+        self._ours.settimeout(TIMEOUT_S)
         self._events = self._ours.makefile("rb")
         self.failure: RingError | None = None
         self.late: list[Overdue] = []
@@ -151,7 +151,7 @@ class Process:
 
     def failed(self) -> str:
         """Wait for the error that ends the loop."""
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive(), "the loop goes on"
         assert self.failure is not None
         return str(self.failure)
@@ -159,7 +159,7 @@ class Process:
     def close(self) -> None:
         """Close the connection, and wait until the loop has ended."""
         self._ours.shutdown(socket.SHUT_RDWR)
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive(), "the loop goes on without its daemon"
         self._events.close()
         self._ours.close()
@@ -180,7 +180,7 @@ def started(command: Open) -> Iterator[tuple[Process, Opened]]:
 @contextmanager
 def neighbour(*windows: int, epoch: int = 1) -> Iterator[Links]:
     """Links as a device beside the process has them, which holds ``windows``."""
-    limits = Limits(ring=1, epoch=epoch, windows=frozenset(windows), width=WIDTH, rows=8, context=128, sequences=1)
+    limits = StepLimits(ring=1, epoch=epoch, windows=frozenset(windows), width=WIDTH, rows=8, context=128, sequences=1)
     links = Links("127.0.0.1", limits)
     try:
         yield links
@@ -220,7 +220,7 @@ def opening_of_two(**changes) -> Open:
 
 def exchange(sender: Links, receiver: Links, *, until: Callable[[], bool]) -> None:
     """Let two links do what there is to do until ``until``."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not until():
         assert time.monotonic() < deadline, "nothing moves"
         watched = [*sender.watched(receiving=False), *receiver.watched(receiving=True)]
@@ -423,7 +423,7 @@ def head_windows(monkeypatch, model) -> None:
     monkeypatch.setattr(parts, "limits_of_open", head_limits)
 
 
-def head_limits(opening: Open) -> Limits:
+def head_limits(opening: Open) -> StepLimits:
     limits = limits_of_open(opening)
     if opening.model is None:
         return limits
@@ -473,7 +473,7 @@ def test_the_next_epoch_goes_on_with_the_same_workers_and_another_head(model, wi
         second, second_opened = stack.enter_context(started(a_head(epoch=2)))
         link([(second, second_opened), (worker, worker.expect(Opened))])
         second.expect(Serving)
-        rest, finished = answer(second, generate(2, [1, 2, 3], drawn=told, tokens=9, sampling=DRAWN))
+        rest, finished = answer(second, generate(2, [1, 2, 3], sampled=told, tokens=9, sampling=DRAWN))
         assert told + rest == whole
         assert finished.completion_tokens == 9
 
@@ -524,7 +524,7 @@ def test_a_head_tells_of_a_device_that_stopped_and_hears_its_daemon(model, windo
         head.send(generate(1, [1]))
         overdue = head.expect(Overdue)
         assert overdue.step == 1
-        assert 1 <= overdue.waited_s < PATIENCE_S
+        assert 1 <= overdue.waited_s < TIMEOUT_S
         head.status()
         again = head.late[0] if head.late else head.expect(Overdue)
         assert again.waited_s >= 2
@@ -533,7 +533,7 @@ def test_a_head_tells_of_a_device_that_stopped_and_hears_its_daemon(model, windo
 def compute_one(model: FakeModel, windows: dict[int, FakeHiddenWindow], worker: Links) -> None:
     """Be both workers for one step."""
     while (message := worker.receive()) is None:
-        ready = [found for found, _ in zmq.zmq_poll(worker.watched(receiving=True), PATIENCE_S * 1000)]
+        ready = [found for found, _ in zmq.zmq_poll(worker.watched(receiving=True), TIMEOUT_S * 1000)]
         assert ready, "no step came"
         if worker.zap in ready:
             worker.admit()

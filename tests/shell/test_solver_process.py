@@ -15,21 +15,21 @@ import psutil
 import pytest
 
 from halda import CHUNKS, Infeasible, solve
-from primad.engine.probe import Stop
+from primad.engine.probe import StopFlag
 from primad.errors import PlanError
 from primad.head import solver_process as solving
 from primad.head.options import default_workload
-from primad.head.solver_process import Question, solve_apart
+from primad.head.solver_process import SolverRequest, solve_apart
 from tests.fakes.planning import GB, device, link, model
 
 PATIENCE_S = 10
 """Half of what a solver that is waited for may take."""
 
 
-def question(count: int, *, ram: int = 3 * GB, require: frozenset[str] = frozenset()) -> Question:
+def question(count: int, *, ram: int = 3 * GB, require: frozenset[str] = frozenset()) -> SolverRequest:
     names = [f"d{i}" for i in range(count)]
     toy = model()
-    return Question(
+    return SolverRequest(
         devices=[device(name, ram=ram, rate=(10 + i) * 1e9) for i, name in enumerate(names)],
         links=[link(a, b) for a in names for b in names if a != b],
         model=toy,
@@ -90,7 +90,7 @@ def test_a_solver_that_breaks_or_hangs_is_one_error(monkeypatch):
         asyncio.run(solve_apart(question(1)))
 
 
-class Endless(Stop):
+class Endless(StopFlag):
     """Lets the child never answer."""
 
     begun = threading.Event()
@@ -102,7 +102,7 @@ class Endless(Stop):
 
 
 def test_the_loop_stays_free_and_stopping_ends_the_child_at_once(monkeypatch):
-    monkeypatch.setattr(solving, "Stop", Endless)
+    monkeypatch.setattr(solving, "StopFlag", Endless)
     monkeypatch.setattr(Endless, "begun", threading.Event())
     before = children()
 

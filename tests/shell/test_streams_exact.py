@@ -161,12 +161,12 @@ def test_what_streams_under_pressure_in_the_middle_of_an_answer_does_not_change_
     chunks, expected = whole_logits(header)
     with streaming(header, [0, 3, 6], tmp_path, streamed=()) as made:
         streamer = made.streams.streamer
-        rungs, position = streamer._rungs, 0
+        levels, position = streamer._levels, 0
         for step, (tokens, logits) in enumerate(zip(chunks, expected, strict=True)):
-            streamer.change(rungs[(2 * step) % len(rungs)])
+            streamer.change(levels[(2 * step) % len(levels)])
             assert np.array_equal(made.logits(tokens, position), logits), f"step {step}"
             position += len(tokens)
-        assert len(rungs) > 3
+        assert len(levels) > 3
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])

@@ -82,7 +82,7 @@ def around(monkeypatch):
     async def look(host: str, seconds: float, interface: str | None) -> list[Peer]:
         return sight
 
-    async def knock(caller, places, keys):
+    async def probe(caller, places, keys):
         ((_, port),) = places
         knocks.append((port, set(keys)))
         if port not in answers:
@@ -105,7 +105,7 @@ def around(monkeypatch):
     monkeypatch.setattr(survey_module, "LinkBook", Book)
     monkeypatch.setattr(survey_module, "look", look)
     for module in (survey_module, worker_link_module):  # where devices in sight and named ones are greeted
-        monkeypatch.setattr(module, "knock", knock)
+        monkeypatch.setattr(module, "probe", probe)
         monkeypatch.setattr(module, "greet", greet)
     monkeypatch.setattr(survey_module, "profile", lambda config, reporter: device(config.name))
     return SimpleNamespace(sight=sight, answers=answers, closed=closed, knocks=knocks, introduced=introduced)

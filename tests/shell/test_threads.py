@@ -11,7 +11,7 @@ import pytest
 
 from halda import Plan, Window
 from primad.cli.progress import RichReporter
-from primad.daemon.loading import Place
+from primad.daemon.loading import Workspace
 from primad.engine.protocol import WindowFiles
 from primad.errors import RingError
 from primad.gguf.model import open_model
@@ -19,7 +19,7 @@ from primad.head import load_own as own_part
 from primad.head.backend import RingBackend
 from primad.head.link_book import LinkBook
 from primad.head.ring import HeadRing
-from primad.head.ring_inputs import RingOptions, RingParts
+from primad.head.ring_inputs import RingInputs, RingOptions
 from primad.layers.cache import LayerCache
 from primad.ring.messages import Open
 from primad.settings.config import load_config, open_home
@@ -64,7 +64,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
     open_home(config)
 
     async def once() -> None:
-        parts = RingParts(
+        parts = RingInputs(
             plan=Plan(rounds=1, route=(window,), output_on_gpu=True, streaming=(), left_out=()),
             prediction=None,
             workers={},
@@ -72,7 +72,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
             config=config,
             key=HEAD.public,
             layer_port=1,
-            place=Place(cache=LayerCache(tmp_path / "layers"), run=config.run, verdicts=tmp_path / "v", build="b"),
+            place=Workspace(cache=LayerCache(tmp_path / "layers"), run=config.run, verdicts=tmp_path / "v", build="b"),
             header=header,
             cutter=None,
             profile=DEVICE,
@@ -87,7 +87,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
             ),
             deliver=RingBackend().deliver,
             on_broken=lambda *news: broken.append(news),
-            on_pressed=lambda _: None,
+            on_memory_low=lambda _: None,
             reporter=RichReporter(None),
             links=LinkBook(None, HEAD, "desk"),
             tried={},

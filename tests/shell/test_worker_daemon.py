@@ -17,13 +17,13 @@ import zmq.asyncio
 from gguf import GGMLQuantizationType
 
 from halda import LinkProfile
-from primad.daemon.loading import Place
+from primad.daemon.loading import Workspace
 from primad.engine.protocol import WindowFiles
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
-from primad.head.participation import PartError, WorkerPart
-from primad.head.worker_link import Caller, WorkerLink, greet, knock
+from primad.head.participation import Participation, ParticipationError
+from primad.head.worker_link import Caller, WorkerLink, greet, probe
 from primad.layers.cache import LayerCache
 from primad.network import messages
 from primad.network.addresses import Interface
@@ -38,8 +38,6 @@ from primad.network.messages import (
     Hello,
     Introduce,
     Introduction,
-    Knock,
-    Knocked,
     Leaving,
     Link,
     LinksMeasured,
@@ -49,6 +47,8 @@ from primad.network.messages import (
     MeasureLinks,
     Ping,
     Pong,
+    Probe,
+    Probed,
     Refused,
     Release,
     Welcome,
@@ -153,7 +153,7 @@ class Lab:
             self.trust.add(trusted_now(name, identity.public, BY_HAND))
         self.daemon = WorkerDaemon(
             config=config,
-            place=Place(cache=LayerCache(config.layers), run=config.run, verdicts=home / "v", build="a build"),
+            place=Workspace(cache=LayerCache(config.layers), run=config.run, verdicts=home / "v", build="a build"),
             identity=self.identity,
             trust=self.trust,
             profile=lambda name: dataclasses.replace(PROFILE, device=name),
@@ -234,8 +234,8 @@ def test_a_head_knocks_says_hello_and_gives_work(lab):
     async def once() -> None:
         async with lab() as lap:
             desk = lap.head()
-            await desk.say(Knock(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
-            assert (await desk.hear(Knocked)).device == "lap"
+            await desk.say(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
+            assert (await desk.hear(Probed)).device == "lap"
             welcome = await desk.takes()
             assert (welcome.profile.device, welcome.build) == ("lap", "a build")
             await desk.loads(a_load(1))
@@ -284,7 +284,7 @@ def test_a_head_that_comes_back_takes_over_and_finds_its_layers_loaded(lab):
             await desk.loads(a_load(7))
             again = lap.head()
             await again.takes(session=2)
-            assert not lap.daemon._parts.is_serving
+            assert not lap.daemon._participations.is_serving
             await again.loads(a_load(1))
             (process,) = lap.processes.all
             assert len(process.keys) == 2, "opened, then reopened"
@@ -299,7 +299,7 @@ def test_a_head_that_goes_silent_loses_the_worker_and_another_may_come(lab):
             await desk.takes(gone_after_s=SILENCE_S)
             await desk.loads(a_load(1))
             await lap.says("head desk went away")
-            assert not lap.daemon._parts.is_serving
+            assert not lap.daemon._participations.is_serving
             assert len(lap.processes.alive) == 1, "it may come back soon"
             await desk.say(Ping(status=False))
             assert (await desk.hear(Refused)).reason.endswith("say hello first")
@@ -338,7 +338,7 @@ async def linked_over(relay: Relay, lap: Lab, context: zmq.asyncio.Context) -> A
         ping_interval_s=0.02,
     )
     deaf = SimpleNamespace(heard=lambda _: None)  # whoever is lost, leaves or is short of memory is a mistake
-    end, _ = await knock(caller, [(HOST, relay.port)], [lap.identity.public])
+    end, _ = await probe(caller, [(HOST, relay.port)], [lap.identity.public])
     link = await greet(caller, end, deaf)
     try:
         yield link
@@ -352,7 +352,7 @@ def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
 
     async def once() -> None:
         async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
-            part = WorkerPart(link, a_load(1), lambda *_: None)
+            part = Participation(link, a_load(1), lambda *_: None)
             relay.swallow(way)
             await part.load()
             await relay.swallows(1000)
@@ -377,7 +377,7 @@ def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
 def test_a_break_that_a_reset_connection_took_with_it_is_said_again(lab):
     async def once() -> None:
         async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
-            part = WorkerPart(link, a_load(1), lambda *_: None)
+            part = Participation(link, a_load(1), lambda *_: None)
             await part.load()
             await part.loaded
             relay.swallow("back")
@@ -386,7 +386,7 @@ def test_a_break_that_a_reset_connection_took_with_it_is_said_again(lab):
             assert not part.broken.done()
             relay.reset()
             error = await part.broken
-            assert isinstance(error, PartError)
+            assert isinstance(error, ParticipationError)
             assert (error.fault, str(error)) == ("ring", "lap: the ring process was ended by SIGABRT")
 
     asyncio.run(once())
@@ -395,27 +395,27 @@ def test_a_break_that_a_reset_connection_took_with_it_is_said_again(lab):
 def test_a_release_that_a_reset_connection_took_with_it_is_said_again(lab, monkeypatch):
     async def once() -> None:
         async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
-            part = WorkerPart(link, a_load(1), lambda *_: None)
+            part = Participation(link, a_load(1), lambda *_: None)
             await part.load()
             await part.loaded
-            release, released = lap.daemon._parts.release, asyncio.Event()
+            release, released = lap.daemon._participations.release, asyncio.Event()
 
             async def noted(epoch: int) -> None:
                 await release(epoch)
                 if epoch == 1:
                     released.set()
 
-            monkeypatch.setattr(lap.daemon._parts, "release", noted)
+            monkeypatch.setattr(lap.daemon._participations, "release", noted)
             relay.swallow("there")
             await part.release()
             await relay.swallows(200)
-            assert lap.daemon._parts.is_serving
+            assert lap.daemon._participations.is_serving
             relay.reset()
-            following = WorkerPart(link, a_load(2), lambda *_: None)
+            following = Participation(link, a_load(2), lambda *_: None)
             await following.load()
             await following.loaded
             await released.wait()
-            assert [state.epoch for state in lap.daemon._parts.states()] == [2]
+            assert [state.epoch for state in lap.daemon._participations.states()] == [2]
 
     asyncio.run(once())
 
@@ -427,7 +427,7 @@ def test_a_stranger_gets_no_answer(lab):
     async def once() -> None:
         async with lab() as lap:
             stranger = lap.head("stranger", STRANGER)
-            await stranger.say(Knock(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="stranger"))
+            await stranger.say(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="stranger"))
             with pytest.raises(ClusterError, match="no answer"):
                 await stranger._end.receive(0.4)
             await lap.head().takes()
@@ -442,11 +442,11 @@ def test_a_key_that_is_revoked_is_refused_at_once_on_a_connection_that_stands(la
             await desk.takes(gone_after_s=SILENCE_S)
             await desk.loads(a_load(1))
             lap.trust.revoke("desk")
-            for message in (Ping(status=True), a_load(2), Knock(protocol=2, oldest=2, version="0", device="desk")):
+            for message in (Ping(status=True), a_load(2), Probe(protocol=2, oldest=2, version="0", device="desk")):
                 await desk.say(message)
                 assert (await desk.hear(Refused)).reason == "lap does not trust this device any more"
             await lap.says("head desk went away")
-            assert not lap.daemon._parts.is_serving, "what it asked for before does not go on either"
+            assert not lap.daemon._participations.is_serving, "what it asked for before does not go on either"
 
     asyncio.run(once())
 
@@ -462,8 +462,8 @@ def test_whom_the_head_trusts_is_trusted_and_whom_it_revoked_is_not(lab):
             assert lap.trust.trusts(friend.public)
             assert not lap.trust.trusts(TOWER.public)
             knocking = lap.head("nas", friend)
-            await knocking.say(Knock(protocol=2, oldest=2, version="0", device="nas"))
-            await knocking.hear(Knocked)
+            await knocking.say(Probe(protocol=2, oldest=2, version="0", device="nas"))
+            await knocking.hear(Probed)
 
     asyncio.run(once())
 
@@ -511,8 +511,8 @@ def test_a_head_of_another_version_is_answered_and_a_gap_is_named_to_the_owner(
     async def once() -> None:
         async with lab() as lap:
             desk = lap.head()
-            await desk.say(Knock(protocol=protocol, oldest=oldest, version="0.0.7", device="desk"))
-            answer = await desk.hear(Knocked)
+            await desk.say(Probe(protocol=protocol, oldest=oldest, version="0.0.7", device="desk"))
+            answer = await desk.hear(Probed)
             assert (answer.protocol, answer.oldest) == (5, 4)
             refused = [line for line in lap.said if line.startswith("refused")]
             assert len(refused) == (0 if fits else 1)
@@ -558,7 +558,7 @@ def test_a_pause_hands_over_first_then_unloads(lab):
             await desk.loads(a_load(1))
             await lap.admin(Pause())
             assert (await desk.hear(Leaving)).reason == "paused by its owner"
-            assert lap.daemon._parts.is_serving, "until others do its work"
+            assert lap.daemon._participations.is_serving, "until others do its work"
             await desk.say(Dismiss())
             assert "paused by its owner" in (await desk.hear(Refused)).reason
             await lap.processes.all[0].ended()

@@ -14,16 +14,16 @@ from primad.network.messages import (
     Echoed,
     Introduce,
     Introduction,
-    Knock,
-    Knocked,
     Ping,
     Pong,
+    Probe,
+    Probed,
 )
 from primad.trust.identity import new_identity
 from primad.trust.trust import MAX_DEVICES
 from primad.worker import daemon as worker
 from primad.worker import participations as parts
-from primad.worker.participations import MOST_PARTS
+from primad.worker.participations import MOST_PARTICIPATIONS
 from tests.shell.test_worker_daemon import a_load, lab
 
 __all__ = ["lab"]
@@ -54,11 +54,11 @@ def test_a_worker_takes_part_in_so_many_rings_only(lab, monkeypatch):
         async with lab() as lap:
             head = lap.head()
             await head.takes()
-            for epoch in range(1, MOST_PARTS + 1):
+            for epoch in range(1, MOST_PARTICIPATIONS + 1):
                 await head.loads(a_load(epoch))
-            await head.say(a_load(MOST_PARTS + 1))
+            await head.say(a_load(MOST_PARTICIPATIONS + 1))
             broken = await head.hear(Broken)
-            assert (broken.epoch, broken.fault) == (MOST_PARTS + 1, "load")
+            assert (broken.epoch, broken.fault) == (MOST_PARTICIPATIONS + 1, "load")
             await head.loads(a_load(1))  # again, in place of the one that it has
 
     asyncio.run(scenario())
@@ -71,12 +71,12 @@ def test_devices_of_another_version_fill_no_terminal(lab, monkeypatch):
         async with lab() as lap:
             head = lap.head()
             for _ in range(50):
-                await head.say(Knock(protocol=1, oldest=1, version="0\n1", device="old"))
-                await head.hear(Knocked)
+                await head.say(Probe(protocol=1, oldest=1, version="0\n1", device="old"))
+                await head.hear(Probed)
             assert sum(line.startswith("refused: ") for line in lap.said) == 1
             assert all(line.isprintable() for line in lap.said)
-            await head.say(Knock(protocol=PROTOCOL, oldest=OLDEST, version="1", device="new"))
-            await head.hear(Knocked)
+            await head.say(Probe(protocol=PROTOCOL, oldest=OLDEST, version="1", device="new"))
+            await head.hear(Probed)
 
     asyncio.run(scenario())
 

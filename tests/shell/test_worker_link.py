@@ -15,9 +15,9 @@ from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
 from primad.head import worker_link
-from primad.head.participation import MOST_REPEATS, DeviceLostError, PartError, WorkerPart
-from primad.head.worker_link import Caller, WorkerLink, greet, knock
-from primad.network import messages
+from primad.head.participation import MOST_REPEATS, DeviceLostError, Participation, ParticipationError
+from primad.head.worker_link import Caller, WorkerLink, greet, probe
+from primad.network import messages, versions
 from primad.network.control import WorkerEnd
 from primad.network.messages import (
     Broken,
@@ -30,14 +30,14 @@ from primad.network.messages import (
     Load,
     Loaded,
     MeasureLinks,
-    PartState,
+    MemoryLow,
+    MemoryRecovered,
+    ParticipationState,
     Ping,
     Pong,
-    Pressed,
     Progress,
     Refused,
     Release,
-    Relieved,
     WorkerStatus,
 )
 from primad.ring.messages import Status
@@ -70,11 +70,11 @@ class Heard:
         self.left.append((device, reason))
         self.news.set()
 
-    def relieved(self, device: str) -> None:
+    def memory_recovered(self, device: str) -> None:
         self.roomy.append(device)
         self.news.set()
 
-    def pressed(self, device: str) -> None:
+    def memory_low(self, device: str) -> None:
         self.short.append(device)
         self.news.set()
 
@@ -99,7 +99,7 @@ def caller(context: zmq.asyncio.Context, **changes: object) -> Caller:
 
 
 async def link_to(context: zmq.asyncio.Context, device: FakeDevice, heard: Heard) -> WorkerLink:
-    end, _ = await knock(caller(context), [(HOST, device.port)], [device.key])
+    end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
     return await greet(caller(context), end, heard)
 
 
@@ -137,8 +137,8 @@ def test_the_first_address_that_answers_is_taken_and_others_are_let_be():
             with socket.create_server((HOST, 0)) as mute:
                 ports = [free_port(), wrong.port, mute.getsockname()[1], right.port]
                 places = [("no address", 1), *((HOST, port) for port in ports)]
-                end, knocked = await knock(caller(context), places, [right.key])
-            assert (knocked.device, end.port, end.key) == ("right", right.port, right.key)
+                end, probed = await probe(caller(context), places, [right.key])
+            assert (probed.device, end.port, end.key) == ("right", right.port, right.key)
             assert wrong.knocks == 0, "it does not own the key, so it hears nothing"
             end.close()
 
@@ -152,7 +152,7 @@ def test_the_fastest_of_two_addresses_is_taken():
             slow, fast = FakeDevice(context, "nas", identity=keys), FakeDevice(context, "nas", identity=keys)
             slow.silent = True
             for places in ([slow, fast], [fast, slow]):
-                end, _ = await knock(caller(context), [(HOST, each.port) for each in places], [keys.public])
+                end, _ = await probe(caller(context), [(HOST, each.port) for each in places], [keys.public])
                 assert end.port == fast.port
                 end.close()
 
@@ -163,7 +163,7 @@ def test_any_of_the_keys_that_are_trusted_may_be_the_devices():
     async def once() -> None:
         async with gated() as context:
             device = FakeDevice(context, "nas")
-            end, _ = await knock(caller(context), [(HOST, device.port)], [KEY, device.key, OTHER_KEY])
+            end, _ = await probe(caller(context), [(HOST, device.port)], [KEY, device.key, OTHER_KEY])
             assert end.key == device.key
             end.close()
 
@@ -171,20 +171,20 @@ def test_any_of_the_keys_that_are_trusted_may_be_the_devices():
 
 
 def test_who_does_not_let_us_in_does_not_answer(monkeypatch):
-    monkeypatch.setattr(worker_link, "KNOCK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(worker_link, "PROBE_TIMEOUT_S", 0.3)
 
     async def once() -> None:
         async with gated(lambda key: key != HEAD.public) as context:
             device = FakeDevice(context, "nas")
             with pytest.raises(ClusterError, match=rf"^no answer from 127\.0\.0\.1:{device.port} within 0\.3 s$"):
-                await knock(caller(context), [(HOST, device.port)], [device.key])
+                await probe(caller(context), [(HOST, device.port)], [device.key])
             assert device.knocks == 0
 
     asyncio.run(once())
 
 
 def test_a_device_that_talks_of_other_things_is_given_up(monkeypatch):
-    monkeypatch.setattr(worker_link, "KNOCK_TIMEOUT_S", 2.0)  # what it says comes well within that
+    monkeypatch.setattr(worker_link, "PROBE_TIMEOUT_S", 2.0)  # what it says comes well within that
 
     async def chatter(end: WorkerEnd) -> None:
         peer, _, _ = await end.receive()
@@ -198,7 +198,7 @@ def test_a_device_that_talks_of_other_things_is_given_up(monkeypatch):
             end = WorkerEnd(context, HOST, None, 0, identity=keys)
             talking = asyncio.create_task(chatter(end))
             with pytest.raises(ClusterError, match="says much, but not who it is"):
-                await knock(caller(context), [(HOST, end.port)], [keys.public])
+                await probe(caller(context), [(HOST, end.port)], [keys.public])
             talking.cancel()
             await asyncio.wait([talking])
             end.close()
@@ -210,11 +210,11 @@ def test_without_a_key_or_an_address_the_error_says_what_to_do():
     async def once() -> None:
         async with gated() as context:
             with pytest.raises(ClusterError, match="no device is trusted yet; pair it with 'primad join --code'"):
-                await knock(caller(context), [(HOST, 1)], [])
+                await probe(caller(context), [(HOST, 1)], [])
             with pytest.raises(ClusterError, match="it has no address"):
-                await knock(caller(context), [], [KEY])
+                await probe(caller(context), [], [KEY])
             with pytest.raises(ClusterError, match="no address is no address to connect to"):
-                await knock(caller(context), [("no address", 1)], [KEY])
+                await probe(caller(context), [("no address", 1)], [KEY])
 
     asyncio.run(once())
 
@@ -224,7 +224,7 @@ def test_knocking_that_is_cancelled_leaves_no_socket():
         async with gated() as context:
             device = FakeDevice(context, "nas")
             device.silent = True
-            task = asyncio.create_task(knock(caller(context), [(HOST, device.port)] * 3, [device.key]))
+            task = asyncio.create_task(probe(caller(context), [(HOST, device.port)] * 3, [device.key]))
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
@@ -241,22 +241,24 @@ def test_a_version_gap_is_named_with_both_versions(monkeypatch, ours, theirs, fi
     monkeypatch.setattr(messages, "PROTOCOL", ours[0])
     monkeypatch.setattr(messages, "OLDEST", ours[1])
     monkeypatch.setattr(worker_link, "PROTOCOL", ours[0])
+    monkeypatch.setattr(versions, "PROTOCOL", ours[0])
     monkeypatch.setattr(worker_link, "OLDEST", ours[1])
     monkeypatch.setattr(worker_link, "__version__", "9")
+    monkeypatch.setattr(versions, "__version__", "9")
 
     async def once() -> None:
         async with gated() as context:
             device = FakeDevice(context, "nas", protocol=theirs[0], oldest=theirs[1])
             places, keys = [(HOST, device.port)], [device.key]
             if fits:
-                end, _ = await knock(caller(context), places, keys)
+                end, _ = await probe(caller(context), places, keys)
                 end.close()
                 return
             gap = (
                 r"^nas runs primad 7 \(protocol 3\), desk runs 9 \(protocol 5\), and they do not understand each other"
             )
             with pytest.raises(ClusterError, match=gap):
-                await knock(caller(context), places, keys)
+                await probe(caller(context), places, keys)
 
     asyncio.run(once())
 
@@ -284,7 +286,7 @@ def test_who_refuses_or_does_not_answer_is_one_clear_error(monkeypatch):
             device.refuses = "nas works for the head tower now"
             with pytest.raises(ClusterError, match=r"^nas works for the head tower now$"):
                 await link_to(context, device, heard)
-            end, _ = await knock(caller(context), [(HOST, device.port)], [device.key])
+            end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
             device.silent = True
             monkeypatch.setattr(worker_link, "HELLO_TIMEOUT_S", 0.3)
             with pytest.raises(ClusterError, match=r"^no answer from 127\.0\.0\.1:\d+ within 0\.3 s$"):
@@ -298,7 +300,7 @@ def test_what_it_says_to_an_earlier_session_is_passed_over():
     async def once() -> None:
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
-            end, _ = await knock(caller(context), [(HOST, device.port)], [device.key])
+            end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
             await device.tell(Broken(epoch=9, error="of long ago", fault="ring"))
             await device.tell(Linked(9))
             link = await greet(caller(context), end, heard)
@@ -330,7 +332,7 @@ def test_a_device_that_is_lost_is_told_once_and_all_its_parts_end():
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
-            parts = [WorkerPart(link, a_load(epoch), lambda *_: None) for epoch in (3, 4)]
+            parts = [Participation(link, a_load(epoch), lambda *_: None) for epoch in (3, 4)]
             for _ in range(3):
                 await device.tell(Refused("it works for another head"))
             assert await heard.wait_lost() == "it works for another head"
@@ -381,7 +383,7 @@ def test_a_link_that_is_closed_tells_nothing_and_releases_in_silence():
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
-            part = WorkerPart(link, a_load(), lambda *_: None)
+            part = Participation(link, a_load(), lambda *_: None)
             link.close()
             await part.release()
             await part.release()
@@ -401,7 +403,7 @@ def test_a_device_that_takes_nothing_is_not_waited_for_long(monkeypatch):
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
-            part = WorkerPart(link, a_load(), lambda *_: None)
+            part = Participation(link, a_load(), lambda *_: None)
             link._tasks[2].cancel()  # whether its process ended is another question
             await device.leave()
             with pytest.raises(ClusterError, match="takes no messages"):
@@ -444,9 +446,9 @@ def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(needed, ava
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
             before = link.profile
-            part = WorkerPart(link, a_load(3), lambda *_: None)
-            await device.tell(Pressed(epoch=2, needed_bytes=1, ram_available_bytes=1))  # a ring of long ago
-            await device.tell(Pressed(epoch=3, needed_bytes=needed, ram_available_bytes=available))
+            part = Participation(link, a_load(3), lambda *_: None)
+            await device.tell(MemoryLow(epoch=2, needed_bytes=1, ram_available_bytes=1))  # a ring of long ago
+            await device.tell(MemoryLow(epoch=3, needed_bytes=needed, ram_available_bytes=available))
             while not heard.short:
                 heard.news.clear()
                 await heard.news.wait()
@@ -466,10 +468,10 @@ def test_a_device_that_has_room_again_has_more_for_the_next_plan(available, left
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
-            part, before = WorkerPart(link, a_load(3), lambda *_: None), link.profile
-            await device.tell(Pressed(epoch=3, needed_bytes=1 << 30, ram_available_bytes=2 << 30))
-            await device.tell(Relieved(1 << 30))  # no more than it has
-            await device.tell(Relieved(available))
+            part, before = Participation(link, a_load(3), lambda *_: None), link.profile
+            await device.tell(MemoryLow(epoch=3, needed_bytes=1 << 30, ram_available_bytes=2 << 30))
+            await device.tell(MemoryRecovered(1 << 30))  # no more than it has
+            await device.tell(MemoryRecovered(available))
             while not heard.roomy:
                 heard.news.clear()
                 await heard.news.wait()
@@ -488,7 +490,7 @@ def test_a_part_hears_of_its_own_epoch_only():
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
             progress: list[tuple[str, int]] = []
-            part = WorkerPart(link, a_load(3), lambda name, each: progress.append((name, each.done)))
+            part = Participation(link, a_load(3), lambda name, each: progress.append((name, each.done)))
             await part.load()
             assert (await device.hear(Load)).epoch == 3
             for message in (
@@ -520,10 +522,10 @@ def test_a_part_that_breaks_says_whose_fault_it_was(fault):
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
-            part = WorkerPart(link, a_load(3), lambda *_: None)
+            part = Participation(link, a_load(3), lambda *_: None)
             await device.tell(Broken(epoch=3, error="it went wrong", fault=fault))
             error = await part.broken
-            assert isinstance(error, PartError)
+            assert isinstance(error, ParticipationError)
             assert (error.device, error.fault, str(error)) == ("nas", fault, "nas: it went wrong")
             assert heard.gone == [], "the device itself is fine"
             link.close()
@@ -536,7 +538,7 @@ def test_a_part_that_was_released_hears_nothing_more():
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
-            part, following = (WorkerPart(link, a_load(epoch), lambda *_: None) for epoch in (3, 4))
+            part, following = (Participation(link, a_load(epoch), lambda *_: None) for epoch in (3, 4))
             await part.release()
             await device.tell(Broken(epoch=3, error="late", fault="ring"))
             await device.tell(Loaded(epoch=4, port=1, key=KEY))
@@ -552,7 +554,7 @@ def test_a_status_is_asked_for_and_the_answer_is_new():
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
-            part = WorkerPart(link, a_load(3), lambda *_: None)
+            part = Participation(link, a_load(3), lambda *_: None)
             for size in (1, 2):
                 asking = asyncio.create_task(part.wait_status())
                 assert await device.hear(Ping) == Ping(status=True)
@@ -567,8 +569,10 @@ def test_a_status_is_asked_for_and_the_answer_is_new():
 # ---- messages that were lost ----------------------------------------------------------------------------------------
 
 
-def state(epoch: int = 3, *, loaded: bool = False, linked: bool = False, broken: str | None = None) -> PartState:
-    return PartState(
+def state(
+    epoch: int = 3, *, loaded: bool = False, linked: bool = False, broken: str | None = None
+) -> ParticipationState:
+    return ParticipationState(
         epoch=epoch,
         loaded=Loaded(epoch=epoch, port=4000, key=KEY) if loaded else None,
         linked=linked,
@@ -588,7 +592,7 @@ def test_a_load_that_was_lost_is_asked_for_again_until_it_arrives():
             device, heard = FakeDevice(context, "nas"), Heard()
             device.parts = []
             link = await link_to(context, device, heard)
-            part = WorkerPart(link, a_load(3), lambda *_: None)
+            part = Participation(link, a_load(3), lambda *_: None)
             await some_pings(device)
             assert device.heard.empty(), "nothing was asked for yet"
             await part.load()
@@ -613,10 +617,10 @@ def test_a_worker_that_never_does_what_it_is_asked_for_is_not_asked_without_end(
             device, heard = FakeDevice(context, "nas"), Heard()
             device.parts = [state(loaded=True)] if loaded else []
             link = await link_to(context, device, heard)
-            part = WorkerPart(link, a_load(3), lambda *_: None)
+            part = Participation(link, a_load(3), lambda *_: None)
             await (part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY) if loaded else part.load())
             error = await part.broken
-            assert isinstance(error, PartError)
+            assert isinstance(error, ParticipationError)
             assert (error.device, str(error)) == ("nas", "nas: it does not take its part in the ring")
             assert device.heard.qsize() == 1 + MOST_REPEATS
             link.close()
@@ -629,7 +633,7 @@ def test_a_link_that_was_lost_is_asked_for_again_and_its_answer_is_heard():
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
-            part = WorkerPart(link, a_load(3), lambda *_: None)
+            part = Participation(link, a_load(3), lambda *_: None)
             device.parts = [state(loaded=True)]
             await part.load()
             assert await part.loaded == (4000, KEY), "though it was never told in a message of its own"
@@ -648,10 +652,10 @@ def test_a_break_whose_message_was_lost_is_heard():
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
-            part = WorkerPart(link, a_load(3), lambda *_: None)
+            part = Participation(link, a_load(3), lambda *_: None)
             device.parts = [state(broken="no memory")]
             error = await part.broken
-            assert isinstance(error, PartError)
+            assert isinstance(error, ParticipationError)
             assert (error.device, error.fault, str(error)) == ("nas", "load", "nas: no memory")
             link.close()
 
@@ -664,12 +668,12 @@ def test_a_part_that_is_gone_after_it_was_loaded_is_over():
             device, heard = FakeDevice(context, "nas"), Heard()
             device.parts = [state(loaded=True)]
             link = await link_to(context, device, heard)
-            part = WorkerPart(link, a_load(3), lambda *_: None)
+            part = Participation(link, a_load(3), lambda *_: None)
             await part.load()
             await part.loaded
             device.parts = []
             error = await part.broken
-            assert isinstance(error, PartError)
+            assert isinstance(error, ParticipationError)
             assert str(error) == "nas: its part ended without a word"
             link.close()
 
@@ -682,7 +686,7 @@ def test_a_release_that_was_lost_is_said_again():
             device, heard = FakeDevice(context, "nas"), Heard()
             device.parts = [state(3), state(4)]
             link = await link_to(context, device, heard)
-            part = WorkerPart(link, a_load(4), lambda *_: None)
+            part = Participation(link, a_load(4), lambda *_: None)
             await part.load()
             for _ in range(2):
                 assert await device.hear(Release) == Release(epoch=3)
@@ -697,7 +701,7 @@ def test_an_older_worker_that_does_not_say_how_its_parts_stand_is_asked_once():
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
-            part = WorkerPart(link, a_load(3), lambda *_: None)
+            part = Participation(link, a_load(3), lambda *_: None)
             await part.load()
             await device.hear(Load)
             await some_pings(device)

@@ -270,10 +270,10 @@ def test_the_closed_form_agrees_where_its_assumptions_hold():
     wanted = Counter({"all resident": 80, "all in slots": 160, "few slots": 60})
     paced = 0
     while wanted.total():
-        drawn = coinciding(rng)
-        if drawn is None:
+        sampled = coinciding(rng)
+        if sampled is None:
             continue
-        plan, question = drawn
+        plan, question = sampled
         few_slots = any(streaming.slots < len(streaming.layers) for streaming in plan.streaming)
         kind = "few slots" if few_slots else "all in slots" if plan.streaming else "all resident"
         if not wanted[kind]:

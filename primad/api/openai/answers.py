@@ -40,7 +40,7 @@ class Answered:
     finish: FinishReason
 
 
-class Answer(Protocol):
+class ApiAnswer(Protocol):
     """A request's answer in the shapes of its endpoint."""
 
     def opening(self, choice: Choice) -> ChatChunk | Completion | None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from primad.engine.streaming.expert_usage import UsageFolder
 from primad.engine.streaming.experts import Expert, LayerExperts, Picks, Pool
-from primad.engine.streaming.pages import COLD, IDLE_S, LOOK_S, PIECE_BYTES, FileRange, Pages, Piece, Slices
+from primad.engine.streaming.pages import COLD, IDLE_S, LOOK_S, PIECE_BYTES, FileRange, Pages, ReadCall, Slices
 from primad.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class ExpertLoader:
 
     # ---- carried out ---------------------------------------------------------------------------------------------------
 
-    def _pieces(self, expert: Expert) -> Iterable[Piece]:
+    def _pieces(self, expert: Expert) -> Iterable[ReadCall]:
         layer, number = expert
         return (piece for tensor in self._slices[layer] for piece in tensor.pieces(number))
 

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from primad.engine.streaming.experts import Usage
+from primad.engine.streaming.experts import ExpertUsage
 
 MOST_FILES: Final = 4096
 """Of some fifty models with as many layers as the largest have."""
@@ -45,22 +45,22 @@ class UsageFolder:
         self._folder = folder
         self._grew = False
 
-    def load(self, key: str, experts: int) -> Usage:
+    def load(self, key: str, experts: int) -> ExpertUsage:
         """What is known of the layer ``key`` of so many ``experts``."""
         if self._folder is None:
-            return Usage(experts)
+            return ExpertUsage(experts)
         try:
             stored = _decoder.decode((self._folder / f"{key}.json").read_bytes())
         except (OSError, msgspec.DecodeError, ValueError):
-            return Usage(experts)
+            return ExpertUsage(experts)
         numbers = (*stored.counts, stored.rows)
         if len(stored.counts) != experts or not 0 < stored.used <= experts:
-            return Usage(experts)
+            return ExpertUsage(experts)
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or max(stored.counts) > stored.rows + 1:
-            return Usage(experts)
-        return Usage.stored(stored.counts, stored.rows, stored.used)
+            return ExpertUsage(experts)
+        return ExpertUsage.stored(stored.counts, stored.rows, stored.used)
 
-    def save(self, key: str, usage: Usage) -> None:
+    def save(self, key: str, usage: ExpertUsage) -> None:
         """Keep ``usage`` of the layer ``key``."""
         if self._folder is None or not usage.used:
             return

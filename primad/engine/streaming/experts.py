@@ -34,7 +34,7 @@ Picks = NDArray[np.int32]
 """The experts that each row picked, shape (rows, experts a row)."""
 
 
-class Usage:
+class ExpertUsage:
     """How often the rows of the past picked each of the ``count`` experts of one layer."""
 
     def __init__(self, count: int) -> None:
@@ -45,7 +45,7 @@ class Usage:
         self._repeat = 0.0
 
     @classmethod
-    def stored(cls, counts: Sequence[float], rows: float, used: int) -> Usage:
+    def stored(cls, counts: Sequence[float], rows: float, used: int) -> ExpertUsage:
         """What ``counts``, ``rows`` and ``used`` of another one say."""
         usage = cls(len(counts))
         usage.counts = np.array(counts, np.float64)
@@ -113,7 +113,7 @@ class Pool:
     what is known of each layer's experts before the first step.
     """
 
-    def __init__(self, layers: Sequence[LayerExperts], capacity: int, usages: Sequence[Usage]) -> None:
+    def __init__(self, layers: Sequence[LayerExperts], capacity: int, usages: Sequence[ExpertUsage]) -> None:
         assert len(layers) == len(usages)
         assert all(len(usage.counts) == layer.count for usage, layer in zip(usages, layers, strict=True))
         self.layers = tuple(layers)

@@ -140,7 +140,7 @@ def disk_read_bytes() -> int | None:
     return None
 
 
-class Part:
+class ByteRange:
     """The bytes from ``begin`` to ``end`` of ``pages``. Thread-safe; every method may block on the disk."""
 
     def __init__(self, pages: Pages, begin: int, end: int) -> None:
@@ -151,11 +151,11 @@ class Part:
         """Bytes."""
         return self.end - self.begin
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[ReadCall]:
         """It in pieces of at most ``PIECE_BYTES``, in order."""
         for span in self.pages.spans(self.begin, self.end):
             for start in range(0, span.size, PIECE_BYTES):
-                yield Piece(span, start, min(PIECE_BYTES, span.size - start))
+                yield ReadCall(span, start, min(PIECE_BYTES, span.size - start))
 
     def read(self) -> int:
         """Have everything in memory, reading by range what is not; bytes that were read. Raises ``EngineError``."""
@@ -186,7 +186,7 @@ class Part:
             span.unlock()
 
 
-class Pages(Part):
+class Pages(ByteRange):
     """The pages of some ranges of files, which llama.cpp has mapped."""
 
     def __init__(self, ranges: Sequence[FileRange]) -> None:
@@ -229,9 +229,9 @@ class Pages(Part):
             return False
         return True
 
-    def part(self, begin: int, end: int) -> Part:
+    def part(self, begin: int, end: int) -> ByteRange:
         """The bytes from ``begin`` to ``end``, counted along the ranges."""
-        return Part(self, begin, end)
+        return ByteRange(self, begin, end)
 
     def cuts(self) -> tuple[int, ...]:
         """Where a part may begin or end and share no group of pages with what is before or behind it."""
@@ -292,13 +292,13 @@ class Slices:
         """As ``Pages.find``."""
         self._pages.find()
 
-    def pieces(self, number: int) -> Iterator[Piece]:
+    def pieces(self, number: int) -> Iterator[ReadCall]:
         """One slice in pieces of at most ``PIECE_BYTES``, in order."""
         start = self._whole.offset + number * self.slice_bytes
         for span in self._pages._spans:
             first, last = max(start, span.offset), min(start + self.slice_bytes, span.offset + span.size)
             for at in range(first, last, PIECE_BYTES):
-                yield Piece(span, at - span.offset, min(PIECE_BYTES, last - at))
+                yield ReadCall(span, at - span.offset, min(PIECE_BYTES, last - at))
 
     def lock(self, number: int) -> None:
         """Pin one slice to memory until it is released. Raises ``EngineError`` when the system does not allow so much."""
@@ -480,7 +480,7 @@ class _Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReadCall:
     """A part of a range that is read with one call."""
 
     span: _Span

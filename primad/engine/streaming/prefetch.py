@@ -23,7 +23,7 @@ from typing import Final
 
 from primad.engine.streaming.expert_loader import ExpertLoader
 from primad.engine.streaming.experts import Picks
-from primad.engine.streaming.pages import COLD, IDLE_S, LOOK_S, Pages, Part, Piece, disk_read_bytes
+from primad.engine.streaming.pages import COLD, IDLE_S, LOOK_S, ByteRange, Pages, ReadCall, disk_read_bytes
 from primad.engine.streaming.pressure import Grow, Hold, Level, PressureWatch, Replan, Shrink
 from primad.engine.streaming.residency import Residency, Spread, ladder
 from primad.errors import EngineError, WeightsError
@@ -34,7 +34,7 @@ WAIT_S: Final = 300.0
 """A disk that takes longer for one unit is taken for dead."""
 SETTLED_S: Final = 1.0
 """So long after the last large step the room of its scratch memory is used: chunks of prompts may come one after another."""
-SPARE_RUNGS: Final = 4
+SPARE_LEVELS: Final = 4
 """In so many steps, since not all of that room may be there any more."""
 CLOSE_S: Final = 5.0
 """A disk that gives one piece after so long hangs, or the machine is of no use anyway."""
@@ -67,10 +67,10 @@ class Streamer:
         self._units = tuple(units)
         self._residency = residency
         self._spread = spread
-        self._rungs, self._base, self._rung = ladder(residency, spread), 0, 0
+        self._levels, self._base, self._level = ladder(residency, spread), 0, 0
         self._spare_bytes = 0
         self._braced_s: float | None = None
-        held = [rung.held_bytes for rung in self._rungs]
+        held = [level.held_bytes for level in self._levels]
         self._layer_bytes = max((more - less for more, less in pairwise(held)), default=max(residency.sizes))
         self._watch = watch
         self._told_evicted = 0
@@ -120,16 +120,16 @@ class Streamer:
             return self._asked_bytes + (self.experts.asked_bytes if self.experts is not None else 0)
         return now - self._read_before
 
-    def streamed_pages(self) -> list[Part]:
+    def streamed_pages(self) -> list[ByteRange]:
         """What is not to be held when it is loaded."""
         parts = [self._part(unit) for unit in sorted(self._residency.streamed)] if self._residency.streams else []
         return [*parts, *(self.experts.loaded_pages() if self.experts is not None else [])]
 
-    def _part(self, unit: int) -> Part:
+    def _part(self, unit: int) -> ByteRange:
         """What of ``unit`` streams."""
         return self._units[unit].part(*self._residency.parts[unit])
 
-    def _rest(self, unit: int, part: tuple[int, int], place: tuple[int, int] | None = None) -> list[Part]:
+    def _rest(self, unit: int, part: tuple[int, int], place: tuple[int, int] | None = None) -> list[ByteRange]:
         """What of ``unit``, or of a ``place`` in it, stays where ``part`` streams."""
         pages = self._units[unit]
         first, last = place or (0, pages.size)
@@ -222,7 +222,7 @@ class Streamer:
         """A step is about to begin that needs all its scratch memory: what was taken of its room is given back."""
         with self._condition:
             self._braced_s = None
-            if self._rung < self._base:
+            if self._level < self._base:
                 self._climb(self._base)
 
     def spare(self, scratch_bytes: int) -> None:
@@ -232,16 +232,16 @@ class Streamer:
             if scratch_bytes <= self._spare_bytes:
                 return
             self._spare_bytes = scratch_bytes
-            if self._rung < self._base:  # a step that failed left another window's scratch memory as it was
+            if self._level < self._base:  # a step that failed left another window's scratch memory as it was
                 self._climb(self._base)
-            base: Residency = self._rungs[self._base]
+            base: Residency = self._levels[self._base]
             above: list[Residency] = []
-            for step in range(SPARE_RUNGS, 0, -1):
-                rung = self._with_more(base, scratch_bytes * step // SPARE_RUNGS)
-                if base.held_bytes < rung.held_bytes < (above[-1].held_bytes if above else math.inf):
-                    above.append(rung)
-            self._rungs = (*above, *self._rungs[self._base :])
-            self._rung += len(above) - self._base
+            for step in range(SPARE_LEVELS, 0, -1):
+                level = self._with_more(base, scratch_bytes * step // SPARE_LEVELS)
+                if base.held_bytes < level.held_bytes < (above[-1].held_bytes if above else math.inf):
+                    above.append(level)
+            self._levels = (*above, *self._levels[self._base :])
+            self._level += len(above) - self._base
             self._base = len(above)
 
     def _with_more(self, base: Residency, more_bytes: int) -> Residency:
@@ -354,16 +354,16 @@ class Streamer:
         total = self.evicted_bytes + (self.experts.evicted_bytes if self.experts is not None else 0)
         evicted, self._told_evicted = total - self._told_evicted, total
         with self._condition:
-            now, rung, rungs = self._residency, self._rung, self._rungs
+            now, level, levels = self._residency, self._level, self._levels
             settled = self._braced_s is not None and time.monotonic() - self._braced_s > SETTLED_S
-            returned = rungs[rung - 1].held_bytes - now.held_bytes if 0 < rung <= self._base and settled else 0
-            growable = rung if settled else max(rung - self._base, 0)
+            returned = levels[level - 1].held_bytes - now.held_bytes if 0 < level <= self._base and settled else 0
+            growable = level if settled else max(level - self._base, 0)
         locked = now.resident_bytes + now.pool_bytes if self._may_lock else 0
         action = self._watch.sample(
             time.monotonic(),
             held_bytes=now.held_bytes - locked,
             layer_bytes=self._layer_bytes,
-            shrinkable=len(rungs) - 1 - rung,
+            shrinkable=len(levels) - 1 - level,
             growable=growable,
             returned_bytes=returned,
             evicted_bytes=evicted,
@@ -371,21 +371,21 @@ class Streamer:
         match action:
             case Shrink(layers):
                 with self._condition:
-                    self._climb(min(self._rung + layers, len(self._rungs) - 1))
+                    self._climb(min(self._level + layers, len(self._levels) - 1))
             case Grow():
                 with self._condition:
-                    if self._braced_s is not None or self._rung > self._base:  # else a prompt came meanwhile
-                        self._climb(max(self._rung - 1, 0))
+                    if self._braced_s is not None or self._level > self._base:  # else a prompt came meanwhile
+                        self._climb(max(self._level - 1, 0))
             case Replan(needed_bytes):
                 self._replan = needed_bytes
             case Hold():
                 pass
 
-    def _climb(self, rung: int) -> None:
-        now = self._rungs[rung]
-        level = logging.DEBUG if rung <= self._base and self._rung <= self._base else logging.INFO
-        logger.log(level, "memory: %d MB resident (pressure: %s)", now.resident_bytes // 1_000_000, self.level)
-        self._rung = rung
+    def _climb(self, level: int) -> None:
+        now = self._levels[level]
+        severity = logging.DEBUG if level <= self._base and self._level <= self._base else logging.INFO
+        logger.log(severity, "memory: %d MB resident (pressure: %s)", now.resident_bytes // 1_000_000, self.level)
+        self._level = level
         self.change(now)
 
     def _load(self, unit: int) -> None:
@@ -417,7 +417,7 @@ class Streamer:
                 del self._lacking[unit]
                 self._condition.notify_all()
 
-    def _lock(self, parts: Sequence[Part]) -> None:
+    def _lock(self, parts: Sequence[ByteRange]) -> None:
         """Pin what came to stay; what cannot be pinned stays as well."""
         try:
             for part in parts if self._may_lock else ():
@@ -430,7 +430,7 @@ class Streamer:
         with self._condition:
             return self._first() == (unit, is_lacking)
 
-    def _read(self, piece: Piece) -> None:
+    def _read(self, piece: ReadCall) -> None:
         self._asked_bytes += piece.read()
 
     def _look_at_one(self) -> None:
@@ -460,7 +460,7 @@ class Streamer:
 class Follower:
     """While llama.cpp fills its mappings, gives back each streamed unit that it is done with. A context manager."""
 
-    def __init__(self, units: Sequence[Part]) -> None:
+    def __init__(self, units: Sequence[ByteRange]) -> None:
         self._units = units
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)

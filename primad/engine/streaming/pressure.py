@@ -18,9 +18,9 @@ less what we hold or are to hold of files. It says at once, within one token, th
 
 Where the system judges for itself (macOS, Windows) it is believed in any case.
 
-It grows back one layer at a time, and only into room that was there throughout for ``patience_s``: a program that takes and
+It grows back one layer at a time, and only into room that was there throughout for ``wait_s``: a program that takes and
 frees memory again and again keeps it. Memory that this process gave back itself a moment ago is nobody's yet, and needs
-patience only after pressure. Pressure soon after we grew doubles the patience, a long calm halves it.
+wait only after pressure. Pressure soon after we grew doubles the wait, a long calm halves it.
 
 When nothing is left to shrink and pressure stays, the head is asked for another plan (``Replan``), not again for a while.
 """
@@ -60,15 +60,15 @@ MAJOR_FAULTS_PER_S: Final = 300.0
 """Each is a read of its own, of about 0.3 ms from a good disk: a tenth of the time, as with ``SOME_STALL``."""
 LINGER_S: Final = 5.0
 """A level is shown for so long after its last symptom."""
-PATIENCE_S: Final = 5.0
+WAIT_S: Final = 5.0
 """Room must have been there for so long, at least, to be grown into."""
-MOST_PATIENCE_S: Final = 300.0
+MOST_WAIT_S: Final = 300.0
 GROW_EVERY_S: Final = 1.0
 """Between two layers, so that symptoms of the first are seen before the second."""
 RELAPSE_S: Final = 30.0
-"""Pressure this soon after we grew (or within twice the patience) is put down to it."""
-CALM_PATIENCES: Final = 4
-"""After calm of so many times the patience it is halved."""
+"""Pressure this soon after we grew (or within twice the wait) is put down to it."""
+CALM_WAITS: Final = 4
+"""After calm of so many times the wait it is halved."""
 REPLAN_AFTER_S: Final = 5.0
 """A burst is over by then; another plan costs seconds, or minutes where layers must be fetched."""
 REPLAN_AGAIN_S: Final = 300.0
@@ -158,13 +158,13 @@ class Symptoms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class PressureState:
     """All that the policy remembers. Times are on the scale of ``now``; None for what was not yet.
 
     A window of symptoms began at ``window_s`` with ``first`` and lost ``evicted_bytes`` so far; ``symptoms`` are those of
     the last whole one. ``pressed_s`` is the last moment with pressure, ``stuck_s`` the first of those in a row with nothing
     left to shrink. ``lowest_bytes`` is the least that was available since ``lowest_since_s``, ``before_bytes`` in the time
-    of ``patience_s`` or more before that.
+    of ``wait_s`` or more before that.
     """
 
     level: Level = "calm"
@@ -176,19 +176,19 @@ class State:
     stuck_s: float | None = None
     asked_s: float | None = None
     grown_s: float | None = None
-    patience_s: float = PATIENCE_S
-    patience_since_s: float
+    wait_s: float = WAIT_S
+    wait_since_s: float
     lowest_bytes: int
     lowest_since_s: float
     before_bytes: int | None = None
 
 
-def begin(reading: Reading, now: float) -> State:
+def begin(reading: Reading, now: float) -> PressureState:
     """The state at the first reading."""
-    return State(
+    return PressureState(
         window_s=now,
         first=reading,
-        patience_since_s=now,
+        wait_since_s=now,
         lowest_bytes=reading.available_bytes,
         lowest_since_s=now,
     )
@@ -204,7 +204,7 @@ def room_bytes(reading: Reading, holding: Holding) -> int:
     return reading.available_bytes - (holding.held_bytes if reading.counts_mapped else 0)
 
 
-def decide(state: State, reading: Reading, holding: Holding, now: float) -> tuple[State, Action]:
+def decide(state: PressureState, reading: Reading, holding: Holding, now: float) -> tuple[PressureState, Action]:
     """What becomes of ``state`` by ``reading`` at ``now``, and what is to be done; it counts as done."""
     assert holding.layer_bytes > 0
     state = _count(state, reading, holding, now)
@@ -212,11 +212,11 @@ def decide(state: State, reading: Reading, holding: Holding, now: float) -> tupl
     level = judge(state.symptoms, reading, holding)
     if level == "calm":
         return _calm(state, reading, holding, now)
-    relapse_s = max(RELAPSE_S, 2 * state.patience_s)
+    relapse_s = max(RELAPSE_S, 2 * state.wait_s)
     if state.grown_s is not None and now - state.grown_s < relapse_s:
-        patience_s = min(2 * state.patience_s, MOST_PATIENCE_S)
-        state = replace(state, grown_s=None, patience_s=patience_s)
-    state = replace(state, level=level, pressed_s=now, patience_since_s=now)
+        wait_s = min(2 * state.wait_s, MOST_WAIT_S)
+        state = replace(state, grown_s=None, wait_s=wait_s)
+    state = replace(state, level=level, pressed_s=now, wait_since_s=now)
     if holding.shrinkable > 0:
         return _shrink(state, level, reading, holding, now)
     return _ask(state, reading, holding, now)
@@ -253,7 +253,7 @@ def _is_some(symptoms: Symptoms, holding: Holding) -> bool:
     )
 
 
-def _count(state: State, reading: Reading, holding: Holding, now: float) -> State:
+def _count(state: PressureState, reading: Reading, holding: Holding, now: float) -> PressureState:
     """The symptoms of a window that is over."""
     evicted = state.evicted_bytes + holding.evicted_bytes
     seconds = now - state.window_s
@@ -279,15 +279,17 @@ def _gain(before: int | None, after: int | None) -> int:
     return 0 if before is None or after is None else max(0, after - before)
 
 
-def _remember(state: State, reading: Reading, now: float) -> State:
-    """The least that was available, over the patience that is over and over the one that runs."""
-    if now - state.lowest_since_s >= state.patience_s:
+def _remember(state: PressureState, reading: Reading, now: float) -> PressureState:
+    """The least that was available, over the wait that is over and over the one that runs."""
+    if now - state.lowest_since_s >= state.wait_s:
         lowest, available = min(state.lowest_bytes, reading.available_bytes), reading.available_bytes
         return replace(state, before_bytes=lowest, lowest_bytes=available, lowest_since_s=now)
     return replace(state, lowest_bytes=min(state.lowest_bytes, reading.available_bytes))
 
 
-def _shrink(state: State, level: Level, reading: Reading, holding: Holding, now: float) -> tuple[State, Action]:
+def _shrink(
+    state: PressureState, level: Level, reading: Reading, holding: Holding, now: float
+) -> tuple[PressureState, Action]:
     missing = reserve_bytes(reading.total_bytes) - room_bytes(reading, holding)
     layers = 1
     if room_bytes(reading, holding) < 0:
@@ -299,7 +301,7 @@ def _shrink(state: State, level: Level, reading: Reading, holding: Holding, now:
     return state, Shrink(min(layers, holding.shrinkable))
 
 
-def _ask(state: State, reading: Reading, holding: Holding, now: float) -> tuple[State, Action]:
+def _ask(state: PressureState, reading: Reading, holding: Holding, now: float) -> tuple[PressureState, Action]:
     if state.stuck_s is None:
         return replace(state, stuck_s=now), Hold()
     asked = state.asked_s is not None and now - state.asked_s < REPLAN_AGAIN_S
@@ -309,12 +311,12 @@ def _ask(state: State, reading: Reading, holding: Holding, now: float) -> tuple[
     return replace(state, asked_s=now), Replan(max(missing, holding.layer_bytes))
 
 
-def _calm(state: State, reading: Reading, holding: Holding, now: float) -> tuple[State, Action]:
+def _calm(state: PressureState, reading: Reading, holding: Holding, now: float) -> tuple[PressureState, Action]:
     state = replace(state, stuck_s=None)
     if state.pressed_s is None or now - state.pressed_s >= LINGER_S:
         state = replace(state, level="calm")
-    if state.patience_s > PATIENCE_S and now - state.patience_since_s >= CALM_PATIENCES * state.patience_s:
-        state = replace(state, patience_s=max(state.patience_s / 2, PATIENCE_S), patience_since_s=now)
+    if state.wait_s > WAIT_S and now - state.wait_since_s >= CALM_WAITS * state.wait_s:
+        state = replace(state, wait_s=max(state.wait_s / 2, WAIT_S), wait_since_s=now)
     if holding.growable == 0:
         return state, Hold()
     if holding.returned_bytes:
@@ -330,13 +332,13 @@ def _calm(state: State, reading: Reading, holding: Holding, now: float) -> tuple
     return replace(state, grown_s=now), Grow()
 
 
-def _may_grow(state: State, now: float) -> bool:
+def _may_grow(state: PressureState, now: float) -> bool:
     settled = state.grown_s is None or now - state.grown_s >= GROW_EVERY_S
     return _is_rested(state, now) and settled and state.before_bytes is not None
 
 
-def _is_rested(state: State, now: float) -> bool:
-    return state.pressed_s is None or now - state.pressed_s >= state.patience_s
+def _is_rested(state: PressureState, now: float) -> bool:
+    return state.pressed_s is None or now - state.pressed_s >= state.wait_s
 
 
 class PressureWatch:
@@ -347,7 +349,7 @@ class PressureWatch:
 
     def __init__(self, read: Callable[[], Reading]) -> None:
         self._read = read
-        self._state: State | None = None
+        self._state: PressureState | None = None
         self._read_s = -math.inf
         self._evicted_bytes = 0
 

@@ -173,29 +173,29 @@ def _part(most: tuple[int, int], cuts: Sequence[int], due: float) -> tuple[int, 
 def ladder(base: Residency, spread: Spread | None) -> tuple[Residency, ...]:
     """``base`` and what streams instead under more and more pressure, down to nothing resident.
 
-    Every rung holds less than the one before it, by about a layer. Without ``spread`` units stream as a whole: first a pool
+    Every level holds less than the one before it, by about a layer. Without ``spread`` units stream as a whole: first a pool
     of experts gives back a layer's bytes at a time; then one more unit streams, taken from the middle of the longest run of
     resident ones, or as many more as it takes until less is held.
     """
-    rungs, now = [base], base
+    levels, now = [base], base
     if spread is not None:
         held, layer = base.held_bytes, int(statistics.median(base.sizes))
         while now.resident_bytes and held > 0:  # of some spreads a little stays in any case
             held -= max(layer, 1)
             now = spread.within(held)
-            if now.held_bytes < rungs[-1].held_bytes:
-                rungs.append(now)
-        return tuple(rungs)
+            if now.held_bytes < levels[-1].held_bytes:
+                levels.append(now)
+        return tuple(levels)
     while now.pool_bytes > now.layer_pool_bytes:
         now = replace(now, pool_bytes=max(now.pool_bytes - now.layer_pool_bytes, now.layer_pool_bytes))
-        rungs.append(now)
+        levels.append(now)
     while now.resident:
         unit = _next_to_stream(now)
         now = replace(now, parts=(*now.parts[:unit], (0, now.sizes[unit]), *now.parts[unit + 1 :]))
         now = replace(now, ahead_bytes=max(base.ahead_bytes, two_slots(now.sizes, now.streamed)))
-        if now.held_bytes < rungs[-1].held_bytes:
-            rungs.append(now)
-    return tuple(rungs)
+        if now.held_bytes < levels[-1].held_bytes:
+            levels.append(now)
+    return tuple(levels)
 
 
 def by_expert(whole: Residency, experts: Mapping[int, int], room_bytes: int) -> Residency | None:
@@ -210,12 +210,12 @@ def by_expert(whole: Residency, experts: Mapping[int, int], room_bytes: int) -> 
     layer = max(experts.values())
     sizes = tuple(size - experts.get(unit, 0) for unit, size in enumerate(whole.sizes))
     streamed = whole.streamed - experts.keys()
-    rungs = ladder(Residency.whole(sizes, streamed, two_slots(sizes, streamed)), None)
-    room = [whole.held_bytes + room_bytes - rung.held_bytes for rung in rungs]
-    rung, pool = next(
-        ((rung, left) for rung, left in zip(rungs, room, strict=True) if left >= layer), (rungs[-1], layer)
+    levels = ladder(Residency.whole(sizes, streamed, two_slots(sizes, streamed)), None)
+    room = [whole.held_bytes + room_bytes - level.held_bytes for level in levels]
+    level, pool = next(
+        ((level, left) for level, left in zip(levels, room, strict=True) if left >= layer), (levels[-1], layer)
     )
-    return replace(rung, pool_bytes=min(pool, sum(experts.values())), layer_pool_bytes=layer)
+    return replace(level, pool_bytes=min(pool, sum(experts.values())), layer_pool_bytes=layer)
 
 
 def two_slots(sizes: Sequence[int], streamed: Collection[int]) -> int:
