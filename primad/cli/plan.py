@@ -41,7 +41,7 @@ def plan(
     objective: Annotated[
         str, typer.Option(help="What to make small: latency, ttft, throughput (of all sequences) or balanced.")
     ] = "balanced",
-    solver: Annotated[str, typer.Option(help="halda, or paper: Halda as published.")] = "halda",
+    solver: Annotated[str, typer.Option(help="halda, or paper: Halda as published (in a source checkout).")] = "halda",
     context: Annotated[
         int | None,
         typer.Option(

@@ -8,8 +8,6 @@ from halda import Plan, as_run
 from halda.evaluate import DevicePrediction, Prediction
 from halda.instance import Instance
 from halda.solution import Solution
-from halda_research.published import PublishedPlan
-from halda_research.simulate import Simulation
 from primad.planning.bottleneck import bottleneck
 from primad.planning.question import Question
 from primad.planning.schema import (
@@ -19,7 +17,6 @@ from primad.planning.schema import (
     Proof,
     RingJson,
     ShortJson,
-    Span,
     WindowJson,
     WorkloadJson,
 )
@@ -27,13 +24,12 @@ from primad.planning.schema import (
 
 @dataclass(frozen=True, slots=True)
 class DescribedPlan:
-    """One plan by one solver; the other fields are those that this solver gives."""
+    """One plan; ``solution`` is how Halda found it, None for the paper's plan."""
 
     plan: Plan
     prediction: Prediction
     instance: Instance
     solution: Solution | None = None
-    published: PublishedPlan | None = None
 
     @property
     def as_run(self) -> Prediction:
@@ -45,7 +41,7 @@ def ring_part(answer: DescribedPlan) -> RingJson:
     """The plan with what it costs."""
     plan, prediction = answer.plan, answer.as_run
     return RingJson(
-        solver="halda" if answer.published is None else "paper",
+        solver="paper" if answer.solution is None else "halda",
         head=plan.head,
         rounds=plan.rounds,
         output_on_gpu=plan.output_on_gpu,
@@ -123,20 +119,6 @@ def predicted_part(answer: DescribedPlan) -> Predicted:
         disk_ms=prediction.disk_s * 1e3,
         disk_bytes_per_token=sum(device.disk_bytes_per_token for device in prediction.devices),
     )
-
-
-def timeline_part(simulated: Simulation) -> list[Span]:
-    """One token as it was simulated."""
-    return [
-        Span(
-            device=interval.device,
-            kind=interval.kind,
-            layers=list(interval.layers),
-            start_ms=interval.start_s * 1e3,
-            end_ms=interval.end_s * 1e3,
-        )
-        for interval in simulated.timeline
-    ]
 
 
 def proof_part(question: Question, answer: DescribedPlan) -> Proof:

@@ -1,41 +1,38 @@
 """From a question to the whole answer: the plan, what it costs, and what else could be.
 
-Everything is judged by one evaluator (``halda.evaluate``): this plan, each device alone, the other solver's plan, each
-device that was left out taking part after all, and what was before ``--what-if``.
+Everything is judged by one evaluator (``halda.evaluate``): this plan, each device alone, each device that was left out
+taking part after all, and what was before ``--what-if``. With ``--solver paper`` the plan is that of Halda as published,
+which only a source checkout has (``halda_research``), beside ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Final
 
-from halda import Infeasible
+from halda import Infeasible, Plan
 from halda.evaluate import evaluate
 from halda.instance import Instance, instance
 from halda.search import CHUNKS, solve, solve_alone, solve_heads
 from halda.solution import Solution
-from halda_research.published import solve_published
-from halda_research.simulate import simulate
 from primad import __version__
-from primad.errors import PlanError
+from primad.errors import ConfigError, PlanError
 from primad.planning.describe import (
     DescribedPlan,
     model_part,
     predicted_part,
     proof_part,
     ring_part,
-    timeline_part,
     workload_part,
 )
 from primad.planning.question import Question
-from primad.planning.schema import SCHEMA, AloneJson, Compared, Explanation, LeftOutJson, WhatIf
+from primad.planning.schema import SCHEMA, AloneJson, Explanation, LeftOutJson, WhatIf
 from primad.planning.units import show_ms
 
 MOST_LEFT_OUT: Final = 8
 """Devices for which it is worked out what they would cost; of more only the solver's reason is given."""
 LEFT_OUT_TIME_LIMIT_S: Final = 2.0
-SIMULATED_TOKENS: Final = 4
-"""After its warm-up the simulated ring repeats itself."""
 _SAME: Final = 0.001
 """Relative difference that is not worth a number."""
 _OF: Final = {"latency": "a token", "ttft": "the first token", "throughput": "a token of all", "balanced": "a request"}
@@ -44,24 +41,16 @@ _OF: Final = {"latency": "a token", "ttft": "the first token", "throughput": "a 
 def explain(question: Question, changes: Sequence[str] = (), before: Question | None = None) -> Explanation:
     """The answer to ``question``; with ``changes``, next to that of the question ``before`` them.
 
-    Raises ``PlanError`` when there is no plan, saying which limit is short.
+    Raises ``PlanError`` when there is no plan, saying which limit is short, and ``ConfigError`` where this primad has not
+    got the paper's solver.
     """
     earlier = None if before is None else _before(changes, before)
     try:
         halda = _halda(question)
+        chosen = _paper(question, halda.plan.head) if question.solver == "paper" else halda
     except Infeasible as exc:
         raise PlanError(_no_plan(str(exc), earlier)) from exc
-    try:
-        paper: DescribedPlan | Infeasible = _paper(question, halda.plan.head)
-    except Infeasible as exc:
-        if question.solver == "paper":
-            raise PlanError(_no_plan(str(exc), earlier)) from exc
-        paper = exc
-    chosen, other = (
-        (paper, halda) if isinstance(paper, DescribedPlan) and question.solver == "paper" else (halda, paper)
-    )
     ring = ring_part(chosen)
-    simulated = simulate(chosen.plan, chosen.instance, tokens=SIMULATED_TOKENS, timeline=True)
     return Explanation(
         schema=SCHEMA,
         primad=__version__,
@@ -78,10 +67,8 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         proof=proof_part(question, chosen),
         left_out=_left_out(question, chosen),
         alone=_alone(question),
-        compared=_compared(other),
+        compared=None if chosen is halda else ring_part(halda),
         what_if=earlier,
-        simulated_tpot_ms=simulated.tpot_s * 1e3,
-        timeline=timeline_part(simulated),
     )
 
 
@@ -109,12 +96,16 @@ def _answer(question: Question, solution: Solution) -> DescribedPlan:
 
 
 def _paper(question: Question, head: str) -> DescribedPlan:
-    """The paper's plan with the same head, under our evaluation. Raises ``Infeasible``."""
-    published = solve_published(
+    """The paper's plan with the same head, under our evaluation. Raises ``Infeasible``, and ``ConfigError`` without it."""
+    try:
+        research = import_module("halda_research.published")
+    except ModuleNotFoundError as exc:
+        raise ConfigError("--solver paper: needs a source checkout of primad; this one has only halda") from exc
+    plan: Plan = research.solve_published(
         question.devices, question.all_links, question.model, question.workload, limits=question.limits, head=head
-    )
+    ).plan
     asked = _instance(question, head)
-    return DescribedPlan(published.plan, evaluate(published.plan, asked), asked, published=published)
+    return DescribedPlan(plan, evaluate(plan, asked), asked)
 
 
 def _instance(question: Question, head: str) -> Instance:
@@ -206,11 +197,3 @@ def _alone(question: Question) -> list[AloneJson]:
             found = predicted_part(_answer(question, answer))
             parts.append((answer.objective_s, AloneJson(name=device.device, predicted=found, reason=None)))
     return [part for _, part in sorted(parts, key=lambda pair: pair[0])]
-
-
-def _compared(other: DescribedPlan | Infeasible) -> Compared:
-    if isinstance(other, Infeasible):
-        return Compared(solver="paper", ring=None, claimed_ms=None, reason=str(other))
-    claimed_ms = None if other.published is None else other.published.predicted_s * 1e3
-    ring = ring_part(other)
-    return Compared(solver=ring.solver, ring=ring, claimed_ms=claimed_ms, reason=None)

@@ -1,4 +1,4 @@
-"""A picture of a plan: where one token is when, and what fills the memory. Needs matplotlib (``primad[plot]``)."""
+"""A picture of a plan: what takes the time of a token, and what fills the memory. Needs matplotlib (``primad[plot]``)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from primad.errors import ConfigError
 from primad.planning.schema import Explanation
 from primad.planning.units import show_bytes, show_ms, show_speed
 
-_COLOURS: Final = {"compute": "#3b6ea5", "stall": "#c9503f", "load": "#7f9f5f", "hop": "#d9a441"}
-_WORDS: Final = {"compute": "computes", "stall": "waits for its disk", "load": "its disk reads", "hop": "sends"}
-_LANES: Final = {"load": (0.36, 0.12)}
-"""How far below a device's line a kind is drawn, and how high, where that is not in the middle and 0.5."""
+_TIMES: Final = (
+    ("compute_ms", "computes", "#3b6ea5"),
+    ("stall_ms", "waits for its disk", "#c9503f"),
+    ("hop_ms", "sends", "#d9a441"),
+)
 SUFFIXES: Final = (".png", ".svg", ".pdf")
 
 
@@ -30,7 +31,7 @@ def plot(answer: Explanation, path: Path) -> None:
     height = 2.2 + 0.9 * len(answer.devices)
     figure = _figure_class()(figsize=(11, height), layout="constrained")
     times, memory = figure.subplots(1, 2, width_ratios=(3, 2))
-    _timeline(times, answer)
+    _token(times, answer)
     _memory(memory, answer)
     found = answer.predicted
     figure.suptitle(f"{answer.model.name}: {show_ms(found.tpot_ms)} a token, {show_speed(found.tokens_per_s)}")
@@ -48,19 +49,17 @@ def _figure_class() -> Any:
     return Figure
 
 
-def _timeline(axes: Any, answer: Explanation) -> None:
-    names = [device.name for device in answer.devices]
-    told: set[str] = set()
-    for span in answer.timeline:
-        label = None if span.kind in told else _WORDS[span.kind]
-        told.add(span.kind)
-        below, height = _LANES.get(span.kind, (0.0, 0.5))
-        row, width = names.index(span.device) + below, span.end_ms - span.start_ms
-        axes.barh(row, width, left=span.start_ms, height=height, color=_COLOURS[span.kind], label=label)
-    axes.set_yticks(range(len(names)), names)
+def _token(axes: Any, answer: Explanation) -> None:
+    """One bar a device: a token is computed by one after another, so all the bars together are its time."""
+    rows = range(len(answer.devices))
+    begins = [0.0 for _ in rows]
+    for field, word, colour in _TIMES:
+        widths = [float(getattr(device, field)) for device in answer.devices]
+        axes.barh(rows, widths, left=begins, height=0.5, color=colour, label=word)
+        begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
+    axes.set_yticks(rows, [device.name for device in answer.devices])
     axes.invert_yaxis()
-    axes.set_xlim(0, max(span.end_ms for span in answer.timeline))
-    axes.set_xlabel(f"milliseconds of one token, simulated ({show_ms(answer.simulated_tpot_ms)})")
+    axes.set_xlabel("milliseconds of a token")
     _legend(axes)
 
 

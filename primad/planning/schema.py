@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 
 
 class WindowJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,18 +137,6 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     solver: str | None
 
 
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """The other solver's plan under the same evaluation, or why there is none.
-
-    ``claimed_ms`` is the time of a token that the paper's own model gives its plan; null for halda.
-    """
-
-    solver: str
-    ring: RingJson | None
-    claimed_ms: float | None
-    reason: str | None
-
-
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     """The ``changes`` that were asked for and the plan ``before`` them, or why there was none."""
 
@@ -176,25 +164,10 @@ class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
     answer_tokens: int
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``device`` does while one token is made.
-
-    ``kind`` is compute, stall, load (its disk reads) or hop (it sends); ``layers`` are those that are computed, read
-    or waited for.
-    """
-
-    device: str
-    kind: str
-    layers: list[int]
-    start_ms: float
-    end_ms: float
-
-
 class Explanation(RingJson, frozen=True, kw_only=True):
     """The whole answer; ``schema`` is ``SCHEMA``, ``primad`` the version that answered.
 
-    ``simulated_tpot_ms`` and ``timeline`` come from a simulation of the ring, event by event: it knows when which layer is
-    read, where the prediction only knows that the disk has time enough.
+    ``compared`` is Halda's plan beside that of the paper's solver under the same evaluation; null where the plan is Halda's.
     """
 
     schema: int
@@ -204,10 +177,8 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     proof: Proof
     left_out: list[LeftOutJson]
     alone: list[AloneJson]
-    compared: Compared
+    compared: RingJson | None
     what_if: WhatIf | None
-    simulated_tpot_ms: float
-    timeline: list[Span]
 
 
 def encode(answer: Explanation) -> bytes:

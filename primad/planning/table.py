@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from primad.planning.schema import Compared, DeviceJson, Explanation, Predicted, Proof, RingJson, WhatIf
+from primad.planning.schema import DeviceJson, Explanation, Predicted, Proof, RingJson, WhatIf
 from primad.planning.units import show_bytes, show_ms, show_speed
 
 _PLAIN_WIDTH: Final = 160
@@ -26,8 +26,6 @@ _UNDER: Final = {
     **dict.fromkeys(("windows", "GPU", "resident", "streamed"), "layers"),
     **dict.fromkeys(_WHEN, "a token"),
 }
-_CLOSE: Final = 0.02
-"""Relative difference of prediction and simulation that goes without saying."""
 _GOALS: Final = {
     "latency": "the time of a token",
     "ttft": "the time to the first token",
@@ -106,7 +104,7 @@ def _facts(answer: Explanation) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     work, found = answer.workload, answer.predicted
-    table.add_row("a token", f"{show_ms(found.tpot_ms)}, {_speed(answer)}{_simulated(answer)}")
+    table.add_row("a token", f"{show_ms(found.tpot_ms)}, {_speed(answer)}")
     chunks = f", {answer.chunk_rows} at a time" if work.prompt_tokens > answer.chunk_rows else ""
     prompt = f"a prompt of {_count(work.prompt_tokens, 'token')}{chunks}"
     table.add_row("first token", f"{show_ms(found.ttft_ms)} for {prompt}")
@@ -120,7 +118,8 @@ def _facts(answer: Explanation) -> Table:
     for i, left in enumerate(answer.left_out):
         table.add_row("left out" if i == 0 else "", f"{left.name}: {left.reason}")
     table.add_row("best alone", _alone(answer))
-    table.add_row("the paper's plan" if answer.compared.solver == "paper" else "Halda's plan", _compared(answer))
+    if answer.compared is not None:
+        table.add_row("Halda's plan", _compared(answer.compared, answer.predicted))
     return table
 
 
@@ -139,14 +138,6 @@ def _speed(answer: Explanation) -> str:
     speed = show_speed(answer.predicted.tokens_per_s)
     sequences = answer.workload.sequences
     return speed if sequences == 1 else f"{speed} with {sequences} sequences"
-
-
-def _simulated(answer: Explanation) -> str:
-    simulated = answer.simulated_tpot_ms
-    if abs(simulated / answer.predicted.tpot_ms - 1) < _CLOSE:
-        return ""
-    whole = ", of layers that stream as a whole" if any(device.slots for device in answer.devices) else ""
-    return f"; {show_ms(simulated)} in a simulation of every read and hop{whole}"
 
 
 def _short(ring: RingJson) -> str:
@@ -173,17 +164,13 @@ def _alone(answer: Explanation) -> str:
     return f"{best.name}: {show_ms(best.predicted.tpot_ms)} a token{how}, first token {show_ms(best.predicted.ttft_ms)}"
 
 
-def _compared(answer: Explanation) -> str:
-    compared: Compared = answer.compared
-    if compared.ring is None:
-        return f"none: {compared.reason}"
-    found = compared.ring.predicted
-    change = 100 * (found.tpot_ms / answer.predicted.tpot_ms - 1)
-    text = (
+def _compared(halda: RingJson, shown: Predicted) -> str:
+    found = halda.predicted
+    change = 100 * (found.tpot_ms / shown.tpot_ms - 1)
+    return (
         f"{show_ms(found.tpot_ms)} a token ({change:+.3g} %), first token {show_ms(found.ttft_ms)}, "
-        f"{_count(compared.ring.rounds, 'round')}: " + ", ".join(_share(device) for device in compared.ring.devices)
+        f"{_count(halda.rounds, 'round')}: " + ", ".join(_share(device) for device in halda.devices)
     )
-    return f"{text}; does not fit: {_short(compared.ring)}" if compared.ring.short else text
 
 
 def _share(device: DeviceJson) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 
 from halda import CHUNKS, instance
-from primad.errors import PlanError
+from primad.errors import ConfigError, PlanError
 from primad.planning.explain import explain
 from primad.planning.question import Question, Wishes, ask
 from primad.planning.schema import SCHEMA, Explanation, encode
@@ -69,9 +70,6 @@ def test_a_token_adds_up(answer):
     assert found.compute_ms + found.hop_ms + found.stall_ms == pytest.approx(found.tpot_ms)
     assert found.tokens_per_s == pytest.approx(1e3 / found.tpot_ms)
     assert found.exchange_ms == pytest.approx(found.ttft_ms + answer.workload.answer_tokens * found.tpot_ms)
-    assert answer.simulated_tpot_ms >= found.tpot_ms * 0.999
-    assert max(span.end_ms for span in answer.timeline) == pytest.approx(answer.simulated_tpot_ms)
-    assert {span.device for span in answer.timeline} <= {part.name for part in answer.devices}
 
 
 def test_every_device_is_in_or_out(answer):
@@ -104,19 +102,23 @@ def test_the_best_alone_comes_first_and_the_ring_is_not_slower(answer):
     assert answer.predicted.exchange_ms <= times[0] * (1 + 1e-6)
 
 
-def test_halda_is_not_slower_than_the_paper(answer):
+def test_the_papers_plan_stands_next_to_haldas_which_is_not_slower(answer):
+    paper = explain(question(solver="paper"))
     assert answer.proof.proven
-    assert answer.compared.solver == "paper"
-    assert answer.compared.ring is not None
-    if not answer.compared.ring.short:
-        assert answer.predicted.exchange_ms <= answer.compared.ring.predicted.exchange_ms * (1 + 1e-6)
+    assert answer.compared is None
+    assert paper.compared is not None
+    assert (paper.solver, paper.compared.solver) == ("paper", "halda")
+    assert paper.proof.gap is None
+    assert paper.compared.predicted == answer.predicted
+    if not paper.short:
+        assert paper.compared.predicted.exchange_ms <= paper.predicted.exchange_ms * (1 + 1e-6)
 
 
-def test_the_papers_plan_next_to_haldas():
-    answer = explain(question(solver="paper"))
-    assert (answer.solver, answer.compared.solver) == ("paper", "halda")
-    assert answer.proof.gap is None
-    assert answer.compared.ring is not None
+def test_an_installed_primad_has_halda_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "halda_research.published", None)
+    assert explain(question()).solver == "halda"
+    with pytest.raises(ConfigError, match="--solver paper: needs a source checkout"):
+        explain(question(solver="paper"))
 
 
 @pytest.mark.parametrize("objective", ["latency", "ttft", "throughput", "balanced"])

@@ -49,7 +49,6 @@ def test_everything_that_was_asked_for_is_there(answer):
         "left out",
         "watch: cannot take part",
         "best alone",
-        "the paper's plan",
         "What if ram:laptop=3GB",
         "before",
         "after",
@@ -63,6 +62,14 @@ def test_nothing_is_cut_on_a_narrow_terminal(answer, width):
     text = shown(answer, width=width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_the_papers_plan_is_shown_with_haldas_beside_it(answer):
+    asked = ask(Wishes(solver="paper"), (device("desk", ram=3 * GB), device("laptop", ram=9 * GB)), (), model())
+    text = shown(explain(asked))
+    for words in ("by the paper's solver", "the paper's solver does not say", "Halda's plan"):
+        assert words in text, words
+    assert "Halda's plan" not in shown(answer)
 
 
 def test_a_picture_is_written(answer, tmp_path):
