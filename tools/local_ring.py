@@ -278,13 +278,13 @@ class LocalRing:
         prompt: Sequence[int],
         max_tokens: int,
         *,
-        drawn: Sequence[int] = (),
+        replayed: Sequence[int] = (),
         sampling: Sampling = GREEDY,
         logprobs: int | None = None,
         heard: Callable[[Sampled], None] = lambda _: None,
         told: Callable[[Status], None] = lambda _: None,
     ) -> tuple[list[Sampled], Finished]:
-        """Continue ``prompt`` behind what was ``drawn`` for it: what was sampled, and how it ended.
+        """Continue ``prompt`` behind ``replayed``, sampled for it before: what was sampled now, and how it ended.
 
         ``heard`` is given each token as it comes, ``told`` what the head did and holds if ``report`` asks for it meanwhile.
         """
@@ -294,7 +294,7 @@ class LocalRing:
             Generate(
                 request=self._requests,
                 prompt=list(prompt),
-                drawn=list(drawn),
+                sampled=list(replayed),
                 max_tokens=max_tokens,
                 sampling=sampling,
                 logprobs=logprobs,

@@ -40,13 +40,13 @@ class Rings:
             self._runner.run(ring.__aexit__(None, None, None))
         self._runner.close()
 
-    def answer(self, shape: object, sampling: object, sampled: list[int]) -> list[Sampled]:
-        """What the ring of ``shape`` answers behind ``sampled``, with its most likely tokens."""
+    def answer(self, shape: object, sampling: object, replayed: list[int]) -> list[Sampled]:
+        """What the ring of ``shape`` answers behind ``replayed``, with its most likely tokens."""
         ring = self._rings[shape]
         sampled, finished = self._runner.run(
-            ring.generate(PROMPT, COUNT, sampled=sampled, sampling=sampling, logprobs=20)
+            ring.generate(PROMPT, COUNT, replayed=replayed, sampling=sampling, logprobs=20)
         )
-        assert finished.completion_tokens == len(sampled) + len(sampled)
+        assert finished.completion_tokens == len(replayed) + len(sampled)
         return [msgspec.structs.replace(event, request=0) for event in sampled]
 
     def replace_head(self, shape: object) -> None:
