@@ -58,6 +58,7 @@ def test_the_fleets_that_come_along_can_be_read(path: Path) -> None:
         ({"device": [{"name": "a", "latency_ms": -1}]}, "latency_ms = -1"),
         ({"device": [{"name": "a", "latency_ms": float("nan")}]}, "latency_ms = nan"),
         ({"device": [{"name": "a", "multicast": 1}]}, "multicast = 1"),
+        ({"device": [{"name": "a", "ipv4": "no"}]}, "ipv4 = 'no'"),
         ({"defaults": {"ip": "10.77.0.3"}, "device": [{"name": "a"}]}, "ip: unknown here"),
     ],
 )

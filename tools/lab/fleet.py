@@ -14,6 +14,7 @@ mbit_per_s = 100                # each way
 latency_ms = 4                  # added to a round trip, half each way
 ip = "10.77.0.9"                # otherwise 10.77.0.1 and on, in order
 ipv6 = true                     # also fd77::1 and on
+ipv4 = false                    # no IPv4; without ipv6 it has the link-local address of its interface alone
 multicast = false               # no mDNS in or out
 """
 
@@ -57,6 +58,7 @@ class DeviceSpec:
     latency_ms: float = 0.0
     ip: str | None = None
     ipv6: bool = False
+    ipv4: bool = True
     multicast: bool = True
 
     def __post_init__(self) -> None:
@@ -153,7 +155,7 @@ def parse_fleet(document: Mapping[str, Any], where: str) -> Fleet:
         for key in _BYTES:
             if key in merged:
                 merged[key] = size(merged[key], f"{where}: device {entry['name']!r}: {key}")
-        for key in ("ipv6", "multicast"):
+        for key in ("ipv6", "ipv4", "multicast"):
             if not isinstance(merged.get(key, True), bool):
                 raise LabError(f"{where}: device {entry['name']!r}: {key} = {merged[key]!r}; write true or false")
         specs.append(DeviceSpec(**merged))

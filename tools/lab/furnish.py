@@ -17,7 +17,7 @@ HOME_FOLDERS: Final = ("cache", "config", "data", "runtime", "state", "tmp")
 def furnish(lab: str, spec: DeviceSpec, addresses: Mapping[str, str]) -> dict[str, Any]:
     """Lay out the files of a device, and what its holder does with them (see ``inside.py``).
 
-    ``addresses`` are those of all devices by name. Raises ``LabError`` when its disk cannot be made.
+    ``addresses`` are those of the devices that have one, by name. Raises ``LabError`` when its disk cannot be made.
     """
     folder = root(lab) / spec.name
     home, own = folder / "home", folder / "own"
@@ -37,7 +37,7 @@ def furnish(lab: str, spec: DeviceSpec, addresses: Mapping[str, str]) -> dict[st
         ["mount", "--rbind", "/sys/fs/cgroup", str(own / "sys/fs/cgroup")],
         ["mount", "--move", str(own / "sys"), "/sys"],
     ]
-    off = "0" if spec.ipv6 else "1"
+    off = "0" if spec.ipv6 or not spec.ipv4 else "1"
     return {
         "namespaces": ["net", "uts", "mnt"],
         "hostname": spec.name,

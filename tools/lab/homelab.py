@@ -132,7 +132,8 @@ class Homelab:
         plain: dict[str, Any] = {"namespaces": ["net"], "sysctls": SWITCH_SYSCTLS, "commands": [], "folders": []}
         switch = self._start(inside("hold", {"groups": groups, **plain}))
         starting = [("the bridge", switch)]
-        addresses = {spec.name: ip for spec, ip in zip(self._fleet.devices, self._fleet.addresses(), strict=True)}
+        every = zip(self._fleet.devices, self._fleet.addresses(), strict=True)
+        addresses = {spec.name: ip for spec, ip in every if spec.ipv4}
         for spec in self._fleet.devices:
             self._cgroups.create(spec.name)
             settings = {"groups": groups, **furnish(self.id, spec, addresses)}

@@ -164,11 +164,13 @@ def _bridge(name: str) -> list[str]:
 
 
 def _addresses(cable: Cable) -> list[str]:
-    lines = ["link set lo up", f"addr add {cable.ip}/{NETWORK.prefixlen} brd + dev eth0"]
+    lines = ["link set lo up", "link set eth0 up"]
     if cable.ip6 is not None:
         lines.append(f"addr add {cable.ip6}/64 dev eth0 nodad")
-    # A device at home has a way out; here it ends at the bridge.
-    return [*lines, "link set eth0 up", "route add default dev eth0"]
+    if cable.spec.ipv4:
+        lines.append(f"addr add {cable.ip}/{NETWORK.prefixlen} brd + dev eth0")
+        lines.append("route add default dev eth0")  # a device at home has a way out; here it ends at the bridge
+    return lines
 
 
 def _shape(interface: str, spec: DeviceSpec, netem: bool) -> list[str]:
