@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import uuid
 from hashlib import blake2b
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Final, TypeVar
 
 import msgspec
 import platformdirs
+import psutil
 
 from halda import CpuProfile, DiskProfile, GpuProfile
 from primad.engine.build import build_id
@@ -26,6 +28,11 @@ from primad.profiles import Implausible, check_cpu, check_disk, check_gpu
 VERSION: Final = 2
 """Grows when the way of measuring changes."""
 Record = TypeVar("Record")
+_MAC: Final = re.compile(r"[0-9a-fA-F]{2}([:-][0-9a-fA-F]{2}){5}")
+_MADE_UP: Final = 1 << 40
+"""The bit of a hardware address that no device's own has."""
+_LOCAL: Final = 1 << 41
+"""The bit of one that its maker did not give."""
 
 
 class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +60,26 @@ class HomeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def host_id() -> str:
     """Equal for all processes of one machine; a digest, so that it tells others nothing else."""
-    return blake2b(f"primad {uuid.getnode()} {platform.node()}".encode(), digest_size=8).hexdigest()
+    return blake2b(f"primad {_node()} {platform.node()}".encode(), digest_size=8).hexdigest()
+
+
+def _node() -> int:
+    """A number of this machine's hardware.
+
+    Where no interface has an IPv4 address, the system's library looks no further and makes one up, another one in every
+    process; then it is the lowest hardware address that is the maker's own, or else the lowest.
+    """
+    node = uuid.getnode()
+    if not node & _MADE_UP:
+        return node
+    found = [
+        int(entry.address.replace("-", ":").replace(":", ""), 16)
+        for addresses in psutil.net_if_addrs().values()
+        for entry in addresses
+        if entry.family == psutil.AF_LINK and _MAC.fullmatch(entry.address)
+    ]
+    own = [each for each in found if each and not each & _MADE_UP]
+    return min(own, key=lambda each: (bool(each & _LOCAL), each), default=0)
 
 
 def machine_file(threads: int | None, folder: Path | None = None) -> Path:

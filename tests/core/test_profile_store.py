@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import uuid
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halda import DeviceProfile
 from primad.errors import ConfigError
+from primad.profiler import records
 from primad.profiler.store import MAX_FILE_BYTES, load_profile, load_profiles, save_profile
 from primad.profiles import Implausible, check_profile
 from tests.fakes.profile import CPU, DISK, GPU, PROFILE, speeds
@@ -257,3 +262,30 @@ def outcome(path: Path) -> str | list[DeviceProfile]:
 def test_a_profile_that_cannot_be_written_is_one_clear_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot be written"):
         save_profile(tmp_path / "none" / "desk.json", PROFILE, "made up")
+
+
+def links(**macs: str) -> dict[str, list[SimpleNamespace]]:
+    """Interfaces as the system tells them."""
+    return {
+        name: [SimpleNamespace(family=psutil.AF_LINK, address=mac), SimpleNamespace(family=2, address="10.0.0.1")]
+        for name, mac in macs.items()
+    }
+
+
+def test_a_machine_without_ipv4_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library that tells the hardware address looks at interfaces with IPv4 only, and makes one up without."""
+    made_up = count(0x0100_0000_0000, 77)
+    monkeypatch.setattr(uuid, "getnode", lambda: next(made_up))
+    here = links(
+        lo="00:00:00:00:00:00", br0="02:00:00:00:00:01", eth0="d8:00:00:00:00:02", odd="?", wlan0="D8-00-00-00-00-09"
+    )
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: here)
+    first = records.host_id()
+    assert records.host_id() == first
+    del here["br0"], here["wlan0"]  # containers come and go
+    assert records.host_id() == first
+    monkeypatch.setattr(uuid, "getnode", lambda: 0xD800_0000_0002)
+    assert records.host_id() == first, "it is what it is with IPv4"
+    monkeypatch.setattr(psutil, "net_if_addrs", dict)
+    monkeypatch.setattr(uuid, "getnode", lambda: next(made_up))
+    assert records.host_id() == records.host_id() != first
