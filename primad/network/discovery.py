@@ -36,6 +36,8 @@ from primad.network.addresses import (
 from primad.network.messages import PROTOCOL
 from primad.network.multicast import can_multicast
 from primad.network.peer import SERVICE, Peer, peer_of
+from primad.network.scopes import needs_scope
+from primad.settings.config import LOOPBACK
 
 __all__ = ["SERVICE", "Discovery", "MulticastError", "Peer", "look", "peer_of"]
 
@@ -347,8 +349,16 @@ async def look(host: str, seconds: float, interface: str | None = None) -> list[
 
 
 def _places(own: Sequence[Interface], host: str, interface: str | None) -> list[str]:
-    """The addresses through which mDNS can be spoken. Raises ``ClusterError`` as ``multicast_addresses``."""
-    return [place for place in multicast_addresses(own, host, interface) if can_multicast(place, own)]
+    """The addresses through which mDNS can be spoken. Raises ``ClusterError`` as ``multicast_addresses``.
+
+    Link-local ones of IPv6 are of no use in their first second, while their network is asked who has them. Where there are
+    no others, loopback takes their place until the next look.
+    """
+    wanted = multicast_addresses(own, host, interface)
+    usable = [place for place in wanted if can_multicast(place, own)]
+    if not usable and wanted and all(needs_scope(place) for place in wanted):
+        return [place for place in (LOOPBACK,) if can_multicast(place, own)]
+    return usable
 
 
 def _heard_out(said: asyncio.Future[None]) -> None:

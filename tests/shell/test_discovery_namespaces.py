@@ -71,6 +71,11 @@ class Space:
     def ip(self, *words: str) -> None:
         _run("ip", "-n", self.name, *words)
 
+    def addresses(self) -> str:
+        """Those of the wire's end, as the system shows them."""
+        command = ["ip", "-n", self.name, "addr", "show", self.link]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+
     @contextlib.contextmanager
     def python(self, code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
         """Python in the namespace, until its standard input ends."""
@@ -173,6 +178,25 @@ def test_an_interface_that_comes_later_and_changes_its_address_is_followed(space
         one.ip("addr", "del", "10.77.0.1/24", "dev", one.link)
         one.ip("addr", "add", "10.77.0.3/24", "dev", one.link)
         seen(second, lambda peers: peers.get("one") == ["10.77.0.3"])
+
+
+@pytest.mark.timeout(PATIENCE_S)
+@pytest.mark.parametrize("at_first", ["down", "tentative"])
+def test_a_link_local_address_that_is_of_use_only_later_is_taken_up(spaces, at_first):
+    """In the first second of its life such an address is only asked for: a device that starts with its network has none."""
+    one, two = spaces
+    one.ip("link", "set", one.link, "down")
+    for name, value in (("accept_dad", 1), ("dad_transmits", 5)):
+        _run("ip", "netns", "exec", one.name, "sysctl", "-qw", f"net.ipv6.conf.{one.link}.{name}={value}")
+    if at_first == "tentative":
+        one.ip("link", "set", one.link, "up")
+        while "fe80" not in one.addresses():
+            continue
+    with one.python(_ANNOUNCE, "one", "::") as first, two.python(_BROWSE, "::") as second:
+        announced(first)
+        one.ip("link", "set", one.link, "up")
+        addresses = seen(second, lambda peers: any("%" in it for it in peers.get("one", [])))["one"]
+        assert addresses[0].startswith("fe80::")
 
 
 @pytest.mark.timeout(PATIENCE_S)
