@@ -19,9 +19,10 @@ from primad.errors import ConfigError
 from primad.profiler import processors
 from primad.profiler.disk import measure_disk
 from primad.profiler.gpus import list_gpus
-from primad.profiler.processors import Advance, cores, measure_cpu, measure_gpu
+from primad.profiler.processors import Advance, measure_cpu, measure_gpu
 from primad.profiler.records import VERSION, HomeRecord, MachineRecord, host_id
 from primad.profiler.store import utc_now
+from primad.system.processors import usable_cores
 
 STEPS: Final = processors.STEPS + 2
 _RAM_BYTES: Final = 128 << 20
@@ -32,7 +33,7 @@ _TRIALS: Final = "profile-trial-"
 def measure_machine(folder: Path, threads: int | None, advance: Advance) -> MachineRecord:
     """Memory, CPU and GPU of this machine, measured now with trials in ``folder``; ``threads`` as in ``profile_device``."""
     advance("memory")
-    ram = ram_read_bytes_per_s(cores())
+    ram = ram_read_bytes_per_s(usable_cores())
     cpu = measure_cpu(folder, threads, advance)
     gpus = list_gpus()
     gpu = measure_gpu(folder, gpus[0], cpu.batch_threads, lambda kind: None) if gpus else None

@@ -30,6 +30,7 @@ from primad.profiler.speeds import (
 )
 from primad.profiler.synthetic import BIG
 from primad.profiler.trials import child_trials
+from primad.system.processors import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +49,6 @@ _WORTH: Final = 0.95
 """Fewer threads leave cores to the owner, but must be faster by so much: timings are noisy."""
 
 
-def cores() -> int:
-    """Physical cores that this process may use."""
-    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
-    return max(1, min(physical, allowed))
-
-
 def measure_cpu(folder: Path, pinned: int | None, advance: Advance, kinds: Sequence[str] = TYPES) -> CpuProfile:
     """The profile of the CPU with ``pinned`` threads, or with the best counts that were tried, for types ``kinds``.
 
@@ -62,7 +56,7 @@ def measure_cpu(folder: Path, pinned: int | None, advance: Advance, kinds: Seque
     """
     advance("threads")
     patience = RetryBudget(REPEATS_S)
-    counts = [pinned] if pinned is not None else sorted({cores(), max(1, cores() // 2)}, reverse=True)
+    counts = [pinned] if pinned is not None else sorted({usable_cores(), max(1, usable_cores() // 2)}, reverse=True)
     tried = {}
     for count in counts:
         with _cpu_bench(folder, count, count, patience) as bench:

@@ -1,8 +1,10 @@
 """What is kept of a measurement, and where.
 
 What belongs to the machine (processor, GPU, RAM) is kept in the user's cache folder, so several homes on one machine measure
-it once; it is told apart by machine, build of llama.cpp and pinned threads. What belongs to the file system under a home is
-kept in that home. A file that is damaged, or of another version or machine, counts as none.
+it once. It is told apart by machine, build of llama.cpp, pinned threads and the processors that this process may use: a
+daemon bound to one core measures for itself. How much memory there is and may be used is not kept but read each time. What
+belongs to the file system under a home is kept in that home. A file that is damaged, or of another version or machine,
+counts as none.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from halda import CpuProfile, DiskProfile, GpuProfile
 from primad.engine.build import build_id
 from primad.errors import ConfigError
 from primad.profiles import Implausible, check_cpu, check_disk, check_gpu
+from primad.system.processors import usable_cpus
 
 VERSION: Final = 2
 """Grows when the way of measuring changes."""
@@ -83,11 +86,12 @@ def _node() -> int:
 
 
 def machine_file(threads: int | None, folder: Path | None = None) -> Path:
-    """Where the figures of this machine are kept: in the user's cache folder unless ``folder`` is given.
+    """Where the figures of this machine are kept, as far as this process may use it: in the user's cache folder unless
+    ``folder`` is given.
 
     Raises ``EngineError`` when llama.cpp is not installed.
     """
-    key = blake2b(repr((VERSION, host_id(), build_id(), threads)).encode(), digest_size=8).hexdigest()
+    key = blake2b(repr((VERSION, host_id(), build_id(), threads, usable_cpus())).encode(), digest_size=8).hexdigest()
     return (folder or Path(platformdirs.user_cache_dir("primad", appauthor=False))) / f"machine-{key}.json"
 
 

@@ -14,9 +14,9 @@ from typing import Final
 
 import psutil
 
+from primad.system import cgroups
+
 _UNLIMITED: Final = 1 << 60
-_CGROUP: Final = Path("/proc/self/cgroup")
-_ROOT: Final = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class MemoryGroup:
         )
 
 
-def memory(proc: Path = _CGROUP, root: Path = _ROOT, ours: Iterable[int] = ()) -> Memory:
+def memory(proc: Path = cgroups.PROC, root: Path = cgroups.ROOT, ours: Iterable[int] = ()) -> Memory:
     """The memory of this machine or of the tightest cgroup around this process.
 
     What the processes ``ours`` take is available, as far as it is told: they give it back when another plan needs it. Of a
@@ -90,30 +90,9 @@ def children() -> list[int]:
     return [child.pid for child in psutil.Process().children()]
 
 
-def groups(proc: Path = _CGROUP, root: Path = _ROOT) -> list[MemoryGroup]:
+def groups(proc: Path = cgroups.PROC, root: Path = cgroups.ROOT) -> list[MemoryGroup]:
     """Every memory cgroup from ours up to the root, with and without a limit."""
-    try:
-        lines = proc.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        if line.count(":") < 2:
-            continue
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, version = root, 2
-        elif "memory" in controllers.split(","):
-            base, version = root / "memory", 1
-        else:
-            continue
-        folder = base / path.strip("/")
-        while True:
-            found.append(MemoryGroup(folder, version))
-            if folder == base or base not in folder.parents:
-                break
-            folder = folder.parent
-    return found
+    return [MemoryGroup(folder, version) for folder, version in cgroups.folders("memory", proc, root)]
 
 
 def held_bytes(pids: Iterable[int], proc: Path = Path("/proc")) -> int:

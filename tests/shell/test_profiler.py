@@ -41,6 +41,7 @@ from primad.profiler.trials import child_trials
 from primad.profiles import check_profile
 from primad.system.measuring_lock import measuring
 from primad.system.memory import Memory
+from primad.system.processors import usable_cpus
 from tests.fakes.profile import CPU, DISK, GPU, PROFILE, home_record, machine_record, seed
 
 TINY = LayerShape(width=256, feed_forward=512, heads=4, heads_kv=2)
@@ -566,3 +567,16 @@ def test_this_device_is_measured_for_real(tmp_path, own_cache):
     with measuring():
         assert statistics.median(figures.decode_bytes_per_s for figures in profile.cpu.speeds) > 1e8
     assert speeds.MAIN in TYPES
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no process to a core")
+def test_who_is_bound_to_one_core_does_not_take_the_figures_of_all():
+    ask = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
+        " from primad.profiler.records import machine_file;"
+        " from primad.system.processors import usable_cores, usable_cpus; print(usable_cores(), usable_cpus() <= 1);"
+        " print(machine_file(None))"
+    )
+    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert told[0] == "1 True"
+    assert (told[1] == str(machine_file(None))) == (usable_cpus() <= 1)
