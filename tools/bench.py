@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -189,26 +190,45 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the result."""
-    table = Table("model", "system", "processes", "decode tok/s", "ratio", "prefill tok/s", "ratio")
-    for column in ("hop median", "hop p99", "memory MB (private)", "extra"):
-        table.add_column(column)
-    for row in rows:
-        private = f" ({', '.join(f'{size / 1e6:.0f}' for size in row.private_bytes)})" if row.private_bytes else ""
-        table.add_row(
-            row.model,
-            row.system,
-            str(row.processes),
-            f"{row.decode_tokens_per_s:.1f}",
-            "" if row.decode_ratio is None else f"{row.decode_ratio:.3f}",
-            f"{row.prefill_tokens_per_s:.0f}",
-            "" if row.prefill_ratio is None else f"{row.prefill_ratio:.3f}",
-            "" if row.hop_median_us is None else f"{row.hop_median_us:.0f} us",
-            "" if row.hop_p99_us is None else f"{row.hop_p99_us:.0f} us",
-            ", ".join(f"{size / 1e6:.0f}" for size in row.rss_bytes) + private,
-            "/".join("on" if extra else "off" for extra in row.extra_buffers),
-        )
-    out.print(table)
+    """Print the result: a table a model, which a terminal of 80 columns holds."""
+    for model in dict.fromkeys(row.model for row in rows):
+        table = Table(title=model, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("system", no_wrap=True)
+        for column in (
+            "n",
+            "decode\ntok/s",
+            "ratio",
+            "prefill\ntok/s",
+            "ratio",
+            "hop\nus",
+            "p99\nus",
+            "all MB\n(own)",
+            "extra",
+        ):
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in rows:
+            if row.model == model:
+                table.add_row(*_cells(row))
+        out.print(table)
+
+
+def _cells(row: Row) -> list[str]:
+    def shown(figure: float | None, digits: int) -> str:
+        return "" if figure is None else f"{figure:.{digits}f}"
+
+    private = f"/{sum(row.private_bytes) / 1e6:.0f}" if row.private_bytes else ""
+    return [
+        row.system.replace("llama.cpp, extra buffers ", "").replace("threads ", ""),
+        str(row.processes),
+        shown(row.decode_tokens_per_s, 1),
+        shown(row.decode_ratio, 3),
+        shown(row.prefill_tokens_per_s, 0),
+        shown(row.prefill_ratio, 3),
+        shown(row.hop_median_us, 0),
+        shown(row.hop_p99_us, 0),
+        f"{sum(row.rss_bytes) / 1e6:.0f}{private}",
+        f"{sum(row.extra_buffers)}/{len(row.extra_buffers)}",
+    ]
 
 
 def machine() -> dict[str, Any]:

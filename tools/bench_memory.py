@@ -82,6 +82,9 @@ QUIET: Final = 0.1
 Keep = Callable[[list[dict[str, Any]]], None]
 """Keeps the rows that there are so far."""
 
+NOT_MEASURED: Final = "not measured"
+"""What a table says of bytes that the machine does not count."""
+
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
@@ -105,15 +108,15 @@ class Row:
     tokens_per_s: float
     baseline_tokens_per_s: float
     ratio: float
-    bytes_read_per_token: float
-    baseline_bytes_read_per_token: float
+    bytes_read_per_token: float | None
+    baseline_bytes_read_per_token: float | None
     told_bytes_per_token: float | None
     most_read_bytes: float
     most_read_bytes_measured: float
     predicted_bytes_per_token: int
     predicted_tokens_per_s: float
     disk_bytes_per_s: float
-    disk_limit_share: float
+    disk_limit_share: float | None
     stall_ms_per_token: float | None
     streamed_layers: int
     resident_layers: int
@@ -188,7 +191,7 @@ def _limit(
     asked = instance([device], [], model, workload, {}).with_rows(solution.prediction.chunk_rows)
     told_before = as_run(solution.plan, solution.prediction, asked)
     rate, speed = statistics.median(rates), _median(ours, "tokens_per_s")
-    reads = _median(ours, "read_bytes_per_token")
+    reads = _median_read(ours)
     counters = [each for run in ours for each in run.counters]
     told = any(status.memory is not None for run in ours for status in run.statuses)
     anonymous = max(each.anonymous_bytes for each in counters)
@@ -203,14 +206,14 @@ def _limit(
         baseline_tokens_per_s=_median(plain, "tokens_per_s"),
         ratio=statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, plain, strict=True)),
         bytes_read_per_token=reads,
-        baseline_bytes_read_per_token=_median(plain, "read_bytes_per_token"),
+        baseline_bytes_read_per_token=_median_read(plain),
         told_bytes_per_token=_median(ours, "told_bytes_per_token") if told else None,
         most_read_bytes=most_read_bytes(size_bytes, reserved_bytes(solution, model), limit, slots),
         most_read_bytes_measured=most_read_bytes(size_bytes, anonymous, limit, slots),
         predicted_bytes_per_token=told_before.devices[0].disk_bytes_per_token,
         predicted_tokens_per_s=told_before.tokens_per_s,
         disk_bytes_per_s=rate,
-        disk_limit_share=reads / rate * speed,
+        disk_limit_share=None if reads is None else reads / rate * speed,
         stall_ms_per_token=_median(ours, "stall_s_per_token") * 1e3 if told else None,
         streamed_layers=len(streaming.layers),
         resident_layers=len(model.layers) + 1 - len(streaming.layers),
@@ -232,6 +235,16 @@ def _agree(one: Sequence[int], other: Sequence[int]) -> bool:
 
 def _median(runs: Sequence[Run], figure: str) -> float:
     return statistics.median(getattr(run, figure) for run in runs)
+
+
+def _median_read(runs: Sequence[Run]) -> float | None:
+    """Bytes read a token; None where the machine counted none in some run."""
+    figures = [run.read_bytes_per_token for run in runs if run.read_bytes_per_token is not None]
+    return statistics.median(figures) if len(figures) == len(runs) else None
+
+
+def _mega(size: float | None) -> str:
+    return NOT_MEASURED if size is None else f"{size / 1e6:.0f}"
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -256,11 +269,11 @@ def show(rows: Sequence[Row]) -> None:
             f"{row.baseline_tokens_per_s:.2f}",
             f"{row.tokens_per_s:.2f}",
             f"{row.ratio:.2f}",
-            f"{row.baseline_bytes_read_per_token / 1e6:.0f}",
-            f"{row.bytes_read_per_token / 1e6:.0f}",
+            _mega(row.baseline_bytes_read_per_token),
+            _mega(row.bytes_read_per_token),
             f"{row.most_read_bytes / 1e6:.0f} ({row.most_read_bytes_measured / 1e6:.0f})",
             f"{row.disk_bytes_per_s / 1e6:.0f}",
-            f"{row.disk_limit_share:.2f}",
+            NOT_MEASURED if row.disk_limit_share is None else f"{row.disk_limit_share:.2f}",
             "-" if row.stall_ms_per_token is None else f"{row.stall_ms_per_token:.0f}",
             f"{row.streamed_layers} of {row.streamed_layers + row.resident_layers}",
             str(row.slots),
@@ -293,7 +306,7 @@ class RingRow:
     disk_bytes_per_s: float | None
     tokens_per_s: float
     predicted_tokens_per_s: float
-    bytes_read_per_token: float
+    bytes_read_per_token: float | None
     baseline_tokens_per_s: float | None
     factor: float | None
     oom_kills: int
@@ -497,7 +510,7 @@ async def _rings(fleet: _Fleet, plans: Sequence[tuple[Plan, bool]], *, runs: int
             disk_bytes_per_s=fleet.disk_bytes_per_s,
             tokens_per_s=_median(ran, "tokens_per_s"),
             predicted_tokens_per_s=fleet.predicted(plan),
-            bytes_read_per_token=_median(ran, "read_bytes_per_token"),
+            bytes_read_per_token=_median_read(ran),
             baseline_tokens_per_s=None,
             factor=None,
             oom_kills=sum(each.oom_kills for run in ran for each in run.counters),
@@ -522,7 +535,7 @@ def show_rings(rows: Sequence[RingRow]) -> None:
             "/".join(map(str, row.slots)),
             f"{row.tokens_per_s:.2f}",
             f"{row.predicted_tokens_per_s:.2f}",
-            f"{row.bytes_read_per_token / 1e6:.0f}",
+            _mega(row.bytes_read_per_token),
             "-" if row.baseline_tokens_per_s is None else f"{row.baseline_tokens_per_s:.2f}",
             "-" if row.factor is None else f"{row.factor:.1f}",
             f"{row.busy_share:.0%}" + (" (not idle)" if row.busy_share > QUIET else ""),

@@ -23,7 +23,7 @@ from primad.ring.messages import Sampled, Status
 from tools.lab import disk
 from tools.lab.memory import Counters, LimitedGroup
 from tools.local_ring import LocalRing
-from tools.memory_runs import STEP_TIMEOUT_S
+from tools.memory_runs import STEP_TIMEOUT_S, counted
 from tools.neighbour import Neighbour
 from tools.plain_child import PlainChild
 from tools.plain_llama import prompt_of
@@ -124,10 +124,10 @@ class Ran:
         return (len(self.times_s) - 1) / (self.times_s[-1] - self.times_s[0]) if len(self.times_s) > 1 else None
 
     def read_per_token(self, since: float, until: float) -> float | None:
-        """Bytes a token between two shares of the answer."""
+        """Bytes a token between two shares of the answer; None where the machine counts none."""
         last = len(self.reads) - 1
         first, last = int(since * last), int(until * last)
-        return (self.reads[last] - self.reads[first]) / (last - first) if last > first else None
+        return counted((self.reads[first], self.reads[last]), last - first) if last > first else None
 
     def told_per_token(self, figure: str) -> float | None:
         """By how much a step behind the prompt raised a figure of the ring process; None where nothing streams."""

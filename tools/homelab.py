@@ -31,7 +31,8 @@ EXAMPLES = """examples:
   tools/homelab partition 'desk,mini | laptop'      tools/homelab heal
   tools/homelab cut laptop                          tools/homelab plug laptop
   tools/homelab half-open laptop                    (plug or heal ends it)
-  tools/homelab power-off mini                      (everything dies, no connection is closed; plug ends it)
+  tools/homelab power-off mini                      (everything dies, no connection is closed)
+  tools/homelab power-on mini                       (it is there again; start its programs with exec)
   tools/homelab kill mini --ring                    tools/homelab freeze mini
   tools/homelab slow mini 0.2                       tools/homelab fill-disk mini
   tools/homelab status                              tools/homelab down"""
@@ -83,7 +84,12 @@ def _options() -> argparse.Namespace:
     on_device("cut", lambda lab, name: lab.cut(name), "pull the cable")
     on_device("plug", lambda lab, name: lab.plug(name), "put the cable back, or end half-open")
     on_device("half-open", lambda lab, name: lab.half_open(name), "lose every frame silently")
-    on_device("power-off", lambda lab, name: lab.power_off(name), "half-open, then kill everything; plug ends it")
+    on_device(
+        "power-off", lambda lab, name: lab.power_off(name), "everything dies with no word to anyone, as without power"
+    )
+    on_device(
+        "power-on", lambda lab, name: lab.power_on(name), "undo power-off: the device is there, nothing runs on it"
+    )
     killed = command("kill", _kill, "kill -9 everything on a device, or part of it")
     killed.add_argument("device")
     which = killed.add_mutually_exclusive_group()

@@ -55,7 +55,7 @@ class Run:
 
     tokens: list[int]
     tokens_per_s: float
-    read_bytes_per_token: float
+    read_bytes_per_token: float | None
     counters: list[Counters]
     stall_s_per_token: float | None
     told_bytes_per_token: float | None
@@ -168,7 +168,7 @@ def run_plain(
     return Run(
         tokens=answer,
         tokens_per_s=drawn / spent,
-        read_bytes_per_token=(after.read_bytes - before.read_bytes) / drawn,
+        read_bytes_per_token=counted((before.read_bytes, after.read_bytes), drawn),
         counters=[after],
         stall_s_per_token=None,
         told_bytes_per_token=None,
@@ -225,7 +225,7 @@ async def run_ring(
     return Run(
         tokens=[event.token for event in sampled],
         tokens_per_s=tokens / (times[-1] - times[WARM_TOKENS]),
-        read_bytes_per_token=(reads[1] - reads[0]) / tokens,
+        read_bytes_per_token=counted(reads, tokens),
         counters=counters,
         stall_s_per_token=_more([each.stall_s for each in told], extra),
         told_bytes_per_token=_more([each.read_bytes for each in told], extra),
@@ -235,6 +235,12 @@ async def run_ring(
 
 async def _statuses(ring: LocalRing) -> list[Status]:
     return [await ring.status(name) for name in ring.plan.devices]
+
+
+def counted(reads: Sequence[int], tokens: int) -> float | None:
+    """Bytes a token between the first and the last count of a group. None where the machine counts nothing: 0 is no figure
+    of a process that has read its weights."""
+    return (reads[-1] - reads[0]) / tokens if reads[-1] else None
 
 
 def _reads(groups: Mapping[str, LimitedGroup]) -> int:

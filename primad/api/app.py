@@ -111,11 +111,8 @@ class _Api:
     async def model(self, model_id: str) -> Response:
         """The served model by its id."""
         served = self._backend.model()
-        if served is None:
-            raise RequestError(
-                f"the model '{model_id}' is not served", status=404, code="model_not_found", param="model"
-            )
-        check_model(model_id, served)
+        check_model(model_id, [served] if served else [])
+        assert served is not None
         return _json(_model(served))
 
     async def chat(self, request: Request) -> Response:

@@ -52,7 +52,7 @@ def corrupt_layer(device: Device) -> Path:
 FAULTS: Final[dict[str, Fault]] = {
     "killed": Fault(do=lambda cluster, name: cluster.lab.device(name).kill()),
     "power lost": Fault(
-        do=lambda cluster, name: cluster.lab.power_off(name), undo=lambda cluster, name: cluster.lab.plug(name)
+        do=lambda cluster, name: cluster.lab.power_off(name), undo=lambda cluster, name: cluster.lab.power_on(name)
     ),
     "stopped": Fault(
         do=lambda cluster, name: cluster.lab.device(name).freeze(),
@@ -60,10 +60,10 @@ FAULTS: Final[dict[str, Fault]] = {
     ),
     "ring aborted": Fault(do=lambda cluster, name: cluster.lab.device(name).kill("ring", signal.SIGABRT)),
     "cable cut": Fault(
-        do=lambda cluster, name: cluster.lab.cut(name), undo=lambda cluster, name: cluster.lab.plug(name)
+        do=lambda cluster, name: cluster.lab.cut(name), undo=lambda cluster, name: cluster.lab.power_on(name)
     ),
     "half-open": Fault(
-        do=lambda cluster, name: cluster.lab.half_open(name), undo=lambda cluster, name: cluster.lab.plug(name)
+        do=lambda cluster, name: cluster.lab.half_open(name), undo=lambda cluster, name: cluster.lab.power_on(name)
     ),
     "disk full": Fault(
         do=lambda cluster, name: cluster.lab.device(name).fill_disk(),

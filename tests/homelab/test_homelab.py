@@ -196,7 +196,7 @@ def test_a_device_without_power_says_nothing_until_it_is_back(pair: Homelab) -> 
         pair.power_off("b")
         assert not b.pids()
         assert client.ask("one") == "timeout"  # a killed server alone would have closed the connection
-    pair.plug("b")
+    pair.power_on("b")
     with probe(b, "serve", "b"):
         assert reaches(a, b.ip)
 

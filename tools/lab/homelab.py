@@ -224,9 +224,13 @@ class Homelab:
         self._network.half_open(self.device(name).name)
 
     def power_off(self, name: str) -> None:
-        """Kill everything on a device with no word to anyone, as when its power fails; ``plug`` lets it start again."""
+        """Kill everything on a device with no word to anyone, as when its power fails; ``power_on`` ends that."""
         self.half_open(name)
         self.device(name).kill()
+
+    def power_on(self, name: str) -> None:
+        """A device that had no power is there again: its disk as it was, nothing running on it."""
+        self.plug(name)
 
     def status(self) -> list[DeviceStatus]:
         """How every device is."""

@@ -6,6 +6,7 @@ Sampling defaults are OpenAI's: temperature 1 and nothing cut or penalised. Pena
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -13,7 +14,7 @@ from typing import Final
 from primad.api.backend import ServedModel, Vocabulary
 from primad.api.chat import tokenize_chat
 from primad.api.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest, SamplingRequest
-from primad.errors import RequestError
+from primad.errors import RequestError, printable
 from primad.ring.messages import Sampling
 
 PENALTY_TOKENS: Final = 64
@@ -43,11 +44,13 @@ class Job:
     logprobs: int | None
 
 
-def check_model(name: str | None, served: ServedModel) -> None:
-    """Raise ``RequestError`` (404) unless ``name`` is the served model's id, or None."""
-    if name is not None and name != served.id:
+def check_model(name: str | None, served: Sequence[ServedModel]) -> None:
+    """Raise ``RequestError`` (404), which lists the names of the ``served``, unless ``name`` is one of them or None."""
+    names = [model.id for model in served]
+    if name is not None and name not in names:
+        these = f"these are: {', '.join(names)}" if names else "nothing is yet"
         raise RequestError(
-            f"the model '{name}' is not served here; '{served.id}' is",
+            f"the model '{printable(name, 200)}' is not served here; {these}",
             status=404,
             code="model_not_found",
             param="model",
@@ -59,7 +62,7 @@ def chat_job(request: ChatRequest, served: ServedModel, *, seed: int, now: datet
 
     Raises ``RequestError`` for what the served model cannot do and ``ModelError`` for a broken chat template.
     """
-    check_model(request.model, served)
+    check_model(request.model, [served])
     messages = [message.for_template() for message in request.messages]
     prompt = tokenize_chat(served.vocabulary, messages, now=now)
     limit = request.token_limit
@@ -71,7 +74,7 @@ def completion_job(request: CompletionRequest, served: ServedModel, *, seed: int
 
     Raises ``RequestError`` for what the served model cannot do.
     """
-    check_model(request.model, served)
+    check_model(request.model, [served])
     vocabulary = served.vocabulary
     prompts = []
     for prompt in request.prompts:
