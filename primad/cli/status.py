@@ -181,7 +181,8 @@ def _is(device: DeviceStatus) -> list[str]:
     from primad.planning.units import show_bytes
 
     memory, ring = device.memory, device.ring
-    pressure = _UNKNOWN if memory.pressure is None else printable(memory.pressure, 12)
+    unwatched = _UNKNOWN if ring is None else "-"  # where nothing can be given back, nobody looks
+    pressure = unwatched if memory.pressure is None else printable(memory.pressure, 12)
     rss = _UNKNOWN if ring is None else show_bytes(ring.rss_bytes)
     return [printable(device.name), str(device.layers), *_figures(memory), pressure, rss]
 

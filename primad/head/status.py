@@ -94,7 +94,7 @@ def device_status(
         layers=plan.layers_of(name),
         daemon_rss_bytes=daemon_rss_bytes,
         ring=None if status is None else _figures(status),
-        memory=_memory(status, costs),
+        memory=_memory(status, costs, plan.layers_of(name)),
         predicted=_planned(plan, prediction, name),
     )
 
@@ -133,9 +133,21 @@ def _figures(status: Status) -> RingFigures:
     )
 
 
-def _memory(status: Status | None, costs: Costs) -> MemoryFigures:
-    if status is None or status.memory is None:
+def _memory(status: Status | None, costs: Costs, layers: int) -> MemoryFigures:
+    if status is None:
         return MemoryFigures()
+    if status.memory is None:  # all of its ``layers`` are llama.cpp's own copies in memory: nothing can stream
+        return MemoryFigures(
+            resident=layers,
+            streamed=0,
+            streams_output=False,
+            slots=0,
+            streamed_bytes=0,
+            read_bytes=0,
+            stall_s=0.0,
+            bytes_read_per_token=0.0,
+            stall_ms_per_token=0.0,
+        )
     memory = status.memory
     return MemoryFigures(
         resident=memory.resident - (memory.output == "resident"),

@@ -163,15 +163,20 @@ def test_a_ring_process_says_where_the_output_matrix_is(output, counts):
     assert (found.resident, found.streamed, found.streams_output) == counts
 
 
-@pytest.mark.parametrize("said", [None, status(3, None)])
-def test_what_is_not_known_is_null(said):
-    found = device_status(PLAN, None, "desk", said, Costs(), daemon_rss_bytes=0)
+def test_what_is_not_known_is_null():
+    found = device_status(PLAN, None, "desk", None, Costs(), daemon_rss_bytes=0)
     plain = msgspec.json.decode(msgspec.json.encode(found))
     assert found.role == "head"
-    assert (plain["ring"] is None) == (said is None)
+    assert plain["ring"] is None
     assert set(plain["memory"]) == set(MemoryFigures.__struct_fields__)
     assert set(plain["predicted"]) == set(PlannedFigures.__struct_fields__)
     assert {*plain["memory"].values(), *plain["predicted"].values()} == {None}
+
+
+def test_who_holds_copies_of_all_its_weights_streams_and_reads_nothing():
+    figures = device_status(PLAN, None, "desk", status(3, None), Costs(), daemon_rss_bytes=0).memory
+    assert (figures.resident, figures.streamed, figures.slots) == (PLAN.layers_of("desk"), 0, 0)
+    assert (figures.bytes_read_per_token, figures.stall_ms_per_token, figures.streams_output) == (0, 0, False)
 
 
 def test_the_body_says_whether_it_serves_and_what_the_ring_says():
