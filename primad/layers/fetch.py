@@ -1,7 +1,7 @@
 """Fetch layers by content, from all devices at once that hold them.
 
 Each source is asked which of the layers it holds and keeps a few requests under way; whoever is quicker gives more
-(``cluster/chunks.py``). Every chunk is compared with the layer's tree and the tree with the layer's digest, so no source
+(``layers/chunk_queue.py``). Every chunk is compared with the layer's tree and the tree with the layer's digest, so no source
 can put anything else into the cache: one that dies, stalls or sends other bytes is left out, and the rest goes on. What
 arrived stays in the cache when the fetch ends early, and is not sent again.
 """
@@ -44,11 +44,9 @@ UNDER_WAY: Final = 4
 UNDER_WAY_TOTAL: Final = 16
 """Pieces asked of all sources together where there are many: so much memory a fetch takes, in chunks."""
 MOST_SOURCES: Final = 64
-STALL_S: Final = 5.0
-STALL_CHUNKS: Final = 4
-"""A source is left out when it is silent for as long as it took for so many chunks, at least ``STALL_S``."""
-FIRST_STALL_S: Final = 30.0
-"""The same before its rate is known, and while nobody could take its place."""
+STALL_S: Final = 30.0
+"""A source that is silent for so long is left out, and the others are asked for what it owes. One that serves many others
+over a poor link may take as long for a chunk."""
 
 _Answer = TypeVar("_Answer")
 
@@ -186,10 +184,10 @@ class _Fetch:
             self._disk_error = exc
         self._wake()
 
-    def refused(self, key: str, digest: str, reason: str) -> None:
-        """The source ``key`` does not give layer ``digest`` after all."""
-        self._reasons[key] = f"cannot give layer {digest[:12]}: {reason}"
-        self.queue.refused(key, digest)
+    def refused(self, key: str, piece: ChunkId, reason: str) -> None:
+        """The source ``key`` does not give the layer of ``piece`` after all."""
+        self._reasons[key] = f"cannot give layer {piece.digest[:12]}: {reason}"
+        self.queue.refused(key, piece)
         self._wake()
 
     async def begin(self, digest: str, tree: bytes) -> None:
@@ -230,14 +228,12 @@ class _Fetch:
 
 
 class _Draw:
-    """What is asked of one source, and how quick it is."""
+    """What is asked of one source."""
 
     def __init__(self, fetch: _Fetch, key: str, link: SourceLink) -> None:
         self._fetch = fetch
         self._key = key
         self._link = link
-        self._chunk_s: float | None = None
-        self._heard_s = time.monotonic()
 
     async def run(self) -> None:
         """Ask and take in until cancelled. Raises ``SourceError``, ``ProtocolError`` or ``DiskError``."""
@@ -245,11 +241,8 @@ class _Draw:
             await self._ask()
             if not self._fetch.queue.under_way(self._key):
                 await self._fetch.wait_change()
-                self._heard_s = time.monotonic()
                 continue
-            message, data = await self._link.answer(self._timeout_s())
-            self._measure(data)
-            await self._take_in(message, data)
+            await self._take_in(*await self._link.answer(STALL_S))
 
     async def _ask(self) -> None:
         while (piece := self._fetch.queue.take(self._key)) is not None:
@@ -262,41 +255,30 @@ class _Draw:
                 await asyncio.sleep(wait_s)
             await self._link.ask(FetchChunk(digest=digest, offset=number * CHUNK_BYTES, size=size))
 
-    def _timeout_s(self) -> float:
-        if self._chunk_s is not None and self._fetch.queue.replaceable(self._key):
-            return max(STALL_S, STALL_CHUNKS * self._chunk_s)
-        return max(FIRST_STALL_S, 2 * STALL_CHUNKS * (self._chunk_s or 0.0))
-
-    def _measure(self, data: memoryview | None) -> None:
-        """Note how long the last answer took, as the time for a whole chunk."""
-        now_s = time.monotonic()
-        if data:
-            took_s = (now_s - self._heard_s) * CHUNK_BYTES / max(len(data), CHUNK_BYTES // 16)
-            self._chunk_s = took_s if self._chunk_s is None else 0.7 * self._chunk_s + 0.3 * took_s
-        self._heard_s = now_s
-
     async def _take_in(self, message: TransferMessage, data: memoryview | None) -> None:
         match message:
             case Digests(digest=digest, tree=tree) if data is None:
-                self._expect(piece := ChunkId(digest, TREE))
+                piece = self._expect(digest, TREE)
                 if not is_tree_of(tree, digest, self._fetch.parts[digest].ref.size_bytes):
                     raise SourceError(f"sent digests of chunks that are not those of layer {digest[:12]}")
-                if self._fetch.queue.arrived(piece):
-                    await self._fetch.begin(digest, tree)
+                self._fetch.queue.arrived(self._key, piece)
+                await self._fetch.begin(digest, tree)
             case Chunk(digest=digest, offset=offset) if data and offset % CHUNK_BYTES == 0:
-                self._expect(piece := ChunkId(digest, offset // CHUNK_BYTES))
+                piece = self._expect(digest, offset // CHUNK_BYTES)
                 known = self._fetch.parts[digest].tree
                 assert known is not None
                 if not await in_thread(is_chunk_of, data, known, piece.number):
                     raise SourceError(f"sent bytes that are not those of layer {digest[:12]}")
-                if self._fetch.queue.arrived(piece):
-                    await self._fetch.keep(piece, data)
+                self._fetch.queue.arrived(self._key, piece)
+                await self._fetch.keep(piece, data)
             case NoChunk(digest=digest, offset=offset, reason=reason) if data is None:
-                self._expect(ChunkId(digest, TREE if offset is None else offset // CHUNK_BYTES))
-                self._fetch.refused(self._key, digest, reason)
+                piece = self._expect(digest, TREE if offset is None else offset // CHUNK_BYTES)
+                self._fetch.refused(self._key, piece, reason)
             case _:
                 raise ProtocolError(f"answered with a {type(message).__name__} that was not asked for")
 
-    def _expect(self, piece: ChunkId) -> None:
-        if not self._fetch.queue.answered(self._key, piece):
-            raise ProtocolError(f"answered with another piece than it was asked for: {printable(piece.digest[:12])}")
+    def _expect(self, digest: str, number: int) -> ChunkId:
+        piece = ChunkId(digest, number)
+        if not self._fetch.queue.is_asked(self._key, piece):
+            raise ProtocolError(f"answered with another piece than it was asked for: {printable(digest[:12])}")
+        return piece

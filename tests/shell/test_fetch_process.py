@@ -16,7 +16,6 @@ import zmq.asyncio
 from primad.errors import ClusterError
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerCut, cut_layer
-from primad.layers import fetch as transfer
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import fetch_layers
 from primad.layers.server import LayerServer
@@ -24,6 +23,7 @@ from primad.network.gate import Gate
 from primad.network.layer_messages import CHUNK_BYTES, Source
 from primad.trust.identity import new_identity
 from tests.fakes.gguf import array, write_gguf
+from tests.fakes.source_link import judge_silence
 
 PATIENCE_S = 30
 SERVER = """
@@ -71,7 +71,7 @@ def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], Source]]:
             process.kill()
 
 
-def fetch(model: Path, layer: LayerCut, cache: LayerCache, number: int, *, other: bool) -> None:
+def fetch(model: Path, layer: LayerCut, cache: LayerCache, number: int, *, other: bool, stalling: set[str]) -> None:
     """Fetch ``layer``, and send ``number`` to the source at the first bytes."""
 
     async def once(process: subprocess.Popen[str], source: Source) -> None:
@@ -80,6 +80,7 @@ def fetch(model: Path, layer: LayerCut, cache: LayerCache, number: int, *, other
         def arrived(_: int) -> None:
             if not begun.is_set():
                 process.send_signal(number)
+                stalling.add(source.key)
                 begun.set()
 
         async def join(server: LayerServer) -> None:
@@ -105,10 +106,9 @@ def fetch(model: Path, layer: LayerCut, cache: LayerCache, number: int, *, other
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="the system cannot stop a process")
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_fetch_goes_on_without_a_source_that_is_hit(model, layer, tmp_path, monkeypatch, name):
-    for patience in ("STALL_S", "FIRST_STALL_S"):
-        monkeypatch.setattr(transfer, patience, 1000.0)  # what it was asked for is not waited for
     cache = LayerCache(tmp_path / "cache")
-    fetch(model, layer, cache, getattr(signal, name), other=True)
+    stalling = judge_silence(monkeypatch) if name == "SIGSTOP" else set()  # who is killed is noticed at once
+    fetch(model, layer, cache, getattr(signal, name), other=True, stalling=stalling)
     assert cache.has(layer.ref())
 
 
@@ -116,7 +116,7 @@ def test_a_source_that_is_killed_is_noticed_at_once(model, layer, tmp_path):
     """It closed the connection, and was not given up for its silence."""
     cache = LayerCache(tmp_path / "cache")
     with pytest.raises(ClusterError) as caught:
-        fetch(model, layer, cache, getattr(signal, "SIGKILL", signal.SIGTERM), other=False)
+        fetch(model, layer, cache, getattr(signal, "SIGKILL", signal.SIGTERM), other=False, stalling=set())
     assert str(caught.value) == f"layer {layer.ref().digest[:12]} cannot be fetched: slow closed the connection"
     with cache.part(layer.ref()) as part:
         assert part.present_bytes >= CHUNK_BYTES, "what arrived is kept"

@@ -1,0 +1,33 @@
+"""A fetch that waits for some sources no longer, and for all others as long as it takes."""
+
+from __future__ import annotations
+
+import pytest
+import zmq.asyncio
+
+from primad.layers import fetch
+from primad.layers.source_link import SourceLink
+from primad.network.layer_messages import Source, TransferMessage
+from primad.trust.identity import Identity
+
+
+def judge_silence(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Every silence of a source whose key is in the set counts as a stall, no other one does."""
+    stalling: set[str] = set()
+    begin, wait = SourceLink.__init__, SourceLink.answer
+    keys: dict[SourceLink, str] = {}
+
+    def begun(
+        link: SourceLink, context: zmq.asyncio.Context, identity: Identity, source: Source, endpoint: str
+    ) -> None:
+        begin(link, context, identity, source, endpoint)
+        keys[link] = source.key
+
+    async def answer(link: SourceLink, timeout_s: float) -> tuple[TransferMessage, memoryview | None]:
+        if timeout_s == fetch.STALL_S:
+            timeout_s = 0.05 if keys[link] in stalling else 1000.0
+        return await wait(link, timeout_s)
+
+    monkeypatch.setattr(SourceLink, "__init__", begun)
+    monkeypatch.setattr(SourceLink, "answer", answer)
+    return stalling
