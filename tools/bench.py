@@ -45,9 +45,9 @@ from primad.gguf.model import open_model  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
 from tools import bench_memory, bench_solver  # noqa: E402
 from tools.lab import LabError  # noqa: E402
-from tools.local_ring import LocalRing  # noqa: E402
-from tools.plain_child import PlainChild  # noqa: E402
-from tools.plain_llama import PROMPT  # noqa: E402
+from tools.lab.local_ring import LocalRing  # noqa: E402
+from tools.lab.plain_child import PlainChild  # noqa: E402
+from tools.lab.plain_llama import PROMPT  # noqa: E402
 from tools.synthetic import borrowed, model_path  # noqa: E402
 from tools.synthetic import write as synthesise  # noqa: E402
 

@@ -54,8 +54,7 @@ from primad.head.options import default_workload
 from primad.profiler.device import profile_device
 from tools import bench_endure, bench_pressure, synthetic
 from tools.lab.memory import LimitedGroup
-from tools.loopback import loopback_links
-from tools.memory_runs import (
+from tools.lab.memory_runs import (
     Run,
     busy_share,
     device_in,
@@ -67,6 +66,7 @@ from tools.memory_runs import (
     run_ring,
     slot_bytes,
 )
+from tools.loopback import loopback_links
 from tools.synth import PRESETS
 
 LIMITS: Final = (0.9, 0.75, 0.5, 0.3)

@@ -44,11 +44,11 @@ from primad.system.memory import held_bytes, pressure_share
 from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
 from tools import synthetic
 from tools.lab import LabError
+from tools.lab.local_ring import LocalRing
 from tools.lab.memory import Counters, LimitedGroup
-from tools.local_ring import LocalRing
+from tools.lab.memory_runs import ROWS, busy_share, device_in, prefetch_rate
+from tools.lab.plain_llama import PROMPT
 from tools.loopback import loopback_links
-from tools.memory_runs import ROWS, busy_share, device_in, prefetch_rate
-from tools.plain_llama import PROMPT
 from tools.synth import layers_for
 
 LARGER: Final = 1.3

@@ -46,6 +46,8 @@ from halda import (  # noqa: E402
     instance,
     solve,
 )
+from halda_research.beside import SEEDS, beside_published  # noqa: E402
+from halda_research.random_fleets import random_instance  # noqa: E402
 from primad.gguf.model import open_model  # noqa: E402
 from primad.gguf.profile import model_profile  # noqa: E402
 from primad.gguf.shapes import shape  # noqa: E402
@@ -56,10 +58,8 @@ from primad.profiler.measure import ram_read_bytes_per_s  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.profiler.speeds import TYPES  # noqa: E402
 from primad.system.measuring_lock import measuring  # noqa: E402
-from tests.solver.beside import SEEDS, beside_published  # noqa: E402
-from tests.solver.random_fleets import random_instance  # noqa: E402
-from tools.local_ring import LocalRing  # noqa: E402
-from tools.plain_llama import PROMPT  # noqa: E402
+from tools.lab.local_ring import LocalRing  # noqa: E402
+from tools.lab.plain_llama import PROMPT  # noqa: E402
 
 PROMPT_TOKENS = 40
 ANSWER_TOKENS = 96

@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.homelab.matrix import CELLS, PAGE, Outcome, pages_seconds, with_table  # noqa: E402
 from tools.lab import missing  # noqa: E402
+from tools.lab.matrix import CELLS, PAGE, Outcome, pages_seconds, with_table  # noqa: E402
 
 TESTS = "tests/homelab/test_faults.py"
 

@@ -22,7 +22,7 @@ from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
 from primad.layers.cache import LayerCache
 from tests.e2e.reference import CHUNK, CONTEXT, THREADS, TOP, Continuation, Plain
-from tools.local_ring import LocalRing
+from tools.lab.local_ring import LocalRing
 
 pytestmark = pytest.mark.slow
 

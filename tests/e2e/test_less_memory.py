@@ -18,10 +18,10 @@ from primad.ring.messages import Sampled, Status
 from tests.fakes.profile import PROFILE
 from tools.lab import missing
 from tools.lab.cgroups import here
+from tools.lab.local_ring import LocalRing
 from tools.lab.memory import Counters, LimitedGroup
-from tools.local_ring import LocalRing
-from tools.memory_runs import SLACK, device_in, most_read_bytes, reserved_bytes, slot_bytes
-from tools.neighbour import Neighbour
+from tools.lab.memory_runs import SLACK, device_in, most_read_bytes, reserved_bytes, slot_bytes
+from tools.lab.neighbour import Neighbour
 from tools.synth import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from primad.ring.messages import Sampled
-from tools.local_ring import GREEDY, LocalRing
+from tools.lab.local_ring import GREEDY, LocalRing
 
 pytestmark = pytest.mark.slow
 

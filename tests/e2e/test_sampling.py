@@ -14,7 +14,7 @@ import pytest
 from scipy.stats import chisquare
 
 from tests.e2e.reference import Plain
-from tools.local_ring import GREEDY, LocalRing
+from tools.lab.local_ring import GREEDY, LocalRing
 from tools.synth import write_model
 
 pytestmark = pytest.mark.slow

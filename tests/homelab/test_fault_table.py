@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.homelab.matrix import CELLS, FAULTS, PAGE, PHASES, Outcome, pages_seconds, table, with_table
+from tools.lab.matrix import CELLS, FAULTS, PAGE, PHASES, Outcome, pages_seconds, table, with_table
 
 
 def test_the_matrix_is_complete() -> None:

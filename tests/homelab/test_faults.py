@@ -13,13 +13,13 @@ import pytest
 
 from tests.homelab.cluster import Cluster
 from tests.homelab.faults import FAULTS
-from tests.homelab.matrix import CELLS, Cell, Outcome, is_chosen
 from tests.homelab.phases import REACH, HalfPaired, trusted_by
 from tests.homelab.rig import LONG, LONG_PATIENCE_S, PATIENCE_S, SHORT, STORY, Rig, fleet
 from tests.homelab.rot import forget_pages, overwrite, rot
 from tests.homelab.running import MakeLab
 from tests.homelab.stream import Stream
 from tools.lab import DeviceSpec, Homelab, missing
+from tools.lab.matrix import CELLS, Cell, Outcome, is_chosen
 
 NAMES = {
     "kill -9": "killed",

@@ -1,9 +1,6 @@
 """Every architecture of the table: windows of a synthetic model give the whole model's logits, bit for bit."""
 
-import importlib.util
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +13,7 @@ from primad.gguf.architectures import SUPPORTED, cuttable, embedding_scale, laye
 from primad.gguf.header import array_value, read_header, scalar_value
 from primad.gguf.layers import layer_header
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
-
-_spec = importlib.util.spec_from_file_location("synth", Path(__file__).parents[2] / "tools" / "synth.py")
-synth = importlib.util.module_from_spec(_spec)
-sys.modules["synth"] = synth
-_spec.loader.exec_module(synth)
+from tools import synth
 
 OPTIONS = EngineOptions(context=256, sequences=4, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
 PROMPT = [1, *range(40, 129)]

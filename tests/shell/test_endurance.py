@@ -15,10 +15,10 @@ import pytest
 
 from primad.ring.messages import MemoryStatus, Status
 from tools import synthetic
-from tools.bench_endure import Row, broken, first_difference
-from tools.endurance import Ran
 from tools.lab import LabError
-from tools.neighbour import Neighbour
+from tools.lab.endurance import Ran
+from tools.lab.endured import Row, broken, first_difference
+from tools.lab.neighbour import Neighbour
 
 HELD: Mapping[str, object] = {
     "asked_prompt_tokens": 8192,

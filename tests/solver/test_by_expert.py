@@ -10,10 +10,10 @@ import pytest
 from halda import Instance, LayerProfile, ModelProfile, Plan, Streaming, arrange, cost, evaluate, instance, milp, solve
 from halda.profile import Workload
 from halda.solving import available, run
+from halda_research.random_fleets import random_instance, random_plan
 from halda_research.simulate import simulate
 from tests.fakes import planning
 from tests.solver.brute import Brute
-from tests.solver.random_fleets import random_instance, random_plan
 from tests.solver.small_fleets import small_instance
 from tests.solver.test_solve import check_against_brute_force
 

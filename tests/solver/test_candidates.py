@@ -26,7 +26,7 @@ from halda import (
     solve,
 )
 from halda.candidates import candidates
-from tests.solver.random_fleets import random_instance
+from halda_research.random_fleets import random_instance
 from tests.solver.small_fleets import small_instance
 
 HURRIED_S = 0.5

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from halda import evaluate
 from primad.profiler.fleets import read_fleet
+from tools.lab import paper
 
-_spec = importlib.util.spec_from_file_location("paper_table", Path(__file__).parents[2] / "tools" / "paper_table.py")
-assert _spec is not None
-assert _spec.loader is not None
-paper_table = importlib.util.module_from_spec(_spec)
-sys.modules["paper_table"] = paper_table
-_spec.loader.exec_module(paper_table)
-
-MODELS = list(paper_table.MODELS)
+MODELS = list(paper.MODELS)
 LARGE = ["Llama 3-60B", "Llama 1-65B", "Llama 3-70B"]
 NEAR = 0.35
 
 
 @cache
-def row(name: str) -> Any:
-    return paper_table.row(name, read_fleet(paper_table.FLEET))
+def row(name: str) -> paper.Row:
+    return paper.row(name, read_fleet(paper.FLEET))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -39,7 +29,7 @@ def test_the_prediction_is_near_the_published_latency(name: str) -> None:
 def test_no_memory_is_exceeded(name: str) -> None:
     prediction = row(name).ours.prediction
     assert prediction.short == ()
-    for device in read_fleet(paper_table.FLEET).devices:
+    for device in read_fleet(paper.FLEET).devices:
         used = [d for d in prediction.devices if d.device == device.device]
         assert all(d.ram_bytes <= device.ram_available_bytes for d in used)
         assert all(d.vram_bytes <= (device.gpu.vram_available_bytes if device.gpu else 0) for d in used)
@@ -78,7 +68,7 @@ def test_one_device_that_thrashes_is_far_behind_as_published(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_papers_plan_is_legal_and_its_formula_agrees_where_all_fits(name: str) -> None:
-    asked = paper_table.ask(read_fleet(paper_table.FLEET), row(name).model, paper_table.BEST_DEVICE)
+    asked = paper.ask(read_fleet(paper.FLEET), row(name).model, paper.BEST_DEVICE)
     prediction = evaluate(row(name).paper.plan, asked)
     assert prediction.short == ()
     if not row(name).paper.plan.streaming:
@@ -87,8 +77,8 @@ def test_the_papers_plan_is_legal_and_its_formula_agrees_where_all_fits(name: st
 
 
 def test_the_page_has_the_tables_as_they_come_out() -> None:
-    page = (paper_table.ROOT / "profiles" / "PAPER.md").read_text(encoding="utf-8")
-    paper = paper_table.tables([row(name) for name in MODELS])["paper"]
-    assert paper in page, "make the tables anew: tools/paper_table.py --write"
+    page = paper.PAGE.read_text(encoding="utf-8")
+    of_the_paper = paper.tables([row(name) for name in MODELS])["paper"]
+    assert of_the_paper in page, "make the tables anew: tools/paper_table.py --write"
     for name in MODELS:
-        assert f"| {name} | {paper_table.ms(row(name).published_s)} " in page
+        assert f"| {name} | {paper.ms(row(name).published_s)} " in page

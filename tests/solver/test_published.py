@@ -24,7 +24,7 @@ from halda.cost import SAMPLED_VALUE_S, TOKEN_S
 from halda.evaluate import evaluate
 from halda.instance import instance
 from halda_research.published import PublishedPlan, solve_published
-from tests.solver.random_fleets import random_instance
+from halda_research.random_fleets import random_instance
 
 GB = 10**9
 WORK = Workload(context_tokens=64, kv_type="f16", sequences=1, prompt_tokens=16, answer_tokens=16, chunk_rows=1)

@@ -28,8 +28,8 @@ from halda import (
 from halda.evaluate import cpu_layers, evaluate, spread
 from halda.instance import Instance
 from halda.instance import instance as ask
+from halda_research.random_fleets import random_instance, random_plan
 from halda_research.simulate import Simulation, simulate, simulate_prefill
-from tests.solver.random_fleets import random_instance, random_plan
 
 LAYER = 1000
 """Bytes of a layer of the toy model; a layer takes 1 s on the CPU."""

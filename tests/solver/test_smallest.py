@@ -24,10 +24,10 @@ from halda import (
     solve,
 )
 from halda.profile import KV_TYPES, ModelProfile, Workload
+from halda_research.random_fleets import random_instance, random_plan
 from halda_research.simulate import simulate, simulate_prefill
 from tests.fakes import planning
 from tests.solver.brute import Brute
-from tests.solver.random_fleets import random_instance, random_plan
 from tests.solver.small_fleets import small_instance
 from tests.solver.test_solve import check_against_brute_force
 

@@ -21,12 +21,12 @@ from halda import Solution, Workload
 from primad.errors import PrimadError
 from primad.ring.messages import Sampled, Status
 from tools.lab import disk
+from tools.lab.local_ring import LocalRing
 from tools.lab.memory import Counters, LimitedGroup
-from tools.local_ring import LocalRing
-from tools.memory_runs import STEP_TIMEOUT_S, counted
-from tools.neighbour import Neighbour
-from tools.plain_child import PlainChild
-from tools.plain_llama import prompt_of
+from tools.lab.memory_runs import STEP_TIMEOUT_S, counted
+from tools.lab.neighbour import Neighbour
+from tools.lab.plain_child import PlainChild
+from tools.lab.plain_llama import prompt_of
 
 DEVICE: Final = "d0"
 RUN_TIMEOUT_S: Final = 3600.0

@@ -1,6 +1,6 @@
 """The fault matrix as data: every fault in every phase of a cluster's life, and what primad promises then.
 
-The tests (``test_faults.py``) do what stands here, and the table of ``docs/faults.md`` says it.
+The tests (``tests/homelab/test_faults.py``) do what stands here, and the table of ``docs/faults.md`` says it.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def is_chosen(cell: Cell) -> bool:
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
-PAGE: Final = Path(__file__).parents[2] / "primad" / "cluster" / "FAULTS.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "faults.md"
 BEGIN: Final = "<!-- written by tools/faults -->"
 END: Final = "<!-- end of what tools/faults writes -->"
 

@@ -38,6 +38,7 @@ from halda.quantisation import bytes_per_weight
 
 Memory = Literal["short", "about", "ample"]
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16")
+MEMORIES: Sequence[Memory] = ("short", "about", "ample")
 ROOM: Mapping[Memory, tuple[float, float]] = {"short": (0.25, 0.7), "about": (0.5, 1.5), "ample": (2.0, 4.0)}
 """Memory of all devices over the size of the model."""
 
@@ -172,7 +173,8 @@ def random_instance(
     """A fleet of 2 to 8 devices (or so many), the first is the head, with a model that its memory suits more or less."""
     model = model or random_model(rng, layers=layers)
     count = devices if devices is not None else rng.randint(2, 8)
-    room = rng.uniform(*ROOM[memory or rng.choice(["short", "about", "ample"])]) * model.size_bytes
+    kind: Memory = memory if memory is not None else rng.choice(MEMORIES)
+    room = rng.uniform(*ROOM[kind]) * model.size_bytes
     weights = [log_uniform(rng, 1, 8) for _ in range(count)]
     fleet: list[DeviceProfile] = []
     for i, weight in enumerate(weights):

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-
 
 class PlainChild:
     """A whole model in one process, mapped; ``extra_buffers`` is on or off, ``rows`` the most that it computes at once."""
@@ -29,7 +27,7 @@ class PlainChild:
         self._process = subprocess.Popen(
             [
                 sys.executable,
-                str(ROOT / "tools" / "plain_llama.py"),
+                str(Path(__file__).with_name("plain_llama.py")),
                 str(model),
                 str(threads),
                 extra_buffers,

@@ -6,7 +6,7 @@ import random
 
 from halda import Infeasible, evaluate, solve
 from halda_research.published import solve_published
-from tests.solver.random_fleets import random_instance
+from halda_research.random_fleets import random_instance
 
 SEEDS = range(50_000, 50_500)
 TIME_LIMITS_S = (0.5, 10.0)

@@ -27,10 +27,10 @@ from primad.head.options import default_workload
 from primad.ring.messages import Sampled, Status
 from primad.system.memory import memory
 from tools.lab import disk
+from tools.lab.local_ring import LocalRing
 from tools.lab.memory import Counters, LimitedGroup
-from tools.local_ring import LocalRing
-from tools.plain_child import PlainChild
-from tools.plain_llama import PROMPT
+from tools.lab.plain_child import PlainChild
+from tools.lab.plain_llama import PROMPT
 
 AFTER: Final = 40
 """Tokens of the prompt."""

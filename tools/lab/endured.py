@@ -1,0 +1,117 @@
+"""One run of ``tools/bench memory --endure`` as a row of figures, and what of it does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from primad.engine.protocol import KvType
+
+Kind = Literal["prompt", "neighbour"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One run; ``broken`` says what must hold and did not. What was not reached before ``error`` is None.
+
+    ``asked_prompt_tokens`` and ``asked_neighbour_bytes`` were asked for; ``prompt_tokens`` and ``neighbour_bytes`` are
+    what there was room for, and ``neighbour_takes`` how often the other program took some. ``rows`` are those of a step.
+
+    ``most_read_bytes`` is what a token may read, with KV cache and buffers as the plan reckons;
+    ``most_read_bytes_measured`` with the memory of the ring process that belongs to no file, measured at the end. The first
+    is judged. ``bytes_read_per_token`` is counted by the kernel between the first token and the last, for the whole group,
+    with ``bytes_read_first`` and ``bytes_read_last`` those of its first and last quarter; ``told_bytes_per_token`` and
+    ``stall_ms_per_token`` are what the ring process counts for itself behind the prompt. ``prompt_...`` are of the prompt.
+    ``baseline_...`` are of plain llama.cpp with the whole model in memory.
+
+    ``anonymous_bytes`` of the group (the other program included) at the end, ``most_anonymous_bytes`` and ``swap_bytes``
+    the most that a sample each second saw. ``swap_in_bytes`` were swapped in meanwhile by the whole machine, which has
+    ``swap_total_bytes`` of swap. ``limit_hits`` counts how often the limit made room, which a full page cache does,
+    where the kernel counts it; ``peak_bytes`` says whether the group was ever full.
+    ``distinct_tokens``: how many different tokens the answer has.
+    """
+
+    model: str
+    model_bytes: int
+    kind: Kind
+    limit_share: float
+    limit_bytes: int
+    asked_prompt_tokens: int
+    asked_neighbour_bytes: int
+    asked_tokens: int
+    tokens: int
+    tokens_per_s: float | None
+    prompt_s: float | None
+    bytes_read_per_token: float | None
+    bytes_read_first: float | None
+    bytes_read_last: float | None
+    prompt_read_bytes: int | None
+    told_bytes_per_token: float | None
+    stall_ms_per_token: float | None
+    prompt_stall_s: float | None
+    disk_bytes_per_s: float
+    private_bytes: int | None
+    anonymous_bytes: int | None
+    most_anonymous_bytes: int | None
+    peak_bytes: int | None
+    limit_hits: int | None
+    oom_kills: int | None
+    swap_bytes: int | None
+    swap_in_bytes: int | None
+    swap_total_bytes: int
+    neighbour_takes: int | None
+    distinct_tokens: int | None
+    busy_share: float
+    error: str | None
+    kv_type: KvType | None = None
+    rows: int | None = None
+    context: int | None = None
+    prompt_tokens: int | None = None
+    neighbour_bytes: int | None = None
+    streamed_layers: int | None = None
+    slots: int | None = None
+    reserved_bytes: int | None = None
+    most_read_bytes: float | None = None
+    most_read_bytes_measured: float | None = None
+    predicted_bytes_per_token: int | None = None
+    predicted_tokens_per_s: float | None = None
+    predicted_prompt_s: float | None = None
+    prompt_tokens_per_s: float | None = None
+    baseline_tokens_per_s: float | None = None
+    baseline_prompt_tokens_per_s: float | None = None
+    same_tokens: bool | None = None
+    first_difference: int | None = None
+    broken: list[str] = field(default_factory=list)
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Where the two answers part, be it that one is shorter; None where they are the same."""
+    if list(ours) == list(theirs):
+        return None
+    pairs = zip(ours, theirs, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))
+
+
+def broken(row: Row, refused: str | None) -> Iterator[str]:
+    """What must hold and did not."""
+    if row.error is not None:
+        yield row.error
+    if row.prompt_tokens is not None and row.prompt_tokens < row.asked_prompt_tokens:
+        yield f"there is a plan for {row.prompt_tokens} of {row.asked_prompt_tokens} tokens of prompt: {refused}"
+    if row.neighbour_bytes is not None and row.neighbour_bytes < row.asked_neighbour_bytes:
+        yield (
+            f"there is room for {row.neighbour_bytes / 1e6:.0f} of {row.asked_neighbour_bytes / 1e6:.0f} MB beside what "
+            "the ring cannot do without"
+        )
+    if row.error is None and row.tokens < row.asked_tokens:
+        yield f"the model ended its answer after {row.tokens} of {row.asked_tokens} tokens; choose another --prompt"
+    if row.oom_kills:
+        yield f"{row.oom_kills} killed for lack of memory"
+    if row.swap_bytes or row.swap_in_bytes:
+        yield f"{row.swap_bytes} bytes in swap, {row.swap_in_bytes} swapped in"
+    if row.same_tokens is False:
+        yield f"token {row.first_difference} is not that of the whole model"
+    read, most = row.bytes_read_per_token, row.most_read_bytes
+    if read is not None and most is not None and read > most:
+        yield f"{read / most:.2f} times as much read a token as may be"

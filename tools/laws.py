@@ -1,0 +1,102 @@
+"""Laws of the source that neither ruff nor import-linter sees; ``tools/check`` runs it. It prints what breaks one.
+
+No public type name is defined twice in what runs; tools import nothing of the tests; tests import no tools but the lab and
+the model maker.
+
+    tools/laws.py [ROOT]
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+PRODUCT: Final = ("primad", "solver/halda")
+FOR_TESTS: Final = ("tools.lab", "tools.synth", "tools.synthetic")
+
+
+def type_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The public types that a module defines, with their lines: its classes, and what it gives such a name."""
+    for node in tree.body:
+        match node:
+            case ast.ClassDef(name=name):
+                found = [name]
+            case ast.Assign(targets=targets, value=value) if not _is_type_variable(value):
+                found = [target.id for target in targets if isinstance(target, ast.Name)]
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=kind) if "TypeAlias" in ast.unparse(kind):
+                found = [name]
+            case _:
+                found = []
+        yield from ((name, node.lineno) for name in found if _is_type_name(name))
+
+
+def _is_type_name(name: str) -> bool:
+    """``CamelCase``; a name of capitals alone is a constant, one with a line before it is private."""
+    return name[:1].isupper() and not name.isupper() and "_" not in name
+
+
+def _is_type_variable(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in ("TypeVar", "ParamSpec")
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The modules that a file imports, with their lines; of ``from tools import x`` that is ``tools.x``."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from ((each.name, node.lineno) for each in names)
+            case ast.ImportFrom(module="tools", names=names):
+                yield from ((f"tools.{each.name}", node.lineno) for each in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield module, node.lineno
+
+
+def trees(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
+    """Every source file under the folders, by its path from the root."""
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            yield str(path.relative_to(root)), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def names_defined_twice(root: Path) -> Iterator[str]:
+    """Lines about type names that have more than one definition."""
+    places = defaultdict(list)
+    for path, tree in trees(root, *PRODUCT):
+        for name, line in type_names(tree):
+            places[name].append(f"{path}:{line}")
+    for name, found in places.items():
+        if len(found) > 1:
+            yield f"{name} is defined more than once: {', '.join(found)}"
+
+
+def wrong_imports(root: Path) -> Iterator[str]:
+    """Lines about tools that import tests, and about tests that import tools which are not for them."""
+    for path, tree in trees(root, "tools"):
+        for module, line in imported(tree):
+            if module.partition(".")[0] == "tests":
+                yield f"{path}:{line}: a tool imports {module}"
+    for path, tree in trees(root, "tests"):
+        for module, line in imported(tree):
+            if module.partition(".")[0] == "tools" and not _is_for_tests(module):
+                yield f"{path}:{line}: a test imports {module}; what both need belongs to tools/lab"
+
+
+def _is_for_tests(module: str) -> bool:
+    return any(module == each or module.startswith(f"{each}.") for each in FOR_TESTS)
+
+
+def main() -> int:
+    """Print what breaks a law; the exit code."""
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent
+    broken = [*names_defined_twice(root), *wrong_imports(root)]
+    for line in broken:
+        print(line, file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
