@@ -1,4 +1,4 @@
-"""Every error that primad raises for the world's sake, in one tree.
+"""The errors that primad raises for what is wrong outside its own code, in one tree. A room may have errors below these.
 
     PrimadError
     ├── ModelError        the model file: missing, cut, not a GGUF, an architecture that cannot be cut

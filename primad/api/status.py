@@ -33,7 +33,7 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``resident`` and ``streamed`` count layers; ``streams_output``: besides them the output matrix streams. ``read_bytes``
     and ``stall_s`` are sums since the ring process was opened last; the means of a token are as
-    ``daemon.ring_status.Costs`` has them. ``pressure`` is calm, some or high.
+    ``head.status.Costs`` has them. ``pressure`` is calm, some or high.
     """
 
     resident: int | None = None

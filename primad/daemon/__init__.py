@@ -1,1 +1,1 @@
-"""The composition root: builds the daemon of a worker (``worker.py``) or of the head (``head.py``) and runs it."""
+"""What head and worker share: starting and ending, loading layers, watching memory, pairing, the owner's wishes."""

@@ -105,7 +105,7 @@ def gather_identity(home: Path) -> FileFacts | None:
 
 
 def judge_identity(facts: FileFacts | None) -> list[Finding]:
-    """Who reads the secret key is this device for all others."""
+    """Judge who may read the secret key. Whoever has it can pass for this device."""
     if facts is None:
         return [finding("identity", "ok", "this device has no identity yet; it is made at first use")]
     if facts.foreign:

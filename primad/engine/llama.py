@@ -1,4 +1,4 @@
-"""llama.cpp behind the engine protocol: the only import of llama_cpp.
+"""llama.cpp behind the engine protocol. No room but the engine imports llama_cpp.
 
 A window is a model of its own to llama.cpp, loaded from a metadata split and its layer files, fed with hidden states
 (``llama_batch.embd``). What is ours, and why:

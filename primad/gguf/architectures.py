@@ -58,7 +58,7 @@ class Sliding(Enum):
 
 
 class TensorRole(Enum):
-    """Who needs a tensor."""
+    """What a tensor is needed for."""
 
     LAYER = "the window that holds its layer"
     EMBEDDING = "the head, for its embedding rows"
@@ -214,7 +214,7 @@ def is_shared_tensor(tensor: str) -> bool:
 
 
 def tensor_role(header: Header, tensor: str) -> TensorRole:
-    """Who needs ``tensor``. Raises ``ModelError`` by name for one outside the layers that is not known."""
+    """What ``tensor`` is needed for. Raises ``ModelError`` by name for one outside the layers that is not known."""
     layer = layer_of(tensor)
     if layer is not None:
         if layer >= layer_count(header):

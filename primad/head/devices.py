@@ -1,6 +1,6 @@
 """The devices that a head works with: find them, greet them, introduce them to each other, measure the links between them.
 
-What happens to them is posted as the events of ``cluster/members.py``; what to do about it is decided elsewhere.
+What happens to them is posted as the events of ``membership/types.py``; the membership core decides what to do about it.
 """
 
 from __future__ import annotations

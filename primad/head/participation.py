@@ -1,7 +1,7 @@
 """The parts that a head gives its workers: what each was asked, what it answered, and what ended it.
 
 An answer counts whichever way it comes: in a message of its own, or with the state of the part in a ``Pong``. What the
-worker did not hear is said again (see ``cluster/messages.py`` on connections that are reset).
+worker did not hear is said again (see ``network/messages.py`` on connections that are reset).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The head's conversation with one worker: find the address that works, greet it, hear that it lives.
 
 ``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``Participation``
-(``worker_part.py``); what is about the device itself (a sign of life, that it leaves, that its link broke) goes to the
+(``participation.py``); what is about the device itself (a sign of life, that it leaves, that its link broke) goes to the
 ``Listener``.
 """
 

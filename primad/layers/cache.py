@@ -3,8 +3,8 @@
     <folder>/<digest>.gguf       a layer file; only its header changes when the layer moves to another window
     <folder>/<digest>-1.gguf     a second copy, where one device computes two layers of equal content
     <folder>/<digest>.tree       the digests of its chunks; its modification time is when the layer was last used
-    <folder>/in-use-<pid>.json   what a running process must not lose (``gguf/holds.py``)
-    <folder>/partial/            files on their way (``gguf/partial.py``); chunks that arrived are kept for the next run
+    <folder>/in-use-<pid>.json   what a running process must not lose (``leases.py``)
+    <folder>/partial/            files on their way (``partial.py``); chunks that arrived are kept for the next run
 
 A file appears under its name only after its weights were hashed and flushed, so a crash leaves nothing half-written. A
 file (or copy) that was there before this process started is hashed once, the first time it is asked for, and again when
@@ -54,7 +54,7 @@ class LayerCache:
         self._active: set[str] = set()
         self._leases = Leases(folder)
         self.turn = asyncio.Lock()
-        """Who fills the cache takes turns: two writers of one layer would undo each other's work."""
+        """Held by whoever fills the cache: two writers of one layer would undo each other's work."""
         try:
             if owner:
                 self._partial.mkdir(parents=True, exist_ok=True)

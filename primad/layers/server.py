@@ -1,8 +1,8 @@
 """Serve the layers of this device to the devices that lack them: every device does, head and workers alike.
 
-Who asks has proven its key at the gate. Requests wait in a bounded line of their owner and are served in turns, a few at a
-time, so that a greedy device delays itself; nothing is sent that was not asked for, and what one connection does not take
-is dropped after ``SEND_LIMIT`` chunks.
+A device that asks has proven its key at the gate. Requests wait in a bounded line of their owner and are served in turns, a
+few at a time, so that a greedy device delays itself. Nothing is sent that was not asked for. What one connection does not
+take is dropped after ``SEND_LIMIT`` chunks.
 """
 
 from __future__ import annotations

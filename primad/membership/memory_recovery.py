@@ -1,12 +1,12 @@
-"""When a device that was short of memory may be planned for with more again: values in, values out.
+"""When plans may use more memory of a device that was low on it: values in, values out.
 
-A device that reported a lack (``Pressed``) is planned for with less from then on. When the owner's other programs end it
-should compute more again; when they only pause it should not, for every change of plan costs seconds, or minutes where
-layers must be fetched. So room counts that was there throughout for a while, the wait, and only where it makes a
-difference: what was missing, and no less than a share of all memory. A lack soon after recovery doubles the wait, up to
-half an hour; one that comes long after it is another matter, and the wait begins anew.
+Plans use less of a device once it has reported that memory is low (``MemoryLow``). It should compute more again when the
+owner's other programs have ended, but not when they only pause: every change of plan costs seconds, or minutes where layers
+must be fetched. So room counts only if it was there without a break for a while, the wait, and only if it makes a
+difference: what was missing, and no less than a share of all memory. When memory is low again soon after a recovery, the
+wait doubles, up to half an hour. When that happens much later, the wait begins anew.
 
-Relief may come in steps, as programs end one after the other, until what a plan had before the lack is there again.
+Memory may come back in steps, as programs end one after the other, until what a plan had before the lack is there again.
 """
 
 from __future__ import annotations

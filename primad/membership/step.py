@@ -1,6 +1,6 @@
 """Who belongs to the cluster and which ring serves, as one pure function: ``step(state, event, now) -> state, effects``.
 
-The rules, each in one place here, in ``pursuit.py`` (what is due) and in ``moves.py`` (what both need):
+Each rule stands in one place: here, in ``due.py`` (what is due) or in ``transitions.py`` (what both need):
 
 * A device that is silent is suspected, then gone; one whose link breaks is gone at once. While a device of the serving ring
   is suspected, a ring without it is formed in the shadow: it serves the moment the device is gone, and is forgotten when the
@@ -10,7 +10,7 @@ The rules, each in one place here, in ``pursuit.py`` (what is due) and in ``move
 * A better plan is taken only if it gains enough; candidates that gave none are not asked again until they change.
 * A link that does not work is measured again while a ring serves, after a pause that doubles each time; when it works, its
   devices are planned for as if they had just come.
-* A device to blame for a break gets no part for a while, which doubles each time, unless there is no plan without it.
+* A device to blame for a break takes no part for a while, which doubles each time, unless there is no plan without it.
 * A device that leaves hands its layers over first; if nobody can take them it may go nonetheless.
 * For a device that is short of memory another plan is formed in the shadow, whether it gains or not; if there is none the
   ring goes on as it is. When it has room again a plan that gains enough is taken, as when a device joins.
@@ -397,7 +397,7 @@ def _in_vain(state: State, attempt: Attempt) -> State:
 
 
 def _not_handed_over(state: State, attempt: Attempt, reason: str, effects: list[Effect]) -> State:
-    """Who leaves may go, if the attempt was to hand over its layers: the others cannot take them."""
+    """Let the devices go that asked to leave, if this attempt was to hand over their layers: no others can take them."""
     if state.serving is not None and attempt.why is Purpose.LEAVING:
         effects.append(SayLine(f"the other devices cannot take over: {reason}"))
         effects += dismissals(state)

@@ -1,6 +1,6 @@
-"""The moves of the membership core that more than one of its rules makes: from a state to a state, with effects.
+"""The transitions that more than one rule of the membership core makes: from a state to a state, with effects.
 
-``effects`` is the list that a step fills, in the order in which they are to be done.
+A step fills the list ``effects`` in the order in which they are to be carried out.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def give_up(state: State, reason: str, effects: list[Effect]) -> State:
 def close(state: State, reason: str, now: float, effects: list[Effect]) -> State:
     """Close the ring that serves; open answers wait for the next one.
 
-    An attempt under way is for that from now on. Who asked to leave has nothing to hand over any more.
+    An attempt under way is for that from now on. A device that asked to leave has nothing to hand over any more.
     """
     assert state.serving is not None
     effects.append(Close(state.serving.epoch, reason))

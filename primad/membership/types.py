@@ -1,6 +1,6 @@
 """What the membership core speaks of: the devices of a cluster, what happens to them, and what is to be done.
 
-Values only. ``cluster/membership.py`` decides with them, the head's daemon tells it events and does its effects.
+Values only. ``step.py`` decides with them; the head's daemon tells it events and carries out its effects.
 """
 
 from __future__ import annotations

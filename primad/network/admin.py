@@ -1,8 +1,8 @@
 """The local admin channel: the command line asks the daemon that runs with this home folder.
 
-The daemon listens on a port of loopback that it writes to ``run/admin.json``, and only the key of its own identity comes in:
-whoever proves it can read ``identity.json``, which is its owner's alone. The channel has a ZeroMQ context of its own, since
-a context has one gate and the daemon's other servers let in more keys than this one.
+The daemon listens on a port of loopback that it writes to ``run/admin.json``. It lets in nothing but the key of its own
+identity: a client that proves this key can read ``identity.json``, and only the owner can. The channel has a ZeroMQ context
+of its own, since a context has one gate, and the daemon's other servers let in more keys than this one.
 """
 
 from __future__ import annotations

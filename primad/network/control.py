@@ -1,4 +1,4 @@
-"""The control link: the worker listens, the head connects. Carries messages of ``cluster/messages.py`` and nothing else.
+"""The control link: the worker listens, the head connects. It carries the messages of ``messages.py`` and nothing else.
 
 A message that cannot be read is refused with a log line; the link and the process live on. The log takes one such line a
 second at most, so that nobody fills a disk with them.

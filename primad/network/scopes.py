@@ -1,4 +1,4 @@
-"""The interface that a link-local IPv6 address needs before it leads anywhere, its scope.
+"""Scopes: a link-local IPv6 address leads nowhere without the name or number of an interface behind it.
 
 A scope (``%4``, ``%eth0``) means something on one machine only. So no address that a device tells another carries one, and
 whoever is told a link-local address puts its own scope behind it: that of the interface where it met the address before, or

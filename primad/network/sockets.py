@@ -1,7 +1,7 @@
 """ZeroMQ sockets between devices: encrypted, authenticated both ways, and with the limits that every one of them has.
 
 Each is one end of a CurveZMQ connection. A client names the public key of the one device that it wants to talk to and can
-talk to no other; a server is told by the gate of its context (``cluster/gate.py``) whom to let in. A server whose context
+talk to no other; a server is told by the gate of its context (``gate.py``) whom to let in. A server whose context
 has no gate lets nobody in: libzmq would let everybody in, were the domain not enforced.
 
 Routing ids are those that a ROUTER gives by itself, new ones at each connection, so that no handover is needed. It stays

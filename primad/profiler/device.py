@@ -1,6 +1,7 @@
 """The profile of this device: measured once (about a minute), then read; what changes by the minute is read anew.
 
-Who was measured before does not load what measures: that takes numpy, 6 MB of memory for as long as a daemon lives.
+A device that was measured before does not load the code that measures: it needs numpy, which takes 6 MB for as long as a
+daemon lives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that hold little: one module of a package without all that the package loads, freed memory given back.
+"""Keep processes small: load one module of a package without the rest, and give freed memory back to the system.
 
 Every process of primad is a guest in its owner's memory, and some packages load at their top what only some of their users
 need: ``llama_cpp`` a template engine and a database (6 MB), ``gguf`` readers and converters (5 MB).

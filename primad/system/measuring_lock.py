@@ -13,7 +13,7 @@ import platformdirs
 
 TURN_TIMEOUT_S: Final = 180.0
 LOOK_UP_S: Final = 0.2
-"""Whoever waits for its turn looks this often whether it is to stop."""
+"""While a daemon waits for its turn, it looks this often whether it is to stop."""
 
 
 @contextmanager

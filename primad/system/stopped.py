@@ -1,4 +1,4 @@
-"""Notice that a process was stopped (SIGSTOP, a debugger): it says nothing then, and nobody says so for it."""
+"""Notice that a process was stopped (SIGSTOP, a debugger). It cannot say so itself."""
 
 from __future__ import annotations
 

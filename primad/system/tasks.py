@@ -1,4 +1,4 @@
-"""Tasks that belong together and end together, whatever each of them is about; what they leave for who waits."""
+"""Tasks that belong together and end together, and what they leave for whoever waits for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mistake(error: BaseException) -> str:
 
 
 def settle(future: asyncio.Future[_Result], result: _Result) -> None:
-    """Who waits for ``future`` has its ``result``, unless it has one already or was cancelled over waiting."""
+    """Give ``future`` its ``result``, unless it has one already or nobody waits for it any more."""
     if not future.done():
         future.set_result(result)
 

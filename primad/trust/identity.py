@@ -24,7 +24,7 @@ from primad.system.private_file import read_private, write_private
 
 FILE_NAME: Final = "identity.json"
 LOCK_PATIENCE_S: Final = 3.0
-"""Whoever holds a lock of ours writes one small file; a daemon waits no longer than its peers have patience with it."""
+"""A lock is held to write one small file. A daemon waits for it no longer than its peers wait for the daemon."""
 _KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _HEX: Final = re.compile(r"[0-9a-fA-F]{64}")
 _CURE: Final = "move it away to get a new identity, and pair this device again"

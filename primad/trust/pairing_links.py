@@ -2,7 +2,7 @@
 
 Plain asyncio and not ZeroMQ, which accepts as many connections as there are descriptors and keeps them for ever: here there
 are ``MAX_PEERS`` at a time, ``MAX_PEERS_OF_ADDRESS`` from one address, and each ends after ``RUN_S``. A frame is its length
-in two bytes, then the message. All decisions are those of ``cluster/pairing.py``.
+in two bytes, then the message. ``pairing.py`` makes all decisions.
 """
 
 from __future__ import annotations

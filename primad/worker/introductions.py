@@ -1,4 +1,4 @@
-"""Whom a head vouches for, and whom not any more, kept here in the order in which it said so.
+"""Keep whom a head vouches for, and whom it does not any more, in the order in which it said so.
 
 Each change of the trust file waits for the disk, seconds where that is busy; so it is made in a thread, or a head would take
 this device for gone meanwhile.

@@ -1,4 +1,4 @@
-"""What the solver answers."""
+"""A plan: the windows in the order of the route, what streams, and who is left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What solving answers. Apart from ``search.py``, so that whoever only reads an answer loads no solver."""
+"""The answer of the solver. It stands apart from ``search.py``, so that code that only reads an answer loads no solver."""
 
 from __future__ import annotations
 
