@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from primad.membership import memory_recovery as recovery
 from primad.settings.limits import OwnerLimits
+from primad.settings.timings import Timings
 from primad.system.memory import children, held_bytes, memory
 
 OnRecovered = Callable[[int], Awaitable[None]]
@@ -20,7 +21,14 @@ OnRecovered = Callable[[int], Awaitable[None]]
 class MemoryWatch:
     """``memory_recovered`` hears of room that is there again. ``run`` it beside everything else."""
 
-    def __init__(self, limits: OwnerLimits, memory_recovered: OnRecovered) -> None:
+    def __init__(
+        self,
+        limits: OwnerLimits,
+        memory_recovered: OnRecovered,
+        *,
+        look_every_s: float = Timings().memory_look_every_s,
+    ) -> None:
+        self._look_every_s = look_every_s
         self._limits, self._memory_recovered = limits, memory_recovered
         self._state: recovery.Recovery | None = None
         self._pressed = asyncio.Event()
@@ -49,7 +57,7 @@ class MemoryWatch:
         """Look until cancelled."""
         while True:
             await self._pressed.wait()
-            await asyncio.sleep(recovery.LOOK_S)
+            await asyncio.sleep(self._look_every_s)
             room, total_bytes = await asyncio.to_thread(self._measure)
             if self._state is None or not self._state.watches:  # somebody began anew meanwhile
                 continue

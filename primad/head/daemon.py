@@ -46,12 +46,11 @@ from primad.network.admin import (
 )
 from primad.network.gate import Gate
 from primad.settings.config import Config
+from primad.settings.timings import Timings
 from primad.system.tasks import Tasks
 from primad.trust.identity import Identity
 from primad.trust.trust import TrustStore
 
-LOOK_S: Final = 2.0
-"""How long the head looks for devices when nobody said how many to wait for."""
 HOLD_S: Final = 900.0
 """Open answers wait at most this long for a ring that is on its way: layers may have to cross a slow network first."""
 _MAX_EVENTS: Final = 10_000
@@ -73,10 +72,14 @@ class HeadDaemon:
         profile: Callable[[], DeviceProfile],
         backend: RingBackend,
         reporter: Reporter,
+        timings: Timings = Timings(),
     ) -> None:
+        self._timings = timings
         self._config, self._options, self._identity, self._trust = config, options, identity, trust
         self._profile, self._backend, self._reporter = profile, backend, reporter
-        self._memory_watch = MemoryWatch(config.limits, self._memory_recovered)
+        self._memory_watch = MemoryWatch(
+            config.limits, self._memory_recovered, look_every_s=timings.memory_look_every_s
+        )
         self._context = zmq.asyncio.Context()
         self._events: asyncio.Queue[types.Event] = asyncio.Queue(_MAX_EVENTS)
         self._state: types.State | None = None
@@ -90,6 +93,7 @@ class HeadDaemon:
             build=place.build,
             gone_after_s=config.gone_after_s,
             ping_interval_s=config.heartbeat_interval_s,
+            timings=timings.network,
         )
         self._devices = Devices(
             config=config,
@@ -100,6 +104,7 @@ class HeadDaemon:
             post=self._post,
             describe=self._describe,
             reporter=reporter,
+            timings=timings,
         )
         workload = workload_of(options, model)
         self._planner = Planner(
@@ -188,7 +193,7 @@ class HeadDaemon:
 
     def _settings(self) -> types.Settings:
         options, config = self._options, self._config
-        wait_s = options.wait_timeout_s if options.wait else (0.0 if config.devices else LOOK_S)
+        wait_s = options.wait_timeout_s if options.wait else (0.0 if config.devices else self._timings.head.look_s)
         return types.Settings(
             head=config.name,
             suspect_after_s=config.suspect_after_s,
@@ -199,6 +204,7 @@ class HeadDaemon:
             look_s=wait_s,
             hold_s=HOLD_S,
             solo=options.alone or options.wait == 0,
+            timings=self._timings.membership,
         )
 
     def _own_profile(self) -> DeviceProfile:

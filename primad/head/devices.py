@@ -24,12 +24,12 @@ from primad.network.discovery import Discovery, MulticastError
 from primad.network.peer import Peer
 from primad.network.versions import build_gap, version_gap
 from primad.settings.config import Config, is_loopback, split_address
+from primad.settings.timings import Timings
 from primad.system.tasks import mistake
 from primad.trust.trust import TrustStore
 
 logger = logging.getLogger(__name__)
 
-TRUST_LOOK_S: Final = 2.0
 FAREWELL_S: Final = 0.2
 MOST_TOLD: Final = 64
 """Devices that are not trusted are named until so many lines were said about devices."""
@@ -52,7 +52,9 @@ class Devices:
         post: Post,
         describe: Callable[[str], None],
         reporter: Reporter,
+        timings: Timings = Timings(),
     ) -> None:
+        self._timings = timings
         self._config, self._http_port, self._trust, self._caller, self._pairing = (
             config,
             http_port,
@@ -63,7 +65,7 @@ class Devices:
         self._post, self._describe, self._reporter = post, describe, reporter
         self._identity = caller.identity
         self.workers: dict[str, WorkerLink] = {}
-        self.book = LinkBook(caller.context, caller.identity, config.name)
+        self.book = LinkBook(caller.context, caller.identity, config.name, timings=timings.network)
         self._peers: dict[str, Peer] = {}
         self._named: dict[str, tuple[str, int, str]] = {}
         self._told: set[tuple[str, str]] = set()
@@ -88,7 +90,7 @@ class Devices:
     async def discover(self, stack: AsyncExitStack) -> None:
         """Look for devices and be looked for, until ``stack`` is closed; without multicast those that were named do."""
         try:
-            discovery = Discovery(self._config.host, self._config.interface)
+            discovery = Discovery(self._config.host, self._config.interface, timings=self._timings.discovery)
         except ClusterError as exc:
             if not self._config.devices:
                 self._reporter.say(str(exc))
@@ -229,7 +231,7 @@ class Devices:
                 for worker in list(self.workers.values()):
                     await self._introduce(worker)
             entries = latest
-            await asyncio.sleep(TRUST_LOOK_S)
+            await asyncio.sleep(self._timings.head.trust_look_every_s)
 
     def _on_peers(self, peers: dict[str, Peer]) -> None:
         seen = {peer.device: peer for peer in peers.values() if peer.is_worker_of(self._config.cluster)}

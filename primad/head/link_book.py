@@ -19,21 +19,27 @@ from halda import LinkProfile
 from primad.daemon.reporter import Reporter
 from primad.head.participation import DeviceLostError
 from primad.head.worker_link import WorkerLink
-from primad.network.linkprobe import TIMEOUT_S, UNREACHABLE_S, measure_links
-from primad.network.messages import GONE_AFTER_S, MAX_ADDRESSES, LinkTarget
+from primad.network.linkprobe import UNREACHABLE_S, measure_links
+from primad.network.messages import MAX_ADDRESSES, LinkTarget
 from primad.network.scopes import bare
+from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
-
-AGAIN_S = 1.0
-"""How long after a first try an unreachable device is tried again."""
 
 
 class LinkBook:
     """The links measured so far, by (source, target). ``identity`` is that of ``head``, the device that asks."""
 
-    def __init__(self, context: zmq.asyncio.Context, identity: Identity, head: str) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        identity: Identity,
+        head: str,
+        *,
+        timings: NetworkTimings = NetworkTimings(),
+    ) -> None:
+        self._timings = timings
         self._context = context
         self._identity = identity
         self._head = head
@@ -109,12 +115,14 @@ class LinkBook:
         await self._ask(source, targets, workers)
         unreached = [target for target in targets if self.address(source, target.device) is None]
         if unreached:  # it may have been introduced to the other a moment too late
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(self._timings.link_again_s)
             await self._ask(source, unreached, workers)
         for target in targets:
             pair = (source, target.device)
             if self.address(*pair) is None:
-                await workers[target.device].measure_links([], 2 * GONE_AFTER_S)  # is it there at all?
+                await workers[target.device].measure_links(
+                    [], 2 * self._timings.answer_timeout_s
+                )  # is it there at all?
                 if pair not in self._said:
                     self._said.add(pair)
                     reporter.say(f"{source} does not reach {target.device}; plans avoid sending over this link")
@@ -124,9 +132,11 @@ class LinkBook:
 
     async def _ask(self, source: str, targets: Sequence[LinkTarget], workers: Mapping[str, WorkerLink]) -> None:
         if source == self._head:
-            found = await measure_links(self._context, self._identity, source, targets)
+            found = await measure_links(
+                self._context, self._identity, source, targets, timeout_s=self._timings.link_timeout_s
+            )
         else:
-            most_s = 60.0 + sum(len(target.addresses) for target in targets) * 40 * TIMEOUT_S
+            most_s = 60.0 + sum(len(target.addresses) for target in targets) * 40 * self._timings.link_timeout_s
             found = await workers[source].measure_links([_told(target) for target in targets], most_s)
         self._links |= {(link.source, link.target): link for link in found}
 

@@ -113,7 +113,7 @@ class _Visit:
 
     async def measure_links(self) -> list[LinkProfile]:
         """The links between this device and the workers; none, and the default for them, when a worker goes silent."""
-        book = LinkBook(self._caller.context, self._caller.identity, self._config.name)
+        book = LinkBook(self._caller.context, self._caller.identity, self._config.name, timings=self._caller.timings)
         try:
             for worker in self.workers:
                 others = [(other.name, other.key) for other in self.workers if other is not worker]

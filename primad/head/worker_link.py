@@ -11,19 +11,16 @@ import asyncio
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Protocol
 
 import zmq.asyncio
 
 from halda import DeviceProfile, LinkProfile
-from primad import __version__
 from primad.errors import ClusterError
 from primad.head.participation import MISSES, DeviceLostError, Participation
 from primad.membership.memory_recovery import lowered
 from primad.network.control import HeadEnd
 from primad.network.messages import (
-    OLDEST,
-    PROTOCOL,
     Broken,
     Dismiss,
     HeadMessage,
@@ -49,14 +46,11 @@ from primad.network.messages import (
     Welcome,
     WorkerMessage,
     WorkerStatus,
-    agreed_protocol,
 )
-from primad.network.versions import version_gap
+from primad.network.versions import OURS, Versions, version_gap
 from primad.settings.config import split_address
+from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity
-
-PROBE_TIMEOUT_S: Final = 3.0
-HELLO_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +64,8 @@ class Caller:
     build: str
     gone_after_s: float
     ping_interval_s: float
+    timings: NetworkTimings = NetworkTimings()
+    versions: Versions = OURS
 
 
 class Listener(Protocol):
@@ -102,7 +98,16 @@ async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Coll
     for host, port in addresses:
         for key in keys:
             try:
-                ends.append(HeadEnd(caller.context, host, port, identity=caller.identity, key=key))
+                ends.append(
+                    HeadEnd(
+                        caller.context,
+                        host,
+                        port,
+                        identity=caller.identity,
+                        key=key,
+                        timeout_s=caller.timings.answer_timeout_s,
+                    )
+                )
             except ClusterError as exc:
                 refusals.append(str(exc))
     tasks = {asyncio.create_task(_probe(caller, end)): end for end in ends}
@@ -132,11 +137,13 @@ async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Coll
 
 
 async def _probe(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Probed]:
-    await end.send(Probe(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=caller.device))
+    own = caller.versions
+    await end.send(Probe(protocol=own.protocol, oldest=own.oldest, version=own.primad, device=caller.device))
+    timeout_s = caller.timings.probe_timeout_s
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S + 1):
+        async with asyncio.timeout(timeout_s + 1):
             while True:
-                message = await end.receive(PROBE_TIMEOUT_S)
+                message = await end.receive(timeout_s)
                 if isinstance(message, Probed):
                     return end, message
     except TimeoutError as exc:
@@ -144,8 +151,8 @@ async def _probe(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Probed]:
 
 
 def _check_version(caller: Caller, probed: Probed) -> None:
-    if agreed_protocol(probed.protocol, probed.oldest) is None:
-        raise ClusterError(version_gap(caller.device, probed.device, probed.version, probed.protocol))
+    if caller.versions.agreed(probed.protocol, probed.oldest) is None:
+        raise ClusterError(version_gap(caller.device, probed.device, probed.version, probed.protocol, caller.versions))
 
 
 async def greet_named(caller: Caller, address: str, keys: Collection[str], listener: Listener) -> WorkerLink:
@@ -166,18 +173,19 @@ async def greet(caller: Caller, end: HeadEnd, listener: Listener) -> WorkerLink:
     Raises ``ClusterError`` when it does not answer or is busy; then ``end`` is closed.
     """
     hello = Hello(
-        protocol=PROTOCOL,
-        version=__version__,
+        protocol=caller.versions.protocol,
+        version=caller.versions.primad,
         device=caller.device,
         session=caller.session,
         build=caller.build,
         gone_after_s=caller.gone_after_s,
     )
+    timeout_s = caller.timings.hello_timeout_s
     try:
         await end.send(hello)
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             while True:
-                match await end.receive(HELLO_TIMEOUT_S):
+                match await end.receive(timeout_s):
                     case Welcome() as welcome:
                         return WorkerLink(end, welcome, caller.ping_interval_s, listener)
                     case Refused(reason=reason):
@@ -186,7 +194,7 @@ async def greet(caller: Caller, end: HeadEnd, listener: Listener) -> WorkerLink:
                         continue  # what it still had to say to this head's last session
     except TimeoutError as exc:
         end.close()
-        raise ClusterError(f"no answer from {end.address} within {HELLO_TIMEOUT_S:g} s") from exc
+        raise ClusterError(f"no answer from {end.address} within {timeout_s:g} s") from exc
     except BaseException:
         end.close()
         raise

@@ -22,14 +22,15 @@ from primad.membership.types import (
     State,
 )
 
-SETTLE_S: Final = 5.0
-"""A ring serves at least this long before a better plan is looked for."""
 RELIEVE_S: Final = 60.0
 """Between two looks for a plan that asks less of devices which are short of memory."""
 REGAIN_S: Final = 60.0
 """Between two looks for a better plan since devices have room again."""
-GREETING_S: Final = 1.5
-"""How much longer than ``look_s`` the first ring waits for devices that are being greeted."""
+
+
+def settled_s(state: State, serving: ServingRing) -> float:
+    """When ``serving`` has served for so long that another ring may be looked for."""
+    return serving.since_s + state.settings.timings.settle_s
 
 
 def pursue(state: State, now: float, effects: list[Effect]) -> State:
@@ -47,11 +48,11 @@ def wake_at(state: State, now: float) -> float | None:
 
     ``state`` is one that a step at ``now`` or before returned: a head begins with a ``Tick``.
     """
-    settings = state.settings
+    settings, timings = state.settings, state.settings.timings
     if state.ended:
         return None
     look_s = state.started_s + settings.look_s
-    times = [state.retry_at_s, state.measure_at_s, look_s, look_s + GREETING_S]
+    times = [state.retry_at_s, state.measure_at_s, look_s, look_s + timings.greeting_s]
     for device in state.devices.values():
         times.append(device.barred_until_s)
         if is_spoken_to(device):
@@ -59,7 +60,7 @@ def wake_at(state: State, now: float) -> float | None:
         elif device.phase is not DevicePhase.DISCOVERED and device.in_sight and not device.greeting:
             times.append(device.greet_at_s)
     if state.serving is not None:
-        times.append(state.serving.since_s + SETTLE_S)
+        times.append(state.serving.since_s + timings.settle_s)
         if state.again_at_s is not None:
             times.append(state.again_at_s)
     if state.memory_low:
@@ -159,7 +160,7 @@ def _measure(state: State, now: float, effects: list[Effect]) -> State:
 def _measure_again_is_due(state: State, now: float) -> bool:
     """Whether to look if links that did not work do now: at leisure, as each of them may take seconds to say no."""
     serving, at_s = state.serving, state.again_at_s
-    return serving is not None and at_s is not None and max(serving.since_s + SETTLE_S, at_s) <= now
+    return serving is not None and at_s is not None and max(settled_s(state, serving), at_s) <= now
 
 
 def _attempt(state: State, now: float, effects: list[Effect]) -> State:
@@ -206,9 +207,9 @@ def _why_another(state: State, candidates: frozenset[str], now: float) -> Purpos
         return Purpose.LEAVING if state.tried.get(Purpose.LEAVING) != candidates else None
     if suspects(state):
         return Purpose.SUSPICION if state.tried.get(Purpose.SUSPICION) != candidates else None
-    if state.memory_low and now >= max(serving.since_s + SETTLE_S, state.retry_at_s, state.recover_at_s):
+    if state.memory_low and now >= max(settled_s(state, serving), state.retry_at_s, state.recover_at_s):
         return Purpose.PRESSURE
-    if _measures(state, now) or now < max(serving.since_s + SETTLE_S, state.retry_at_s):
+    if _measures(state, now) or now < max(settled_s(state, serving), state.retry_at_s):
         return None
     is_new = candidates - serving.candidates and state.tried.get(Purpose.GAIN) != candidates
     has_room = state.memory_recovered & (candidates | {state.settings.head}) and now >= state.regain_at_s
@@ -251,7 +252,11 @@ def _looked(state: State, now: float) -> bool:
     look_s = state.started_s + state.settings.look_s
     greeting = any(device.greeting for device in state.devices.values())
     suspected = any(device.phase is DevicePhase.SUSPECTED for device in state.devices.values())
-    return now >= look_s + (GREETING_S if greeting else 0.0) and not suspected and not _measures(state, now)
+    return (
+        now >= look_s + (state.settings.timings.greeting_s if greeting else 0.0)
+        and not suspected
+        and not _measures(state, now)
+    )
 
 
 def _measures(state: State, now: float) -> bool:

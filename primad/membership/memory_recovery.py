@@ -14,8 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-LOOK_S: Final = 2.0
-"""Memory is looked at so often, and only while something was given up."""
 WAIT_S: Final = 60.0
 """Room must have been there for so long, at least."""
 MOST_WAIT_S: Final = 1800.0

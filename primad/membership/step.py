@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from primad.membership.due import SETTLE_S, pursue, wake_at
+from primad.membership.due import pursue, settled_s, wake_at
 from primad.membership.transitions import (
     BAR_S,
     GREET_S,
@@ -75,19 +75,16 @@ from primad.membership.types import (
 
 __all__ = ["phase_of", "step", "usable", "wake_at"]
 
-RETRY_S: Final = 15.0
-"""After no plan was found, the same devices are asked again so much later: their memory may have changed."""
 FIRST_FAILURES: Final = 3
 """After so many attempts at the first ring that one device broke there will be none."""
 MOST_BREAKS: Final = 4
-"""After so many rings in a row broke within ``SETTLE_S`` open answers end: it may be they that break them."""
+"""After so many rings in a row broke within ``settle_s`` open answers end: it may be they that break them."""
 MOST_STRANGERS: Final = 64
 """Announcements of devices that are not trusted are forgotten beyond so many: anyone can make them."""
 _MOST_GREET_S: Final = 10.0
 _MEASURE_AGAIN_S: Final = 2.0
-AGAIN_S: Final = 60.0
 MOST_AGAIN_S: Final = 3600.0
-"""The first and the longest pause until a link that did not work is measured again."""
+"""The longest pause until a link that did not work is measured again."""
 _MOST_PAUSE_S: Final = 30.0
 
 
@@ -221,7 +218,7 @@ def _measured(state: State, devices: frozenset[str], now: float) -> State:
 
 
 def _unreached(state: State, now: float) -> State:
-    at_s = now + min(AGAIN_S * 2.0 ** min(state.agains, 10), MOST_AGAIN_S)
+    at_s = now + min(state.settings.timings.again_s * 2.0 ** min(state.agains, 10), MOST_AGAIN_S)
     return replace(state, again_at_s=at_s if state.again_at_s is None else min(at_s, state.again_at_s))
 
 
@@ -323,7 +320,7 @@ def _no_plan(state: State, epoch: int, reason: str, now: float, effects: list[Ef
     if not state.has_served:
         return give_up(state, reason, effects)
     effects.append(Fail(reason))
-    return replace(state, holding_s=None, retry_at_s=now + RETRY_S)
+    return replace(state, holding_s=None, retry_at_s=now + state.settings.timings.retry_s)
 
 
 def _formed(state: State, epoch: int) -> State:
@@ -378,7 +375,7 @@ def _ring_broke(state: State, event: RingFailed, now: float, effects: list[Effec
     device = None if event.device is None else state.devices.get(event.device)
     # The next ring does without a device to blame, unless there is no plan without it: then it was barred and came back.
     is_cured = device is not None and device.barred_until_s <= now
-    breaks = state.breaks + (not is_cured) if now < state.serving.since_s + SETTLE_S else 0
+    breaks = state.breaks + (not is_cured) if now < settled_s(state, state.serving) else 0
     state = bar(replace(state, breaks=breaks), event.device, event.reason, now, lasting=event.lasting)
     if event.device is not None and takes_part(state.attempt, event.device):
         state = abandon(state, effects)

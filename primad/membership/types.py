@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from primad.settings.timings import MembershipTimings
+
 
 class DevicePhase(StrEnum):
     """Where a device stands."""
@@ -43,7 +45,7 @@ class Settings:
     Without a sign of life for ``suspect_after_s`` a device is suspected, after ``gone_after_s`` gone. A better plan is taken
     when it gains at least the share ``gain``; with ``use_all`` any plan is that has layers for one more device. ``wanted``
     is the number of workers to wait for at the start, None to take who is there after ``look_s``. ``hold_s`` is how long
-    open answers wait for a new ring. ``solo``: no worker is awaited.
+    open answers wait for a new ring. ``solo``: no worker is awaited. ``timings`` are the same in every home.
     """
 
     head: str
@@ -55,6 +57,7 @@ class Settings:
     look_s: float
     hold_s: float
     solo: bool
+    timings: MembershipTimings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

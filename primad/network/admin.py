@@ -113,7 +113,8 @@ class AdminServer:
     An answer leaves when ``handler`` returns: one that ends the daemon arranges for that and returns first.
     """
 
-    def __init__(self, identity: Identity, home: Path, handler: Handler) -> None:
+    def __init__(self, identity: Identity, home: Path, handler: Handler, *, timeout_s: float = HANDLE_S) -> None:
+        self._timeout_s = timeout_s
         self._identity = identity
         self._path = note_path(home)
         self._handler = handler
@@ -139,10 +140,10 @@ class AdminServer:
     async def _answer(self, frames: list[bytes]) -> AdminAnswer:
         try:
             request = _decode_request(frames)
-            async with asyncio.timeout(HANDLE_S):
+            async with asyncio.timeout(self._timeout_s):
                 return await self._handler(request)
         except TimeoutError:
-            return Refusal(reason=f"that was not done within {HANDLE_S:g} s; look at the daemon's terminal")
+            return Refusal(reason=f"that was not done within {self._timeout_s:g} s; look at the daemon's terminal")
         except PrimadError as exc:
             return Refusal(reason=str(exc))
 

@@ -22,7 +22,6 @@ from primad.errors import ClusterError, ProtocolError
 from primad.network.gate import sender_address, sender_key
 from primad.network.messages import (
     ECHO_BYTES,
-    GONE_AFTER_S,
     Echoed,
     HeadMessage,
     WorkerMessage,
@@ -32,6 +31,7 @@ from primad.network.messages import (
 from primad.network.scopes import Scopes
 from primad.network.sockets import endpoint, listen, open_socket
 from primad.ring.messages import encode
+from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -110,8 +110,18 @@ class HeadEnd:
     Raises ``ClusterError`` for what is no address.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, host: str, port: int, *, identity: Identity, key: str) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        host: str,
+        port: int,
+        *,
+        identity: Identity,
+        key: str,
+        timeout_s: float = NetworkTimings().answer_timeout_s,
+    ) -> None:
         self.host, self.port, self.key = host, port, key
+        self._timeout_s = timeout_s
         try:
             self._socket = open_socket(context, zmq.DEALER, identity=identity, server=key)
         except zmq.ZMQError as exc:  # as where no more sockets can be had
@@ -130,16 +140,16 @@ class HeadEnd:
         return f"{self.host}:{self.port}"
 
     async def send(self, message: HeadMessage) -> None:
-        """Tell the worker something. Raises ``ClusterError`` when nothing leaves for ``GONE_AFTER_S``, or it is closed."""
+        """Tell the worker something. Raises ``ClusterError`` when nothing leaves in time, or it is closed."""
         if self._socket.closed:
             raise ClusterError(f"the link to {self.address} is closed")
         try:
-            async with asyncio.timeout(GONE_AFTER_S):
+            async with asyncio.timeout(self._timeout_s):
                 await self._socket.send(encode(message))
         except TimeoutError as exc:
             raise ClusterError(f"the device at {self.address} takes no messages") from exc
 
-    async def receive(self, timeout_s: float | None = GONE_AFTER_S) -> WorkerMessage:
+    async def receive(self, timeout_s: float | None = NetworkTimings().answer_timeout_s) -> WorkerMessage:
         """The worker's next message. Raises ``ClusterError`` when there is none within ``timeout_s`` (None: waits on)."""
         while True:
             try:

@@ -4,8 +4,8 @@ Nothing secret is announced: the device's name, its cluster, its role, the proto
 pairing code is open, where to bring it. Whatever others announce is hearsay until a connection proves it.
 
 Nothing tells a process, on every system alike, that an interface came or went, so the addresses are looked at every
-``LOOK_EVERY_S``: a laptop that comes back to its Wi-Fi is announced there within that time. Multicast gets lost, and a
-device speaks of itself only when it comes: every ``ASK_EVERY_S`` all are asked anew who is there.
+``look_every_s``: a laptop that comes back to its Wi-Fi is announced there within that time. Multicast gets lost, and a
+device speaks of itself only when it comes: every ``ask_every_s`` all are asked anew who is there.
 
 Answers are asked for by multicast (QM), never to the asker alone (QU): where several programs of a machine speak mDNS, all
 have its port, and an answer to one address reaches only one of them.
@@ -38,21 +38,14 @@ from primad.network.multicast import can_multicast
 from primad.network.peer import SERVICE, Peer, peer_of
 from primad.network.scopes import needs_scope
 from primad.settings.config import LOOPBACK
+from primad.settings.timings import DiscoveryTimings
 
 __all__ = ["SERVICE", "Discovery", "MulticastError", "Peer", "look", "peer_of"]
 
 logger = logging.getLogger(__name__)
 
-RESOLVE_TIMEOUT_MS: Final = 2000
-LOOK_EVERY_S: Final = 10.0
-ASK_EVERY_S: Final = 30.0
 MAX_PEERS: Final = 512
 """More devices than this are not looked at: announcing costs nothing, and memory does."""
-LOOKS_FOR_START: Final = 600
-LOOK_FOR_START_S: Final = 0.1
-"""zeroconf opens its sockets in the event loop. It is looked so often whether they are open: the loop's turns count and not
-the time, since a machine that is busy or asleep for a while gives it none."""
-_TTL_S: Final = 120
 _RESOLVE_TRIES: Final = 3
 
 FAILURES: Final = (ZeroconfError, OSError, RuntimeError)
@@ -70,10 +63,20 @@ class Discovery:
     """This device's place in mDNS. Make one, ``announce`` and ``browse``, ``close`` it.
 
     ``host`` is the address that the daemon listens on, ``interface`` (a name or an address) leaves only one interface.
-    Needs a running event loop. Raises ``ClusterError`` when there is no way to speak mDNS.
+    ``service`` is what all of them announce. Needs a running event loop. Raises ``ClusterError`` when there is no way to
+    speak mDNS.
     """
 
-    def __init__(self, host: str, interface: str | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        interface: str | None = None,
+        *,
+        timings: DiscoveryTimings = DiscoveryTimings(),
+        service: str = SERVICE,
+    ) -> None:
+        self._timings = timings
+        self._service = service
         self._host = resolved_host(host)
         self._interface = interface
         self._own = read_interfaces()
@@ -192,10 +195,10 @@ class Discovery:
 
         zeroconf's own wait cannot be asked twice: once its time is over, nothing that comes later counts as a start.
         """
-        for _ in range(LOOKS_FOR_START):
+        for _ in range(self._timings.looks_for_start):
             if self._zeroconf.zeroconf.started:
                 return
-            await asyncio.sleep(LOOK_FOR_START_S)
+            await asyncio.sleep(self._timings.look_for_start_s)
         raise MulticastError(f"mDNS did not start on {', '.join(self._places)}; name devices with --device")
 
     async def _stop_asking(self) -> None:
@@ -221,14 +224,14 @@ class Discovery:
         device = self._announced["device"]
         revision = time.time_ns() // 1_000_000
         return AsyncServiceInfo(
-            SERVICE,
-            f"{device}.{SERVICE}",
+            self._service,
+            f"{device}.{self._service}",
             addresses=[_packed(address) for address in self._addresses],
             port=self._port,
             properties=self._announced | {"rev": str(revision)},
             server=f"primad-{blake2b(f'{device} {revision}'.encode(), digest_size=8).hexdigest()}-{self._port}.local.",
-            host_ttl=_TTL_S,
-            other_ttl=_TTL_S,
+            host_ttl=self._timings.time_to_live_s,
+            other_ttl=self._timings.time_to_live_s,
         )
 
     async def _announce_again(self) -> None:
@@ -249,10 +252,10 @@ class Discovery:
     async def _keep_looking(self) -> None:
         asked_s = time.monotonic()
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(self._timings.look_every_s)
             try:
                 await self.refresh()
-                if time.monotonic() - asked_s >= ASK_EVERY_S:
+                if time.monotonic() - asked_s >= self._timings.ask_every_s:
                     await self._ask_again()
                     asked_s = time.monotonic()
             except Exception:  # whatever it was once: who looks no more finds nobody any more
@@ -270,7 +273,7 @@ class Discovery:
     def _ask(self) -> None:
         try:
             self._browser = AsyncServiceBrowser(
-                self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change], question_type=DNSQuestionType.QM
+                self._zeroconf.zeroconf, self._service, handlers=[self._on_change], question_type=DNSQuestionType.QM
             )
         except FAILURES as exc:
             raise MulticastError(f"mDNS does not look for devices: {_why(exc)}") from exc
@@ -291,10 +294,11 @@ class Discovery:
 
     async def _resolve(self, name: str) -> None:
         """Ask for what ``name`` announces; one that does not answer is gone."""
+        timeout_ms = 1000 * self._timings.resolve_timeout_s
         for _ in range(_RESOLVE_TRIES):
             try:
-                info = AsyncServiceInfo(SERVICE, name)
-                if await info.async_request(self._zeroconf.zeroconf, RESOLVE_TIMEOUT_MS, DNSQuestionType.QM):
+                info = AsyncServiceInfo(self._service, name)
+                if await info.async_request(self._zeroconf.zeroconf, timeout_ms, DNSQuestionType.QM):
                     break
             except FAILURES as exc:
                 logger.debug("mDNS does not ask for %s: %s", name, _why(exc))
@@ -314,7 +318,7 @@ class Discovery:
         order of addresses hangs on our own.
         """
         for name, peer in self._peers.items():
-            info = AsyncServiceInfo(SERVICE, name)
+            info = AsyncServiceInfo(self._service, name)
             fresh = info.load_from_cache(self._zeroconf.zeroconf)
             if (not fresh or peer_of(info, self._own) != peer) and name not in self._resolving:
                 self._resolve_soon(name)

@@ -21,9 +21,9 @@ from primad.errors import ClusterError, ProtocolError
 from primad.network.messages import MAX_ECHO_BYTES, Echo, Echoed, LinkTarget, decode_from_worker
 from primad.network.sockets import endpoint, open_socket
 from primad.ring.messages import encode
+from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity
 
-TIMEOUT_S: Final = 3.0
 UNREACHABLE_S: Final = 60.0
 """Round trip that a link is given which does not work: no plan takes it while there is another way."""
 CONNECT_S: Final = 1.0
@@ -39,18 +39,24 @@ _FAST_S: Final = 0.02
 
 
 async def measure_links(
-    context: zmq.asyncio.Context, identity: Identity, source: str, targets: Sequence[LinkTarget]
+    context: zmq.asyncio.Context,
+    identity: Identity,
+    source: str,
+    targets: Sequence[LinkTarget],
+    *,
+    timeout_s: float = NetworkTimings().link_timeout_s,
 ) -> list[LinkProfile]:
     """Both directions of the links from this device, ``source``, to each of ``targets``, one after the other.
 
-    A target that no address reaches gets links of ``UNREACHABLE_S``.
+    A target that no address reaches gets links of ``UNREACHABLE_S``; so does one that lets a lot of echoes wait for longer
+    than ``timeout_s``.
     """
     links = []
     for target in targets:
         best: tuple[float, float, float, str] | None = None
         for address in await _quickest(target):
             try:
-                found = (*await _measure(context, identity, address, target), address)
+                found = (*await _measure(context, identity, address, target, timeout_s), address)
             except ClusterError:
                 continue
             if best is None or _there_and_back_s(*found) < _there_and_back_s(*best):
@@ -94,7 +100,7 @@ def _profiles(source: str, target: str, found: tuple[float, float, float, str] |
 
 
 async def _measure(
-    context: zmq.asyncio.Context, identity: Identity, host: str, target: LinkTarget
+    context: zmq.asyncio.Context, identity: Identity, host: str, target: LinkTarget, timeout_s: float
 ) -> tuple[float, float, float]:
     """Round trip in seconds, bytes per second there and back. Raises ``ClusterError`` when it does not answer in time."""
     try:
@@ -104,7 +110,7 @@ async def _measure(
 
     async def exchange(count: int, send_bytes: int, answer_bytes: int) -> float:
         echo = Echo(payload=bytes(send_bytes), answer_bytes=answer_bytes)
-        return await _exchange(socket, echo, count)
+        return await _exchange(socket, echo, count, timeout_s)
 
     try:
         _connect(socket, host, target.port)
@@ -132,18 +138,18 @@ def _directed(size: int, *, there: bool) -> tuple[int, int]:
     return (size, 0) if there else (0, size)
 
 
-async def _exchange(socket: zmq.asyncio.Socket, echo: Echo, count: int) -> float:
+async def _exchange(socket: zmq.asyncio.Socket, echo: Echo, count: int, timeout_s: float) -> float:
     """Seconds until ``echo``, sent ``count`` times at once, is answered as often."""
     message = encode(echo)
     start = time.perf_counter()
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             for _ in range(count):
                 await socket.send(message)
             for _ in range(count):
                 await _answer(socket, echo.answer_bytes)
     except TimeoutError as exc:
-        raise ClusterError(f"no answer to a message of {len(echo.payload)} bytes within {TIMEOUT_S:g} s") from exc
+        raise ClusterError(f"no answer to a message of {len(echo.payload)} bytes within {timeout_s:g} s") from exc
     return time.perf_counter() - start
 
 

@@ -34,8 +34,6 @@ from primad.trust.identity import is_key
 
 PROTOCOL: Final = 2
 OLDEST: Final = 2
-GONE_AFTER_S: Final = 4.0
-"""How long an answer on the control link is awaited where nothing else is said."""
 MAX_MESSAGE_BYTES: Final = 16 << 20
 PHASES: Final = ("fetch", "probe", "load")
 FAULTS: Final = ("fetch", "disk", "load", "ring", "next")
@@ -382,12 +380,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> _Message
         return decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a control message: {printable(exc)}") from exc
-
-
-def agreed_protocol(protocol: int, oldest: int) -> int | None:
-    """The newest protocol that this device and one that speaks ``oldest`` to ``protocol`` both speak, None without one."""
-    common = min(PROTOCOL, protocol)
-    return common if common >= max(OLDEST, oldest) else None
 
 
 def _check_port(port: int) -> None:

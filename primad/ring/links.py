@@ -28,15 +28,12 @@ from zmq.utils import z85
 from primad.engine.protocol import Hidden
 from primad.errors import ProtocolError, RingError
 from primad.ring.messages import MAX_HEADER_BYTES, Overdue, StaleEpochError, Step, StepLimits, decode_step, encode
+from primad.settings.timings import RingTimings
 
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_STEPS: Final = 64
-SEND_TIMEOUT_S: Final = 10.0
-"""A next device that takes no step for so long is not merely slow, since up to the mark steps only go into a buffer."""
-LOG_INTERVAL_S: Final = 1.0
 KEEPALIVE_IDLE_S: Final = 10
-HANDSHAKE_S: Final = 3.0
 RECONNECT_MOST_S: Final = 1.0
 CURVE_BYTES: Final = 33
 """What encryption adds to a frame: command name, nonce, flags and authenticator."""
@@ -49,13 +46,13 @@ class Links:
     """The sockets of a ring process. ``endpoint`` is where the device before it sends to, ``key`` its public key.
 
     ``pull`` is readable when a step may have arrived, ``zap`` when ``admit`` is to be called.
-    The next device is late when it has not taken a step within ``timeout_s``.
+    The next device is late when it has not taken a step within ``timings.send_timeout_s``.
     """
 
-    def __init__(self, host: str, limits: StepLimits, *, timeout_s: float = SEND_TIMEOUT_S) -> None:
-        assert timeout_s > 0
+    def __init__(self, host: str, limits: StepLimits, *, timings: RingTimings = RingTimings()) -> None:
+        assert timings.send_timeout_s > 0
         self._limits = limits
-        self._timeout_s = timeout_s
+        self._timings = timings
         public, self._secret = zmq.curve_keypair()
         self._public = public
         self.key = public.decode()
@@ -70,7 +67,7 @@ class Links:
         self.pull = self._listening(host)
         self.endpoint = self.pull.getsockopt_string(zmq.LAST_ENDPOINT)
         self.refused = 0
-        self._logged_s = -LOG_INTERVAL_S
+        self._logged_s = -math.inf
 
     def _listening(self, host: str) -> zmq.Socket[bytes]:
         pull = self._socket(zmq.PULL)
@@ -96,7 +93,7 @@ class Links:
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(self._timings.handshake_timeout_s * 1000))
         return socket
 
     def connect(self, address: str, key: str, sender: str) -> None:
@@ -147,7 +144,7 @@ class Links:
 
     def _wait(self, step: Step, hidden: Hidden) -> None:
         since_s = time.monotonic()
-        self._waiting, self._due_s = (step, hidden, since_s), since_s + self._timeout_s
+        self._waiting, self._due_s = (step, hidden, since_s), since_s + self._timings.send_timeout_s
 
     def watched(self, *, receiving: bool) -> list[tuple[zmq.Socket[bytes], int]]:
         """The sockets and events (as ``zmq.zmq_poll`` takes them) that there is something to do for.
@@ -228,13 +225,13 @@ class Links:
             return step, np.frombuffer(payload, np.float32).reshape(step.shape)
 
     def refuse(self, why: ProtocolError) -> None:
-        """Count a message that is not used, with a log line at most every ``LOG_INTERVAL_S``."""
+        """Count a message that is not used, with a log line at most every ``timings.log_every_s``."""
         self.refused += 1
         self._warn("refused a message on the ring (%d so far): %s", self.refused, why)
 
     def _warn(self, text: str, *values: object) -> None:
         now = time.monotonic()
-        if now - self._logged_s >= LOG_INTERVAL_S:
+        if now - self._logged_s >= self._timings.log_every_s:
             self._logged_s = now
             logger.warning(text, *values)
 

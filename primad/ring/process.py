@@ -22,6 +22,7 @@ from primad.errors import PrimadError, RingError, WeightsError
 from primad.ring.channel import RingChannel
 from primad.ring.messages import Open, RingBroken, RingCommand
 from primad.ring.roles import Role, open_role
+from primad.settings.timings import RingTimings
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,12 @@ def _await_open(channel: RingChannel) -> tuple[Open, list[RingCommand]] | None:
     return None
 
 
-def _serve(channel: RingChannel) -> None:
+def _serve(channel: RingChannel, timings: RingTimings) -> None:
     opened = _await_open(channel)
     if opened is None:
         return
     opening, commands = opened
-    role = open_role(opening, channel)
+    role = open_role(opening, channel, timings)
     try:
         channel.tell(role.opened())
         _attend(role, channel, commands)
@@ -85,7 +86,7 @@ def main() -> None:
     faulthandler.enable()  # weights are read where they are mapped: a file that is cut short then is a SIGBUS
     channel = RingChannel(_connection(sys.argv[1]))
     try:
-        _serve(channel)
+        _serve(channel, RingTimings())
     except WeightsError as exc:
         channel.tell(RingBroken(str(exc), exc.file))
     except PrimadError as exc:

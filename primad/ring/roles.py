@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Protocol, cast
 
 import zmq
@@ -18,7 +19,7 @@ from primad.engine.streaming.streams import Streamable, Streams
 from primad.errors import ProtocolError, RingError
 from primad.ring.channel import RingChannel
 from primad.ring.head import Send, Tell
-from primad.ring.links import SEND_TIMEOUT_S, Links
+from primad.ring.links import Links
 from primad.ring.loading import limits_of, limits_of_open, open_head, open_worker
 from primad.ring.messages import (
     Cancel,
@@ -34,6 +35,7 @@ from primad.ring.messages import (
 )
 from primad.ring.meter import Meter
 from primad.ring.worker import Worker
+from primad.settings.timings import RingTimings
 
 Watched = list[tuple[zmq.Socket[bytes], int]]
 RoleCommand = Reopen | Connect | Generate | Cancel | Drain | Report
@@ -71,10 +73,11 @@ class WorkerRole:
     the ring, and the daemon can reopen it for another one.
     """
 
-    def __init__(self, opening: Open, channel: RingChannel) -> None:
+    def __init__(self, opening: Open, channel: RingChannel, timings: RingTimings) -> None:
         self._channel = channel
         self._width, self._options = opening.width, opening.options
-        self._links = Links(opening.host, limits_of_open(opening), timeout_s=_timeout_s(opening.step_timeout_s))
+        self._timings = timings
+        self._links = Links(opening.host, limits_of_open(opening), timings=_within(timings, opening.step_timeout_s))
         self._windows, self._streams = open_worker(opening, lambda done: channel.tell(Loading(done)))
         self._begin()
 
@@ -103,7 +106,7 @@ class WorkerRole:
         kept = _kept(reopen, self._windows)
         limits = limits_of(reopen.ring, reopen.epoch, kept, self._width, self._options)
         self._links.close()
-        self._links = Links(reopen.host, limits, timeout_s=_timeout_s(reopen.step_timeout_s))
+        self._links = Links(reopen.host, limits, timings=_within(self._timings, reopen.step_timeout_s))
         self._streams.end()  # before any window is unmapped
         self._streams = self._streams.reopened(reopen.windows, reopen.room_bytes)
         for window in self._windows.values():
@@ -163,13 +166,13 @@ class WorkerRole:
 class HeadRole:
     """Drives the step log and the tail; the whole model when there is no ring."""
 
-    def __init__(self, opening: Open, channel: RingChannel) -> None:
+    def __init__(self, opening: Open, channel: RingChannel, timings: RingTimings) -> None:
         self._channel = channel
         self._meter = Meter()
         self._links: Links | None = None
         if opening.route > 1:
-            timeout_s = _timeout_s(opening.step_timeout_s)
-            self._links = Links(opening.host, limits_of_open(opening), timeout_s=timeout_s)
+            within = _within(timings, opening.step_timeout_s)
+            self._links = Links(opening.host, limits_of_open(opening), timings=within)
         self._head, self._streams = open_head(opening, lambda done: channel.tell(Loading(done)))
         self._head.warm_up()
         self._is_connected = self._links is None
@@ -258,9 +261,9 @@ def _tell_memory_low(streams: Streams, channel: RingChannel) -> None:
         channel.tell(ProcessMemoryLow(needed_bytes))
 
 
-def _timeout_s(step_timeout_s: float) -> float:
-    """How long the next device may take nothing: no longer than a whole step may take."""
-    return min(SEND_TIMEOUT_S, step_timeout_s)
+def _within(timings: RingTimings, step_timeout_s: float) -> RingTimings:
+    """The next device may take nothing for as long as ``timings`` say, and no longer than a whole step may take."""
+    return replace(timings, send_timeout_s=min(timings.send_timeout_s, step_timeout_s))
 
 
 def _kept(reopen: Reopen, windows: dict[int, HiddenWindow]) -> dict[int, HiddenWindow]:
@@ -284,10 +287,10 @@ def _forget(window: HiddenWindow, options: EngineOptions) -> None:
         window.kv_remove(sequence, 0, -1)
 
 
-def open_role(opening: Open, channel: RingChannel) -> Role:
+def open_role(opening: Open, channel: RingChannel, timings: RingTimings) -> Role:
     """Load what ``opening`` asks for and listen. Raises ``PrimadError`` when that fails."""
     if opening.model is not None:
-        return HeadRole(opening, channel)
+        return HeadRole(opening, channel, timings)
     if opening.route < 2:
         raise RingError(f"a worker cannot be part of a route of {opening.route} windows")
-    return WorkerRole(opening, channel)
+    return WorkerRole(opening, channel, timings)

@@ -138,14 +138,14 @@ class Inviter:
     The code is good for ``uses`` devices; a run that succeeds gives its try back.
     """
 
-    def __init__(self, code: Code, who: Who, now: float, *, uses: int = 1) -> None:
+    def __init__(self, code: Code, who: Who, now: float, *, uses: int = 1, lifetime_s: float = LIFETIME_S) -> None:
         self._password = str(code).encode()
         self._who = who
         self._uses = uses
         self._tries = MAX_TRIES
         self._next_try_at = now
         self._runs: dict[Hashable, tuple[_Run, float]] = {}
-        self.ends_at = now + LIFETIME_S
+        self.ends_at = now + lifetime_s
 
     def outcome(self, now: float) -> CodeOutcome | None:
         """How it ended, or None while a device may still join."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final, cast
 
 from primad.errors import ClusterError, PrimadError, ProtocolError, printable
-from primad.trust.pairing import MAX_BYTES, RUN_S, CodeOutcome, Inviter, Joiner, Later, Who, refuse_storage
+from primad.trust.pairing import LIFETIME_S, MAX_BYTES, RUN_S, CodeOutcome, Inviter, Joiner, Later, Who, refuse_storage
 from primad.trust.trust import PAIRED, TrustedDevice, trusted_now
 from primad.trust.words import Code
 
@@ -49,7 +49,9 @@ class PairingServer:
         *,
         port: int | None = None,
         uses: int = 1,
+        lifetime_s: float = LIFETIME_S,
     ) -> None:
+        self._lifetime_s = lifetime_s
         self._code, self._who, self._on_paired, self._uses = code, who, on_paired, uses
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
@@ -61,7 +63,7 @@ class PairingServer:
         """Serve until the code is used, burnt or expired; returns which. The port is closed afterwards."""
         loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._inviter = Inviter(self._code, self._who, loop.time(), uses=self._uses)
+        self._inviter = Inviter(self._code, self._who, loop.time(), uses=self._uses, lifetime_s=self._lifetime_s)
         with contextlib.closing(self._listener):
             server = await loop.create_server(lambda: _Peer(self), sock=self._listener, backlog=_BACKLOG)
             try:

@@ -12,12 +12,10 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Final
 
 import zmq.asyncio
 
 from halda import DeviceProfile
-from primad import __version__
 from primad.daemon.loading import Workspace
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.owner import OwnerPause
@@ -42,8 +40,6 @@ from primad.network.discovery import Discovery, MulticastError
 from primad.network.gate import Gate
 from primad.network.linkprobe import measure_links
 from primad.network.messages import (
-    OLDEST,
-    PROTOCOL,
     Dismiss,
     Echo,
     HeadMessage,
@@ -64,11 +60,11 @@ from primad.network.messages import (
     Release,
     Welcome,
     WorkerMessage,
-    agreed_protocol,
 )
 from primad.network.scopes import bare
-from primad.network.versions import build_gap, version_gap
+from primad.network.versions import OURS, Versions, build_gap, version_gap
 from primad.settings.config import DEFAULT_CONTROL_PORT, Config, is_loopback
+from primad.settings.timings import Timings
 from primad.system.tasks import Tasks
 from primad.trust.identity import Identity
 from primad.trust.trust import TrustStore
@@ -76,10 +72,6 @@ from primad.worker.introductions import Introductions
 from primad.worker.participations import Participations
 
 logger = logging.getLogger(__name__)
-
-HAND_OVER_S: Final = 60.0
-"""How long a worker that wants to leave waits for others to take over."""
-SAY_EVERY_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -107,7 +99,11 @@ class WorkerDaemon:
         trust: TrustStore,
         profile: Callable[[str], DeviceProfile],
         say: Say,
+        timings: Timings = Timings(),
+        versions: Versions = OURS,
     ) -> None:
+        self._timings = timings
+        self._versions = versions
         self._config = config
         self._place = place
         self._identity = identity
@@ -125,7 +121,9 @@ class WorkerDaemon:
             bytes_per_s=config.transfer_limit_bytes_per_s,
             allows=trust.trusts,
         )
-        self._memory_watch = MemoryWatch(config.limits, self._memory_recovered)
+        self._memory_watch = MemoryWatch(
+            config.limits, self._memory_recovered, look_every_s=timings.memory_look_every_s
+        )
         self._participations = Participations(
             config=config,
             place=place,
@@ -196,7 +194,7 @@ class WorkerDaemon:
                 self._config.name,
                 cluster=self._config.cluster,
                 role="worker",
-                version=__version__,
+                version=self._versions.primad,
                 port=self._end.port,
                 key=self._identity.public,
             )
@@ -213,7 +211,7 @@ class WorkerDaemon:
 
     def _discovery(self) -> Discovery:
         try:
-            return Discovery(self._config.host, self._config.interface)
+            return Discovery(self._config.host, self._config.interface, timings=self._timings.discovery)
         except ClusterError as exc:
             raise MulticastError(str(exc)) from exc
 
@@ -237,10 +235,11 @@ class WorkerDaemon:
                 await self._obey(message, lease, group)
 
     async def _probed(self, peer: bytes, probe: Probe) -> None:
-        if agreed_protocol(probe.protocol, probe.oldest) is None and self._may_say("knock"):
-            gap = version_gap(self._name, probe.device, printable(probe.version, 40), probe.protocol)
+        if self._versions.agreed(probe.protocol, probe.oldest) is None and self._may_say("knock"):
+            gap = version_gap(self._name, probe.device, printable(probe.version, 40), probe.protocol, self._versions)
             self._say(f"refused: {gap}")
-        answer = Probed(protocol=PROTOCOL, oldest=OLDEST, version=__version__, device=self._name)
+        own = self._versions
+        answer = Probed(protocol=own.protocol, oldest=own.oldest, version=own.primad, device=self._name)
         await self._end.send(peer, answer)
 
     async def _greet(self, peer: bytes, key: str, hello: Hello) -> None:
@@ -275,8 +274,8 @@ class WorkerDaemon:
         )
         await self._tell(
             Welcome(
-                protocol=PROTOCOL,
-                version=__version__,
+                protocol=self._versions.protocol,
+                version=self._versions.primad,
                 build=self._place.build,
                 profile=profile,
                 layer_port=self._layers.port,
@@ -307,7 +306,13 @@ class WorkerDaemon:
 
     async def _measure_links(self, targets: list[LinkTarget]) -> None:
         scopes = self._end.scopes
-        links = await measure_links(self._context, self._identity, self._name, scopes.of_targets(targets))
+        links = await measure_links(
+            self._context,
+            self._identity,
+            self._name,
+            scopes.of_targets(targets),
+            timeout_s=self._timings.network.link_timeout_s,
+        )
         for link in links:
             scopes.saw(link.address)
         await self._tell(LinksMeasured(links=[replace(link, address=bare(link.address)) for link in links]))
@@ -350,13 +355,14 @@ class WorkerDaemon:
         await self._tell(Leaving(reason))
         if not self._participations.is_serving:
             return
+        timeout_s = self._timings.worker.hand_over_timeout_s
         at_once = "; Ctrl-C again ends at once" if self._stop.is_set() else ""
-        self._say(f"handing over to the others for at most {HAND_OVER_S:g} s{at_once}")
+        self._say(f"handing over to the others for at most {timeout_s:g} s{at_once}")
         try:
-            async with asyncio.timeout(HAND_OVER_S):
+            async with asyncio.timeout(timeout_s):
                 await self._dismissed.wait()
         except TimeoutError:
-            self._say(f"head {lease.head} found nobody to take over within {HAND_OVER_S:g} s")
+            self._say(f"head {lease.head} found nobody to take over within {timeout_s:g} s")
 
     def _on_pause(self, paused: str | None) -> None:
         if paused is None:
@@ -376,7 +382,7 @@ class WorkerDaemon:
         now = time.monotonic()
         if now < self._say_next_s.get(topic, 0.0):
             return False
-        self._say_next_s[topic] = now + SAY_EVERY_S
+        self._say_next_s[topic] = now + self._timings.worker.say_every_s
         return True
 
     def _state(self) -> str:

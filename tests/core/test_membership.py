@@ -8,13 +8,11 @@ from dataclasses import replace
 import pytest
 
 from primad.membership import types as m
-from primad.membership.due import GREETING_S, REGAIN_S, RELIEVE_S, SETTLE_S
+from primad.membership.due import REGAIN_S, RELIEVE_S
 from primad.membership.step import (
-    AGAIN_S,
     MOST_AGAIN_S,
     MOST_BREAKS,
     MOST_STRANGERS,
-    RETRY_S,
     phase_of,
     wake_at,
 )
@@ -22,6 +20,8 @@ from primad.membership.transitions import BAR_S, FORGIVEN_S, LASTING_BAR_S, MOST
 from tests.fakes.membership import SETTINGS, Shell
 
 LOOK_S = SETTINGS.look_s
+TIMINGS = SETTINGS.timings
+AGAIN_S, GREETING_S, RETRY_S, SETTLE_S = TIMINGS.again_s, TIMINGS.greeting_s, TIMINGS.retry_s, TIMINGS.settle_s
 
 
 def head(**config) -> Shell:

@@ -19,6 +19,7 @@ from primad.gguf.layers import HEADER_BYTES, LayerRef, LayerTensor, check_ref, l
 from primad.gguf.windows import WindowSpec
 from primad.network import layer_messages as transfer
 from primad.network import messages as cluster
+from primad.network.versions import Versions
 from primad.ring.messages import Status, encode
 from tests.fakes.profile import PROFILE
 from tests.fakes.wire import anything, assert_one_line, numbers, outcome
@@ -565,11 +566,9 @@ def test_parts_that_cannot_be_are_refused(parts, why):
         ((5, 4), (9, 1), 5),
     ],
 )
-def test_a_version_talks_to_its_neighbours_and_to_no_other_whoever_asks(monkeypatch, ours, theirs, agreed):
+def test_a_version_talks_to_its_neighbours_and_to_no_other_whoever_asks(ours, theirs, agreed):
     for (protocol, oldest), other in ((ours, theirs), (theirs, ours)):
-        monkeypatch.setattr(cluster, "PROTOCOL", protocol)
-        monkeypatch.setattr(cluster, "OLDEST", oldest)
-        assert cluster.agreed_protocol(*other) == agreed
+        assert Versions(primad="1", protocol=protocol, oldest=oldest).agreed(*other) == agreed
 
 
 def test_signs_of_life_of_an_older_version_are_understood_and_ours_by_it():

@@ -61,7 +61,8 @@ class FakeDevice:
     """A worker: greets, answers pings, echoes and questions for links as the daemon does; the rest is up to the test.
 
     What it does not answer by itself is in ``heard``. ``silent`` answers nothing; ``refuses`` is what it says to a hello;
-    without ``echoes`` no link to it can be measured. ``parts`` is how it says that its parts stand; None as an older one.
+    without ``echoes`` no link to it can be measured, nor where it ``garbles`` them.
+    ``parts`` is how it says that its parts stand; None as an older one.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class FakeDevice:
         self.refuses: str | None = None
         self.measures = True
         self.echoes = True
+        self.garbles = False
         self.parts: list[ParticipationState] | None = None
         self.pings = 0
         self.hellos: list[Hello] = []
@@ -153,7 +155,7 @@ class FakeDevice:
                 self.hellos.append(message)
                 await self.end.send(peer, self._welcome() if self.refuses is None else Refused(self.refuses))
             case Echo(answer_bytes=size) if self.echoes:
-                await self.end.send(peer, Echoed(bytes(size)))
+                await self.end.send(peer, Echoed(bytes(size + self.garbles)))
             case Ping(status=False, number=number):
                 self.pings += 1
                 await self.end.send(peer, Pong(number, self.parts))
@@ -169,6 +171,8 @@ class FakeDevice:
         return Welcome(protocol=PROTOCOL, version="7", build=self._build, profile=self._profile, layer_port=7771)
 
 
-def head_end(context: zmq.asyncio.Context, worker: WorkerEnd, key: str, identity: Identity = HEAD) -> HeadEnd:
+def head_end(
+    context: zmq.asyncio.Context, worker: WorkerEnd, key: str, identity: Identity = HEAD, **options: float
+) -> HeadEnd:
     """A head's end of the link to ``worker``, whose key is ``key``."""
-    return HeadEnd(context, HOST, worker.port, identity=identity, key=key)
+    return HeadEnd(context, HOST, worker.port, identity=identity, key=key, **options)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from primad.membership import types as m
 from primad.membership.step import step, usable, wake_at
+from primad.settings.timings import MembershipTimings
 
 SETTINGS = m.Settings(
     head="head",
@@ -18,6 +19,7 @@ SETTINGS = m.Settings(
     look_s=3.0,
     hold_s=60.0,
     solo=False,
+    timings=MembershipTimings(),
 )
 USELESS = (m.DevicePhase.GONE, m.DevicePhase.DISCOVERED, m.DevicePhase.PAIRED, m.DevicePhase.PROFILED)
 """A device in one of these phases has no place in a plan."""

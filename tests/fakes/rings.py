@@ -13,6 +13,7 @@ from primad.head.ring import RingInputs
 from primad.head.solver_process import SolverRequest
 from primad.network.peer import Peer
 from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled
+from primad.settings.timings import DiscoveryTimings
 from tests.fakes.control import HOST, FakeDevice
 
 LAYERS = 30
@@ -193,7 +194,7 @@ class FakeDiscovery:
         self._changed: Callable[[dict[str, Peer]], None] | None = None
         self._peers: dict[str, Peer] = {}
 
-    def __call__(self, host: str, interface: str | None) -> FakeDiscovery:
+    def __call__(self, host: str, interface: str | None, *, timings: DiscoveryTimings) -> FakeDiscovery:
         assert host == HOST
         return self
 

@@ -16,6 +16,8 @@ from primad.errors import ClusterError
 from primad.network import discovery as discovery_module
 from primad.network.discovery import Discovery, MulticastError, Peer, look
 from primad.network.messages import PROTOCOL
+from primad.network.peer import SERVICE
+from primad.settings.timings import DiscoveryTimings
 
 HOST = "127.0.0.1"
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
@@ -56,8 +58,8 @@ class Sight:
 
 
 @asynccontextmanager
-async def device() -> AsyncIterator[Discovery]:
-    discovery = Discovery(HOST)
+async def device(timings: DiscoveryTimings = DiscoveryTimings(), service: str = SERVICE) -> AsyncIterator[Discovery]:
+    discovery = Discovery(HOST, timings=timings, service=service)
     try:
         yield discovery
     finally:
@@ -211,15 +213,14 @@ def test_new_addresses_are_announced_and_those_withdrawn_are_forgotten(cluster, 
     asyncio.run(once())
 
 
-def test_a_device_whose_announcement_ran_out_is_asked_again_and_forgotten_when_it_is_silent(cluster, monkeypatch):
-    monkeypatch.setattr(discovery_module, "_TTL_S", 1)
-    monkeypatch.setattr(discovery_module, "RESOLVE_TIMEOUT_MS", 200)
+def test_a_device_whose_announcement_ran_out_is_asked_again_and_forgotten_when_it_is_silent(cluster):
+    short = DiscoveryTimings(time_to_live_s=1, resolve_timeout_s=0.2)
 
     async def once() -> None:
         sight = Sight()
-        async with device() as viewer:
+        async with device(short) as viewer:
             await viewer.browse(sight.changed)
-            async with device() as desk:
+            async with device(short) as desk:
                 await announce(desk, cluster, cluster)
                 await sight.wait(lambda: bool(sight.of(cluster)))
                 desk._info = None  # it dies without a goodbye
@@ -232,8 +233,7 @@ def test_a_device_whose_announcement_ran_out_is_asked_again_and_forgotten_when_i
 
 
 def test_a_device_whose_announcement_was_missed_is_found_all_the_same(cluster, monkeypatch):
-    monkeypatch.setattr(discovery_module, "LOOK_EVERY_S", 0.1)
-    monkeypatch.setattr(discovery_module, "ASK_EVERY_S", 0.5)
+    often = DiscoveryTimings(look_every_s=0.1, ask_every_s=0.5)
     missed = 0
     real = Discovery._resolve_soon
 
@@ -248,7 +248,7 @@ def test_a_device_whose_announcement_was_missed_is_found_all_the_same(cluster, m
 
     async def once() -> None:
         sight = Sight()
-        async with device() as desk, device() as viewer:
+        async with device() as desk, device(often) as viewer:
             await viewer.browse(sight.changed)
             await announce(desk, cluster, cluster)
             await sight.wait(lambda: bool(sight.of(cluster)))
@@ -257,18 +257,17 @@ def test_a_device_whose_announcement_was_missed_is_found_all_the_same(cluster, m
     assert missed == 1
 
 
-def test_answers_are_asked_for_where_all_programs_of_a_machine_hear_them(cluster, monkeypatch):
+def test_answers_are_asked_for_where_all_programs_of_a_machine_hear_them(cluster):
     """Several have the port of mDNS, and what is sent to the asker alone reaches one of them, whichever.
 
     Others that are tested beside this one announce and look too: here both are of a service of their own.
     """
     service = f"_t-{cluster[-12:]}._tcp.local."
-    monkeypatch.setattr(discovery_module, "SERVICE", service)
     asked: list[DNSQuestion] = []
 
     async def once() -> None:
         sight = Sight()
-        async with device() as desk, device() as viewer:
+        async with device(service=service) as desk, device(service=service) as viewer:
             await announce(desk, cluster, cluster)
             with overheard() as packets:
                 await viewer.browse(sight.changed)
@@ -282,13 +281,12 @@ def test_answers_are_asked_for_where_all_programs_of_a_machine_hear_them(cluster
     assert [question for question in asked if question.unicast] == []
 
 
-def test_who_said_goodbye_is_not_announced_again(cluster, monkeypatch):
+def test_who_said_goodbye_is_not_test_who_said_goodbye_is_not_announced_again(cluster):
     """An announcement is repeated for half a second: one that comes behind the goodbye keeps the device in sight."""
-    monkeypatch.setattr(discovery_module, "SERVICE", f"_t-{cluster[-12:]}._tcp.local.")
 
     async def once() -> list[int]:
         with overheard() as packets:
-            async with device() as desk:
+            async with device(service=f"_t-{cluster[-12:]}._tcp.local.") as desk:
                 await announce(desk, cluster, cluster)
                 await asyncio.sleep(0.05)
             return [record.ttl for packet in packets() for record in packet.answers() if cluster in record.name]
@@ -322,7 +320,6 @@ def overheard() -> Iterator[Callable[[], list[DNSIncoming]]]:
 
 
 def test_a_look_that_fails_is_not_the_last_one(cluster, monkeypatch):
-    monkeypatch.setattr(discovery_module, "LOOK_EVERY_S", 0.1)
     looks = 0
 
     async def refresh(self: Discovery) -> None:
@@ -332,7 +329,7 @@ def test_a_look_that_fails_is_not_the_last_one(cluster, monkeypatch):
         raise RuntimeError("no code of ours means to")
 
     async def once() -> None:
-        async with device() as viewer, asyncio.timeout(PATIENCE_S):
+        async with device(DiscoveryTimings(look_every_s=0.1)) as viewer, asyncio.timeout(PATIENCE_S):
             await viewer.browse(lambda _: None)
             while looks < 2:
                 looked.clear()
@@ -344,7 +341,6 @@ def test_a_look_that_fails_is_not_the_last_one(cluster, monkeypatch):
 
 
 def test_an_interface_that_comes_later_is_taken_up(cluster, monkeypatch):
-    monkeypatch.setattr(discovery_module, "LOOK_EVERY_S", 0.1)
     there = False
     real = discovery_module.multicast_addresses
     monkeypatch.setattr(discovery_module, "multicast_addresses", lambda *args: real(*args) if there else ["127.0.0.2"])
@@ -352,7 +348,7 @@ def test_an_interface_that_comes_later_is_taken_up(cluster, monkeypatch):
     async def once() -> None:
         nonlocal there
         sight = Sight()
-        async with device() as viewer:
+        async with device(DiscoveryTimings(look_every_s=0.1)) as viewer:
             await viewer.browse(sight.changed)
             there = True
             async with device() as desk:
@@ -419,11 +415,10 @@ def test_a_start_that_takes_long_is_waited_for(cluster, monkeypatch):
 
 
 def test_a_start_that_never_comes_is_one_clear_error(cluster, monkeypatch):
-    monkeypatch.setattr(discovery_module, "LOOKS_FOR_START", 2)
     monkeypatch.setattr(Zeroconf, "started", property(Starts(math.inf)))
 
     async def once() -> None:
-        async with device() as desk:
+        async with device(DiscoveryTimings(looks_for_start=2)) as desk:
             with pytest.raises(MulticastError, match=r"mDNS did not start on 127\.0\.0\.1; name devices with --device"):
                 await announce(desk, cluster, cluster)
             with pytest.raises(MulticastError, match="mDNS did not start"):
@@ -452,7 +447,7 @@ def test_no_exception_of_zeroconf_reaches_who_announces_or_looks(failure, cluste
             await announce(desk, cluster, cluster)
             await viewer.browse(lambda _: None)
             monkeypatch.setattr(AsyncServiceInfo, "async_request", fail)
-            await viewer._resolve(f"nobody.{discovery_module.SERVICE}")
+            await viewer._resolve(f"nobody.{SERVICE}")
             await viewer._resolve("no name of a service")
             for name in ("async_update_interfaces", "async_update_service", "async_unregister_service", "async_close"):
                 real = getattr(AsyncZeroconf, name)

@@ -18,9 +18,10 @@ PATIENCE_S = 40
 _ANNOUNCE = """
 import asyncio, sys
 from primad.network import discovery
-discovery.LOOK_EVERY_S = 0.3
+from primad.settings.timings import DiscoveryTimings
+often = DiscoveryTimings(look_every_s=0.3)
 async def main():
-    here = discovery.Discovery(sys.argv[2])
+    here = discovery.Discovery(sys.argv[2], timings=often)
     await here.announce(sys.argv[1], cluster="lab", role="worker", version="1", port=7770, key="")
     print("announced", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -30,9 +31,10 @@ asyncio.run(main())
 _BROWSE = """
 import asyncio, json, sys
 from primad.network import discovery
-discovery.LOOK_EVERY_S = 0.3
+from primad.settings.timings import DiscoveryTimings
+often = DiscoveryTimings(look_every_s=0.3)
 async def main():
-    here = discovery.Discovery(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
+    here = discovery.Discovery(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None, timings=often)
     def changed(peers):
         print(json.dumps({peer.device: peer.addresses for peer in peers.values()}), flush=True)
     await here.browse(changed)

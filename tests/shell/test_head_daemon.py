@@ -17,9 +17,7 @@ from primad.daemon.loading import Workspace
 from primad.errors import ClusterError, RingError, WeightsError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
-from primad.head import daemon as head_module
 from primad.head import devices as devices_module
-from primad.head import link_book as links_module
 from primad.head import planner as planner_module
 from primad.head import rings as rings_module
 from primad.head.backend import RingBackend
@@ -28,14 +26,11 @@ from primad.head.link_book import LinkBook
 from primad.head.options import ServeOptions
 from primad.head.participation import ParticipationError
 from primad.layers.cache import LayerCache
-from primad.membership import due as pursuit
-from primad.membership import memory_recovery as recovery
-from primad.membership import step as membership
-from primad.network import linkprobe
 from primad.network.discovery import MulticastError
 from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, MemoryRecovered
 from primad.ring.messages import Finished, Sampled
 from primad.settings.config import load_config, open_home
+from primad.settings.timings import HeadTimings, MembershipTimings, NetworkTimings, Timings
 from primad.system.memory import Memory
 from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
@@ -47,6 +42,12 @@ from tests.fakes.ring import GREEDY
 from tests.fakes.rings import FakeDiscovery, FakeRing, FakeRings, FakeSolver
 
 PATIENCE_S = 30
+TIMINGS = Timings(
+    network=NetworkTimings(probe_timeout_s=PATIENCE_S, hello_timeout_s=PATIENCE_S),
+    membership=MembershipTimings(settle_s=0.2, greeting_s=PATIENCE_S),
+    head=HeadTimings(look_s=0.3, trust_look_every_s=0.05),
+)
+"""A head looks often, and lets a busy machine take its time."""
 QUICK = {"heartbeat_interval": 0.05, "suspect_after": 1.0, "gone_after": 4.0}
 """For tests in which a device falls silent; in all others none does, however long the machine keeps this process waiting."""
 
@@ -108,7 +109,9 @@ class Lab:
             self.discovery.sees(made)
         return made
 
-    def start(self, *, wait: int | None = None, use_all: bool = False, **flags: object) -> None:
+    def start(
+        self, *, wait: int | None = None, use_all: bool = False, timings: Timings = TIMINGS, **flags: object
+    ) -> None:
         """Run the head."""
         own = {"home": self.home, "name": "desk", "cluster": "test", "host": "127.0.0.1"}
         patient = {"suspect_after": PATIENCE_S, "gone_after": 2 * PATIENCE_S}
@@ -142,6 +145,7 @@ class Lab:
             profile=lambda: replace(profile_of("desk"), ram_available_bytes=self.free_bytes),
             backend=self.backend,
             reporter=self,
+            timings=timings,
         )
         self.running = asyncio.create_task(self.daemon.run())
 
@@ -191,14 +195,7 @@ def header(smollm2) -> Header:
 
 @pytest.fixture
 def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManager[Lab]]:
-    monkeypatch.setattr(head_module, "LOOK_S", 0.3)
-    monkeypatch.setattr(devices_module, "TRUST_LOOK_S", 0.05)
     monkeypatch.setattr(rings_module, "ModelVocabulary", lambda _: object())
-    monkeypatch.setattr(pursuit, "SETTLE_S", 0.2)
-    monkeypatch.setattr(membership, "SETTLE_S", 0.2)
-    monkeypatch.setattr(pursuit, "GREETING_S", PATIENCE_S)
-    monkeypatch.setattr("primad.head.worker_link.PROBE_TIMEOUT_S", PATIENCE_S)
-    monkeypatch.setattr("primad.head.worker_link.HELLO_TIMEOUT_S", PATIENCE_S)
 
     @asynccontextmanager
     async def make() -> AsyncIterator[Lab]:
@@ -307,13 +304,12 @@ def test_devices_that_were_named_are_greeted_where_nobody_is_in_sight(lab):
     run(lab, test)
 
 
-def test_a_named_device_that_does_not_answer_ends_the_program(lab, monkeypatch):
-    monkeypatch.setattr("primad.head.worker_link.PROBE_TIMEOUT_S", 0.2)
-
+def test_a_named_device_that_does_not_answer_ends_the_program(lab):
     async def test(here: Lab) -> None:
         nas = here.device("nas", seen=False)
         await nas.leave()
-        here.start(devices=(f"127.0.0.1:{nas.port}",))
+        impatient = replace(TIMINGS, network=replace(TIMINGS.network, probe_timeout_s=0.2))
+        here.start(devices=(f"127.0.0.1:{nas.port}",), timings=impatient)
         with pytest.raises(ExceptionGroup) as failed:
             await here.running
         (error,) = failed.value.exceptions
@@ -548,13 +544,12 @@ def test_a_ring_that_breaks_is_formed_again_without_who_is_to_blame(lab):
 @pytest.mark.parametrize("forms_again", [True, False])
 def test_a_model_file_that_cannot_be_read_is_told_and_tried_again_later(lab, monkeypatch, forms_again):
     """A ring that breaks over it, serving or while it is formed, is not formed again at once."""
-    monkeypatch.setattr(membership, "RETRY_S", 0.5)
     monkeypatch.setattr(rings_module, "UNREADABLE_S", 3.0)
 
     async def test(here: Lab) -> None:
         path = str(here.header.path)
         unreadable = WeightsError(f"{path}: weights cannot be read: Input/output error", path)
-        here.start()
+        here.start(timings=replace(TIMINGS, membership=replace(TIMINGS.membership, retry_s=0.5)))
         first = await here.serves()
         stream, request = await here.stream(first)
         first.draw(request, 10)
@@ -747,23 +742,23 @@ def test_a_device_that_has_room_again_is_planned_for_anew_when_that_gains(lab):
     run(lab, test)
 
 
-def test_a_device_that_was_not_reached_is_measured_again_and_planned_for_when_it_is(lab, monkeypatch):
-    monkeypatch.setattr(membership, "AGAIN_S", 0.3)
-    monkeypatch.setattr(pursuit, "SETTLE_S", 0.0)
-    monkeypatch.setattr(linkprobe, "TIMEOUT_S", 0.1)
-    monkeypatch.setattr(links_module, "AGAIN_S", 0.01)
+def test_a_device_that_was_not_reached_is_measured_again_and_planned_for_when_it_is(lab):
+    soon = replace(
+        TIMINGS,
+        network=replace(TIMINGS.network, link_timeout_s=PATIENCE_S, link_again_s=0.01),
+        membership=replace(TIMINGS.membership, settle_s=0.0, again_s=0.3),
+    )
 
     async def test(here: Lab) -> None:
         nas = here.device("nas")
-        nas.echoes = False
-        here.start()
+        nas.garbles = True
+        here.start(timings=soon)
         here.solver.layers = {"nas": 3}
         first = await here.serves("nas")
         await here.says("desk does not reach nas")
         here.solver.layers = {"nas": 4}
         here.solver.value = lambda _: 5.0
-        monkeypatch.setattr(linkprobe, "TIMEOUT_S", PATIENCE_S)  # it may take its time now
-        nas.echoes = True
+        nas.garbles = False
         await here.says("desk reaches nas now")
         assert await here.serves("nas", after=first.epoch)
 
@@ -774,12 +769,11 @@ def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkeypatch)
     """It looks by itself: a head that was short of memory measures until there is room again."""
     now = iter(range(0, 10**6, 30))
     monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    monkeypatch.setattr(recovery, "LOOK_S", 0.01)
 
     async def test(here: Lab) -> None:
         monkeypatch.setattr(memory_watch, "memory", lambda ours: Memory(16 << 30, here.free_bytes))
         here.device("nas")
-        here.start()
+        here.start(timings=replace(TIMINGS, memory_look_every_s=0.01))
         first = await here.serves("nas")
         here.solver.layers = {"nas": 3}
         before, here.free_bytes = here.free_bytes, 1 << 30

@@ -18,6 +18,7 @@ from primad.head.worker_link import Caller, WorkerLink, greet
 from primad.network import linkprobe
 from primad.network.linkprobe import UNREACHABLE_S, measure_links
 from primad.network.messages import MAX_ADDRESSES, MAX_ECHO_BYTES, LinkTarget
+from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity, new_identity
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated, head_end
 
@@ -90,8 +91,8 @@ async def greeted(context: zmq.asyncio.Context, *made: FakeDevice, host: str = H
     return [await greet(caller, end, Nobody()) for end in ends]
 
 
-def book_of(context: zmq.asyncio.Context) -> LinkBook:
-    return LinkBook(context, HEAD, "desk")
+def book_of(context: zmq.asyncio.Context, **timings: float) -> LinkBook:
+    return LinkBook(context, HEAD, "desk", timings=NetworkTimings(**timings))
 
 
 @pytest.fixture(autouse=True)
@@ -104,11 +105,10 @@ def dead(monkeypatch) -> set[str]:
     measure, ask = linkprobe._measure, WorkerLink.measure_links
 
     async def measure_one(
-        context: zmq.asyncio.Context, identity: Identity, host: str, target: LinkTarget
+        context: zmq.asyncio.Context, identity: Identity, host: str, target: LinkTarget, timeout_s: float
     ) -> tuple[float, float, float]:
         is_dead = found & {host, target.key, target.device}
-        monkeypatch.setattr(linkprobe, "TIMEOUT_S", 0.3 if is_dead else PATIENCE_S)
-        return await measure(context, identity, host, target)
+        return await measure(context, identity, host, target, 0.3 if is_dead else PATIENCE_S)
 
     async def ask_one(worker: WorkerLink, targets: Sequence[LinkTarget], timeout_s: float) -> list[LinkProfile]:
         return await ask(worker, targets, 0.4 if worker.name in found else max(timeout_s, PATIENCE_S))
@@ -243,16 +243,15 @@ def test_a_worker_is_told_no_scope_of_the_heads(monkeypatch):
 
             own: list[list[str]] = []
 
-            async def measure(*asked: object) -> list[LinkProfile]:
+            async def measure(*asked: object, timeout_s: float) -> list[LinkProfile]:
                 own.extend(target.addresses for target in asked[-1])
                 return []
 
-            monkeypatch.setattr(links_module, "AGAIN_S", 0.0)
             monkeypatch.setattr(WorkerLink, "measure_links", ask)
             monkeypatch.setattr(links_module, "measure_links", measure)
             workers = await greeted(context, a, b)
             addresses = {"b": ["fe80::9%4", "fe80::9%5", "192.0.2.1"]}
-            await book_of(context).measure(workers, addresses, Lines())
+            await book_of(context, link_again_s=0.0).measure(workers, addresses, Lines())
             assert told[0] == ["127.0.0.1", "fe80::9", "192.0.2.1"]
             assert own[1] == ["127.0.0.1", "fe80::9%4", "fe80::9%5", "192.0.2.1"]
             for worker in workers:

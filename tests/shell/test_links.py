@@ -24,6 +24,7 @@ from primad.errors import RingError
 from primad.ring import links as links_module
 from primad.ring.links import Links
 from primad.ring.messages import MAX_HEADER_BYTES, PROTOCOL, Step, StepLimits, encode
+from primad.settings.timings import RingTimings
 
 LIMITS = StepLimits(ring=9, epoch=2, windows=frozenset({1}), width=4, rows=8, context=64, sequences=2)
 PATIENCE_MS = 10_000
@@ -87,17 +88,16 @@ def with_sender(links: Links, sender: str = BEFORE.key) -> Links:
 
 
 @pytest.fixture
-def receiver(monkeypatch) -> Iterator[Links]:
-    monkeypatch.setattr(links_module, "LOG_INTERVAL_S", 0.0)
-    made = with_sender(Links("127.0.0.1", LIMITS))
+def receiver() -> Iterator[Links]:
+    made = with_sender(Links("127.0.0.1", LIMITS, timings=RingTimings(log_every_s=0.0)))
     yield made
     made.close()
 
 
 @contextmanager
-def opened(**options: float) -> Iterator[Links]:
+def opened(**timings: float) -> Iterator[Links]:
     """More links."""
-    made = Links("127.0.0.1", LIMITS, **options)
+    made = Links("127.0.0.1", LIMITS, timings=RingTimings(**timings))
     try:
         yield made
     finally:
@@ -207,9 +207,9 @@ def test_every_opening_has_a_key_of_its_own():
         assert len(one.key) == len(other.key) == 40
 
 
-def test_a_device_that_connects_before_it_is_known_gets_in_once_it_is(monkeypatch):
-    monkeypatch.setattr(links_module, "HANDSHAKE_S", 1000.0)  # nobody gives up and tries again
-    with opened() as receiver, opened() as sender:
+def test_a_device_that_connects_before_it_is_known_gets_in_once_it_is():
+    for_ever = 1000.0  # nobody gives up and tries again
+    with opened(handshake_timeout_s=for_ever) as receiver, opened(handshake_timeout_s=for_ever) as sender:
         sender.connect(receiver.endpoint, receiver.key, NOBODY)
         sender.send(a_step(), hidden())
         assert sender.is_waiting
@@ -271,10 +271,10 @@ def test_an_intruder_gets_no_step_through_and_disturbs_nobody(receiver, options)
     assert receiver.refused == 0
 
 
-def test_nothing_on_the_wire_is_readable(monkeypatch):
+def test_nothing_on_the_wire_is_readable():
     """What goes between two links, seen by a relay in the middle, holds neither header nor hidden states."""
-    monkeypatch.setattr(links_module, "HANDSHAKE_S", 1000.0)  # the relay passes on one connection
-    with opened() as receiver, opened() as sender, socket.socket() as door:
+    for_ever = {"handshake_timeout_s": 1000.0}  # the relay passes on one connection
+    with opened(**for_ever) as receiver, opened(**for_ever) as sender, socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen(1)
         receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
@@ -386,9 +386,8 @@ def test_a_stale_step_is_dropped_and_counted_in_silence(receiver, caplog, change
     assert lines_of(caplog) == []
 
 
-def test_many_refusals_are_one_line(caplog, monkeypatch):
-    monkeypatch.setattr(links_module, "LOG_INTERVAL_S", 1e9)
-    receiver = with_sender(Links("127.0.0.1", LIMITS))
+def test_many_refusals_are_one_line(caplog):
+    receiver = with_sender(Links("127.0.0.1", LIMITS, timings=RingTimings(log_every_s=1e9)))
     try:
         with caplog.at_level(logging.WARNING, "primad.ring.links"), stranger(receiver) as push:
             for _ in range(50):
@@ -464,7 +463,7 @@ def test_an_address_that_is_none_breaks_the_ring(receiver, address):
 
 
 def test_a_next_device_that_takes_nothing_is_late_again_and_again():
-    with socket.socket() as silent, opened(timeout_s=0.05) as sender:
+    with socket.socket() as silent, opened(send_timeout_s=0.05) as sender:
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
         sender.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}", NOBODY, NOBODY)
@@ -497,7 +496,7 @@ def test_the_next_device_may_change():
 
 
 def test_a_step_that_waits_goes_to_the_device_that_is_next_then():
-    with opened() as receiver, opened(timeout_s=60) as sender:
+    with opened() as receiver, opened(send_timeout_s=60) as sender:
         receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
         sender.connect("tcp://127.0.0.1:1", NOBODY, NOBODY)
         sender.send(a_step(7), hidden())

@@ -10,7 +10,6 @@ import pytest
 
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.memory_watch import MemoryWatch
-from primad.membership import memory_recovery as recovery
 from primad.settings.limits import NO_LIMITS, OwnerLimits
 from primad.system.memory import Memory
 
@@ -32,7 +31,6 @@ class Machine:
         monkeypatch.setattr(memory_watch, "held_bytes", lambda pids: self.held if pids == [7] else 0)
         monkeypatch.setattr(memory_watch, "memory", self.memory)
         monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=self.clock))
-        monkeypatch.setattr(recovery, "LOOK_S", 0.001)
 
     def memory(self, ours: list[int]) -> Memory:
         assert ours == [7]
@@ -46,7 +44,7 @@ class Machine:
         return self.now
 
     async def watch(self, limits: OwnerLimits = NO_LIMITS) -> tuple[MemoryWatch, asyncio.Task[None]]:
-        made = MemoryWatch(limits, self.heard.put)
+        made = MemoryWatch(limits, self.heard.put, look_every_s=0.001)
         made.begin(limits.ram_bytes(8 * GIB, 16 * GIB))
         return made, asyncio.create_task(made.run())
 

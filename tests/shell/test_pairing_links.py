@@ -30,17 +30,17 @@ PI = Who(device="pi", key=new_identity().public, cluster="home", version="0.1")
 class Invited:
     """A server that runs, whom it paired with, and how it ends."""
 
-    def __init__(self, uses: int = 1) -> None:
+    def __init__(self, **options: float) -> None:
         self.paired: list[TrustedDevice] = []
-        self.server = PairingServer(HOST, CODE, DESK, self.paired.append, uses=uses)
+        self.server = PairingServer(HOST, CODE, DESK, self.paired.append, **options)
         self.port = self.server.port
         self.end = asyncio.create_task(self.server.run())
 
 
 @asynccontextmanager
-async def invited(uses: int = 1) -> AsyncIterator[Invited]:
+async def invited(**options: float) -> AsyncIterator[Invited]:
     """A server that runs, for as long as the test; and a limit on the test's time."""
-    running = Invited(uses)
+    running = Invited(**options)
     try:
         async with asyncio.timeout(TIMEOUT_S):
             yield running
@@ -110,11 +110,9 @@ def test_guessing_burns_the_code():
     asyncio.run(once())
 
 
-def test_an_expired_code_closes_the_port(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("primad.trust.pairing.LIFETIME_S", 0.2)
-
+def test_an_expired_code_closes_the_port():
     async def once() -> None:
-        async with invited() as desk:
+        async with invited(lifetime_s=0.2) as desk:
             assert await desk.end is CodeOutcome.EXPIRED
 
     asyncio.run(once())

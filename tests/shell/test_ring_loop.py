@@ -47,10 +47,13 @@ from primad.ring.messages import (
 from primad.ring.process import _serve
 from primad.ring.scheduler import Scheduler
 from primad.ring.worker import Worker
+from primad.settings.timings import RingTimings
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeModel
 from tests.fakes.ring import GREEDY, generate
 
 TIMEOUT_S = 30
+IMPATIENT = RingTimings(send_timeout_s=0.05)
+PATIENT = RingTimings(send_timeout_s=1000.0)
 ROUTE = 4
 """Head, worker 1, worker 2, head: a layer each."""
 OPTIONS = EngineOptions(context=128, sequences=1, rows=8, threads=1, batch_threads=1, kv_type="f16", lock=False)
@@ -109,7 +112,8 @@ def a_step(window: int, rows: int = 2, *, epoch: int = 1, start: int = 0) -> Ste
 class Process:
     """The loop of a ring process in a thread, and the daemon's end of its connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, timings: RingTimings) -> None:
+        self._timings = timings
         self._ours, theirs = socket.socketpair()
         self._ours.settimeout(TIMEOUT_S)
         self._events = self._ours.makefile("rb")
@@ -121,7 +125,7 @@ class Process:
     def _run(self, channel: RingChannel, theirs: socket.socket) -> None:
         with theirs:
             try:
-                _serve(channel)
+                _serve(channel, self._timings)
             except RingError as exc:
                 self.failure = exc
 
@@ -166,9 +170,9 @@ class Process:
 
 
 @contextmanager
-def started(command: Open) -> Iterator[tuple[Process, Opened]]:
+def started(command: Open, timings: RingTimings = RingTimings()) -> Iterator[tuple[Process, Opened]]:
     """A process that has opened."""
-    process = Process()
+    process = Process(timings)
     try:
         process.send(command)
         yield process, process.expect(Opened)
@@ -259,9 +263,9 @@ def test_a_worker_computes_and_sends_on(model, windows):
 
 
 @contextmanager
-def blocked(model: FakeModel) -> Iterator[tuple[Process, Links, Opened]]:
+def blocked(model: FakeModel, timings: RingTimings = RingTimings()) -> Iterator[tuple[Process, Links, Opened]]:
     """A worker that has computed a step, whose next device is gone; the device before it."""
-    with neighbour() as before, started(opening_of_two()) as (process, opened):
+    with neighbour() as before, started(opening_of_two(), timings) as (process, opened):
         process.send(Connect(NOWHERE, NOBODY, before.key))
         before.connect(opened.endpoint, opened.key, NOBODY)
         before.send(a_step(1), hidden(model, [4, 5]))
@@ -271,15 +275,8 @@ def blocked(model: FakeModel) -> Iterator[tuple[Process, Links, Opened]]:
         yield process, before, opened
 
 
-@pytest.fixture
-def patient(monkeypatch) -> None:
-    """A next device that takes nothing is waited for without end."""
-    monkeypatch.setattr(parts, "SEND_TIMEOUT_S", 1000.0)
-
-
-@pytest.mark.usefixtures("patient")
 def test_a_worker_whose_next_device_is_gone_hears_its_daemon_and_ends_with_it(model, windows):
-    with blocked(model) as (process, _, _):
+    with blocked(model, PATIENT) as (process, _, _):
         for _ in range(3):
             process.send(Report(), Report())
             assert process.expect(Status).steps == 1
@@ -287,9 +284,8 @@ def test_a_worker_whose_next_device_is_gone_hears_its_daemon_and_ends_with_it(mo
         process.close()
 
 
-def test_a_worker_tells_of_a_next_device_that_takes_nothing_and_can_be_reopened(model, windows, monkeypatch):
-    monkeypatch.setattr(parts, "SEND_TIMEOUT_S", 0.05)
-    with blocked(model) as (process, _, _):
+def test_a_worker_tells_of_a_next_device_that_takes_nothing_and_can_be_reopened(model, windows):
+    with blocked(model, IMPATIENT) as (process, _, _):
         assert process.expect(Overdue).waited_s >= 0.05
         assert process.expect(Overdue).waited_s >= 0.1
         process.send(a_reopen(windows=[(1, 1), (2, 2)]))
@@ -297,9 +293,8 @@ def test_a_worker_tells_of_a_next_device_that_takes_nothing_and_can_be_reopened(
             continue
 
 
-def test_a_head_breaks_when_its_next_device_takes_nothing(head_windows, monkeypatch):
-    monkeypatch.setattr(parts, "SEND_TIMEOUT_S", 0.05)
-    with started(a_head()) as (head, opened):
+def test_a_head_breaks_when_its_next_device_takes_nothing(head_windows):
+    with started(a_head(), IMPATIENT) as (head, opened):
         head.send(Connect(NOWHERE, NOBODY, opened.key))
         found = re.search(r"the next device took no step for (\S+) s", head.failed())
         assert found is not None
@@ -507,9 +502,8 @@ def test_a_head_that_is_not_linked_yet_drains(head_windows):
         assert head.event() == Drained()
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_head_whose_next_device_is_gone_hears_its_daemon(head_windows):
-    with started(a_head(step_timeout_s=1000.0)) as (head, opened):
+    with started(a_head(step_timeout_s=1000.0), PATIENT) as (head, opened):
         head.send(Connect(NOWHERE, NOBODY, opened.key), generate(1, [1]), Report())
         head.expect(Status)
         head.close()

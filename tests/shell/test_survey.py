@@ -94,7 +94,7 @@ def around(monkeypatch):
         return FakeWorker(answers[port], closed, introduced)
 
     class Book:
-        def __init__(self, context, identity, head) -> None:
+        def __init__(self, context, identity, head, **_: object) -> None:
             self.head = head
 
         async def measure(self, workers, addresses, reporter):

@@ -54,8 +54,10 @@ from primad.network.messages import (
     Welcome,
 )
 from primad.network.scopes import Scopes
+from primad.network.versions import OURS, Versions
 from primad.ring.messages import Connect
 from primad.settings.config import load_config, open_home
+from primad.settings.timings import Timings, WorkerTimings
 from primad.trust.identity import Identity, new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import BY_HAND, TrustStore, trusted_now
@@ -139,7 +141,16 @@ class FakeHead:
 class Lab:
     """A worker that runs, and heads that talk to it."""
 
-    def __init__(self, home: Path, processes: FakeProcesses, context: zmq.asyncio.Context, **flags: object) -> None:
+    def __init__(
+        self,
+        home: Path,
+        processes: FakeProcesses,
+        context: zmq.asyncio.Context,
+        *,
+        timings: Timings = Timings(),
+        versions: Versions = OURS,
+        **flags: object,
+    ) -> None:
         self.processes = processes
         self.identity = new_identity()
         self.home = home
@@ -158,6 +169,8 @@ class Lab:
             trust=self.trust,
             profile=lambda name: dataclasses.replace(PROFILE, device=name),
             say=self._say,
+            timings=timings,
+            versions=versions,
         )
         self.port = self.daemon._end.port
         self.running = asyncio.create_task(self.daemon.run())
@@ -186,7 +199,7 @@ class Lab:
 class NoDiscovery:
     """There is no multicast here."""
 
-    def __init__(self, host: str, interface: str | None) -> None:
+    def __init__(self, host: str, interface: str | None, **_: object) -> None:
         raise ClusterError("mDNS cannot be used")
 
 
@@ -501,15 +514,9 @@ def test_a_disk_that_is_busy_with_an_introduction_keeps_no_head_waiting_and_chan
 
 
 @pytest.mark.parametrize(("protocol", "oldest", "fits"), [(5, 4, True), (4, 3, True), (6, 5, True), (3, 2, False)])
-def test_a_head_of_another_version_is_answered_and_a_gap_is_named_to_the_owner(
-    lab, monkeypatch, protocol, oldest, fits
-):
-    for module in (messages, worker_module):
-        monkeypatch.setattr(module, "PROTOCOL", 5)
-        monkeypatch.setattr(module, "OLDEST", 4)
-
+def test_a_head_of_another_version_is_answered_and_a_gap_is_named_to_the_owner(lab, protocol, oldest, fits):
     async def once() -> None:
-        async with lab() as lap:
+        async with lab(versions=Versions(primad="1", protocol=5, oldest=4)) as lap:
             desk = lap.head()
             await desk.say(Probe(protocol=protocol, oldest=oldest, version="0.0.7", device="desk"))
             answer = await desk.hear(Probed)
@@ -587,11 +594,9 @@ def test_a_worker_that_leaves_goes_on_until_it_is_dismissed(lab):
     asyncio.run(once())
 
 
-def test_a_worker_that_nobody_dismisses_ends_after_a_while(lab, monkeypatch):
-    monkeypatch.setattr(worker_module, "HAND_OVER_S", 0.2)
-
+def test_a_worker_that_nobody_dismisses_ends_after_a_while(lab):
     async def once() -> None:
-        async with lab() as lap:
+        async with lab(timings=Timings(worker=WorkerTimings(hand_over_timeout_s=0.2))) as lap:
             desk = lap.head()
             await desk.takes()
             await desk.loads(a_load(1))
@@ -620,7 +625,7 @@ def test_a_worker_that_computes_nothing_leaves_at_once(lab, greeted):
 def test_a_worker_that_measures_a_silent_link_leaves_at_once(lab, monkeypatch):
     begun = asyncio.Event()
 
-    async def without_end(*_: object) -> list[LinkProfile]:
+    async def without_end(*_: object, **__: object) -> list[LinkProfile]:
         begun.set()
         return await asyncio.Future()
 
@@ -642,7 +647,7 @@ def test_a_worker_that_ends_says_goodbye_while_its_ring_process_ends(lab, monkey
     made: list[Lab] = []
 
     class Patient:
-        def __init__(self, host: str, interface: str | None) -> None:
+        def __init__(self, host: str, interface: str | None, **_: object) -> None:
             assert host == HOST
 
         async def announce(self, name: str, **_: object) -> str:
@@ -697,7 +702,7 @@ def test_a_worker_that_cannot_announce_itself_ends_with_the_reason(lab, monkeypa
     """Nothing that was made for it and not begun yet keeps it from ending."""
 
     class Crowded:
-        def __init__(self, host: str, interface: str | None) -> None:
+        def __init__(self, host: str, interface: str | None, **_: object) -> None:
             assert host == HOST
 
         async def announce(self, name: str, **_: object) -> str:
@@ -720,7 +725,9 @@ def test_a_worker_that_cannot_announce_itself_ends_with_the_reason(lab, monkeypa
 def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_is_told_back_without(lab, monkeypatch):
     measured: list[list[str]] = []
 
-    async def measure(_: object, __: object, source: str, targets: list[LinkTarget]) -> list[LinkProfile]:
+    async def measure(
+        _: object, __: object, source: str, targets: list[LinkTarget], **___: object
+    ) -> list[LinkProfile]:
         measured.extend(target.addresses for target in targets)
         return [LinkProfile(source=source, target="tower", address="fe80::9%5", round_trip_s=1.0, bytes_per_s=1.0)]
 
@@ -749,7 +756,7 @@ def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_i
 
 def test_a_worker_that_cannot_announce_itself_waits_for_heads_all_the_same(lab, monkeypatch):
     class Mute:
-        def __init__(self, *_: object) -> None:
+        def __init__(self, *_: object, **__: object) -> None:
             """mDNS is there, at first."""
 
         async def announce(self, *_: object, **__: object) -> str:

@@ -19,14 +19,16 @@ from primad.network.messages import (
     Probe,
     Probed,
 )
+from primad.settings.timings import Timings, WorkerTimings
 from primad.trust.identity import new_identity
 from primad.trust.trust import MAX_DEVICES
-from primad.worker import daemon as worker
 from primad.worker import participations as parts
 from primad.worker.participations import MOST_PARTICIPATIONS
 from tests.shell.test_worker_daemon import a_load, lab
 
 __all__ = ["lab"]
+
+SELDOM = Timings(worker=WorkerTimings(say_every_s=1000.0))
 
 
 def test_a_list_of_devices_that_is_too_long_to_keep_costs_a_line(lab):
@@ -64,11 +66,9 @@ def test_a_worker_takes_part_in_so_many_rings_only(lab, monkeypatch):
     asyncio.run(scenario())
 
 
-def test_devices_of_another_version_fill_no_terminal(lab, monkeypatch):
-    monkeypatch.setattr(worker, "SAY_EVERY_S", 1000.0)
-
+def test_devices_of_another_version_fill_no_terminal(lab):
     async def scenario() -> None:
-        async with lab() as lap:
+        async with lab(timings=SELDOM) as lap:
             head = lap.head()
             for _ in range(50):
                 await head.say(Probe(protocol=1, oldest=1, version="0\n1", device="old"))
@@ -81,11 +81,9 @@ def test_devices_of_another_version_fill_no_terminal(lab, monkeypatch):
     asyncio.run(scenario())
 
 
-def test_a_head_that_says_hello_without_end_fills_no_terminal(lab, monkeypatch):
-    monkeypatch.setattr(worker, "SAY_EVERY_S", 1000.0)
-
+def test_a_head_that_says_hello_without_end_fills_no_terminal(lab):
     async def scenario() -> None:
-        async with lab() as lap:
+        async with lab(timings=SELDOM) as lap:
             head = lap.head()
             for session in range(50):
                 await head.takes(session)

@@ -14,12 +14,11 @@ from gguf import GGMLQuantizationType
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
-from primad.head import worker_link
 from primad.head.participation import MOST_REPEATS, DeviceLostError, Participation, ParticipationError
 from primad.head.worker_link import Caller, WorkerLink, greet, probe
-from primad.network import messages, versions
 from primad.network.control import WorkerEnd
 from primad.network.messages import (
+    FAULTS,
     Broken,
     Dismiss,
     Introduce,
@@ -40,7 +39,9 @@ from primad.network.messages import (
     Release,
     WorkerStatus,
 )
+from primad.network.versions import OURS, Versions
 from primad.ring.messages import Status
+from primad.settings.timings import NetworkTimings
 from primad.trust.identity import new_identity
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated
 
@@ -85,22 +86,23 @@ class Heard:
         return self.gone[0][1]
 
 
-def caller(context: zmq.asyncio.Context, **changes: object) -> Caller:
-    fields = {
-        "context": context,
-        "identity": HEAD,
-        "device": "desk",
-        "session": 7,
-        "build": "b",
-        "gone_after_s": 4.0,
-        "ping_interval_s": 0.02,
-    }
-    return Caller(**(fields | changes))
+def caller(context: zmq.asyncio.Context, *, versions: Versions = OURS, **timings: float) -> Caller:
+    return Caller(
+        context=context,
+        identity=HEAD,
+        device="desk",
+        session=7,
+        build="b",
+        gone_after_s=4.0,
+        ping_interval_s=0.02,
+        timings=NetworkTimings(**timings),
+        versions=versions,
+    )
 
 
-async def link_to(context: zmq.asyncio.Context, device: FakeDevice, heard: Heard) -> WorkerLink:
-    end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
-    return await greet(caller(context), end, heard)
+async def link_to(context: zmq.asyncio.Context, device: FakeDevice, heard: Heard, **timings: float) -> WorkerLink:
+    end, _ = await probe(caller(context, **timings), [(HOST, device.port)], [device.key])
+    return await greet(caller(context, **timings), end, heard)
 
 
 def a_load(epoch: int = 3) -> Load:
@@ -170,22 +172,18 @@ def test_any_of_the_keys_that_are_trusted_may_be_the_devices():
     asyncio.run(once())
 
 
-def test_who_does_not_let_us_in_does_not_answer(monkeypatch):
-    monkeypatch.setattr(worker_link, "PROBE_TIMEOUT_S", 0.3)
-
+def test_who_does_not_let_us_in_does_not_answer():
     async def once() -> None:
         async with gated(lambda key: key != HEAD.public) as context:
             device = FakeDevice(context, "nas")
             with pytest.raises(ClusterError, match=rf"^no answer from 127\.0\.0\.1:{device.port} within 0\.3 s$"):
-                await probe(caller(context), [(HOST, device.port)], [device.key])
+                await probe(caller(context, probe_timeout_s=0.3), [(HOST, device.port)], [device.key])
             assert device.knocks == 0
 
     asyncio.run(once())
 
 
-def test_a_device_that_talks_of_other_things_is_given_up(monkeypatch):
-    monkeypatch.setattr(worker_link, "PROBE_TIMEOUT_S", 2.0)  # what it says comes well within that
-
+def test_a_device_that_talks_of_other_things_is_given_up():
     async def chatter(end: WorkerEnd) -> None:
         peer, _, _ = await end.receive()
         while True:
@@ -198,7 +196,8 @@ def test_a_device_that_talks_of_other_things_is_given_up(monkeypatch):
             end = WorkerEnd(context, HOST, None, 0, identity=keys)
             talking = asyncio.create_task(chatter(end))
             with pytest.raises(ClusterError, match="says much, but not who it is"):
-                await probe(caller(context), [(HOST, end.port)], [keys.public])
+                # what it says comes well within that
+                await probe(caller(context, probe_timeout_s=2.0), [(HOST, end.port)], [keys.public])
             talking.cancel()
             await asyncio.wait([talking])
             end.close()
@@ -237,28 +236,22 @@ def test_knocking_that_is_cancelled_leaves_no_socket():
     ("ours", "theirs", "fits"),
     [((5, 4), (5, 4), True), ((5, 4), (4, 3), True), ((4, 3), (5, 4), True), ((5, 4), (3, 2), False)],
 )
-def test_a_version_gap_is_named_with_both_versions(monkeypatch, ours, theirs, fits):
-    monkeypatch.setattr(messages, "PROTOCOL", ours[0])
-    monkeypatch.setattr(messages, "OLDEST", ours[1])
-    monkeypatch.setattr(worker_link, "PROTOCOL", ours[0])
-    monkeypatch.setattr(versions, "PROTOCOL", ours[0])
-    monkeypatch.setattr(worker_link, "OLDEST", ours[1])
-    monkeypatch.setattr(worker_link, "__version__", "9")
-    monkeypatch.setattr(versions, "__version__", "9")
+def test_a_version_gap_is_named_with_both_versions(ours, theirs, fits):
+    versions = Versions(primad="9", protocol=ours[0], oldest=ours[1])
 
     async def once() -> None:
         async with gated() as context:
             device = FakeDevice(context, "nas", protocol=theirs[0], oldest=theirs[1])
             places, keys = [(HOST, device.port)], [device.key]
             if fits:
-                end, _ = await probe(caller(context), places, keys)
+                end, _ = await probe(caller(context, versions=versions), places, keys)
                 end.close()
                 return
             gap = (
                 r"^nas runs primad 7 \(protocol 3\), desk runs 9 \(protocol 5\), and they do not understand each other"
             )
             with pytest.raises(ClusterError, match=gap):
-                await probe(caller(context), places, keys)
+                await probe(caller(context, versions=versions), places, keys)
 
     asyncio.run(once())
 
@@ -279,7 +272,7 @@ def test_a_greeting_says_who_we_are_and_is_answered_with_a_profile():
     asyncio.run(once())
 
 
-def test_who_refuses_or_does_not_answer_is_one_clear_error(monkeypatch):
+def test_who_refuses_or_does_not_answer_is_one_clear_error():
     async def once() -> None:
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
@@ -288,9 +281,8 @@ def test_who_refuses_or_does_not_answer_is_one_clear_error(monkeypatch):
                 await link_to(context, device, heard)
             end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
             device.silent = True
-            monkeypatch.setattr(worker_link, "HELLO_TIMEOUT_S", 0.3)
             with pytest.raises(ClusterError, match=r"^no answer from 127\.0\.0\.1:\d+ within 0\.3 s$"):
-                await greet(caller(context), end, heard)
+                await greet(caller(context, hello_timeout_s=0.3), end, heard)
             assert heard.gone == []
 
     asyncio.run(once())
@@ -396,13 +388,11 @@ def test_a_link_that_is_closed_tells_nothing_and_releases_in_silence():
     asyncio.run(once())
 
 
-def test_a_device_that_takes_nothing_is_not_waited_for_long(monkeypatch):
-    monkeypatch.setattr("primad.network.control.GONE_AFTER_S", 0.2)
-
+def test_a_device_that_takes_nothing_is_not_waited_for_long():
     async def once() -> None:
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+            link = await link_to(context, device, heard, answer_timeout_s=0.2)
             part = Participation(link, a_load(), lambda *_: None)
             link._tasks[2].cancel()  # whether its process ended is another question
             await device.leave()
@@ -516,7 +506,7 @@ def test_a_part_hears_of_its_own_epoch_only():
     asyncio.run(once())
 
 
-@pytest.mark.parametrize("fault", messages.FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_part_that_breaks_says_whose_fault_it_was(fault):
     async def once() -> None:
         async with gated() as context:

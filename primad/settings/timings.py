@@ -1,0 +1,104 @@
+"""How long things may take and how often they are done, by the room that waits.
+
+One value is made where a process starts and handed down; each class gets the group of its room. A duration stands here when
+somebody besides its only user may choose it, as a test that will not wait for a minute does; one that follows from what a
+module does, or that only one class is asked for, stays beside the code that explains it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscoveryTimings:
+    """mDNS."""
+
+    look_every_s: float = 10.0
+    """How often this machine's addresses are looked at."""
+    ask_every_s: float = 30.0
+    """How often all are asked who is there: multicast gets lost, and a device speaks of itself only when it comes."""
+    resolve_timeout_s: float = 2.0
+    """One question to a device for its address."""
+    time_to_live_s: int = 120
+    """How long others may believe an announcement."""
+    look_for_start_s: float = 0.1
+    looks_for_start: int = 600
+    """zeroconf opens its sockets in the event loop. It is looked so often whether they are open: the loop's turns count and
+    not the time, since a machine that is busy or asleep for a while gives it none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkTimings:
+    """The control link, and the links that are measured."""
+
+    answer_timeout_s: float = 4.0
+    """An answer on the control link, and the way there, where nothing else is said."""
+    probe_timeout_s: float = 3.0
+    """A device says who it is."""
+    hello_timeout_s: float = 5.0
+    """A device takes a head or refuses it; it looks at itself first."""
+    link_timeout_s: float = 3.0
+    """The answers to one lot of echoes, when a link is measured."""
+    link_again_s: float = 1.0
+    """How long after a first try an unreachable device is measured again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingTimings:
+    """The ring process."""
+
+    send_timeout_s: float = 10.0
+    """A next device that takes no step for so long is not merely slow, since up to the mark steps only go into a buffer."""
+    handshake_timeout_s: float = 3.0
+    """A device that connects proves who it is."""
+    log_every_s: float = 1.0
+    """Refused messages and connections are logged so often at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipTimings:
+    """The membership core."""
+
+    settle_s: float = 5.0
+    """A ring serves at least this long before a better plan is looked for."""
+    greeting_s: float = 1.5
+    """How much longer than it looks for devices the first ring waits for those that are being greeted."""
+    retry_s: float = 15.0
+    """After no plan was found, the same devices are asked again so much later: their memory may have changed."""
+    again_s: float = 60.0
+    """The first pause until a link that did not work is measured again; the next ones are longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadTimings:
+    """The head."""
+
+    look_s: float = 2.0
+    """How long it looks for devices when nobody said how many to wait for."""
+    trust_look_every_s: float = 2.0
+    """How often it looks whether the owner trusted or revoked a device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTimings:
+    """The worker."""
+
+    hand_over_timeout_s: float = 60.0
+    """How long one that wants to leave waits for others to take over."""
+    say_every_s: float = 1.0
+    """What strangers and heads cause to be said is said so often at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Everything that waits. The defaults are what a home runs with."""
+
+    discovery: DiscoveryTimings = DiscoveryTimings()
+    network: NetworkTimings = NetworkTimings()
+    ring: RingTimings = RingTimings()
+    membership: MembershipTimings = MembershipTimings()
+    head: HeadTimings = HeadTimings()
+    worker: WorkerTimings = WorkerTimings()
+    memory_look_every_s: float = 2.0
+    """How often a head or a worker that was short of memory looks for room, and only while it waits for some."""
