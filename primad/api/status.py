@@ -32,8 +32,8 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What of a device's weights is in memory, and what reading the rest costs.
 
     ``resident`` and ``streamed`` count layers; ``streams_output``: besides them the output matrix streams. ``read_bytes``
-    and ``stall_s`` are sums since the ring process was opened last; the means of a token are as
-    ``head.status.Costs`` has them. ``pressure`` is calm, some or high.
+    and ``stall_s`` are sums since the ring process was opened last; the means of a token are those since somebody asked
+    last, over the passes through the device's windows. ``pressure`` is calm, some or high.
     """
 
     resident: int | None = None

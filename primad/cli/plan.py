@@ -88,7 +88,7 @@ def plan(
         ),
     ] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds for the solver.", min=0.1, max=3600)] = 10.0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON (primad/planning/PLAN_JSON.md).")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON (docs/plan.md says what).")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw a picture to this file (.png, .svg, .pdf).", show_default=False)
     ] = None,

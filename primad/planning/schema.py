@@ -1,4 +1,4 @@
-"""The answer of ``primad plan`` as values: what ``--json`` prints (PLAN_JSON.md) and what table and plot show.
+"""The answer of ``primad plan`` as values: what ``--json`` prints (docs/plan.md) and what table and plot show.
 
 Bytes and milliseconds, the unit last in every name. A change that takes a field away or gives it another meaning raises
 ``SCHEMA``; new fields do not.

@@ -85,7 +85,7 @@ class BareClient:
 
 
 @asynccontextmanager
-async def served(backend: Backend) -> AsyncIterator[str]:
+async def served(backend: Backend, *, patience_s: float = PATIENCE_S) -> AsyncIterator[str]:
     """The app under uvicorn on a free loopback port, in this loop; gives its URL."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -93,7 +93,7 @@ async def served(backend: Backend) -> AsyncIterator[str]:
     port = listener.getsockname()[1]
     config = uvicorn.Config(create_app(backend), log_config=None, lifespan="off", ws="none")
     server = uvicorn.Server(config)
-    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(patience_s), asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=[listener]))
         try:
             yield f"http://127.0.0.1:{port}"
