@@ -10,6 +10,7 @@
     ├── EngineError       llama.cpp refused or failed
     │   └── WeightsError  weights that are in use: their file is cut short, cannot be read or was written to
     ├── RingError         the ring broke while serving: a device, a deadline, a process
+    │   └── NextDeviceError  the device behind this one cannot be reached, or takes no steps
     └── RequestError      an HTTP request that cannot be served as asked (carries status, code, parameter)
 
 The text of each is one line that names the thing, says what is wrong with it and what to do. Foreign exceptions are
@@ -74,6 +75,10 @@ class WeightsError(EngineError):
 
 class RingError(PrimadError):
     """The ring broke: a device went away, a deadline passed or a ring process ended."""
+
+
+class NextDeviceError(RingError):
+    """The device behind this one in the ring cannot be reached, or takes no steps."""
 
 
 class RequestError(PrimadError):

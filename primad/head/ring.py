@@ -16,7 +16,7 @@ import psutil
 
 from halda import Plan, Prediction
 from primad.daemon.loading import distrust, remove_metadata, streamed_of
-from primad.errors import ClusterError, ModelError, PrimadError, RingError, WeightsError
+from primad.errors import ClusterError, ModelError, NextDeviceError, PrimadError, RingError, WeightsError
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.head.load_own import start_own
 from primad.head.participation import UNREACHED, Participation, ParticipationError, blamed
@@ -353,6 +353,8 @@ class HeadRing:
                 raise WeightsError(f"{exc}: {path}", path) from exc
             # The next ring cuts what is not whole out of the model again.
             raise distrust(self._inputs.place.cache, exc, (ref for spec in specs for ref in spec.layers)) from exc
+        except NextDeviceError as exc:
+            raise ParticipationError(f"{self.plan.head}: {exc}", self.plan.head, "next") from exc
 
     async def _attend(self, process: RingProcess, windows: int) -> None:
         """Listen to the head's ring process. Raises ``RingError`` or ``WeightsError`` when it ends."""

@@ -26,7 +26,7 @@ import zmq
 from zmq.utils import z85
 
 from primad.engine.protocol import Hidden
-from primad.errors import ProtocolError, RingError
+from primad.errors import NextDeviceError, ProtocolError, RingError
 from primad.ring.messages import MAX_HEADER_BYTES, Overdue, StaleEpochError, Step, StepLimits, decode_step, encode
 from primad.settings.timings import RingTimings
 
@@ -115,7 +115,7 @@ class Links:
             push.connect(address)
         except zmq.ZMQError as exc:
             push.close()
-            raise RingError(f"cannot send to the next device at {address!r}: {exc.strerror}") from exc
+            raise NextDeviceError(f"cannot send to the next device at {address!r}: {exc.strerror}") from exc
         if self._push is not None:
             self._push.close()
         self._push = push

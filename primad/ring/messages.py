@@ -241,10 +241,12 @@ class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
     """This ring process cannot go on; ``error`` is one line. It is the process's last event.
 
     ``weights`` is the file whose weights cannot be read or are not what they were, None where that is not what is wrong.
+    ``next_device``: it is the device behind this one that cannot be reached or takes no steps.
     """
 
     error: str
     weights: str | None
+    next_device: bool = False
 
 
 # ---- between a daemon and its ring process --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Final
 
 import zmq
 
-from primad.errors import PrimadError, RingError, WeightsError
+from primad.errors import NextDeviceError, PrimadError, RingError, WeightsError
 from primad.ring.channel import RingChannel
 from primad.ring.messages import Open, RingBroken, RingCommand
 from primad.ring.roles import Role, open_role
@@ -89,6 +89,8 @@ def main() -> None:
         _serve(channel, RingTimings())
     except WeightsError as exc:
         channel.tell(RingBroken(str(exc), exc.file))
+    except NextDeviceError as exc:
+        channel.tell(RingBroken(str(exc), None, next_device=True))
     except PrimadError as exc:
         channel.tell(RingBroken(str(exc), None))
     except Exception as exc:  # the top of the process: whatever it is, the daemon must hear of it

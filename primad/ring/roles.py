@@ -16,7 +16,7 @@ import zmq
 
 from primad.engine.protocol import EngineOptions, HiddenWindow
 from primad.engine.streaming.streams import Streamable, Streams
-from primad.errors import ProtocolError, RingError
+from primad.errors import NextDeviceError, ProtocolError, RingError
 from primad.ring.channel import RingChannel
 from primad.ring.head import Send, Tell
 from primad.ring.links import Links
@@ -236,7 +236,7 @@ class HeadRole:
             return self._is_connected
         overdue = self._links.overdue()
         if overdue is not None:
-            raise RingError(f"the next device took no step for {overdue.waited_s:.3g} s; it is gone or hangs")
+            raise NextDeviceError(f"the next device took no step for {overdue.waited_s:.3g} s; it is gone or hangs")
         return False
 
     def watched(self) -> Watched:

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from primad.errors import PrimadError, ProtocolError, RingError, WeightsError
+from primad.errors import NextDeviceError, PrimadError, ProtocolError, RingError, WeightsError
 from primad.ring.channel import LENGTH, frame, frame_bytes
 from primad.ring.messages import RingBroken, RingCommand, RingEvent, event_decoder
 
@@ -142,7 +142,7 @@ class RingProcess:
             except msgspec.DecodeError as exc:
                 raise ProtocolError(f"not an event of the ring process: {exc}") from exc
             if isinstance(event, RingBroken):
-                raise RingError(event.error) if event.weights is None else WeightsError(event.error, event.weights)
+                raise _cause(event)
             yield event
 
     async def _obituary(self) -> PrimadError:
@@ -179,6 +179,13 @@ def _remove_empty(log: Path) -> None:
     with contextlib.suppress(OSError):
         if log.stat().st_size == 0:
             log.unlink()
+
+
+def _cause(broken: RingBroken) -> PrimadError:
+    """The error that a ring process ended with."""
+    if broken.weights is not None:
+        return WeightsError(broken.error, broken.weights)
+    return NextDeviceError(broken.error) if broken.next_device else RingError(broken.error)
 
 
 def _last_line(log: Path) -> str:

@@ -37,7 +37,7 @@ from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Say
 from primad.engine.probe import is_worth_it
 from primad.engine.protocol import EngineOptions
-from primad.errors import ClusterError, DiskError, PrimadError, RingError, WeightsError
+from primad.errors import ClusterError, DiskError, NextDeviceError, PrimadError, RingError, WeightsError
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
 from primad.layers.fetch import fetch_layers, in_thread
@@ -93,10 +93,6 @@ class _Participation:
     task: asyncio.Task[None]
     state: ParticipationState
     host: LoadedProcess | None = None
-
-
-class _NextDeviceError(RingError):
-    """The device behind this one in the ring takes no steps."""
 
 
 class Participations:
@@ -213,7 +209,7 @@ class Participations:
         except WeightsError as exc:
             error = distrust(self._place.cache, exc, _layers(load))
             await self._broke(load, error, self._blame_disk(error, fault))
-        except _NextDeviceError as exc:
+        except NextDeviceError as exc:
             await self._broke(load, exc, "next")
         except PrimadError as exc:
             await self._broke(load, exc, fault)
@@ -458,7 +454,7 @@ class Participations:
                         messages.MemoryLow(epoch=load.epoch, needed_bytes=needed_bytes, ram_available_bytes=available)
                     )
                 case Overdue(waited_s=waited_s):
-                    raise _NextDeviceError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
+                    raise NextDeviceError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
                 case _:
                     raise RingError(f"the ring process of a worker said {type(event).__name__}")
 

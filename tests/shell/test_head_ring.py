@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from halda import Plan, Window
-from primad.errors import ClusterError, RingError
+from primad.errors import ClusterError, NextDeviceError, RingError
 from primad.head import ring as head_ring
 from primad.head.participation import DeviceLostError, Participation, ParticipationError, blamed
 from primad.head.ring import HeadRing
@@ -233,6 +233,22 @@ def test_a_worker_that_does_not_reach_the_head_is_done_without_when_a_ring_is_fo
     assert blamed(error, PAIR, forming=True) == ("tab", False)
     assert blamed(error, PAIR) == (None, False), "the head cannot be left out"
     assert blamed(ParticipationError("lap: the same", "lap", "next"), PAIR, forming=True) == ("tab", False)
+
+
+def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
+    class Blocked:
+        async def events(self) -> AsyncIterator[RingEvent]:
+            raise NextDeviceError("the next device took no step for 30 s; it is gone or hangs")
+            yield
+
+    async def once() -> None:
+        ring = Ways(lap="192.168.1.7", tab="192.168.1.8").ring
+        with pytest.raises(ParticipationError, match="desk: the next device took no step") as caught:
+            await ring._attend_own(Blocked(), 1, [])
+        assert blamed(caught.value, PAIR, forming=True) == ("lap", False)
+        assert blamed(caught.value, PAIR) == ("lap", False)
+
+    asyncio.run(once())
 
 
 def test_a_worker_that_takes_no_messages_is_lost():

@@ -16,7 +16,7 @@ import zmq
 
 from primad.engine.protocol import EngineOptions, Rows, WindowFiles
 from primad.engine.streaming.streams import Streams
-from primad.errors import RingError
+from primad.errors import NextDeviceError, RingError
 from primad.ring import roles as parts
 from primad.ring.channel import LENGTH, RingChannel, frame, frame_bytes
 from primad.ring.head import Head
@@ -299,6 +299,7 @@ def test_a_head_breaks_when_its_next_device_takes_nothing(head_windows):
         found = re.search(r"the next device took no step for (\S+) s", head.failed())
         assert found is not None
         assert float(found[1]) >= 0.05
+        assert isinstance(head.failure, NextDeviceError)
 
 
 def test_a_worker_sends_to_the_next_device_that_it_is_told_while_it_waits(model, windows):

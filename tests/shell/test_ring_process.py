@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from primad.engine.protocol import EngineOptions, WindowFiles
-from primad.errors import ProtocolError, RingError, WeightsError
+from primad.errors import NextDeviceError, ProtocolError, RingError, WeightsError
 from primad.ring.channel import LENGTH, frame
 from primad.ring.messages import (
     Cancel,
@@ -29,6 +29,7 @@ from primad.ring.messages import (
     OpenWindow,
     Reopen,
     Report,
+    RingBroken,
     RingCommand,
     Status,
 )
@@ -320,6 +321,26 @@ def test_an_open_that_makes_no_sense_is_one_line_and_no_silence(tmp_path, openin
     words = broken_by(tmp_path, opening)
     assert words
     assert "\n" not in words
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        (RingBroken("it broke", None), RingError),
+        (RingBroken("it takes no step", None, next_device=True), NextDeviceError),
+        (RingBroken("it cannot be read", "/a/file"), WeightsError),
+    ],
+)
+def test_the_daemon_hears_what_kind_of_end_it_was(tmp_path, event, error):
+    async def once() -> None:
+        async with started(tmp_path) as process:
+            process._reader.feed_data(frame(event))
+            with pytest.raises(error, match=event.error) as caught:
+                async for _ in process.events():
+                    pass
+            assert type(caught.value) is error
+
+    asyncio.run(once())
 
 
 def test_garbage_from_the_process_is_refused(tmp_path):
