@@ -18,7 +18,7 @@ from primad.doctor.findings import Finding, finding, in_thread
 from primad.errors import PrimadError, printable
 from primad.network.addresses import read_interfaces
 from primad.network.discovery import look
-from primad.network.messages import PROTOCOL
+from primad.network.messages import OLDEST, PROTOCOL
 from primad.settings.config import DEFAULT_CONTROL_PORT, any_host, is_loopback
 
 LIMIT_S: Final = 8.0
@@ -127,7 +127,7 @@ async def _devices(subject: Subject) -> list[Finding]:
     seen = await look(subject.host, LOOK_S, subject.interface)
     return [
         *peers.judge_sight(seen, subject.cluster, subject.own_key),
-        *peers.judge_versions(seen, subject.cluster, __version__, PROTOCOL),
+        *peers.judge_versions(seen, subject.cluster, __version__, protocol=PROTOCOL, oldest=OLDEST),
         *peers.judge_trust(seen, subject.cluster, subject.own_key, subject.trusts),
         *reach.judge_reached(await reach.gather_reached(reach.targets(seen, subject.cluster, ()))),
     ]

@@ -9,8 +9,6 @@ from typing import Final
 from primad.doctor.findings import Finding, finding
 from primad.network.peer import Peer
 
-OLDEST_PROTOCOL: Final = 2
-"""Protocol 1 was not encrypted: nothing that is speaks it."""
 _UPDATE: Final = "pip install --upgrade primad"
 
 
@@ -31,8 +29,9 @@ def judge_sight(peers: Sequence[Peer], cluster: str, own_key: str) -> list[Findi
     return found
 
 
-def judge_versions(peers: Sequence[Peer], cluster: str, version: str, protocol: int) -> list[Finding]:
-    """Devices of another protocol than one before ours do not work with us; another version may differ in bugs."""
+def judge_versions(peers: Sequence[Peer], cluster: str, version: str, *, protocol: int, oldest: int) -> list[Finding]:
+    """We speak ``protocol`` down to ``oldest``. A device of another one does not work with us, but for the next one perhaps,
+    which may speak ours too; another version may differ in bugs."""
     found = []
     for peer in peers:
         if peer.cluster != cluster:
@@ -42,7 +41,7 @@ def judge_versions(peers: Sequence[Peer], cluster: str, version: str, protocol: 
         )
         older = peer.protocol < protocol or (peer.protocol == protocol and _numbers(peer.version) < _numbers(version))
         command = f"{_UPDATE}    ({'on ' + peer.device if older else 'here'})"
-        if peer.protocol < OLDEST_PROTOCOL or abs(peer.protocol - protocol) > 1:
+        if not oldest <= peer.protocol <= protocol + 1:
             found.append(finding("versions", "warning", f"{both}: they do not work together", command))
         elif peer.protocol != protocol or peer.version != version:
             found.append(finding("versions", "note", f"{both}: they work together", command))

@@ -1,7 +1,6 @@
-"""The parts that a head gives its workers: what each was asked, what it answered, and what ended it.
+"""What a head asks its workers to take part in: what each was asked, how it stands, and what ended it.
 
-An answer counts whichever way it comes: in a message of its own, or with the state of the part in a ``Pong``. What the
-worker did not hear is said again (see ``network/messages.py`` on connections that are reset).
+What the worker did not hear is said again (see ``network/messages.py`` on connections that are reset).
 """
 
 from __future__ import annotations
@@ -15,13 +14,9 @@ from typing import TYPE_CHECKING, Final
 from halda import Plan
 from primad.errors import ClusterError, PrimadError
 from primad.network.messages import (
-    Broken,
     Link,
-    Linked,
     Load,
-    Loaded,
     ParticipationState,
-    Ping,
     Progress,
     Release,
     WorkerStatus,
@@ -126,7 +121,7 @@ class Participation:
     async def wait_status(self) -> WorkerStatus | None:
         """What the worker's ring process did so far, asked for now."""
         self._status_news.clear()
-        await self.link.end.send(Ping(status=True))
+        await self.link.ask_status()
         await self._status_news.wait()
         return self.status
 
@@ -141,15 +136,10 @@ class Participation:
         settle(self.broken, error)
 
     def compare(self, number: int, state: ParticipationState | None) -> Load | Link | None:
-        """With ping ``number`` the part stood so, or was not there: what was asked for and lost, and is to be said again.
+        """When ping ``number`` came it stood so, or was not there: what was asked for and lost, and is to be said again.
 
-        An answer that was lost is heard now. A part that is gone after it was loaded does not come back.
+        A participation that is gone after it was loaded does not come back.
         """
-        if state is not None:
-            answers = (state.loaded, Linked(self.epoch) if state.linked else None, state.broken)
-            for answer in answers:
-                if answer is not None:
-                    self.hear(answer)
         arrived = state is not None and (isinstance(self._asked, Load) or state.linked)
         if self._asked is None or number < self._asked_before or arrived or self.broken.done():
             self._misses = 0
@@ -168,17 +158,18 @@ class Participation:
         logger.info("epoch %d: %s did not hear %s; saying it again", self.epoch, self.name, type(self._asked).__name__)
         return self._asked
 
-    def hear(self, message: Progress | Loaded | Linked | Broken | WorkerStatus) -> None:
+    def hear(self, message: Progress | ParticipationState | WorkerStatus) -> None:
         """What the worker says about this epoch."""
         match message:
             case Progress():
                 self._on_progress(self.name, message)
-            case Loaded(port=port, key=key):
-                settle(self.loaded, (port, key))
-            case Linked():
-                settle(self.linked, None)
-            case Broken(error=error, fault=fault):
-                self.fail(ParticipationError(f"{self.name}: {error}", self.name, fault))
+            case ParticipationState(loaded=loaded, linked=linked, broken=broken):
+                if loaded is not None:
+                    settle(self.loaded, (loaded.port, loaded.key))
+                if linked:
+                    settle(self.linked, None)
+                if broken is not None:
+                    self.fail(ParticipationError(f"{self.name}: {broken.error}", self.name, broken.fault))
             case WorkerStatus():
                 self.status = message
                 self._status_news.set()

@@ -1,8 +1,7 @@
 """The head's conversation with one worker: find the address that works, greet it, hear that it lives.
 
-``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``Participation``
-(``participation.py``); what is about the device itself (a sign of life, that it leaves, that its link broke) goes to the
-``Listener``.
+``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``Participation``; what is about
+the device itself (a sign of life, that it leaves, that its link broke) goes to the ``Listener``.
 """
 
 from __future__ import annotations
@@ -21,21 +20,19 @@ from primad.head.participation import MISSES, DeviceLostError, Participation
 from primad.membership.memory_recovery import lowered
 from primad.network.control import HeadEnd
 from primad.network.messages import (
-    Broken,
     Dismiss,
     HeadMessage,
     Hello,
     Introduce,
     Introduction,
     Leaving,
-    Linked,
     LinksMeasured,
     LinkTarget,
-    Loaded,
     MeasureLinks,
     MemoryLow,
     MemoryRecovered,
     ParticipationState,
+    ParticipationStates,
     Ping,
     Pong,
     Probe,
@@ -212,6 +209,8 @@ class WorkerLink:
         self._participations: dict[int, Participation] = {}
         self._links: asyncio.Future[list[LinkProfile]] | None = None
         self._lost = False
+        self._revision = 0
+        self._states: dict[int, ParticipationState] = {}
         self._strays: dict[int, int] = {}
         self._again: list[HeadMessage] = []
         self.next_ping = 1
@@ -291,8 +290,12 @@ class WorkerLink:
                 for message in again:
                     await self.end.send(message)
                 number, self.next_ping = self.next_ping, self.next_ping + 1
-                await self.end.send(Ping(status=False, number=number))
+                await self.end.send(Ping(status=False, number=number, revision=self._revision))
             await asyncio.sleep(interval_s)
+
+    async def ask_status(self) -> None:
+        """Have the worker say what its ring processes do. Raises ``ClusterError`` when it takes no messages."""
+        await self.end.send(Ping(status=True, revision=self._revision))
 
     async def _watch(self) -> None:
         await self.end.wait_ended()
@@ -324,22 +327,30 @@ class WorkerLink:
             case LinksMeasured(links=links):
                 if self._links is not None and not self._links.done():
                     self._links.set_result(links)
-            case Progress() | Loaded() | Linked() | Broken() | WorkerStatus():
-                participation = self._participations.get(message.epoch)
-                if participation is not None:
-                    participation.hear(message)
-            case Pong(number=number, parts=list(states)) if number:
-                self._compare(number, {state.epoch: state for state in states})
+            case Progress() | WorkerStatus():
+                self._give(message)
+            case ParticipationStates(revision=revision, states=states) if revision > self._revision:
+                self._revision, self._states = revision, {state.epoch: state for state in states}
+                for state in states:
+                    self._give(state)
+            case Pong(number=number, revision=revision) if number and revision == self._revision:
+                self._compare(number)
             case _:
                 return  # a sign of life and no more
 
-    def _compare(self, number: int, states: dict[int, ParticipationState]) -> None:
-        """With ping ``number`` the worker had the participations ``states``: say what it did not hear once more."""
+    def _give(self, news: Progress | ParticipationState | WorkerStatus) -> None:
+        participation = self._participations.get(news.epoch)
+        if participation is not None:
+            participation.hear(news)
+
+    def _compare(self, number: int) -> None:
+        """The states are those that the worker had when ping ``number`` came: say what it did not hear once more."""
         for participation in self._participations.values():
-            lost = participation.compare(number, states.get(participation.epoch))
+            lost = participation.compare(number, self._states.get(participation.epoch))
             if lost is not None:
                 self._again.append(lost)
-        self._strays = {epoch: self._strays.get(epoch, 0) + 1 for epoch in states.keys() - self._participations.keys()}
+        strays = self._states.keys() - self._participations.keys()
+        self._strays = {epoch: self._strays.get(epoch, 0) + 1 for epoch in strays}
         for epoch in [epoch for epoch, times in self._strays.items() if times >= MISSES]:
             del self._strays[epoch]
             self._again.append(Release(epoch=epoch))

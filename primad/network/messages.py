@@ -1,16 +1,20 @@
-"""What head and worker say to each other on the control link; what a device asks of others is in ``transfer_messages``.
+"""What head and worker say to each other on the control link; what a device asks of others is in ``layer_messages``.
 
 One msgpack frame a message. The head opens with ``Probe``, which anyone who is let in may say: it tells versions apart and
 which address works. ``Hello`` then makes the worker this head's; it answers ``Welcome`` or ``Refused``. From then on a
 ``Ping`` and its ``Pong`` pass several times a second, so that either side notices the other's end.
 
 A TCP connection that is reset, as by a router that starts anew, is made again in silence, and takes with it what was on its
-way. So each ``Pong`` says again how every part of the worker stands, and the head asks again for what did not arrive.
+way. So what becomes of a worker's participations is state, not news: ``ParticipationStates`` says how all of them stand,
+and each change gives it a new ``revision``. The worker sends it when something changes. A ``Ping`` carries the revision that
+the head has, and a worker that has a newer one says the states again before its ``Pong``. So the head knows how the worker
+stood when it answered, and asks again for what did not arrive.
 
 Versions. A device speaks ``PROTOCOL`` and the one before it, down to ``OLDEST``; both sides use the newer one that both
 speak. A field that is added has a default, and a field that is not known is skipped, so that neighbours understand each
 other. A message that is not known is refused with a log line, so that one which may go unheard can be added. A change
-that cannot be made so takes two versions. Protocol 1 was not encrypted and is not spoken any more.
+that cannot be made so takes two versions. Protocol 1 was not encrypted, protocol 2 told each fact twice; neither is spoken
+any more.
 """
 
 from __future__ import annotations
@@ -32,13 +36,14 @@ from primad.ring.messages import Status
 from primad.settings.config import NAME
 from primad.trust.identity import is_key
 
-PROTOCOL: Final = 2
-OLDEST: Final = 2
+PROTOCOL: Final = 3
+OLDEST: Final = 3
 MAX_MESSAGE_BYTES: Final = 16 << 20
 PHASES: Final = ("fetch", "probe", "load")
 FAULTS: Final = ("fetch", "disk", "load", "ring", "next")
-"""What a part was doing when it ended; ``next``: the device behind it in the ring takes no steps."""
-MAX_PARTS: Final = 64
+"""What a participation was doing when it ended; ``next``: the device behind it in the ring takes no steps."""
+MAX_PARTICIPATIONS: Final = 64
+MAX_REVISION: Final = 1 << 62
 MAX_DEVICES: Final = 1024
 MAX_SOURCES: Final = 256
 MAX_ECHO_BYTES: Final = 1 << 20
@@ -137,10 +142,14 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Are you there? Also asks for a ``WorkerStatus`` when ``status`` is set. ``Pong`` gives ``number`` back."""
+    """Are you there? Also asks for a ``WorkerStatus`` when ``status`` is set. ``Pong`` gives ``number`` back.
+
+    The head has the ``ParticipationStates`` of ``revision``; 0 stands for none.
+    """
 
     status: bool
     number: int = 0
+    revision: int = 0
 
 
 class LinkTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,28 +215,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     total: int
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """All windows of ``epoch`` are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``."""
-
-    epoch: int
-    port: int
-    key: str
-
-
-class Linked(msgspec.Struct, frozen=True, tag="linked"):
-    """Steps of ``epoch`` now go where ``Link`` said."""
-
-    epoch: int
-
-
-class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
-    """The worker's part of ``epoch`` ended; ``error`` is one line, ``fault`` (one of ``FAULTS``) is what it was doing."""
-
-    epoch: int
-    error: str
-    fault: str
-
-
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """The worker wants to go, or its owner paused it: please hand its work over and send ``Dismiss``."""
 
@@ -255,8 +242,22 @@ class MemoryRecovered(msgspec.Struct, frozen=True, tag="relieved"):
     ram_available_bytes: int
 
 
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``."""
+
+    port: int
+    key: str
+
+
+class Broken(msgspec.Struct, frozen=True, kw_only=True):
+    """The participation ended; ``error`` is one line, ``fault`` (one of ``FAULTS``) is what it was doing."""
+
+    error: str
+    fault: str
+
+
 class ParticipationState(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of the worker in ``epoch``: what it said of it so far, which may have been lost on the way."""
+    """How the worker's participation in ``epoch`` stands; ``linked`` when its steps go where ``Link`` said."""
 
     epoch: int
     loaded: Loaded | None
@@ -264,11 +265,18 @@ class ParticipationState(msgspec.Struct, frozen=True, kw_only=True):
     broken: Broken | None
 
 
+class ParticipationStates(msgspec.Struct, frozen=True, kw_only=True, tag="participations"):
+    """How all participations of the worker stand since change ``revision``; before the first one there were none."""
+
+    revision: int
+    states: list[ParticipationState]
+
+
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """Here, with these parts when ping ``number`` came; an older worker does not say (None)."""
+    """Here, and the participations stood as in ``revision`` when ping ``number`` came."""
 
     number: int = 0
-    parts: list[ParticipationState] | None = None
+    revision: int = 0
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
@@ -296,9 +304,7 @@ WorkerMessage = (
     | Welcome
     | Refused
     | Progress
-    | Loaded
-    | Linked
-    | Broken
+    | ParticipationStates
     | Leaving
     | MemoryLow
     | MemoryRecovered
@@ -353,16 +359,14 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             raise ProtocolError(f"answer of {printable(device, 70)!r}, which is no device name")
         case Probed():
             return msgspec.structs.replace(message, version=printable(message.version, 40))
-        case Loaded():
-            _check_loaded(message)
-        case Pong(parts=list(parts)):
-            return msgspec.structs.replace(message, parts=_checked_parts(parts))
+        case ParticipationStates():
+            return _checked_states(message)
+        case Pong(revision=revision):
+            _check_revision(revision)
         case Progress(phase=phase, done=done, total=total) if phase not in PHASES or not 0 <= done <= total:
             raise ProtocolError(f"impossible progress: {done} of {total} in phase {printable(phase, 20)!r}")
         case Refused(reason):
             return Refused(printable(reason))
-        case Broken():
-            return _checked_broken(message)
         case Leaving(reason):
             return Leaving(printable(reason, 100))
         case MemoryLow(needed_bytes=needed, ram_available_bytes=available):
@@ -392,29 +396,31 @@ def _check_key(key: str) -> None:
         raise ProtocolError(f"{printable(key, 50)!r} is no public key")
 
 
-def _check_loaded(loaded: Loaded) -> None:
-    _check_port(loaded.port)
-    _check_key(loaded.key)
+def _check_revision(revision: int) -> None:
+    if not 0 <= revision <= MAX_REVISION:
+        raise ProtocolError(f"impossible revision {revision}")
 
 
-def _checked_broken(broken: Broken) -> Broken:
-    if broken.fault not in FAULTS:
-        raise ProtocolError(f"impossible fault {printable(broken.fault, 20)!r}")
-    return Broken(epoch=broken.epoch, error=printable(broken.error), fault=broken.fault)
+def _checked_states(message: ParticipationStates) -> ParticipationStates:
+    _check_revision(message.revision)
+    if len(message.states) > MAX_PARTICIPATIONS:
+        count = len(message.states)
+        raise ProtocolError(f"a worker with {count} participations; at most {MAX_PARTICIPATIONS} are allowed")
+    if len({state.epoch for state in message.states}) < len(message.states):
+        raise ProtocolError("a worker that participates twice in one epoch")
+    return msgspec.structs.replace(message, states=[_checked_state(state) for state in message.states])
 
 
-def _checked_parts(parts: list[ParticipationState]) -> list[ParticipationState]:
-    if len(parts) > MAX_PARTS:
-        raise ProtocolError(f"a worker with {len(parts)} parts; at most {MAX_PARTS} are allowed")
-    checked = []
-    for part in parts:
-        if any(said is not None and said.epoch != part.epoch for said in (part.loaded, part.broken)):
-            raise ProtocolError(f"part in epoch {part.epoch} of which something about another is said")
-        if part.loaded is not None:
-            _check_loaded(part.loaded)
-        broken = None if part.broken is None else _checked_broken(part.broken)
-        checked.append(msgspec.structs.replace(part, broken=broken))
-    return checked
+def _checked_state(state: ParticipationState) -> ParticipationState:
+    if state.loaded is not None:
+        _check_port(state.loaded.port)
+        _check_key(state.loaded.key)
+    if state.broken is None:
+        return state
+    if state.broken.fault not in FAULTS:
+        raise ProtocolError(f"impossible fault {printable(state.broken.fault, 20)!r}")
+    broken = Broken(error=printable(state.broken.error), fault=state.broken.fault)
+    return msgspec.structs.replace(state, broken=broken)
 
 
 def _check_introductions(message: Introduce) -> None:

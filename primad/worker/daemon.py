@@ -290,8 +290,9 @@ class WorkerDaemon:
                 await self._participations.link(epoch, self._end.scopes.endpoints(address)[0], key, sender)
             case Release(epoch=epoch):
                 await self._participations.release(epoch)
-            case Ping(status=status, number=number):
-                await self._tell(Pong(number, self._participations.states()))
+            case Ping(status=status, number=number, revision=revision):
+                await self._participations.remind(revision)
+                await self._tell(Pong(number, self._participations.standing.revision))
                 if status:
                     await self._participations.report()
             case Introduce():

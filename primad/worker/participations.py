@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import psutil
 import zmq.asyncio
 
@@ -42,16 +41,7 @@ from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
 from primad.layers.fetch import fetch_layers, in_thread
 from primad.network import messages
-from primad.network.messages import (
-    Broken,
-    Linked,
-    Load,
-    Loaded,
-    ParticipationState,
-    Progress,
-    WorkerMessage,
-    WorkerStatus,
-)
+from primad.network.messages import Broken, Load, Loaded, Progress, WorkerMessage, WorkerStatus
 from primad.ring.messages import (
     Connect,
     Loading,
@@ -68,6 +58,7 @@ from primad.ring.spawn import RingProcess
 from primad.settings.config import Config
 from primad.trust.identity import Identity
 from primad.worker.loaded_process import LoadedProcess, LoadKey, owner
+from primad.worker.standing import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -88,16 +79,15 @@ TellHead = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
 
 @dataclass(slots=True)
 class _Participation:
-    """This device's part in one epoch: its task, its ring process once that is loaded, and what the head was told of it."""
+    """This device's participation in one epoch: its task, and its ring process once that is loaded."""
 
     task: asyncio.Task[None]
-    state: ParticipationState
     host: LoadedProcess | None = None
 
 
 class Participations:
     """All participations of this worker. ``tell`` reaches the head, ``say`` the owner; ``memory_watch`` hears when memory is
-    low."""
+    low. ``standing`` is what the head is to know of them."""
 
     def __init__(
         self,
@@ -112,6 +102,7 @@ class Participations:
     ) -> None:
         self._config, self._place, self._context, self._identity = config, place, context, identity
         self._memory_watch, self._tell, self._say = memory_watch, tell, say
+        self.standing = Standing()
         self._participations: dict[int, _Participation] = {}
         self._kept: LoadedProcess | None = None
         self._expiry: asyncio.TimerHandle | None = None
@@ -126,36 +117,45 @@ class Participations:
 
     async def start(self, load: Load, profile: DeviceProfile) -> None:
         """Take part in ``load.epoch``, unless this device has ``MOST_PARTICIPATIONS`` participations already."""
-        await self.release(load.epoch)
+        await self._end(load.epoch)
         if len(self._participations) >= MOST_PARTICIPATIONS:
             busy = f"this device takes part in {MOST_PARTICIPATIONS} rings, which is the most; release one first"
-            await self._tell(Broken(epoch=load.epoch, error=busy, fault="load"))
-            return
-        task = asyncio.create_task(self._work(load, profile))
-        state = ParticipationState(epoch=load.epoch, loaded=None, linked=False, broken=None)
-        self._participations[load.epoch] = _Participation(task=task, state=state)
+            self.standing.refuse(load.epoch, Broken(error=busy, fault="load"))
+        else:
+            self._participations[load.epoch] = _Participation(task=asyncio.create_task(self._work(load, profile)))
+            self.standing.begin(load.epoch)
+        await self._tell(self.standing.message())
 
     async def link(self, epoch: int, address: str, key: str, sender: str) -> None:
         """Connect the ring process of ``epoch`` to its neighbours."""
         participation = self._participations.get(epoch)
         if participation is not None and participation.host is not None:
             await participation.host.ring.send(Connect(address, key, sender))
-            participation.state = msgspec.structs.replace(participation.state, linked=True)
-            await self._tell(Linked(epoch))
+            if self._participations.get(epoch) is participation:
+                self.standing.change(epoch, linked=True)
+                await self._tell(self.standing.message())
 
-    def states(self) -> list[ParticipationState]:
-        """How every participation stands."""
-        return [participation.state for participation in self._participations.values()]
+    async def remind(self, revision: int) -> None:
+        """Tell a head that knows how the participations stood in ``revision`` what has changed since, if anything has."""
+        if revision != self.standing.revision:
+            await self._tell(self.standing.message())
 
     async def report(self) -> None:
         """Ask all ring processes for their status; the head gets it as it comes."""
         await self._to_all(Report())
 
     async def release(self, epoch: int) -> None:
-        """The part in ``epoch`` is over; its windows stay loaded for a while.
+        """The participation in ``epoch`` is over; its windows stay loaded for a while."""
+        before = self.standing.revision
+        await self._end(epoch)
+        await self.remind(before)
+
+    async def _end(self, epoch: int) -> None:
+        """End the task of ``epoch`` without a word to the head.
 
         One that is busy with the disk is waited for no longer than ``RELEASE_S``: the head is to be heard meanwhile.
         """
+        self.standing.end(epoch)
         participation = self._participations.pop(epoch, None)
         if participation is not None:
             participation.task.cancel()
@@ -165,8 +165,8 @@ class Participations:
                 task.add_done_callback(self._closing.discard)
 
     async def release_all(self) -> None:
-        """No participation goes on."""
-        await asyncio.gather(*(self.release(epoch) for epoch in list(self._participations)))
+        """No participation goes on, and no head is here that is to hear of it."""
+        await asyncio.gather(*(self._end(epoch) for epoch in self.standing.epochs))
 
     async def unload(self) -> None:
         """End the process that is kept."""
@@ -214,7 +214,7 @@ class Participations:
         except PrimadError as exc:
             await self._broke(load, exc, fault)
         except Exception as exc:  # our own mistake; the head is to hear of it, or it waits for this participation
-            logger.exception("the part in epoch %d failed", load.epoch)
+            logger.exception("the participation in epoch %d failed", load.epoch)
             await self._broke(load, RingError(f"internal error: {type(exc).__name__}: {exc}"), fault)
         finally:
             if host is None or host.number != number:
@@ -235,11 +235,13 @@ class Participations:
             logger.info("epoch %d: %s", load.epoch, error)
         else:
             self._say(str(error))
-        broken = Broken(epoch=load.epoch, error=str(error), fault=fault)
-        participation = self._own_participation(load)
-        if participation is not None:
-            participation.state = msgspec.structs.replace(participation.state, broken=broken)
-        await self._tell(broken)
+        await self._change(load, broken=Broken(error=str(error), fault=fault))
+
+    async def _change(self, load: Load, **changes: Any) -> None:
+        """The participation whose task this is stands otherwise now; one that was released meanwhile is of no interest."""
+        if self._own_participation(load) is not None:
+            self.standing.change(load.epoch, **changes)
+            await self._tell(self.standing.message())
 
     def _own_participation(self, load: Load) -> _Participation | None:
         """The participation whose task this is; None when it was released, though another may have begun in its epoch."""
@@ -440,10 +442,7 @@ class Participations:
                     layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
                     self._say(f"computing layers {layers}")
                     yield None
-                    loaded = Loaded(epoch=load.epoch, port=int(address.rsplit(":", 1)[1]), key=key)
-                    if participation is not None:
-                        participation.state = msgspec.structs.replace(participation.state, loaded=loaded)
-                    await self._tell(loaded)
+                    await self._change(load, loaded=Loaded(port=int(address.rsplit(":", 1)[1]), key=key))
                 case Status():
                     rss = psutil.Process().memory_info().rss
                     await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))

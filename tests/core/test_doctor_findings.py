@@ -127,7 +127,7 @@ def peer(
     ],
 )
 def test_versions_that_differ_are_both_named_and_the_older_one_is_to_be_updated(other, level, where):
-    (found,) = judge_versions([other], "home", "0.2.0", 2)
+    (found,) = judge_versions([other], "home", "0.2.0", protocol=2, oldest=2)
     assert found.level == level
     if where is not None:
         assert found.next is not None
@@ -138,7 +138,7 @@ def test_versions_that_differ_are_both_named_and_the_older_one_is_to_be_updated(
 
 def test_devices_of_other_clusters_are_no_business_of_ours():
     foreign = replace(peer(protocol=9), cluster="theirs")
-    assert levels(judge_versions([foreign], "home", "0.2.0", 2)) == ["ok"]
+    assert levels(judge_versions([foreign], "home", "0.2.0", protocol=2, oldest=2)) == ["ok"]
     assert judge_trust([foreign], "home", "", lambda key: False) == []
     assert "theirs" in judge_sight([foreign], "home", "")[1].text
 

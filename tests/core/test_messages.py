@@ -79,25 +79,29 @@ def a_target(**changes: Any) -> cluster.LinkTarget:
 
 
 def a_hello(**changes: Any) -> cluster.Hello:
-    hello = cluster.Hello(protocol=2, version="0", device="desk", session=1, build="b", gone_after_s=4.0)
+    hello = cluster.Hello(protocol=cluster.PROTOCOL, version="0", device="desk", session=1, build="b", gone_after_s=4.0)
     return msgspec.structs.replace(hello, **changes)
 
 
 def a_welcome(profile: DeviceProfile = PROFILE, layer_port: int = 7771) -> cluster.Welcome:
-    return cluster.Welcome(protocol=2, version="0", build="b", profile=profile, layer_port=layer_port)
+    return cluster.Welcome(protocol=cluster.PROTOCOL, version="0", build="b", profile=profile, layer_port=layer_port)
 
 
-def a_part(epoch: int = 1, **changes: Any) -> cluster.ParticipationState:
-    loaded = cluster.Loaded(epoch=epoch, port=4000, key=KEY)
-    broken = cluster.Broken(epoch=epoch, error="no memory", fault="load")
-    part = cluster.ParticipationState(epoch=epoch, loaded=loaded, linked=True, broken=broken)
-    return msgspec.structs.replace(part, **changes)
+def a_state(epoch: int = 1, **changes: Any) -> cluster.ParticipationState:
+    loaded = cluster.Loaded(port=4000, key=KEY)
+    broken = cluster.Broken(error="no memory", fault="load")
+    state = cluster.ParticipationState(epoch=epoch, loaded=loaded, linked=True, broken=broken)
+    return msgspec.structs.replace(state, **changes)
+
+
+def the_states(*states: cluster.ParticipationState, revision: int = 1) -> cluster.ParticipationStates:
+    return cluster.ParticipationStates(revision=revision, states=list(states))
 
 
 STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[0.1], rss_bytes=1, private_bytes=1, refused=0)
 
 FROM_HEAD = [
-    cluster.Probe(protocol=2, oldest=2, version="0", device="desk"),
+    cluster.Probe(protocol=cluster.PROTOCOL, oldest=cluster.OLDEST, version="0", device="desk"),
     a_hello(),
     cluster.Introduce(devices=[], revoked=[]),
     cluster.Introduce(devices=[cluster.Introduction("lap", KEY)], revoked=[KEY]),
@@ -106,7 +110,7 @@ FROM_HEAD = [
     cluster.Link(epoch=1, address="tcp://127.0.0.1:1", key=KEY, sender=KEY),
     cluster.Release(epoch=1),
     cluster.Ping(status=True),
-    cluster.Ping(status=False, number=7),
+    cluster.Ping(status=False, number=7, revision=5),
     cluster.MeasureLinks(targets=[]),
     cluster.MeasureLinks(targets=[a_target(addresses=["127.0.0.1", "::1", "fe80::1%eth0"], port=7770)]),
     cluster.Echo(payload=b"", answer_bytes=cluster.MAX_ECHO_BYTES),
@@ -114,19 +118,17 @@ FROM_HEAD = [
     cluster.Dismiss(),
 ]
 FROM_WORKER = [
-    cluster.Probed(protocol=2, oldest=2, version="0", device="lap"),
+    cluster.Probed(protocol=cluster.PROTOCOL, oldest=cluster.OLDEST, version="0", device="lap"),
     a_welcome(),
     cluster.Refused("busy"),
     cluster.Progress(epoch=1, phase="fetch", done=1, total=2),
-    cluster.Loaded(epoch=1, port=4000, key=KEY),
-    cluster.Linked(1),
-    cluster.Broken(epoch=1, error="no memory", fault="load"),
+    the_states(revision=0),
+    the_states(a_state(loaded=None, broken=None), a_state(epoch=2), a_state(epoch=-3, broken=None)),
     cluster.Leaving("paused"),
     cluster.MemoryLow(epoch=1, needed_bytes=1, ram_available_bytes=0),
     cluster.MemoryRecovered(0),
     cluster.Pong(),
-    cluster.Pong(7, []),
-    cluster.Pong(7, [a_part(loaded=None, broken=None), a_part(epoch=2), a_part(broken=None)]),
+    cluster.Pong(7, cluster.MAX_REVISION),
     cluster.WorkerStatus(epoch=1, status=STATUS, daemon_rss_bytes=1),
     cluster.LinksMeasured(links=[]),
     cluster.LinksMeasured(links=[a_link(), a_link(address="")]),
@@ -455,20 +457,19 @@ def test_the_largest_layer_that_is_accepted_has_a_header():
 
 @pytest.mark.parametrize(
     "message",
-    [cluster.Refused(HOSTILE), cluster.Broken(epoch=1, error=HOSTILE, fault="ring"), cluster.Leaving(HOSTILE)],
+    [
+        cluster.Refused(HOSTILE),
+        the_states(a_state(), a_state(epoch=2, broken=cluster.Broken(error=HOSTILE, fault="ring"))),
+        cluster.Leaving(HOSTILE),
+    ],
 )
 def test_the_texts_of_a_worker_are_one_printable_line(message):
     received = cluster.decode_from_worker(encode(message))
-    text = received.error if isinstance(received, cluster.Broken) else received.reason
+    is_states = isinstance(received, cluster.ParticipationStates)
+    text = received.states[1].broken.error if is_states else received.reason
     assert text.isprintable()
     assert "you won" in text
     assert len(text) < 400
-
-
-def test_the_texts_of_a_workers_parts_are_one_printable_line():
-    broken = cluster.Broken(epoch=1, error=HOSTILE, fault="ring")
-    received = cluster.decode_from_worker(encode(cluster.Pong(1, [a_part(broken=broken)])))
-    assert received.parts[0].broken == cluster.decode_from_worker(encode(broken))
 
 
 def test_the_build_and_version_of_a_worker_are_one_printable_line():
@@ -488,9 +489,13 @@ def test_a_device_without_a_proper_name_is_refused(name):
     with pytest.raises(ProtocolError, match="no device name"):
         cluster.decode_from_head(encode(a_hello(device=name)))
     with pytest.raises(ProtocolError, match="no device name"):
-        cluster.decode_from_head(encode(cluster.Probe(protocol=2, oldest=2, version="0", device=name)))
+        cluster.decode_from_head(
+            encode(cluster.Probe(protocol=cluster.PROTOCOL, oldest=cluster.OLDEST, version="0", device=name))
+        )
     with pytest.raises(ProtocolError, match="no device name"):
-        cluster.decode_from_worker(encode(cluster.Probed(protocol=2, oldest=2, version="0", device=name)))
+        cluster.decode_from_worker(
+            encode(cluster.Probed(protocol=cluster.PROTOCOL, oldest=cluster.OLDEST, version="0", device=name))
+        )
     with pytest.raises(ProtocolError, match="no device name"):
         cluster.decode_from_head(encode(cluster.Introduce(devices=[cluster.Introduction(name, KEY)], revoked=[])))
     with pytest.raises(ProtocolError, match="no device name"):
@@ -515,10 +520,15 @@ def test_a_profile_with_impossible_figures_is_refused(figures):
 @pytest.mark.parametrize(
     "message",
     [
-        cluster.Loaded(epoch=1, port=0, key=KEY),
-        cluster.Loaded(epoch=1, port=65_536, key=KEY),
+        the_states(a_state(loaded=cluster.Loaded(port=0, key=KEY))),
+        the_states(a_state(loaded=cluster.Loaded(port=65_536, key=KEY))),
+        the_states(a_state(), a_state(epoch=2, loaded=cluster.Loaded(port=0, key=KEY))),
+        the_states(a_state(broken=cluster.Broken(error="no memory", fault="dance"))),
+        the_states(revision=-1),
+        the_states(revision=cluster.MAX_REVISION + 1),
+        cluster.Pong(1, -1),
+        cluster.Pong(1, cluster.MAX_REVISION + 1),
         a_welcome(layer_port=0),
-        cluster.Broken(epoch=1, error="no memory", fault="dance"),
         cluster.Progress(epoch=1, phase="dance", done=0, total=1),
         cluster.Progress(epoch=1, phase="load", done=2, total=1),
         cluster.Progress(epoch=1, phase="load", done=-1, total=1),
@@ -527,8 +537,6 @@ def test_a_profile_with_impossible_figures_is_refused(figures):
         cluster.MemoryLow(epoch=1, needed_bytes=1, ram_available_bytes=-1),
         cluster.MemoryRecovered(-1),
         cluster.MemoryRecovered(cluster.MAX_MEMORY_BYTES + 1),
-        cluster.Pong(1, [a_part(loaded=cluster.Loaded(epoch=1, port=0, key=KEY))]),
-        cluster.Pong(1, [a_part(broken=cluster.Broken(epoch=1, error="no memory", fault="dance"))]),
     ],
 )
 def test_impossible_news_of_a_worker_are_refused(message):
@@ -537,18 +545,17 @@ def test_impossible_news_of_a_worker_are_refused(message):
 
 
 @pytest.mark.parametrize(
-    ("parts", "why"),
+    ("states", "why"),
     [
-        ([a_part()] * (cluster.MAX_PARTS + 1), "65 parts; at most 64"),
-        ([a_part(loaded=cluster.Loaded(epoch=2, port=1, key=KEY))], "something about another"),
-        ([a_part(broken=cluster.Broken(epoch=2, error="no memory", fault="load"))], "something about another"),
-        ([a_part(loaded=cluster.Loaded(epoch=1, port=1, key=HOSTILE))], "no public key"),
+        ([a_state(number) for number in range(cluster.MAX_PARTICIPATIONS + 1)], "65 participations; at most 64"),
+        ([a_state(), a_state()], "twice in one epoch"),
+        ([a_state(loaded=cluster.Loaded(port=1, key=HOSTILE))], "no public key"),
     ],
-    ids=["too many", "loaded", "broken", "key"],
+    ids=["too many", "twice", "key"],
 )
-def test_parts_that_cannot_be_are_refused(parts, why):
+def test_participations_that_cannot_be_are_refused(states, why):
     with pytest.raises(ProtocolError, match=why) as refused:
-        cluster.decode_from_worker(encode(cluster.Pong(1, parts)))
+        cluster.decode_from_worker(encode(the_states(*states)))
     assert_one_line(str(refused.value))
 
 
@@ -578,7 +585,7 @@ def test_signs_of_life_of_an_older_version_are_understood_and_ours_by_it():
     class Pong(msgspec.Struct, frozen=True, tag="pong"):
         """As it was."""
 
-    assert msgspec.msgpack.decode(encode(cluster.Pong(7, [a_part()])), type=Pong) == Pong()
+    assert msgspec.msgpack.decode(encode(cluster.Pong(7, 5)), type=Pong) == Pong()
 
 
 def test_a_field_of_a_newer_version_is_skipped():

@@ -25,6 +25,7 @@ from primad.network.messages import (
     LinkTarget,
     MeasureLinks,
     ParticipationState,
+    ParticipationStates,
     Ping,
     Pong,
     Probe,
@@ -61,8 +62,9 @@ class FakeDevice:
     """A worker: greets, answers pings, echoes and questions for links as the daemon does; the rest is up to the test.
 
     What it does not answer by itself is in ``heard``. ``silent`` answers nothing; ``refuses`` is what it says to a hello;
-    without ``echoes`` no link to it can be measured, nor where it ``garbles`` them.
-    ``parts`` is how it says that its parts stand; None as an older one.
+    without ``echoes`` no link to it can be measured, nor where it ``garbles`` them. ``stand`` says how its participations
+    stand: a head whose ping shows that it does not know is told, unless ``loses_states``. ``known`` is what the head's last
+    ping said that it knows.
     """
 
     def __init__(
@@ -85,7 +87,10 @@ class FakeDevice:
         self.measures = True
         self.echoes = True
         self.garbles = False
-        self.parts: list[ParticipationState] | None = None
+        self.loses_states = False
+        self.known = 0
+        self.revision = 0
+        self.states: list[ParticipationState] = []
         self.pings = 0
         self.hellos: list[Hello] = []
         self.knocks = 0
@@ -111,6 +116,11 @@ class FakeDevice:
     def target(self, *addresses: str) -> LinkTarget:
         """Where to measure the link to it."""
         return LinkTarget(device=self.name, key=self.key, addresses=list(addresses) or [HOST], port=self.port)
+
+    def stand(self, *states: ParticipationState) -> None:
+        """Its participations stand so from now on."""
+        self.revision += 1
+        self.states = list(states)
 
     async def tell(self, message: WorkerMessage) -> None:
         """Say something to the head that it answered last."""
@@ -156,9 +166,11 @@ class FakeDevice:
                 await self.end.send(peer, self._welcome() if self.refuses is None else Refused(self.refuses))
             case Echo(answer_bytes=size) if self.echoes:
                 await self.end.send(peer, Echoed(bytes(size + self.garbles)))
-            case Ping(status=False, number=number):
-                self.pings += 1
-                await self.end.send(peer, Pong(number, self.parts))
+            case Ping(status=False, number=number, revision=known):
+                self.pings, self.known = self.pings + 1, known
+                if known != self.revision and not self.loses_states:
+                    await self.end.send(peer, ParticipationStates(revision=self.revision, states=self.states))
+                await self.end.send(peer, Pong(number, self.revision))
             case MeasureLinks(targets=targets) if self.measures:
                 if targets:
                     self.asked.append([target.device for target in targets])

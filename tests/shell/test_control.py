@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from primad.errors import ClusterError
 from primad.network.control import HeadEnd, WorkerEnd
-from primad.network.messages import MAX_MESSAGE_BYTES, Linked, Ping, Pong, Refused, Release
+from primad.network.messages import MAX_MESSAGE_BYTES, Ping, Pong, Refused, Release
 from primad.network.sockets import endpoint, listen, open_socket
 from primad.ring.messages import encode
 from primad.trust.identity import new_identity
@@ -89,9 +89,9 @@ def test_two_heads_are_told_apart():
                 peers.append(peer)
             assert peers[0] != peers[1]
             for number in (1, 0):
-                await worker.send(peers[number], Linked(number))
+                await worker.send(peers[number], Refused(str(number)))
             for number, head in enumerate(heads):
-                assert await head.receive() == Linked(number)
+                assert await head.receive() == Refused(str(number))
                 head.close()
 
     asyncio.run(once())

@@ -24,7 +24,17 @@ from primad.gguf.windows import WindowSpec
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import in_thread
 from primad.network.layer_messages import Source
-from primad.network.messages import Broken, Linked, Load, Loaded, MemoryLow, Progress, WorkerMessage, WorkerStatus
+from primad.network.messages import (
+    Broken,
+    Load,
+    Loaded,
+    MemoryLow,
+    ParticipationState,
+    ParticipationStates,
+    Progress,
+    WorkerMessage,
+    WorkerStatus,
+)
 from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Reopen, Sampled
 from primad.ring.messages import ProcessMemoryLow as RingPressed
 from primad.settings.config import load_config, open_home
@@ -100,21 +110,41 @@ class Worker:
             await self._news.wait_for(lambda: any(isinstance(m, kind) and condition(m) for m in self.told))
         return next(m for m in self.told if isinstance(m, kind) and condition(m))
 
+    async def stands(self, epoch: int, condition: Callable[[ParticipationState], bool]) -> ParticipationState:
+        """How the head was first told that ``epoch`` stands for which ``condition`` holds."""
+        await self.hears(ParticipationStates, lambda told: any(s.epoch == epoch and condition(s) for s in told.states))
+        return next(state for state in self.states() if state.epoch == epoch and condition(state))
+
+    async def loads(self, epoch: int) -> Loaded:
+        loaded = (await self.stands(epoch, lambda state: state.loaded is not None)).loaded
+        assert loaded is not None
+        return loaded
+
+    async def breaks(self, epoch: int = 1) -> Broken:
+        broken = (await self.stands(epoch, lambda state: state.broken is not None)).broken
+        assert broken is not None
+        return broken
+
     async def serve(self, load: Load) -> FakeRingProcess:
         """Load and link ``load``; its ring process."""
         before = len(self.processes.all)
         await self.parts.start(load, PROFILE)
-        loaded = await self.hears(Loaded, lambda each: each.epoch == load.epoch)
+        loaded = await self.loads(load.epoch)
         (process,) = [each for each in self.processes.all if loaded.key in each.keys]
         assert loaded.port == 4000 + process.number
         await self.parts.link(load.epoch, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
-        assert await self.hears(Linked, lambda each: each.epoch == load.epoch)
+        await self.stands(load.epoch, lambda state: state.linked)
         assert (await process.told(Connect)) == Connect("tcp://127.0.0.1:9", KEY, OTHER_KEY)
         assert len(self.processes.all) - before in (0, 1)
         return process
 
-    def breaks(self) -> list[Broken]:
-        return [message for message in self.told if isinstance(message, Broken)]
+    def states(self) -> list[ParticipationState]:
+        """All that the head was told, as often as it was."""
+        return [state for told in self.told if isinstance(told, ParticipationStates) for state in told.states]
+
+    def broken(self) -> set[tuple[int, Broken]]:
+        """What the head was told of, by epoch."""
+        return {(state.epoch, state.broken) for state in self.states() if state.broken is not None}
 
 
 @pytest.fixture
@@ -152,6 +182,9 @@ def test_a_part_is_loaded_linked_and_told(worker, processes):
             assert lap.said == ["computing layers 2-3"]
             await lap.parts.release(1)
             assert not lap.parts.is_serving
+            assert lap.told[-1] == ParticipationStates(revision=lap.parts.standing.revision, states=[])
+            revisions = [told.revision for told in lap.told if isinstance(told, ParticipationStates)]
+            assert revisions == [1, 2, 3, 4], "begun, loaded, linked, over"
 
     asyncio.run(once())
 
@@ -293,13 +326,13 @@ def test_a_ring_process_that_dies_while_it_serves_is_the_rings_fault_and_is_not_
         async with worker() as lap:
             process = await lap.serve(a_load(1))
             process.die("the ring process was ended by SIGABRT: llama.cpp said something")
-            broken = await lap.hears(Broken)
+            broken = await lap.breaks()
             assert broken.fault == "ring"
             assert broken.error == "the ring process was ended by SIGABRT: llama.cpp said something"
             await process.ended()
             second = await lap.serve(a_load(2))
             assert second is not process
-            assert len(lap.breaks()) == 1
+            assert len(lap.broken()) == 1
 
     asyncio.run(once())
 
@@ -313,7 +346,7 @@ def test_a_ring_process_that_dies_while_it_is_kept_is_not_used_again(worker):
             second = await lap.serve(a_load(2))
             assert second is not process
             assert process.closed
-            assert lap.breaks() == [], "nobody used it"
+            assert lap.broken() == set(), "nobody used it"
 
     asyncio.run(once())
 
@@ -327,7 +360,7 @@ def test_a_ring_process_that_dies_while_it_loads_is_a_fault_of_loading(worker, p
             process.say(Loading(1))
             assert (await lap.hears(Progress)).phase == "load"
             process.die("no memory")
-            assert (await lap.hears(Broken)).fault == "load"
+            assert (await lap.breaks()).fault == "load"
             await process.ended()
 
     asyncio.run(once())
@@ -342,7 +375,7 @@ def test_a_part_that_is_released_while_it_loads_leaves_nothing(worker, processes
             await process.told(Open)
             await lap.parts.release(1)
             await process.ended()
-            assert lap.breaks() == []
+            assert lap.broken() == set()
 
     asyncio.run(once())
 
@@ -413,8 +446,8 @@ def test_what_a_process_said_of_an_epoch_that_is_over_is_nothing_to_the_next(wor
             process.say(Overdue(step=3, waited_s=10.0))
             process.say(STATUS)
             process.say(Opened("tcp://127.0.0.1:4000", KEY))
-            assert (await lap.hears(Loaded, lambda each: each.epoch == 2)).key == KEY
-            assert lap.breaks() == []
+            assert (await lap.loads(2)).key == KEY
+            assert lap.broken() == set()
             assert processes.all == [process]
 
     asyncio.run(once())
@@ -429,7 +462,7 @@ def test_a_mistake_of_our_own_is_told_to_the_head_which_waits_for_the_part(worke
     async def once() -> None:
         async with worker() as lap:
             await lap.parts.start(a_load(1), PROFILE)
-            broken = await lap.hears(Broken)
+            broken = await lap.breaks()
             assert broken.error == "internal error: RuntimeError: dictionary changed size during iteration"
             assert broken.fault == "load"
 
@@ -454,8 +487,8 @@ def test_layers_that_do_not_arrive_are_told_with_whose_fault_it_is(worker, proce
     async def once() -> None:
         async with worker() as lap:
             await lap.parts.start(a_load(1, sources=[SOURCE]), PROFILE)
-            broken = await lap.hears(Broken)
-            assert (broken.epoch, broken.fault, broken.error) == (1, fault, str(error))
+            broken = await lap.breaks()
+            assert (broken.fault, broken.error) == (fault, str(error))
             assert processes.all == []
 
     asyncio.run(once())
@@ -470,7 +503,7 @@ def test_layers_that_nobody_has_are_an_error(worker, monkeypatch):
     async def once() -> None:
         async with worker() as lap:
             await lap.parts.start(a_load(1), PROFILE)
-            broken = await lap.hears(Broken)
+            broken = await lap.breaks()
             assert (broken.fault, broken.error) == (
                 "fetch",
                 "1 layers are missing and no device was named that has them",
@@ -531,14 +564,14 @@ def test_a_layer_that_changes_while_it_is_loaded_never_serves(worker, processes)
             await process.told(Open)
             spoil(lap.place, ref)
             process.say(Opened("tcp://127.0.0.1:4000", KEY))
-            broken = await lap.hears(Broken)
+            broken = await lap.breaks()
             assert (broken.fault, broken.error) == (
                 "load",
                 f"layer {ref.digest[:12]} changed on the disk while it was loaded; it will be fetched again",
             )
             await process.ended()
             assert not lap.place.cache.has(ref), "what is spoilt is removed, so that the next try fetches it"
-            assert not any(isinstance(message, Loaded) for message in lap.told)
+            assert not any(state.loaded for state in lap.states())
 
     asyncio.run(once())
 
@@ -571,7 +604,7 @@ def unreadable(file: str | None, why: str = "weights cannot be read: Input/outpu
 async def break_with(lap: Worker, epoch: int, load: Load, error: WeightsError) -> Broken:
     process = await lap.serve(load)
     process.die(error)
-    broken = await lap.hears(Broken, lambda each: each.epoch == epoch)
+    broken = await lap.breaks(epoch)
     await process.ended()
     await lap.parts.release(epoch)
     return broken
@@ -599,7 +632,7 @@ def test_weights_that_could_not_be_read_are_looked_at_before_they_are_loaded_aga
             path.write_bytes(path.read_bytes()[:-1] + b"?")
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # nothing but reading it tells
             process.die(error)
-            broken = await lap.hears(Broken)
+            broken = await lap.breaks()
             assert (broken.fault, broken.error) == ("ring", str(error))
             await process.ended()
             await lap.serve(of_layer(2, ref))
@@ -616,7 +649,7 @@ def test_a_file_that_was_cut_short_under_a_process_that_could_not_say_so_is_name
             process = await lap.serve(of_layer(1, ref))
             os.truncate(path, 10)
             process.die(unreadable(None))
-            assert (await lap.hears(Broken)).error == f"SIGBUS: {path}"
+            assert (await lap.breaks()).error == f"SIGBUS: {path}"
 
     asyncio.run(once())
 
@@ -662,7 +695,7 @@ def test_metadata_that_is_no_gguf_never_reaches_llama_cpp(worker, processes, mon
     async def once() -> None:
         async with worker() as lap:
             await lap.parts.start(a_load(1), PROFILE)
-            assert (await lap.hears(Broken)).fault == "load"
+            assert (await lap.breaks()).fault == "load"
             assert processes.all == []
 
     asyncio.run(once())
@@ -696,7 +729,7 @@ def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
             )
             await lap.parts.report()
             assert await lap.hears(WorkerStatus), "the part goes on"
-            assert lap.breaks() == []
+            assert lap.broken() == set()
             await lap.parts.release(1)
             await process.ended()  # what is kept for another ring is memory as well
 
@@ -717,10 +750,10 @@ def test_a_ring_that_cannot_go_on_is_told_once(worker, event, fault, error):
             process = await lap.serve(a_load(1))
             process.say(event)
             process.say(event)
-            broken = await lap.hears(Broken)
+            broken = await lap.breaks()
             assert (broken.fault, broken.error) == (fault, error)
             await lap.parts.release(1)
-            assert len(lap.breaks()) == 1
+            assert len(lap.broken()) == 1
 
     asyncio.run(once())
 

@@ -45,6 +45,8 @@ from primad.network.messages import (
     Load,
     Loaded,
     MeasureLinks,
+    ParticipationState,
+    ParticipationStates,
     Ping,
     Pong,
     Probe,
@@ -111,12 +113,17 @@ class FakeHead:
         await self._end.send(message)
 
     async def hear(self, kind: type[Kind]) -> Kind:
-        """The next message of ``kind``; signs of life before it are passed over, anything else is not."""
+        """The next message of ``kind``; signs of life and states before it are passed over, anything else is not."""
         while True:
             message = await self._end.receive()
             if isinstance(message, kind):
                 return message
-            assert isinstance(message, Pong | messages.Progress), f"{message}, not {kind.__name__}"
+            passing = Pong | messages.Progress | ParticipationStates
+            assert isinstance(message, passing), f"{message}, not {kind.__name__}"
+
+    async def next(self) -> object:
+        """The next message."""
+        return await self._end.receive()
 
     async def hello(self, session: int = 1, gone_after_s: float = 600.0) -> None:
         hello = Hello(
@@ -133,9 +140,25 @@ class FakeHead:
         await self.hello(session, gone_after_s)
         return await self.hear(Welcome)
 
+    async def stands(self, epoch: int, condition: Callable[[ParticipationState], bool]) -> ParticipationState:
+        """How the participation in ``epoch`` stands, once ``condition`` holds."""
+        while True:
+            for state in (await self.hear(ParticipationStates)).states:
+                if state.epoch == epoch and condition(state):
+                    return state
+
     async def loads(self, load: Load) -> Loaded:
+        """Have ``load`` loaded. It begins anew, whatever the states said of its epoch before."""
         await self.say(load)
-        return await self.hear(Loaded)
+        await self.stands(load.epoch, lambda state: state.loaded is None and state.broken is None)
+        loaded = (await self.stands(load.epoch, lambda state: state.loaded is not None)).loaded
+        assert loaded is not None
+        return loaded
+
+    async def breaks(self, epoch: int) -> Broken:
+        broken = (await self.stands(epoch, lambda state: state.broken is not None)).broken
+        assert broken is not None
+        return broken
 
 
 class Lab:
@@ -328,8 +351,7 @@ def test_a_ring_process_that_dies_is_told_and_the_daemon_goes_on(lab):
             await desk.takes()
             await desk.loads(a_load(1))
             lap.processes.all[0].die("the ring process was ended by SIGABRT")
-            broken = await desk.hear(Broken)
-            assert (broken.epoch, broken.fault) == (1, "ring")
+            assert (await desk.breaks(1)).fault == "ring"
             await desk.say(Release(epoch=1))
             await desk.loads(a_load(2))
 
@@ -361,7 +383,7 @@ async def linked_over(relay: Relay, lap: Lab, context: zmq.asyncio.Context) -> A
 
 @pytest.mark.parametrize("way", ["there", "back"])
 def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
-    """``Load`` and ``Link`` on their way there, ``Loaded`` and ``Linked`` back."""
+    """``Load`` and ``Link`` on their way there, what came of them on its way back."""
 
     async def once() -> None:
         async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
@@ -428,7 +450,42 @@ def test_a_release_that_a_reset_connection_took_with_it_is_said_again(lab, monke
             await following.load()
             await following.loaded
             await released.wait()
-            assert [state.epoch for state in lap.daemon._participations.states()] == [2]
+            assert lap.daemon._participations.standing.epochs == [2]
+
+    asyncio.run(once())
+
+
+def test_a_ping_that_knows_less_is_answered_with_the_states_and_no_other(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes()
+            loaded = await desk.loads(a_load(1))
+            now = lap.daemon._participations.standing.revision
+            for known in (0, now - 1, now + 1):
+                await desk.say(Ping(status=False, number=9, revision=known))
+                states = await desk.next()
+                state = ParticipationState(epoch=1, loaded=loaded, linked=False, broken=None)
+                assert states == ParticipationStates(revision=now, states=[state])
+                assert await desk.next() == Pong(9, now)
+            await desk.say(Ping(status=False, number=10, revision=now))
+            assert await desk.next() == Pong(10, now)
+
+    asyncio.run(once())
+
+
+def test_a_head_that_says_hello_anew_is_told_of_nothing_that_was_before(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes(session=1)
+            await desk.loads(a_load(1))
+            again = lap.head()
+            await again.takes(session=2)
+            await again.say(Ping(status=False, number=1))
+            states = await again.next()
+            assert isinstance(states, ParticipationStates)
+            assert states.states == []
 
     asyncio.run(once())
 
@@ -455,7 +512,11 @@ def test_a_key_that_is_revoked_is_refused_at_once_on_a_connection_that_stands(la
             await desk.takes(gone_after_s=SILENCE_S)
             await desk.loads(a_load(1))
             lap.trust.revoke("desk")
-            for message in (Ping(status=True), a_load(2), Probe(protocol=2, oldest=2, version="0", device="desk")):
+            for message in (
+                Ping(status=True),
+                a_load(2),
+                Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"),
+            ):
                 await desk.say(message)
                 assert (await desk.hear(Refused)).reason == "lap does not trust this device any more"
             await lap.says("head desk went away")
@@ -475,7 +536,7 @@ def test_whom_the_head_trusts_is_trusted_and_whom_it_revoked_is_not(lab):
             assert lap.trust.trusts(friend.public)
             assert not lap.trust.trusts(TOWER.public)
             knocking = lap.head("nas", friend)
-            await knocking.say(Probe(protocol=2, oldest=2, version="0", device="nas"))
+            await knocking.say(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="nas"))
             await knocking.hear(Probed)
 
     asyncio.run(once())
@@ -533,7 +594,7 @@ def test_a_head_with_another_llama_cpp_is_told_to_the_owner(lab):
     async def once() -> None:
         async with lab() as lap:
             desk = lap.head()
-            hello = Hello(protocol=2, version="0", device="desk", session=1, build="another", gone_after_s=60)
+            hello = Hello(protocol=PROTOCOL, version="0", device="desk", session=1, build="another", gone_after_s=60)
             await desk.say(hello)
             await desk.hear(Welcome)
             assert "llama.cpp differs: a build here, another on desk" in await lap.says("llama.cpp differs")

@@ -7,6 +7,7 @@ import dataclasses
 import socket
 from contextlib import closing
 
+import msgspec
 import pytest
 import zmq.asyncio
 from gguf import GGMLQuantizationType
@@ -25,13 +26,13 @@ from primad.network.messages import (
     Introduction,
     Leaving,
     Link,
-    Linked,
     Load,
     Loaded,
     MeasureLinks,
     MemoryLow,
     MemoryRecovered,
     ParticipationState,
+    ParticipationStates,
     Ping,
     Pong,
     Progress,
@@ -103,6 +104,17 @@ def caller(context: zmq.asyncio.Context, *, versions: Versions = OURS, **timings
 async def link_to(context: zmq.asyncio.Context, device: FakeDevice, heard: Heard, **timings: float) -> WorkerLink:
     end, _ = await probe(caller(context, **timings), [(HOST, device.port)], [device.key])
     return await greet(caller(context, **timings), end, heard)
+
+
+def state(
+    epoch: int = 3, *, loaded: bool = False, linked: bool = False, broken: str | None = None, fault: str = "load"
+) -> ParticipationState:
+    return ParticipationState(
+        epoch=epoch,
+        loaded=Loaded(port=4000, key=KEY) if loaded else None,
+        linked=linked,
+        broken=None if broken is None else Broken(error=broken, fault=fault),
+    )
 
 
 def a_load(epoch: int = 3) -> Load:
@@ -293,8 +305,7 @@ def test_what_it_says_to_an_earlier_session_is_passed_over():
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
-            await device.tell(Broken(epoch=9, error="of long ago", fault="ring"))
-            await device.tell(Linked(9))
+            await device.tell(ParticipationStates(revision=9, states=[state(9, broken="of long ago")]))
             link = await greet(caller(context), end, heard)
             assert link.name == "nas"
             link.close()
@@ -483,20 +494,17 @@ def test_a_part_hears_of_its_own_epoch_only():
             part = Participation(link, a_load(3), lambda name, each: progress.append((name, each.done)))
             await part.load()
             assert (await device.hear(Load)).epoch == 3
-            for message in (
-                Progress(epoch=2, phase="fetch", done=8, total=9),
-                Broken(epoch=2, error="old", fault="ring"),
-                Progress(epoch=3, phase="fetch", done=1, total=2),
-                Loaded(epoch=3, port=4000, key=KEY),
-                Loaded(epoch=3, port=4001, key=OTHER_KEY),
-            ):
-                await device.tell(message)
+            await device.tell(Progress(epoch=2, phase="fetch", done=8, total=9))
+            await device.tell(Progress(epoch=3, phase="fetch", done=1, total=2))
+            device.stand(state(2, broken="old"), state(3, loaded=True))
             assert await part.loaded == (4000, KEY)
             await part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY)
             expected = Link(epoch=3, address="tcp://127.0.0.1:5", key=KEY, sender=OTHER_KEY)
             assert await device.hear(Link) == expected
-            await device.tell(Linked(3))
+            elsewhere = msgspec.structs.replace(state(linked=True), loaded=Loaded(port=4001, key=OTHER_KEY))
+            device.stand(state(2, broken="old"), elsewhere)
             await part.linked
+            assert part.loaded.result() == (4000, KEY), "once it is loaded it stays where it is"
             assert progress == [("nas", 1)]
             assert not part.broken.done()
             await part.release()
@@ -513,7 +521,7 @@ def test_a_part_that_breaks_says_whose_fault_it_was(fault):
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
             part = Participation(link, a_load(3), lambda *_: None)
-            await device.tell(Broken(epoch=3, error="it went wrong", fault=fault))
+            device.stand(state(3, broken="it went wrong", fault=fault))
             error = await part.broken
             assert isinstance(error, ParticipationError)
             assert (error.device, error.fault, str(error)) == ("nas", fault, "nas: it went wrong")
@@ -530,8 +538,7 @@ def test_a_part_that_was_released_hears_nothing_more():
             link = await link_to(context, device, heard)
             part, following = (Participation(link, a_load(epoch), lambda *_: None) for epoch in (3, 4))
             await part.release()
-            await device.tell(Broken(epoch=3, error="late", fault="ring"))
-            await device.tell(Loaded(epoch=4, port=1, key=KEY))
+            device.stand(state(3, broken="late"), state(4, loaded=True))
             await following.loaded
             assert not part.broken.done()
             link.close()
@@ -547,7 +554,7 @@ def test_a_status_is_asked_for_and_the_answer_is_new():
             part = Participation(link, a_load(3), lambda *_: None)
             for size in (1, 2):
                 asking = asyncio.create_task(part.wait_status())
-                assert await device.hear(Ping) == Ping(status=True)
+                assert (await device.hear(Ping)).status
                 answer = WorkerStatus(epoch=3, status=STATUS, daemon_rss_bytes=size)
                 await device.tell(answer)
                 assert await asking == answer
@@ -557,17 +564,6 @@ def test_a_status_is_asked_for_and_the_answer_is_new():
 
 
 # ---- messages that were lost ----------------------------------------------------------------------------------------
-
-
-def state(
-    epoch: int = 3, *, loaded: bool = False, linked: bool = False, broken: str | None = None
-) -> ParticipationState:
-    return ParticipationState(
-        epoch=epoch,
-        loaded=Loaded(epoch=epoch, port=4000, key=KEY) if loaded else None,
-        linked=linked,
-        broken=None if broken is None else Broken(epoch=epoch, error=broken, fault="load"),
-    )
 
 
 async def some_pings(device: FakeDevice, count: int = 10) -> None:
@@ -580,7 +576,6 @@ def test_a_load_that_was_lost_is_asked_for_again_until_it_arrives():
     async def once() -> None:
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
-            device.parts = []
             link = await link_to(context, device, heard)
             part = Participation(link, a_load(3), lambda *_: None)
             await some_pings(device)
@@ -588,7 +583,7 @@ def test_a_load_that_was_lost_is_asked_for_again_until_it_arrives():
             await part.load()
             for _ in range(3):
                 assert (await device.hear(Load)).epoch == 3
-            device.parts = [state()]
+            device.stand(state())
             await some_pings(device)
             while not device.heard.empty():
                 device.heard.get_nowait()
@@ -605,7 +600,7 @@ def test_a_worker_that_never_does_what_it_is_asked_for_is_not_asked_without_end(
     async def once() -> None:
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
-            device.parts = [state(loaded=True)] if loaded else []
+            device.stand(*([state(loaded=True)] if loaded else []))
             link = await link_to(context, device, heard)
             part = Participation(link, a_load(3), lambda *_: None)
             await (part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY) if loaded else part.load())
@@ -624,29 +619,74 @@ def test_a_link_that_was_lost_is_asked_for_again_and_its_answer_is_heard():
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
             part = Participation(link, a_load(3), lambda *_: None)
-            device.parts = [state(loaded=True)]
+            device.stand(state(loaded=True))
             await part.load()
-            assert await part.loaded == (4000, KEY), "though it was never told in a message of its own"
+            assert await part.loaded == (4000, KEY)
             await part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY)
             first = await device.hear(Link)
             assert await device.hear(Link) == first
-            device.parts = [state(loaded=True, linked=True)]
+            device.stand(state(loaded=True, linked=True))
             await part.linked
             link.close()
 
     asyncio.run(once())
 
 
-def test_a_break_whose_message_was_lost_is_heard():
+def test_a_break_that_was_lost_is_heard_with_the_next_ping():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.loses_states = True
+            link = await link_to(context, device, heard)
+            part = Participation(link, a_load(3), lambda *_: None)
+            device.stand(state(broken="no memory"))
+            await some_pings(device)
+            assert (device.known, part.broken.done()) == (0, False), "each ping says what the head knows: nothing"
+            device.loses_states = False
+            error = await part.broken
+            assert isinstance(error, ParticipationError)
+            assert (error.device, error.fault, str(error)) == ("nas", "load", "nas: no memory")
+            await device.wait(lambda: device.known == device.revision)
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_what_the_head_asked_for_is_not_missed_in_states_that_are_on_their_way():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.loses_states = True
+            link = await link_to(context, device, heard)
+            part = Participation(link, a_load(3), lambda *_: None)
+            device.stand(state())
+            await part.load()
+            await device.hear(Load)
+            await some_pings(device)
+            assert device.heard.empty(), "the head does not know yet whether the worker heard it"
+            device.loses_states = False
+            await device.wait(lambda: device.known == device.revision)
+            await some_pings(device)
+            assert device.heard.empty()
+            assert not part.broken.done()
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_states_that_later_ones_overtook_are_passed_over():
     async def once() -> None:
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
             part = Participation(link, a_load(3), lambda *_: None)
-            device.parts = [state(broken="no memory")]
-            error = await part.broken
-            assert isinstance(error, ParticipationError)
-            assert (error.device, error.fault, str(error)) == ("nas", "load", "nas: no memory")
+            device.stand(state())
+            device.stand(state(loaded=True))
+            await part.loaded
+            await device.tell(ParticipationStates(revision=1, states=[state(broken="of another time")]))
+            await some_pings(device)
+            assert device.known == 2
+            assert not part.broken.done()
             link.close()
 
     asyncio.run(once())
@@ -656,12 +696,12 @@ def test_a_part_that_is_gone_after_it_was_loaded_is_over():
     async def once() -> None:
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
-            device.parts = [state(loaded=True)]
+            device.stand(state(loaded=True))
             link = await link_to(context, device, heard)
             part = Participation(link, a_load(3), lambda *_: None)
             await part.load()
             await part.loaded
-            device.parts = []
+            device.stand()
             error = await part.broken
             assert isinstance(error, ParticipationError)
             assert str(error) == "nas: its part ended without a word"
@@ -674,28 +714,12 @@ def test_a_release_that_was_lost_is_said_again():
     async def once() -> None:
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
-            device.parts = [state(3), state(4)]
+            device.stand(state(3), state(4))
             link = await link_to(context, device, heard)
             part = Participation(link, a_load(4), lambda *_: None)
             await part.load()
             for _ in range(2):
                 assert await device.hear(Release) == Release(epoch=3)
-            assert not part.broken.done()
-            link.close()
-
-    asyncio.run(once())
-
-
-def test_an_older_worker_that_does_not_say_how_its_parts_stand_is_asked_once():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
-            part = Participation(link, a_load(3), lambda *_: None)
-            await part.load()
-            await device.hear(Load)
-            await some_pings(device)
-            assert device.heard.empty()
             assert not part.broken.done()
             link.close()
 

@@ -1,0 +1,55 @@
+"""How the worker's participations stand, as its head is to know it: one state each, and the number of the last change."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from primad.network.messages import Broken, ParticipationState, ParticipationStates
+
+MOST_REFUSED: Final = 8
+"""So many refusals are remembered. The head asks again for what a worker knows nothing of, and is refused again."""
+
+
+class Standing:
+    """The state of each participation, and of what was refused until it is released; ``revision`` counts the changes."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self._states: dict[int, ParticipationState] = {}
+        self._refused: list[int] = []
+
+    @property
+    def epochs(self) -> list[int]:
+        """Those of which there is something to know."""
+        return list(self._states)
+
+    def message(self) -> ParticipationStates:
+        """What the head is to know."""
+        return ParticipationStates(revision=self.revision, states=list(self._states.values()))
+
+    def begin(self, epoch: int) -> None:
+        """A participation begins in ``epoch``."""
+        self._put(ParticipationState(epoch=epoch, loaded=None, linked=False, broken=None))
+
+    def refuse(self, epoch: int, broken: Broken) -> None:
+        """No participation begins in ``epoch``."""
+        if len(self._refused) >= MOST_REFUSED:
+            self.end(self._refused[0])
+        self._put(ParticipationState(epoch=epoch, loaded=None, linked=False, broken=broken))
+        self._refused.append(epoch)
+
+    def change(self, epoch: int, **changes: Any) -> None:
+        """The participation in ``epoch``, which has begun and not ended, stands otherwise now."""
+        self._put(msgspec.structs.replace(self._states[epoch], **changes))
+
+    def end(self, epoch: int) -> None:
+        """Nothing is left of ``epoch``."""
+        if self._states.pop(epoch, None) is not None:
+            self._refused = [other for other in self._refused if other != epoch]
+            self.revision += 1
+
+    def _put(self, state: ParticipationState) -> None:
+        self._states[state.epoch] = state
+        self.revision += 1
