@@ -15,8 +15,8 @@ from primad import __version__
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
 from primad.errors import ClusterError
+from primad.head.blame import DeviceLostError
 from primad.head.link_book import LinkBook
-from primad.head.participation import DeviceLostError
 from primad.head.worker_link import Caller, WorkerLink, greet_named, probe
 from primad.head.worker_link import greet as say_hello
 from primad.membership import types

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from halda import LinkProfile
 from primad.daemon.reporter import Reporter
-from primad.head.participation import DeviceLostError
+from primad.head.blame import DeviceLostError
 from primad.head.worker_link import WorkerLink
 from primad.network.linkprobe import UNREACHABLE_S, measure_links
 from primad.network.messages import MAX_ADDRESSES, LinkTarget

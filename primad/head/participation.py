@@ -9,22 +9,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from halda import Plan
-from primad.errors import ClusterError, PrimadError
-from primad.network.messages import (
-    Link,
-    Load,
-    ParticipationState,
-    Progress,
-    Release,
-    WorkerStatus,
-)
+from primad.errors import ClusterError
+from primad.head.blame import DeviceLostError, ParticipationError
+from primad.network.messages import HeadMessage, Link, Load, ParticipationState, Progress, Release, WorkerStatus
 from primad.system.tasks import settle
-
-if TYPE_CHECKING:
-    from primad.head.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
 
@@ -34,55 +24,41 @@ connection was made anew."""
 MOST_REPEATS: Final = 5
 """What was said so often again is not lost: the worker does not understand it."""
 
-UNREACHED: Final = "route"
-"""The fault of a device to which no way leads from the head, though it was found."""
-
 OnProgress = Callable[[str, Progress], None]
 
 
-class DeviceLostError(ClusterError):
-    """``device`` does not answer any more, or works for another head."""
+class Worker(Protocol):
+    """The device that participates: it is told what to do, and gives what it says about an epoch to who attends."""
 
-    def __init__(self, message: str, device: str) -> None:
-        super().__init__(message)
-        self.device = device
+    next_ping: int
+    """The number of the next ping to it."""
 
+    @property
+    def name(self) -> str:
+        """The device's name."""
 
-class ParticipationError(ClusterError):
-    """The part of ``device`` in a ring failed; ``fault`` is what it was doing (``messages.FAULTS``, or ``UNREACHED``)."""
+    async def send(self, message: HeadMessage) -> None:
+        """Tell it something. Raises ``ClusterError`` when it takes no messages."""
 
-    def __init__(self, message: str, device: str, fault: str) -> None:
-        super().__init__(message)
-        self.device = device
-        self.fault = fault
+    async def ask_status(self) -> None:
+        """Have it say what its ring processes do. Raises ``ClusterError`` as ``send``."""
 
+    def attend(self, participation: Participation) -> None:
+        """From now on ``participation`` hears what is about its epoch."""
 
-def blamed(error: PrimadError, plan: Plan, *, forming: bool = False) -> tuple[str | None, bool]:
-    """Which worker of ``plan`` is to blame for ``error`` that ended its ring, None for none, and whether that will last.
-
-    The head cannot be left out. A worker that does not reach it while the ring is ``forming`` can.
-    """
-    if isinstance(error, DeviceLostError):
-        return error.device, False
-    if not isinstance(error, ParticipationError):
-        return None, False
-    device: str | None = error.device
-    if error.fault == "next":
-        following = plan.after(error.device)
-        nobody = error.device if forming else None
-        device = following if following != plan.head else nobody
-    return device, error.fault in ("disk", UNREACHED)
+    def forget(self, participation: Participation) -> None:
+        """``participation`` is over."""
 
 
 class Participation:
-    """One worker's part in one epoch, as the head sees it.
+    """One worker's participation in one epoch, as the head sees it.
 
     ``loaded`` becomes its ring process's (port, key), ``linked`` is set when it sends to the next device. ``broken`` gets
     the ``ParticipationError`` or ``DeviceLostError`` that ends it.
     """
 
-    def __init__(self, link: WorkerLink, load: Load, on_progress: OnProgress) -> None:
-        self.link = link
+    def __init__(self, worker: Worker, load: Load, on_progress: OnProgress) -> None:
+        self._worker = worker
         self.epoch = load.epoch
         self._load = load
         self._on_progress = on_progress
@@ -95,12 +71,12 @@ class Participation:
         self.broken: asyncio.Future[ClusterError] = loop.create_future()
         self.status: WorkerStatus | None = None
         self._status_news = asyncio.Event()
-        link.attend(self)
+        worker.attend(self)
 
     @property
     def name(self) -> str:
         """The device's name."""
-        return self.link.name
+        return self._worker.name
 
     async def load(self) -> None:
         """Have the worker load its windows. Raises ``DeviceLostError`` when it takes no messages."""
@@ -112,24 +88,24 @@ class Participation:
 
     async def _ask(self, message: Load | Link) -> None:
         try:
-            await self.link.end.send(message)
+            await self._worker.send(message)
         except ClusterError as exc:
             raise DeviceLostError(f"{self.name} is gone: {exc}", self.name) from exc
-        self._asked, self._asked_before = message, self.link.next_ping
+        self._asked, self._asked_before = message, self._worker.next_ping
         self._misses = self._repeats = 0
 
     async def wait_status(self) -> WorkerStatus | None:
         """What the worker's ring process did so far, asked for now."""
         self._status_news.clear()
-        await self.link.ask_status()
+        await self._worker.ask_status()
         await self._status_news.wait()
         return self.status
 
     async def release(self) -> None:
         """Let the worker give its windows back; nothing more is heard of this part. A worker that is gone has done so."""
-        self.link.forget(self)
+        self._worker.forget(self)
         with contextlib.suppress(ClusterError):
-            await self.link.end.send(Release(epoch=self.epoch))
+            await self._worker.send(Release(epoch=self.epoch))
 
     def fail(self, error: ClusterError) -> None:
         """This part is over."""
@@ -147,7 +123,7 @@ class Participation:
         self._misses += 1
         if self._misses < MISSES:
             return None
-        self._misses, self._asked_before = 0, self.link.next_ping
+        self._misses, self._asked_before = 0, self._worker.next_ping
         if state is None and self.loaded.done():
             self.fail(ParticipationError(f"{self.name}: its part ended without a word", self.name, "ring"))
             return None

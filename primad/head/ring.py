@@ -18,8 +18,9 @@ from halda import Plan, Prediction
 from primad.daemon.loading import distrust, remove_metadata, streamed_of
 from primad.errors import ClusterError, ModelError, NextDeviceError, PrimadError, RingError, WeightsError
 from primad.gguf.windows import WindowSpec, token_embedding
+from primad.head.blame import UNREACHED, ParticipationError, blamed
 from primad.head.load_own import start_own
-from primad.head.participation import UNREACHED, Participation, ParticipationError, blamed
+from primad.head.participation import Participation
 from primad.head.ring_inputs import RingInputs
 from primad.head.status import Costs, device_status, link_status, plan_lines, promises
 from primad.head.worker_link import WorkerLink
@@ -425,13 +426,13 @@ class HeadRing:
         for name, participation in self._workers.items():
             following = self.plan.after(name)
             if following == head:
-                address = endpoint(await self._address_for(participation.link), own[0].rsplit(":", 1)[1])
+                address = endpoint(await self._address_for(self._inputs.workers[name]), own[0].rsplit(":", 1)[1])
             else:
                 address = endpoint(self._host_for(name, following), loaded[following][0])
             await participation.connect(address, keys[following], keys[before[name]])
         first = self.plan.after(head)
         way = self._host_for(head, first)
-        await self._leaving_for(self._workers[first].link, [way])  # a process that is told of no way ends
+        await self._leaving_for(self._inputs.workers[first], [way])  # a process that is told of no way ends
         await self._process.send(Connect(endpoint(way, loaded[first][0]), keys[first], keys[before[head]]))
         for participation in self._workers.values():
             await participation.linked

@@ -24,10 +24,10 @@ from primad.gguf.header import Header
 from primad.gguf.model import check_unchanged, stamps_of
 from primad.gguf.windows import ModelCutter
 from primad.head.backend import RingBackend, StatusOf
+from primad.head.blame import blamed
 from primad.head.devices import Devices, Post
 from primad.head.extra_buffers import Tried
 from primad.head.options import ServeOptions, model_id
-from primad.head.participation import blamed
 from primad.head.planner import Planner
 from primad.head.ring import HeadRing
 from primad.head.ring_inputs import RingInputs, RingOptions

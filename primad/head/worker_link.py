@@ -16,7 +16,8 @@ import zmq.asyncio
 
 from halda import DeviceProfile, LinkProfile
 from primad.errors import ClusterError
-from primad.head.participation import MISSES, DeviceLostError, Participation
+from primad.head.blame import DeviceLostError
+from primad.head.participation import MISSES, Participation
 from primad.membership.memory_recovery import lowered
 from primad.network.control import HeadEnd
 from primad.network.messages import (
@@ -239,6 +240,10 @@ class WorkerLink:
             self._links.cancel()
         self.end.close()
 
+    async def send(self, message: HeadMessage) -> None:
+        """Tell the worker something. Raises ``ClusterError`` when it takes no messages."""
+        await self.end.send(message)
+
     async def introduce(self, devices: Iterable[tuple[str, str]], revoked: Iterable[str]) -> None:
         """Tell the worker whom this head trusts, and whom it does not trust any more."""
         known = [Introduction(device, key) for device, key in devices]
@@ -294,7 +299,7 @@ class WorkerLink:
             await asyncio.sleep(interval_s)
 
     async def ask_status(self) -> None:
-        """Have the worker say what its ring processes do. Raises ``ClusterError`` when it takes no messages."""
+        """Have the worker say what its ring processes do. Raises ``ClusterError`` as ``send``."""
         await self.end.send(Ping(status=True, revision=self._revision))
 
     async def _watch(self) -> None:

@@ -21,10 +21,10 @@ from primad.head import devices as devices_module
 from primad.head import planner as planner_module
 from primad.head import rings as rings_module
 from primad.head.backend import RingBackend
+from primad.head.blame import ParticipationError
 from primad.head.daemon import HeadDaemon
 from primad.head.link_book import LinkBook
 from primad.head.options import ServeOptions
-from primad.head.participation import ParticipationError
 from primad.layers.cache import LayerCache
 from primad.network.discovery import MulticastError
 from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, MemoryRecovered

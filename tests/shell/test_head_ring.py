@@ -11,7 +11,8 @@ import pytest
 from halda import Plan, Window
 from primad.errors import ClusterError, NextDeviceError, RingError
 from primad.head import ring as head_ring
-from primad.head.participation import DeviceLostError, Participation, ParticipationError, blamed
+from primad.head.blame import DeviceLostError, ParticipationError, blamed
+from primad.head.participation import Participation
 from primad.head.ring import HeadRing
 from primad.ring.messages import (
     Drained,
@@ -252,13 +253,12 @@ def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
 
 
 def test_a_worker_that_takes_no_messages_is_lost():
-    class Deaf:
-        async def send(self, message: object) -> None:
-            raise ClusterError("the device at lap:1 takes no messages")
+    async def send(_: object) -> None:
+        raise ClusterError("the device at lap:1 takes no messages")
 
     async def once() -> None:
-        link = SimpleNamespace(name="lap", end=Deaf(), next_ping=1, attend=lambda _: None)
-        part = Participation(link, SimpleNamespace(epoch=1), lambda *_: None)
+        deaf = SimpleNamespace(name="lap", send=send, next_ping=1, attend=lambda _: None)
+        part = Participation(deaf, SimpleNamespace(epoch=1), lambda *_: None)
         for asking in (part.load(), part.connect("tcp://127.0.0.1:1", "key", "key")):
             with pytest.raises(DeviceLostError, match="lap is gone: the device at lap:1 takes no messages") as caught:
                 await asking

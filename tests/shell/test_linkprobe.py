@@ -12,8 +12,8 @@ import zmq.asyncio
 
 from halda import LinkProfile
 from primad.head import link_book as links_module
+from primad.head.blame import DeviceLostError
 from primad.head.link_book import LinkBook
-from primad.head.participation import DeviceLostError
 from primad.head.worker_link import Caller, WorkerLink, greet
 from primad.network import linkprobe
 from primad.network.linkprobe import UNREACHABLE_S, measure_links

@@ -22,7 +22,8 @@ from primad.engine.protocol import WindowFiles
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
-from primad.head.participation import Participation, ParticipationError
+from primad.head.blame import ParticipationError
+from primad.head.participation import Participation
 from primad.head.worker_link import Caller, WorkerLink, greet, probe
 from primad.layers.cache import LayerCache
 from primad.network import messages

@@ -15,7 +15,8 @@ from gguf import GGMLQuantizationType
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
-from primad.head.participation import MOST_REPEATS, DeviceLostError, Participation, ParticipationError
+from primad.head.blame import DeviceLostError, ParticipationError
+from primad.head.participation import MOST_REPEATS, Participation
 from primad.head.worker_link import Caller, WorkerLink, greet, probe
 from primad.network.control import WorkerEnd
 from primad.network.messages import (

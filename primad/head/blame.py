@@ -1,0 +1,45 @@
+"""What ends a ring, and which device is to blame for it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from halda import Plan
+from primad.errors import ClusterError, PrimadError
+
+UNREACHED: Final = "route"
+"""The fault of a device to which no way leads from the head, though it was found."""
+
+
+class DeviceLostError(ClusterError):
+    """``device`` does not answer any more, or works for another head."""
+
+    def __init__(self, message: str, device: str) -> None:
+        super().__init__(message)
+        self.device = device
+
+
+class ParticipationError(ClusterError):
+    """The part of ``device`` in a ring failed; ``fault`` is what it was doing (``messages.FAULTS``, or ``UNREACHED``)."""
+
+    def __init__(self, message: str, device: str, fault: str) -> None:
+        super().__init__(message)
+        self.device = device
+        self.fault = fault
+
+
+def blamed(error: PrimadError, plan: Plan, *, forming: bool = False) -> tuple[str | None, bool]:
+    """Which worker of ``plan`` is to blame for ``error`` that ended its ring, None for none, and whether that will last.
+
+    The head cannot be left out. A worker that does not reach it while the ring is ``forming`` can.
+    """
+    if isinstance(error, DeviceLostError):
+        return error.device, False
+    if not isinstance(error, ParticipationError):
+        return None, False
+    device: str | None = error.device
+    if error.fault == "next":
+        following = plan.after(error.device)
+        nobody = error.device if forming else None
+        device = following if following != plan.head else nobody
+    return device, error.fault in ("disk", UNREACHED)
