@@ -40,7 +40,7 @@ from primad.gguf.profile import model_profile
 from primad.head.options import default_workload
 from primad.ring.messages import Sampled
 from primad.settings.config import LOOPBACK
-from primad.system.memory import held_bytes, pressure_share
+from primad.system.memory import held_bytes
 from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
 from tools import synthetic
 from tools.lab import LabError
@@ -65,6 +65,15 @@ DAEMON_READY_S: Final = 180.0
 SETTLE_S: Final = 2.0
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+
+
+def pressure_share(before_available_bytes: int, available_bytes: int, total_bytes: int) -> float:
+    """Memory pressure as the paper has it: the loss of available memory as a share of all memory.
+
+    What is available counts reclaimable pages, so that weights that are mapped and not locked cost nothing. ``total_bytes``
+    is more than 0; other programs that end or begin meanwhile are part of the difference.
+    """
+    return max(0, before_available_bytes - available_bytes) / total_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,11 +90,6 @@ def render(vocabulary: Vocabulary, messages: Sequence[Mapping[str, str]], *, now
         raise RequestError(f"the model's chat template refuses the messages: {reason}", param="messages") from exc
 
 
-def check_template(vocabulary: Vocabulary) -> None:
-    """Raise ``ModelError`` when the model's template does not compile, so that it can be said before the first chat."""
-    _compile(vocabulary.chat_template or CHATML)
-
-
 @lru_cache(maxsize=4)
 def _compile(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(

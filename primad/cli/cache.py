@@ -16,7 +16,7 @@ from rich.table import Table
 from primad.cli.options import Home
 from primad.errors import ConfigError
 from primad.settings.config import Config, load_config, usage_folder
-from primad.settings.quantities import parse_bytes
+from primad.settings.quantities import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
     from primad.engine.streaming.expert_usage import StoredFile
@@ -234,6 +234,4 @@ def _layers(count: int) -> str:
 
 
 def _size(count: float) -> str:
-    from primad.planning.units import show_bytes
-
     return show_bytes(count) if count else "0 B"

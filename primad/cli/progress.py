@@ -7,6 +7,8 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from primad.settings.quantities import show_bytes
+
 _WORDS: Final = {
     "hash": "reading layers",
     "fetch": "shipping layers",
@@ -40,7 +42,7 @@ class RichReporter:
         if not self._console.is_terminal:
             if done == total and key not in self._told and not phase.startswith("profile "):
                 self._told.add(key)
-                amount = f" ({_size(total)})" if phase in ("fetch", "copy") else ""
+                amount = f" ({show_bytes(total)})" if phase in ("fetch", "copy") else ""
                 self._console.print(f"{device}: {words}: done{amount}", markup=False)
             return
         if self._progress is None:
@@ -64,7 +66,3 @@ class RichReporter:
         self._progress = None
         self._tasks.clear()
         self._told.clear()
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from primad.errors import ClusterError, printable
 from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK
+from primad.settings.quantities import show_bytes, show_ms, show_speed
 
 if TYPE_CHECKING:
     import httpx
@@ -124,8 +125,6 @@ def render(status: StatusBody) -> RenderableType:
 
 
 def _title(status: StatusBody) -> str:
-    from primad.planning.units import show_speed
-
     words = [printable(status.detail)]
     if status.model is not None:
         words.append(printable(status.model))
@@ -178,8 +177,6 @@ def _table(status: StatusBody) -> Table:
 
 
 def _is(device: DeviceStatus) -> list[str]:
-    from primad.planning.units import show_bytes
-
     memory, ring = device.memory, device.ring
     unwatched = _UNKNOWN if ring is None else "-"  # where nothing can be given back, nobody looks
     pressure = unwatched if memory.pressure is None else printable(memory.pressure, 12)
@@ -188,8 +185,6 @@ def _is(device: DeviceStatus) -> list[str]:
 
 
 def _planned(device: DeviceStatus) -> list[str]:
-    from primad.planning.units import show_bytes
-
     planned = device.predicted
     ram = _UNKNOWN if planned.ram_bytes is None else show_bytes(planned.ram_bytes)
     return ["  planned", "", *_figures(planned), "", ram]
@@ -197,8 +192,6 @@ def _planned(device: DeviceStatus) -> list[str]:
 
 def _figures(figures: MemoryFigures | PlannedFigures) -> list[str]:
     """The columns that both rows have: resident, streamed, slots, read, stall."""
-    from primad.planning.units import show_bytes, show_ms
-
     counts = [
         _UNKNOWN if count is None else str(count) for count in (figures.resident, figures.streamed, figures.slots)
     ]

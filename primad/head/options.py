@@ -25,7 +25,7 @@ from halda import (
 from primad.engine.protocol import KvType
 from primad.errors import ConfigError, PlanError
 from primad.planning.question import check_kv_type
-from primad.planning.units import show_bytes
+from primad.settings.quantities import show_bytes
 
 DEFAULT_CONTEXT_TOKENS: Final = 4096
 TYPICAL_PROMPT_TOKENS: Final = 512

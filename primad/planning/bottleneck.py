@@ -7,7 +7,7 @@ from typing import Final
 from halda import Plan
 from halda.evaluate import DevicePrediction, Prediction
 from halda.instance import Instance
-from primad.planning.units import show_bytes, show_ms, show_rate
+from primad.settings.quantities import show_bytes, show_ms, show_rate
 
 _SAME: Final = 1e-6
 

@@ -125,16 +125,13 @@ def proof_part(question: Question, answer: DescribedPlan) -> Proof:
     """How good it is known to be."""
     found = answer.solution
     if found is None:
-        return Proof(
-            objective=question.objective, objective_ms=None, bound_ms=None, gap=None, proven=False, solver=None
-        )
+        return Proof(objective=question.objective, objective_ms=None, bound_ms=None, gap=None, proven=False)
     return Proof(
         objective=question.objective,
         objective_ms=found.objective_s * 1e3,
         bound_ms=found.bound_s * 1e3,
         gap=found.gap,
         proven=found.proven,
-        solver=found.solver,
     )
 
 

@@ -28,7 +28,7 @@ from primad.planning.describe import (
 )
 from primad.planning.question import Question
 from primad.planning.schema import SCHEMA, AloneJson, Explanation, LeftOutJson, WhatIf
-from primad.planning.units import show_ms
+from primad.settings.quantities import show_ms
 
 MOST_LEFT_OUT: Final = 8
 """Devices for which it is worked out what they would cost; of more only the solver's reason is given."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from primad.errors import ConfigError
 from primad.planning.schema import Explanation
-from primad.planning.units import show_bytes, show_ms, show_speed
+from primad.settings.quantities import show_bytes, show_ms, show_speed
 
 _TIMES: Final = (
     ("compute_ms", "computes", "#3b6ea5"),

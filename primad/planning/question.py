@@ -13,7 +13,7 @@ from halda import KV_BLOCK, KV_TYPES, CacheType, DeviceProfile, Limits, LinkProf
 from halda.evaluate import OBJECTIVES, Objective
 from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S
 from primad.errors import ConfigError
-from primad.planning.units import parse_bytes, parse_rate, parse_seconds
+from primad.settings.quantities import parse_bytes, parse_rate, parse_seconds
 
 Solver = Literal["halda", "paper"]
 SOLVERS: Final[tuple[Solver, ...]] = get_args(Solver)

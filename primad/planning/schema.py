@@ -134,7 +134,6 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     bound_ms: float | None
     gap: float | None
     proven: bool
-    solver: str | None
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from primad.planning.schema import DeviceJson, Explanation, Predicted, Proof, RingJson, WhatIf
-from primad.planning.units import show_bytes, show_ms, show_speed
+from primad.settings.quantities import show_bytes, show_ms, show_speed
 
 _PLAIN_WIDTH: Final = 160
 """Columns where no terminal says how many there are."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from halda import DeviceProfile
 from primad.errors import ConfigError
 from primad.planning.question import Question, both_ways, check_name, parse_link, unique_names, with_links
-from primad.planning.units import parse_bytes, parse_rate
+from primad.settings.quantities import parse_bytes, parse_rate
 
 ReadDevices = Callable[[Path], Sequence[DeviceProfile]]
 """Gives the devices of a file."""

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from halda import DeviceProfile, TypeSpeed
+from primad.settings.quantities import show_bytes, show_rate
 
 
 def profile_table(profile: DeviceProfile) -> Iterator[Table]:
@@ -20,13 +21,13 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
         ("fixed cost", f"{cpu.step_s * 1e6:.0f} us a window, {cpu.layer_s * 1e6:.0f} us a layer"),
         (
             "memory",
-            f"{_bytes(profile.ram_available_bytes)} free of {_bytes(profile.ram_total_bytes)}, read at "
-            f"{_bytes(profile.ram_read_bytes_per_s)}/s",
+            f"{show_bytes(profile.ram_available_bytes)} free of {show_bytes(profile.ram_total_bytes)}, read at "
+            f"{show_rate(profile.ram_read_bytes_per_s)}",
         ),
         (
             "disk",
-            f"{_bytes(disk.free_bytes)} free, prefetched at {_bytes(disk.prefetch_bytes_per_s)}/s, by page faults at "
-            f"{_bytes(disk.fault_bytes_per_s)}/s, 4 kB at random at {_bytes(disk.random_bytes_per_s)}/s",
+            f"{show_bytes(disk.free_bytes)} free, prefetched at {show_rate(disk.prefetch_bytes_per_s)}, by page faults at "
+            f"{show_rate(disk.fault_bytes_per_s)}, 4 kB at random at {show_rate(disk.random_bytes_per_s)}",
         ),
     ]
     gpu = profile.gpu
@@ -37,9 +38,9 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
         rows.append(
             (
                 "GPU",
-                f"{gpu.name} ({gpu.backend}), {_bytes(gpu.vram_available_bytes)} free of {_bytes(gpu.vram_total_bytes)}, "
-                f"{memory}, read at {_bytes(gpu.vram_read_bytes_per_s)}/s; {gpu.step_s * 1e6:.0f} us a window, "
-                f"{gpu.layer_s * 1e6:.0f} us a layer",
+                f"{gpu.name} ({gpu.backend}), {show_bytes(gpu.vram_available_bytes)} free of "
+                f"{show_bytes(gpu.vram_total_bytes)}, {memory}, read at {show_rate(gpu.vram_read_bytes_per_s)}; "
+                f"{gpu.step_s * 1e6:.0f} us a window, {gpu.layer_s * 1e6:.0f} us a layer",
             )
         )
     for label, text in rows:
@@ -57,20 +58,13 @@ def _speeds(title: str, speeds: Sequence[TypeSpeed]) -> Table:
     for speed in speeds:
         table.add_row(
             escape(speed.type),
-            f"{_bytes(speed.decode_bytes_per_s)}/s",
-            f"{_bytes(speed.batch_bytes_per_s)}/s",
+            f"{show_rate(speed.decode_bytes_per_s)}",
+            f"{show_rate(speed.batch_bytes_per_s)}",
             _flop(speed.prefill_flop_per_s),
             "on" if speed.extra_buffers else "off",
             f"{speed.decode_spread:.0%} / {speed.prefill_spread:.0%}",
         )
     return table
-
-
-def _bytes(count: float) -> str:
-    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if count >= 10**power:
-            return f"{count / 10**power:.3g} {prefix}B"
-    return f"{count:.0f} B"
 
 
 def _flop(rate: float) -> str:

@@ -1,7 +1,8 @@
-"""What people write into options, variables and files: sizes, rates, times, numbers, yes and no.
+"""What people write into options, variables and files, and read: sizes, rates, times, numbers, yes and no.
 
-One function a kind. Each takes the value as it came (text of a flag or variable, a value of a TOML file) and ``source``,
-which names where it came from; each raises ``ConfigError`` that opens with ``source`` for what it cannot take.
+One ``parse_`` function a kind. Each takes the value as it came (text of a flag or variable, a value of a TOML file) and
+``source``, which names where it came from; each raises ``ConfigError`` that opens with ``source`` for what it cannot take.
+The ``show_`` functions write quantities for people.
 """
 
 from __future__ import annotations
@@ -90,6 +91,13 @@ def parse_duration(value: Any, source: str, *, least: float = 0.0, most: float) 
     return seconds
 
 
+def parse_seconds(text: str, source: str) -> float:
+    """Seconds of ``2ms``, ``150us`` or ``0.5s``, at most a minute: of a link, so never without a unit."""
+    if not text.strip().endswith("s"):
+        raise ConfigError(f"{source}: {_shown(text)} is no time; give one such as 2ms or 150us")
+    return parse_duration(text, source, most=60)
+
+
 def parse_gain(value: Any, source: str) -> float:
     """A gain such as ``0.1`` or ``10%``, from nothing to tenfold."""
     match = re.fullmatch(_DIGITS + r"\s*(%?)", value.strip()) if isinstance(value, str) else None
@@ -132,6 +140,44 @@ def parse_list(value: Any, source: str) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{source}: {_shown(value)} is not a list")
     return list(value)
+
+
+def show_bytes(count: float) -> str:
+    """``1.2 GB``, ``340 MB`` (decimal); ``-`` for nothing."""
+    if count == 0:
+        return "-"
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(count) >= size * 0.9995:
+            return f"{_three(count / size)} {unit}"
+    return f"{count:.0f} B"
+
+
+def show_rate(bytes_per_s: float) -> str:
+    """``1.2 GB/s``."""
+    return f"{show_bytes(bytes_per_s)}/s"
+
+
+def show_ms(milliseconds: float) -> str:
+    """``12.3 ms``, ``1.25 s``, ``11.3 h``; ``-`` for nothing."""
+    if milliseconds == 0:
+        return "-"
+    for size, unit in ((3.6e6, "h"), (6e4, "min")):
+        if abs(milliseconds) >= 3 * size:
+            return f"{_three(milliseconds / size)} {unit}"
+    if abs(milliseconds) >= 999.5:
+        return f"{_three(milliseconds / 1e3)} s"
+    return f"{milliseconds:.2f} ms" if abs(milliseconds) < 0.995 else f"{_three(milliseconds)} ms"
+
+
+def show_speed(tokens_per_s: float) -> str:
+    """``12.3 tokens/s``."""
+    return f"{_three(tokens_per_s)} tokens/s" if tokens_per_s >= 0.0995 else f"{tokens_per_s:.2g} tokens/s"
+
+
+def _three(number: float) -> str:
+    """Three significant digits, never an exponent."""
+    size = abs(number)
+    return f"{number:.0f}" if size >= 99.95 else f"{number:.1f}" if size >= 9.995 else f"{number:.2f}"
 
 
 def _scaled(match: re.Match[str]) -> float:

@@ -105,15 +105,6 @@ def held_bytes(pids: Iterable[int], proc: Path = Path("/proc")) -> int:
     return sum(_held(pid, proc) for pid in pids)
 
 
-def pressure_share(before_available_bytes: int, available_bytes: int, total_bytes: int) -> float:
-    """Memory pressure as the paper measures it: the loss of available memory as a share of all memory.
-
-    What is available counts reclaimable pages, so that weights that are mapped and not locked cost nothing. ``total_bytes``
-    is more than 0; other programs that end or begin meanwhile are part of the difference.
-    """
-    return max(0, before_available_bytes - available_bytes) / total_bytes
-
-
 def _held(pid: int, proc: Path) -> int:
     try:
         lines = (proc / str(pid) / "smaps_rollup").read_text().splitlines()[1:]

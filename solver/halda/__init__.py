@@ -6,7 +6,7 @@ second to load, is imported when something is solved.
 
 from typing import TYPE_CHECKING, Any
 
-from halda.arrange import arrange, by_memory
+from halda.arrange import arrange
 from halda.evaluate import OBJECTIVES, DevicePrediction, Objective, Prediction, Short, evaluate, residency
 from halda.instance import Instance, instance
 from halda.parted import as_run
@@ -28,7 +28,7 @@ from halda.profile import (
     TypeSpeed,
     Workload,
 )
-from halda.solution import SOLVERS, Solution, SolverName
+from halda.solution import Solution
 
 if TYPE_CHECKING:
     from halda.search import CHUNKS, solve, solve_alone, solve_heads
@@ -51,7 +51,6 @@ __all__ = [
     "KV_TYPES",
     "OBJECTIVES",
     "PREFILL_ROWS",
-    "SOLVERS",
     "CacheType",
     "CpuProfile",
     "DevicePrediction",
@@ -70,14 +69,12 @@ __all__ = [
     "Prediction",
     "Short",
     "Solution",
-    "SolverName",
     "Streaming",
     "TypeSpeed",
     "Window",
     "Workload",
     "arrange",
     "as_run",
-    "by_memory",
     "evaluate",
     "instance",
     "residency",

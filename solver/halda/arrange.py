@@ -1,26 +1,11 @@
-"""Windows set by hand, and the split by free memory that other systems use: layers a round become a route."""
+"""Windows set by hand: layers a round become a route."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halda.plan import Infeasible, LeftOut, Plan, Window
-from halda.profile import DeviceProfile, ModelProfile
-
-
-def by_memory(devices: Sequence[DeviceProfile], model: ModelProfile) -> Plan:
-    """Layers in proportion to free RAM, one round, the first device as head: what one would do without a solver."""
-    layers, multiple = len(model.layers), model.cut_multiple
-    blocks, tail_has_own = layers // multiple, layers % multiple > 0
-    seats = max(1, blocks if tail_has_own else blocks - 1)
-    chosen, surplus = devices[:seats], devices[seats:]
-    left_out = tuple(LeftOut(device=device.device, reason="the model has no layer left for it") for device in surplus)
-    names = [device.device for device in chosen]
-    if len(chosen) == 1:
-        return arrange(names, [layers], rounds=1, model=model, left_out=left_out)
-    least = [1 if i or tail_has_own else 2 for i in range(len(chosen))]
-    shares = apportion([max(1, device.ram_available_bytes) for device in chosen], blocks, least=least)
-    return arrange(names, [share * multiple for share in shares], rounds=1, model=model, left_out=left_out)
+from halda.plan import Infeasible, Plan, Window
+from halda.profile import ModelProfile
 
 
 def apportion(weights: Sequence[int], total: int, *, least: Sequence[int]) -> list[int]:
@@ -43,7 +28,6 @@ def arrange(
     *,
     rounds: int,
     model: ModelProfile,
-    left_out: tuple[LeftOut, ...] = (),
 ) -> Plan:
     """The plan in which device ``i`` computes ``layers_per_round[i]`` layers in each of ``rounds`` rounds.
 
@@ -62,7 +46,7 @@ def arrange(
         )
     if len(devices) == 1:
         whole = Window(device=devices[0], first=0, last=total, gpu_layers=0)
-        return Plan(rounds=1, route=(whole,), output_on_gpu=False, streaming=(), left_out=left_out)
+        return Plan(rounds=1, route=(whole,), output_on_gpu=False, streaming=(), left_out=())
     sizes = [(device, size) for _ in range(rounds) for device, size in zip(devices, layers_per_round, strict=True)]
     tail = total - taken
     if tail == 0:
@@ -83,7 +67,7 @@ def arrange(
             route.append(Window(device=device, first=first, last=first + size, gpu_layers=0))
             first += size
     _check_cuts(route, model)
-    return Plan(rounds=rounds, route=tuple(route), output_on_gpu=False, streaming=(), left_out=left_out)
+    return Plan(rounds=rounds, route=tuple(route), output_on_gpu=False, streaming=(), left_out=())
 
 
 def _check_cuts(route: Sequence[Window], model: ModelProfile) -> None:

@@ -39,8 +39,8 @@ from halda.orders import (
 )
 from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
 from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
-from halda.solution import Solution, SolverName
-from halda.solving import Outcome, available, run
+from halda.solution import Solution
+from halda.solving import Outcome, run
 
 CHUNKS: Final = (128, 256, 1024, 2048)
 """Rows of a chunk of the prompt that may be better than those asked for where layers stream: what is read serves more of
@@ -82,7 +82,6 @@ def solve(
     require: frozenset[str] = frozenset(),
     chunks: Sequence[int] = (),
     time_limit_s: float = 10.0,
-    solver: SolverName = "highs",
 ) -> Solution:
     """The plan that makes ``objective`` smallest, with ``head`` (None: the first device) as head.
 
@@ -93,11 +92,11 @@ def solve(
     question = instance(devices, links, model, workload, limits or {}, head)
 
     def search(question: Instance) -> _Search:
-        search = _Search(question, objective, require, time_limit_s, available(solver))
+        search = _Search(question, objective, require, time_limit_s)
         if search.run():
             return search
         # Whoever has less memory than any plan needs may still read the output matrix with the layers.
-        search = _Search(replace(question, output_streams=True), objective, require, time_limit_s, available(solver))
+        search = _Search(replace(question, output_streams=True), objective, require, time_limit_s)
         search.run()
         return search
 
@@ -152,7 +151,6 @@ def solve_heads(
     require: frozenset[str] = frozenset(),
     chunks: Sequence[int] = (),
     time_limit_s: float = 10.0,
-    solver: SolverName = "highs",
 ) -> Solution:
     """The same with the best of ``heads`` (None: any device) as head, which share the time limit."""
     names = list(heads) if heads is not None else [device.device for device in devices]
@@ -172,7 +170,6 @@ def solve_heads(
                 require=require,
                 chunks=chunks,
                 time_limit_s=time_limit_s / len(names),
-                solver=solver,
             )
         except Infeasible as exc:
             if failure is None or exc.short_bytes < failure.short_bytes:
@@ -197,7 +194,6 @@ def solve_alone(
     limits: Mapping[str, Limits] | None = None,
     chunks: Sequence[int] = (),
     time_limit_s: float = 10.0,
-    solver: SolverName = "highs",
 ) -> list[tuple[DeviceProfile, Solution | Infeasible]]:
     """What each device would do alone."""
     answers: list[tuple[DeviceProfile, Solution | Infeasible]] = []
@@ -215,7 +211,6 @@ def solve_alone(
                         limits=limits,
                         chunks=chunks,
                         time_limit_s=time_limit_s / len(devices),
-                        solver=solver,
                     ),
                 )
             )
@@ -227,15 +222,12 @@ def solve_alone(
 class _Search:
     """One search: what was found, what is left of the time, and below what no plan can be."""
 
-    def __init__(
-        self, question: Instance, objective: Objective, require: frozenset[str], time_limit_s: float, solver: SolverName
-    ) -> None:
+    def __init__(self, question: Instance, objective: Objective, require: frozenset[str], time_limit_s: float) -> None:
         self._instance = question
         self._objective: Objective = objective
         self._required = frozenset(m for m, device in enumerate(question.devices) if device.device in require)
         self._left_s = time_limit_s
         self._limit_s = time_limit_s
-        self._solver: SolverName = solver
         self._programs = 0
         self._best: tuple[float, Plan] | None = None
         self._best_is_candidate = False
@@ -314,7 +306,6 @@ class _Search:
             objective_s=value,
             bound_s=bound,
             proven=bound >= value * (1 - _PROVEN),
-            solver=self._solver,
             programs=self._programs,
             solver_s=self._limit_s - self._left_s,
         )
@@ -626,7 +617,7 @@ class _Search:
             problem.addConstraint(program.objective <= self._best_s * milp.MS + most, "better than the best so far")
         # Without any plan yet a program gets time enough to find one.
         least_s = _LEAST_S if self._best is not None else _FIRST_S
-        outcome = run(problem, self._solver, max(least_s, self._left_s if limit_s is None else limit_s))
+        outcome = run(problem, max(least_s, self._left_s if limit_s is None else limit_s))
         self._programs += 1
         self._left_s -= outcome.seconds
         return outcome, program
@@ -658,7 +649,7 @@ class _Search:
 
     def _elastic(self, problem: Any, layout: milp.Layout) -> tuple[float, str] | None:
         milp.build(problem, self._instance, layout, self._objective, self._required, elastic=True)
-        outcome = run(problem, self._solver, max(_FIRST_S, self._limit_s))
+        outcome = run(problem, max(_FIRST_S, self._limit_s))
         if not outcome.found:
             return None
         unit = self._instance.slot_bytes

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
 
 from halda.evaluate import Objective, Prediction
 from halda.plan import Plan
-
-SolverName = Literal["highs", "cbc"]
-SOLVERS: Final[tuple[SolverName, ...]] = ("highs", "cbc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +21,6 @@ class Solution:
     objective_s: float
     bound_s: float
     proven: bool
-    solver: SolverName
     programs: int
     solver_s: float
 

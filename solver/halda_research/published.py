@@ -35,7 +35,7 @@ from halda.evaluate import residency
 from halda.instance import Instance, Member, instance
 from halda.plan import Infeasible, LeftOut, Plan, Window
 from halda.profile import DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
-from halda.solving import available, run
+from halda.solving import run
 
 MemorySet = Literal["M1", "M2", "M3", "M4"]
 """M1 to M3 overload their memory (macOS without Metal, with Metal, Linux and Android); M4 does not or has a slow disk."""
@@ -347,7 +347,7 @@ def _program(problem: _Problem, sets: _Sets, k: int) -> _Solution | None:
             program += in_memory <= layers_per_round * z, f"RAM holds all {i}"
         else:
             program += in_memory >= layers_per_round * z, f"RAM is overloaded {i}"
-    if not run(program, available("highs"), _PROGRAM_S).found:
+    if not run(program, _PROGRAM_S).found:
         return None
     return _Solution(
         w={name: round(w[name].value()) for name in names},

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from primad.api.chat import check_template, render, tokenize_chat
+from primad.api.chat import render, tokenize_chat
 from primad.errors import ModelError, RequestError
 from tests.fakes.backend import BOS, IM_END, IM_START, ByteVocabulary
 
@@ -98,7 +98,5 @@ def test_the_templates_own_words_reach_the_client():
 
 @pytest.mark.parametrize("template", ["{% if %}", "{{", "{% nonsense %}", "{{ x | nofilter }}", "(" * 3 + "{{ ((( }}"])
 def test_a_broken_template_is_the_model_files_fault(template):
-    with pytest.raises(ModelError, match=r"tokenizer\.chat_template"):
+    with pytest.raises(ModelError, match=r"tokenizer\.chat_template\) does not compile"):
         rendered(template)
-    with pytest.raises(ModelError, match="does not compile"):
-        check_template(ByteVocabulary(chat_template=template))

@@ -18,7 +18,7 @@ from primad.profiler.device import cached_bytes, profile_device, within
 from primad.profiles import check_profile
 from primad.settings.limits import NO_LIMITS, OwnerLimits
 from primad.settings.quantities import Share
-from primad.system.memory import Memory, children, groups, held_bytes, memory, pressure_share
+from primad.system.memory import Memory, children, groups, held_bytes, memory
 from tests.fakes.profile import GPU, PROFILE, seed
 
 MIB = 1 << 20
@@ -269,11 +269,6 @@ def test_the_profile_of_this_device_keeps_to_the_limits(tmp_path):
 
 
 # ---- what a program takes of it -------------------------------------------------------------------------------------
-
-
-def test_pressure_is_the_loss_of_what_was_available():
-    assert pressure_share(8 * GIB, 7 * GIB, 16 * GIB) == 1 / 16
-    assert pressure_share(7 * GIB, 8 * GIB, 16 * GIB) == 0.0
 
 
 def rollup(folder: Path, pid: int, **fields: int) -> None:

@@ -9,21 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from halda import (
-    CpuProfile,
-    DeviceProfile,
-    DiskProfile,
-    Infeasible,
-    LayerProfile,
-    ModelProfile,
-    Plan,
-    Window,
-    arrange,
-    by_memory,
-)
+from halda import Infeasible, LayerProfile, ModelProfile, Plan, arrange
 from halda.arrange import apportion
-
-GIB = 1 << 30
 
 
 def model(layers: int, *, multiple: int = 1, kv_bytes: int = 512) -> ModelProfile:
@@ -42,21 +29,6 @@ def model(layers: int, *, multiple: int = 1, kv_bytes: int = 512) -> ModelProfil
         experts_used=0,
         kv_head_width=64,
         cut_multiple=multiple,
-    )
-
-
-def device(name: str, free: int = GIB) -> DeviceProfile:
-    return DeviceProfile(
-        device=name,
-        host=name,
-        system="Linux",
-        machine="x86_64",
-        cpu=CpuProfile(name="a cpu", cores=4, threads=4, batch_threads=4, step_s=0, layer_s=0, speeds=()),
-        ram_total_bytes=2 * GIB,
-        ram_available_bytes=free,
-        ram_read_bytes_per_s=1e10,
-        disk=DiskProfile(prefetch_bytes_per_s=1e9, fault_bytes_per_s=1e9, random_bytes_per_s=1e8, free_bytes=GIB),
-        gpu=None,
     )
 
 
@@ -204,59 +176,3 @@ def test_equal_parties_get_equal_shares():
 
 def test_a_tiny_party_gets_its_least():
     assert apportion([1, 1 << 40], 10, least=[2, 1]) == [2, 8]
-
-
-# ---- by memory ----------------------------------------------------------------------------------------------------------
-
-
-solved = by_memory
-
-
-@given(
-    st.lists(st.integers(GIB, 64 * GIB), min_size=1, max_size=10),
-    st.integers(1, 60),
-    st.integers(1, 4),
-)
-def test_any_fleet_has_a_whole_plan(free, layers, multiple):
-    toy = model(layers, multiple=multiple)
-    devices = [device(f"d{i}", ram) for i, ram in enumerate(free)]
-    plan = solved(devices, toy)
-    assert_whole(plan, toy)
-    assert plan.head == "d0"
-    left_out = [left.device for left in plan.left_out]
-    assert [*plan.devices, *left_out] == names(len(free))
-    assert all("no layer left" in left.reason for left in plan.left_out)
-
-
-@given(st.lists(st.integers(GIB, 8 * GIB), min_size=2, max_size=5), st.integers(20, 60))
-def test_more_memory_never_means_fewer_layers(free, layers):
-    plan = solved([device(f"d{i}", ram) for i, ram in enumerate(free)], model(layers))
-    by_memory = sorted(range(1, len(free)), key=lambda i: free[i])
-    shares = [plan.layers_of(f"d{i}") for i in by_memory]
-    assert all(smaller <= larger + 1 for smaller, larger in pairwise(shares))
-
-
-@pytest.mark.parametrize(("layers", "seats"), [(1, 1), (2, 1), (3, 2), (4, 3), (9, 8)])
-def test_more_devices_than_layers_leave_some_out(layers, seats):
-    plan = solved([device(name) for name in names(8)], model(layers))
-    assert len(plan.devices) == min(seats, 8)
-    assert [left.device for left in plan.left_out] == names(8)[seats:]
-
-
-@pytest.mark.parametrize(("layers", "seats"), [(3, 1), (4, 1), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
-def test_a_multiple_leaves_fewer_seats(layers, seats):
-    toy = model(layers, multiple=4)
-    plan = solved([device(name) for name in names(8)], toy)
-    assert len(plan.devices) == seats
-    assert_whole(plan, toy)
-
-
-def test_one_device_serves_alone():
-    plan = solved([device("desk")], model(30))
-    assert plan == Plan(
-        rounds=1,
-        route=(Window(device="desk", first=0, last=30, gpu_layers=0),),
-        output_on_gpu=False,
-        streaming=(),
-        left_out=(),
-    )

@@ -178,14 +178,6 @@ def test_a_required_device_takes_part_and_costs_what_it_costs(seed):
         assert forced.objective_s >= best.objective_s * (1 - CLOSE)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_cbc_gives_the_same_answer(seed):
-    question, _ = feasible(seed, devices=3, layers=10)
-    best, other = solved(question, "latency"), solved(question, "latency", solver="cbc")
-    assert other.solver == "cbc"
-    assert other.objective_s == pytest.approx(best.objective_s, rel=1e-5)
-
-
 def test_what_is_short_is_named_with_its_bytes():
     question, _ = feasible(3, devices=2, memory="ample", shared_hosts=False)
     head = question.devices[0]

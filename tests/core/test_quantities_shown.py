@@ -1,4 +1,4 @@
-"""Quantities as people write and read them."""
+"""Quantities as people write them for a plan, and as they read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.errors import ConfigError
-from primad.planning.units import parse_bytes, parse_rate, parse_seconds, show_bytes, show_ms, show_rate, show_speed
+from primad.settings.quantities import (
+    parse_bytes,
+    parse_rate,
+    parse_seconds,
+    show_bytes,
+    show_ms,
+    show_rate,
+    show_speed,
+)
 
 
 @pytest.mark.parametrize(
