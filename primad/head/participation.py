@@ -27,7 +27,7 @@ MOST_REPEATS: Final = 5
 OnProgress = Callable[[str, Progress], None]
 
 
-class Worker(Protocol):
+class Participant(Protocol):
     """The device that participates: it is told what to do, and gives what it says about an epoch to who attends."""
 
     next_ping: int
@@ -57,7 +57,7 @@ class Participation:
     the ``ParticipationError`` or ``DeviceLostError`` that ends it.
     """
 
-    def __init__(self, worker: Worker, load: Load, on_progress: OnProgress) -> None:
+    def __init__(self, worker: Participant, load: Load, on_progress: OnProgress) -> None:
         self._worker = worker
         self.epoch = load.epoch
         self._load = load
