@@ -1,179 +1,163 @@
-"""Turn window specs into loaded windows: prepare the layer files, decide on extra buffers, start the ring process.
+"""Load windows, on the head and on a worker: prepare the layer files, place the windows, start the ring process, open it.
 
-The same for head and worker; only the head has the model file as well.
+Where missing layers come from is all that differs: the head cuts them out of its model file, a worker fetches them. Between
+``prepare`` and ``start`` it is decided which windows use extra buffers (``extra_buffers.py``).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from halda import Plan
-from primad.engine.probe import StopFlag, Trial, Verdict, probe
+from halda import DeviceProfile, Plan
+from primad.daemon.layer_files import (
+    Workspace,
+    lease_layers,
+    missing_layers,
+    place_windows,
+    release_files,
+    whole_model,
+)
+from primad.daemon.loaded_process import LoadedProcess, LoadKey
+from primad.daemon.owner import apply_nice
 from primad.engine.protocol import EngineOptions, WindowFiles
-from primad.errors import ClusterError, WeightsError
+from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
-from primad.gguf.windows import ModelCutter, WindowSpec
-from primad.layers.cache import LayerCache
-from primad.layers.fetch import hash_in_thread, in_thread
-from primad.ring.messages import OpenWindow
-from primad.settings.config import usage_folder
-from primad.settings.limits import OwnerLimits
-from primad.system.memory import memory
+from primad.gguf.windows import WindowSpec
+from primad.layers.fetch import in_thread
+from primad.network.messages import Load
+from primad.ring.messages import Open, OpenWindow
+from primad.ring.spawn import RingProcess
+from primad.settings.config import Config
 
-EXTRA_MEMORY_SHARE = 0.4
-"""Extra buffers copy a window's weights: only where the copies take at most this share of the free memory."""
+GetLayers = Callable[[Sequence[LayerRef], Callable[[int], None]], Awaitable[None]]
+"""Puts layers that are missing into the cache, and tells bytes as they arrive, together the size of those layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workspace:
-    """Where this daemon keeps layer files, files of this run and what probes found; which llama.cpp it has."""
+class HeadModel:
+    """What only the head's own ring process is told: the model file and the plan of the ring."""
 
-    cache: LayerCache
-    run: Path
-    verdicts: Path
-    build: str
-
-    @property
-    def usage(self) -> Path:
-        """Where it is kept how often the experts of layers are used."""
-        return usage_folder(self.verdicts.parent)
+    path: Path
+    plan: Plan
 
 
-async def missing_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> list[LayerRef]:
-    """Those of ``refs`` that are not in ``cache`` whole, each once; stopping waits for one chunk to be hashed."""
-    return [ref for ref in dict.fromkeys(refs) if not await hash_in_thread(cache.has, ref)]
+class WindowLoad:
+    """One load of windows by this daemon, as ``load`` asks for it. ``number`` tells its files from those of other loads.
 
-
-async def check_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> None:
-    """Raises ``ClusterError`` when one of ``refs``, all of which were whole, is not any more; it is removed.
-
-    Reads only what changed since it was looked at last, so that this costs nothing where nothing did.
+    ``prepare`` it, ``start`` it; the ``LoadedProcess`` then owns the files. ``release`` it where it came to no process.
+    ``model`` is the head's. A plan of one window is the whole model: its window has no layer files.
     """
-    if damaged := await missing_layers(cache, refs):
-        names = ", ".join(ref.digest[:12] for ref in damaged[:3])
-        more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
-        raise ClusterError(f"layer {names}{more} changed on the disk while it was loaded; it will be fetched again")
 
-
-def distrust(cache: LayerCache, error: WeightsError, refs: Iterable[LayerRef]) -> WeightsError:
-    """``error``, with the file if that can be told; what it may be about of ``refs`` is looked at anew before it is used."""
-    digests = {ref.digest for ref in refs}
-    touched = cache.touched(digests) if error.file is None else []
-    if touched:
-        return WeightsError(f"{error}: {touched[0]}", str(touched[0]))
-    cache.doubt(error.file, digests)
-    return error
-
-
-async def copy_layers(
-    cutter: ModelCutter, cache: LayerCache, refs: Iterable[LayerRef], copied: Callable[[int], None]
-) -> None:
-    """Cut ``refs`` out of the model file into ``cache``; ``copied`` is told bytes, together the size of ``refs``.
-
-    Makes room first. Stopping waits for one chunk. Raises ``ModelError`` when the model file cannot be read or changed,
-    ``DiskError`` when the cache's disk refuses or has no room.
-    """
-    async with cache.turn:
-        wanted = []
-        for ref in dict.fromkeys(refs):
-            if await hash_in_thread(cache.has, ref):
-                copied(ref.size_bytes)
-            else:
-                wanted.append(ref)
-        await asyncio.to_thread(cache.make_room, sum(ref.file_bytes for ref in wanted))
-        for ref in wanted:
-            await _copy_layer(cutter, cache, ref, copied)
-
-
-async def _copy_layer(cutter: ModelCutter, cache: LayerCache, ref: LayerRef, copied: Callable[[int], None]) -> None:
-    source = cutter.source(ref.digest)
-    assert source is not None
-    with cache.writing(ref) as writer:
-        chunks = source.chunks()
-        while (chunk := await in_thread(next, chunks, None)) is not None:
-            await in_thread(writer.write, chunk)
-            copied(len(chunk))
-        await in_thread(writer.finish)
-
-
-def place_windows(
-    place: Workspace, specs: Sequence[WindowSpec], gpu_layers: Sequence[int], epoch: int, *, output_on_gpu: bool = False
-) -> list[WindowFiles]:
-    """Write metadata splits and layer headers for ``specs``; every layer must be in the cache.
-
-    The last ``gpu_layers[i]`` layers of ``specs[i]`` go to the GPU; ``output_on_gpu``: the last spec is the tail, and its
-    output matrix goes there too. Raises ``ClusterError`` when the disk refuses.
-    """
-    seen: Counter[str] = Counter()
-    placed = []
-    for spec, on_gpu in zip(specs, gpu_layers, strict=True):
-        paths = []
-        for number, ref in enumerate(spec.layers):
-            paths.append(str(place.cache.place(ref, number=number, split=number + 1, copy=seen[ref.digest])))
-            seen[ref.digest] += 1
-        metadata = place.run / f"window-{epoch}-{spec.window}.gguf"
-        try:
-            metadata.write_bytes(spec.metadata)
-        except OSError as exc:
-            raise ClusterError(f"{metadata}: cannot be written: {exc.strerror or exc}; make room there") from exc
-        placed.append(
-            WindowFiles(
-                metadata=str(metadata),
-                layers=tuple(paths),
-                layer_count=spec.last - spec.first,
-                gpu_layers=on_gpu,
-                output_on_gpu=output_on_gpu and spec is specs[-1],
-            )
+    def __init__(
+        self,
+        load: Load,
+        number: int,
+        *,
+        place: Workspace,
+        config: Config,
+        profile: DeviceProfile,
+        model: HeadModel | None = None,
+    ) -> None:
+        self.number = number
+        self.layers = [ref for spec in load.windows for ref in spec.layers]
+        self.options = EngineOptions(
+            context=load.context,
+            sequences=load.sequences,
+            rows=load.rows,
+            threads=profile.cpu.threads,
+            batch_threads=profile.cpu.batch_threads,
+            kv_type=load.kv_type,
+            lock=config.lock,
         )
-    return placed
+        self._load, self._place, self._config, self._model = load, place, config, model
 
+    async def prepare(self, get: GetLayers, progress: Callable[[int, int], None]) -> None:
+        """Have all layers in the cache, leased: ``get`` brings what is missing. ``progress`` hears bytes done, and in all.
 
-def whole_model(path: Path, plan: Plan) -> WindowFiles:
-    """The files of a ``plan`` of one window: the model file ``path`` as it is."""
-    (window,) = plan.route
-    return WindowFiles(
-        metadata=str(path),
-        layers=(),
-        layer_count=len(window.layers),
-        gpu_layers=window.gpu_layers,
-        output_on_gpu=plan.output_on_gpu,
-    )
+        Raises what ``get`` raises.
+        """
+        cache = self._place.cache
+        lease_layers(self._place, self.number, self.layers)
+        missing = await missing_layers(cache, self.layers)
+        total, done = sum(ref.size_bytes for ref in missing), 0
 
+        def arrived(size: int) -> None:
+            nonlocal done
+            done += size
+            progress(min(done, total), total)
 
-def remove_metadata(place: Workspace, epoch: int) -> None:
-    """Remove the metadata splits of ``epoch``."""
-    for path in place.run.glob(f"window-{epoch}-*.gguf"):
-        path.unlink(missing_ok=True)
+        if missing:
+            await get(missing, arrived)
+        cache.touch({ref.digest for ref in self.layers})
 
+    def key(self, extra_buffers: Sequence[bool]) -> LoadKey:
+        """What the ring process will have loaded."""
+        load = self._load
+        return LoadKey(
+            windows=tuple(
+                (spec.first, spec.last, tuple(ref.digest for ref in spec.layers), on_gpu)
+                for spec, on_gpu in zip(load.windows, load.gpu_layers, strict=True)
+            ),
+            width=load.width,
+            extra_buffers=tuple(extra_buffers),
+            streamed=tuple(load.streamed) or ((),) * len(load.windows),
+            slots=load.slots,
+            options=self.options,
+        )
 
-async def try_extra_buffers(
-    place: Workspace, spec: WindowSpec, options: EngineOptions, *, width: int, vocabulary: int = 0
-) -> Verdict:
-    """Probe the one-layer window ``spec``, whose layer files are in the cache. Raises ``EngineError``."""
-    (files,) = place_windows(place, [spec], [0], epoch=-1)
-    trial = Trial(files=files, options=options, width=width, vocabulary=vocabulary, extra_buffers=False)
-    tensors = tuple(tensor for layer in spec.layers for tensor in layer.tensors)
-    stop = StopFlag()
-    try:
-        return await asyncio.to_thread(probe, trial, tensors, place.build, place.verdicts, stop)
-    finally:
-        stop.set()
-        remove_metadata(place, -1)
+    async def start(self, key: LoadKey) -> LoadedProcess:
+        """Start a ring process that loads the windows; its ``events`` say how it goes.
 
+        Raises ``PrimadError`` when a disk refuses or no process can be started.
+        """
+        files = await in_thread(self._place_windows)
+        ring = await RingProcess.start(
+            self._place.run / f"ring-{self.number}.log",
+            threads=max(self.options.threads, self.options.batch_threads),
+            place=self._load.place,
+        )
+        apply_nice(ring.pid, self._config.nice)
+        process = LoadedProcess(ring, self._place, self.number, key, [spec.window for spec in self._load.windows])
+        try:
+            await process.send(self._opening(key, files))
+        except BaseException:  # cancelled over it, nobody else would end the process
+            await process.close()
+            raise
+        return process
 
-def fits_twice(size_bytes: int, limits: OwnerLimits) -> bool:
-    """Whether copies of ``size_bytes`` of weights leave this device enough of the memory that primad may use."""
-    now = memory()
-    return size_bytes <= EXTRA_MEMORY_SHARE * limits.ram_bytes(now.available_bytes, now.total_bytes)
+    def release(self) -> None:
+        """Let the files go."""
+        release_files(self._place, self.number)
 
+    def _place_windows(self) -> list[WindowFiles]:
+        load, model = self._load, self._model
+        if model is not None and load.route == 1:
+            return [whole_model(model.path, model.plan)]
+        output_on_gpu = model is not None and model.plan.output_on_gpu
+        files = place_windows(self._place, load.windows, load.gpu_layers, self.number, output_on_gpu)
+        for window in files:
+            read_header(Path(window.metadata))  # the head wrote it: judged before llama.cpp sees it
+        return files
 
-def open_window(index: int, files: WindowFiles, extra_buffers: bool, streamed: tuple[int, ...]) -> OpenWindow:
-    """Window ``index`` of the route as its ring process is told to load it; one that streams needs no extra buffers."""
-    return OpenWindow(window=index, files=files, extra_buffers=extra_buffers and not streamed, streamed=streamed)
+    def _opening(self, key: LoadKey, files: Sequence[WindowFiles]) -> Open:
+        load, model = self._load, self._model
+        return Open(
+            ring=load.ring,
+            epoch=load.epoch,
+            windows=open_windows(load.windows, files, key.extra_buffers, key.streamed),
+            route=load.route,
+            width=load.width,
+            model=None if model is None else str(model.path),
+            host=self._config.host,
+            depth=1 if model is None else len(model.plan.devices),
+            step_timeout_s=load.step_timeout_s,
+            options=self.options,
+            slots=load.slots,
+            room_bytes=load.room_bytes,
+            usage=str(self._place.usage),
+        )
 
 
 def open_windows(
@@ -182,9 +166,9 @@ def open_windows(
     extra_buffers: Sequence[bool],
     streamed: Sequence[tuple[int, ...]],
 ) -> list[OpenWindow]:
-    """The windows as the ring process is told to load them."""
+    """The windows as the ring process is told to load them; one that streams needs no extra buffers."""
     return [
-        open_window(spec.window, placed, extra, streams)
+        OpenWindow(window=spec.window, files=placed, extra_buffers=extra and not streams, streamed=streams)
         for spec, placed, extra, streams in zip(specs, files, extra_buffers, streamed, strict=True)
     ]
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import filelock
 
 from halda import DeviceProfile
-from primad.daemon.loading import Workspace
+from primad.daemon.layer_files import Workspace
 from primad.daemon.reporter import Reporter
 from primad.engine.build import build_id
 from primad.errors import ConfigError, PrimadError, Stopped

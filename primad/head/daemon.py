@@ -17,7 +17,7 @@ from typing import Any, Final
 import zmq.asyncio
 
 from halda import DeviceProfile, ModelProfile
-from primad.daemon.loading import Workspace
+from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter

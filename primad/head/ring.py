@@ -15,11 +15,13 @@ import msgspec
 import psutil
 
 from halda import Plan, Prediction
-from primad.daemon.loading import distrust, remove_metadata, streamed_of
+from primad.daemon.layer_files import distrust, release_files
+from primad.daemon.loaded_process import LoadedProcess
+from primad.daemon.loading import streamed_of
 from primad.errors import ClusterError, ModelError, NextDeviceError, PrimadError, RingError, WeightsError
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.head.blame import UNREACHED, ParticipationError, blamed
-from primad.head.load_own import start_own
+from primad.head.load_own import load_own
 from primad.head.participation import Participation
 from primad.head.ring_inputs import RingInputs
 from primad.head.status import Costs, device_status, link_status, plan_lines, promises
@@ -44,9 +46,7 @@ from primad.ring.messages import (
     Serving,
     Status,
 )
-from primad.ring.spawn import RingProcess
 from primad.settings.config import LOOPBACK, is_loopback
-from primad.system.stopped import wait_stopped
 from primad.system.tasks import mistake, settle
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class HeadRing:
         self._inputs = inputs
         self._tasks: set[asyncio.Task[None]] = set()
         self._workers: dict[str, Participation] = {}
-        self._process: RingProcess | None = None
+        self._process: LoadedProcess | None = None
         self._closed = False
         loop = asyncio.get_running_loop()
         self._own: asyncio.Future[tuple[str, str]] = loop.create_future()
@@ -119,13 +119,15 @@ class HeadRing:
 
     async def _form(self) -> None:
         specs = await self._specs()
-        loads = {name: await self._load(name, specs) for name in self._inputs.workers}
+        own_load = self._load(self.plan.head, specs, sources=[], place=0)
+        loads = {name: await self._worker_load(name, specs) for name in self._inputs.workers}
         for name, worker in self._inputs.workers.items():
             participation = Participation(worker, loads[name], self._on_progress)
             self._workers[name] = participation
             self._start(self._watch(participation))
             await participation.load()
-        await self._start_own(specs.get(self.plan.head, []))
+        self._process = await load_own(self._inputs, own_load)
+        self._start(self._attend_own(self._process, own_load))
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             own = await self._own
             loaded = {name: await participation.loaded for name, participation in self._workers.items()}
@@ -161,8 +163,8 @@ class HeadRing:
             await participation.release()
         if self._process is not None:
             await self._process.close()
-        remove_metadata(self._inputs.place, self.epoch)
-        self._inputs.place.cache.end_lease(self._inputs.owner)
+        else:
+            release_files(self._inputs.place, self.epoch)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -253,11 +255,11 @@ class HeadRing:
     async def _specs(self) -> dict[str, list[WindowSpec]]:
         """The windows of every device; hashes the layers that no plan needed before (reads them from the model file).
 
-        Stopping waits for no more than one chunk.
+        One window is the whole model, which is not cut. Stopping waits for no more than one chunk.
         """
         cutter, plan = self._inputs.cutter, self.plan
         if len(plan.route) == 1:
-            return {}
+            return {plan.head: [WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())]}
         assert cutter is not None
         needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
         for done, layer in enumerate(needed):
@@ -271,9 +273,8 @@ class HeadRing:
             for name in plan.devices
         }
 
-    async def _load(self, name: str, specs: Mapping[str, list[WindowSpec]]) -> Load:
-        options, worker = self._inputs.options, self._inputs.workers[name]
-        first = specs[name][0].first
+    def _load(self, name: str, specs: Mapping[str, list[WindowSpec]], *, sources: list[Source], place: int) -> Load:
+        options = self._inputs.options
         return Load(
             ring=options.session,
             epoch=options.epoch,
@@ -281,19 +282,27 @@ class HeadRing:
             width=token_embedding(self._inputs.header).shape[0],
             windows=specs[name],
             gpu_layers=[window.gpu_layers for _, window in self.plan.windows_of(name)],
-            probe=self._probe_spec(first, first + 1) if options.extra_buffers == "auto" else None,
+            probe=None,
             force_extra_buffers=options.extra_buffers == "on",
-            sources=await self._sources(worker),
+            sources=sources,
             context=options.context_tokens,
             sequences=1,
             rows=options.rows,
             step_timeout_s=options.step_timeout_s,
-            place=self._place_of(name),
+            place=place,
             streamed=streamed_of(self.plan, name),
             slots=self.plan.streaming_of(name).slots,
             room_bytes=self._inputs.room_bytes(name),
             kv_type=options.kv_type,
         )
+
+    async def _worker_load(self, name: str, specs: Mapping[str, list[WindowSpec]]) -> Load:
+        sources = await self._sources(self._inputs.workers[name])
+        load = self._load(name, specs, sources=sources, place=self._place_of(name))
+        if self._inputs.options.extra_buffers != "auto":
+            return load
+        first = specs[name][0].first
+        return msgspec.structs.replace(load, probe=self._probe_spec(first, first + 1))
 
     async def _sources(self, worker: WorkerLink) -> list[Source]:
         """Who may have layers that ``worker`` lacks: this head, and every worker that it reaches."""
@@ -333,11 +342,6 @@ class HeadRing:
                 reasons.append(f"no route to {worker.name} at {host}:{worker.end.port}: {exc.strerror or exc}")
         raise ParticipationError("; ".join(reasons), worker.name, UNREACHED)
 
-    async def _start_own(self, specs: list[WindowSpec]) -> None:
-        self._process, windows = await start_own(self._inputs, specs)
-        self._start(self._attend_own(self._process, windows, specs))
-        self._start(self._watch_process(self._process))
-
     def _probe_spec(self, first: int, last: int) -> WindowSpec | None:
         assert self._inputs.cutter is not None
         try:
@@ -345,20 +349,21 @@ class HeadRing:
         except ModelError:
             return None
 
-    async def _attend_own(self, process: RingProcess, windows: int, specs: list[WindowSpec]) -> None:
+    async def _attend_own(self, process: LoadedProcess, load: Load) -> None:
         try:
-            await self._attend(process, windows)
+            await self._attend(process, len(load.windows))
         except WeightsError as exc:
-            if not specs and exc.file is None:  # then there is but one file
+            if load.route == 1 and exc.file is None:  # then there is but one file
                 path = str(self._inputs.header.path)
                 raise WeightsError(f"{exc}: {path}", path) from exc
             # The next ring cuts what is not whole out of the model again.
-            raise distrust(self._inputs.place.cache, exc, (ref for spec in specs for ref in spec.layers)) from exc
+            refs = (ref for spec in load.windows for ref in spec.layers)
+            raise distrust(self._inputs.place.cache, exc, refs) from exc
         except NextDeviceError as exc:
             raise ParticipationError(f"{self.plan.head}: {exc}", self.plan.head, "next") from exc
 
-    async def _attend(self, process: RingProcess, windows: int) -> None:
-        """Listen to the head's ring process. Raises ``RingError`` or ``WeightsError`` when it ends."""
+    async def _attend(self, process: LoadedProcess, windows: int) -> None:
+        """Listen to the head's ring process. Raises ``PrimadError`` when it ends or was stopped."""
         async for event in process.events():
             match event:
                 case Sampled() | Finished():
@@ -382,11 +387,6 @@ class HeadRing:
                     self._status.put_nowait(event)
                 case _:
                     raise RingError(f"the head's ring process said {type(event).__name__}")
-
-    async def _watch_process(self, process: RingProcess) -> None:
-        """The head's own ring process says nothing once it is stopped, not even that a step is late."""
-        await wait_stopped(process.pid)
-        raise RingError("the head's ring process was stopped")
 
     def _look_for_fault(self, step: int, waited_s: float) -> None:
         logger.info("epoch %d: step %d is out for %.1f s", self.epoch, step, waited_s)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from halda import DeviceProfile, Plan, Prediction
-from primad.daemon.loading import Workspace
+from primad.daemon.extra_buffers import Tried
+from primad.daemon.layer_files import Workspace
 from primad.daemon.reporter import Reporter
 from primad.engine.protocol import KvType
 from primad.gguf.header import Header
 from primad.gguf.windows import ModelCutter
-from primad.head.extra_buffers import Tried
 from primad.head.link_book import LinkBook
 from primad.head.worker_link import WorkerLink
 from primad.ring.messages import Finished, Sampled
@@ -69,8 +69,3 @@ class RingInputs:
         """Bytes of a device's memory that the plan leaves."""
         devices = self.prediction.devices if self.prediction is not None else ()
         return sum(each.room_bytes for each in devices if each.device == device)
-
-    @property
-    def owner(self) -> str:
-        """Who holds the head's own layers in its cache."""
-        return f"ring-{self.options.epoch}"

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from halda import DeviceProfile, Infeasible, Plan, Prediction, Workload
 from primad.api.backend import ServedModel
-from primad.daemon.loading import Workspace
+from primad.daemon.extra_buffers import Tried
+from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.reporter import Reporter
 from primad.errors import ModelError, PlanError, PrimadError, WeightsError
@@ -26,7 +27,6 @@ from primad.gguf.windows import ModelCutter
 from primad.head.backend import RingBackend, StatusOf
 from primad.head.blame import blamed
 from primad.head.devices import Devices, Post
-from primad.head.extra_buffers import Tried
 from primad.head.options import ServeOptions, model_id
 from primad.head.planner import Planner
 from primad.head.ring import HeadRing

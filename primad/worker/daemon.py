@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import zmq.asyncio
 
 from halda import DeviceProfile
-from primad.daemon.loading import Workspace
+from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.owner import OwnerPause
 from primad.daemon.pairing_service import PairingService

@@ -10,42 +10,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
 import zmq.asyncio
 
 from halda import DeviceProfile
-from primad.daemon.loading import (
-    Workspace,
-    check_layers,
-    distrust,
-    fits_twice,
-    missing_layers,
-    open_windows,
-    place_windows,
-    remove_metadata,
-    try_extra_buffers,
-)
+from primad.daemon.extra_buffers import are_extra_buffers_worth_it
+from primad.daemon.layer_files import Workspace, check_layers, distrust
+from primad.daemon.loaded_process import LoadedProcess, LoadKey
+from primad.daemon.loading import WindowLoad
 from primad.daemon.memory_watch import MemoryWatch
-from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Say
-from primad.engine.probe import is_worth_it
-from primad.engine.protocol import EngineOptions
 from primad.errors import ClusterError, DiskError, NextDeviceError, PrimadError, RingError, WeightsError
-from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
-from primad.layers.fetch import fetch_layers, in_thread
+from primad.layers.fetch import fetch_layers
 from primad.network import messages
 from primad.network.messages import Broken, Load, Loaded, Progress, WorkerMessage, WorkerStatus
 from primad.ring.messages import (
     Connect,
     Loading,
-    Open,
     Opened,
     Overdue,
     ProcessMemoryLow,
@@ -54,10 +41,8 @@ from primad.ring.messages import (
     RingCommand,
     Status,
 )
-from primad.ring.spawn import RingProcess
 from primad.settings.config import Config
 from primad.trust.identity import Identity
-from primad.worker.loaded_process import LoadedProcess, LoadKey, owner
 from primad.worker.standing import Standing
 
 logger = logging.getLogger(__name__)
@@ -130,7 +115,7 @@ class Participations:
         """Connect the ring process of ``epoch`` to its neighbours."""
         participation = self._participations.get(epoch)
         if participation is not None and participation.host is not None:
-            await participation.host.ring.send(Connect(address, key, sender))
+            await participation.host.send(Connect(address, key, sender))
             if self._participations.get(epoch) is participation:
                 self.standing.change(epoch, linked=True)
                 await self._tell(self.standing.message())
@@ -191,23 +176,24 @@ class Participations:
     async def _to_all(self, command: RingCommand) -> None:
         for participation in list(self._participations.values()):
             if participation.host is not None:
-                await participation.host.ring.send(command)
+                await participation.host.send(command)
 
     async def _work(self, load: Load, profile: DeviceProfile) -> None:
         """Load the windows of ``load`` and attend to their ring process until it breaks or this task is cancelled."""
         host: LoadedProcess | None = None
-        fault, opened, number = "fetch", False, next(self._numbers)
+        windows = WindowLoad(load, next(self._numbers), place=self._place, config=self._config, profile=profile)
+        fault, opened = "fetch", False
         try:
-            await self._fetch(load, number)
+            await self._fetch(load, windows)
             fault = "load"
-            host = await self._open(load, profile, number)
+            host = await self._open(load, windows)
             async for _ in self._attend(load, host):
-                await check_layers(self._place.cache, _layers(load))
+                await check_layers(self._place.cache, windows.layers)
                 fault, opened = "ring", True
         except DiskError as exc:
             await self._broke(load, exc, "disk")
         except WeightsError as exc:
-            error = distrust(self._place.cache, exc, _layers(load))
+            error = distrust(self._place.cache, exc, windows.layers)
             await self._broke(load, error, self._blame_disk(error, fault))
         except NextDeviceError as exc:
             await self._broke(load, exc, "next")
@@ -217,9 +203,8 @@ class Participations:
             logger.exception("the participation in epoch %d failed", load.epoch)
             await self._broke(load, RingError(f"internal error: {type(exc).__name__}: {exc}"), fault)
         finally:
-            if host is None or host.number != number:
-                remove_metadata(self._place, number)
-                self._place.cache.end_lease(owner(number))
+            if host is None or host.number != windows.number:
+                windows.release()
             if host is not None:
                 self._put_away(host, keep=opened and not host.memory_low)
 
@@ -261,7 +246,7 @@ class Participations:
             self._end_soon(host)
 
     def _end_soon(self, host: LoadedProcess) -> asyncio.Task[None]:
-        task = asyncio.create_task(host.close(self._place))
+        task = asyncio.create_task(host.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         return task
@@ -271,24 +256,8 @@ class Participations:
             self._kept = self._expiry = None
             self._end_soon(host)
 
-    async def _fetch(self, load: Load, number: int) -> None:
-        refs = _layers(load)
-        self._place.cache.lease(owner(number), {ref.digest for ref in refs})
-        missing = await missing_layers(self._place.cache, refs)
-        total, done, told_s = sum(ref.size_bytes for ref in missing), 0, 0.0
-        pending: set[asyncio.Task[None]] = set()
-
-        def arrived(size: int) -> None:
-            nonlocal done, told_s
-            done += size
-            if done == total or time.monotonic() - told_s >= PROGRESS_INTERVAL_S:
-                told_s = time.monotonic()
-                progress = Progress(epoch=load.epoch, phase="fetch", done=min(done, total), total=total)
-                task = asyncio.create_task(self._tell(progress))
-                pending.add(task)
-                task.add_done_callback(pending.discard)
-
-        if missing:
+    async def _fetch(self, load: Load, windows: WindowLoad) -> None:
+        async def fetch(missing: Sequence[LayerRef], arrived: Callable[[int], None]) -> None:
             await self._unload_if_it_has(missing)
             if not load.sources:
                 raise ClusterError(f"{len(missing)} layers are missing and no device was named that has them")
@@ -301,7 +270,23 @@ class Participations:
                 arrived,
                 bytes_per_s=self._config.transfer_limit_bytes_per_s,
             )
-        self._place.cache.touch({ref.digest for ref in refs})
+
+        await windows.prepare(fetch, self._progress(load.epoch, "fetch"))
+
+    def _progress(self, epoch: int, phase: str) -> Callable[[int, int], None]:
+        """Takes how much of ``phase`` is done, and of how much; the head is told now and then."""
+        pending: set[asyncio.Task[None]] = set()
+        told_s = 0.0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal told_s
+            if done == total or time.monotonic() - told_s >= PROGRESS_INTERVAL_S:
+                told_s = time.monotonic()
+                task = asyncio.create_task(self._tell(Progress(epoch=epoch, phase=phase, done=done, total=total)))
+                pending.add(task)
+                task.add_done_callback(pending.discard)
+
+        return progress
 
     async def _unload_if_it_has(self, missing: Iterable[LayerRef]) -> None:
         """A process that is kept and has loaded what is not whole on the disk any more may have spoilt weights mapped."""
@@ -309,44 +294,16 @@ class Participations:
         if not loaded.isdisjoint(ref.digest for ref in missing):
             await self.unload()
 
-    async def _open(self, load: Load, profile: DeviceProfile, number: int) -> LoadedProcess:
-        options = EngineOptions(
-            context=load.context,
-            sequences=load.sequences,
-            rows=load.rows,
-            threads=profile.cpu.threads,
-            batch_threads=profile.cpu.batch_threads,
-            kv_type=load.kv_type,
-            lock=self._config.lock,
-        )
-        extra = await self._extra_buffers(load, options)
-        content = LoadKey(
-            windows=tuple(
-                (spec.first, spec.last, tuple(ref.digest for ref in spec.layers), on_gpu)
-                for spec, on_gpu in zip(load.windows, load.gpu_layers, strict=True)
-            ),
-            width=load.width,
-            extra_buffers=extra,
-            streamed=tuple(load.streamed) or ((),) * len(load.windows),
-            slots=load.slots,
-            options=options,
-        )
+    async def _open(self, load: Load, windows: WindowLoad) -> LoadedProcess:
+        """A process with these windows: one that is kept if it has them, else a new one."""
+        content = windows.key([await self._extra_buffers(load, windows)] * len(load.windows))
         kept = self._take_kept(content)
         if kept is not None:
-            await self._reopen(load, kept)
-            if await self._answers(kept):
+            if await self._reopens(load, kept):
                 return kept
             self._end_soon(kept)
         await self.unload()
-        return await self._start(load, content, number)
-
-    async def _answers(self, host: LoadedProcess) -> bool:
-        """Whether a process that was asked to reopen does. Cancelled over it, nobody else would end the process."""
-        try:
-            return await host.answers(REOPEN_S)
-        except BaseException:
-            self._end_soon(host)
-            raise
+        return await windows.start(content)
 
     def _take_kept(self, content: LoadKey) -> LoadedProcess | None:
         kept = self._kept
@@ -358,80 +315,46 @@ class Participations:
             self._expiry = None
         return kept
 
-    async def _reopen(self, load: Load, host: LoadedProcess) -> None:
+    async def _reopens(self, load: Load, host: LoadedProcess) -> bool:
+        """Ask a process that was kept to serve ``load``; whether it does."""
         host.forget_events()
         following = [spec.window for spec in load.windows]
-        await self._tell_process(
-            host,
-            Reopen(
-                ring=load.ring,
-                epoch=load.epoch,
-                windows=list(zip(host.indices, following, strict=True)),
-                route=load.route,
-                host=self._config.host,
-                step_timeout_s=load.step_timeout_s,
-                room_bytes=load.room_bytes,
-            ),
+        reopen = Reopen(
+            ring=load.ring,
+            epoch=load.epoch,
+            windows=list(zip(host.indices, following, strict=True)),
+            route=load.route,
+            host=self._config.host,
+            step_timeout_s=load.step_timeout_s,
+            room_bytes=load.room_bytes,
         )
         host.indices = following
-
-    async def _start(self, load: Load, content: LoadKey, number: int) -> LoadedProcess:
-        files = await in_thread(place_windows, self._place, load.windows, load.gpu_layers, number)
-        for window in files:
-            # The head wrote it: judged before llama.cpp sees it.
-            await asyncio.to_thread(read_header, Path(window.metadata))
-        options = content.options
-        ring = await RingProcess.start(
-            self._place.run / f"ring-{number}.log",
-            threads=max(options.threads, options.batch_threads),
-            place=load.place,
-        )
-        apply_nice(ring.pid, self._config.nice)
-        host = LoadedProcess(ring, content, number)
-        host.indices = [spec.window for spec in load.windows]
-        await self._tell_process(
-            host,
-            Open(
-                ring=load.ring,
-                epoch=load.epoch,
-                windows=open_windows(
-                    load.windows, files, [content.extra_buffers] * len(load.windows), content.streamed
-                ),
-                route=load.route,
-                width=load.width,
-                model=None,
-                host=self._config.host,
-                depth=1,
-                step_timeout_s=load.step_timeout_s,
-                options=options,
-                slots=content.slots,
-                room_bytes=load.room_bytes,
-                usage=str(self._place.usage),
-            ),
-        )
-        return host
-
-    async def _tell_process(self, host: LoadedProcess, command: Open | Reopen) -> None:
-        """Give ``host`` its first command of an epoch. Cancelled over it, nobody else would end the process."""
         try:
-            await host.ring.send(command)
-        except BaseException:
+            await host.send(reopen)
+            return await host.answers(REOPEN_S)
+        except BaseException:  # cancelled over it, nobody else would end the process
             self._end_soon(host)
             raise
 
-    async def _extra_buffers(self, load: Load, options: EngineOptions) -> bool:
+    async def _extra_buffers(self, load: Load, windows: WindowLoad) -> bool:
         if load.force_extra_buffers:
             return True
-        size = sum(ref.size_bytes for spec in load.windows for ref in spec.layers)
-        if load.probe is None or not fits_twice(size, self._config.limits):
+        if load.probe is None:
             return False
-        await self._tell(Progress(epoch=load.epoch, phase="probe", done=0, total=1))
-        return is_worth_it(await try_extra_buffers(self._place, load.probe, options, width=load.width), 1)
+        progress = self._progress(load.epoch, "probe")
+        return await are_extra_buffers_worth_it(
+            self._place,
+            load.windows,
+            load.probe,
+            windows.options,
+            lambda done: progress(done, 1),
+            limits=self._config.limits,
+            width=load.width,
+        )
 
     async def _attend(self, load: Load, host: LoadedProcess) -> AsyncIterator[None]:
         """Pass on what the ring process says; yields when it has opened. Raises ``RingError`` when it ends."""
-        while True:
-            event = await host.next_event()
+        async for event in host.events():
             match event:
                 case Loading(windows):
                     await self._tell(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
@@ -456,7 +379,3 @@ class Participations:
                     raise NextDeviceError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
                 case _:
                     raise RingError(f"the ring process of a worker said {type(event).__name__}")
-
-
-def _layers(load: Load) -> list[LayerRef]:
-    return [ref for spec in load.windows for ref in spec.layers]

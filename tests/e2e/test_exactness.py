@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from halda import Plan, arrange
-from primad.daemon.loading import Workspace, place_windows
+from primad.daemon.layer_files import Workspace, place_windows
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding
 from primad.engine.protocol import EngineOptions, Rows
 from primad.gguf.architectures import embedding_scale

@@ -21,7 +21,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from primad.daemon.loading import missing_layers
+from primad.daemon.layer_files import missing_layers
 from primad.errors import ClusterError, DiskError
 from primad.gguf import layers as layers_module
 from primad.gguf.header import read_header

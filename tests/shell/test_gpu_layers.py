@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from halda import Plan, Window
-from primad.daemon.loading import Workspace, place_windows, whole_model
+from primad.daemon.layer_files import Workspace, place_windows, whole_model
 from primad.engine.llama import MiddleWindow, TailWindow, WholeModel, n_gpu_layers
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.gguf.windows import WindowSpec

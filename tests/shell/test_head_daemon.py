@@ -13,7 +13,7 @@ import pytest
 import zmq.asyncio
 
 from primad.daemon import memory_watch as memory_watch
-from primad.daemon.loading import Workspace
+from primad.daemon.layer_files import Workspace
 from primad.errors import ClusterError, RingError, WeightsError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model

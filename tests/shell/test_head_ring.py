@@ -245,7 +245,7 @@ def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
     async def once() -> None:
         ring = Ways(lap="192.168.1.7", tab="192.168.1.8").ring
         with pytest.raises(ParticipationError, match="desk: the next device took no step") as caught:
-            await ring._attend_own(Blocked(), 1, [])
+            await ring._attend_own(Blocked(), SimpleNamespace(route=4, windows=[]))
         assert blamed(caught.value, PAIR, forming=True) == ("lap", False)
         assert blamed(caught.value, PAIR) == ("lap", False)
 

@@ -91,14 +91,11 @@ class Lab:
     """A ring of a head and two workers that was formed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lap: FakePart, nas: FakePart) -> None:
-        monkeypatch.setattr(head_ring, "remove_metadata", lambda *_: None)
         parts = SimpleNamespace(
             plan=PLAN,
             prediction=None,
             options=SimpleNamespace(epoch=5),
             links=SimpleNamespace(between=lambda names: []),
-            place=SimpleNamespace(cache=SimpleNamespace(end_lease=lambda owner: None)),
-            owner="ring-5",
         )
         self.ring, self.process = HeadRing(parts), FakeProcess()
         self.lap, self.nas = lap, nas

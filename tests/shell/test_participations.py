@@ -14,8 +14,9 @@ from typing import TypeVar
 import msgspec
 import pytest
 
+from primad.daemon import loading
 from primad.daemon import memory_watch as memory_watch
-from primad.daemon.loading import Workspace
+from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch
 from primad.engine.protocol import WindowFiles
 from primad.errors import ClusterError, DiskError, ModelError, WeightsError
@@ -150,9 +151,9 @@ class Worker:
 @pytest.fixture
 def processes(monkeypatch) -> FakeProcesses:
     fake = FakeProcesses()
-    monkeypatch.setattr(parts_module, "RingProcess", fake)
-    monkeypatch.setattr(parts_module, "place_windows", lambda place, specs, *_: [FILES] * len(specs))
-    monkeypatch.setattr(parts_module, "read_header", lambda _: None)
+    monkeypatch.setattr(loading, "RingProcess", fake)
+    monkeypatch.setattr(loading, "place_windows", lambda place, specs, *_: [FILES] * len(specs))
+    monkeypatch.setattr(loading, "read_header", lambda _: None)
     return fake
 
 
@@ -389,7 +390,7 @@ def test_a_part_that_is_released_while_its_files_are_placed_leaves_none(worker, 
         (place.run / "window-1-1.gguf").write_bytes(b"")
         return [FILES] * len(specs)
 
-    monkeypatch.setattr(parts_module, "place_windows", place)
+    monkeypatch.setattr(loading, "place_windows", place)
 
     async def once() -> None:
         async with worker() as lap:
@@ -417,7 +418,7 @@ def test_a_part_that_is_busy_with_the_disk_is_not_waited_for_when_it_is_released
         await in_thread(look)
         return []
 
-    monkeypatch.setattr(parts_module, "missing_layers", missing)
+    monkeypatch.setattr(loading, "missing_layers", missing)
 
     async def once() -> None:
         async with worker() as lap:
@@ -457,7 +458,7 @@ def test_a_mistake_of_our_own_is_told_to_the_head_which_waits_for_the_part(worke
     def place(*_: object) -> list[WindowFiles]:
         raise RuntimeError("dictionary changed size during iteration")
 
-    monkeypatch.setattr(parts_module, "place_windows", place)
+    monkeypatch.setattr(loading, "place_windows", place)
 
     async def once() -> None:
         async with worker() as lap:
@@ -482,7 +483,7 @@ def test_layers_that_do_not_arrive_are_told_with_whose_fault_it_is(worker, proce
         return [LAYER]
 
     monkeypatch.setattr(parts_module, "fetch_layers", fetch)
-    monkeypatch.setattr(parts_module, "missing_layers", missing)
+    monkeypatch.setattr(loading, "missing_layers", missing)
 
     async def once() -> None:
         async with worker() as lap:
@@ -498,7 +499,7 @@ def test_layers_that_nobody_has_are_an_error(worker, monkeypatch):
     async def missing(*_: object) -> list[LayerRef]:
         return [LAYER]
 
-    monkeypatch.setattr(parts_module, "missing_layers", missing)
+    monkeypatch.setattr(loading, "missing_layers", missing)
 
     async def once() -> None:
         async with worker() as lap:
@@ -522,7 +523,7 @@ def test_progress_of_fetching_is_told(worker, monkeypatch):
         return [LAYER]
 
     monkeypatch.setattr(parts_module, "fetch_layers", fetch)
-    monkeypatch.setattr(parts_module, "missing_layers", missing)
+    monkeypatch.setattr(loading, "missing_layers", missing)
 
     async def once() -> None:
         async with worker() as lap:
@@ -690,7 +691,7 @@ def test_metadata_that_is_no_gguf_never_reaches_llama_cpp(worker, processes, mon
     def read(_: Path) -> None:
         raise ModelError("window.gguf: is not a GGUF file")
 
-    monkeypatch.setattr(parts_module, "read_header", read)
+    monkeypatch.setattr(loading, "read_header", read)
 
     async def once() -> None:
         async with worker() as lap:

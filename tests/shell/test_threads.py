@@ -11,11 +11,11 @@ import pytest
 
 from halda import Plan, Window
 from primad.cli.progress import RichReporter
-from primad.daemon.loading import Workspace
+from primad.daemon import loading
+from primad.daemon.layer_files import Workspace
 from primad.engine.protocol import WindowFiles
 from primad.errors import RingError
 from primad.gguf.model import open_model
-from primad.head import load_own as own_part
 from primad.head.backend import RingBackend
 from primad.head.link_book import LinkBook
 from primad.head.ring import HeadRing
@@ -57,7 +57,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
     monkeypatch, smollm2, tmp_path
 ):
     process, broken = FakeProcess(), []
-    monkeypatch.setattr(own_part, "RingProcess", process)
+    monkeypatch.setattr(loading, "RingProcess", process)
     window = Window(device="desk", first=0, last=30, gpu_layers=30)
     header = open_model(smollm2)
     config = load_config({"home": tmp_path, "name": "desk", "host": "127.0.0.1"}, {})

@@ -17,7 +17,8 @@ import zmq.asyncio
 from gguf import GGMLQuantizationType
 
 from halda import LinkProfile
-from primad.daemon.loading import Workspace
+from primad.daemon import loading
+from primad.daemon.layer_files import Workspace
 from primad.engine.protocol import WindowFiles
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef, LayerTensor
@@ -231,9 +232,9 @@ class NoDiscovery:
 def lab(monkeypatch, tmp_path) -> Callable[..., AbstractAsyncContextManager[Lab]]:
     processes = FakeProcesses()
     monkeypatch.setattr(worker_module, "Discovery", NoDiscovery)
-    monkeypatch.setattr(parts_module, "RingProcess", processes)
-    monkeypatch.setattr(parts_module, "place_windows", lambda place, specs, *_: [FILES] * len(specs))
-    monkeypatch.setattr(parts_module, "read_header", lambda _: None)
+    monkeypatch.setattr(loading, "RingProcess", processes)
+    monkeypatch.setattr(loading, "place_windows", lambda place, specs, *_: [FILES] * len(specs))
+    monkeypatch.setattr(loading, "read_header", lambda _: None)
 
     async def nothing_missing(*_: object) -> list[LayerRef]:
         return []
@@ -241,7 +242,7 @@ def lab(monkeypatch, tmp_path) -> Callable[..., AbstractAsyncContextManager[Lab]
     async def nothing_changed(*_: object) -> None:
         return None
 
-    monkeypatch.setattr(parts_module, "missing_layers", nothing_missing)
+    monkeypatch.setattr(loading, "missing_layers", nothing_missing)
     monkeypatch.setattr(parts_module, "check_layers", nothing_changed)
 
     @asynccontextmanager

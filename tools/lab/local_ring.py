@@ -13,13 +13,14 @@ from types import TracebackType
 import msgspec
 
 from halda import Plan, Prediction, arrange
-from primad.daemon.loading import Workspace, open_windows, place_windows, streamed_of, whole_model
+from primad.daemon.extra_buffers import Tried, choose_extra_buffers
+from primad.daemon.layer_files import Workspace, place_windows, whole_model
+from primad.daemon.loading import open_windows, streamed_of
 from primad.engine.build import build_id
 from primad.engine.protocol import EngineOptions, KvType, Sampling
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
-from primad.head.extra_buffers import Tried, choose_extra_buffers
 from primad.layers.cache import LayerCache
 from primad.ring.messages import (
     Cancel,

@@ -1,0 +1,160 @@
+"""The files that windows are loaded from: layers in the cache, whole and leased, and a metadata split for each window."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from halda import Plan
+from primad.engine.protocol import WindowFiles
+from primad.errors import ClusterError, WeightsError
+from primad.gguf.layers import LayerRef
+from primad.gguf.windows import ModelCutter, WindowSpec
+from primad.layers.cache import LayerCache
+from primad.layers.fetch import hash_in_thread, in_thread
+from primad.settings.config import usage_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """Where this daemon keeps layer files, files of this run and what probes found; which llama.cpp it has."""
+
+    cache: LayerCache
+    run: Path
+    verdicts: Path
+    build: str
+
+    @property
+    def usage(self) -> Path:
+        """Where it is kept how often the experts of layers are used."""
+        return usage_folder(self.verdicts.parent)
+
+
+async def missing_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> list[LayerRef]:
+    """Those of ``refs`` that are not in ``cache`` whole, each once; stopping waits for one chunk to be hashed."""
+    return [ref for ref in dict.fromkeys(refs) if not await hash_in_thread(cache.has, ref)]
+
+
+async def check_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> None:
+    """Raises ``ClusterError`` when one of ``refs``, all of which were whole, is not any more; it is removed.
+
+    Reads only what changed since it was looked at last, so that this costs nothing where nothing did.
+    """
+    if damaged := await missing_layers(cache, refs):
+        names = ", ".join(ref.digest[:12] for ref in damaged[:3])
+        more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+        raise ClusterError(f"layer {names}{more} changed on the disk while it was loaded; it will be fetched again")
+
+
+def distrust(cache: LayerCache, error: WeightsError, refs: Iterable[LayerRef]) -> WeightsError:
+    """``error``, with the file if that can be told. The layers of ``refs`` that it may be about are read anew before use."""
+    digests = {ref.digest for ref in refs}
+    touched = cache.touched(digests) if error.file is None else []
+    if touched:
+        return WeightsError(f"{error}: {touched[0]}", str(touched[0]))
+    cache.doubt(error.file, digests)
+    return error
+
+
+async def copy_layers(
+    cutter: ModelCutter, cache: LayerCache, refs: Iterable[LayerRef], copied: Callable[[int], None]
+) -> None:
+    """Cut ``refs`` out of the model file into ``cache``; ``copied`` is told bytes, together the size of ``refs``.
+
+    Makes room first. Stopping waits for one chunk. Raises ``ModelError`` when the model file cannot be read or changed,
+    ``DiskError`` when the cache's disk refuses or has no room.
+    """
+    async with cache.turn:
+        wanted = []
+        for ref in dict.fromkeys(refs):
+            if await hash_in_thread(cache.has, ref):
+                copied(ref.size_bytes)
+            else:
+                wanted.append(ref)
+        await asyncio.to_thread(cache.make_room, sum(ref.file_bytes for ref in wanted))
+        for ref in wanted:
+            await _copy_layer(cutter, cache, ref, copied)
+
+
+async def _copy_layer(cutter: ModelCutter, cache: LayerCache, ref: LayerRef, copied: Callable[[int], None]) -> None:
+    source = cutter.source(ref.digest)
+    assert source is not None
+    with cache.writing(ref) as writer:
+        chunks = source.chunks()
+        while (chunk := await in_thread(next, chunks, None)) is not None:
+            await in_thread(writer.write, chunk)
+            copied(len(chunk))
+        await in_thread(writer.finish)
+
+
+def place_windows(
+    place: Workspace,
+    specs: Sequence[WindowSpec],
+    gpu_layers: Sequence[int],
+    number: int,
+    output_on_gpu: bool = False,
+) -> list[WindowFiles]:
+    """Write metadata splits and layer headers of load ``number`` for ``specs``; every layer must be in the cache.
+
+    The last ``gpu_layers[i]`` layers of ``specs[i]`` go to the GPU; ``output_on_gpu``: the last spec is the tail, and its
+    output matrix goes there too. Raises ``ClusterError`` when the disk refuses.
+    """
+    seen: Counter[str] = Counter()
+    placed = []
+    for spec, on_gpu in zip(specs, gpu_layers, strict=True):
+        paths = []
+        for layer, ref in enumerate(spec.layers):
+            paths.append(str(place.cache.place(ref, number=layer, split=layer + 1, copy=seen[ref.digest])))
+            seen[ref.digest] += 1
+        metadata = place.run / f"window-{number}-{spec.window}.gguf"
+        try:
+            metadata.write_bytes(spec.metadata)
+        except OSError as exc:
+            raise ClusterError(f"{metadata}: cannot be written: {exc.strerror or exc}; make room there") from exc
+        placed.append(
+            WindowFiles(
+                metadata=str(metadata),
+                layers=tuple(paths),
+                layer_count=spec.last - spec.first,
+                gpu_layers=on_gpu,
+                output_on_gpu=output_on_gpu and spec is specs[-1],
+            )
+        )
+    return placed
+
+
+def whole_model(path: Path, plan: Plan) -> WindowFiles:
+    """The files of a ``plan`` of one window: the model file ``path`` as it is."""
+    (window,) = plan.route
+    return WindowFiles(
+        metadata=str(path),
+        layers=(),
+        layer_count=len(window.layers),
+        gpu_layers=window.gpu_layers,
+        output_on_gpu=plan.output_on_gpu,
+    )
+
+
+def lease_layers(place: Workspace, number: int, refs: Iterable[LayerRef]) -> None:
+    """Keep ``refs`` in the cache for load ``number``, until ``release_files``."""
+    place.cache.lease(_owner(number), (ref.digest for ref in refs))
+
+
+def release_files(place: Workspace, number: int) -> None:
+    """Load ``number`` is over, whether it came to anything or not: its layers may go, and its metadata goes."""
+    remove_metadata(place, number)
+    place.cache.end_lease(_owner(number))
+
+
+def remove_metadata(place: Workspace, number: int) -> None:
+    """Remove the metadata splits of load ``number``."""
+    for path in place.run.glob(f"window-{number}-*.gguf"):
+        path.unlink(missing_ok=True)
+
+
+def _owner(number: int) -> str:
+    """Who holds the layers of load ``number`` in the cache."""
+    return f"load-{number}"

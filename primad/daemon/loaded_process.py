@@ -1,0 +1,136 @@
+"""A ring process and what it has loaded, on the head or on a worker; on a worker it may outlive its ring."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Final
+
+from primad.daemon.layer_files import Workspace, release_files
+from primad.engine.protocol import EngineOptions
+from primad.errors import PrimadError, RingError
+from primad.ring.messages import Opened, RingCommand, RingEvent
+from primad.ring.spawn import RingProcess
+from primad.system.stopped import wait_stopped
+
+logger = logging.getLogger(__name__)
+
+_EVENTS: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadKey:
+    """What a ring process has loaded, whatever its place in a route: windows (first, last, layers, GPU layers), and how.
+
+    For each window, ``extra_buffers`` says whether it may have them, and ``streamed`` which layers it streams, counted from
+    its first; they pass through ``slots``.
+    """
+
+    windows: tuple[tuple[int, int, tuple[str, ...], int], ...]
+    width: int
+    extra_buffers: tuple[bool, ...]
+    streamed: tuple[tuple[int, ...], ...]
+    slots: int
+    options: EngineOptions
+
+
+class LoadedProcess:
+    """A ring process that loads, or has loaded, what ``content`` says, from the files of load ``number``.
+
+    ``indices`` are the route indices of its windows, in order. ``send`` it commands, read ``events``, ``close`` it.
+    """
+
+    def __init__(self, ring: RingProcess, place: Workspace, number: int, content: LoadKey, indices: list[int]) -> None:
+        self.content = content
+        self.number = number
+        """Tells its files from those of others; a worker's epochs would not, since each head counts its own."""
+        self.indices = indices
+        self.memory_low = False
+        """Whether it was short of memory: what it holds is not kept for another ring."""
+        self._ring, self._place = ring, place
+        self._events: asyncio.Queue[RingEvent | None] = asyncio.Queue(_EVENTS)
+        """None wakes who waits for an event that does not come any more."""
+        self._error: PrimadError | None = None
+        self._first: RingEvent | None = None
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        for task in self._tasks:
+            task.add_done_callback(self._end)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its process is no more, or was stopped."""
+        return self._error is not None
+
+    async def _read(self) -> None:
+        async for event in self._ring.events():
+            await self._events.put(event)
+
+    async def _watch(self) -> None:
+        await wait_stopped(self._ring.pid)
+        raise RingError("the ring process was stopped")
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or self._error is not None:
+            return
+        error = task.exception()
+        if isinstance(error, PrimadError):
+            self._error = error
+        else:
+            logger.error("the events of a ring process cannot be read", exc_info=error)
+            self._error = RingError(f"internal error: {type(error).__name__}: {error}")
+        with contextlib.suppress(asyncio.QueueFull):
+            self._events.put_nowait(None)
+
+    async def send(self, command: RingCommand) -> None:
+        """Give it a command; when it is gone, ``events`` says so."""
+        await self._ring.send(command)
+
+    async def events(self) -> AsyncIterator[RingEvent]:
+        """Its events as they come.
+
+        Never ends quietly: raises ``PrimadError`` when the process ended or was stopped, ``WeightsError`` when its weights
+        ended it.
+        """
+        while True:
+            yield await self._next_event()
+
+    async def _next_event(self) -> RingEvent:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        event = None if self.ended and self._events.empty() else await self._events.get()
+        if event is None:
+            assert self._error is not None
+            raise self._error
+        return event
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Whether it opens within ``timeout_s``; ``events`` gives that.
+
+        What it says before is about an epoch that is over: it was on its way when it was asked to reopen.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not isinstance(event := await self._next_event(), Opened):
+                    logger.debug("of an epoch that is over: %s", type(event).__name__)
+                self._first = event
+        except (TimeoutError, PrimadError):
+            return False
+        return True
+
+    def forget_events(self) -> None:
+        """Drop what it said about an epoch that is over."""
+        while not self._events.empty():
+            self._events.get_nowait()
+
+    async def close(self) -> None:
+        """End the process, and let its files go."""
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await self._ring.close()
+        finally:
+            release_files(self._place, self.number)
