@@ -16,7 +16,7 @@ from primad import __version__
 from primad.cli.cache import cache_app
 from primad.cli.devices import devices_app
 from primad.cli.doctor import doctor
-from primad.cli.join_serve import join, serve
+from primad.cli.join import join
 from primad.cli.options import (
     Home,
     Name,
@@ -25,6 +25,7 @@ from primad.cli.options import (
 from primad.cli.pair_pause_leave import leave, pair, pause, resume
 from primad.cli.plan import plan
 from primad.cli.progress import RichReporter
+from primad.cli.serve import serve
 from primad.cli.status import status
 from primad.cli.trust import revoke, trust
 from primad.errors import ConfigError, PrimadError, Stopped

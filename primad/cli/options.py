@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
+
+from primad.settings.config import Config
 
 Home = Annotated[
     Path | None,
@@ -34,6 +37,15 @@ Lock = Annotated[
         show_default=False,
     ),
 ]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        help="Context in tokens [default: what the model was trained for, at most 4096].",
+        min=16,
+        max=1 << 24,
+        show_default=False,
+    ),
+]
 KvCacheType = Annotated[
     str,
     typer.Option(
@@ -57,3 +69,35 @@ NamedDevices = Annotated[
     list[str] | None,
     typer.Option("--device", help="Address host:port of a device; may be repeated.", show_default=False),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions:
+    """Which device this is, and where it keeps its things."""
+
+    PANEL: ClassVar[str] = "This device"
+
+    home: Home = None
+    name: Name = None
+    cluster: Cluster = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerOptions:
+    """What of this device may be used."""
+
+    PANEL: ClassVar[str] = "What its owner lends"
+
+    threads: Threads = None
+    nice: Nice = None
+    lock: Lock = None
+    max_ram: MaxRam = None
+    max_vram: MaxVram = None
+    max_disk: MaxDisk = None
+
+
+def check_interface(config: Config) -> None:
+    """This machine has it, said before anything is measured or loaded."""
+    from primad.network.addresses import chosen_interfaces, read_interfaces
+
+    chosen_interfaces(read_interfaces(), config.interface)

@@ -1,0 +1,70 @@
+"""A command's options in groups: a parameter that is a dataclass of options stands for the options in it.
+
+Typer reads the options of a command off its signature, one parameter an option. A group keeps together what belongs together
+(a class with a ``PANEL``, the title that ``--help`` shows over its options), so that several commands share it and a
+command's signature stays short. A field's name is the option's name.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from typer.models import OptionInfo
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` as Typer wants it: each option a parameter; the groups are made when it is called."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if dataclasses.is_dataclass(kind):
+            assert isinstance(kind, type)
+            groups[parameter.name] = kind
+            parameters += _options(kind)
+        else:
+            parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def flat(**given: Any) -> None:
+        made = {
+            name: kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+            for name, kind in groups.items()
+        }
+        command(**given, **made)
+
+    flat.__name__, flat.__doc__, flat.__module__ = command.__name__, command.__doc__, command.__module__
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return flat
+
+
+def flags(*groups: Any) -> dict[str, Any]:
+    """The options of the groups by name, as ``load_config`` takes them."""
+    return {field.name: getattr(group, field.name) for group in groups for field in dataclasses.fields(group)}
+
+
+def _options(kind: Any) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=_in_panel(hints[field.name], kind.PANEL),
+        )
+
+
+def _in_panel(annotation: Any, panel: str) -> Any:
+    """The option, shown under the title ``panel``."""
+    assert get_origin(annotation) is Annotated, f"{annotation}: an option is Annotated[type, typer.Option(...)]"
+    kind, option = get_args(annotation)
+    assert isinstance(option, OptionInfo)
+    shown = copy.copy(option)
+    shown.rich_help_panel = panel
+    return Annotated[kind, shown]

@@ -1,0 +1,101 @@
+"""``primad join``: its options, judged before anything is measured, loaded or heard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import typer
+from rich.console import Console
+
+from primad.cli.grouped import flags, grouped
+from primad.cli.options import DeviceOptions, OnInterface, OwnerOptions, check_interface
+from primad.cli.progress import RichReporter
+from primad.errors import ConfigError
+from primad.settings.config import check_address, load_config
+
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairingOptions:
+    """How this device gets to know the head."""
+
+    PANEL: ClassVar[str] = "The first time"
+
+    code: Annotated[
+        str | None, typer.Option(help="The code that the head shows, the first time.", show_default=False)
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="With --code: host:port that the head shows beside it, where multicast is blocked.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Where a worker hears heads."""
+
+    PANEL: ClassVar[str] = "Network"
+
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on [default: all of this machine].", show_default=False)
+    ] = None
+    port: Annotated[
+        int | None, typer.Option(help="Control port [default: 7770, or any when it is taken].", show_default=False)
+    ] = None
+    interface: OnInterface = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LenderOptions(OwnerOptions):
+    """What of a worker may be used, and when."""
+
+    pause_on_battery: Annotated[
+        bool | None,
+        typer.Option(
+            "--pause-on-battery/--no-pause-on-battery",
+            help="Compute nothing while this device runs on battery.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@grouped
+def join(device: DeviceOptions, pairing: PairingOptions, network: ListenOptions, owner: LenderOptions) -> None:
+    """Lend this device to a head: announce it, wait for work, serve until stopped.
+
+    The first time with the code that 'primad serve' or 'primad pair' shows on the head; from then on they know each other.
+
+    Examples:
+
+        primad join --code 7-lamp-river
+
+        primad join
+
+        primad join --max-ram 8GB --max-disk 40GB --nice 10 --pause-on-battery
+
+        primad join --home /tmp/second --name second --port 7781 --host 127.0.0.1
+    """
+    _check_pairing(pairing)
+    config = load_config(flags(device, network, owner))
+    check_interface(config)
+    from primad.worker.join import join as run_join
+
+    run_join(config, RichReporter(_err), code=pairing.code, pair_at=pairing.device)
+
+
+def _check_pairing(pairing: PairingOptions) -> None:
+    if pairing.code is not None:
+        from primad.trust.words import parse_code
+
+        parse_code(pairing.code)
+    if pairing.device is not None:
+        if pairing.code is None:
+            raise ConfigError(
+                f"--device {pairing.device}: says where to pair; give the head's --code too, or leave it out"
+            )
+        check_address(pairing.device, "--device")

@@ -1,0 +1,208 @@
+"""``primad serve``: its options, judged before anything is measured, loaded or heard."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+from rich.console import Console
+
+from primad.cli.grouped import flags, grouped
+from primad.cli.options import (
+    Context,
+    DeviceOptions,
+    KvCacheType,
+    NamedDevices,
+    OnInterface,
+    OwnerOptions,
+    check_interface,
+)
+from primad.cli.progress import RichReporter
+from primad.errors import ConfigError
+from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_host, is_loopback, load_config
+
+if TYPE_CHECKING:
+    from primad.head.options import ServeOptions
+
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointOptions:
+    """Where clients ask."""
+
+    PANEL: ClassVar[str] = "HTTP server"
+
+    host: Annotated[str, typer.Option(help="Address of the HTTP server.")] = LOOPBACK
+    port: Annotated[int, typer.Option(help="Port of the HTTP server.", min=0, max=65_535)] = DEFAULT_HTTP_PORT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherDevicesOptions:
+    """Where a head looks for other devices, and for how long."""
+
+    PANEL: ClassVar[str] = "Other devices"
+
+    listen: Annotated[
+        str | None,
+        typer.Option(help="Address to hear the other devices on [default: all of this machine].", show_default=False),
+    ] = None
+    interface: OnInterface = None
+    device: NamedDevices = None
+    wait: Annotated[
+        int | None, typer.Option(help="Wait for this many devices besides this one.", min=0, show_default=False)
+    ] = None
+    wait_timeout: Annotated[float, typer.Option(help="Seconds to wait for them.", min=0.1, max=86_400)] = 60.0
+    alone: Annotated[bool, typer.Option("--alone", help="Use this device only.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPlanOptions:
+    """What the plan is for, or the plan itself."""
+
+    PANEL: ClassVar[str] = "Plan"
+
+    objective: Annotated[
+        str, typer.Option(help="What the plan makes small: latency, ttft, throughput or balanced.")
+    ] = "balanced"
+    use_all: Annotated[
+        bool,
+        typer.Option("--use-all", help="Every device found gets layers, even where fewer devices would be faster."),
+    ] = False
+    context: Context = None
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a typical prompt, for which the plan is made [default: 512].",
+            min=1,
+            max=1 << 24,
+            show_default=False,
+        ),
+    ] = None
+    kv_type: KvCacheType = "f16"
+    windows: Annotated[
+        str | None,
+        typer.Option(
+            help="Set the plan by hand: layers a round for this device and each other one, as in 10,12,7. "
+            "This device also computes the layers that are left at the end.",
+            show_default=False,
+        ),
+    ] = None
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds a token makes, with --windows.", min=1, max=1000, show_default=False)
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeOptions:
+    """How the ring computes."""
+
+    PANEL: ClassVar[str] = "Ring"
+
+    extra_buffers: Annotated[
+        str, typer.Option(help="Repacked or AMX copies of weights: auto (try and time them), on or off.")
+    ] = "auto"
+    step_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a step that is not back breaks the ring.", min=1, max=86_400)
+    ] = 120.0
+
+
+@grouped
+def serve(
+    model: Annotated[Path, typer.Option(help="The GGUF file; the first part of a split one.", show_default=False)],
+    endpoint: EndpointOptions,
+    others: OtherDevicesOptions,
+    plan: ServedPlanOptions,
+    compute: ComputeOptions,
+    device: DeviceOptions,
+    owner: OwnerOptions,
+) -> None:
+    """Serve a model with all paired devices in sight; any OpenAI client talks to it.
+
+    Shows a code; 'primad join --code' with it on another device pairs the two for good.
+
+    Examples:
+
+        primad serve --model llama3-70b.gguf
+
+        primad serve --model llama3-70b.gguf --wait 3 --context 8192
+
+        primad serve --model qwen2.5-7b.gguf --device 192.168.1.20:7770
+
+        primad serve --model qwen2.5-7b.gguf --objective ttft --use-all
+
+        primad serve --model smollm2.gguf --windows 10,12,7 --rounds 1
+    """
+    check_host(endpoint.host, "--host")
+    if others.listen is not None:
+        check_host(others.listen, "--listen")
+    network = {"host": others.listen, "interface": others.interface, "devices": tuple(others.device or ())}
+    environment = {
+        key: value for key, value in os.environ.items() if key != "PRIMAD_PORT"
+    }  # a head has no control port
+    config = load_config(flags(device, owner) | network, environment)
+    check_interface(config)
+    _check_together(others, plan, compute)
+    _warn(endpoint, config)
+    from primad.head.serve import serve as run_serve
+
+    run_serve(config, model, _serve_options(endpoint, others, plan, compute), endpoint.host, RichReporter(_err))
+
+
+def _check_together(others: OtherDevicesOptions, plan: ServedPlanOptions, compute: ComputeOptions) -> None:
+    if compute.extra_buffers not in ("auto", "on", "off"):
+        raise ConfigError(f"--extra-buffers {compute.extra_buffers}: choose auto, on or off")
+    if plan.rounds is not None and plan.windows is None:
+        raise ConfigError(f"--rounds {plan.rounds}: goes with --windows; give both or neither")
+    if others.alone and (others.wait or others.device):
+        raise ConfigError("--alone: contradicts --wait and --device; leave one of them out")
+    if plan.use_all and (others.alone or plan.windows is not None):
+        raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
+
+
+def _warn(endpoint: EndpointOptions, config: Config) -> None:
+    if not is_loopback(endpoint.host):
+        _err.print(
+            f"warning: --host {endpoint.host}: the HTTP endpoint has no password and no encryption; everyone who "
+            "reaches this address can use it and read along",
+            markup=False,
+        )
+    if config.pause_on_battery:
+        _err.print("pause_on_battery: means nothing to the head, without which nothing is served", markup=False)
+
+
+def _serve_options(
+    endpoint: EndpointOptions, others: OtherDevicesOptions, plan: ServedPlanOptions, compute: ComputeOptions
+) -> ServeOptions:
+    from primad.head.options import ServeOptions
+    from primad.planning.question import check_objective, parse_kv_type
+
+    return ServeOptions(
+        wait=others.wait,
+        wait_timeout_s=others.wait_timeout,
+        windows=None if plan.windows is None else _windows(plan.windows),
+        rounds=plan.rounds,
+        extra_buffers=compute.extra_buffers,
+        context_tokens=plan.context,
+        prompt_tokens=plan.prompt,
+        rows=512,
+        kv_type=parse_kv_type(plan.kv_type),
+        step_timeout_s=compute.step_timeout,
+        http_port=endpoint.port,
+        alone=others.alone,
+        objective=check_objective(plan.objective),
+        use_all=plan.use_all,
+    )
+
+
+def _windows(text: str) -> tuple[int, ...]:
+    try:
+        windows = tuple(int(part) for part in text.split(","))
+    except ValueError as exc:
+        raise ConfigError(f"--windows {text}: give whole numbers with commas between, as in 10,12,7") from exc
+    if not 1 <= len(windows) <= 1000 or min(windows) < 1:
+        raise ConfigError(f"--windows {text}: every window needs at least one layer")
+    return windows
