@@ -42,10 +42,18 @@ class Tasks:
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin ``work``."""
-        task = asyncio.create_task(work)
+        return self.add(asyncio.create_task(work))
+
+    def add(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Look after ``task``, which nobody else awaits any more."""
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task
+
+    async def wait(self) -> None:
+        """Wait for the ends of all, also of those that begin meanwhile."""
+        while self._running:
+            await asyncio.wait(list(self._running))
 
     async def close(self) -> None:
         """Cancel all that run and wait for their ends."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
@@ -21,7 +21,7 @@ import zmq.asyncio
 from halda import DeviceProfile
 from primad.daemon.extra_buffers import are_extra_buffers_worth_it
 from primad.daemon.layer_files import Workspace, check_layers, distrust
-from primad.daemon.loaded_process import LoadedProcess, LoadKey
+from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.reporter import Say
@@ -36,20 +36,19 @@ from primad.ring.messages import (
     Opened,
     Overdue,
     ProcessMemoryLow,
-    Reopen,
     Report,
     RingCommand,
     Status,
 )
 from primad.settings.config import Config
+from primad.system.tasks import Tasks
 from primad.trust.identity import Identity
+from primad.worker.parking import Parking
 from primad.worker.standing import Standing
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.2
-REOPEN_S: Final = 5.0
-"""A process with its windows loaded reopens in milliseconds; one that takes so long hangs."""
 FORGIVEN_S: Final = 600.0
 """A disk that gave all weights for so long is as good as any."""
 RELEASE_S: Final = 1.0
@@ -89,9 +88,8 @@ class Participations:
         self._memory_watch, self._tell, self._say = memory_watch, tell, say
         self.standing = Standing()
         self._participations: dict[int, _Participation] = {}
-        self._kept: LoadedProcess | None = None
-        self._expiry: asyncio.TimerHandle | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._parking = Parking(config)
+        self._busy, self._telling = Tasks(), Tasks()
         self._numbers = count(1)
         self._unreadable: list[tuple[str, float]] = []
 
@@ -146,8 +144,7 @@ class Participations:
             participation.task.cancel()
             _, busy = await asyncio.wait([participation.task], timeout=RELEASE_S)
             for task in busy:
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                self._busy.add(task)
 
     async def release_all(self) -> None:
         """No participation goes on, and no head is here that is to hear of it."""
@@ -155,23 +152,13 @@ class Participations:
 
     async def unload(self) -> None:
         """End the process that is kept."""
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            await asyncio.wait([self._end_soon(kept)])  # it ends also when who waits is cancelled
+        await self._parking.unload()
 
     async def close(self) -> None:
         """End everything."""
         await self.release_all()
-        await self._wait_closing()  # what was busy with the disk may still put a process away
-        await self.unload()
-        await self._wait_closing()
-
-    async def _wait_closing(self) -> None:
-        while tasks := {task for task in self._closing if not task.done()}:
-            await asyncio.wait(tasks)
+        await self._busy.wait()  # what was busy with the disk may still put a process away
+        await self._parking.close()
 
     async def _to_all(self, command: RingCommand) -> None:
         for participation in list(self._participations.values()):
@@ -205,8 +192,10 @@ class Participations:
         finally:
             if host is None or host.number != windows.number:
                 windows.release()
-            if host is not None:
-                self._put_away(host, keep=opened and not host.memory_low)
+            if host is not None and opened and not host.memory_low:
+                self._parking.put(host)
+            elif host is not None:
+                self._parking.end(host)
 
     def _blame_disk(self, error: WeightsError, fault: str) -> str:
         """What a participation failed at whose weights could not be read: its disk, if that goes on."""
@@ -233,32 +222,9 @@ class Participations:
         participation = self._participations.get(load.epoch)
         return participation if participation is not None and participation.task is asyncio.current_task() else None
 
-    def _put_away(self, host: LoadedProcess, *, keep: bool) -> None:
-        """Keep a process that could serve again, end any other."""
-        if keep and not host.ended and self._config.keep_loaded_s > 0:
-            previous, self._kept = self._kept, host
-            if self._expiry is not None:
-                self._expiry.cancel()
-            self._expiry = asyncio.get_running_loop().call_later(self._config.keep_loaded_s, self._expire, host)
-            if previous is not None:
-                self._end_soon(previous)
-        else:
-            self._end_soon(host)
-
-    def _end_soon(self, host: LoadedProcess) -> asyncio.Task[None]:
-        task = asyncio.create_task(host.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-        return task
-
-    def _expire(self, host: LoadedProcess) -> None:
-        if self._kept is host:
-            self._kept = self._expiry = None
-            self._end_soon(host)
-
     async def _fetch(self, load: Load, windows: WindowLoad) -> None:
         async def fetch(missing: Sequence[LayerRef], arrived: Callable[[int], None]) -> None:
-            await self._unload_if_it_has(missing)
+            await self._parking.unload_if_it_has(missing)
             if not load.sources:
                 raise ClusterError(f"{len(missing)} layers are missing and no device was named that has them")
             await fetch_layers(
@@ -275,66 +241,24 @@ class Participations:
 
     def _progress(self, epoch: int, phase: str) -> Callable[[int, int], None]:
         """Takes how much of ``phase`` is done, and of how much; the head is told now and then."""
-        pending: set[asyncio.Task[None]] = set()
         told_s = 0.0
 
         def progress(done: int, total: int) -> None:
             nonlocal told_s
             if done == total or time.monotonic() - told_s >= PROGRESS_INTERVAL_S:
                 told_s = time.monotonic()
-                task = asyncio.create_task(self._tell(Progress(epoch=epoch, phase=phase, done=done, total=total)))
-                pending.add(task)
-                task.add_done_callback(pending.discard)
+                self._telling.start(self._tell(Progress(epoch=epoch, phase=phase, done=done, total=total)))
 
         return progress
-
-    async def _unload_if_it_has(self, missing: Iterable[LayerRef]) -> None:
-        """A process that is kept and has loaded what is not whole on the disk any more may have spoilt weights mapped."""
-        loaded = set() if self._kept is None else {each for window in self._kept.content.windows for each in window[2]}
-        if not loaded.isdisjoint(ref.digest for ref in missing):
-            await self.unload()
 
     async def _open(self, load: Load, windows: WindowLoad) -> LoadedProcess:
         """A process with these windows: one that is kept if it has them, else a new one."""
         content = windows.key([await self._extra_buffers(load, windows)] * len(load.windows))
-        kept = self._take_kept(content)
+        kept = await self._parking.reopen(load, content)
         if kept is not None:
-            if await self._reopens(load, kept):
-                return kept
-            self._end_soon(kept)
+            return kept
         await self.unload()
         return await windows.start(content)
-
-    def _take_kept(self, content: LoadKey) -> LoadedProcess | None:
-        kept = self._kept
-        if kept is None or kept.ended or kept.content != content:
-            return None
-        self._kept = None
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
-        return kept
-
-    async def _reopens(self, load: Load, host: LoadedProcess) -> bool:
-        """Ask a process that was kept to serve ``load``; whether it does."""
-        host.forget_events()
-        following = [spec.window for spec in load.windows]
-        reopen = Reopen(
-            ring=load.ring,
-            epoch=load.epoch,
-            windows=list(zip(host.indices, following, strict=True)),
-            route=load.route,
-            host=self._config.host,
-            step_timeout_s=load.step_timeout_s,
-            room_bytes=load.room_bytes,
-        )
-        host.indices = following
-        try:
-            await host.send(reopen)
-            return await host.answers(REOPEN_S)
-        except BaseException:  # cancelled over it, nobody else would end the process
-            self._end_soon(host)
-            raise
 
     async def _extra_buffers(self, load: Load, windows: WindowLoad) -> bool:
         if load.force_extra_buffers:

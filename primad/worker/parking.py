@@ -1,0 +1,104 @@
+"""Ring processes whose ring is over: the last one stays loaded for a while, for whoever asks for its windows next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final
+
+from primad.daemon.loaded_process import LoadedProcess, LoadKey
+from primad.gguf.layers import LayerRef
+from primad.network.messages import Load
+from primad.ring.messages import Reopen
+from primad.settings.config import Config
+from primad.system.tasks import Tasks
+
+REOPEN_S: Final = 5.0
+"""A process with its windows loaded reopens in milliseconds; one that takes so long hangs."""
+
+
+class Parking:
+    """Room for one process that is kept for ``config.keep_loaded_s``; it ends all others that are put away."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._kept: LoadedProcess | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._ending = Tasks()
+
+    async def reopen(self, load: Load, content: LoadKey) -> LoadedProcess | None:
+        """The process that is kept, asked to serve ``load``; None where it has not loaded ``content`` or does not answer."""
+        if self._kept is None or self._kept.ended or self._kept.content != content:
+            return None
+        process = self._take()
+        assert process is not None
+        answers = False
+        try:
+            answers = await self._reopens(process, load)
+        finally:
+            if not answers:  # cancelled over it, nobody else would end the process
+                self.end(process)
+        return process if answers else None
+
+    async def _reopens(self, process: LoadedProcess, load: Load) -> bool:
+        process.forget_events()
+        following = [spec.window for spec in load.windows]
+        reopen = Reopen(
+            ring=load.ring,
+            epoch=load.epoch,
+            windows=list(zip(process.indices, following, strict=True)),
+            route=load.route,
+            host=self._config.host,
+            step_timeout_s=load.step_timeout_s,
+            room_bytes=load.room_bytes,
+        )
+        process.indices = following
+        await process.send(reopen)
+        return await process.answers(REOPEN_S)
+
+    def put(self, process: LoadedProcess) -> None:
+        """Keep ``process``, and end the one that was kept; where the owner wants none kept, end it."""
+        if process.ended or self._config.keep_loaded_s <= 0:
+            self.end(process)
+            return
+        previous = self._take()
+        self._kept = process
+        self._expiry = asyncio.get_running_loop().call_later(self._config.keep_loaded_s, self._expire)
+        if previous is not None:
+            self.end(previous)
+
+    def end(self, process: LoadedProcess) -> asyncio.Task[None]:
+        """End ``process``, whoever waits for it or not."""
+        return self._ending.start(process.close())
+
+    async def unload(self) -> None:
+        """End the process that is kept, and wait for its end."""
+        process = self._take()
+        if process is not None:
+            await asyncio.wait([self.end(process)])  # it ends also when who waits is cancelled
+
+    async def unload_if_it_has(self, refs: Iterable[LayerRef]) -> None:
+        """End the process that is kept if it has loaded any of ``refs``, which are not whole on the disk any more.
+
+        It may have spoilt weights mapped.
+        """
+        windows = () if self._kept is None else self._kept.content.windows
+        if any(ref.digest in digests for ref in refs for _, _, digests, _ in windows):
+            await self.unload()
+
+    async def close(self) -> None:
+        """End all, and wait for their ends."""
+        await self.unload()
+        await self._ending.wait()
+
+    def _take(self) -> LoadedProcess | None:
+        process, self._kept = self._kept, None
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        return process
+
+    def _expire(self) -> None:
+        process = self._take()
+        assert process is not None
+        self.end(process)
