@@ -146,6 +146,7 @@ def snippets() -> list[Fence]:
     return [fence for page in PAGES for fence in fences(page, "python") if "import" in fence.text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fence", snippets(), ids=lambda fence: str(fence.page.relative_to(ROOT)))
 def test_snippets_run(fence):
     named = re.search(r'model="([^"]+)"', fence.text)
@@ -156,6 +157,7 @@ def examples() -> list[Path]:
     return sorted((ROOT / "examples").glob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", examples(), ids=lambda path: path.name)
 def test_examples_run(example):
     assert "Hello" in run_client([str(example), "a lighthouse"])
