@@ -6,6 +6,7 @@ entries is in their key too, so that digests of another making are never taken f
 
 from __future__ import annotations
 
+import contextlib
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 import msgspec
 
 from primad.gguf.header import Header
+from primad.system.whole_file import write_whole
 
 MODELS_KEPT: Final = 16
 VERSION: Final = 2
@@ -40,12 +42,8 @@ class LayerDigests:
         models = _read(self._memory)
         models.pop(self._key, None)
         kept = dict(list(models.items())[-(MODELS_KEPT - 1) :]) | {self._key: self._known}
-        partial = self._memory.with_suffix(".part")
-        try:
-            partial.write_bytes(msgspec.json.encode(kept))
-            partial.replace(self._memory)
-        except OSError:
-            partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            write_whole(self._memory, msgspec.json.encode(kept))
 
 
 def _key(header: Header) -> str:

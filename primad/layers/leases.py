@@ -16,6 +16,8 @@ from typing import Final
 import msgspec
 import psutil
 
+from primad.system.whole_file import write_whole
+
 logger = logging.getLogger(__name__)
 
 _PATTERN: Final = "in-use-*.json"
@@ -83,9 +85,7 @@ class Leases:
                 path.unlink(missing_ok=True)
                 return
             holds = {owner: sorted(digests) for owner, digests in self._own.items()}
-            partial = path.with_suffix(".new")
-            partial.write_bytes(msgspec.json.encode(_InUse(pid=os.getpid(), started=started, holds=holds)))
-            partial.replace(path)
+            write_whole(path, msgspec.json.encode(_InUse(pid=os.getpid(), started=started, holds=holds)))
         except OSError as exc:  # this process still knows; only a prune from another one would not
             logger.warning("%s: cannot be written: %s; do not prune while this daemon runs", path, exc.strerror or exc)
 

@@ -1,4 +1,4 @@
-"""Who may send how much and when, decided without clock or socket: fair turns, a bandwidth cap, a bound on complaints."""
+"""Who may send how much and when, decided without clock or socket: fair turns and a bandwidth cap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Final, Generic, TypeVar
 Item = TypeVar("Item")
 
 BURST_S: Final = 0.25
-COMPLAINT_INTERVAL_S: Final = 10.0
 
 
 class FairQueue(Generic[Item]):
@@ -55,19 +54,3 @@ class TokenBucket:
         self._saved = min(burst, self._saved + earned) - size_bytes
         self._at_s = now_s
         return max(0.0, -self._saved / self._rate)
-
-
-class Complaints:
-    """Lets one line through every ``COMPLAINT_INTERVAL_S``, so that nobody fills the log by sending nonsense."""
-
-    def __init__(self) -> None:
-        self._last_s: float | None = None
-        self._swallowed = 0
-
-    def allow(self, now_s: float) -> int | None:
-        """How many were swallowed since the last line when one may be written now; None when this one is swallowed."""
-        if self._last_s is not None and now_s - self._last_s < COMPLAINT_INTERVAL_S:
-            self._swallowed += 1
-            return None
-        swallowed, self._swallowed, self._last_s = self._swallowed, 0, now_s
-        return swallowed

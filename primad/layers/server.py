@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from primad.errors import ClusterError, ModelError, ProtocolError
-from primad.layers.rate_limit import Complaints, FairQueue, TokenBucket
+from primad.layers.rate_limit import FairQueue, TokenBucket
 from primad.network.gate import sender_key
 from primad.network.layer_messages import (
     CHUNK_BYTES,
@@ -35,6 +35,7 @@ from primad.network.layer_messages import (
 )
 from primad.network.sockets import bind, bound_socket, open_socket
 from primad.ring.messages import encode
+from primad.system.complaints import Complaints
 from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 READS_AT_ONCE: Final = 3
 REQUESTS_WAITING: Final = 32
 """Of one device; a fetch has at most four under way."""
+COMPLAIN_EVERY_S: Final = 10.0
 SEND_LIMIT: Final = 8
 """Messages that wait for a connection to take them."""
 
@@ -92,7 +94,7 @@ class LayerServer:
         self._find = find
         self._allows = allows
         self._bucket = TokenBucket(bytes_per_s)
-        self._complaints = Complaints()
+        self._complaints = Complaints(logger, COMPLAIN_EVERY_S)
         self._questions = _Line()
         self._fetches = _Line()
 
@@ -113,7 +115,7 @@ class LayerServer:
             try:
                 key, request = self._judge(frames)
             except ProtocolError as exc:
-                self._complain(str(exc))
+                self._complain(exc)
                 continue
             line = self._questions if isinstance(request, AskPresent) else self._fetches
             if not line.put(key, peer.bytes, request):
@@ -130,11 +132,8 @@ class LayerServer:
             raise ProtocolError(f"a {type(request).__name__} that nobody asked for")
         return key, request
 
-    def _complain(self, why: str) -> None:
-        swallowed = self._complaints.allow(time.monotonic())
-        if swallowed is not None:
-            more = f" (and {swallowed} others before it)" if swallowed else ""
-            logger.warning("refused a message on the layer link: %s%s", why, more)
+    def _complain(self, why: object) -> None:
+        self._complaints.add("refused a message on the layer link", why)
 
     async def _serve(self, line: _Line) -> None:
         while True:
@@ -142,7 +141,7 @@ class LayerServer:
             try:
                 reply, data = await asyncio.to_thread(self._answer, request)
             except ProtocolError as exc:
-                self._complain(str(exc))
+                self._complain(exc)
                 continue
             if (wait_s := self._bucket.take(len(data), time.monotonic())) > 0:
                 await asyncio.sleep(wait_s)

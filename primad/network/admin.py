@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import psutil
 import zmq
 import zmq.asyncio
 
@@ -26,6 +25,7 @@ from primad.network.gate import Gate
 from primad.network.sockets import endpoint, listen, open_socket
 from primad.settings.config import LOOPBACK
 from primad.system.private_file import read_private, write_private
+from primad.system.process_start import start_of, still_runs
 from primad.trust.identity import Identity, load_identity
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,6 @@ HANDLE_S: Final = 60.0
 """How long a daemon may take over one request."""
 LAST_WORD_MS: Final = 300
 """How long a daemon that ends tries to get its last answer out."""
-_SAME_START_S: Final = 2.0
-"""Two readings of a process's start time differ by less."""
 
 
 class OpenPairing(msgspec.Struct, tag=True, frozen=True):
@@ -96,10 +94,7 @@ _answers: Final[msgspec.msgpack.Decoder[AdminAnswer]] = msgspec.msgpack.Decoder(
 
 
 class _Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of ``admin.json``: the daemon's port, its process, and when that was started.
-
-    In seconds since the epoch and since the machine's start: a clock that is set moves one or the other, by system.
-    """
+    """The content of ``admin.json``: the daemon's port, its process, and when that was started (``start_of``)."""
 
     port: int
     pid: int
@@ -150,9 +145,8 @@ class AdminServer:
     @contextlib.contextmanager
     def _noted(self, port: int) -> Iterator[None]:
         """Leave word where to ask, for as long as we answer."""
-        own = psutil.Process()
-        started = own.create_time()
-        note = _Note(port=port, pid=own.pid, started=started, since_boot=started - psutil.boot_time())
+        started, since_boot = start_of(os.getpid())
+        note = _Note(port=port, pid=os.getpid(), started=started, since_boot=since_boot)
         write_private(self._path, msgspec.json.encode(note))
         try:
             yield
@@ -225,11 +219,9 @@ def _running(home: Path) -> int | None:
     try:
         data = read_private(note_path(home))
         note = None if data is None else msgspec.json.decode(data, type=_Note)
-        if note is None or not 0 < note.port < 65_536 or note.pid < 1:
-            return None
-        started = psutil.Process(note.pid).create_time()
-    except (msgspec.MsgspecError, ConfigError, psutil.Error, OverflowError) as exc:
+    except (msgspec.MsgspecError, ConfigError) as exc:
         logger.debug("no daemon to ask: %s", exc)
         return None
-    moved = min(abs(started - note.started), abs(started - psutil.boot_time() - note.since_boot))
-    return note.port if moved < _SAME_START_S else None
+    if note is None or not 0 < note.port < 65_536 or note.pid < 1:
+        return None
+    return note.port if still_runs(note.pid, note.started, note.since_boot) else None

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import AsyncIterator
 from typing import Final
 
@@ -32,29 +31,13 @@ from primad.network.scopes import Scopes
 from primad.network.sockets import endpoint, listen, open_socket
 from primad.ring.messages import encode
 from primad.settings.timings import NetworkTimings
+from primad.system.complaints import Complaints
 from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
 
-LOG_INTERVAL_S: Final = 1.0
 _REFUSED_AFTER: Final = 2
 """Connections refused in a row until a process counts as ended: the first attempt may meet one that just restarts."""
-
-
-class _Refusals:
-    """Counts messages that were not used, with a log line now and then."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._count = 0
-        self._logged_s = -LOG_INTERVAL_S
-
-    def add(self, why: ProtocolError) -> None:
-        self._count += 1
-        now = time.monotonic()
-        if now - self._logged_s >= LOG_INTERVAL_S:
-            self._logged_s = now
-            logger.warning("refused a message %s (%d so far): %s", self._where, self._count, why)
 
 
 @functools.cache
@@ -74,7 +57,7 @@ class WorkerEnd:
         self, context: zmq.asyncio.Context, host: str, port: int | None, preferred: int, *, identity: Identity
     ) -> None:
         self._socket, self.port = listen(context, zmq.ROUTER, host, port, preferred, identity=identity)
-        self._refusals = _Refusals("on the control link")
+        self._complaints = Complaints(logger)
         self.scopes = Scopes()
 
     async def receive(self) -> tuple[bytes, str, HeadMessage]:
@@ -87,7 +70,7 @@ class WorkerEnd:
                 self.scopes.saw(sender_address(frames[0]))
                 return peer.bytes, sender_key(frames[0]), decode_from_head(frames[0].bytes)
             except ProtocolError as exc:
-                self._refusals.add(exc)
+                self._complaints.add("refused a message on the control link", exc)
 
     async def send(self, peer: bytes, message: WorkerMessage) -> None:
         """Answer on the connection ``peer``; nothing happens when it is gone or takes nothing."""
@@ -127,7 +110,7 @@ class HeadEnd:
         except zmq.ZMQError as exc:  # as where no more sockets can be had
             raise ClusterError(f"no connection to {self.address} can be made: {exc.strerror}") from exc
         self._monitor: zmq.asyncio.Socket | None = None
-        self._refusals = _Refusals(f"of the device at {self.address}")
+        self._complaints = Complaints(logger)
         try:
             self._socket.connect(endpoint(host, port))
         except zmq.ZMQError as exc:
@@ -162,7 +145,7 @@ class HeadEnd:
                     raise ProtocolError(f"message of {len(frames)} frames; a control message has 1")
                 return decode_from_worker(frames[0])
             except ProtocolError as exc:
-                self._refusals.add(exc)
+                self._complaints.add(f"refused a message of the device at {self.address}", exc)
 
     async def wait_ended(self) -> None:
         """Wait until the other side's process has ended: its system refuses connections where it listened.

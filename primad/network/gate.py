@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
@@ -21,6 +20,7 @@ import zmq.auth
 
 from primad.errors import PrimadError, ProtocolError, printable
 from primad.network.sockets import ZAP_DOMAIN
+from primad.system.complaints import Complaints
 from primad.trust.identity import fingerprint
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 Allows = Callable[[str], bool]
 """Whether a device may come in, by its public key in Z85."""
 
-WARN_EVERY_S: Final = 1.0
 _ADDRESS_FRAME: Final = 3
 
 
@@ -44,8 +43,7 @@ class Gate:
         self._authenticator.configure_curve_callback(ZAP_DOMAIN.decode(), self)
         self._task: asyncio.Task[None] | None = None
         self._address = ""
-        self._unsaid = 0
-        self._said_at = -WARN_EVERY_S
+        self._complaints = Complaints(logger)
 
     async def __aenter__(self) -> Self:
         self._authenticator.start()
@@ -61,8 +59,6 @@ class Gate:
             await asyncio.wait([self._task])
         finally:
             self._authenticator.stop()
-            if self._unsaid:
-                logger.warning("refused %d more connections of devices that are not trusted here", self._unsaid)
         if not self._task.cancelled():
             self._task.result()  # it never ends by itself: what ended it is our own mistake
 
@@ -81,23 +77,14 @@ class Gate:
     def callback(self, domain: str, key: bytes) -> bool:
         """What the authenticator asks: whether ``key`` (Z85) may come in. Doubt is a no."""
         del domain
-        text = key.decode("ascii")
+        text, why = key.decode("ascii"), "it is not trusted here"
         try:
             if self._allows(text):
                 return True
-            self._refused(text, "it is not trusted here")
         except PrimadError as exc:
-            self._refused(text, str(exc))
+            why = str(exc)
+        self._complaints.add(f"refused the device {fingerprint(text)} at {self._address}", why)
         return False
-
-    def _refused(self, key: str, why: str) -> None:
-        now = time.monotonic()
-        if now - self._said_at < WARN_EVERY_S:
-            self._unsaid += 1
-            return
-        more = f" (and {self._unsaid} others before it)" if self._unsaid else ""
-        logger.warning("refused the device %s at %s: %s%s", fingerprint(key), self._address, why, more)
-        self._said_at, self._unsaid = now, 0
 
 
 def sender_key(frame: zmq.Frame) -> str:

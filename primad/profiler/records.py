@@ -10,7 +10,6 @@ counts as none.
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import re
 import uuid
@@ -27,6 +26,7 @@ from primad.engine.build import build_id
 from primad.errors import ConfigError
 from primad.profiles import Implausible, check_cpu, check_disk, check_gpu
 from primad.system.processors import usable_cpus
+from primad.system.whole_file import write_whole
 
 VERSION: Final = 2
 """Grows when the way of measuring changes."""
@@ -131,27 +131,21 @@ def write(machine: MachineRecord, disk: HomeRecord, home: Path) -> None:
     Raises ``ConfigError`` when ``home`` cannot be written either.
     """
     try:
-        _replace(home_file(home), disk)
+        write_whole(home_file(home), _encoded(disk))
         path = machine_file(machine.pinned_threads)
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, machine)
+            write_whole(path, _encoded(machine))
             return
-        _replace(machine_file(machine.pinned_threads, home), machine)
+        write_whole(machine_file(machine.pinned_threads, home), _encoded(machine))
     except OSError as exc:
         raise ConfigError(
             f"--home {home}: the profile cannot be kept there: {exc.strerror or exc}; choose another folder"
         ) from exc
 
 
-def _replace(path: Path, record: MachineRecord | HomeRecord) -> None:
-    """Write ``path`` whole or not at all: others may read it meanwhile."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+def _encoded(record: MachineRecord | HomeRecord) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
 
 
 def _read(path: Path, kind: type[Record]) -> Record | None:

@@ -29,6 +29,7 @@ from primad.engine.protocol import Hidden
 from primad.errors import NextDeviceError, ProtocolError, RingError
 from primad.ring.messages import MAX_HEADER_BYTES, Overdue, StaleEpochError, Step, StepLimits, decode_step, encode
 from primad.settings.timings import RingTimings
+from primad.system.complaints import Complaints
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Links:
         self.pull = self._listening(host)
         self.endpoint = self.pull.getsockopt_string(zmq.LAST_ENDPOINT)
         self.refused = 0
-        self._logged_s = -math.inf
+        self._complaints = Complaints(logger, timings.log_every_s)
 
     def _listening(self, host: str) -> zmq.Socket[bytes]:
         pull = self._socket(zmq.PULL)
@@ -198,7 +199,7 @@ class Links:
             is_sender = len(key) == 32 and z85.encode(key).decode() == self._sender
             answer = [b"200", b"", z85.encode(key)] if is_sender else [b"300", b"not the device before this one", b""]
             if not is_sender:
-                self._warn("refused a connection to the ring: it is not the device before this one")
+                self._complaints.add("refused a connection to the ring", "it is not the device before this one")
             self.zap.send_multipart([version, number, *answer, b""])
 
     def receive(self) -> tuple[Step, Hidden] | None:
@@ -227,13 +228,7 @@ class Links:
     def refuse(self, why: ProtocolError) -> None:
         """Count a message that is not used, with a log line at most every ``timings.log_every_s``."""
         self.refused += 1
-        self._warn("refused a message on the ring (%d so far): %s", self.refused, why)
-
-    def _warn(self, text: str, *values: object) -> None:
-        now = time.monotonic()
-        if now - self._logged_s >= self._timings.log_every_s:
-            self._logged_s = now
-            logger.warning(text, *values)
+        self._complaints.add("refused a message on the ring", why)
 
     def close(self) -> None:
         """Close the sockets; what was not sent yet is dropped."""

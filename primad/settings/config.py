@@ -71,9 +71,6 @@ _KEYS: Final = (
     *("pause_on_battery", "transfer_limit", "keep_loaded", "replan_gain", "heartbeat_interval", "suspect_after"),
     "gone_after",
 )
-_NOT_NEEDED: Final = (
-    "is not needed any more: every link is encrypted, and only devices that were paired are heard; remove it"
-)
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 """Names of devices and clusters, our own and those that others announce."""
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9._-]+)?\]|[^:\s\[\]]+):(\d{1,5})")
@@ -172,8 +169,6 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
     """The configuration. Raises ``ConfigError`` naming the flag, variable or key that is wrong."""
     home = _home(flags, environ)
     file = home / "config.toml"
-    if environ.get("PRIMAD_INSECURE_LAN"):
-        raise ConfigError(f"PRIMAD_INSECURE_LAN: {_NOT_NEEDED}")
     sources = _Sources(flags, environ, _read_file(file), file)
 
     def chosen(key: str, check: Any, default: Any, **bounds: Any) -> Any:
@@ -298,8 +293,6 @@ def _read_file(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise ConfigError(f"{path}: cannot be read as TOML: {exc}") from exc
-    if "insecure_lan" in content:
-        raise ConfigError(f"'insecure_lan' in {path}: {_NOT_NEEDED}")
     unknown = sorted(set(content) - set(_KEYS))
     if unknown:
         raise ConfigError(f"{path}: unknown key '{unknown[0]}'; known are {', '.join(_KEYS)}")

@@ -20,11 +20,11 @@ from typing import Final
 
 import msgspec
 import platformdirs
-import psutil
 
 from primad.errors import ConfigError
 from primad.settings.config import NAME
 from primad.system.private_file import read_private, write_private
+from primad.system.process_start import start_of, still_runs
 from primad.trust.identity import is_key, key_hex
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,10 @@ VARIABLE: Final = "PRIMAD_LOCAL_TRUST"
 BELIEVED_S: Final = 1.0
 """A key that was found is not looked up again for this long."""
 _MAX_FILES: Final = 256
-_SAME_START_S: Final = 2.0
 
 
 class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file's content. ``created`` and ``since_boot`` are the process's start; see ``_lives``."""
+    """A file's content. ``created`` and ``since_boot`` are the process's start, as ``start_of`` tells it."""
 
     device: str
     key: str
@@ -93,10 +92,8 @@ class LocalTrust:
     @contextlib.contextmanager
     def announce(self, device: str, key: str) -> Iterator[None]:
         """Leave ``key`` in the folder while inside. A folder that cannot be used costs a log line and nothing else."""
-        path, process = self._file(key), psutil.Process()
-        note = _Note(
-            device=device, key=key, pid=process.pid, created=process.create_time(), since_boot=_uptime(process)
-        )
+        path, (created, since_boot) = self._file(key), start_of(os.getpid())
+        note = _Note(device=device, key=key, pid=os.getpid(), created=created, since_boot=since_boot)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._is_ours(self.folder):
@@ -126,7 +123,7 @@ class LocalTrust:
             return None
         if not is_key(note.key) or path != self._file(note.key) or not NAME.fullmatch(note.device):
             return None
-        if _lives(note):
+        if still_runs(note.pid, note.created, note.since_boot):
             return note
         with contextlib.suppress(OSError):
             path.unlink()
@@ -144,26 +141,3 @@ class LocalTrust:
         if sys.platform == "win32":  # the user's own folders are closed to others by their access lists
             return True
         return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _uptime(process: psutil.Process) -> float:
-    """Seconds from the machine's start to the start of ``process``."""
-    booted = psutil.boot_time()
-    return process.create_time() - booted
-
-
-def _lives(note: _Note) -> bool:
-    """Whether the process that wrote ``note`` still runs.
-
-    Its start is compared twice because a clock that was set since moves one or the other, depending on the system.
-    """
-    try:
-        process = psutil.Process(note.pid)
-        return (
-            abs(process.create_time() - note.created) < _SAME_START_S
-            or abs(_uptime(process) - note.since_boot) < _SAME_START_S
-        )
-    except psutil.AccessDenied:
-        return False
-    except (psutil.Error, ValueError, OverflowError):
-        return False

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Final, cast
 
 from primad.errors import ClusterError, PrimadError, ProtocolError, printable
+from primad.system.complaints import Complaints
 from primad.trust.pairing import LIFETIME_S, MAX_BYTES, RUN_S, CodeOutcome, Inviter, Joiner, Later, Who, refuse_storage
 from primad.trust.trust import PAIRED, TrustedDevice, trusted_now
 from primad.trust.words import Code
@@ -28,7 +29,6 @@ TIMEOUT_S: Final = 10.0
 """What a joiner waits for all of a pairing, its turn included."""
 _MESSAGES: Final = 4
 _FLUSH_S: Final = 1.0
-WARN_EVERY_S: Final = 1.0
 _BACKLOG: Final = 64
 _HEADER: Final = 2
 
@@ -57,7 +57,7 @@ class PairingServer:
         self.port: int = self._listener.getsockname()[1]
         self._peers: set[_Peer] = set()
         self._addresses: Counter[str] = Counter()
-        self._refused, self._warn_at = 0, 0.0
+        self._complaints = Complaints(logger)
 
     async def run(self) -> CodeOutcome:
         """Serve until the code is used, burnt or expired; returns which. The port is closed afterwards."""
@@ -113,12 +113,8 @@ class PairingServer:
             self._changed.set()
 
     def refused(self, address: str, why: ProtocolError) -> None:
-        """Say that ``address`` sent what is no message, once in ``WARN_EVERY_S`` at most."""
-        self._refused += 1
-        now = asyncio.get_running_loop().time()
-        if now >= self._warn_at:
-            logger.warning("refused a pairing message from %s (%d so far): %s", address, self._refused, why)
-            self._warn_at = now + WARN_EVERY_S
+        """``address`` sent what is no message."""
+        self._complaints.add(f"refused a pairing message from {address}", why)
 
     def receive(self, peer: _Peer, data: bytes, address: str) -> bytes:
         """The reply to a message. Raises ``ProtocolError``."""

@@ -308,19 +308,6 @@ def test_an_unknown_key_in_the_file_is_refused(home, key):
     assert f"unknown key '{key}'; known are name, cluster" in text
 
 
-@pytest.mark.parametrize(
-    ("sources", "named"),
-    [
-        ({"environ": {"PRIMAD_INSECURE_LAN": "1"}}, "PRIMAD_INSECURE_LAN: is not needed any more"),
-        ({"file": "insecure_lan = true"}, "'insecure_lan' in "),
-    ],
-)
-def test_leave_to_be_insecure_is_not_needed_any_more(home, sources, named):
-    text = refusal(home, **sources)
-    assert text.startswith(named)
-    assert "only devices that were paired are heard; remove it" in text
-
-
 # ---- who may hear this device ---------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primad.layers.rate_limit import BURST_S, COMPLAINT_INTERVAL_S, Complaints, FairQueue, TokenBucket
+from primad.layers.rate_limit import BURST_S, FairQueue, TokenBucket
 
 
 def test_owners_take_turns():
@@ -54,11 +54,3 @@ def test_no_stretch_of_time_carries_more_than_the_cap_and_the_burst(rate, sends)
             allowed = rate * (at_s - sent[first][0] + BURST_S) + sent[first][1]
             assert carried <= allowed * (1 + 1e-6) + 1
             carried += size
-
-
-def test_a_flood_of_complaints_is_a_line_now_and_then():
-    complaints = Complaints()
-    assert complaints.allow(0.0) == 0
-    assert [complaints.allow(at_s / 100) for at_s in range(500)] == [None] * 500
-    assert complaints.allow(COMPLAINT_INTERVAL_S) == 500
-    assert complaints.allow(2 * COMPLAINT_INTERVAL_S) == 0

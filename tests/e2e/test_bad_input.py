@@ -261,7 +261,6 @@ def test_options_of_serve(tiny, tmp_path, temporary, arguments, named):
     [
         (("serve",), {}, "--model"),
         (("join", "--insecure-lan"), {}, "--insecure-lan"),
-        (("join",), {"PRIMAD_INSECURE_LAN": "1"}, "PRIMAD_INSECURE_LAN"),
         (("join", "--code", "lamp"), {}, "lamp"),
         (("join", "--device", "127.0.0.1:7770"), {}, "--code"),
         (("join", "--max-disk", "little"), {}, "--max-disk: 'little'"),

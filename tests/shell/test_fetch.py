@@ -27,7 +27,7 @@ from primad.gguf import layers as layers_module
 from primad.gguf.header import read_header
 from primad.gguf.layers import HEADER_BYTES, LayerCut, LayerRef, cut_layer
 from primad.layers import fetch as transfer
-from primad.layers import rate_limit as sharing
+from primad.layers import server as server_module
 from primad.layers import source_link
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import fetch_layers, hash_in_thread, in_thread
@@ -813,7 +813,7 @@ def _send_then_fetch(layers: list[LayerCut], cache: LayerCache, caplog, frames: 
         run(once())
     assert cache.has(ref)
     (record,) = [record for record in caplog.records if record.name == "primad.layers.server"]
-    assert record.getMessage().startswith("refused a message on the layer link: ")
+    assert record.getMessage().startswith("refused a message on the layer link (1 so far): ")
 
 
 def test_raw_bytes_on_the_port_of_the_server_disturb_nobody(layers, cache):
@@ -861,7 +861,7 @@ def test_the_server_reads_nothing_but_layers(layers, digest):
 
 
 def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog, monkeypatch):
-    monkeypatch.setattr(sharing, "COMPLAINT_INTERVAL_S", 1000.0)
+    monkeypatch.setattr(server_module, "COMPLAIN_EVERY_S", 1000.0)
     greedy, modest = new_identity(), new_identity()
     ref, log, released = layers[2].ref(), list[int](), threading.Event()
 

@@ -1,0 +1,32 @@
+"""Does the process that left a note still run? Its number alone does not say: another process has it sooner or later.
+
+A start is told twice, in seconds since the epoch and since the machine's start, because a clock that is set moves one or
+the other, depending on the system.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import psutil
+
+_SAME_START_S: Final = 2.0
+"""Two readings of a process's start differ by less."""
+
+
+def start_of(pid: int) -> tuple[float, float]:
+    """When the process ``pid`` started: seconds since the epoch, seconds since the machine's start.
+
+    Raises ``psutil.Error``, and ``ValueError`` or ``OverflowError`` for what can be no process.
+    """
+    created = psutil.Process(pid).create_time()
+    return created, created - psutil.boot_time()
+
+
+def still_runs(pid: int, created: float, since_boot: float) -> bool:
+    """Whether the process ``pid`` that started then runs and may be asked for it."""
+    try:
+        now = start_of(pid)
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+    return abs(now[0] - created) < _SAME_START_S or abs(now[1] - since_boot) < _SAME_START_S
