@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from halda import Window
-from primad.daemon.layer_files import Workspace, copy_layers, missing_layers, place_windows, remove_metadata
+from primad.daemon.layer_files import Workspace, copy_layers, place_windows, remove_metadata
 from primad.engine.probe import StopFlag, Trial, Verdict, is_worth_it, probe
 from primad.engine.protocol import EngineOptions
 from primad.errors import DiskError, ModelError
@@ -114,7 +114,7 @@ async def _try_model(
             for number in cutter.layers_of(first, last):
                 await hash_in_thread(cutter.ref, number)
             specs.append(cutter.spec(0, first, last))
-        refs = await missing_layers(trial.cache, (ref for spec in specs for ref in spec.layers))
+        refs = (ref for spec in specs for ref in spec.layers)
         await copy_layers(cutter, trial.cache, refs, lambda _: None)
         width, vocabulary = token_embedding(header).shape[0], vocabulary_size(header)
         layer = await _try_window(trial, specs[0], options, width=width)

@@ -14,7 +14,7 @@ from primad.errors import ClusterError, WeightsError
 from primad.gguf.layers import LayerRef
 from primad.gguf.windows import ModelCutter, WindowSpec
 from primad.layers.cache import LayerCache
-from primad.layers.fetch import hash_in_thread, in_thread
+from primad.layers.fetch import in_thread, missing_layers
 from primad.settings.config import usage_folder
 
 
@@ -31,11 +31,6 @@ class Workspace:
     def usage(self) -> Path:
         """Where it is kept how often the experts of layers are used."""
         return usage_folder(self.verdicts.parent)
-
-
-async def missing_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> list[LayerRef]:
-    """Those of ``refs`` that are not in ``cache`` whole, each once; stopping waits for one chunk to be hashed."""
-    return [ref for ref in dict.fromkeys(refs) if not await hash_in_thread(cache.has, ref)]
 
 
 async def check_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> None:
@@ -68,12 +63,7 @@ async def copy_layers(
     ``DiskError`` when the cache's disk refuses or has no room.
     """
     async with cache.turn:
-        wanted = []
-        for ref in dict.fromkeys(refs):
-            if await hash_in_thread(cache.has, ref):
-                copied(ref.size_bytes)
-            else:
-                wanted.append(ref)
+        wanted = await missing_layers(cache, refs, copied)
         await asyncio.to_thread(cache.make_room, sum(ref.file_bytes for ref in wanted))
         for ref in wanted:
             await _copy_layer(cutter, cache, ref, copied)

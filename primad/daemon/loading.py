@@ -14,7 +14,6 @@ from halda import DeviceProfile, Plan
 from primad.daemon.layer_files import (
     Workspace,
     lease_layers,
-    missing_layers,
     place_windows,
     release_files,
     whole_model,
@@ -25,7 +24,7 @@ from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
 from primad.gguf.windows import WindowSpec
-from primad.layers.fetch import in_thread
+from primad.layers.fetch import in_thread, missing_layers
 from primad.network.messages import Load
 from primad.ring.messages import Open, OpenWindow
 from primad.ring.spawn import RingProcess

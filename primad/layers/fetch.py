@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, TypeVar
 
@@ -68,12 +68,7 @@ async def fetch_layers(
     source is left that has what is missing, ``DiskError`` when this device's disk does not take it.
     """
     async with cache.turn:
-        wanted = []
-        for ref in dict.fromkeys(refs):
-            if await hash_in_thread(cache.has, ref):
-                progress(ref.size_bytes)
-            else:
-                wanted.append(ref)
+        wanted = await missing_layers(cache, refs, progress)
         if not wanted:
             return
         with ExitStack() as parts:
@@ -81,6 +76,22 @@ async def fetch_layers(
             lacking = sum(part.ref.file_bytes - part.present_bytes for part in begun.values())
             await in_thread(cache.make_room, lacking)
             await _Fetch(sources, begun, cache, progress, bytes_per_s).run(context, identity)
+
+
+async def missing_layers(
+    cache: LayerCache, refs: Iterable[LayerRef], present: Callable[[int], None] = lambda _: None
+) -> list[LayerRef]:
+    """Those of ``refs`` that are not in ``cache`` whole, each once; ``present`` hears the size of every other one.
+
+    Stopping waits for one chunk to be hashed.
+    """
+    missing = []
+    for ref in dict.fromkeys(refs):
+        if await hash_in_thread(cache.has, ref):
+            present(ref.size_bytes)
+        else:
+            missing.append(ref)
+    return missing
 
 
 async def in_thread(function: Callable[..., _Answer], *arguments: object) -> _Answer:

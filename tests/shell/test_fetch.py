@@ -21,7 +21,6 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from primad.daemon.layer_files import missing_layers
 from primad.errors import ClusterError, DiskError
 from primad.gguf import layers as layers_module
 from primad.gguf.header import read_header
@@ -30,7 +29,7 @@ from primad.layers import fetch as transfer
 from primad.layers import server as server_module
 from primad.layers import source_link
 from primad.layers.cache import LayerCache
-from primad.layers.fetch import fetch_layers, hash_in_thread, in_thread
+from primad.layers.fetch import fetch_layers, hash_in_thread, in_thread, missing_layers
 from primad.layers.server import READS_AT_ONCE, REQUESTS_WAITING, LayerServer, LayerSource
 from primad.network.gate import Gate
 from primad.network.layer_messages import (

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from halda import Plan, Streaming, Window
-from primad.daemon.layer_files import copy_layers, missing_layers
+from primad.daemon.layer_files import copy_layers
 from primad.daemon.loading import streamed_of
 from primad.errors import DiskError, ModelError
 from primad.gguf.header import read_header
 from primad.gguf.layers import HEADER_BYTES, LayerCut, cut_layer
 from primad.layers.cache import LayerCache
+from primad.layers.fetch import missing_layers
 from tests.fakes.gguf import toy_arrays, write_gguf
 
 
