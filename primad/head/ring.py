@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -20,16 +20,15 @@ from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import streamed_of
 from primad.errors import ClusterError, ModelError, NextDeviceError, PrimadError, RingError, WeightsError
 from primad.gguf.windows import WindowSpec, token_embedding
-from primad.head.blame import UNREACHED, ParticipationError, blamed
+from primad.head.blame import ParticipationError, blamed
 from primad.head.load_own import load_own
 from primad.head.participation import Participation
 from primad.head.ring_inputs import RingInputs
 from primad.head.status import Costs, device_status, link_status, plan_lines, promises
-from primad.head.worker_link import WorkerLink
+from primad.head.ways import Ways
 from primad.layers.fetch import hash_in_thread
-from primad.network.layer_messages import Source, is_endpoint
-from primad.network.messages import MAX_SOURCES, Load, Progress
-from primad.network.scopes import bare, own_address
+from primad.network.layer_messages import Source
+from primad.network.messages import Load, Progress
 from primad.network.sockets import endpoint
 from primad.ring.messages import (
     Connect,
@@ -46,7 +45,6 @@ from primad.ring.messages import (
     Serving,
     Status,
 )
-from primad.settings.config import LOOPBACK, is_loopback
 from primad.system.tasks import mistake, settle
 
 logger = logging.getLogger(__name__)
@@ -65,6 +63,7 @@ class HeadRing:
 
     def __init__(self, inputs: RingInputs) -> None:
         self._inputs = inputs
+        self._ways = Ways(inputs)
         self._tasks: set[asyncio.Task[None]] = set()
         self._workers: dict[str, Participation] = {}
         self._process: LoadedProcess | None = None
@@ -297,50 +296,18 @@ class HeadRing:
         )
 
     async def _worker_load(self, name: str, specs: Mapping[str, list[WindowSpec]]) -> Load:
-        sources = await self._sources(self._inputs.workers[name])
+        sources = await self._ways.sources(self._inputs.workers[name])
         load = self._load(name, specs, sources=sources, place=self._place_of(name))
         if self._inputs.options.extra_buffers != "auto":
             return load
         first = specs[name][0].first
         return msgspec.structs.replace(load, probe=self._probe_spec(first, first + 1))
 
-    async def _sources(self, worker: WorkerLink) -> list[Source]:
-        """Who may have layers that ``worker`` lacks: this head, and every worker that it reaches."""
-        own = [endpoint(await self._address_for(worker), self._inputs.layer_port)]
-        sources = [Source(device=self.plan.head, key=self._inputs.key, endpoints=own)]
-        for name, other in self._inputs.holders.items():
-            if name == worker.name:
-                continue
-            way = endpoint(self._host_for(worker.name, name), other.layer_port)
-            if is_endpoint(way):  # host names mean something here only
-                sources.append(Source(device=name, key=other.key, endpoints=[way]))
-        return sources[:MAX_SOURCES]
-
     def _place_of(self, name: str) -> int:
         """Counts the devices on the machine of ``name`` from its turn in the ring to the ring's end."""
         rest = self.plan.devices[self.plan.devices.index(name) :]
         hosts = {worker: link.profile.host for worker, link in self._inputs.workers.items()}
         return sum(hosts.get(other) == hosts[name] for other in rest)
-
-    async def _address_for(self, worker: WorkerLink) -> str:
-        """The address of this head that ``worker`` can reach: the one that packets to it leave from.
-
-        Raises ``ParticipationError`` where no address of the worker has a way to it.
-        """
-        if is_loopback(self._inputs.config.host) or is_loopback(worker.end.host):
-            return LOOPBACK
-        measured = self._inputs.links.address(self.plan.head, worker.name)
-        return await self._leaving_for(worker, [worker.end.host, *([measured] if measured else [])])
-
-    async def _leaving_for(self, worker: WorkerLink, hosts: Sequence[str]) -> str:
-        """Where packets to ``worker`` leave from by the first of ``hosts`` to which there is a way."""
-        reasons = []
-        for host in dict.fromkeys(hosts):
-            try:
-                return await own_address(host, worker.end.port)
-            except OSError as exc:
-                reasons.append(f"no route to {worker.name} at {host}:{worker.end.port}: {exc.strerror or exc}")
-        raise ParticipationError("; ".join(reasons), worker.name, UNREACHED)
 
     def _probe_spec(self, first: int, last: int) -> WindowSpec | None:
         assert self._inputs.cutter is not None
@@ -426,21 +393,15 @@ class HeadRing:
         for name, participation in self._workers.items():
             following = self.plan.after(name)
             if following == head:
-                address = endpoint(await self._address_for(self._inputs.workers[name]), own[0].rsplit(":", 1)[1])
+                address = endpoint(await self._ways.to_head(self._inputs.workers[name]), own[0].rsplit(":", 1)[1])
             else:
-                address = endpoint(self._host_for(name, following), loaded[following][0])
+                address = endpoint(self._ways.host_for(name, following), loaded[following][0])
             await participation.connect(address, keys[following], keys[before[name]])
         first = self.plan.after(head)
-        way = self._host_for(head, first)
-        await self._leaving_for(self._inputs.workers[first], [way])  # a process that is told of no way ends
-        await self._process.send(Connect(endpoint(way, loaded[first][0]), keys[first], keys[before[head]]))
+        way = endpoint(await self._ways.to_first(self._inputs.workers[first]), loaded[first][0])
+        await self._process.send(Connect(way, keys[first], keys[before[head]]))
         for participation in self._workers.values():
             await participation.linked
-
-    def _host_for(self, source: str, target: str) -> str:
-        """Where ``source`` reaches the worker ``target``; only the head itself is told a scope."""
-        host = self._inputs.links.address(source, target) or self._inputs.holders[target].end.host
-        return host if source == self.plan.head else bare(host)
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._inputs.reporter.progress(device, progress.phase, progress.done, progress.total)

@@ -11,6 +11,7 @@ import pytest
 from halda import Plan, Window
 from primad.errors import ClusterError, NextDeviceError, RingError
 from primad.head import ring as head_ring
+from primad.head import ways as head_ways
 from primad.head.blame import DeviceLostError, ParticipationError, blamed
 from primad.head.participation import Participation
 from primad.head.ring import HeadRing
@@ -159,7 +160,7 @@ PAIR = Plan(
 """desk gives steps to lap, lap to tab, and tab to desk."""
 
 
-class Ways:
+class Home:
     """A ring whose workers are at ``hosts``, by name; ``measured`` are the addresses that the link book knows."""
 
     def __init__(self, measured: dict[tuple[str, str], str] | None = None, **hosts: str) -> None:
@@ -193,37 +194,37 @@ def leaving(monkeypatch) -> dict[str, str]:
             raise OSError(22, "Invalid argument")
         return found[host]
 
-    monkeypatch.setattr(head_ring, "own_address", own_address)
+    monkeypatch.setattr(head_ways, "own_address", own_address)
     return found
 
 
 def test_no_scope_of_the_heads_is_told_to_a_worker(leaving):
     async def once() -> None:
-        ways = Ways(lap="fe80::2%4", tab="fe80::3%4")
+        home = Home(lap="fe80::2%4", tab="fe80::3%4")
         leaving["fe80::2%4"] = "fe80::1"
-        sources = await ways.ring._sources(ways.links["lap"])
+        sources = await home.ring._ways.sources(home.links["lap"])
         assert [source.endpoints for source in sources] == [["tcp://[fe80::1]:5"], ["tcp://[fe80::3]:7"]]
-        assert ways.ring._host_for("lap", "tab") == "fe80::3"
-        assert ways.ring._host_for("desk", "lap") == "fe80::2%4", "it is the head's own"
+        assert home.ring._ways.host_for("lap", "tab") == "fe80::3"
+        assert home.ring._ways.host_for("desk", "lap") == "fe80::2%4", "it is the head's own"
 
     asyncio.run(once())
 
 
 def test_a_worker_that_cannot_be_reached_at_one_address_is_reached_at_the_next(leaving):
     async def once() -> None:
-        ways = Ways({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
+        home = Home({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
         leaving["192.168.1.7"] = "192.168.1.2"
-        assert await ways.ring._address_for(ways.links["lap"]) == "192.168.1.2"
+        assert await home.ring._ways.to_head(home.links["lap"]) == "192.168.1.2"
 
     asyncio.run(once())
 
 
 def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
     async def once() -> None:
-        ways = Ways({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
+        home = Home({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
         reason = r"no route to lap at fe80::2%4:9: Invalid argument; no route to lap at 192\.168\.1\.7:9: Invalid"
         with pytest.raises(ParticipationError, match=reason) as caught:
-            await ways.ring._address_for(ways.links["lap"])
+            await home.ring._ways.to_head(home.links["lap"])
         assert blamed(caught.value, PAIR, forming=True) == ("lap", True)
 
     asyncio.run(once())
@@ -243,7 +244,7 @@ def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
             yield
 
     async def once() -> None:
-        ring = Ways(lap="192.168.1.7", tab="192.168.1.8").ring
+        ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring
         with pytest.raises(ParticipationError, match="desk: the next device took no step") as caught:
             await ring._attend_own(Blocked(), SimpleNamespace(route=4, windows=[]))
         assert blamed(caught.value, PAIR, forming=True) == ("lap", False)
