@@ -146,7 +146,7 @@ def plan(
 
         primad plan --model-shape llama3-70b-q4k --fleet mixed-home
 
-        primad plan --model qwen2.5-7b.gguf --devices profiles/*.json --objective latency --link 300Mbit/s,5ms
+        primad plan --model qwen2.5-7b.gguf --devices profiles/devices/*.json --objective latency --link 300Mbit/s,5ms
 
         primad plan --model-shape llama3-8b --fleet apple-home --what-if ram:mac-mini-m4-24gb=32GiB --json
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -87,15 +88,27 @@ def test_options_in_the_text_exist(page):
             assert set(named) <= options_of(command), span
 
 
+def all_commands() -> list[Any]:
+    """``primad``, its commands and theirs."""
+    root = get_command(cli.app)
+    first = list(root.commands.values())
+    return [root, *first, *(inner for command in first for inner in getattr(command, "commands", {}).values())]
+
+
+def test_examples_of_help_can_be_typed():
+    lines = [line.strip() for command in all_commands() for line in command.help.splitlines() if line[:4] == "    "]
+    examples = [shlex.split(line) for line in lines if line.startswith("primad ")]
+    assert len(examples) > 30
+    for words in examples:
+        assert_ours(tuple(words[1:]))
+
+
 def test_every_option_is_told_somewhere():
     text = "".join(page.read_text() for page in PAGES)
     told = set(re.findall(r"--[a-z][a-z-]*", text))
-    root = get_command(cli.app)
-    everything = [root, *root.commands.values()]
-    everything += [inner for command in everything[1:] for inner in getattr(command, "commands", {}).values()]
     untold = {
         (command.name, name)
-        for command in everything
+        for command in all_commands()
         for name in options_of(command) - told
         if name.startswith("--") and name != "--show-completion"
     }
