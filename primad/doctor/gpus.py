@@ -71,7 +71,7 @@ class EngineFacts:
     hardware: tuple[Hardware, ...]
 
 
-def gather_engine() -> EngineFacts:
+def gather_engine(timeout_s: float = _LIST_TIMEOUT_S) -> EngineFacts:
     """Looks at the libraries' names; asks llama.cpp itself for its devices in a child process (a second or two)."""
     try:
         package = version(PACKAGE)
@@ -79,7 +79,7 @@ def gather_engine() -> EngineFacts:
         package = ""
     devices: tuple[tuple[str, str], ...] | str = ()
     if package:
-        devices = _devices()
+        devices = _devices(timeout_s)
     return EngineFacts(package=package, backends=_backends(), devices=devices, hardware=tuple(_hardware()))
 
 
@@ -130,7 +130,7 @@ def _install(package: str, backend: str | None, system: str, python: str) -> str
     return f'CMAKE_ARGS="-DGGML_{backend}=on" {pip}'
 
 
-def _devices() -> tuple[tuple[str, str], ...] | str:
+def _devices(timeout_s: float) -> tuple[tuple[str, str], ...] | str:
     """What the installed llama.cpp lists, in a child: a crash of it is an answer."""
     try:
         done = subprocess.run(
@@ -138,12 +138,12 @@ def _devices() -> tuple[tuple[str, str], ...] | str:
             input=msgspec.json.encode(ListGpus()) + b"\n",
             capture_output=True,
             env=environment(os.environ, 1, 0),
-            timeout=_LIST_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
         answer = msgspec.json.decode(done.stdout, type=Gpus)
     except subprocess.TimeoutExpired:
-        return f"it does not answer within {_LIST_TIMEOUT_S:g} s"
+        return f"it does not answer within {timeout_s:g} s"
     except msgspec.DecodeError:
         said = done.stderr.decode("utf-8", errors="replace").strip().splitlines()
         return f"it ended with code {done.returncode}" + (f": {said[-1]}" if said else "")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from halda import DeviceProfile
 from primad.errors import ConfigError
+from primad.profiler.effort import Effort
 from primad.profiler.gpus import gpu_now, list_gpus
 from primad.profiler.records import HomeRecord, MachineRecord, host_id, read_home, read_machine, write
 from primad.profiler.store import utc_now
@@ -37,6 +38,7 @@ def profile_device(
     *,
     again: bool = False,
     limits: OwnerLimits = NO_LIMITS,
+    effort: Effort = Effort(),
 ) -> DeviceProfile:
     """The profile of this device, measured now unless it was before (``again`` measures anyway).
 
@@ -53,7 +55,7 @@ def profile_device(
     with measuring(), trial_folder(home) as folder:
         # Another home of this machine may have measured it meanwhile.
         machine = None if again else read_machine(home, threads)
-        machine = machine or measure_machine(folder, threads, advance)
+        machine = machine or measure_machine(folder, threads, advance, effort)
         disk = None if again else read_home(home)
         disk = disk or measure_home(folder, advance)
     profile = _compose(name, home, machine, disk)

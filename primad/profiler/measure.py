@@ -18,6 +18,7 @@ from primad.engine.build import build_id
 from primad.errors import ConfigError
 from primad.profiler import processors
 from primad.profiler.disk import measure_disk
+from primad.profiler.effort import Effort
 from primad.profiler.gpus import list_gpus
 from primad.profiler.processors import Advance, measure_cpu, measure_gpu
 from primad.profiler.records import VERSION, HomeRecord, MachineRecord, host_id
@@ -30,13 +31,13 @@ _RAM_RUNS: Final = 5
 _TRIALS: Final = "profile-trial-"
 
 
-def measure_machine(folder: Path, threads: int | None, advance: Advance) -> MachineRecord:
-    """Memory, CPU and GPU of this machine, measured now with trials in ``folder``; ``threads`` as in ``profile_device``."""
+def measure_machine(folder: Path, threads: int | None, advance: Advance, effort: Effort) -> MachineRecord:
+    """Memory, CPU and GPU of this machine, measured now with trials in ``folder``; the others as in ``profile_device``."""
     advance("memory")
     ram = ram_read_bytes_per_s(usable_cores())
-    cpu = measure_cpu(folder, threads, advance)
+    cpu = measure_cpu(folder, threads, advance, effort=effort)
     gpus = list_gpus()
-    gpu = measure_gpu(folder, gpus[0], cpu.batch_threads, lambda kind: None) if gpus else None
+    gpu = measure_gpu(folder, gpus[0], cpu.batch_threads, lambda kind: None, effort) if gpus else None
     return MachineRecord(
         version=VERSION,
         measured=utc_now(),

@@ -16,10 +16,10 @@ import psutil
 from halda import CpuProfile, GpuProfile
 from primad.engine.devices import GpuDevice
 from primad.errors import EngineError
+from primad.profiler.effort import Effort
 from primad.profiler.gpus import gpu_now
 from primad.profiler.speeds import (
     MAIN,
-    REPEATS_S,
     TYPES,
     Bench,
     RetryBudget,
@@ -40,8 +40,6 @@ Advance = Callable[[str], None]
 STEPS: Final = 2 + len(TYPES)
 _GPU_WEIGHTS: Final = 350_000_000
 """Weights of a trial on a GPU: more than its caches hold, since nothing sweeps them."""
-_CPU_WEIGHTS: Final = 100_000_000
-"""Weights of a trial on the CPU: much beside the fixed costs, little enough to compute 512 rows often."""
 _GPU_MODEL_BYTES: Final = 256 << 20
 _SWEEP_BYTES: Final = 96 << 20
 _MOST_SWEEP_BYTES: Final = 256 << 20
@@ -49,22 +47,24 @@ _WORTH: Final = 0.95
 """Fewer threads leave cores to the owner, but must be faster by so much: timings are noisy."""
 
 
-def measure_cpu(folder: Path, pinned: int | None, advance: Advance, kinds: Sequence[str] = TYPES) -> CpuProfile:
+def measure_cpu(
+    folder: Path, pinned: int | None, advance: Advance, kinds: Sequence[str] = TYPES, effort: Effort = Effort()
+) -> CpuProfile:
     """The profile of the CPU with ``pinned`` threads, or with the best counts that were tried, for types ``kinds``.
 
     Trials write to ``folder``. Raises ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
     """
     advance("threads")
-    patience = RetryBudget(REPEATS_S)
+    patience = RetryBudget(effort.repeats_s)
     counts = [pinned] if pinned is not None else sorted({usable_cores(), max(1, usable_cores() // 2)}, reverse=True)
     tried = {}
     for count in counts:
-        with _cpu_bench(folder, count, count, patience) as bench:
+        with _cpu_bench(folder, count, count, patience, effort) as bench:
             decode = bench.time_decode(BIG, MAIN, (False,))[0]
             tried[count] = answered(together(decode, bench.time_rows(MAIN, (False,))[0]))
     threads = fastest({count: statistics.median(timings.decode_s) for count, timings in tried.items()})
     batch_threads = fastest({count: statistics.median(timings.prefill_s) for count, timings in tried.items()})
-    with _cpu_bench(folder, threads, batch_threads, patience) as bench:
+    with _cpu_bench(folder, threads, batch_threads, patience, effort) as bench:
         advance("layers")
         step_s = measure_step(bench)
         layer_s, speeds = measure_types(bench, step_s, advance, kinds)
@@ -80,7 +80,9 @@ def measure_cpu(folder: Path, pinned: int | None, advance: Advance, kinds: Seque
 
 
 @contextlib.contextmanager
-def _cpu_bench(folder: Path, threads: int, batch_threads: int, patience: RetryBudget) -> Iterator[Bench]:
+def _cpu_bench(
+    folder: Path, threads: int, batch_threads: int, patience: RetryBudget, effort: Effort
+) -> Iterator[Bench]:
     with child_trials(max(threads, batch_threads)) as trials:
         yield Bench(
             trials=trials,
@@ -88,7 +90,8 @@ def _cpu_bench(folder: Path, threads: int, batch_threads: int, patience: RetryBu
             threads=threads,
             batch_threads=batch_threads,
             on_gpu=False,
-            weights=_CPU_WEIGHTS,
+            weights=effort.cpu_weights,
+            effort=effort,
             model_bytes=sweep_bytes(),
             sweep_bytes=sweep_bytes(),
             patience=patience,
@@ -116,7 +119,9 @@ def sweep_bytes() -> int:
     return min(max(_SWEEP_BYTES, 2 * largest), _MOST_SWEEP_BYTES)
 
 
-def measure_gpu(folder: Path, device: GpuDevice, threads: int, advance: Advance) -> GpuProfile | None:
+def measure_gpu(
+    folder: Path, device: GpuDevice, threads: int, advance: Advance, effort: Effort = Effort()
+) -> GpuProfile | None:
     """The profile of ``device``, or None where llama.cpp cannot compute on it.
 
     The rate of its memory is the best rate of any type: reading is all that a decode step must do. Raises ``OSError``
@@ -132,7 +137,8 @@ def measure_gpu(folder: Path, device: GpuDevice, threads: int, advance: Advance)
             weights=_GPU_WEIGHTS,
             model_bytes=_GPU_MODEL_BYTES,
             sweep_bytes=8,
-            patience=RetryBudget(REPEATS_S),
+            patience=RetryBudget(effort.repeats_s),
+            effort=effort,
         )
         try:
             step_s = measure_step(bench)

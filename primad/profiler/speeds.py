@@ -22,6 +22,7 @@ from typing import Final
 from halda import PREFILL_ROWS, TypeSpeed
 from primad.engine.probe import ANSWER_TOKENS, PROMPT_ROWS, WORTH
 from primad.errors import EngineError
+from primad.profiler.effort import Effort
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
 from primad.profiler.trial import TimeWindow, TrialTimes
 from primad.profiler.trials import Trials
@@ -33,12 +34,8 @@ TYPES: Final = ("Q4_K", "Q6_K", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q8_0", "IQ4_XS"
 MAIN: Final = TYPES[0]
 SMALL_LAYERS: Final = (2, 12)
 _LEAST_S: Final = 1e-6
-_DECODE_RUNS: Final = 6
-_BATCH_RUNS: Final = 3
-_PREFILL_RUNS: Final = 2
 _STEADY: Final = 0.25
-"""A larger spread of the runs means that something else was running: the trial is repeated, within ``REPEATS_S``."""
-REPEATS_S: Final = 10.0
+"""A larger spread of the runs means that something else was running: the trial is repeated, within ``Effort.repeats_s``."""
 
 
 class RetryBudget:
@@ -76,6 +73,7 @@ class Bench:
     model_bytes: int
     sweep_bytes: int
     patience: RetryBudget
+    effort: Effort = Effort()
 
     def layers_to_read(self, shape: LayerShape, kind: str) -> int:
         """So many layers that no cache holds them."""
@@ -89,11 +87,13 @@ class Bench:
     def time_decode(self, shape: LayerShape, kind: str, extra: Sequence[bool]) -> list[TrialTimes | str]:
         """Time one row through more layers of ``kind`` than caches hold, for each setting of ``extra`` buffers."""
         layers = self.layers_to_read(shape, kind)
-        return self._time(shape, kind, layers, extra, sweep_bytes=0, decode_runs=_DECODE_RUNS)
+        return self._time(shape, kind, layers, extra, sweep_bytes=0, decode_runs=self.effort.decode_runs)
 
     def time_small(self, layers: int) -> TrialTimes | str:
         """Time one row through ``layers`` tiny layers, the caches swept before each step."""
-        return self._time(SMALL, MAIN, layers, (False,), sweep_bytes=self.sweep_bytes, decode_runs=_DECODE_RUNS)[0]
+        return self._time(
+            SMALL, MAIN, layers, (False,), sweep_bytes=self.sweep_bytes, decode_runs=self.effort.decode_runs
+        )[0]
 
     def time_rows(self, kind: str, extra: Sequence[bool]) -> list[TrialTimes | str]:
         """Time many rows through a big layer or more of ``kind`` for each setting of ``extra`` buffers."""
@@ -103,8 +103,8 @@ class Bench:
             self.layers_to_compute,
             extra,
             sweep_bytes=self.sweep_bytes,
-            batch_runs=_BATCH_RUNS,
-            prefill_runs=_PREFILL_RUNS,
+            batch_runs=self.effort.batch_runs,
+            prefill_runs=self.effort.prefill_runs,
         )
 
     def _time(

@@ -37,7 +37,8 @@ class Trials(Protocol):
 class ChildTrials:
     """``Trials`` in children with the environment of a ring process of ``threads`` compute threads."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self._threads = threads
         self._child: subprocess.Popen[bytes] | None = None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by ``close``)
@@ -81,7 +82,7 @@ class ChildTrials:
             late.set()
             child.kill()
 
-        timer = threading.Timer(TIMEOUT_S, give_up)
+        timer = threading.Timer(self._timeout_s, give_up)
         timer.start()
         try:
             with contextlib.suppress(OSError):  # it may be gone: then there is no answer
@@ -94,7 +95,7 @@ class ChildTrials:
             return msgspec.json.decode(answer, type=kind)
         code = self._bury(child)
         if late.is_set():
-            return f"a trial did not end within {TIMEOUT_S:g} s"
+            return f"a trial did not end within {self._timeout_s:g} s"
         said = self._last_line()
         return f"a trial ended with code {code}" + (f": {said}" if said else "")
 
@@ -114,9 +115,9 @@ class ChildTrials:
 
 
 @contextlib.contextmanager
-def child_trials(threads: int) -> Iterator[ChildTrials]:
+def child_trials(threads: int, *, timeout_s: float = TIMEOUT_S) -> Iterator[ChildTrials]:
     """``ChildTrials`` that end with the block."""
-    trials = ChildTrials(threads)
+    trials = ChildTrials(threads, timeout_s=timeout_s)
     try:
         yield trials
     finally:

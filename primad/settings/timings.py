@@ -57,6 +57,18 @@ class RingTimings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamingTimings:
+    """The threads that read weights ahead and look after those that stay."""
+
+    look_every_s: float = 0.1
+    """While steps pass, some of what stays (a layer, or its experts) is looked at so often."""
+    settled_s: float = 1.0
+    """So long after the last large step the room of its scratch memory is used: chunks of prompts may follow each other."""
+    close_timeout_s: float = 5.0
+    """A disk that gives one piece after so long hangs, or the machine is of no use anyway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipTimings:
     """The membership core."""
 
@@ -97,6 +109,7 @@ class Timings:
     discovery: DiscoveryTimings = DiscoveryTimings()
     network: NetworkTimings = NetworkTimings()
     ring: RingTimings = RingTimings()
+    streaming: StreamingTimings = StreamingTimings()
     membership: MembershipTimings = MembershipTimings()
     head: HeadTimings = HeadTimings()
     worker: WorkerTimings = WorkerTimings()

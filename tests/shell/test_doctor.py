@@ -220,8 +220,7 @@ def test_a_home_that_is_not_there_yet_is_judged_by_the_folder_above(tmp_path):
 @pytest.mark.slow
 def test_llama_cpp_is_asked_in_a_child(monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # whoever imports it here fails
-    monkeypatch.setattr(gpus, "_LIST_TIMEOUT_S", PATIENCE_S)
-    facts = gpus.gather_engine()
+    facts = gpus.gather_engine(PATIENCE_S)
     assert facts.package
     assert not isinstance(facts.devices, str)
 
@@ -234,12 +233,10 @@ def test_llama_cpp_that_crashes_or_hangs_is_an_answer(monkeypatch, tmp_path):
     hang = tmp_path / "hang"
     hang.write_text("#!/bin/sh\nexec sleep 60\n")
     hang.chmod(0o755)
-    monkeypatch.setattr(gpus, "_LIST_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr(gpus.sys, "executable", str(crash))
-    assert gpus.gather_engine().devices == "it ended with code 132: illegal instruction"
-    monkeypatch.setattr(gpus, "_LIST_TIMEOUT_S", 0.5)
+    assert gpus.gather_engine(PATIENCE_S).devices == "it ended with code 132: illegal instruction"
     monkeypatch.setattr(gpus.sys, "executable", str(hang))
-    assert gpus.gather_engine().devices == "it does not answer within 0.5 s"
+    assert gpus.gather_engine(0.5).devices == "it does not answer within 0.5 s"
 
 
 def test_a_card_is_known_by_its_vendor(tmp_path):

@@ -11,8 +11,8 @@ import pytest
 
 from primad.engine.llama import FirstWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions, WindowFiles
-from primad.engine.streaming import experts as core
 from primad.engine.streaming.expert_loader import ExpertLoader
+from primad.engine.streaming.experts import Change, Pool
 from primad.engine.streaming.pages import ReadCall
 from primad.engine.streaming.prefetch import WindowStream
 from primad.engine.streaming.pressure import Hold, PressureWatch
@@ -208,7 +208,7 @@ class Watch:
 def test_only_picked_experts_are_read_and_no_other_is_touched(tmp_path, monkeypatch):
     header = a_model(tmp_path / "model.gguf", **COARSE)
     steps = expected(header)
-    monkeypatch.setattr(core, "LIKELY", 2.0)  # nothing is read ahead
+    monkeypatch.setattr(Pool, "ahead", lambda *_: Change((), ()))  # nothing is read ahead
     watch = Watch(monkeypatch)
     with Run(header, range(5), slots=2) as run:
         loader = run.experts

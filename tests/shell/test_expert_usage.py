@@ -54,10 +54,9 @@ def test_a_file_on_its_way_stays_until_nobody_writes_it_any_more():
     assert names(excess(files, NOW, most_files=0)) == ["a.json", "b.json.2"]
 
 
-def test_a_folder_with_too_many_lets_the_oldest_go_when_one_is_added(tmp_path, monkeypatch):
-    monkeypatch.setattr(expert_usage, "MOST_FILES", 3)
+def test_a_folder_with_too_many_lets_the_oldest_go_when_one_is_added(tmp_path):
     place = tmp_path / "usage"
-    folder = UsageFolder(place)
+    folder = UsageFolder(place, most_files=3)
     for number in range(3):
         folder.save(f"layer-{number}", counted())
         os.utime(place / f"layer-{number}.json", (time.time() - 100 + number,) * 2)

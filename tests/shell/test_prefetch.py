@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from primad.engine.streaming import prefetch as prefetch_module
-from primad.engine.streaming import pressure
 from primad.engine.streaming.pages import FileRange
 from primad.engine.streaming.prefetch import Streamer, WindowStream
-from primad.engine.streaming.pressure import PressureWatch, Reading
+from primad.engine.streaming.pressure import INTERVAL_S, PressureWatch, Reading
 from primad.engine.streaming.residency import Residency, Spread
 from primad.errors import EngineError, WeightsError
+from primad.settings.timings import StreamingTimings
 
 PATIENCE_S = 20
 HALF = 5
@@ -178,6 +177,8 @@ class Rig:
         lock: bool = False,
         whole: bool = False,
         spread: Spread | None = None,
+        watch_every_s: float = INTERVAL_S,
+        **timings: float,
     ) -> None:
         self.log = Log()
         self.units = [FakePages(number, self.log) for number in range(count)]
@@ -197,7 +198,8 @@ class Rig:
             experts=None,
             lock=lock,
             verify=verify,
-            watch=PressureWatch(calm),
+            watch=PressureWatch(calm, interval_s=watch_every_s),
+            timings=StreamingTimings(**timings),
         )
 
     def lap(self, *, first: int = 0, last: int | None = None) -> None:
@@ -428,9 +430,8 @@ def test_what_stays_is_locked_and_what_streams_is_not(rig):
     assert [unit.locked for unit in made.units] == [True, True, False]
 
 
-def test_resident_units_that_the_system_took_back_are_read_before_a_step_after_a_rest(rig, monkeypatch):
-    monkeypatch.setattr(prefetch_module, "LOOK_S", 0.0)  # the loader itself does not look
-    made = rig(4, {3}, 1)
+def test_resident_units_that_the_system_took_back_are_read_before_a_step_after_a_rest(rig):
+    made = rig(4, {3}, 1, look_every_s=0.0)  # the loader itself does not look
     made.units[3].present = SIZE
     made.streamer.start()
     made.units[1].present = 0
@@ -484,9 +485,8 @@ def test_closing_ends_the_thread_in_the_middle_of_a_unit(rig):
     assert "read 1" not in made.log.lines
 
 
-def test_a_disk_that_hangs_does_not_keep_the_process_from_ending(rig, monkeypatch, caplog):
-    monkeypatch.setattr(prefetch_module, "CLOSE_S", 0.01)
-    made = rig(3, {0, 1, 2}, 1)
+def test_a_disk_that_hangs_does_not_keep_the_process_from_ending(rig, caplog):
+    made = rig(3, {0, 1, 2}, 1, close_timeout_s=0.01)
     made.units[0].gate.clear()
     made.streamer.start()
     assert made.units[0].begun.wait(PATIENCE_S)
@@ -518,18 +518,16 @@ def test_of_a_unit_that_is_parted_only_its_part_is_read_and_given_back(rig):
     assert all(0 in unit.halves for unit in made.units), "what stays is never given back"
 
 
-def parted(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> Rig:
+def parted(rig: Callable[..., Rig]) -> Rig:
     """Units that are in memory and of which halves stream, and a loader that takes room as soon as it is there."""
-    monkeypatch.setattr(prefetch_module, "SETTLED_S", 0.0)
-    monkeypatch.setattr(pressure, "INTERVAL_S", 0.0)
-    made = rig(8, {0, 1, 2, 3, 4, 5}, 2, spread=halves(8))
+    made = rig(8, {0, 1, 2, 3, 4, 5}, 2, spread=halves(8), settled_s=0.0, watch_every_s=0.0)
     for unit in made.units:
         unit.present = SIZE
     return made
 
 
-def test_more_stays_while_scratch_memory_lies_idle_and_is_given_back_for_the_next_prompt(rig, monkeypatch):
-    made = parted(rig, monkeypatch)
+def test_more_stays_while_scratch_memory_lies_idle_and_is_given_back_for_the_next_prompt(rig):
+    made = parted(rig)
     streamer, base = made.streamer, made.residency
     streamer.start()
     streamer.brace()
@@ -611,16 +609,16 @@ def test_layers_that_come_to_stay_and_cannot_be_locked_stay_all_the_same(rig, mo
     assert caplog.text.count("not locked from now on") == 1
 
 
-def test_more_scratch_memory_that_is_told_of_without_bracing_is_counted_from_what_the_plan_holds(rig, monkeypatch):
+def test_more_scratch_memory_that_is_told_of_without_bracing_is_counted_from_what_the_plan_holds(rig):
     """As after a step of another window that failed."""
-    made = parted(rig, monkeypatch)
+    made = parted(rig)
     streamer, base = made.streamer, made.residency
     streamer.start()
     streamer.spare(SIZE)
     while not made.is_at_the_top():
         made.lap()
     assert streamer.residency != base
-    monkeypatch.setattr(prefetch_module, "SETTLED_S", 1000.0)
+    streamer._timings = StreamingTimings(settled_s=1000.0)
     streamer.spare(2 * SIZE)
     assert streamer.residency == base
     streamer.brace()
@@ -642,12 +640,8 @@ class Parts(FakePages):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_comes_to_stay_and_to_stream_meanwhile_is_there_when_it_is_needed_and_gone_when_it_is_not(
-    seed, monkeypatch
-):
+def test_whatever_comes_to_stay_and_to_stream_meanwhile_is_there_when_it_is_needed_and_gone_when_it_is_not(seed):
     """Steps in any order and from time to time a large one, while others let more stay or stream."""
-    monkeypatch.setattr(prefetch_module, "SETTLED_S", 0.0)
-    monkeypatch.setattr(pressure, "INTERVAL_S", 0.0)
     dice = random.Random(seed)
     count, size = dice.randrange(1, 12), 8 * HALF
     spread = Spread((size,) * count, (tuple(range(0, size + 1, HALF)),) * count, dice.choice([0, size]))
@@ -660,7 +654,8 @@ def test_whatever_comes_to_stay_and_to_stream_meanwhile_is_there_when_it_is_need
         experts=None,
         lock=seed % 2 == 0,
         verify=lambda _: True,
-        watch=PressureWatch(calm),
+        watch=PressureWatch(calm, interval_s=0.0),
+        timings=StreamingTimings(settled_s=0.0),
     )
     for unit in streamer.streamed_pages():
         unit.release()

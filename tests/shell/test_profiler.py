@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from primad.cli import main as cli
 from primad.engine.devices import GpuDevice, list_gpus
 from primad.errors import ConfigError, EngineError
-from primad.profiler import disk, gpus, measure, processors, speeds, trials
+from primad.profiler import disk, gpus, measure, processors, speeds
 from primad.profiler.device import is_profiled, profile_device
+from primad.profiler.effort import Effort
 from primad.profiler.measure import STEPS
 from primad.profiler.records import home_file, machine_file, read_home, read_machine, write
 from primad.profiler.speeds import (
@@ -254,7 +255,6 @@ def test_a_crash_is_an_answer_and_the_next_task_gets_a_new_child(tmp_path):
 
 
 def test_a_hang_is_an_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr(trials, "TIMEOUT_S", 0.2)
     real = subprocess.Popen
 
     def hanging(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -262,7 +262,7 @@ def test_a_hang_is_an_answer(tmp_path, monkeypatch):
         return real([sys.executable, "-c", "import time; time.sleep(60)"], **options)
 
     monkeypatch.setattr(subprocess, "Popen", hanging)
-    with child_trials(1) as children:
+    with child_trials(1, timeout_s=0.2) as children:
         assert children.gpus() == "a trial did not end within 0.2 s"
 
 
@@ -417,7 +417,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> list[str]:
     """What was measured so far, by fakes."""
     done: list[str] = []
 
-    def cpu(folder: Path, pinned: int | None, advance: Any) -> Any:
+    def cpu(folder: Path, pinned: int | None, advance: Any, *, effort: Effort) -> Any:
         done.append(f"cpu {pinned}")
         for _ in range(processors.STEPS):
             advance("cpu")
@@ -543,22 +543,16 @@ def test_the_command_prints_a_table_and_saves_what_it_prints_as_json(tmp_path, m
     assert load_profiles(again)[0].cpu == CPU
 
 
-@pytest.fixture
-def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each trial is run as seldom as can be, on one big layer, and not again where runs disagree."""
-    for runs, count in (("_DECODE_RUNS", 2), ("_BATCH_RUNS", 1), ("_PREFILL_RUNS", 1)):
-        monkeypatch.setattr(speeds, runs, count)
-    monkeypatch.setattr(processors, "_CPU_WEIGHTS", BIG.weights)
-    monkeypatch.setattr(processors, "REPEATS_S", 0.0)
+FEW_RUNS = Effort(decode_runs=2, batch_runs=1, prefill_runs=1, cpu_weights=BIG.weights, repeats_s=0.0)
+"""Each trial is run as seldom as can be, on one big layer, and not again where runs disagree."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("few_runs")
 def test_this_device_is_measured_for_real(tmp_path, own_cache):
     home = a_home(tmp_path)
     told: list[str] = []
-    profile = profile_device("desk", home, None, told.append)
+    profile = profile_device("desk", home, None, told.append, effort=FEW_RUNS)
     check_profile(profile)
     assert len(told) == STEPS
     assert {figures.type for figures in profile.cpu.speeds} == set(TYPES)

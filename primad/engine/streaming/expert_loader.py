@@ -19,8 +19,9 @@ import numpy as np
 
 from primad.engine.streaming.expert_usage import UsageFolder
 from primad.engine.streaming.experts import Expert, LayerExperts, Picks, Pool
-from primad.engine.streaming.pages import COLD, IDLE_S, LOOK_S, PIECE_BYTES, FileRange, Pages, ReadCall, Slices
+from primad.engine.streaming.pages import COLD, IDLE_S, PIECE_BYTES, FileRange, Pages, ReadCall, Slices
 from primad.errors import EngineError
+from primad.settings.timings import StreamingTimings
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +61,19 @@ class ExpertLoader:
     ``arrive``, ``pick`` and ``depart`` belong to the computing thread, everything else may be called by any.
     """
 
-    def __init__(self, layers: Mapping[int, ExpertFiles], pool_bytes: int, usage: UsageFolder, *, lock: bool) -> None:
+    def __init__(
+        self,
+        layers: Mapping[int, ExpertFiles],
+        pool_bytes: int,
+        usage: UsageFolder,
+        *,
+        lock: bool,
+        timings: StreamingTimings = StreamingTimings(),
+    ) -> None:
         self.units = frozenset(layers)
         """The units that these are experts of."""
         self._files = tuple(layers[unit] for unit in sorted(layers))
-        self._usage, self._lock = usage, lock
+        self._usage, self._lock, self._timings = usage, lock, timings
         self._slices = [[Slices(tensor.whole, tensor.count) for tensor in layer.tensors] for layer in self._files]
         self._pool = Pool(
             [LayerExperts(layer.count, layer.size // layer.count) for layer in self._files],
@@ -285,7 +294,7 @@ class ExpertLoader:
             self._saved_s = now
             self._save()
         with self._condition:
-            if now - self._looked_s > LOOK_S > now - self._departed_s and not self._urgent:
+            if now - self._looked_s > self._timings.look_every_s > now - self._departed_s and not self._urgent:
                 self._looked_s = now
                 self._next_look = (self._next_look + 1) % len(self._files)
                 self._look_at(self._next_look)

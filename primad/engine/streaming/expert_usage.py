@@ -41,8 +41,8 @@ _decoder = msgspec.json.Decoder(StoredUsage)
 class UsageFolder:
     """The files in ``folder``, one for each key; nothing is kept where it is None."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None, *, most_files: int = MOST_FILES) -> None:
+        self._folder, self._most_files = folder, most_files
         self._grew = False
 
     def load(self, key: str, experts: int) -> ExpertUsage:
@@ -80,7 +80,7 @@ class UsageFolder:
         """Let go of the oldest files if some were added since and there are too many."""
         if self._folder is not None and self._grew:
             self._grew = False
-            remove(excess(stored(self._folder), time.time(), most_files=MOST_FILES))
+            remove(excess(stored(self._folder), time.time(), most_files=self._most_files))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,6 @@ ASK_BYTES: Final = 512 << 10
 """The system reads no more than its largest request for one advice, and forgets the rest of it."""
 IDLE_S: Final = 1.0
 """After so long without a step weights that shall be in memory are looked at before they are used."""
-LOOK_S: Final = 0.1
-"""While steps pass, some of them (a layer, or its experts) are looked at so often."""
 COLD: Final = 0.02
 """What misses a larger share is not in memory and read again; single pages come by themselves."""
 SMALL_BYTES: Final = 32 << 20

@@ -23,21 +23,18 @@ from typing import Final
 
 from primad.engine.streaming.expert_loader import ExpertLoader
 from primad.engine.streaming.experts import Picks
-from primad.engine.streaming.pages import COLD, IDLE_S, LOOK_S, ByteRange, Pages, ReadCall, disk_read_bytes
+from primad.engine.streaming.pages import COLD, IDLE_S, ByteRange, Pages, ReadCall, disk_read_bytes
 from primad.engine.streaming.pressure import Grow, Hold, Level, PressureWatch, Replan, Shrink
 from primad.engine.streaming.residency import Residency, Spread, ladder
 from primad.errors import EngineError, WeightsError
+from primad.settings.timings import StreamingTimings
 
 logger = logging.getLogger(__name__)
 
 WAIT_S: Final = 300.0
 """A disk that takes longer for one unit is taken for dead."""
-SETTLED_S: Final = 1.0
-"""So long after the last large step the room of its scratch memory is used: chunks of prompts may come one after another."""
 SPARE_LEVELS: Final = 4
 """In so many steps, since not all of that room may be there any more."""
-CLOSE_S: Final = 5.0
-"""A disk that gives one piece after so long hangs, or the machine is of no use anyway."""
 
 Verify = Callable[[str], bool]
 """Whether the weights in a file that somebody wrote to are still the same."""
@@ -60,6 +57,7 @@ class Streamer:
         lock: bool,
         verify: Verify,
         watch: PressureWatch,
+        timings: StreamingTimings = StreamingTimings(),
     ) -> None:
         assert len(units) == len(residency.sizes)
         self.experts = experts
@@ -72,7 +70,7 @@ class Streamer:
         self._braced_s: float | None = None
         held = [level.held_bytes for level in self._levels]
         self._layer_bytes = max((more - less for more, less in pairwise(held)), default=max(residency.sizes))
-        self._watch = watch
+        self._watch, self._timings = watch, timings
         self._told_evicted = 0
         self._replan: int | None = None
         self._lock_resident = self._may_lock = lock
@@ -195,7 +193,7 @@ class Streamer:
         with self._condition:
             self._position = last % len(self._units)
             self._departed_s = time.monotonic()
-            if self._residency.streams or self._departed_s - self._looked_s > LOOK_S:
+            if self._residency.streams or self._departed_s - self._looked_s > self._timings.look_every_s:
                 self._condition.notify_all()
         for pages in self._files_of(first, last):
             for path in pages.changed():
@@ -282,7 +280,7 @@ class Streamer:
             self._closing = True
             self._condition.notify_all()
         if self._thread is not None:
-            self._thread.join(CLOSE_S)
+            self._thread.join(self._timings.close_timeout_s)
             if self._thread.is_alive():  # the disk hangs; the daemon must hear of it nonetheless
                 logger.warning("a layer that is being read does not come; its file stays open")
                 return
@@ -329,7 +327,7 @@ class Streamer:
         if stale:
             return
         now = time.monotonic()
-        if now - self._looked_s > LOOK_S > now - self._departed_s:
+        if now - self._looked_s > self._timings.look_every_s > now - self._departed_s:
             self._looked_s = now
             self._look_at_one()
         with self._condition:
@@ -355,7 +353,7 @@ class Streamer:
         evicted, self._told_evicted = total - self._told_evicted, total
         with self._condition:
             now, level, levels = self._residency, self._level, self._levels
-            settled = self._braced_s is not None and time.monotonic() - self._braced_s > SETTLED_S
+            settled = self._braced_s is not None and time.monotonic() - self._braced_s > self._timings.settled_s
             returned = levels[level - 1].held_bytes - now.held_bytes if 0 < level <= self._base and settled else 0
             growable = level if settled else max(level - self._base, 0)
         locked = now.resident_bytes + now.pool_bytes if self._may_lock else 0

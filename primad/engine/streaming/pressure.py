@@ -347,8 +347,8 @@ class PressureWatch:
     ``read`` takes a reading (``readings.Sources.read``); tests give their own.
     """
 
-    def __init__(self, read: Callable[[], Reading]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], Reading], *, interval_s: float = INTERVAL_S) -> None:
+        self._read, self._interval_s = read, interval_s
         self._state: PressureState | None = None
         self._read_s = -math.inf
         self._evicted_bytes = 0
@@ -377,7 +377,7 @@ class PressureWatch:
         ``ring.messages.Pressed``. The action counts as carried out: the next call gives the holding after it.
         """
         self._evicted_bytes += evicted_bytes
-        if now - self._read_s < INTERVAL_S:
+        if now - self._read_s < self._interval_s:
             return Hold()
         self._read_s = now
         reading = self._read()
