@@ -15,11 +15,16 @@ import filelock
 from halda import DeviceProfile
 from primad.daemon.layer_files import Workspace
 from primad.daemon.reporter import Reporter
+from primad.daemon.station import Station
 from primad.engine.build import build_id
 from primad.errors import ConfigError, PrimadError, Stopped
 from primad.layers.cache import LayerCache
+from primad.network.sockets import raise_descriptor_limit
 from primad.profiler.device import is_profiled, profile_device
 from primad.settings.config import Config, open_home
+from primad.system.allocator import keep_little_freed
+from primad.trust.identity import load_identity
+from primad.trust.trust import TrustStore
 
 DISTURBED_SPREAD: Final = 0.4
 """Runs of one trial that differ by so much of their median were not alone on the machine."""
@@ -87,6 +92,17 @@ def own_home(config: Config) -> Iterator[None]:
         raise ConfigError(
             f"--home {config.home}: another primad runs with this folder; stop it or give this one its own --home"
         ) from exc
+
+
+@contextlib.contextmanager
+def own_station(config: Config) -> Iterator[Station]:
+    """This device for one daemon, which has its home folder to itself."""
+    with own_home(config):
+        raise_descriptor_limit()
+        keep_little_freed()
+        identity = load_identity(config.home)
+        trust = TrustStore(config.home, identity)
+        yield Station(config=config, workspace=home_place(config), identity=identity, trust=trust)
 
 
 def home_place(config: Config) -> Workspace:

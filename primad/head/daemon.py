@@ -11,23 +11,22 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
 from typing import Any, Final
 
 import zmq.asyncio
 
-from halda import DeviceProfile, ModelProfile
-from primad.daemon.layer_files import Workspace
+from halda import DeviceProfile
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
+from primad.daemon.station import Station
 from primad.errors import ClusterError
-from primad.gguf.header import Header
 from primad.head.backend import RingBackend, StatusOf
 from primad.head.devices import Devices
-from primad.head.options import ServeOptions, workload_of
+from primad.head.own_device import OwnDevice
 from primad.head.planner import Planner
 from primad.head.rings import Rings
+from primad.head.service import Service
 from primad.head.worker_link import Caller
 from primad.layers.server import LayerServer
 from primad.membership import types
@@ -45,11 +44,7 @@ from primad.network.admin import (
     Resume,
 )
 from primad.network.gate import Gate
-from primad.settings.config import Config
-from primad.settings.timings import Timings
 from primad.system.tasks import Tasks
-from primad.trust.identity import Identity
-from primad.trust.trust import TrustStore
 
 HOLD_S: Final = 900.0
 """Open answers wait at most this long for a ring that is on its way: layers may have to cross a slow network first."""
@@ -61,109 +56,88 @@ class HeadDaemon:
 
     def __init__(
         self,
+        station: Station,
+        service: Service,
         *,
-        config: Config,
-        options: ServeOptions,
-        place: Workspace,
-        identity: Identity,
-        trust: TrustStore,
-        header: Header,
-        model: ModelProfile,
         profile: Callable[[], DeviceProfile],
         backend: RingBackend,
         reporter: Reporter,
-        timings: Timings = Timings(),
     ) -> None:
-        self._timings = timings
-        self._config, self._options, self._identity, self._trust = config, options, identity, trust
-        self._profile, self._backend, self._reporter = profile, backend, reporter
+        config = station.config
+        self._station, self._config, self._options = station, config, service.options
+        self._backend, self._reporter = backend, reporter
         self._memory_watch = MemoryWatch(
-            config.limits, self._memory_recovered, look_every_s=timings.memory_look_every_s
+            config.limits, self._memory_recovered, look_every_s=station.timings.memory_look_every_s
         )
         self._context = zmq.asyncio.Context()
         self._events: asyncio.Queue[types.Event] = asyncio.Queue(_MAX_EVENTS)
         self._state: types.State | None = None
         self._tasks = Tasks()
-        self._pairing = PairingService(config, identity, trust, reporter.say)
-        caller = Caller(
-            context=self._context,
-            identity=identity,
-            device=config.name,
-            session=random.getrandbits(62),
-            build=place.build,
-            gone_after_s=config.gone_after_s,
-            ping_interval_s=config.heartbeat_interval_s,
-            timings=timings.network,
-        )
+        self._pairing = PairingService(config, station.identity, station.trust, reporter.say)
         self._devices = Devices(
-            config=config,
-            http_port=options.http_port,
-            trust=trust,
-            caller=caller,
+            station,
+            http_port=service.options.http_port,
+            caller=self._caller(),
             pairing=self._pairing,
-            post=self._post,
-            describe=self._describe,
+            core=self,
             reporter=reporter,
-            timings=timings,
         )
-        workload = workload_of(options, model)
-        self._planner = Planner(
-            options=options,
-            header=header,
-            model=model,
-            workload=workload,
-            profile=self._own_profile,
-            devices=self._devices,
-        )
+        own = OwnDevice(profile, self._memory_watch)
+        self._planner = Planner(service, own, self._devices)
         self._rings = Rings(
-            config=config,
-            options=options,
-            place=place,
-            identity=identity,
-            header=header,
-            profile=self._own_profile,
-            memory_watch=self._memory_watch,
-            workload=workload,
-            session=caller.session,
+            station,
+            service,
+            own=own,
             devices=self._devices,
             planner=self._planner,
             backend=backend,
-            post=self._post,
-            describe=self._describe,
-            status_of=self._with_cluster,
+            core=self,
             reporter=reporter,
+        )
+
+    def _caller(self) -> Caller:
+        config = self._config
+        return Caller(
+            context=self._context,
+            identity=self._station.identity,
+            device=config.name,
+            session=random.getrandbits(62),
+            build=self._station.workspace.build,
+            gone_after_s=config.gone_after_s,
+            ping_interval_s=config.heartbeat_interval_s,
+            timings=self._station.timings.network,
         )
 
     async def run(self) -> None:
         """Serve until cancelled. Raises ``PrimadError`` when it cannot serve in the first place."""
         async with AsyncExitStack() as stack:
             stack.callback(self._context.destroy, linger=0)  # also what was not begun yet when the end came
-            await stack.enter_async_context(Gate(self._context, self._trust.trusts))
+            await stack.enter_async_context(Gate(self._context, self._station.trust.trusts))
             stack.callback(self._devices.close)
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._rings.close)
             stack.push_async_callback(self._pairing.close)
-            stack.enter_context(self._trust.announce_locally(self._config.name))
+            stack.enter_context(self._station.trust.announce_locally(self._config.name))
             sight = await stack.enter_async_context(AsyncExitStack())
             layers = LayerServer(
                 self._context,
                 self._config.host,
-                self._identity,
+                self._station.identity,
                 self._rings.find_layer,
                 bytes_per_s=self._config.transfer_limit_bytes_per_s,
-                allows=self._trust.trusts,
+                allows=self._station.trust.trusts,
             )
             self._rings.layer_port = layers.port
             async with asyncio.TaskGroup() as group:
                 services = [
                     group.create_task(layers.run()),
-                    group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
+                    group.create_task(AdminServer(self._station.identity, self._config.home, self._administer).run()),
                     group.create_task(self._rings.conduct()),
                     group.create_task(self._memory_watch.run()),
                 ]
                 try:
                     if not self._options.alone:
-                        self._describe("looking for devices")
+                        self.describe("looking for devices")
                         await self._devices.discover(sight)
                         await self._devices.greet_named()
                         services.append(group.create_task(self._devices.watch_trust()))
@@ -193,7 +167,9 @@ class HeadDaemon:
 
     def _settings(self) -> types.Settings:
         options, config = self._options, self._config
-        wait_s = options.wait_timeout_s if options.wait else (0.0 if config.devices else self._timings.head.look_s)
+        wait_s = (
+            options.wait_timeout_s if options.wait else (0.0 if config.devices else self._station.timings.head.look_s)
+        )
         return types.Settings(
             head=config.name,
             suspect_after_s=config.suspect_after_s,
@@ -204,20 +180,16 @@ class HeadDaemon:
             look_s=wait_s,
             hold_s=HOLD_S,
             solo=options.alone or options.wait == 0,
-            timings=self._timings.membership,
+            timings=self._station.timings.membership,
         )
-
-    def _own_profile(self) -> DeviceProfile:
-        """This device's profile as of now, with no more memory than plans may have since it was short of it."""
-        profile = self._profile()
-        return replace(profile, ram_available_bytes=self._memory_watch.most_bytes(profile.ram_available_bytes))
 
     async def _memory_recovered(self, _: int) -> None:
         """This device was short of memory and has room again."""
         self._planner.forget()
-        self._post(types.DeviceMemoryRecovered(self._config.name))
+        self.post(types.DeviceMemoryRecovered(self._config.name))
 
-    def _post(self, event: types.Event) -> None:
+    def post(self, event: types.Event) -> None:
+        """Something happened: the core is asked about it in turn."""
         self._events.put_nowait(event)
 
     def _do(self, effect: types.Effect) -> None:
@@ -244,12 +216,14 @@ class HeadDaemon:
             case types.GiveUp(reason):
                 raise ClusterError(reason)
 
-    def _describe(self, what: str) -> None:
+    def describe(self, what: str) -> None:
         """What the health check says goes on, while nothing is served."""
         if not self._backend.health().serving:
             self._backend.describe(what)
 
-    def _with_cluster(self, ring_status: StatusOf) -> StatusOf:
+    def with_cluster(self, ring_status: StatusOf) -> StatusOf:
+        """The status of a ring, and beside it all devices that the core knows."""
+
         async def status() -> dict[str, Any]:
             return await ring_status() | {"cluster": self._cluster()}
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AsyncExitStack, suppress
 from typing import Final
 
 from primad import __version__
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
+from primad.daemon.station import Station
 from primad.errors import ClusterError
 from primad.head.blame import DeviceLostError
+from primad.head.core import Core
 from primad.head.link_book import LinkBook
 from primad.head.worker_link import Caller, WorkerLink, greet_named, probe
 from primad.head.worker_link import greet as say_hello
@@ -23,10 +25,8 @@ from primad.membership import types
 from primad.network.discovery import Discovery, MulticastError
 from primad.network.peer import Peer
 from primad.network.versions import build_gap, version_gap
-from primad.settings.config import Config, is_loopback, split_address
-from primad.settings.timings import Timings
+from primad.settings.config import is_loopback, split_address
 from primad.system.tasks import mistake
-from primad.trust.trust import TrustStore
 
 logger = logging.getLogger(__name__)
 
@@ -34,42 +34,34 @@ FAREWELL_S: Final = 0.2
 MOST_TOLD: Final = 64
 """Devices that are not trusted are named until so many lines were said about devices."""
 
-Post = Callable[[types.Event], None]
-"""Takes what happened."""
-
 
 class Devices:
     """``workers`` are those that said welcome, by name; ``book`` has the links between them. ``caller`` is this head."""
 
     def __init__(
         self,
+        station: Station,
         *,
-        config: Config,
         http_port: int,
-        trust: TrustStore,
         caller: Caller,
         pairing: PairingService,
-        post: Post,
-        describe: Callable[[str], None],
+        core: Core,
         reporter: Reporter,
-        timings: Timings = Timings(),
     ) -> None:
-        self._timings = timings
-        self._config, self._http_port, self._trust, self._caller, self._pairing = (
-            config,
-            http_port,
-            trust,
-            caller,
-            pairing,
-        )
-        self._post, self._describe, self._reporter = post, describe, reporter
-        self._identity = caller.identity
+        self._config, self._trust, self._timings = station.config, station.trust, station.timings
+        self._http_port, self._caller, self._pairing = http_port, caller, pairing
+        self._core, self._reporter = core, reporter
         self.workers: dict[str, WorkerLink] = {}
-        self.book = LinkBook(caller.context, caller.identity, config.name, timings=timings.network)
+        self.book = LinkBook(caller.context, caller.identity, caller.device, timings=caller.timings)
         self._peers: dict[str, Peer] = {}
         self._named: dict[str, tuple[str, int, str]] = {}
         self._told: set[tuple[str, str]] = set()
         self._known_keys: set[str] = set()
+
+    @property
+    def session(self) -> int:
+        """This start of the head, as they know it."""
+        return self._caller.session
 
     def present(self, names: Collection[str]) -> list[WorkerLink]:
         """Those of ``names`` that are spoken to, by name."""
@@ -104,7 +96,7 @@ class Devices:
                 role="head",
                 version=__version__,
                 port=self._http_port,
-                key=self._identity.public,
+                key=self._caller.identity.public,
             )
         except MulticastError as exc:
             self._reporter.say(str(exc))
@@ -144,11 +136,11 @@ class Devices:
             worker = await say_hello(self._caller, end, self)
         except ClusterError as exc:
             self._tell_once(device, f"{device} is left out: {exc}")
-            self._post(types.DeviceRefused(device, str(exc)))
+            self._core.post(types.DeviceRefused(device, str(exc)))
             return
         except Exception as exc:  # our own mistake; the core waits for an outcome
             logger.exception("%s could not be greeted", device)
-            self._post(types.DeviceRefused(device, mistake(exc)))
+            self._core.post(types.DeviceRefused(device, mistake(exc)))
             return
         await self._welcome(worker)
 
@@ -173,43 +165,43 @@ class Devices:
         left = set(devices)
         unreached = self.book.unreached(devices)
         announced = {name: peer.addresses for name, peer in self._peers.items()}
-        self._describe("measuring links")
+        self._core.describe("measuring links")
         while workers := self.present(left):
             try:
                 await self.book.measure(workers, announced, self._reporter, again=again)
                 break
             except DeviceLostError as exc:
-                self._post(types.Lost(exc.device, str(exc)))
+                self._core.post(types.Lost(exc.device, str(exc)))
                 left.discard(exc.device)
             except Exception:  # our own mistake; the core waits for an outcome
                 logger.exception("the links could not be measured")
                 left.clear()
-        self._post(types.Measured(frozenset(left)))
+        self._core.post(types.Measured(frozenset(left)))
         still = self.book.unreached(left)
         if still:
-            self._post(types.Unreached())
+            self._core.post(types.Unreached())
         for name in sorted({name for pair in unreached - still for name in pair} & left):
-            self._post(types.Reached(name))
+            self._core.post(types.Reached(name))
 
     def heard(self, device: str) -> None:
         """A worker gave a sign of life."""
-        self._post(types.Heard(device))
+        self._core.post(types.Heard(device))
 
     def lost(self, device: str, reason: str) -> None:
         """The link to a worker is of no use any more."""
-        self._post(types.Lost(device, reason))
+        self._core.post(types.Lost(device, reason))
 
     def leaving(self, device: str, reason: str) -> None:
         """A worker asks to go."""
-        self._post(types.DeviceLeaving(device, reason))
+        self._core.post(types.DeviceLeaving(device, reason))
 
     def memory_low(self, device: str) -> None:
         """A worker is short of memory for its part."""
-        self._post(types.DeviceMemoryLow(device))
+        self._core.post(types.DeviceMemoryLow(device))
 
     def memory_recovered(self, device: str) -> None:
         """A worker that was short of memory has room again."""
-        self._post(types.DeviceMemoryRecovered(device))
+        self._core.post(types.DeviceMemoryRecovered(device))
 
     async def watch_trust(self) -> None:
         """Notice what 'primad devices trust' and 'revoke', and pairing, change."""
@@ -237,7 +229,7 @@ class Devices:
         seen = {peer.device: peer for peer in peers.values() if peer.is_worker_of(self._config.cluster)}
         before, self._peers = self._peers, seen
         for name in before.keys() - seen.keys() - self._named.keys():
-            self._post(types.Vanished(name))
+            self._core.post(types.Vanished(name))
         for name, peer in seen.items():
             if before.get(name) != peer:
                 self._see(peer)
@@ -250,7 +242,7 @@ class Devices:
                 peer.device, f"a device that is not trusted calls itself {peer.device}; it is not listened to"
             )
             return
-        self._post(types.Seen(peer.device, trusted))
+        self._core.post(types.Seen(peer.device, trusted))
         if not peer.key:
             self._tell_of_stranger(
                 peer.device, version_gap(self._config.name, peer.device, peer.version, peer.protocol)
@@ -279,7 +271,7 @@ class Devices:
         if name == self._config.name:
             worker.close()
             reason = f"it has the head's name, {name}; give one of them another --name"
-            self._post(types.DeviceRefused(name, reason))
+            self._core.post(types.DeviceRefused(name, reason))
             raise_named = any(named[2] == worker.key for named in self._named.values())
             if raise_named:
                 raise ClusterError(f"--device {worker.end.address}: {reason}")
@@ -294,7 +286,7 @@ class Devices:
             self._reporter.say(build_gap(self._caller.build, worker.build, name))
         for other in list(self.workers.values()):
             await self._introduce(other)  # they trust each other before they are asked to measure or to give layers
-        self._post(types.Welcomed(name))
+        self._core.post(types.Welcomed(name))
 
     async def _introduce(self, worker: WorkerLink) -> None:
         entries = [(each.device, each.key) for each in self._trust.entries() if each.key != worker.key]

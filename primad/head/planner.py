@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Prediction, Workload
+from halda import DeviceProfile, Infeasible, Plan, Prediction
 from primad.errors import PlanError, PrimadError
 from primad.gguf.architectures import cuttable
-from primad.gguf.header import Header
 from primad.head.devices import Devices
-from primad.head.options import ServeOptions, plan_by_hand, stream_by_hand
+from primad.head.options import plan_by_hand, stream_by_hand
+from primad.head.own_device import OwnDevice
+from primad.head.service import Service
 from primad.head.solver_process import SolverRequest, solve_apart
 from primad.head.worker_link import WorkerLink
 from primad.system.tasks import Tasks
@@ -28,20 +29,10 @@ PlanResult = tuple[Plan, Prediction | None, float]
 
 
 class Planner:
-    """``profile`` gives the head's own profile as of now."""
+    """Plans for ``service`` on ``own`` and the workers among ``devices``."""
 
-    def __init__(
-        self,
-        *,
-        options: ServeOptions,
-        header: Header,
-        model: ModelProfile,
-        workload: Workload,
-        profile: Callable[[], DeviceProfile],
-        devices: Devices,
-    ) -> None:
-        self._options, self._header, self._model, self._workload = options, header, model, workload
-        self._profile, self._devices = profile, devices
+    def __init__(self, service: Service, own: OwnDevice, devices: Devices) -> None:
+        self._service, self._own, self._devices = service, own, devices
         self._foreseen: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
         self.foreseeing: asyncio.Task[None] | None = None
         """The planning for losses that is under way."""
@@ -64,7 +55,7 @@ class Planner:
     def foresee(self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks) -> None:
         """Begin to plan for the loss of each of ``members``, so that no time goes into it when it comes."""
         self.forget()
-        if len(members) <= MOST_FORESEEN and self._options.windows is None:
+        if len(members) <= MOST_FORESEEN and self._service.options.windows is None:
             self.foreseeing = tasks.start(self._foresee(candidates, members))
 
     async def _foresee(self, candidates: frozenset[str], members: frozenset[str]) -> None:
@@ -82,8 +73,9 @@ class Planner:
 
         Nothing is predicted for one that was set by hand. ``background`` lets all other work of this device go first.
         """
-        windows = self._options.windows
-        own = await asyncio.to_thread(self._profile)
+        model, options, workload = self._service.model, self._service.options, self._service.workload
+        windows = options.windows
+        own = await self._own.profile()
         devices = [own, *(worker.profile for worker in workers)]
         if windows is not None:
             if len(windows) > len(devices):
@@ -92,19 +84,19 @@ class Planner:
                     "this one among them; start 'primad join' on more or give fewer windows"
                 )
             names = [device.device for device in devices[: len(windows)]]
-            plan = plan_by_hand(names, windows, self._options.rounds, self._model)
-            return stream_by_hand(plan, devices[: len(windows)], self._model, self._workload), None, 0.0
+            plan = plan_by_hand(names, windows, options.rounds, model.profile)
+            return stream_by_hand(plan, devices[: len(windows)], model.profile, workload), None, 0.0
         if len(devices) > 1:
-            cuttable(self._header)
+            cuttable(model.header)
         names = [device.device for device in devices]
         solution = await solve_apart(
             SolverRequest(
                 devices=list(devices),
                 links=self._devices.book.between(names),
-                model=self._model,
-                workload=self._workload,
-                objective=self._options.objective,
-                require=frozenset(names if self._options.use_all else ()),
+                model=model.profile,
+                workload=workload,
+                objective=options.objective,
+                require=frozenset(names if options.use_all else ()),
                 time_limit_s=SOLVE_S,
             ),
             background=background,

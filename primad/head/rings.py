@@ -8,82 +8,53 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Coroutine
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import Any, Final
 
-from halda import DeviceProfile, Infeasible, Plan, Prediction, Workload
+from halda import DeviceProfile, Infeasible, Plan, Prediction
 from primad.api.backend import ServedModel
-from primad.daemon.extra_buffers import Tried
-from primad.daemon.layer_files import Workspace
-from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.reporter import Reporter
-from primad.errors import ModelError, PlanError, PrimadError, WeightsError
-from primad.gguf.digests import LayerDigests
-from primad.gguf.header import Header
-from primad.gguf.model import check_unchanged, stamps_of
-from primad.gguf.windows import ModelCutter
-from primad.head.backend import RingBackend, StatusOf
+from primad.daemon.station import Station
+from primad.errors import ModelError, PlanError, PrimadError
+from primad.head.backend import RingBackend
 from primad.head.blame import blamed
-from primad.head.devices import Devices, Post
-from primad.head.options import ServeOptions, model_id
+from primad.head.core import Core
+from primad.head.devices import Devices
+from primad.head.own_device import OwnDevice
 from primad.head.planner import Planner
 from primad.head.ring import HeadRing
 from primad.head.ring_inputs import RingInputs, RingOptions
-from primad.head.vocabulary import ModelVocabulary
+from primad.head.service import Service
 from primad.layers.server import LayerSource
 from primad.membership import types
-from primad.settings.config import Config
 from primad.system.tasks import Tasks, mistake, to_its_end
-from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
 
 _MAX_ORDERS: Final = 1000
-UNREADABLE_S: Final = 10.0
-"""A model file that could not be read is tried again so much later; less than the core waits where there is no plan."""
 
 Order = types.Serve | types.Close | types.Fail
 
 
 class Rings:
-    """All rings of this head. ``layer_port`` is where it serves layers; ``status_of`` adds to a ring's own status.
-
-    ``profile`` gives the head's own as of now; ``memory_watch`` hears when the head is short of memory.
-    """
+    """All rings of this head. ``layer_port`` is where it serves layers; ``own`` is the head as a device of them."""
 
     def __init__(
         self,
+        station: Station,
+        service: Service,
         *,
-        config: Config,
-        options: ServeOptions,
-        place: Workspace,
-        identity: Identity,
-        header: Header,
-        profile: Callable[[], DeviceProfile],
-        memory_watch: MemoryWatch,
-        workload: Workload,
-        session: int,
+        own: OwnDevice,
         devices: Devices,
         planner: Planner,
         backend: RingBackend,
-        post: Post,
-        describe: Callable[[str], None],
-        status_of: Callable[[StatusOf], StatusOf],
+        core: Core,
         reporter: Reporter,
     ) -> None:
-        self._config, self._options, self._place, self._identity = config, options, place, identity
-        self._header, self._profile, self._workload, self._session = header, profile, workload, session
-        self._memory_watch = memory_watch
-        self._stamps = stamps_of(header)
-        self._unreadable: tuple[str, float] | None = None
-        self._devices, self._planner, self._backend = devices, planner, backend
-        self._post, self._describe, self._status_of, self._reporter = post, describe, status_of, reporter
+        self._station, self._service, self._model = station, service, service.model
+        self._own, self._devices, self._planner, self._backend = own, devices, planner, backend
+        self._core, self._reporter = core, reporter
         self.layer_port = 0
-        self._cutter: ModelCutter | None = None
-        self._vocabulary: ModelVocabulary | None = None
-        self._tried: Tried = {}
         self._candidates: dict[int, frozenset[str]] = {}
         self._plans: dict[int, tuple[Plan, Prediction | None]] = {}
         self._rings: dict[int, HeadRing] = {}
@@ -122,115 +93,100 @@ class Rings:
         task.add_done_callback(lambda done: self._jobs.pop(epoch, None) if self._jobs.get(epoch) is done else None)
 
     async def _solve(self, epoch: int, candidates: frozenset[str], instead: int | None) -> None:
-        self._describe("planning")
+        self._core.describe("planning")
         try:
-            await asyncio.to_thread(self._check_model)
+            await asyncio.to_thread(self._model.check)
             plan, prediction, value = await self._planner.plan(candidates)
         except (ModelError, PlanError, Infeasible) as exc:
             self._no_plan(epoch, str(exc), instead)
             return
         except PrimadError as exc:
-            self._post(types.RingFailed(epoch, None, str(exc)))
+            self._core.post(types.RingFailed(epoch, None, str(exc)))
             return
         except Exception as exc:  # our own mistake; the core waits for an outcome
             logger.exception("epoch %d cannot be planned", epoch)
-            self._post(types.RingFailed(epoch, None, mistake(exc)))
+            self._core.post(types.RingFailed(epoch, None, mistake(exc)))
             return
         before = self._plans.get(instead) if instead is not None else None
         if before is not None and before[0].route == plan.route:
             self._no_plan(epoch, "the best one has the same windows", instead)
             return
         self._plans[epoch] = (plan, prediction)
-        self._post(types.Solved(epoch, frozenset(plan.devices) - {plan.head}, value))
+        self._core.post(types.Solved(epoch, frozenset(plan.devices) - {plan.head}, value))
 
     def _no_plan(self, epoch: int, reason: str, instead: int | None) -> None:
-        self._post(types.NoPlan(epoch, reason))
+        self._core.post(types.NoPlan(epoch, reason))
         if instead in self._rings:
             self._foresee(instead)  # what was foreseen for this ring was for more memory
 
     async def _form(self, epoch: int) -> None:
-        self._describe("loading")
-        profile = await asyncio.to_thread(self._profile)
-        self._memory_watch.begin(profile.ram_available_bytes)
-        ring = HeadRing(self._parts(epoch, profile))
+        self._core.describe("loading")
+        ring = HeadRing(self._inputs(epoch, await self._own.begin()))
         self._rings[epoch] = ring
         try:
             await ring.form()
-            if self._vocabulary is None:
-                self._vocabulary = await asyncio.to_thread(ModelVocabulary, self._header)
+            await self._model.vocabulary()
         except PrimadError as exc:
-            self._remember(exc)
+            self._model.remember(exc)
             device, lasting = blamed(exc, ring.plan, forming=True)
-            self._post(types.RingFailed(epoch, device, str(exc), lasting))
+            self._core.post(types.RingFailed(epoch, device, str(exc), lasting))
             return
         except Exception as exc:  # as above
             logger.exception("ring %d cannot be formed", epoch)
-            self._post(types.RingFailed(epoch, None, mistake(exc)))
+            self._core.post(types.RingFailed(epoch, None, mistake(exc)))
             return
-        self._post(types.Formed(epoch))
+        self._core.post(types.Formed(epoch))
 
-    def _parts(self, epoch: int, profile: DeviceProfile) -> RingInputs:
+    def _inputs(self, epoch: int, profile: DeviceProfile) -> RingInputs:
         plan, prediction = self._plans[epoch]
-        if self._cutter is None and len(plan.route) > 1:
-            self._cutter = ModelCutter(self._header, LayerDigests(self._header, self._config.home / "digests.json"))
+        station, options = self._station, self._service.options
         return RingInputs(
             plan=plan,
             prediction=prediction,
             workers={name: self._devices.workers[name] for name in plan.devices if name in self._devices.workers},
             holders=dict(self._devices.workers),
-            config=self._config,
-            key=self._identity.public,
+            config=station.config,
+            key=station.identity.public,
             layer_port=self.layer_port,
-            place=self._place,
-            header=self._header,
-            cutter=self._cutter,
+            place=station.workspace,
+            header=self._model.header,
+            cutter=self._model.cutter if len(plan.route) > 1 else None,
             profile=profile,
             options=RingOptions(
                 epoch=epoch,
-                session=self._session,
-                context_tokens=self._workload.context_tokens,
-                rows=self._options.rows if prediction is None else prediction.chunk_rows,
-                kv_type=self._options.kv_type,
-                extra_buffers=self._options.extra_buffers,
-                step_timeout_s=self._options.step_timeout_s,
+                session=self._devices.session,
+                context_tokens=self._service.workload.context_tokens,
+                rows=options.rows if prediction is None else prediction.chunk_rows,
+                kv_type=options.kv_type,
+                extra_buffers=options.extra_buffers,
+                step_timeout_s=options.step_timeout_s,
             ),
             deliver=self._backend.deliver,
             on_broken=self._on_broken,
             on_memory_low=self._on_memory_low,
             reporter=self._reporter,
             links=self._devices.book,
-            tried=self._tried,
+            tried=self._model.tried,
         )
-
-    def _check_model(self) -> None:
-        """Raises ``ModelError`` when the model's own files are not what they were, or could not be read a moment ago."""
-        check_unchanged(self._stamps)
-        if self._unreadable is not None and time.monotonic() < self._unreadable[1] + UNREADABLE_S:
-            raise ModelError(f"{self._unreadable[0]}; check the disk, or serve another copy of the model")
-
-    def _remember(self, error: PrimadError | None) -> None:
-        """No ring can do without the model's own files: a disk that does not give them is no reason to try at once."""
-        if isinstance(error, WeightsError) and error.file is not None and Path(error.file) in self._stamps:
-            self._unreadable = str(error), time.monotonic()
 
     def _on_broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
         if epoch in self._rings:
-            self._remember(self._rings[epoch].broken_by)
-        self._post(types.RingFailed(epoch, device, reason, lasting))
+            self._model.remember(self._rings[epoch].broken_by)
+        self._core.post(types.RingFailed(epoch, device, reason, lasting))
 
     def _on_memory_low(self, needed_bytes: int) -> None:
         self._tasks.start(self._press(needed_bytes))
 
     async def _press(self, needed_bytes: int) -> None:
         """The head's own memory became short: plans from now on have less of it."""
-        await self._memory_watch.press(needed_bytes)
+        await self._own.press(needed_bytes)
         self._planner.forget()
-        self._post(types.DeviceMemoryLow(self._config.name))
+        self._core.post(types.DeviceMemoryLow(self._station.config.name))
 
     def find_layer(self, digest: str) -> LayerSource | None:
         """The layer ``digest``: out of the model file, or out of the cache."""
-        cut = self._cutter.source(digest) if self._cutter is not None else None
-        return cut if cut is not None else self._place.cache.reader(digest)
+        cut = self._model.find_layer(digest)
+        return cut if cut is not None else self._station.workspace.cache.reader(digest)
 
     async def _abandon(self, epoch: int) -> None:
         job = self._jobs.pop(epoch, None)
@@ -263,7 +219,7 @@ class Rings:
             await self._rings[instead].drain()
         count = len(ring.plan.devices)
         detail = f"serving with {count} device{'s' if count > 1 else ''}"
-        await self._backend.attach(self._served(), epoch, ring.send, self._status_of(ring.status), detail)
+        await self._backend.attach(await self._served(), epoch, ring.send, self._core.with_cluster(ring.status), detail)
         if instead is not None:
             self._tasks.start(self._abandon(instead))
         self._foresee(epoch)
@@ -273,16 +229,15 @@ class Rings:
         if ring.prediction is not None:
             self._reporter.say(
                 f"predicted {ring.prediction.tokens_per_s:.3g} tokens/s, first token of an answer to "
-                f"{self._workload.prompt_tokens} tokens after {ring.prediction.ttft_s:.2g} s"
+                f"{self._service.workload.prompt_tokens} tokens after {ring.prediction.ttft_s:.2g} s"
             )
 
-    def _served(self) -> ServedModel:
-        assert self._vocabulary is not None
+    async def _served(self) -> ServedModel:
         return ServedModel(
-            id=model_id(self._header.path),
+            id=self._model.id,
             created=self._backend.created,
-            context_tokens=self._workload.context_tokens,
-            vocabulary=self._vocabulary,
+            context_tokens=self._service.workload.context_tokens,
+            vocabulary=await self._model.vocabulary(),
         )
 
     def _foresee(self, epoch: int) -> None:

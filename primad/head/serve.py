@@ -15,7 +15,7 @@ from halda import ModelProfile
 from primad.api.app import create_app
 from primad.api.patience import PatientProtocol
 from primad.daemon.reporter import Reporter
-from primad.daemon.run import home_place, own_home, profile_held, profile_now, run
+from primad.daemon.run import own_station, profile_held, profile_now, run
 from primad.gguf.architectures import cuttable
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
@@ -23,11 +23,8 @@ from primad.gguf.profile import model_profile
 from primad.head.backend import RingBackend
 from primad.head.daemon import HeadDaemon
 from primad.head.options import ServeOptions, bind_http, plan_by_hand, workload_of
-from primad.network.sockets import raise_descriptor_limit
+from primad.head.service import service_of
 from primad.settings.config import Config
-from primad.system.allocator import keep_little_freed
-from primad.trust.identity import load_identity
-from primad.trust.trust import TrustStore
 
 HTTP_GRACE_S: Final = 1
 
@@ -47,24 +44,14 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
     header = open_model(path)
     model = model_profile(header)
     check_options(options, config, header, model)
-    with own_home(config), contextlib.closing(bind_http(http_host, options.http_port)) as listener:
-        raise_descriptor_limit()
-        keep_little_freed()
-        identity = load_identity(config.home)
-        trust = TrustStore(config.home, identity)
-        place = home_place(config)
+    with own_station(config) as station, contextlib.closing(bind_http(http_host, options.http_port)) as listener:
         profile_held(config, reporter)
 
         async def main() -> None:
             backend = RingBackend()
             head = HeadDaemon(
-                config=config,
-                options=options,
-                place=place,
-                identity=identity,
-                trust=trust,
-                header=header,
-                model=model,
+                station,
+                service_of(station, header, model, options),
                 profile=lambda: profile_now(config, config.name),
                 backend=backend,
                 reporter=reporter,

@@ -90,6 +90,8 @@ class HeadTimings:
     """How long it looks for devices when nobody said how many to wait for."""
     trust_look_every_s: float = 2.0
     """How often it looks whether the owner trusted or revoked a device."""
+    model_again_s: float = 10.0
+    """After so long a model file that could not be read is tried again; less than the core waits where there is no plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

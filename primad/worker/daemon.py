@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import zmq.asyncio
 
 from halda import DeviceProfile
-from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.owner import OwnerPause
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Say
+from primad.daemon.station import Station
 from primad.errors import ClusterError, printable
 from primad.layers.server import LayerServer
 from primad.network.admin import (
@@ -63,11 +63,8 @@ from primad.network.messages import (
 )
 from primad.network.scopes import bare
 from primad.network.versions import OURS, Versions, build_gap, version_gap
-from primad.settings.config import DEFAULT_CONTROL_PORT, Config, is_loopback
-from primad.settings.timings import Timings
+from primad.settings.config import DEFAULT_CONTROL_PORT, is_loopback
 from primad.system.tasks import Tasks
-from primad.trust.identity import Identity
-from primad.trust.trust import TrustStore
 from primad.worker.introductions import Introductions
 from primad.worker.participations import Participations
 
@@ -92,24 +89,16 @@ class WorkerDaemon:
 
     def __init__(
         self,
+        station: Station,
         *,
-        config: Config,
-        place: Workspace,
-        identity: Identity,
-        trust: TrustStore,
         profile: Callable[[str], DeviceProfile],
         say: Say,
-        timings: Timings = Timings(),
         versions: Versions = OURS,
     ) -> None:
-        self._timings = timings
-        self._versions = versions
-        self._config = config
-        self._place = place
-        self._identity = identity
-        self._trust = trust
-        self._profile = profile
-        self._say = say
+        config, identity, trust = station.config, station.identity, station.trust
+        self._config, self._identity, self._trust = config, identity, trust
+        self._build, self._timings, self._versions = station.workspace.build, station.timings, versions
+        self._profile, self._say = profile, say
         self._name = config.name
         self._context = zmq.asyncio.Context()
         self._end = WorkerEnd(self._context, config.host, config.port, DEFAULT_CONTROL_PORT, identity=identity)
@@ -117,18 +106,16 @@ class WorkerDaemon:
             self._context,
             config.host,
             identity,
-            place.cache.reader,
+            station.workspace.cache.reader,
             bytes_per_s=config.transfer_limit_bytes_per_s,
             allows=trust.trusts,
         )
         self._memory_watch = MemoryWatch(
-            config.limits, self._memory_recovered, look_every_s=timings.memory_look_every_s
+            config.limits, self._memory_recovered, look_every_s=station.timings.memory_look_every_s
         )
         self._participations = Participations(
-            config=config,
-            place=place,
+            station,
             context=self._context,
-            identity=identity,
             memory_watch=self._memory_watch,
             tell=self._tell,
             say=say,
@@ -258,8 +245,8 @@ class WorkerDaemon:
         is_new = lease is None or lease.session != hello.session
         if is_new and self._may_say("hello"):
             self._say(f"head {hello.device} is here")
-            if hello.build != self._place.build:
-                self._say(build_gap(self._place.build, printable(hello.build, 200), hello.device))
+            if hello.build != self._build:
+                self._say(build_gap(self._build, printable(hello.build, 200), hello.device))
         profile = await asyncio.to_thread(self._profile, self._name)
         self._dismissed.clear()
         self._memory_watch.begin(profile.ram_available_bytes)
@@ -276,7 +263,7 @@ class WorkerDaemon:
             Welcome(
                 protocol=self._versions.protocol,
                 version=self._versions.primad,
-                build=self._place.build,
+                build=self._build,
                 profile=profile,
                 layer_port=self._layers.port,
             )

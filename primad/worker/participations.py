@@ -20,11 +20,12 @@ import zmq.asyncio
 
 from halda import DeviceProfile
 from primad.daemon.extra_buffers import are_extra_buffers_worth_it
-from primad.daemon.layer_files import Workspace, check_layers, distrust
+from primad.daemon.layer_files import check_layers, distrust
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.reporter import Say
+from primad.daemon.station import Station
 from primad.errors import ClusterError, DiskError, NextDeviceError, PrimadError, RingError, WeightsError
 from primad.gguf.layers import LayerRef
 from primad.layers.fetch import fetch_layers
@@ -40,9 +41,7 @@ from primad.ring.messages import (
     RingCommand,
     Status,
 )
-from primad.settings.config import Config
 from primad.system.tasks import Tasks
-from primad.trust.identity import Identity
 from primad.worker.parking import Parking
 from primad.worker.standing import Standing
 
@@ -75,20 +74,19 @@ class Participations:
 
     def __init__(
         self,
+        station: Station,
         *,
-        config: Config,
-        place: Workspace,
         context: zmq.asyncio.Context,
-        identity: Identity,
         memory_watch: MemoryWatch,
         tell: TellHead,
         say: Say,
     ) -> None:
-        self._config, self._place, self._context, self._identity = config, place, context, identity
+        self._station, self._config, self._place = station, station.config, station.workspace
+        self._context = context
         self._memory_watch, self._tell, self._say = memory_watch, tell, say
         self.standing = Standing()
         self._participations: dict[int, _Participation] = {}
-        self._parking = Parking(config)
+        self._parking = Parking(station.config)
         self._busy, self._telling = Tasks(), Tasks()
         self._numbers = count(1)
         self._unreadable: list[tuple[str, float]] = []
@@ -229,7 +227,7 @@ class Participations:
                 raise ClusterError(f"{len(missing)} layers are missing and no device was named that has them")
             await fetch_layers(
                 self._context,
-                self._identity,
+                self._station.identity,
                 load.sources,
                 missing,
                 self._place.cache,

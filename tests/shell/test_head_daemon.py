@@ -14,17 +14,20 @@ import zmq.asyncio
 
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
+from primad.daemon.station import Station
 from primad.errors import ClusterError, RingError, WeightsError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.head import devices as devices_module
 from primad.head import planner as planner_module
 from primad.head import rings as rings_module
+from primad.head import service as service_module
 from primad.head.backend import RingBackend
 from primad.head.blame import ParticipationError
 from primad.head.daemon import HeadDaemon
 from primad.head.link_book import LinkBook
 from primad.head.options import ServeOptions
+from primad.head.service import service_of
 from primad.layers.cache import LayerCache
 from primad.network.discovery import MulticastError
 from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, MemoryRecovered
@@ -134,18 +137,13 @@ class Lab:
             use_all=use_all,
         )
         place = Workspace(cache=LayerCache(config.layers), run=config.run, verdicts=self.home / "v", build="a build")
+        station = Station(config=config, workspace=place, identity=HEAD, trust=self.trust, timings=timings)
         self.daemon = HeadDaemon(
-            config=config,
-            options=options,
-            place=place,
-            identity=HEAD,
-            trust=self.trust,
-            header=self.header,
-            model=model(),
+            station,
+            service_of(station, self.header, model(), options),
             profile=lambda: replace(profile_of("desk"), ram_available_bytes=self.free_bytes),
             backend=self.backend,
             reporter=self,
-            timings=timings,
         )
         self.running = asyncio.create_task(self.daemon.run())
 
@@ -195,7 +193,7 @@ def header(smollm2) -> Header:
 
 @pytest.fixture
 def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManager[Lab]]:
-    monkeypatch.setattr(rings_module, "ModelVocabulary", lambda _: object())
+    monkeypatch.setattr(service_module, "ModelVocabulary", lambda _: object())
 
     @asynccontextmanager
     async def make() -> AsyncIterator[Lab]:
@@ -542,14 +540,14 @@ def test_a_ring_that_breaks_is_formed_again_without_who_is_to_blame(lab):
 
 
 @pytest.mark.parametrize("forms_again", [True, False])
-def test_a_model_file_that_cannot_be_read_is_told_and_tried_again_later(lab, monkeypatch, forms_again):
+def test_a_model_file_that_cannot_be_read_is_told_and_tried_again_later(lab, forms_again):
     """A ring that breaks over it, serving or while it is formed, is not formed again at once."""
-    monkeypatch.setattr(rings_module, "UNREADABLE_S", 3.0)
 
     async def test(here: Lab) -> None:
         path = str(here.header.path)
         unreadable = WeightsError(f"{path}: weights cannot be read: Input/output error", path)
-        here.start(timings=replace(TIMINGS, membership=replace(TIMINGS.membership, retry_s=0.5)))
+        retry = replace(TIMINGS.membership, retry_s=0.5)
+        here.start(timings=replace(TIMINGS, membership=retry, head=replace(TIMINGS.head, model_again_s=3.0)))
         first = await here.serves()
         stream, request = await here.stream(first)
         first.draw(request, 10)

@@ -18,6 +18,7 @@ from primad.daemon import loading
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch
+from primad.daemon.station import Station
 from primad.engine.protocol import WindowFiles
 from primad.errors import ClusterError, DiskError, ModelError, WeightsError
 from primad.gguf.layers import LayerRef, layer_digest, tree_of
@@ -41,6 +42,8 @@ from primad.ring.messages import ProcessMemoryLow as RingPressed
 from primad.settings.config import load_config, open_home
 from primad.system.memory import Memory
 from primad.trust.identity import new_identity
+from primad.trust.local_trust import LocalTrust
+from primad.trust.trust import TrustStore
 from primad.worker import participations as parts_module
 from primad.worker.participations import Participations
 from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
@@ -87,11 +90,15 @@ class Worker:
         self.said: list[str] = []
         self._news = asyncio.Condition()
         self.memory_watch = MemoryWatch(config.limits, self._memory_recovered)
+        identity = new_identity()
         self.parts = Participations(
-            config=config,
-            place=self.place,
+            Station(
+                config=config,
+                workspace=self.place,
+                identity=identity,
+                trust=TrustStore(home, identity, LocalTrust(home / "local")),
+            ),
             context=None,
-            identity=new_identity(),
             memory_watch=self.memory_watch,
             tell=self._tell,
             say=self.said.append,

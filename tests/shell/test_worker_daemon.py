@@ -19,6 +19,7 @@ from gguf import GGMLQuantizationType
 from halda import LinkProfile
 from primad.daemon import loading
 from primad.daemon.layer_files import Workspace
+from primad.daemon.station import Station
 from primad.engine.protocol import WindowFiles
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef, LayerTensor
@@ -187,14 +188,17 @@ class Lab:
         self.trust = TrustStore(home, self.identity, LocalTrust(home / "local"))
         for name, identity in (("desk", DESK), ("tower", TOWER)):
             self.trust.add(trusted_now(name, identity.public, BY_HAND))
-        self.daemon = WorkerDaemon(
+        station = Station(
             config=config,
-            place=Workspace(cache=LayerCache(config.layers), run=config.run, verdicts=home / "v", build="a build"),
+            workspace=Workspace(cache=LayerCache(config.layers), run=config.run, verdicts=home / "v", build="a build"),
             identity=self.identity,
             trust=self.trust,
+            timings=timings,
+        )
+        self.daemon = WorkerDaemon(
+            station,
             profile=lambda name: dataclasses.replace(PROFILE, device=name),
             say=self._say,
-            timings=timings,
             versions=versions,
         )
         self.port = self.daemon._end.port

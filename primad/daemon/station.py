@@ -1,0 +1,22 @@
+"""What a daemon is on its device, whichever role it has: what travels together wherever it is handed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from primad.daemon.layer_files import Workspace
+from primad.settings.config import Config
+from primad.settings.timings import Timings
+from primad.trust.identity import Identity
+from primad.trust.trust import TrustStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Station:
+    """This device's settings, its folders, its keys, the devices that it trusts, and how long things may take."""
+
+    config: Config
+    workspace: Workspace
+    identity: Identity
+    trust: TrustStore
+    timings: Timings = Timings()

@@ -1,0 +1,87 @@
+"""What a head serves: the model file and what was learnt of it, and how it is to be served."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from halda import ModelProfile, Workload
+from primad.daemon.extra_buffers import Tried
+from primad.daemon.station import Station
+from primad.errors import ModelError, PrimadError, WeightsError
+from primad.gguf.digests import LayerDigests
+from primad.gguf.header import Header
+from primad.gguf.model import check_unchanged, stamps_of
+from primad.gguf.windows import ModelCutter
+from primad.head.options import ServeOptions, model_id, workload_of
+from primad.head.vocabulary import ModelVocabulary
+from primad.layers.server import LayerSource
+
+
+class ModelSource:
+    """The model file: its ``header``, its ``profile`` for the solver, and its layers, whose digests are kept in ``digests``.
+
+    ``tried`` is what is known of extra buffers for it. A file that could not be read is tried again after ``again_s``.
+    """
+
+    def __init__(self, header: Header, profile: ModelProfile, digests: Path, *, again_s: float) -> None:
+        self._again_s = again_s
+        self.header, self.profile = header, profile
+        self.tried: Tried = {}
+        self._digests = digests
+        self._stamps = stamps_of(header)
+        self._unreadable: tuple[str, float] | None = None
+        self._cutter: ModelCutter | None = None
+        self._vocabulary: ModelVocabulary | None = None
+
+    @property
+    def id(self) -> str:
+        """Its name in the API."""
+        return model_id(self.header.path)
+
+    @property
+    def cutter(self) -> ModelCutter:
+        """Cuts its layers out; made when one is needed for the first time."""
+        if self._cutter is None:
+            self._cutter = ModelCutter(self.header, LayerDigests(self.header, self._digests))
+        return self._cutter
+
+    def find_layer(self, digest: str) -> LayerSource | None:
+        """The layer ``digest``, if a plan needed it and it is in the file."""
+        return self._cutter.source(digest) if self._cutter is not None else None
+
+    async def vocabulary(self) -> ModelVocabulary:
+        """Its vocabulary. Read it only after a ring process has loaded the file."""
+        if self._vocabulary is None:
+            self._vocabulary = await asyncio.to_thread(ModelVocabulary, self.header)
+        return self._vocabulary
+
+    def check(self) -> None:
+        """Raises ``ModelError`` when the file is not what it was, or could not be read a moment ago."""
+        check_unchanged(self._stamps)
+        if self._unreadable is not None and time.monotonic() < self._unreadable[1] + self._again_s:
+            raise ModelError(f"{self._unreadable[0]}; check the disk, or serve another copy of the model")
+
+    def remember(self, error: PrimadError | None) -> None:
+        """A ring ended with ``error``. None can do without this file: if its disk does not give it, the next one waits."""
+        if isinstance(error, WeightsError) and error.file is not None and Path(error.file) in self._stamps:
+            self._unreadable = str(error), time.monotonic()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Which model is served, what the owner asked for, and the work that plans are made for."""
+
+    model: ModelSource
+    options: ServeOptions
+    workload: Workload
+
+
+def service_of(station: Station, header: Header, model: ModelProfile, options: ServeOptions) -> Service:
+    """The model of ``header`` as ``options`` ask for it. Raises ``PlanError`` when no work can be planned so."""
+    source = ModelSource(
+        header, model, station.config.home / "digests.json", again_s=station.timings.head.model_again_s
+    )
+    return Service(model=source, options=options, workload=workload_of(options, model))
