@@ -106,7 +106,7 @@ def own_station(config: Config) -> Iterator[Station]:
 
 
 def home_place(config: Config) -> Workspace:
-    """Where the windows of this device's layers lie, without what a daemon that was killed left there."""
+    """The workspace in the home folder. What a killed daemon left there is removed first."""
     for path in config.run.glob("window-*.gguf"):
         path.unlink(missing_ok=True)
     for path in config.run.glob("ring-*.log"):

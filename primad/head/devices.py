@@ -196,7 +196,7 @@ class Devices:
         self._core.post(types.DeviceLeaving(device, reason))
 
     def memory_low(self, device: str) -> None:
-        """A worker is short of memory for its part."""
+        """A worker is short of memory for its windows."""
         self._core.post(types.DeviceMemoryLow(device))
 
     def memory_recovered(self, device: str) -> None:

@@ -102,13 +102,13 @@ class Participation:
         return self.status
 
     async def release(self) -> None:
-        """Let the worker give its windows back; nothing more is heard of this part. A worker that is gone has done so."""
+        """Let the worker give its windows back; nothing more is heard of it here. A worker that is gone has done so."""
         self._worker.forget(self)
         with contextlib.suppress(ClusterError):
             await self._worker.send(Release(epoch=self.epoch))
 
     def fail(self, error: ClusterError) -> None:
-        """This part is over."""
+        """This participation is over."""
         settle(self.broken, error)
 
     def compare(self, number: int, state: ParticipationState | None) -> Load | Link | None:

@@ -22,7 +22,7 @@ Deliver = Callable[[int, Sampled | Finished], None]
 OnBroken = Callable[[int, str | None, str, bool], None]
 """Hears that ring ``epoch`` broke: the device to blame or None, the reason, and whether it will last."""
 OnMemoryLow = Callable[[int], None]
-"""Hears how many bytes of memory the head itself is short of for its part."""
+"""Hears how many bytes of memory the head itself is short of for its own windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ class Rings:
         self._tasks = Tasks()
 
     def solve(self, epoch: int, candidates: frozenset[str], instead: int | None = None) -> None:
-        """Begin to plan for the head and ``candidates``: ``Solved``, ``NoPlan`` or ``Broken`` follows.
+        """Begin to plan for the head and ``candidates``: ``Solved``, ``NoPlan`` or ``RingFailed`` follows.
 
         A plan with the windows of ring ``instead`` is none.
         """
@@ -71,7 +71,7 @@ class Rings:
         self._job(epoch, self._solve(epoch, candidates, instead))
 
     def form(self, epoch: int) -> None:
-        """Begin to form the ring that was solved for: ``Formed`` or ``Broken`` follows."""
+        """Begin to form the ring that was solved for: ``Formed`` or ``RingFailed`` follows."""
         self._job(epoch, self._form(epoch))
 
     def abandon(self, epoch: int) -> None:

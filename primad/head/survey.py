@@ -138,10 +138,10 @@ class _Visit:
         """It may go: it computes nothing for us."""
 
     def memory_low(self, device: str) -> None:
-        """It has no part of ours."""
+        """It computes nothing for us."""
 
     def memory_recovered(self, device: str) -> None:
-        """It had no part of ours."""
+        """It computed nothing for us."""
 
     def _take(self, worker: WorkerLink) -> None:
         if worker.name in self._workers or worker.name == self._config.name:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
@@ -39,6 +39,7 @@ from primad.ring.messages import (
     ProcessMemoryLow,
     Report,
     RingCommand,
+    RingEvent,
     Status,
 )
 from primad.system.tasks import Tasks
@@ -65,7 +66,7 @@ class _Participation:
     """This device's participation in one epoch: its task, and its ring process once that is loaded."""
 
     task: asyncio.Task[None]
-    host: LoadedProcess | None = None
+    process: LoadedProcess | None = None
 
 
 class Participations:
@@ -110,8 +111,8 @@ class Participations:
     async def link(self, epoch: int, address: str, key: str, sender: str) -> None:
         """Connect the ring process of ``epoch`` to its neighbours."""
         participation = self._participations.get(epoch)
-        if participation is not None and participation.host is not None:
-            await participation.host.send(Connect(address, key, sender))
+        if participation is not None and participation.process is not None:
+            await participation.process.send(Connect(address, key, sender))
             if self._participations.get(epoch) is participation:
                 self.standing.change(epoch, linked=True)
                 await self._tell(self.standing.message())
@@ -160,21 +161,23 @@ class Participations:
 
     async def _to_all(self, command: RingCommand) -> None:
         for participation in list(self._participations.values()):
-            if participation.host is not None:
-                await participation.host.send(command)
+            if participation.process is not None:
+                await participation.process.send(command)
 
     async def _work(self, load: Load, profile: DeviceProfile) -> None:
-        """Load the windows of ``load`` and attend to their ring process until it breaks or this task is cancelled."""
-        host: LoadedProcess | None = None
+        """Load the windows of ``load``; pass on what their ring process says until it breaks or this task is cancelled."""
+        process: LoadedProcess | None = None
         windows = WindowLoad(load, next(self._numbers), place=self._place, config=self._config, profile=profile)
-        fault, opened = "fetch", False
+        fault = "fetch"
         try:
             await self._fetch(load, windows)
             fault = "load"
-            host = await self._open(load, windows)
-            async for _ in self._attend(load, host):
-                await check_layers(self._place.cache, windows.layers)
-                fault, opened = "ring", True
+            process = await self._open(load, windows)
+            async for event in process.events():
+                if isinstance(event, Opened):
+                    await check_layers(self._place.cache, windows.layers)
+                    fault = "ring"
+                await self._pass_on(load, process, event)
         except DiskError as exc:
             await self._broke(load, exc, "disk")
         except WeightsError as exc:
@@ -188,12 +191,12 @@ class Participations:
             logger.exception("the participation in epoch %d failed", load.epoch)
             await self._broke(load, RingError(f"internal error: {type(exc).__name__}: {exc}"), fault)
         finally:
-            if host is None or host.number != windows.number:
+            if process is None or process.number != windows.number:
                 windows.release()
-            if host is not None and opened and not host.memory_low:
-                self._parking.put(host)
-            elif host is not None:
-                self._parking.end(host)
+            if process is not None and fault == "ring" and not process.memory_low:
+                self._parking.put(process)
+            elif process is not None:
+                self._parking.end(process)
 
     def _blame_disk(self, error: WeightsError, fault: str) -> str:
         """What a participation failed at whose weights could not be read: its disk, if that goes on."""
@@ -274,30 +277,28 @@ class Participations:
             width=load.width,
         )
 
-    async def _attend(self, load: Load, host: LoadedProcess) -> AsyncIterator[None]:
-        """Pass on what the ring process says; yields when it has opened. Raises ``RingError`` when it ends."""
-        async for event in host.events():
-            match event:
-                case Loading(windows):
-                    await self._tell(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
-                case Opened(address, key):
-                    participation = self._own_participation(load)
-                    if participation is not None:
-                        participation.host = host
-                    layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
-                    self._say(f"computing layers {layers}")
-                    yield None
-                    await self._change(load, loaded=Loaded(port=int(address.rsplit(":", 1)[1]), key=key))
-                case Status():
-                    rss = psutil.Process().memory_info().rss
-                    await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))
-                case ProcessMemoryLow(needed_bytes):
-                    host.memory_low = True
-                    available = await self._memory_watch.press(needed_bytes)
-                    await self._tell(
-                        messages.MemoryLow(epoch=load.epoch, needed_bytes=needed_bytes, ram_available_bytes=available)
-                    )
-                case Overdue(waited_s=waited_s):
-                    raise NextDeviceError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
-                case _:
-                    raise RingError(f"the ring process of a worker said {type(event).__name__}")
+    async def _pass_on(self, load: Load, process: LoadedProcess, event: RingEvent) -> None:
+        """Tell the head what the ring process says. Raises ``RingError`` where that ends the participation."""
+        match event:
+            case Loading(windows):
+                await self._tell(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
+            case Opened(address, key):
+                participation = self._own_participation(load)
+                if participation is not None:
+                    participation.process = process
+                layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
+                self._say(f"computing layers {layers}")
+                await self._change(load, loaded=Loaded(port=int(address.rsplit(":", 1)[1]), key=key))
+            case Status():
+                rss = psutil.Process().memory_info().rss
+                await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))
+            case ProcessMemoryLow(needed_bytes):
+                process.memory_low = True
+                available = await self._memory_watch.press(needed_bytes)
+                await self._tell(
+                    messages.MemoryLow(epoch=load.epoch, needed_bytes=needed_bytes, ram_available_bytes=available)
+                )
+            case Overdue(waited_s=waited_s):
+                raise NextDeviceError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
+            case _:
+                raise RingError(f"the ring process of a worker said {type(event).__name__}")
