@@ -50,7 +50,7 @@ from halda import (
 )
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.head.options import default_workload
+from primad.planning.question import default_workload
 from primad.profiler.device import profile_device
 from tools import bench_endure, bench_pressure, synthetic
 from tools.lab.memory import LimitedGroup

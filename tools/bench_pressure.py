@@ -37,7 +37,7 @@ from halda.evaluate import DevicePrediction
 from primad.errors import PrimadError
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.head.options import default_workload
+from primad.planning.question import default_workload
 from primad.ring.messages import Sampled
 from primad.settings.config import LOOPBACK
 from primad.system.memory import held_bytes

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from primad.doctor.findings import Finding, Severity, finding, output_of
 from primad.engine.build import PACKAGE
 from primad.errors import printable
-from primad.profiler.trial import Gpus, ListGpus
-from primad.ring.spawn import environment
+from primad.profiler.trials import child_trials
 
 _LIST_TIMEOUT_S: Final = 7.0
 _LIBRARIES: Final = {
@@ -132,22 +127,9 @@ def _install(package: str, backend: str | None, system: str, python: str) -> str
 
 def _devices(timeout_s: float) -> tuple[tuple[str, str], ...] | str:
     """What the installed llama.cpp lists, in a child: a crash of it is an answer."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "primad.profiler.trial"],
-            input=msgspec.json.encode(ListGpus()) + b"\n",
-            capture_output=True,
-            env=environment(os.environ, 1, 0),
-            timeout=timeout_s,
-            check=False,
-        )
-        answer = msgspec.json.decode(done.stdout, type=Gpus)
-    except subprocess.TimeoutExpired:
-        return f"it does not answer within {timeout_s:g} s"
-    except msgspec.DecodeError:
-        said = done.stderr.decode("utf-8", errors="replace").strip().splitlines()
-        return f"it ended with code {done.returncode}" + (f": {said[-1]}" if said else "")
-    return tuple((gpu.backend, gpu.name) for gpu in answer.gpus)
+    with child_trials(1, timeout_s=timeout_s) as trials:
+        answer = trials.gpus()
+    return answer if isinstance(answer, str) else tuple((gpu.backend, gpu.name) for gpu in answer)
 
 
 def _backends() -> tuple[str, ...]:

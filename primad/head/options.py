@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from halda import (
     DeviceProfile,
@@ -24,12 +23,8 @@ from halda import (
 )
 from primad.engine.protocol import KvType
 from primad.errors import ConfigError, PlanError
-from primad.planning.question import check_kv_type
+from primad.planning.question import check_kv_type, default_context, default_workload
 from primad.settings.quantities import show_bytes
-
-DEFAULT_CONTEXT_TOKENS: Final = 4096
-TYPICAL_PROMPT_TOKENS: Final = 512
-TYPICAL_ANSWER_TOKENS: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,42 +88,6 @@ def workload_of(options: ServeOptions, model: ModelProfile) -> Workload:
 def model_id(path: Path) -> str:
     """The name that clients call the model by: its file's, without the part number of a split model."""
     return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
-
-
-def default_context(context_tokens: int | None, model: ModelProfile) -> int:
-    """The context that was asked for, or what the model was trained for, at most ``DEFAULT_CONTEXT_TOKENS``.
-
-    Raises ``ConfigError`` when more was asked for than the model was trained for.
-    """
-    trained = model.context_tokens or DEFAULT_CONTEXT_TOKENS
-    if context_tokens is None:
-        return min(trained, DEFAULT_CONTEXT_TOKENS)
-    if context_tokens > trained:
-        raise ConfigError(f"--context {context_tokens}: {model.name} was trained for {trained} tokens; give less")
-    return context_tokens
-
-
-def default_workload(
-    context_tokens: int, rows: int, kv_type: KvType, sequences: int = 1, prompt_tokens: int | None = None
-) -> Workload:
-    """What a plan is made for: a typical question and answer within the context.
-
-    Raises ``ConfigError`` when prompts of ``prompt_tokens`` leave no room for an answer.
-    """
-    prompt = prompt_tokens or min(TYPICAL_PROMPT_TOKENS, max(1, context_tokens // 2))
-    if prompt >= context_tokens:
-        raise ConfigError(
-            f"--prompt {prompt}: leaves no room for an answer in a context of {context_tokens} tokens; "
-            "give a larger --context"
-        )
-    return Workload(
-        context_tokens=context_tokens,
-        kv_type=kv_type,
-        sequences=sequences,
-        prompt_tokens=prompt,
-        answer_tokens=min(TYPICAL_ANSWER_TOKENS, max(1, context_tokens - prompt)),
-        chunk_rows=rows,
-    )
 
 
 def bind_http(host: str, port: int) -> socket.socket:

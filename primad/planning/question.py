@@ -140,30 +140,62 @@ def check_name(name: str, names: Sequence[str], source: str) -> str:
 
 def workload(wishes: Wishes, model: ModelProfile) -> Workload:
     """The work to plan for. Raises ``ConfigError`` where prompt and answer, or the KV cache, do not suit the model."""
-    trained = model.context_tokens or max(DEFAULT_CONTEXT_TOKENS, wishes.context or 0)
-    context = wishes.context if wishes.context is not None else min(trained, DEFAULT_CONTEXT_TOKENS)
-    if context > trained:
-        raise ConfigError(f"--context {context}: {model.name} was trained for {trained} tokens; give less")
-    prompt = wishes.prompt if wishes.prompt is not None else min(DEFAULT_PROMPT_TOKENS, max(1, context // 2))
-    answer = wishes.answer if wishes.answer is not None else min(DEFAULT_ANSWER_TOKENS, max(1, context - prompt))
-    if prompt >= context:
-        raise ConfigError(
-            f"--prompt {prompt}: leaves no room for an answer in a context of {context} tokens; give a larger --context"
-        )
-    if prompt + answer > context:
-        raise ConfigError(
-            f"--prompt {prompt} and --answer {answer} take more than the context of {context} tokens; "
-            "give a larger --context or less of them"
-        )
     kv_type = parse_kv_type(wishes.kv_type)
     check_kv_type(kv_type, model)
-    return Workload(
-        context_tokens=context,
-        kv_type=kv_type,
+    return default_workload(
+        default_context(wishes.context, model),
+        CHUNK_ROWS,
+        kv_type,
         sequences=wishes.sequences,
+        prompt_tokens=wishes.prompt,
+        answer_tokens=wishes.answer,
+    )
+
+
+def default_context(context_tokens: int | None, model: ModelProfile) -> int:
+    """The context that was asked for, or what the model was trained for, at most ``DEFAULT_CONTEXT_TOKENS``.
+
+    Raises ``ConfigError`` when more was asked for than the model was trained for.
+    """
+    trained = model.context_tokens or max(DEFAULT_CONTEXT_TOKENS, context_tokens or 0)
+    context = min(trained, DEFAULT_CONTEXT_TOKENS) if context_tokens is None else context_tokens
+    if context > trained:
+        raise ConfigError(f"--context {context}: {model.name} was trained for {trained} tokens; give less")
+    return context
+
+
+def default_workload(
+    context_tokens: int,
+    rows: int,
+    kv_type: CacheType,
+    *,
+    sequences: int = 1,
+    prompt_tokens: int | None = None,
+    answer_tokens: int | None = None,
+) -> Workload:
+    """What a plan is made for: the question and the answer that were asked for, or typical ones within the context.
+
+    Raises ``ConfigError`` when they do not fit it.
+    """
+    prompt = prompt_tokens or min(DEFAULT_PROMPT_TOKENS, max(1, context_tokens // 2))
+    answer = answer_tokens or min(DEFAULT_ANSWER_TOKENS, max(1, context_tokens - prompt))
+    if prompt >= context_tokens:
+        raise ConfigError(
+            f"--prompt {prompt}: leaves no room for an answer in a context of {context_tokens} tokens; "
+            "give a larger --context"
+        )
+    if prompt + answer > context_tokens:
+        raise ConfigError(
+            f"--prompt {prompt} and --answer {answer} take more than the context of {context_tokens} tokens; "
+            "give a larger --context or less of them"
+        )
+    return Workload(
+        context_tokens=context_tokens,
+        kv_type=kv_type,
+        sequences=sequences,
         prompt_tokens=prompt,
         answer_tokens=answer,
-        chunk_rows=CHUNK_ROWS,
+        chunk_rows=rows,
     )
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from halda import evaluate, instance
 from primad.errors import PlanError
-from primad.head.options import default_workload, plan_by_hand, stream_by_hand
+from primad.head.options import plan_by_hand, stream_by_hand
+from primad.planning.question import default_workload
 from tests.fakes.planning import GB, device, model
 
 WORK = default_workload(4096, 512, "f16")

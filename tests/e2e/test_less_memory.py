@@ -13,7 +13,7 @@ from halda import ModelProfile, Solution, solve
 from halda.evaluate import unit_bytes
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.head.options import default_workload
+from primad.planning.question import default_workload
 from primad.ring.messages import Sampled, Status
 from tests.fakes.profile import PROFILE
 from tools.lab import missing

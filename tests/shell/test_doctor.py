@@ -234,9 +234,9 @@ def test_llama_cpp_that_crashes_or_hangs_is_an_answer(monkeypatch, tmp_path):
     hang.write_text("#!/bin/sh\nexec sleep 60\n")
     hang.chmod(0o755)
     monkeypatch.setattr(gpus.sys, "executable", str(crash))
-    assert gpus.gather_engine(PATIENCE_S).devices == "it ended with code 132: illegal instruction"
+    assert gpus.gather_engine(PATIENCE_S).devices == "a trial ended with code 132: illegal instruction"
     monkeypatch.setattr(gpus.sys, "executable", str(hang))
-    assert gpus.gather_engine(0.5).devices == "it does not answer within 0.5 s"
+    assert gpus.gather_engine(0.5).devices == "a trial did not end within 0.5 s"
 
 
 def test_a_card_is_known_by_its_vendor(tmp_path):

@@ -23,7 +23,7 @@ from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Prediction, Sol
 from halda.evaluate import unit_bytes
 from primad.engine.protocol import KvType
 from primad.engine.streaming.pages import FileRange, Pages
-from primad.head.options import default_workload
+from primad.planning.question import default_workload
 from primad.ring.messages import Sampled, Status
 from primad.system.memory import memory
 from tools.lab import disk
