@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests import figures
 from tests.fakes.profile import seed
 
 os.environ["COLUMNS"] = "200"  # the commands' consoles ask for it when they are first imported
@@ -50,6 +53,11 @@ def _model(name: str) -> Path:
     return path
 
 
+def pytest_configure() -> None:
+    """Whoever started the tests may ignore SIGINT, as a shell does for what it starts with ``&``; children would too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files first, so that of two processes with whole files neither waits long for the other at the end."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
@@ -66,7 +74,8 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        seed(tmp_path_factory.mktemp("seed"))
+        if find_spec("llama_cpp") is not None:  # figures are of one build of it; the core has none
+            seed(tmp_path_factory.mktemp("seed"))
         yield
 
 
@@ -77,6 +86,14 @@ def _own_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("PRIMAD_HOST", "127.0.0.1")
         patch.setenv("PRIMAD_LOCAL_TRUST", str(tmp_path_factory.mktemp("trust") / "local-devices"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _figures(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """What the test notes of its time goes into the report."""
+    yield
+    for promise, seconds in figures.taken():
+        record_property(promise, seconds)
 
 
 @pytest.fixture(scope="session")

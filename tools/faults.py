@@ -1,7 +1,10 @@
-"""Make every cell of the fault matrix and write the table of ``docs/faults.md`` with the times measured.
+"""Everything that is judged by the clock, on a machine that has nothing else to do.
+
+    tools/faults [pytest arguments]          every cell of the fault matrix, and the table of ``docs/faults.md``
+    tools/faults times [pytest arguments]    what primad promises in seconds (``tools/lab/promises.py``)
 
 Arguments go to pytest, so that ``-k 'decode'`` makes some cells anew; the times of the others stay as they are, and
-so does that of a cell that fails.
+so does that of a cell that fails. ``times`` runs tests that note how long things take, one after another, and judges.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,21 +21,33 @@ sys.path.insert(0, str(ROOT))
 
 from tools.lab import missing  # noqa: E402
 from tools.lab.matrix import CELLS, PAGE, Outcome, pages_seconds, with_table  # noqa: E402
+from tools.lab.promises import judged  # noqa: E402
 
 TESTS = "tests/homelab/test_faults.py"
+TIMED = (
+    "tests/e2e/test_ctrl_c.py",
+    "tests/e2e/test_recovery.py",
+    "tests/e2e/test_disk_faults.py",
+    "tests/e2e/test_restart.py",
+    "tests/e2e/test_attacks.py",
+    "tests/shell/test_control.py",
+    "tests/shell/test_floods.py",
+    "tests/shell/test_doctor.py",
+)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tests and write the page; the exit code."""
+    """Make the matrix, or judge the times; the exit code."""
+    return times(arguments[1:]) if arguments[:1] == ["times"] else matrix(arguments)
+
+
+def matrix(arguments: list[str]) -> int:
+    """Run the cells and write the page; the exit code."""
     if (reason := missing()) is not None:
         print(f"faults: error: {reason}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        told = [f"--junitxml={report}", "-o", "junit_family=xunit1"]
-        command = [sys.executable, "-m", "pytest", TESTS, "-v", "-m", "slow", *told, *arguments]
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        measured = seconds_of(report) if report.exists() else {}
+    code, found = run([TESTS, "-v", "-m", "slow", *arguments])
+    measured = {test.partition("[")[2].removesuffix("]"): value for test, name, value in found if name == "seconds"}
     page = PAGE.read_text(encoding="utf-8")
     known = pages_seconds(page) | measured
     PAGE.write_text(with_table(page, known), encoding="utf-8")
@@ -40,15 +56,30 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def seconds_of(report: Path) -> dict[str, float]:
-    """The time of every cell that passed, by its id, from pytest's report."""
-    found = {}
+def times(arguments: list[str]) -> int:
+    """Run the tests that note times and say what was kept; the exit code, 1 where a promise was broken."""
+    code, found = run([*TIMED, "-q", "-m", "slow or not slow", *arguments])
+    lines = judged(found)
+    print("\n".join(lines))
+    return code or int(any(line.startswith("BROKEN") for line in lines))
+
+
+def run(arguments: list[str]) -> tuple[int, list[tuple[str, str, float]]]:
+    """Run pytest: its exit code, and the seconds that tests which passed noted, as (test, name, seconds)."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        told = [f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        code = subprocess.run([sys.executable, "-m", "pytest", *told, *arguments], cwd=ROOT, check=False).returncode
+        return code, list(noted(report)) if report.exists() else []
+
+
+def noted(report: Path) -> Iterator[tuple[str, str, float]]:
+    """Every figure in pytest's report but those of tests that failed."""
     for case in ElementTree.parse(report).getroot().iter("testcase"):
-        name = case.get("name", "").partition("[")[2].removesuffix("]")
-        for note in case.iter("property"):
-            if note.get("name") == "seconds" and case.find("failure") is None:
-                found[name] = float(note.get("value", ""))
-    return found
+        if case.find("failure") is not None or case.find("error") is not None:
+            continue
+        for each in case.iter("property"):
+            yield case.get("name", ""), each.get("name", ""), float(each.get("value", "nan"))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from tests.e2e.cluster import (
     wait_joined,
     wait_until,
 )
+from tests.e2e.streams import show
 
 MOST_GROWTH_BYTES = 64 << 20
 MORE_DESCRIPTORS = 12
@@ -173,7 +174,7 @@ class House:
         assert after.rss_bytes.keys() == before.rss_bytes.keys(), f"{what}: a process ended\n{self.output()}"
         growth = {pid: (after.rss_bytes[pid] - rss) / 2**20 for pid, rss in before.rss_bytes.items()}
         lines = self.logs() - said
-        streams.show(f"{what}: {took_s:.1f} s, MiB more {[round(each, 1) for each in growth.values()]}, {lines} lines")
+        show(f"{what}: {took_s:.1f} s, MiB more {[round(each, 1) for each in growth.values()]}, {lines} lines")
         assert max(growth.values()) * 2**20 < MOST_GROWTH_BYTES, (what, growth)
         assert lines < 30 + LINES_PER_S * took_s, (what, self.output())
         assert "Traceback" not in self.output()

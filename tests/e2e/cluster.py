@@ -29,8 +29,6 @@ from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
 PRIMAD = Path(sys.executable).with_name("primad")
 PATIENCE_S = 180.0
 """For what takes seconds: it may take much longer where other programs have most of the machine."""
-STOP_S = 2.0
-"""The promise: Ctrl-C ends any of them within this time."""
 _MARK = "PRIMAD_E2E_MARK"
 
 

@@ -54,7 +54,8 @@ from tests.e2e.attacks_rogue import (
 )
 from tests.e2e.attacks_wire import CLIENTS, RAW, Door, ask_as, burst, dribble, judge, send_raw, tap
 from tests.e2e.cluster import PATIENCE_S, ring_process, wait_until
-from tests.e2e.streams import ask, show
+from tests.e2e.streams import ask
+from tests.figures import note
 
 pytestmark = pytest.mark.slow
 T = TypeVar("T")
@@ -326,7 +327,7 @@ def test_a_worker_that_is_revoked_in_the_middle_of_an_answer_computes_no_more_of
         house.command("devices", "revoke", house.key_text("w1"), "--home", house.homes["head"])
         revoked_at = time.monotonic()
         wait_until(lambda: not connected(receiver, sender), "the ring is cut")
-        show(f"revoked: the ring was cut after {time.monotonic() - revoked_at:.2f} s")
+        note("revoked", time.monotonic() - revoked_at)
 
     told = ask(house.head, revoke)
     assert (told.finish, told.error) == ("length", None), house.output()

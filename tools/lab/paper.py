@@ -79,7 +79,7 @@ def row(name: str, fleet: Fleet) -> Row:
         name=name,
         model=model,
         published_s=WITH_SELECTION_MS.get(name, latency["prima"]) / 1000,
-        ours=solve_heads(fleet.devices, fleet.links, model, WORKLOAD, objective="latency", time_limit_s=30),
+        ours=solve_heads(fleet.devices, fleet.links, model, WORKLOAD, objective="latency", time_limit_s=600),
         paper=paper,
         paper_s=evaluate(paper.plan, asked).tpot_s,
         memory_split_s=evaluate(split, ask(fleet, model, split.head)).tpot_s,
