@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from halda import Plan, as_run
 from halda.evaluate import DevicePrediction, Prediction
 from halda.instance import Instance
@@ -18,7 +20,6 @@ from primad.planning.schema import (
     RingJson,
     ShortJson,
     WindowJson,
-    WorkloadJson,
 )
 
 
@@ -48,16 +49,7 @@ def ring_part(answer: DescribedPlan) -> RingJson:
         chunk_rows=prediction.chunk_rows,
         devices=[_device(answer, device) for device in prediction.devices],
         predicted=predicted_part(answer),
-        short=[
-            ShortJson(
-                what=short.what,
-                where=short.where,
-                needed_bytes=short.needed_bytes,
-                limit_bytes=short.limit_bytes,
-                short_bytes=short.short_bytes,
-            )
-            for short in prediction.short
-        ],
+        short=msgspec.convert(prediction.short, list[ShortJson], from_attributes=True),
     )
 
 
@@ -139,15 +131,3 @@ def model_part(question: Question) -> ModelJson:
     """The model of ``question``."""
     model = question.model
     return ModelJson(name=model.name, architecture=model.architecture, layers=len(model.layers), bytes=model.size_bytes)
-
-
-def workload_part(question: Question) -> WorkloadJson:
-    """What ``question`` is for."""
-    work = question.workload
-    return WorkloadJson(
-        context_tokens=work.context_tokens,
-        kv_type=work.kv_type,
-        sequences=work.sequences,
-        prompt_tokens=work.prompt_tokens,
-        answer_tokens=work.answer_tokens,
-    )

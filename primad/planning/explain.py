@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final
 
-from halda import Infeasible, Plan
+import msgspec
+
+from halda import DeviceProfile, Infeasible, Plan
 from halda.evaluate import evaluate
 from halda.instance import Instance, instance
-from halda.search import CHUNKS, solve, solve_alone, solve_heads
+from halda.search import CHUNKS, solve_heads
 from halda.solution import Solution
 from primad import __version__
 from primad.errors import ConfigError, PlanError
@@ -24,10 +26,9 @@ from primad.planning.describe import (
     predicted_part,
     proof_part,
     ring_part,
-    workload_part,
 )
 from primad.planning.question import Question
-from primad.planning.schema import SCHEMA, AloneJson, Explanation, LeftOutJson, WhatIf
+from primad.planning.schema import SCHEMA, AloneJson, Explanation, LeftOutJson, WhatIf, WorkloadJson
 from primad.settings.quantities import show_ms
 
 MOST_LEFT_OUT: Final = 8
@@ -63,7 +64,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         predicted=ring.predicted,
         short=ring.short,
         model=model_part(question),
-        workload=workload_part(question),
+        workload=msgspec.convert(question.workload, WorkloadJson, from_attributes=True),
         proof=proof_part(question, chosen),
         left_out=_left_out(question, chosen),
         alone=_alone(question),
@@ -75,18 +76,29 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
 def _halda(question: Question) -> DescribedPlan:
     """Halda's plan, with the best head where the question leaves it open. Raises ``Infeasible``."""
     heads = None if question.head is None else [question.head]
-    solution = solve_heads(
-        question.devices,
+    return _answer(question, _solve(question, question.devices, heads, question.time_limit_s))
+
+
+def _solve(
+    question: Question,
+    devices: Sequence[DeviceProfile],
+    heads: Sequence[str] | None,
+    time_limit_s: float,
+    require: frozenset[str] = frozenset(),
+) -> Solution:
+    """The best plan for ``devices`` with the best of ``heads``. Raises ``Infeasible``."""
+    return solve_heads(
+        devices,
         question.all_links,
         question.model,
         question.workload,
         objective=question.objective,
         heads=heads,
         limits=question.limits,
+        require=require,
         chunks=CHUNKS,
-        time_limit_s=question.time_limit_s,
+        time_limit_s=time_limit_s,
     )
-    return _answer(question, solution)
 
 
 def _answer(question: Question, solution: Solution) -> DescribedPlan:
@@ -145,19 +157,9 @@ def _left_out(question: Question, chosen: DescribedPlan) -> list[LeftOutJson]:
 
 def _with_device(question: Question, chosen: DescribedPlan, solution: Solution, name: str) -> LeftOutJson:
     """What it would cost to have ``name`` take part, with the same head."""
+    time_limit_s = min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s)
     try:
-        forced = solve(
-            question.devices,
-            question.all_links,
-            question.model,
-            question.workload,
-            objective=question.objective,
-            head=chosen.plan.head,
-            limits=question.limits,
-            require=frozenset({name}),
-            chunks=CHUNKS,
-            time_limit_s=min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s),
-        )
+        forced = _solve(question, question.devices, [chosen.plan.head], time_limit_s, frozenset({name}))
     except Infeasible as exc:
         return LeftOutJson(name=name, reason=f"cannot take part: {exc}", slower_ms=None, objective_ms=None)
     slower_s = forced.prediction.tpot_s - chosen.prediction.tpot_s
@@ -180,19 +182,12 @@ def _verdict(question: Question, slower_s: float, tpot_s: float, objective_s: fl
 
 def _alone(question: Question) -> list[AloneJson]:
     """Each device without the others, the best one first."""
-    answers = solve_alone(
-        question.devices,
-        question.model,
-        question.workload,
-        objective=question.objective,
-        limits=question.limits,
-        chunks=CHUNKS,
-        time_limit_s=question.time_limit_s,
-    )
     parts = []
-    for device, answer in answers:
-        if isinstance(answer, Infeasible):
-            parts.append((float("inf"), AloneJson(name=device.device, predicted=None, reason=str(answer))))
+    for device in question.devices:
+        try:
+            answer = _solve(question, [device], None, question.time_limit_s / len(question.devices))
+        except Infeasible as exc:
+            parts.append((float("inf"), AloneJson(name=device.device, predicted=None, reason=str(exc))))
         else:
             found = predicted_part(_answer(question, answer))
             parts.append((answer.objective_s, AloneJson(name=device.device, predicted=found, reason=None)))

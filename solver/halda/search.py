@@ -185,40 +185,6 @@ def solve_heads(
     return replace(best, bound_s=min(bound_s, best.objective_s), proven=proven)
 
 
-def solve_alone(
-    devices: Sequence[DeviceProfile],
-    model: ModelProfile,
-    workload: Workload,
-    *,
-    objective: Objective = "balanced",
-    limits: Mapping[str, Limits] | None = None,
-    chunks: Sequence[int] = (),
-    time_limit_s: float = 10.0,
-) -> list[tuple[DeviceProfile, Solution | Infeasible]]:
-    """What each device would do alone."""
-    answers: list[tuple[DeviceProfile, Solution | Infeasible]] = []
-    for device in devices:
-        try:
-            answers.append(
-                (
-                    device,
-                    solve(
-                        [device],
-                        [],
-                        model,
-                        workload,
-                        objective=objective,
-                        limits=limits,
-                        chunks=chunks,
-                        time_limit_s=time_limit_s / len(devices),
-                    ),
-                )
-            )
-        except Infeasible as exc:
-            answers.append((device, exc))
-    return answers
-
-
 class _Search:
     """One search: what was found, what is left of the time, and below what no plan can be."""
 
