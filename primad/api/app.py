@@ -35,17 +35,18 @@ from primad.api.openai.job import SEEDS, Choice, Job, chat_job, check_model, com
 from primad.api.openai.shapes import HealthBody, Model, ModelList, Usage
 from primad.api.status import StatusBody, status_body
 from primad.errors import PrimadError, RequestError, RingError
+from primad.settings.timings import ApiTimings
 
 COMPONENT: Final = "#/components/schemas/{}"
 
 
-def create_app(backend: Backend, *, hosts: Collection[str] = ()) -> FastAPI:
+def create_app(backend: Backend, *, hosts: Collection[str] = (), timings: ApiTimings = ApiTimings()) -> FastAPI:
     """The API over ``backend``. ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it."""
     app = _App(title="primad", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics()
     app.add_middleware(HostGuard, hosts=hosts)
     app.add_middleware(Counted, metrics=metrics)
-    api = _Api(backend, metrics)
+    api = _Api(backend, metrics, timings)
     app.add_api_route("/", api.about, methods=["GET"])
     app.add_api_route("/health", api.health, methods=["GET"], responses=_answers("HealthBody"))
     app.add_api_route("/status", api.status, methods=["GET"], responses=_answers("StatusBody"))
@@ -73,8 +74,8 @@ def create_app(backend: Backend, *, hosts: Collection[str] = ()) -> FastAPI:
 class _Api:
     """The routes."""
 
-    def __init__(self, backend: Backend, metrics: Metrics) -> None:
-        self._backend, self._metrics = backend, metrics
+    def __init__(self, backend: Backend, metrics: Metrics, timings: ApiTimings) -> None:
+        self._backend, self._metrics, self._timings = backend, metrics, timings
 
     async def about(self) -> Response:
         """What this is."""
@@ -118,7 +119,7 @@ class _Api:
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
         served = self._serving()
-        ask = schema.parse(schema.ChatRequest, await read_json(request))
+        ask = schema.parse(schema.ChatRequest, await read_json(request, self._timings.body_timeout_s))
         job = chat_job(ask, served, seed=secrets.randbelow(SEEDS), now=datetime.now().astimezone())
         answer = ChatAnswer(
             id=_new_id("chatcmpl"),
@@ -133,7 +134,7 @@ class _Api:
     async def complete(self, request: Request) -> Response:
         """Continue a text."""
         served = self._serving()
-        ask = schema.parse(schema.CompletionRequest, await read_json(request))
+        ask = schema.parse(schema.CompletionRequest, await read_json(request, self._timings.body_timeout_s))
         job = completion_job(ask, served, seed=secrets.randbelow(SEEDS))
         answer = CompletionAnswer(
             id=_new_id("cmpl"),
@@ -155,7 +156,7 @@ class _Api:
         self, request: Request, ask: schema.SamplingRequest, served: ServedModel, job: Job, answer: ApiAnswer
     ) -> Response:
         if ask.stream:
-            return EventStream(self._stream(served, job, answer, include_usage=ask.include_usage))
+            return EventStream(self._stream(served, job, answer, include_usage=ask.include_usage), self._timings)
         return _json(await while_connected(request.receive, self._whole(served, job, answer)))
 
     async def _whole(self, served: ServedModel, job: Job, answer: ApiAnswer) -> msgspec.Struct:

@@ -20,22 +20,17 @@ from starlette.types import Message, Receive, Scope, Send
 
 from primad.api.openai.errors import error_body
 from primad.errors import PrimadError, RequestError
+from primad.settings.timings import ApiTimings
 
 MAX_BODY_BYTES: Final = 8 << 20
 """Several times the text of the longest context in use."""
-
-BODY_TIMEOUT_S: Final = 60.0
-"""A client that takes longer to send its body is refused."""
-
-SEND_TIMEOUT_S: Final = 60.0
-"""A client that does not take one event in this time has left: it would hold its sequence for ever."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-async def read_json(request: Request) -> bytes:
-    """The body of a request that says it is JSON.
+async def read_json(request: Request, timeout_s: float) -> bytes:
+    """The body of a request that says it is JSON, and that has arrived within ``timeout_s``.
 
     To insist on the media type is also what keeps web pages out: a browser asks first (CORS preflight) before it sends
     JSON to another origin, and this server never says yes.
@@ -50,13 +45,13 @@ async def read_json(request: Request) -> bytes:
         raise _too_large()
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     raise _too_large()
     except TimeoutError as exc:
-        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s", status=408) from exc
+        raise RequestError(f"the body did not arrive within {timeout_s:.0f} s", status=408) from exc
     return bytes(body)
 
 
@@ -86,8 +81,6 @@ async def _wait_left(receive: Receive) -> None:
     raise ClientDisconnect
 
 
-KEEPALIVE_S: Final = 10.0
-"""Clients and what lies between give up on a stream that says nothing, as it may while a new ring is formed."""
 _KEEPALIVE: Final[Message] = {
     "type": "http.response.body",
     "body": b": waiting for the next token\n\n",
@@ -104,10 +97,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, messages: AsyncGenerator[msgspec.Struct, None]) -> None:
+    def __init__(self, messages: AsyncGenerator[msgspec.Struct, None], timings: ApiTimings = ApiTimings()) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._messages = messages
+        self._messages, self._timings = messages, timings
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,8 +119,8 @@ class EventStream(Response):
             last = msgspec.json.encode(error_body(exc))
         else:
             last = b"[DONE]"
-        await _send_event(send, last)
-        await _deliver(send, {"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send_event(send, last)
+        await self._deliver(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_messages(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -135,31 +128,29 @@ class EventStream(Response):
             while (message := await self._next(messages, send)) is not None:
                 if not self._begun:
                     self._begun = True
-                    await _deliver(send, start)
-                await _send_event(send, msgspec.json.encode(message))
+                    await self._deliver(send, start)
+                await self._send_event(send, msgspec.json.encode(message))
 
     async def _next(self, messages: AsyncGenerator[msgspec.Struct, None], send: Send) -> msgspec.Struct | None:
         """The next message, None at the end. While it is long in coming, a comment tells the client that we are here."""
         coming = asyncio.ensure_future(anext(messages, None))
         try:
-            while not (await asyncio.wait([coming], timeout=KEEPALIVE_S))[0]:
+            while not (await asyncio.wait([coming], timeout=self._timings.keepalive_s))[0]:
                 if self._begun:
-                    await _deliver(send, _KEEPALIVE)
+                    await self._deliver(send, _KEEPALIVE)
             return coming.result()
         finally:
             if not coming.done():
                 coming.cancel()
                 await asyncio.wait([coming])
 
+    async def _send_event(self, send: Send, data: bytes) -> None:
+        await self._deliver(send, {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
 
-async def _send_event(send: Send, data: bytes) -> None:
-    await _deliver(send, {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
-
-
-async def _deliver(send: Send, message: Message) -> None:
-    """Raises ``ClientDisconnect`` when the client does not take it."""
-    try:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await send(message)
-    except OSError as exc:  # TimeoutError is one, and so is what newer ASGI servers raise
-        raise ClientDisconnect from exc
+    async def _deliver(self, send: Send, message: Message) -> None:
+        """Raises ``ClientDisconnect`` when the client does not take it."""
+        try:
+            async with asyncio.timeout(self._timings.send_timeout_s):
+                await send(message)
+        except OSError as exc:  # TimeoutError is one, and so is what newer ASGI servers raise
+            raise ClientDisconnect from exc

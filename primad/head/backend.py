@@ -55,7 +55,8 @@ class RingBackend:
     ``attach`` the one that serves; ``hold`` while open generations wait for the next one; ``fail`` when there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
+        self._max_waiting = max_waiting
         self._served: ServedModel | None = None
         self._ring: _Ring | None = None
         self._holding = False
@@ -136,9 +137,9 @@ class RingBackend:
     ) -> AsyncGenerator[Sampled | Finished, None]:
         if self._ring is None and not self._holding:
             raise RingError(f"the model cannot be served now: {self._detail}")
-        if len(self._open) >= MAX_WAITING:
+        if len(self._open) >= self._max_waiting:
             raise RequestError(
-                f"{MAX_WAITING} requests are waiting already; try again later", status=429, code="queue_full"
+                f"{self._max_waiting} requests are waiting already; try again later", status=429, code="queue_full"
             )
         request = next(self._requests)
         generate = Generate(

@@ -13,7 +13,7 @@ import uvicorn
 
 from halda import ModelProfile
 from primad.api.app import create_app
-from primad.api.patience import PatientProtocol
+from primad.api.patience import Silent
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_station, profile_held, profile_now, run
 from primad.gguf.architectures import cuttable
@@ -25,6 +25,7 @@ from primad.head.daemon import HeadDaemon
 from primad.head.options import ServeOptions, bind_http, plan_by_hand, workload_of
 from primad.head.service import service_of
 from primad.settings.config import Config
+from primad.settings.timings import ApiTimings
 
 HTTP_GRACE_S: Final = 1
 
@@ -57,7 +58,7 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
                 reporter=reporter,
             )
             async with asyncio.TaskGroup() as group:
-                http = _http_server(backend, http_host)
+                http = _http_server(backend, http_host, station.timings.api)
                 serving = group.create_task(http.serve(sockets=[listener]))
                 heading = asyncio.create_task(head.run())
                 try:
@@ -82,12 +83,12 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _http_server(backend: RingBackend, host: str) -> uvicorn.Server:
-    app = create_app(backend, hosts=(host, socket.gethostname()))
+def _http_server(backend: RingBackend, host: str, timings: ApiTimings) -> uvicorn.Server:
+    app = create_app(backend, hosts=(host, socket.gethostname()), timings=timings)
     config = uvicorn.Config(
         app,
         lifespan="off",
-        http=PatientProtocol,
+        http=Silent(timings.request_timeout_s).protocol,  # type: ignore[arg-type]
         ws="none",
         log_level="error",  # its warnings are one a request that is none, as many as somebody likes to send
         access_log=False,

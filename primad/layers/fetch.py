@@ -35,6 +35,7 @@ from primad.network.layer_messages import (
     Source,
     TransferMessage,
 )
+from primad.settings.timings import LayerTimings
 from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,6 @@ UNDER_WAY: Final = 4
 UNDER_WAY_TOTAL: Final = 16
 """Pieces asked of all sources together where there are many: so much memory a fetch takes, in chunks."""
 MOST_SOURCES: Final = 64
-STALL_S: Final = 30.0
-"""A source that is silent for so long is left out, and the others are asked for what it owes. One that serves many others
-over a poor link may take as long for a chunk."""
 
 _Answer = TypeVar("_Answer")
 
@@ -60,6 +58,7 @@ async def fetch_layers(
     progress: Callable[[int], None],
     *,
     bytes_per_s: float | None = None,
+    timings: LayerTimings = LayerTimings(),
 ) -> None:
     """Fetch the layers ``refs`` into ``cache``, ``bytes_per_s`` at most (None: no cap).
 
@@ -75,7 +74,7 @@ async def fetch_layers(
             begun = {ref.digest: await in_thread(parts.enter_context, cache.part(ref)) for ref in wanted}
             lacking = sum(part.ref.file_bytes - part.present_bytes for part in begun.values())
             await in_thread(cache.make_room, lacking)
-            await _Fetch(sources, begun, cache, progress, bytes_per_s).run(context, identity)
+            await _Fetch(sources, begun, cache, progress, bytes_per_s, timings).run(context, identity)
 
 
 async def missing_layers(
@@ -132,7 +131,9 @@ class _Fetch:
         cache: LayerCache,
         progress: Callable[[int], None],
         bytes_per_s: float | None,
+        timings: LayerTimings,
     ) -> None:
+        self.timings = timings
         self._sources = {source.key: source for source in sources[:MOST_SOURCES]}
         under_way = max(1, min(UNDER_WAY, UNDER_WAY_TOTAL // max(1, len(self._sources))))
         self.queue = ChunkQueue(self._sources, under_way)
@@ -183,7 +184,7 @@ class _Fetch:
     async def _draw(self, context: zmq.asyncio.Context, identity: Identity, source: Source) -> None:
         """Ask ``source`` for pieces until cancelled or until it fails."""
         try:
-            async with reach(context, identity, source, list(self.parts)) as (link, held):
+            async with reach(context, identity, source, list(self.parts), self.timings.reach_timeout_s) as (link, held):
                 self.queue.holds(source.key, held)
                 self._wake()
                 await _Draw(self, source.key, link).run()
@@ -253,7 +254,7 @@ class _Draw:
             if not self._fetch.queue.under_way(self._key):
                 await self._fetch.wait_change()
                 continue
-            await self._take_in(*await self._link.answer(STALL_S))
+            await self._take_in(*await self._link.answer(self._fetch.timings.silence_timeout_s))
 
     async def _ask(self) -> None:
         while (piece := self._fetch.queue.take(self._key)) is not None:

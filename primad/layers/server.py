@@ -83,6 +83,7 @@ class LayerServer:
         bytes_per_s: float | None = None,
         preferred: int | None = None,
         allows: Callable[[str], bool] | None = None,
+        complain_every_s: float = COMPLAIN_EVERY_S,
     ) -> None:
         self._socket = open_socket(context, zmq.ROUTER, identity=identity, server=None)
         bound_socket(self._socket, MAX_REQUEST_BYTES, SEND_LIMIT)
@@ -94,7 +95,7 @@ class LayerServer:
         self._find = find
         self._allows = allows
         self._bucket = TokenBucket(bytes_per_s)
-        self._complaints = Complaints(logger, COMPLAIN_EVERY_S)
+        self._complaints = Complaints(logger, complain_every_s)
         self._questions = _Line()
         self._fetches = _Line()
 

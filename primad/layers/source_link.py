@@ -26,7 +26,6 @@ from primad.network.sockets import bound_socket, open_socket
 from primad.ring.messages import encode
 from primad.trust.identity import Identity
 
-REACH_S: Final = 5.0
 RECEIVE_LIMIT: Final = 8
 _LOST: Final[dict[int, str]] = {
     zmq.EVENT_CONNECT_RETRIED: "nothing answers there",
@@ -94,14 +93,14 @@ class SourceLink:
 
 @asynccontextmanager
 async def reach(
-    context: zmq.asyncio.Context, identity: Identity, source: Source, digests: Sequence[str]
+    context: zmq.asyncio.Context, identity: Identity, source: Source, digests: Sequence[str], timeout_s: float
 ) -> AsyncIterator[tuple[SourceLink, list[str]]]:
     """A link to ``source`` at the endpoint that answers first, and which of ``digests`` it holds.
 
-    Raises ``SourceError`` with the reasons when none answers.
+    Raises ``SourceError`` with the reasons when none answers within ``timeout_s``.
     """
     tries = [
-        asyncio.create_task(_greet(context, identity, source, endpoint, digests))
+        asyncio.create_task(_greet(context, identity, source, endpoint, digests, timeout_s))
         for endpoint in source.endpoints[:MAX_ENDPOINTS]
     ]
     try:
@@ -121,13 +120,18 @@ async def reach(
 
 
 async def _greet(
-    context: zmq.asyncio.Context, identity: Identity, source: Source, endpoint: str, digests: Sequence[str]
+    context: zmq.asyncio.Context,
+    identity: Identity,
+    source: Source,
+    endpoint: str,
+    digests: Sequence[str],
+    timeout_s: float,
 ) -> tuple[SourceLink, list[str]]:
     link = SourceLink(context, identity, source, endpoint)
     try:
         await link.ask(AskPresent(digests=list(digests)))
         try:
-            message, _ = await link.answer(REACH_S)
+            message, _ = await link.answer(timeout_s)
         except SourceError as exc:
             raise SourceError(f"{endpoint} {exc}") from exc
         if not isinstance(message, Present) or len(message.held) != len(digests):

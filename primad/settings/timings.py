@@ -45,6 +45,31 @@ class NetworkTimings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ApiTimings:
+    """The HTTP endpoint, whose clients may be anybody."""
+
+    request_timeout_s: float = 10.0
+    """A connection asks something whole, from its beginning and again after each answer."""
+    body_timeout_s: float = 60.0
+    """A client that takes longer to send its body is refused."""
+    send_timeout_s: float = 60.0
+    """A client that does not take one event in this time has left: it would hold its sequence for ever."""
+    keepalive_s: float = 10.0
+    """Clients and what lies between give up on a stream that says nothing, as it may while a new ring is formed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimings:
+    """Layer files on their way."""
+
+    reach_timeout_s: float = 5.0
+    """A device says which layers it has."""
+    silence_timeout_s: float = 30.0
+    """A device that is silent for so long is left out, and the others are asked for what it owes. One that serves many
+    others over a poor link may take as long for a chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RingTimings:
     """The ring process."""
 
@@ -110,9 +135,11 @@ class Timings:
 
     discovery: DiscoveryTimings = DiscoveryTimings()
     network: NetworkTimings = NetworkTimings()
+    layers: LayerTimings = LayerTimings()
     ring: RingTimings = RingTimings()
     streaming: StreamingTimings = StreamingTimings()
     membership: MembershipTimings = MembershipTimings()
+    api: ApiTimings = ApiTimings()
     head: HeadTimings = HeadTimings()
     worker: WorkerTimings = WorkerTimings()
     memory_look_every_s: float = 2.0

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from primad.api.backend import ServedModel
 from primad.errors import RequestError, RingError
-from primad.head import backend as backend_module
 from primad.head.backend import RingBackend
 from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled
 from tests.fakes.ring import GREEDY
@@ -287,11 +286,9 @@ def test_who_goes_away_while_the_next_ring_is_told_is_not_computed_there():
     asyncio.run(once())
 
 
-def test_a_full_queue_refuses_with_429(monkeypatch):
-    monkeypatch.setattr(backend_module, "MAX_WAITING", 2)
-
+def test_a_full_queue_refuses_with_429():
     async def once() -> None:
-        backend = RingBackend()
+        backend = RingBackend(max_waiting=2)
         await attach(backend, 1)
         readers = [Reader(ask(backend)) for _ in range(2)]
         await settled()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import zmq.asyncio
 
-from primad.layers import fetch
 from primad.layers.source_link import SourceLink
 from primad.network.layer_messages import Source, TransferMessage
+from primad.settings.timings import LayerTimings
 from primad.trust.identity import Identity
 
 
@@ -24,7 +24,7 @@ def judge_silence(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         keys[link] = source.key
 
     async def answer(link: SourceLink, timeout_s: float) -> tuple[TransferMessage, memoryview | None]:
-        if timeout_s == fetch.STALL_S:
+        if timeout_s == LayerTimings().silence_timeout_s:
             timeout_s = 0.05 if keys[link] in stalling else 1000.0
         return await wait(link, timeout_s)
 

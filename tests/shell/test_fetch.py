@@ -26,8 +26,6 @@ from primad.gguf import layers as layers_module
 from primad.gguf.header import read_header
 from primad.gguf.layers import HEADER_BYTES, LayerCut, LayerRef, cut_layer
 from primad.layers import fetch as transfer
-from primad.layers import server as server_module
-from primad.layers import source_link
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import fetch_layers, hash_in_thread, in_thread, missing_layers
 from primad.layers.server import READS_AT_ONCE, REQUESTS_WAITING, LayerServer, LayerSource
@@ -49,11 +47,13 @@ from primad.network.layer_messages import (
 )
 from primad.network.sockets import listen, open_socket
 from primad.ring.messages import encode
+from primad.settings.timings import LayerTimings
 from primad.trust.identity import Identity, new_identity
 from tests.fakes.gguf import array, toy_arrays, write_gguf
 from tests.fakes.source_link import judge_silence
 
 PATIENCE_S = 30
+PATIENT = {"reach_timeout_s": 1000.0}
 ME = new_identity()
 BIG_CHUNKS = 8
 
@@ -116,10 +116,10 @@ async def served(
 
 @asynccontextmanager
 async def running(
-    context: zmq.asyncio.Context, by_digest: dict[str, LayerSource], device: str, bytes_per_s: float | None = None
+    context: zmq.asyncio.Context, by_digest: dict[str, LayerSource], device: str, **options: float | None
 ) -> AsyncIterator[Source]:
     identity = new_identity()
-    server = LayerServer(context, "127.0.0.1", identity, by_digest.get, bytes_per_s=bytes_per_s)
+    server = LayerServer(context, "127.0.0.1", identity, by_digest.get, **options)
     task = asyncio.create_task(server.run())
     try:
         yield Source(device, identity.public, [f"tcp://127.0.0.1:{server.port}"])
@@ -180,8 +180,10 @@ async def fetch(
     layers: Sequence[LayerCut],
     cache: LayerCache,
     progress: Callable[[int], None] = lambda _: None,
+    **timings: float,
 ) -> None:
-    await fetch_layers(context, ME, sources, [layer.ref() for layer in layers], cache, progress)
+    refs = [layer.ref() for layer in layers]
+    await fetch_layers(context, ME, sources, refs, cache, progress, timings=LayerTimings(**timings))
 
 
 def whole(cache: LayerCache, layers: Sequence[LayerCut]) -> None:
@@ -443,12 +445,12 @@ def test_a_source_that_is_not_there_does_not_matter_when_another_has_all(layers,
 # ---- nobody is left -------------------------------------------------------------------------------------------------
 
 
-def refusal(answer: Answer, layer: LayerCut, cache: LayerCache) -> ClusterError:
+def refusal(answer: Answer, layer: LayerCut, cache: LayerCache, **timings: float) -> ClusterError:
     """The error of fetching ``layer`` from a source that answers so."""
 
     async def once() -> None:
         async with links() as context, answering(context, answer) as source:
-            await fetch(context, [source], [layer], cache)
+            await fetch(context, [source], [layer], cache, **timings)
 
     with pytest.raises(ClusterError) as caught:
         run(once())
@@ -563,51 +565,46 @@ def test_a_source_that_does_not_say_what_it_holds_is_refused(layers, cache, held
     assert "did not say which layers it holds" in str(error)
 
 
-def test_a_silent_source_is_given_up(layers, cache, monkeypatch):
-    monkeypatch.setattr(source_link, "REACH_S", 0.1)
-    assert "sent nothing for 0.1 s" in str(refusal(lambda request: None, layers[0], cache))
+def test_a_silent_source_is_given_up(layers, cache):
+    error = refusal(lambda request: None, layers[0], cache, reach_timeout_s=0.1)
+    assert "sent nothing for 0.1 s" in str(error)
 
 
-def test_a_source_that_falls_silent_is_given_up(layers, cache, monkeypatch):
-    monkeypatch.setattr(transfer, "STALL_S", 0.1)
-    error = refusal(honest(layers, silent=True), layers[0], cache)
+def test_a_source_that_falls_silent_is_given_up(layers, cache):
+    error = refusal(honest(layers, silent=True), layers[0], cache, silence_timeout_s=0.1)
     assert "liar sent nothing for 0.1 s" in str(error)
 
 
-def test_a_source_where_nobody_listens_is_given_up_at_once(layers, cache, monkeypatch):
-    monkeypatch.setattr(source_link, "REACH_S", 1000.0)
+def test_a_source_where_nobody_listens_is_given_up_at_once(layers, cache):
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
 
         async def once() -> None:
             async with links() as context:
-                await fetch(context, [Source("gone", new_identity().public, [endpoint])], layers[:1], cache)
+                await fetch(context, [Source("gone", new_identity().public, [endpoint])], layers[:1], cache, **PATIENT)
 
         with pytest.raises(ClusterError, match=r"gone tcp://127\S* nothing answers there"):
             run(once())
 
 
-def test_a_source_with_another_key_is_given_up(layers, cache, monkeypatch):
-    monkeypatch.setattr(source_link, "REACH_S", 1.0)
-
+def test_a_source_with_another_key_is_given_up(layers, cache):
     async def once() -> None:
         async with links() as context, served(context, layers) as source:
             other = Source("head", new_identity().public, source.endpoints)
-            await fetch(context, [other], layers[:1], cache)
+            await fetch(context, [other], layers[:1], cache, reach_timeout_s=1.0)
 
     with pytest.raises(ClusterError, match=r"layer .* cannot be fetched: head tcp://127"):
         run(once())
     assert files(cache) == []
 
 
-def test_a_device_that_is_not_trusted_gets_nothing(layers, cache, monkeypatch):
-    monkeypatch.setattr(source_link, "REACH_S", 1000.0)
+def test_a_device_that_is_not_trusted_gets_nothing(layers, cache):
     log: list[int] = []
 
     async def once() -> None:
         async with links(lambda key: False) as context, served(context, layers, log=log) as source:
-            await fetch(context, [source], layers[:1], cache)
+            await fetch(context, [source], layers[:1], cache, **PATIENT)
 
     with pytest.raises(ClusterError, match=r"head tcp://127.* does not trust this device"):
         run(once())
@@ -859,8 +856,7 @@ def test_the_server_reads_nothing_but_layers(layers, digest):
     run(once())
 
 
-def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog, monkeypatch):
-    monkeypatch.setattr(server_module, "COMPLAIN_EVERY_S", 1000.0)
+def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog):
     greedy, modest = new_identity(), new_identity()
     ref, log, released = layers[2].ref(), list[int](), threading.Event()
 
@@ -869,7 +865,10 @@ def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog, monke
 
     async def once() -> None:
         slow: dict[str, LayerSource] = {ref.digest: Counting(layers[2], log, lambda _: released.wait(PATIENCE_S))}
-        async with links(lambda key: True) as context, running(context, slow, "head") as source:
+        async with (
+            links(lambda key: True) as context,
+            running(context, slow, "head", complain_every_s=1000.0) as source,
+        ):
             grabbing, asking = _client(context, source, greedy), _client(context, source, modest)
             for _ in range(20 * REQUESTS_WAITING):
                 await grabbing.send(encode(FetchChunk(digest=ref.digest, offset=0, size=CHUNK_BYTES)))

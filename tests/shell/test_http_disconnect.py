@@ -8,8 +8,8 @@ import json
 import httpx
 import pytest
 
-from primad.api import connection
 from primad.api.app import create_app
+from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import PATIENCE_S, BareClient, served
 
@@ -57,15 +57,15 @@ def test_leaving_while_the_first_of_several_choices_is_written():
     asyncio.run(scenario())
 
 
-def test_a_client_that_takes_nothing_has_left(monkeypatch):
-    monkeypatch.setattr(connection, "SEND_TIMEOUT_S", 0.01)
-
+def test_a_client_that_takes_nothing_has_left():
     async def scenario():
         backend = FakeBackend(says("a" * 1000))
         client = BareClient(CHAT, messages=HELLO, stream=True)
         client.blocked.set()
         async with asyncio.timeout(PATIENCE_S):
-            await create_app(backend)(client.scope, client.receive, client.send)
+            await create_app(backend, timings=ApiTimings(send_timeout_s=0.01))(
+                client.scope, client.receive, client.send
+            )
         assert backend.calls[0].closed.is_set()
 
     asyncio.run(scenario())
@@ -84,14 +84,14 @@ def test_a_client_that_leaves_in_its_body():
     asyncio.run(scenario())
 
 
-def test_a_client_that_never_ends_its_body(monkeypatch):
-    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.01)
-
+def test_a_client_that_never_ends_its_body():
     async def scenario():
         client = BareClient(CHAT, messages=HELLO)
         await client.receive()
         async with asyncio.timeout(PATIENCE_S):
-            await create_app(FakeBackend(says()))(client.scope, client.receive, client.send)
+            await create_app(FakeBackend(says()), timings=ApiTimings(body_timeout_s=0.01))(
+                client.scope, client.receive, client.send
+            )
         assert client.got.get_nowait()["status"] == 408
 
     asyncio.run(scenario())

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-import pytest
 from starlette.types import Message
 
-from primad.api import connection
 from primad.api.connection import EventStream
+from primad.settings.timings import ApiTimings
+
+OFTEN = ApiTimings(keepalive_s=0.01)
 
 
 class Word(msgspec.Struct):
@@ -35,9 +36,7 @@ class Client:
                 self.waits.set()
 
 
-def test_a_stream_that_waits_sends_comments_and_then_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "KEEPALIVE_S", 0.01)
-
+def test_a_stream_that_waits_sends_comments_and_then_goes_on() -> None:
     async def main() -> list[bytes]:
         client = Client()
 
@@ -47,7 +46,7 @@ def test_a_stream_that_waits_sends_comments_and_then_goes_on(monkeypatch: pytest
             yield Word("two")
 
         async with asyncio.timeout(10):
-            await EventStream(words())({"type": "http"}, client.receive, client.send)
+            await EventStream(words(), OFTEN)({"type": "http"}, client.receive, client.send)
         return client.body
 
     body = asyncio.run(main())
@@ -61,9 +60,8 @@ def test_a_stream_that_waits_sends_comments_and_then_goes_on(monkeypatch: pytest
     ]
 
 
-def test_nothing_is_sent_before_the_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_sent_before_the_first_message() -> None:
     """Its status may still become an error's."""
-    monkeypatch.setattr(connection, "KEEPALIVE_S", 0.01)
 
     async def main() -> list[bytes]:
         client = Client()
@@ -73,7 +71,7 @@ def test_nothing_is_sent_before_the_first_message(monkeypatch: pytest.MonkeyPatc
             yield Word("late")
 
         async with asyncio.timeout(10):
-            await EventStream(late())({"type": "http"}, client.receive, client.send)
+            await EventStream(late(), OFTEN)({"type": "http"}, client.receive, client.send)
         return client.body
 
     assert asyncio.run(main())[0].startswith(b"data")

@@ -11,8 +11,9 @@ import httpx
 import pytest
 import uvicorn
 
-from primad.api import patience
 from primad.api.app import create_app
+from primad.api.patience import MOST_SILENT, Silent
+from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import PATIENCE_S
 from tests.shell.gated import raw, until_closed
@@ -22,11 +23,13 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 @asynccontextmanager
-async def patient(backend: FakeBackend) -> AsyncIterator[int]:
+async def patient(
+    backend: FakeBackend, *, timeout_s: float = ApiTimings().request_timeout_s, most: int = MOST_SILENT
+) -> AsyncIterator[int]:
     """The app as ``primad serve`` runs it; its port."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        create_app(backend), log_config=None, lifespan="off", ws="none", http=patience.PatientProtocol
+        create_app(backend), log_config=None, lifespan="off", ws="none", http=Silent(timeout_s, most).protocol
     )
     server = uvicorn.Server(config)
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
@@ -38,11 +41,9 @@ async def patient(backend: FakeBackend) -> AsyncIterator[int]:
 
 
 @pytest.mark.parametrize("said", [b"", REQUEST[:-2], b"\xff" + bytes(9)], ids=["nothing", "half", "ZMTP"])
-def test_who_asks_nothing_is_sent_away(monkeypatch, said: bytes):
-    monkeypatch.setattr(patience, "REQUEST_S", 0.1)
-
+def test_who_asks_nothing_is_sent_away(said: bytes):
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hi"))) as port:
+        async with patient(FakeBackend(says("Hi")), timeout_s=0.1) as port:
             reader, writer = await raw(port)
             writer.write(said)
             assert await until_closed(reader) == b""
@@ -51,11 +52,9 @@ def test_who_asks_nothing_is_sent_away(monkeypatch, said: bytes):
     asyncio.run(scenario())
 
 
-def test_who_sends_a_byte_now_and_then_after_its_first_answer_is_sent_away(monkeypatch):
-    monkeypatch.setattr(patience, "REQUEST_S", 1.0)
-
+def test_who_sends_a_byte_now_and_then_after_its_first_answer_is_sent_away():
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hi"))) as port:
+        async with patient(FakeBackend(says("Hi")), timeout_s=1.0) as port:
             reader, writer = await raw(port)
             writer.write(REQUEST)
             assert (await reader.readline()).startswith(b"HTTP/1.1")
@@ -71,12 +70,10 @@ def test_who_sends_a_byte_now_and_then_after_its_first_answer_is_sent_away(monke
     asyncio.run(scenario())
 
 
-def test_an_answer_may_take_longer_than_a_request(monkeypatch):
-    monkeypatch.setattr(patience, "REQUEST_S", 1.0)
-
+def test_an_answer_may_take_longer_than_a_request():
     async def scenario() -> None:
         held = asyncio.Event()
-        async with patient(FakeBackend(says("slow", held))) as port, httpx.AsyncClient() as client:
+        async with patient(FakeBackend(says("slow", held)), timeout_s=1.0) as port, httpx.AsyncClient() as client:
             asked = asyncio.create_task(client.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=CHAT))
             await asyncio.wait([asked], timeout=2.0)
             assert not asked.done()
@@ -86,11 +83,9 @@ def test_an_answer_may_take_longer_than_a_request(monkeypatch):
     asyncio.run(scenario())
 
 
-def test_the_silent_make_room_for_who_asks(monkeypatch):
-    monkeypatch.setattr(patience, "MOST_SILENT", 5)
-
+def test_the_silent_make_room_for_who_asks():
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hi"))) as port, httpx.AsyncClient() as client:
+        async with patient(FakeBackend(says("Hi")), most=5) as port, httpx.AsyncClient() as client:
             silent = [await raw(port) for _ in range(20)]
             answer = await client.get(f"http://127.0.0.1:{port}/health")
             assert answer.status_code == 200
