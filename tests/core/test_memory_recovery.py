@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primad.membership.memory_recovery import (
-    LOOK_S,
     MOST_WAIT_S,
     RELAPSE_WAITS,
     WAIT_S,
@@ -22,7 +21,9 @@ from primad.membership.memory_recovery import (
     lowered,
     press,
 )
+from primad.settings.timings import Timings
 
+LOOK_S = Timings().memory_look_every_s
 MIB = 1 << 20
 TOTAL = 4096 * MIB
 WORTH = int(WORTH_SHARE * TOTAL)

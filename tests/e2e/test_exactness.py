@@ -97,7 +97,7 @@ def truth(path: Path, counts: tuple[int, ...] = PROMPTS, *, tokens: int = TOKENS
     return Truth(path, prompts, answers)
 
 
-@pytest.mark.parametrize(("model", "windows", "rounds"), rings())
+@pytest.mark.parametrize(("model", "windows", "rounds"), list(rings()))
 def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layers, model, windows, rounds):
     expected = truths(model)
 
