@@ -22,17 +22,16 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
     windows = WindowLoad(
         load,
         load.epoch,
-        place=inputs.place,
-        config=inputs.config,
+        place=inputs.station.workspace,
+        config=inputs.station.config,
         profile=inputs.profile,
-        model=HeadModel(path=inputs.header.path, plan=inputs.plan),
+        model=HeadModel(path=inputs.model.header.path, plan=inputs.promise.plan),
     )
 
-    head, reporter = inputs.plan.head, inputs.reporter
+    head, reporter = inputs.promise.plan.head, inputs.reporter
 
     async def cut(missing: Sequence[LayerRef], copied: Callable[[int], None]) -> None:
-        assert inputs.cutter is not None
-        await copy_layers(inputs.cutter, inputs.place.cache, missing, copied)
+        await copy_layers(inputs.model.cutter, inputs.station.workspace.cache, missing, copied)
 
     if windows.layers:  # not of the whole model
         await windows.prepare(cut, lambda done, total: reporter.progress(head, "copy", done, total))
@@ -41,13 +40,19 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
 
 async def _extra_buffers(inputs: RingInputs, options: EngineOptions) -> list[bool]:
     """For each of the head's windows, whether it uses extra buffers."""
-    windows = [window for _, window in inputs.plan.windows_of(inputs.plan.head)]
+    windows = [window for _, window in inputs.promise.plan.windows_of(inputs.promise.plan.head)]
     if inputs.options.extra_buffers != "auto":
         return [inputs.options.extra_buffers == "on"] * len(windows)
 
     def advance(done: int) -> None:
-        inputs.reporter.progress(inputs.plan.head, "probe", done, TRIALS)
+        inputs.reporter.progress(inputs.promise.plan.head, "probe", done, TRIALS)
 
     return await choose_extra_buffers(
-        inputs.place, inputs.header, windows, options, advance, limits=inputs.config.limits, tried=inputs.tried
+        inputs.station.workspace,
+        inputs.model.header,
+        windows,
+        options,
+        advance,
+        limits=inputs.station.config.limits,
+        tried=inputs.model.tried,
     )

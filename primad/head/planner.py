@@ -7,12 +7,13 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from halda import DeviceProfile, Infeasible, Plan, Prediction
+from halda import DeviceProfile, Infeasible
 from primad.errors import PlanError, PrimadError
 from primad.gguf.architectures import cuttable
 from primad.head.devices import Devices
 from primad.head.options import plan_by_hand, stream_by_hand
 from primad.head.own_device import OwnDevice
+from primad.head.promise import Promise
 from primad.head.service import Service
 from primad.head.solver_process import SolverRequest, solve_apart
 from primad.head.worker_link import WorkerLink
@@ -24,8 +25,8 @@ SOLVE_S: Final = 5.0
 MOST_FORESEEN: Final = 8
 """In larger rings the loss of one device is planned for when it comes."""
 
-PlanResult = tuple[Plan, Prediction | None, float]
-"""A plan, what it promises (None for one that was set by hand), and its objective."""
+PlanResult = tuple[Promise, float]
+"""A plan with what it promises, and its objective."""
 
 
 class Planner:
@@ -85,7 +86,8 @@ class Planner:
                 )
             names = [device.device for device in devices[: len(windows)]]
             plan = plan_by_hand(names, windows, options.rounds, model.profile)
-            return stream_by_hand(plan, devices[: len(windows)], model.profile, workload), None, 0.0
+            plan = stream_by_hand(plan, devices[: len(windows)], model.profile, workload)
+            return Promise(plan=plan, prediction=None), 0.0
         if len(devices) > 1:
             cuttable(model.header)
         names = [device.device for device in devices]
@@ -101,4 +103,4 @@ class Planner:
             ),
             background=background,
         )
-        return solution.plan, solution.prediction, solution.objective_s
+        return Promise(plan=solution.plan, prediction=solution.prediction), solution.objective_s

@@ -1,7 +1,7 @@
 """Form one ring for one plan and keep it: the workers' participations, the head's own ring process, the links between them.
 
 A ``HeadRing`` is formed (``form``), given work (``send``), emptied before another ring takes over (``drain``) and closed.
-Two may exist at a time: one serves while the next is formed. What ends one, at any time, is told once to ``on_broken``.
+Two may exist at a time: one serves while the next is formed. What ends one, at any time, is told once to its listener.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class HeadRing:
     @property
     def plan(self) -> Plan:
         """The plan that this ring serves."""
-        return self._inputs.plan
+        return self._inputs.promise.plan
 
     @property
     def prediction(self) -> Prediction | None:
         """What the plan promises."""
-        return self._inputs.prediction
+        return self._inputs.promise.prediction
 
     @property
     def epoch(self) -> int:
@@ -119,8 +119,8 @@ class HeadRing:
     async def _form(self) -> None:
         specs = await self._specs()
         own_load = self._load(self.plan.head, specs, sources=[], place=0)
-        loads = {name: await self._worker_load(name, specs) for name in self._inputs.workers}
-        for name, worker in self._inputs.workers.items():
+        loads = {name: await self._worker_load(name, specs) for name in self._inputs.devices.workers}
+        for name, worker in self._inputs.devices.workers.items():
             participation = Participation(worker, loads[name], self._on_progress)
             self._workers[name] = participation
             self._start(self._watch(participation))
@@ -163,7 +163,7 @@ class HeadRing:
         if self._process is not None:
             await self._process.close()
         else:
-            release_files(self._inputs.place, self.epoch)
+            release_files(self._inputs.station.workspace, self.epoch)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -187,7 +187,7 @@ class HeadRing:
             return
         self._broken.set_result(error)
         device, lasting = blamed(error, self.plan, forming=not self._serving.done())
-        self._inputs.on_broken(self.epoch, device, str(error), lasting)
+        self._inputs.listener.broken(self.epoch, device, str(error), lasting)
 
     async def _watch(self, participation: Participation) -> None:
         raise await participation.broken
@@ -224,7 +224,7 @@ class HeadRing:
             "rounds": self.plan.rounds,
             "predicted": None if self.prediction is None else msgspec.to_builtins(promises(self.prediction)),
             "devices": msgspec.to_builtins(devices),
-            "links": [msgspec.to_builtins(link_status(link)) for link in self._inputs.links.between(names)],
+            "links": [msgspec.to_builtins(link_status(link)) for link in self._inputs.devices.links.between(names)],
         }
 
     async def _ask(self, name: str) -> tuple[Status | None, int]:
@@ -256,10 +256,10 @@ class HeadRing:
 
         One window is the whole model, which is not cut. Stopping waits for no more than one chunk.
         """
-        cutter, plan = self._inputs.cutter, self.plan
+        plan = self.plan
         if len(plan.route) == 1:
             return {plan.head: [WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())]}
-        assert cutter is not None
+        cutter = self._inputs.model.cutter
         needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
         for done, layer in enumerate(needed):
             self._inputs.reporter.progress(plan.head, "hash", done, len(needed))
@@ -278,7 +278,7 @@ class HeadRing:
             ring=options.session,
             epoch=options.epoch,
             route=len(self.plan.route),
-            width=token_embedding(self._inputs.header).shape[0],
+            width=token_embedding(self._inputs.model.header).shape[0],
             windows=specs[name],
             gpu_layers=[window.gpu_layers for _, window in self.plan.windows_of(name)],
             probe=None,
@@ -291,12 +291,12 @@ class HeadRing:
             place=place,
             streamed=streamed_of(self.plan, name),
             slots=self.plan.streaming_of(name).slots,
-            room_bytes=self._inputs.room_bytes(name),
+            room_bytes=self._inputs.promise.room_bytes(name),
             kv_type=options.kv_type,
         )
 
     async def _worker_load(self, name: str, specs: Mapping[str, list[WindowSpec]]) -> Load:
-        sources = await self._ways.sources(self._inputs.workers[name])
+        sources = await self._ways.sources(self._inputs.devices.workers[name])
         load = self._load(name, specs, sources=sources, place=self._place_of(name))
         if self._inputs.options.extra_buffers != "auto":
             return load
@@ -306,13 +306,12 @@ class HeadRing:
     def _place_of(self, name: str) -> int:
         """Counts the devices on the machine of ``name`` from its turn in the ring to the ring's end."""
         rest = self.plan.devices[self.plan.devices.index(name) :]
-        hosts = {worker: link.profile.host for worker, link in self._inputs.workers.items()}
+        hosts = {worker: link.profile.host for worker, link in self._inputs.devices.workers.items()}
         return sum(hosts.get(other) == hosts[name] for other in rest)
 
     def _probe_spec(self, first: int, last: int) -> WindowSpec | None:
-        assert self._inputs.cutter is not None
         try:
-            return self._inputs.cutter.spec(0, first, last)
+            return self._inputs.model.cutter.spec(0, first, last)
         except ModelError:
             return None
 
@@ -321,11 +320,11 @@ class HeadRing:
             await self._attend(process, len(load.windows))
         except WeightsError as exc:
             if load.route == 1 and exc.file is None:  # then there is but one file
-                path = str(self._inputs.header.path)
+                path = str(self._inputs.model.header.path)
                 raise WeightsError(f"{exc}: {path}", path) from exc
             # The next ring cuts what is not whole out of the model again.
             refs = (ref for spec in load.windows for ref in spec.layers)
-            raise distrust(self._inputs.place.cache, exc, refs) from exc
+            raise distrust(self._inputs.station.workspace.cache, exc, refs) from exc
         except NextDeviceError as exc:
             raise ParticipationError(f"{self.plan.head}: {exc}", self.plan.head, "next") from exc
 
@@ -334,7 +333,7 @@ class HeadRing:
         async for event in process.events():
             match event:
                 case Sampled() | Finished():
-                    self._inputs.deliver(self.epoch, event)
+                    self._inputs.listener.deliver(self.epoch, event)
                 case Loading(done):
                     self._inputs.reporter.progress(self.plan.head, "load", done, windows)
                 case Opened(address, key):
@@ -347,7 +346,7 @@ class HeadRing:
                     self._look_for_fault(step, waited_s)
                 case ProcessMemoryLow(needed_bytes):
                     logger.info("epoch %d: the head is short of %d bytes of memory", self.epoch, needed_bytes)
-                    self._inputs.on_memory_low(needed_bytes)
+                    self._inputs.listener.memory_low(needed_bytes)
                 case Status():
                     if self._status.full():
                         self._status.get_nowait()
@@ -393,12 +392,14 @@ class HeadRing:
         for name, participation in self._workers.items():
             following = self.plan.after(name)
             if following == head:
-                address = endpoint(await self._ways.to_head(self._inputs.workers[name]), own[0].rsplit(":", 1)[1])
+                address = endpoint(
+                    await self._ways.to_head(self._inputs.devices.workers[name]), own[0].rsplit(":", 1)[1]
+                )
             else:
                 address = endpoint(self._ways.host_for(name, following), loaded[following][0])
             await participation.connect(address, keys[following], keys[before[name]])
         first = self.plan.after(head)
-        way = endpoint(await self._ways.to_first(self._inputs.workers[first]), loaded[first][0])
+        way = endpoint(await self._ways.to_first(self._inputs.devices.workers[first]), loaded[first][0])
         await self._process.send(Connect(way, keys[first], keys[before[head]]))
         for participation in self._workers.values():
             await participation.linked

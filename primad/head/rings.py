@@ -11,7 +11,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from halda import DeviceProfile, Infeasible, Plan, Prediction
+from halda import DeviceProfile, Infeasible
 from primad.api.backend import ServedModel
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
@@ -22,11 +22,13 @@ from primad.head.core import Core
 from primad.head.devices import Devices
 from primad.head.own_device import OwnDevice
 from primad.head.planner import Planner
+from primad.head.promise import Promise
 from primad.head.ring import HeadRing
-from primad.head.ring_inputs import RingInputs, RingOptions
+from primad.head.ring_inputs import RingDevices, RingInputs, RingOptions
 from primad.head.service import Service
 from primad.layers.server import LayerSource
 from primad.membership import types
+from primad.ring.messages import Finished, Sampled
 from primad.system.tasks import Tasks, mistake, to_its_end
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class Rings:
         self._core, self._reporter = core, reporter
         self.layer_port = 0
         self._candidates: dict[int, frozenset[str]] = {}
-        self._plans: dict[int, tuple[Plan, Prediction | None]] = {}
+        self._plans: dict[int, Promise] = {}
         self._rings: dict[int, HeadRing] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
@@ -96,7 +98,7 @@ class Rings:
         self._core.describe("planning")
         try:
             await asyncio.to_thread(self._model.check)
-            plan, prediction, value = await self._planner.plan(candidates)
+            promise, value = await self._planner.plan(candidates)
         except (ModelError, PlanError, Infeasible) as exc:
             self._no_plan(epoch, str(exc), instead)
             return
@@ -108,11 +110,11 @@ class Rings:
             self._core.post(types.RingFailed(epoch, None, mistake(exc)))
             return
         before = self._plans.get(instead) if instead is not None else None
-        if before is not None and before[0].route == plan.route:
+        if before is not None and before.plan.route == promise.plan.route:
             self._no_plan(epoch, "the best one has the same windows", instead)
             return
-        self._plans[epoch] = (plan, prediction)
-        self._core.post(types.Solved(epoch, frozenset(plan.devices) - {plan.head}, value))
+        self._plans[epoch] = promise
+        self._core.post(types.Solved(epoch, frozenset(promise.plan.devices) - {promise.plan.head}, value))
 
     def _no_plan(self, epoch: int, reason: str, instead: int | None) -> None:
         self._core.post(types.NoPlan(epoch, reason))
@@ -138,43 +140,44 @@ class Rings:
         self._core.post(types.Formed(epoch))
 
     def _inputs(self, epoch: int, profile: DeviceProfile) -> RingInputs:
-        plan, prediction = self._plans[epoch]
-        station, options = self._station, self._service.options
+        promise, options = self._plans[epoch], self._service.options
+        workers = self._devices.workers
         return RingInputs(
-            plan=plan,
-            prediction=prediction,
-            workers={name: self._devices.workers[name] for name in plan.devices if name in self._devices.workers},
-            holders=dict(self._devices.workers),
-            config=station.config,
-            key=station.identity.public,
-            layer_port=self.layer_port,
-            place=station.workspace,
-            header=self._model.header,
-            cutter=self._model.cutter if len(plan.route) > 1 else None,
-            profile=profile,
+            promise=promise,
             options=RingOptions(
                 epoch=epoch,
                 session=self._devices.session,
                 context_tokens=self._service.workload.context_tokens,
-                rows=options.rows if prediction is None else prediction.chunk_rows,
+                rows=options.rows if promise.prediction is None else promise.prediction.chunk_rows,
                 kv_type=options.kv_type,
                 extra_buffers=options.extra_buffers,
                 step_timeout_s=options.step_timeout_s,
             ),
-            deliver=self._backend.deliver,
-            on_broken=self._on_broken,
-            on_memory_low=self._on_memory_low,
+            model=self._model,
+            devices=RingDevices(
+                workers={name: workers[name] for name in promise.plan.devices if name in workers},
+                holders=dict(workers),
+                links=self._devices.book,
+            ),
+            station=self._station,
+            profile=profile,
+            layer_port=self.layer_port,
+            listener=self,
             reporter=self._reporter,
-            links=self._devices.book,
-            tried=self._model.tried,
         )
 
-    def _on_broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
+    def deliver(self, epoch: int, event: Sampled | Finished) -> None:
+        """An event of a generation that ring ``epoch`` computes."""
+        self._backend.deliver(epoch, event)
+
+    def broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
+        """A ring broke, while it was formed or later."""
         if epoch in self._rings:
             self._model.remember(self._rings[epoch].broken_by)
         self._core.post(types.RingFailed(epoch, device, reason, lasting))
 
-    def _on_memory_low(self, needed_bytes: int) -> None:
+    def memory_low(self, needed_bytes: int) -> None:
+        """The head's own windows need memory that is not there."""
         self._tasks.start(self._press(needed_bytes))
 
     async def _press(self, needed_bytes: int) -> None:

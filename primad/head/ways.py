@@ -23,8 +23,10 @@ class Ways:
     async def sources(self, worker: WorkerLink) -> list[Source]:
         """Who may have layers that ``worker`` lacks: this head, and every worker that it reaches."""
         own = [endpoint(await self.to_head(worker), self._inputs.layer_port)]
-        sources = [Source(device=self._inputs.plan.head, key=self._inputs.key, endpoints=own)]
-        for name, other in self._inputs.holders.items():
+        sources = [
+            Source(device=self._inputs.promise.plan.head, key=self._inputs.station.identity.public, endpoints=own)
+        ]
+        for name, other in self._inputs.devices.holders.items():
             if name == worker.name:
                 continue
             way = endpoint(self.host_for(worker.name, name), other.layer_port)
@@ -37,9 +39,9 @@ class Ways:
 
         Raises ``ParticipationError`` where no address of the worker has a way to it.
         """
-        if is_loopback(self._inputs.config.host) or is_loopback(worker.end.host):
+        if is_loopback(self._inputs.station.config.host) or is_loopback(worker.end.host):
             return LOOPBACK
-        measured = self._inputs.links.address(self._inputs.plan.head, worker.name)
+        measured = self._inputs.devices.links.address(self._inputs.promise.plan.head, worker.name)
         return await self._leaving_for(worker, [worker.end.host, *([measured] if measured else [])])
 
     async def to_first(self, worker: WorkerLink) -> str:
@@ -47,7 +49,7 @@ class Ways:
 
         A ring process that is told of an address to which there is no way ends.
         """
-        host = self.host_for(self._inputs.plan.head, worker.name)
+        host = self.host_for(self._inputs.promise.plan.head, worker.name)
         await self._leaving_for(worker, [host])
         return host
 
@@ -63,5 +65,5 @@ class Ways:
 
     def host_for(self, source: str, target: str) -> str:
         """Where ``source`` reaches the worker ``target``; only the head itself is told a scope."""
-        host = self._inputs.links.address(source, target) or self._inputs.holders[target].end.host
-        return host if source == self._inputs.plan.head else bare(host)
+        host = self._inputs.devices.links.address(source, target) or self._inputs.devices.holders[target].end.host
+        return host if source == self._inputs.promise.plan.head else bare(host)

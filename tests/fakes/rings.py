@@ -69,8 +69,8 @@ def plan_of(names: list[str], layers: Mapping[str, int] = MappingProxyType({})) 
 class FakeRing:
     """In place of ``HeadRing``; made by ``FakeRings``."""
 
-    def __init__(self, parts: RingInputs, rings: FakeRings) -> None:
-        self.parts, self._rings = parts, rings
+    def __init__(self, inputs: RingInputs, rings: FakeRings) -> None:
+        self.inputs, self._rings = inputs, rings
         self.told: list[RingCommand] = []
         self.formed = self.drained = self.closed = False
         self.broken_by: PrimadError | None = None
@@ -81,20 +81,20 @@ class FakeRing:
 
     @property
     def epoch(self) -> int:
-        return self.parts.options.epoch
+        return self.inputs.options.epoch
 
     @property
     def plan(self) -> Plan:
-        return self.parts.plan
+        return self.inputs.promise.plan
 
     @property
     def prediction(self) -> SimpleNamespace | None:
-        return self.parts.prediction
+        return self.inputs.promise.prediction
 
     @property
     def workers(self) -> set[str]:
         """The names of the workers in it."""
-        return set(self.parts.workers)
+        return set(self.inputs.devices.workers)
 
     async def form(self) -> None:
         assert not self.formed, "formed twice"
@@ -136,7 +136,7 @@ class FakeRing:
     def draw(self, request: int, *tokens: int) -> None:
         """It drew ``tokens`` for ``request``."""
         for token in tokens:
-            self.parts.deliver(self.epoch, Sampled(request=request, token=token, logprob=None, top=()))
+            self.inputs.listener.deliver(self.epoch, Sampled(request=request, token=token, logprob=None, top=()))
 
     def finish(self, request: int) -> None:
         """``request`` is over."""
@@ -149,12 +149,12 @@ class FakeRing:
             prompt_s=0,
             decode_s=0,
         )
-        self.parts.deliver(self.epoch, end)
+        self.inputs.listener.deliver(self.epoch, end)
 
     def breaks(self, device: str | None, reason: str | PrimadError, *, lasting: bool = False) -> None:
         """It cannot go on."""
         self.broken_by = RingError(reason) if isinstance(reason, str) else reason
-        self.parts.on_broken(self.epoch, device, str(reason), lasting)
+        self.inputs.listener.broken(self.epoch, device, str(reason), lasting)
 
 
 class FakeRings:
@@ -169,8 +169,8 @@ class FakeRings:
         self.holds_back = False
         self._news = asyncio.Condition()
 
-    def __call__(self, parts: RingInputs) -> FakeRing:
-        ring = FakeRing(parts, self)
+    def __call__(self, inputs: RingInputs) -> FakeRing:
+        ring = FakeRing(inputs, self)
         assert ring.epoch not in self.all, "an epoch was used twice"
         assert ring.epoch > max(self.all, default=0), "epochs went back"
         self.all[ring.epoch] = ring

@@ -245,7 +245,7 @@ def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab, larg
             here.solver.prediction = SimpleNamespace(chunk_rows=larger, tokens_per_s=2.0, ttft_s=3.0)
         here.start()
         ring = await here.serves()
-        assert ring.parts.options.rows == (larger or 16)
+        assert ring.inputs.options.rows == (larger or 16)
 
     run(lab, test)
 
@@ -257,7 +257,7 @@ def test_the_devices_in_sight_serve_together(lab):
         here.start()
         ring = await here.serves("lap", "nas")
         assert here.solver.asked == [("desk", "lap", "nas")]
-        assert set(ring.parts.holders) == {"lap", "nas"}
+        assert set(ring.inputs.devices.holders) == {"lap", "nas"}
         stream, request = await here.stream(ring)
         ring.draw(request, 10, 11)
         ring.finish(request)
@@ -688,7 +688,9 @@ def test_a_device_without_a_part_may_leave_at_once(lab):
 
 async def press(ring: FakeRing, device: FakeDevice) -> None:
     """``device`` has 123 bytes left for its part in ``ring``."""
-    ring.parts.workers[device.name].attend(SimpleNamespace(epoch=ring.epoch))
+    ring.inputs.devices.workers[device.name].attend(
+        SimpleNamespace(epoch=ring.epoch, compare=lambda number, state: None)
+    )
     await device.tell(MemoryLow(epoch=ring.epoch, needed_bytes=1 << 30, ram_available_bytes=123))
 
 
@@ -775,7 +777,7 @@ def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkeypatch)
         first = await here.serves("nas")
         here.solver.layers = {"nas": 3}
         before, here.free_bytes = here.free_bytes, 1 << 30
-        first.parts.on_memory_low(1 << 30)
+        first.inputs.listener.memory_low(1 << 30)
         second = await here.serves("nas", after=first.epoch)
         await asyncio.sleep(0.1)
         assert not any(line.startswith("desk: there is memory again") for line in here.said)
@@ -793,7 +795,7 @@ def test_a_head_short_of_memory_plans_anew(lab):
         here.start()
         first = await here.serves("nas")
         here.solver.layers = {"nas": 3}
-        first.parts.on_memory_low(1)
+        first.inputs.listener.memory_low(1)
         await here.says("desk: other programs need the memory")
         assert await here.serves("nas", after=first.epoch)
         assert first.drained

@@ -51,6 +51,12 @@ class Says:
             yield event
 
 
+def inputs_of(plan: Plan, **others: object) -> SimpleNamespace:
+    """What a ring of epoch 5 is formed from, as far as a test needs it."""
+    promise = SimpleNamespace(plan=plan, prediction=None)
+    return SimpleNamespace(promise=promise, options=SimpleNamespace(epoch=5), **others)
+
+
 def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
     memory_low: list[int] = []
     delivered: list[tuple[int, RingEvent]] = []
@@ -58,14 +64,12 @@ def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
     token = Sampled(request=1, token=7, logprob=None, top=())
 
     async def once() -> None:
-        parts = SimpleNamespace(
-            plan=ALONE,
-            options=SimpleNamespace(epoch=5),
+        listener = SimpleNamespace(
             deliver=lambda epoch, event: delivered.append((epoch, event)),
-            on_memory_low=memory_low.append,
-            on_broken=lambda *why: broken.append(why),
+            memory_low=memory_low.append,
+            broken=lambda *why: broken.append(why),
         )
-        await HeadRing(parts)._attend(Says(ProcessMemoryLow(1 << 20), token), 1)
+        await HeadRing(inputs_of(ALONE, listener=listener))._attend(Says(ProcessMemoryLow(1 << 20), token), 1)
 
     asyncio.run(once())
     assert (memory_low, delivered, broken) == ([1 << 20], [(5, token)], [])
@@ -117,7 +121,7 @@ def test_a_step_that_nobody_has_is_lost(own, lap, is_lost, monkeypatch):
     monkeypatch.setattr(head_ring, "OVERDUE_ANSWER_S", 0.1)
 
     async def once() -> None:
-        ring = HeadRing(SimpleNamespace(plan=ALONE, options=SimpleNamespace(epoch=5)))
+        ring = HeadRing(inputs_of(ALONE))
         ring._process = Answers(*own)
         ring._process.ring = ring
         ring._workers = {"lap": Answers(*lap)}
@@ -135,7 +139,7 @@ def test_who_has_a_command_for_a_ring_that_breaks_is_not_kept_waiting():
     """The process takes nothing, as one that was stopped; whoever hands over to the next ring must go on."""
 
     async def once() -> None:
-        ring = HeadRing(SimpleNamespace(plan=ALONE, options=SimpleNamespace(epoch=5), on_broken=lambda *_: None))
+        ring = HeadRing(inputs_of(ALONE, listener=SimpleNamespace(broken=lambda *_: None)))
         ring._process = Says()
         sending = asyncio.create_task(ring.send(Report()))
         await asyncio.sleep(0)
@@ -172,14 +176,15 @@ class Home:
             for name, host in hosts.items()
         }
         self.ring = HeadRing(
-            SimpleNamespace(
-                plan=PAIR,
-                config=SimpleNamespace(host="::"),
-                key="own key",
+            inputs_of(
+                PAIR,
+                station=SimpleNamespace(config=SimpleNamespace(host="::"), identity=SimpleNamespace(public="own key")),
                 layer_port=5,
-                workers=self.links,
-                holders=self.links,
-                links=SimpleNamespace(address=lambda *pair: known.get(pair)),
+                devices=SimpleNamespace(
+                    workers=self.links,
+                    holders=self.links,
+                    links=SimpleNamespace(address=lambda *pair: known.get(pair)),
+                ),
             )
         )
 

@@ -91,13 +91,12 @@ class Lab:
     """A ring of a head and two workers that was formed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lap: FakePart, nas: FakePart) -> None:
-        parts = SimpleNamespace(
-            plan=PLAN,
-            prediction=None,
+        inputs = SimpleNamespace(
+            promise=SimpleNamespace(plan=PLAN, prediction=None),
             options=SimpleNamespace(epoch=5),
-            links=SimpleNamespace(between=lambda names: []),
+            devices=SimpleNamespace(links=SimpleNamespace(between=lambda names: [])),
         )
-        self.ring, self.process = HeadRing(parts), FakeProcess()
+        self.ring, self.process = HeadRing(inputs), FakeProcess()
         self.lap, self.nas = lap, nas
         self.ring._process, self.ring._workers = self.process, {"lap": lap, "nas": nas}
         self._attending = asyncio.create_task(self.ring._attend(self.process, 2))

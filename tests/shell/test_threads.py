@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,16 +14,21 @@ from halda import Plan, Window
 from primad.cli.progress import RichReporter
 from primad.daemon import loading
 from primad.daemon.layer_files import Workspace
+from primad.daemon.station import Station
 from primad.engine.protocol import WindowFiles
 from primad.errors import RingError
 from primad.gguf.model import open_model
-from primad.head.backend import RingBackend
+from primad.gguf.profile import model_profile
 from primad.head.link_book import LinkBook
+from primad.head.promise import Promise
 from primad.head.ring import HeadRing
-from primad.head.ring_inputs import RingInputs, RingOptions
+from primad.head.ring_inputs import RingDevices, RingInputs, RingOptions
+from primad.head.service import ModelSource
 from primad.layers.cache import LayerCache
 from primad.ring.messages import Open
 from primad.settings.config import load_config, open_home
+from primad.trust.local_trust import LocalTrust
+from primad.trust.trust import TrustStore
 from tests.fakes.control import HEAD
 from tests.fakes.profile import PROFILE
 
@@ -64,18 +70,17 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
     open_home(config)
 
     async def once() -> None:
-        parts = RingInputs(
-            plan=Plan(rounds=1, route=(window,), output_on_gpu=True, streaming=(), left_out=()),
-            prediction=None,
-            workers={},
-            holders={},
+        station = Station(
             config=config,
-            key=HEAD.public,
-            layer_port=1,
-            place=Workspace(cache=LayerCache(tmp_path / "layers"), run=config.run, verdicts=tmp_path / "v", build="b"),
-            header=header,
-            cutter=None,
-            profile=DEVICE,
+            workspace=Workspace(
+                cache=LayerCache(tmp_path / "layers"), run=config.run, verdicts=tmp_path / "v", build="b"
+            ),
+            identity=HEAD,
+            trust=TrustStore(tmp_path, HEAD, LocalTrust(tmp_path / "local")),
+        )
+        plan = Plan(rounds=1, route=(window,), output_on_gpu=True, streaming=(), left_out=())
+        inputs = RingInputs(
+            promise=Promise(plan=plan, prediction=None),
             options=RingOptions(
                 epoch=3,
                 session=1,
@@ -85,14 +90,15 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
                 extra_buffers="off",
                 step_timeout_s=5.0,
             ),
-            deliver=RingBackend().deliver,
-            on_broken=lambda *news: broken.append(news),
-            on_memory_low=lambda _: None,
+            model=ModelSource(header, model_profile(header), tmp_path / "digests.json", again_s=1.0),
+            devices=RingDevices(workers={}, holders={}, links=LinkBook(None, HEAD, "desk")),
+            station=station,
+            profile=DEVICE,
+            layer_port=1,
+            listener=SimpleNamespace(broken=lambda *news: broken.append(news)),
             reporter=RichReporter(None),
-            links=LinkBook(None, HEAD, "desk"),
-            tried={},
         )
-        ring = HeadRing(parts)
+        ring = HeadRing(inputs)
         with pytest.raises(RingError, match="it ends here"):
             await ring.form()
         await ring.close()
