@@ -1,0 +1,131 @@
+"""A ring process as head and worker have it: what it says is heard to its end, and whatever ends it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from primad.daemon import loaded_process, loading
+from primad.daemon.layer_files import Workspace
+from primad.daemon.loaded_process import LoadedProcess
+from primad.daemon.loading import WindowLoad
+from primad.errors import RingError
+from primad.gguf.windows import WindowSpec
+from primad.layers.cache import LayerCache
+from primad.ring.messages import Loading, Open, RingCommand, RingEvent
+from primad.settings.config import load_config, open_home
+from tests.fakes.process import FakeProcesses, FakeRingProcess
+from tests.fakes.profile import PROFILE
+from tests.shell.test_participations import a_load
+
+PATIENCE_S = 10
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Workspace:
+    (tmp_path / "run").mkdir()
+    return Workspace(cache=LayerCache(tmp_path / "layers"), run=tmp_path / "run", verdicts=tmp_path / "v", build="b")
+
+
+def loaded(place: Workspace, ring: FakeRingProcess) -> LoadedProcess:
+    return LoadedProcess(ring, place, 1, None, [1])
+
+
+async def heard(process: LoadedProcess) -> tuple[list[RingEvent], RingError]:
+    """What it says, and what ended it."""
+    events = []
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            async for event in process.events():
+                events.append(event)
+    except RingError as exc:
+        return events, exc
+    raise AssertionError("it ended without a word")
+
+
+def test_what_was_said_before_the_end_is_heard_before_it(place):
+    async def once() -> None:
+        ring = FakeRingProcess(0, holds_back=True)
+        process = loaded(place, ring)
+        for windows in range(200):  # more than are kept for a listener that is late
+            ring.say(Loading(windows))
+        ring.die("no memory")
+        events, error = await heard(process)
+        assert events == [Loading(windows) for windows in range(200)]
+        assert (str(error), process.ended) == ("no memory", True)
+        assert str((await heard(process))[1]) == "no memory", "whoever asks again is told again"
+        await process.close()
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda ring, stopped: stopped.set(), "the ring process was stopped"),
+        (lambda ring, stopped: ring.die(ZeroDivisionError("ours")), "internal error: ZeroDivisionError: ours"),
+    ],
+    ids=["stopped", "a mistake of ours"],
+)
+def test_whatever_ends_it_is_told(
+    place, monkeypatch, end: Callable[[FakeRingProcess, asyncio.Event], None], reason: str
+):
+    class Mistaken(FakeRingProcess):
+        async def events(self) -> AsyncIterator[RingEvent]:
+            async for event in super().events():
+                if isinstance(event, ZeroDivisionError):
+                    raise event
+                yield event
+
+    async def once() -> None:
+        stopped = asyncio.Event()
+        monkeypatch.setattr(loaded_process, "wait_stopped", lambda _: stopped.wait())
+        ring = Mistaken(0, holds_back=True)
+        process = loaded(place, ring)
+        end(ring, stopped)
+        assert str((await heard(process))[1]) == reason
+        await process.close()
+
+    asyncio.run(once())
+
+
+def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_files(place, monkeypatch):
+    opening = asyncio.Event()
+
+    async def send(command: RingCommand) -> None:
+        assert isinstance(command, Open)
+        opening.set()
+        await asyncio.Event().wait()
+
+    class Deaf(FakeProcesses):
+        async def start(self, *args: object, **options: object) -> FakeRingProcess:
+            process = await super().start(*args, **options)
+            process.send = send
+            return process
+
+    processes = Deaf()
+    monkeypatch.setattr(loading, "RingProcess", processes)
+    monkeypatch.setattr(loading, "read_header", lambda _: None)
+    config = load_config({"home": place.run.parent, "name": "lap", "host": "127.0.0.1"}, {})
+    open_home(config)
+    spec = WindowSpec(window=1, first=2, last=4, metadata=b"GGUF", layers=())
+    load = msgspec.structs.replace(a_load(1), windows=[spec])
+
+    async def once() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            windows = WindowLoad(load, 7, place=place, config=config, profile=PROFILE)
+            await windows.prepare(lambda *_: pytest.fail("nothing is missing"), lambda *_: None)
+            starting = asyncio.create_task(windows.start(windows.key([False])))
+            await opening.wait()
+            assert [path.name for path in place.run.iterdir()] == ["window-7-1.gguf"]
+            starting.cancel()
+            await asyncio.wait([starting])
+        assert starting.cancelled()
+        assert not processes.alive
+        assert list(place.run.iterdir()) == []
+
+    asyncio.run(once())
