@@ -50,9 +50,6 @@ from primad.system.tasks import mistake, settle
 logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S: Final = 3600.0
-STATUS_TIMEOUT_S: Final = 5.0
-OVERDUE_ANSWER_S: Final = 2.0
-"""When a step is overdue, a ring process that does not answer for so long hangs; a slow one answers between two steps."""
 LOST_S: Final = 4.0
 """A step that is out for so long, and that nobody has had since it was looked for before, comes no more."""
 DRAIN_TIMEOUT_S: Final = 10.0
@@ -199,7 +196,7 @@ class HeadRing:
     async def status(self) -> dict[str, Any]:
         """What every device did and holds now, as plain data; a device that does not answer in time has no figures.
 
-        Takes ``STATUS_TIMEOUT_S`` at most. Whoever asks while the devices are being asked gets that answer too, so that many
+        Takes ``status_timeout_s`` at most. Whoever asks while the devices are being asked gets that answer too, so that many
         who ask are no more work than one.
         """
         if self._asking is None or self._asking.done():
@@ -229,9 +226,10 @@ class HeadRing:
 
     async def _ask(self, name: str) -> tuple[Status | None, int]:
         """What the ring process of ``name`` says, and the memory of the daemon there."""
+        timeout_s = self._inputs.station.timings.head.status_timeout_s
         if name in self._workers:
-            return await self._worker_status(name, STATUS_TIMEOUT_S)
-        return await self._own_status(STATUS_TIMEOUT_S), psutil.Process().memory_info().rss
+            return await self._worker_status(name, timeout_s)
+        return await self._own_status(timeout_s), psutil.Process().memory_info().rss
 
     async def _own_status(self, timeout_s: float) -> Status | None:
         while not self._status.empty():  # an answer that came too late for who asked before
@@ -367,12 +365,13 @@ class HeadRing:
         ``RingError`` then.
         """
         names = list(self._workers)
-        answers = await asyncio.gather(*(self._worker_status(name, OVERDUE_ANSWER_S) for name in names))
+        timeout_s = self._inputs.station.timings.head.overdue_timeout_s
+        answers = await asyncio.gather(*(self._worker_status(name, timeout_s) for name in names))
         silent = [name for name, (status, _) in zip(names, answers, strict=True) if status is None]
         if silent:
-            reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s + OVERDUE_ANSWER_S:.1f} s"
+            reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s + timeout_s:.1f} s"
             raise ParticipationError(reason, silent[0], "ring")
-        own = await self._own_status(OVERDUE_ANSWER_S)
+        own = await self._own_status(timeout_s)
         if own is None:  # it computes another step, and may not have looked at what arrived
             self._computed = None
             return

@@ -45,19 +45,20 @@ class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
     short_bytes: int
 
 
-async def solve_apart(question: SolverRequest, *, background: bool = False) -> Solution:
+async def solve_apart(question: SolverRequest, *, background: bool = False, grace_s: float = GRACE_S) -> Solution:
     """The answer of ``halda.solve``; in the ``background`` all other work goes first.
 
     Raises ``Infeasible`` as that does, ``PlanError`` when the child fails.
     """
     stop = StopFlag()
     try:
-        return await asyncio.to_thread(_ask, question, stop, background)
+        return await asyncio.to_thread(_ask, question, stop, background, grace_s)
     finally:
         stop.set()
 
 
-def _ask(question: SolverRequest, stop: StopFlag, background: bool) -> Solution:
+def _ask(question: SolverRequest, stop: StopFlag, background: bool, grace_s: float) -> Solution:
+    timeout_s = question.time_limit_s + grace_s
     with subprocess.Popen(
         [sys.executable, "-m", "primad.head.solver_process"],
         stdin=subprocess.PIPE,
@@ -69,10 +70,10 @@ def _ask(question: SolverRequest, stop: StopFlag, background: bool) -> Solution:
         if background:
             apply_nice(child.pid, LEAST_NICE)
         try:
-            answer, errors = child.communicate(msgspec.msgpack.encode(question), question.time_limit_s + GRACE_S)
+            answer, errors = child.communicate(msgspec.msgpack.encode(question), timeout_s)
         except subprocess.TimeoutExpired:
             child.kill()
-            raise PlanError(f"no plan within {question.time_limit_s + GRACE_S:g} s; set one with --windows") from None
+            raise PlanError(f"no plan within {timeout_s:g} s; set one with --windows") from None
     if child.returncode != 0:
         said = errors.decode("utf-8", errors="replace").strip().splitlines()
         how = f"ended with code {child.returncode}" + (f": {said[-1]}" if said else "")

@@ -113,6 +113,10 @@ class HeadTimings:
 
     look_s: float = 2.0
     """How long it looks for devices when nobody said how many to wait for."""
+    status_timeout_s: float = 5.0
+    """The devices of a ring say what they did and hold."""
+    overdue_timeout_s: float = 2.0
+    """When a step is overdue, a ring process that does not answer for so long hangs; a slow one answers between steps."""
     trust_look_every_s: float = 2.0
     """How often it looks whether the owner trusted or revoked a device."""
     model_again_s: float = 10.0
@@ -127,6 +131,10 @@ class WorkerTimings:
     """How long one that wants to leave waits for others to take over."""
     say_every_s: float = 1.0
     """What strangers and heads cause to be said is said so often at most."""
+    release_timeout_s: float = 1.0
+    """A participation that is busy with the disk is waited for no longer when it ends: the head is to be heard meanwhile."""
+    forgiven_s: float = 600.0
+    """A disk that gave all weights for so long is as good as any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,9 +49,6 @@ from primad.worker.standing import Standing
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.2
-FORGIVEN_S: Final = 600.0
-"""A disk that gave all weights for so long is as good as any."""
-RELEASE_S: Final = 1.0
 MOST_UNREADABLE: Final = 2
 """One file is read again from where it came, and another one; a disk that then fails once more is at an end."""
 MOST_PARTICIPATIONS: Final = 8
@@ -83,7 +80,7 @@ class Participations:
         say: Say,
     ) -> None:
         self._station, self._config, self._place = station, station.config, station.workspace
-        self._context = context
+        self._context, self._timings = context, station.timings
         self._memory_watch, self._tell, self._say = memory_watch, tell, say
         self.standing = Standing()
         self._participations: dict[int, _Participation] = {}
@@ -135,13 +132,13 @@ class Participations:
     async def _end(self, epoch: int) -> None:
         """End the task of ``epoch`` without a word to the head.
 
-        One that is busy with the disk is waited for no longer than ``RELEASE_S``: the head is to be heard meanwhile.
+        One that is busy with the disk is waited for no longer than ``release_timeout_s``: the head is to be heard meanwhile.
         """
         self.standing.end(epoch)
         participation = self._participations.pop(epoch, None)
         if participation is not None:
             participation.task.cancel()
-            _, busy = await asyncio.wait([participation.task], timeout=RELEASE_S)
+            _, busy = await asyncio.wait([participation.task], timeout=self._timings.worker.release_timeout_s)
             for task in busy:
                 self._busy.add(task)
 
@@ -201,7 +198,7 @@ class Participations:
     def _blame_disk(self, error: WeightsError, fault: str) -> str:
         """What a participation failed at whose weights could not be read: its disk, if that goes on."""
         now = time.monotonic()
-        lately = [(text, at_s) for text, at_s in self._unreadable if now - at_s < FORGIVEN_S]
+        lately = [(text, at_s) for text, at_s in self._unreadable if now - at_s < self._timings.worker.forgiven_s]
         self._unreadable = [*lately, (str(error), now)]
         return "disk" if str(error) in dict(lately) or len(lately) >= MOST_UNREADABLE else fault
 
@@ -236,6 +233,7 @@ class Participations:
                 self._place.cache,
                 arrived,
                 bytes_per_s=self._config.transfer_limit_bytes_per_s,
+                timings=self._timings.layers,
             )
 
         await windows.prepare(fetch, self._progress(load.epoch, "fetch"))

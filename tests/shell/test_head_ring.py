@@ -26,6 +26,7 @@ from primad.ring.messages import (
     Serving,
     Status,
 )
+from primad.settings.timings import HeadTimings, Timings
 
 ALONE = Plan(
     rounds=1,
@@ -116,12 +117,12 @@ class Answers:
         ((7,), (4, 4), False),  # the head computes and does not answer
     ],
 )
-def test_a_step_that_nobody_has_is_lost(own, lap, is_lost, monkeypatch):
+def test_a_step_that_nobody_has_is_lost(own, lap, is_lost):
     """All answer, and nobody has computed anything since they were asked before: the ring is formed anew at once."""
-    monkeypatch.setattr(head_ring, "OVERDUE_ANSWER_S", 0.1)
 
     async def once() -> None:
-        ring = HeadRing(inputs_of(ALONE))
+        impatient = Timings(head=HeadTimings(overdue_timeout_s=0.1))
+        ring = HeadRing(inputs_of(ALONE, station=SimpleNamespace(timings=impatient)))
         ring._process = Answers(*own)
         ring._process.ring = ring
         ring._workers = {"lap": Answers(*lap)}

@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
-import pytest
-
 from halda import Plan, Window
 from primad.errors import ClusterError
-from primad.head import ring as head_ring
 from primad.head.ring import HeadRing
 from primad.ring.messages import MemoryStatus, Report, RingCommand, Status
+from primad.settings.timings import HeadTimings, Timings
 
 PLAN = Plan(
     rounds=1,
@@ -90,11 +88,12 @@ class FakePart:
 class Lab:
     """A ring of a head and two workers that was formed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, lap: FakePart, nas: FakePart) -> None:
+    def __init__(self, lap: FakePart, nas: FakePart, timings: HeadTimings) -> None:
         inputs = SimpleNamespace(
             promise=SimpleNamespace(plan=PLAN, prediction=None),
             options=SimpleNamespace(epoch=5),
             devices=SimpleNamespace(links=SimpleNamespace(between=lambda names: [])),
+            station=SimpleNamespace(timings=Timings(head=timings)),
         )
         self.ring, self.process = HeadRing(inputs), FakeProcess()
         self.lap, self.nas = lap, nas
@@ -106,17 +105,17 @@ class Lab:
         await self.ring.close()
 
 
-def in_lab(monkeypatch, test, lap: Status | ClusterError | None, nas: Status | ClusterError | None) -> None:
+def in_lab(test, lap: Status | ClusterError | None, nas: Status | ClusterError | None, **timings: float) -> None:
     async def once() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            here = Lab(monkeypatch, FakePart(lap), FakePart(nas))
+            here = Lab(FakePart(lap), FakePart(nas), HeadTimings(**timings))
             await test(here)
             await here.close()
 
     asyncio.run(once())
 
 
-def test_every_device_is_told_of(monkeypatch):
+def test_every_device_is_told_of():
     async def test(here: Lab) -> None:
         said = await here.ring.status()
         assert (said["epoch"], said["rounds"], said["predicted"]) == (5, 1, None)
@@ -128,10 +127,10 @@ def test_every_device_is_told_of(monkeypatch):
         assert [each["memory"]["bytes_read_per_token"] for each in said["devices"]] == [800, 100, 50]
         assert said["devices"][1]["daemon_rss_bytes"] == 9
 
-    in_lab(monkeypatch, test, status(4), status(8))
+    in_lab(test, status(4), status(8))
 
 
-def test_who_asks_while_the_devices_are_asked_gets_that_answer(monkeypatch):
+def test_who_asks_while_the_devices_are_asked_gets_that_answer():
     async def test(here: Lab) -> None:
         here.process.answers.clear()
         asking = [asyncio.create_task(here.ring.status()) for _ in range(50)]
@@ -146,11 +145,10 @@ def test_who_asks_while_the_devices_are_asked_gets_that_answer(monkeypatch):
         await here.ring.status()
         assert (here.process.reports, here.lap.asked) == (2, 2)
 
-    in_lab(monkeypatch, test, status(4), status(8))
+    in_lab(test, status(4), status(8))
 
 
-def test_silent_devices_cost_one_patience_together(monkeypatch):
-    monkeypatch.setattr(head_ring, "STATUS_TIMEOUT_S", 0.5)
+def test_silent_devices_cost_one_patience_together():
 
     async def test(here: Lab) -> None:
         here.process.answers.clear()
@@ -165,33 +163,32 @@ def test_silent_devices_cost_one_patience_together(monkeypatch):
         assert [each["ring"] for each in said["devices"]] == [None, None, None]
         assert {value for each in said["devices"] for value in each["memory"].values()} == {None}
 
-    in_lab(monkeypatch, test, None, None)
+    in_lab(test, None, None, status_timeout_s=0.5)
 
 
-def test_a_device_whose_link_broke_leaves_the_others_their_figures(monkeypatch):
+def test_a_device_whose_link_broke_leaves_the_others_their_figures():
     async def test(here: Lab) -> None:
         said = await here.ring.status()
         assert [each["ring"] is None for each in said["devices"]] == [False, True, False]
 
-    in_lab(monkeypatch, test, ClusterError("it takes nothing"), status(8))
+    in_lab(test, ClusterError("it takes nothing"), status(8))
 
 
-def test_an_answer_that_came_too_late_is_not_the_next_ones(monkeypatch):
-    monkeypatch.setattr(head_ring, "STATUS_TIMEOUT_S", 0.2)
+def test_an_answer_that_came_too_late_is_not_the_next_ones():
 
     async def test(here: Lab) -> None:
         await here.ring.status()
         here.ring._status.put_nowait(status(1000))
         assert (await here.ring.status())["devices"][0]["ring"]["steps"] == 2
 
-    in_lab(monkeypatch, test, status(4), status(8))
+    in_lab(test, status(4), status(8), status_timeout_s=0.2)
 
 
-def test_who_asks_a_ring_that_closes_is_told_nothing(monkeypatch):
+def test_who_asks_a_ring_that_closes_is_told_nothing():
     async def test(here: Lab) -> None:
         asking = asyncio.create_task(here.ring.status())
         await here.process.asked.wait()
         await here.ring.close()
         assert await asking == {}
 
-    in_lab(monkeypatch, test, status(4), None)
+    in_lab(test, status(4), None)

@@ -40,6 +40,7 @@ from primad.network.messages import (
 from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Reopen, Sampled
 from primad.ring.messages import ProcessMemoryLow as RingPressed
 from primad.settings.config import load_config, open_home
+from primad.settings.timings import Timings, WorkerTimings
 from primad.system.memory import Memory
 from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
@@ -81,7 +82,7 @@ def a_load(epoch: int, *, ring: int = 1, first: int = 2, window: int = 1, route:
 class Worker:
     """The parts of one worker, and what they told the head and the owner."""
 
-    def __init__(self, home: Path, processes: FakeProcesses, keep_loaded: float) -> None:
+    def __init__(self, home: Path, processes: FakeProcesses, keep_loaded: float, **timings: float) -> None:
         config = load_config({"home": home, "name": "lap", "keep_loaded": keep_loaded, "host": "127.0.0.1"}, {})
         open_home(config)
         self.processes = processes
@@ -97,6 +98,7 @@ class Worker:
                 workspace=self.place,
                 identity=identity,
                 trust=TrustStore(home, identity, LocalTrust(home / "local")),
+                timings=Timings(worker=WorkerTimings(**timings)),
             ),
             context=None,
             memory_watch=self.memory_watch,
@@ -167,9 +169,9 @@ def processes(monkeypatch) -> FakeProcesses:
 @pytest.fixture
 def worker(processes, tmp_path) -> Callable[..., AsyncIterator[Worker]]:
     @asynccontextmanager
-    async def make(keep_loaded: float = 600) -> AsyncIterator[Worker]:
+    async def make(keep_loaded: float = 600, **timings: float) -> AsyncIterator[Worker]:
         async with asyncio.timeout(PATIENCE_S):
-            made = Worker(tmp_path, processes, keep_loaded)
+            made = Worker(tmp_path, processes, keep_loaded, **timings)
             try:
                 yield made
             finally:
@@ -414,7 +416,6 @@ def test_a_part_that_is_released_while_its_files_are_placed_leaves_none(worker, 
 
 def test_a_part_that_is_busy_with_the_disk_is_not_waited_for_when_it_is_released(worker, processes, monkeypatch):
     """The worker hears nobody while it waits, and would be taken for gone."""
-    monkeypatch.setattr(parts_module, "RELEASE_S", 0.01)
     reading, read = threading.Event(), threading.Event()
 
     def look() -> None:
@@ -428,7 +429,7 @@ def test_a_part_that_is_busy_with_the_disk_is_not_waited_for_when_it_is_released
     monkeypatch.setattr(loading, "missing_layers", missing)
 
     async def once() -> None:
-        async with worker() as lap:
+        async with worker(release_timeout_s=0.01) as lap:
             await lap.parts.start(a_load(1), PROFILE)
             assert await asyncio.to_thread(reading.wait, PATIENCE_S)
             await lap.parts.release(1)
@@ -521,7 +522,7 @@ def test_layers_that_nobody_has_are_an_error(worker, monkeypatch):
 
 
 def test_progress_of_fetching_is_told(worker, monkeypatch):
-    async def fetch(context, identity, sources, refs, cache, arrived, *, bytes_per_s) -> None:
+    async def fetch(context, identity, sources, refs, cache, arrived, *, bytes_per_s, timings) -> None:
         assert sources == [SOURCE]
         arrived(400)
         arrived(600)
@@ -684,10 +685,9 @@ def test_a_disk_that_fails_at_one_file_after_the_other_is_what_is_at_fault(worke
     asyncio.run(once())
 
 
-def test_a_disk_that_failed_long_ago_is_forgiven(worker, monkeypatch):
+def test_a_disk_that_failed_long_ago_is_forgiven(worker):
     async def once() -> None:
-        async with worker() as lap:
-            monkeypatch.setattr(parts_module, "FORGIVEN_S", 0.0)
+        async with worker(forgiven_s=0.0) as lap:
             faults = [(await break_with(lap, epoch, a_load(epoch), unreadable("a"))).fault for epoch in (1, 2, 3)]
             assert faults == ["ring", "ring", "ring"]
 

@@ -79,10 +79,8 @@ def test_what_is_short_is_said_as_the_solver_says_it():
 
 def test_a_solver_that_breaks_or_hangs_is_one_error(monkeypatch):
     before = children()
-    with monkeypatch.context() as patch:
-        patch.setattr(solving, "GRACE_S", -19.95)
-        with pytest.raises(PlanError, match=r"no plan within 0\.05 s"):
-            asyncio.run(solve_apart(question(2)))
+    with pytest.raises(PlanError, match=r"no plan within 0\.05 s"):
+        asyncio.run(solve_apart(question(2), grace_s=-19.95))
     assert children() <= before
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(PlanError, match="the solver ended with code 1; set the plan with --windows"):
