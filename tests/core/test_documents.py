@@ -11,6 +11,7 @@ from tests.fakes.documents import PAGES, ROOT, anchors, links, spans
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 _FILE = re.compile(r"(?:primad|solver|tests|tools|profiles|docs|examples)/[\w./-]+")
+_IN_A_ROOM = re.compile(r"[a-z_]+/[\w/]+\.py")
 
 
 @pages
@@ -30,6 +31,8 @@ def test_files_that_are_named_are_there(page):
     for span in spans(page):
         if _FILE.fullmatch(span) and "NAME" not in span and not span.endswith("_profiles"):
             assert (ROOT / span).exists(), span
+        elif _IN_A_ROOM.fullmatch(span):
+            assert (ROOT / "primad" / span).exists() or (ROOT / "solver" / span).exists(), span
 
 
 def test_every_page_can_be_reached_from_the_readme():
