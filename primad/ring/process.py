@@ -22,7 +22,7 @@ from primad.errors import NextDeviceError, PrimadError, RingError, WeightsError
 from primad.ring.channel import RingChannel
 from primad.ring.messages import Open, RingBroken, RingCommand
 from primad.ring.roles import Role, open_role
-from primad.settings.timings import RingTimings
+from primad.settings.timings import RingTimings, Timings
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def main() -> None:
     faulthandler.enable()  # weights are read where they are mapped: a file that is cut short then is a SIGBUS
     channel = RingChannel(_connection(sys.argv[1]))
     try:
-        _serve(channel, RingTimings())
+        _serve(channel, Timings().ring)
     except WeightsError as exc:
         channel.tell(RingBroken(str(exc), exc.file))
     except NextDeviceError as exc:

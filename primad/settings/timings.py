@@ -1,8 +1,8 @@
 """How long things may take and how often they are done, by the room that waits.
 
-One value is made where a process starts and handed down; each class gets the group of its room. A duration stands here when
-somebody besides its only user may choose it, as a test that will not wait for a minute does; one that follows from what a
-module does, or that only one class is asked for, stays beside the code that explains it.
+A daemon's ``Station`` carries one value of it; each class gets the group of its room. A duration stands here when somebody
+besides its only user may choose it, as a test that will not wait for a minute does. One that follows from what a module does
+stays beside the code that explains it, and so does one that a single class takes as an argument.
 """
 
 from __future__ import annotations
