@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from primad.cli.options import Home
+from primad.cli.output import err, out, print_json
 from primad.errors import ConfigError
 from primad.settings.config import Config, load_config, usage_folder
 from primad.settings.quantities import parse_bytes, show_bytes
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 DAY_S = 86_400.0
 
-_out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 cache_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown", help="The layers that this device keeps on disk."
@@ -54,7 +50,7 @@ def list_layers(home: Home = None, json: Json = False) -> None:
             {"digest": one.digest, "size_bytes": one.size_bytes, "used_s": one.used_s, "in_use": one.held}
             for one in layers
         ]
-        _print_json(
+        print_json(
             {
                 "folder": str(config.layers),
                 "limit_bytes": limit,
@@ -65,11 +61,11 @@ def list_layers(home: Home = None, json: Json = False) -> None:
         )
         return
     if layers:
-        _out.print(_table(layers))
+        out.print(_table(layers))
     most = "" if limit is None else f" of at most {_size(limit)}"
-    _out.print(f"{_count(layers)}, {_size(total)}{most}, in {config.layers}")
+    out.print(f"{_count(layers)}, {_size(total)}{most}, in {config.layers}")
     if partial_bytes:
-        _out.print(f"{_size(partial_bytes)} besides of layers that are not complete yet")
+        out.print(f"{_size(partial_bytes)} besides of layers that are not complete yet")
 
 
 def _table(layers: list[CachedLayer]) -> Table:
@@ -103,22 +99,22 @@ def verify(
     _, cache = _open(home)
     layers = cache.layers()
     damaged: list[Path] = []
-    with Progress(console=_err, transient=True, disable=not _err.is_terminal) as bar:
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("hashing", total=max(1, sum(layer.size_bytes for layer in layers)))
         for layer in layers:
             damaged += cache.damaged(layer.digest, fix=fix)
             bar.advance(task, layer.size_bytes)
     if json:
-        _print_json(
+        print_json(
             {"layers": len(layers), "damaged": [str(path) for path in damaged], "removed": fix and bool(damaged)}
         )
     else:
         for path in damaged:
-            _out.print(f"{path}: is damaged" + (", removed" if fix else ""))
+            out.print(f"{path}: is damaged" + (", removed" if fix else ""))
         healthy = f"{_count(layers)} hashed, "
-        _out.print(healthy + (f"{len(damaged)} damaged" if damaged else "all whole"))
+        out.print(healthy + (f"{len(damaged)} damaged" if damaged else "all whole"))
         if damaged and not fix:
-            _out.print("'primad cache verify --fix' removes what is damaged")
+            out.print("'primad cache verify --fix' removes what is damaged")
     if damaged:
         raise typer.Exit(1)
 
@@ -169,7 +165,7 @@ def prune(
     freed = gained + sum(layer.size_bytes for layer in chosen)
     held = [layer for layer in layers if layer.held]
     if json:
-        _print_json(
+        print_json(
             {
                 "removed": [layer.digest for layer in chosen],
                 "removed_counts": len(counts),
@@ -179,13 +175,13 @@ def prune(
             }
         )
         return
-    _out.print(f"{'would remove' if dry_run else 'removed'} {_count(chosen)}, {_size(freed)}")
+    out.print(f"{'would remove' if dry_run else 'removed'} {_count(chosen)}, {_size(freed)}")
     if counts:
-        _out.print(
+        out.print(
             f"{'would remove' if dry_run else 'removed'} what was counted of the experts of {_layers(len(counts))}"
         )
     if held:
-        _out.print(f"{_count(held)} in use stay{'s' if len(held) == 1 else ''}")
+        out.print(f"{_count(held)} in use stay{'s' if len(held) == 1 else ''}")
 
 
 def _counts(folder: Path, older_days: float | None, *, everything: bool) -> list[StoredFile]:
@@ -219,10 +215,6 @@ def _open(home: Path | None) -> tuple[Config, LayerCache]:
 
     config = load_config({"home": home})
     return config, LayerCache(config.layers, config.limits.disk_bytes, owner=False)
-
-
-def _print_json(answer: object) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer)).decode() + "\n")
 
 
 def _count(layers: list[CachedLayer]) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from primad import __version__
 from primad.cli.options import Cluster, Home, OnInterface
+from primad.cli.output import err, out, print_json
 from primad.errors import ClusterError, ConfigError
 from primad.settings.config import Config, load_config
 
@@ -27,8 +26,6 @@ _DESCRIBE_S = 2.0
 _HALF = 19
 """Characters of half a fingerprint."""
 
-_out = Console(highlight=False, soft_wrap=True)
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 devices_app = typer.Typer(invoke_without_command=True, rich_markup_mode="markdown")
 
@@ -90,16 +87,14 @@ def devices(
     if cluster is not None:
         found = [row for row in found if row.cluster == cluster]
     if json:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        print_json(found)
         return
     if found:
-        _out.print(_table(found))
+        out.print(_table(found))
     else:
-        _out.print("no device in sight; start 'primad join' on one")
+        out.print("no device in sight; start 'primad join' on one")
     own = f"this device is {config.name}, {fingerprint(identity.public)}\nits key: {key_hex(identity.public)}"
-    _out.print(own, markup=False, emoji=False)
+    out.print(own)
 
 
 def _nothing_before(context: typer.Context, command: str) -> None:
@@ -162,7 +157,7 @@ def states(home: Path) -> dict[str, str]:
     try:
         answer = ask(home, Describe(), _DESCRIBE_S)
     except ClusterError as exc:
-        _err.print(f"warning: {exc}", markup=False)
+        err.print(f"warning: {exc}")
         return {}
     told = answer.status.get("devices") if isinstance(answer, Described) else None
     return {str(name): str(state) for name, state in told.items()} if isinstance(told, dict) else {}

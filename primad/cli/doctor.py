@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from primad.cli.options import Cluster, Home, OnInterface
+from primad.cli.output import err, out, print_json
 from primad.errors import PrimadError
 from primad.settings.config import DEFAULT_HTTP_PORT, load_config
 
 if TYPE_CHECKING:
     from primad.doctor.findings import Finding
 
-_out = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-_err = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 _MARKS: Final = {"ok": ("ok", "green"), "note": ("-", "cyan"), "warning": ("!", "yellow"), "error": ("x", "bold red")}
 _COLUMN: Final = 4
 
@@ -51,8 +48,6 @@ def doctor(
 
         primad doctor --json
     """
-    import msgspec
-
     from primad.doctor.examine import Subject, examine
     from primad.network.addresses import chosen_interfaces, read_interfaces, resolved_host
 
@@ -72,10 +67,10 @@ def doctor(
     )
     findings = asyncio.run(examine(subject))
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode() + "\n")
+        print_json(findings)
     else:
         for line in lines(findings):
-            _out.print(line)
+            out.print(line)
     raise typer.Exit(1 if any(found.level == "error" for found in findings) else 0)
 
 
@@ -114,5 +109,5 @@ def _trust(home: Path) -> tuple[str, Callable[[str], bool]]:
             identity = load_identity(home)
             return identity.public, TrustStore(home, identity).trusts
         except PrimadError as exc:
-            _err.print(f"warning: {exc}")
+            err.print(f"warning: {exc}")
     return "", LocalTrust(default_folder()).knows

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import typer
-from rich.console import Console
 
 from primad.cli.grouped import flags, grouped
 from primad.cli.options import DeviceOptions, OnInterface, OwnerOptions, check_interface
+from primad.cli.output import err
 from primad.cli.progress import RichReporter
 from primad.errors import ConfigError
 from primad.settings.config import check_address, load_config
-
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +83,7 @@ def join(device: DeviceOptions, pairing: PairingOptions, network: ListenOptions,
     check_interface(config)
     from primad.worker.join import join as run_join
 
-    run_join(config, RichReporter(_err), code=pairing.code, pair_at=pairing.device)
+    run_join(config, RichReporter(err), code=pairing.code, pair_at=pairing.device)
 
 
 def _check_pairing(pairing: PairingOptions) -> None:

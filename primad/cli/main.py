@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
 from primad import __version__
 from primad.cli.cache import cache_app
@@ -22,6 +21,7 @@ from primad.cli.options import (
     Name,
     Threads,
 )
+from primad.cli.output import err, out
 from primad.cli.pair_pause_leave import leave, pair, pause, resume
 from primad.cli.plan import plan
 from primad.cli.progress import RichReporter
@@ -45,13 +45,10 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 _INTERRUPTED = 130
 """What typer answers when a KeyboardInterrupt ended a command."""
 
-_out = Console(highlight=False, soft_wrap=True)
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
-
 
 def _version(wanted: bool) -> None:
     if wanted:
-        _out.print(f"primad {__version__}")
+        out.print(f"primad {__version__}")
         raise typer.Exit
 
 
@@ -102,7 +99,7 @@ def profile(
     from primad.profiler.table import profile_table
 
     config = load_config({"home": home, "name": name, "threads": threads})
-    device = run_profile(config, RichReporter(_err), again=again)
+    device = run_profile(config, RichReporter(err), again=again)
     measured, how = how_measured(config.home, config.threads)
     if save is not None:
         save_profile(save, device, how, measured)
@@ -110,8 +107,8 @@ def profile(
         sys.stdout.write(encode_profile(device, how, measured).decode())
     else:
         for part in profile_table(device):
-            _out.print(part)
-        _out.print(f"measured {measured}", markup=False)
+            out.print(part)
+        out.print(f"measured {measured}")
 
 
 app.command()(plan)
@@ -146,12 +143,12 @@ def chat(
 
     options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
     chosen = {key: value for key, value in options.items() if value is not None}
-    converse(url, prompt, system=system, options=chosen, out=_out, err=_err)
+    converse(url, prompt, system=system, options=chosen, out=out, err=err)
 
 
 def _fail(message: str) -> NoReturn:
     line = " ".join(message.split())
-    _err.print(f"primad: error: {line}", markup=False, emoji=False)
+    err.print(f"primad: error: {line}")
     sys.exit(2)
 
 
@@ -164,7 +161,7 @@ def main() -> None:
             raise Stopped
         sys.exit(code)
     except (Stopped, KeyboardInterrupt):
-        _err.print("stopped")
+        err.print("stopped")
     except PrimadError as exc:
         _fail(str(exc))
     except UsageError as exc:

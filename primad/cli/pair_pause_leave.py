@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from rich.console import Console
-
 from primad.cli.options import Home
+from primad.cli.output import out
 from primad.errors import ClusterError
 from primad.settings.config import load_config
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 LEAVE_S = 60.0
 """Handing over may mean that others load layers first."""
-
-_out = Console(highlight=False, soft_wrap=True)
 
 
 def pair(home: Home = None) -> None:
@@ -124,7 +121,7 @@ def _unexpected(answer: AdminAnswer) -> NoReturn:
 
 
 def _say(line: str) -> None:
-    _out.print(line, markup=False, emoji=False)
+    out.print(line)
 
 
 def _minutes(seconds: float) -> str:

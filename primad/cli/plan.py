@@ -13,13 +13,13 @@ from rich.console import Console
 
 from primad.cli.grouped import grouped
 from primad.cli.options import Context, DeviceOptions, KvCacheType, NamedDevices, OnInterface
+from primad.cli.output import err
 from primad.settings.config import load_config
 
 if TYPE_CHECKING:
     from primad.planning.question import Question, Wishes
 
 _out = Console(highlight=False, markup=False, emoji=False)
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ def _ask(wishes: Wishes, model: ModelOptions, paths: list[Path], fleet: str | No
         "interface": live.interface,
         "devices": tuple(live.device or ()),
     }
-    found = survey(load_config(own_flags), live.seconds, RichReporter(_err))
+    found = survey(load_config(own_flags), live.seconds, RichReporter(err))
     own = found.devices[0].device
     return ask(dataclasses.replace(wishes, head=wishes.head or own), found.devices, found.links, profile)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
-from rich.console import Console
 
 from primad.cli.grouped import flags, grouped
 from primad.cli.options import (
@@ -20,14 +19,13 @@ from primad.cli.options import (
     OwnerOptions,
     check_interface,
 )
+from primad.cli.output import err
 from primad.cli.progress import RichReporter
 from primad.errors import ConfigError
 from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_host, is_loopback, load_config
 
 if TYPE_CHECKING:
     from primad.head.options import ServeOptions
-
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +147,7 @@ def serve(
     _warn(endpoint, config)
     from primad.head.serve import serve as run_serve
 
-    run_serve(config, model, _serve_options(endpoint, others, plan, compute), endpoint.host, RichReporter(_err))
+    run_serve(config, model, _serve_options(endpoint, others, plan, compute), endpoint.host, RichReporter(err))
 
 
 def _check_together(others: OtherDevicesOptions, plan: ServedPlanOptions, compute: ComputeOptions) -> None:
@@ -165,13 +163,12 @@ def _check_together(others: OtherDevicesOptions, plan: ServedPlanOptions, comput
 
 def _warn(endpoint: EndpointOptions, config: Config) -> None:
     if not is_loopback(endpoint.host):
-        _err.print(
+        err.print(
             f"warning: --host {endpoint.host}: the HTTP endpoint has no password and no encryption; everyone who "
             "reaches this address can use it and read along",
-            markup=False,
         )
     if config.pause_on_battery:
-        _err.print("pause_on_battery: means nothing to the head, without which nothing is served", markup=False)
+        err.print("pause_on_battery: means nothing to the head, without which nothing is served")
 
 
 def _serve_options(

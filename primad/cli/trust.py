@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from primad.cli.options import Home
+from primad.cli.output import out
 from primad.errors import ConfigError
 from primad.settings.config import load_config
 
 if TYPE_CHECKING:
     from primad.trust.trust import TrustedDevice, TrustStore
-
-_out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def trust(
@@ -36,8 +34,8 @@ def trust(
     store, own = _store(home)
     device = trusted_now(name, parse_key(key), BY_HAND)
     store.add(device)
-    _out.print(f"{name} is trusted here now; its fingerprint is {fingerprint(device.key)}")
-    _out.print(f"on {name} type, if you have not: primad devices trust {own.device} --key {key_hex(own.key)}")
+    out.print(f"{name} is trusted here now; its fingerprint is {fingerprint(device.key)}")
+    out.print(f"on {name} type, if you have not: primad devices trust {own.device} --key {key_hex(own.key)}")
 
 
 def revoke(
@@ -56,8 +54,8 @@ def revoke(
     with contextlib.suppress(ConfigError):  # a name, then
         device = parse_key(device)
     for each in store.revoke(device):
-        _out.print(f"{each.device} is not trusted here any more ({fingerprint(each.key)})")
-    _out.print("a head tells the devices that work for it; if this is no head, revoke it on the others as well")
+        out.print(f"{each.device} is not trusted here any more ({fingerprint(each.key)})")
+    out.print("a head tells the devices that work for it; if this is no head, revoke it on the others as well")
 
 
 def _store(home: Path | None) -> tuple[TrustStore, TrustedDevice]:

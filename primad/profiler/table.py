@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from halda import DeviceProfile, TypeSpeed
 from primad.settings.quantities import show_bytes, show_rate
@@ -44,7 +44,7 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
             )
         )
     for label, text in rows:
-        facts.add_row(label, escape(text))
+        facts.add_row(label, Text(text))
     yield facts
     yield _speeds("processor", cpu.speeds)
     if gpu is not None:
@@ -57,7 +57,7 @@ def _speeds(title: str, speeds: Sequence[TypeSpeed]) -> Table:
         column.justify = "right"
     for speed in speeds:
         table.add_row(
-            escape(speed.type),
+            Text(speed.type),
             f"{show_rate(speed.decode_bytes_per_s)}",
             f"{show_rate(speed.batch_bytes_per_s)}",
             _flop(speed.prefill_flop_per_s),

@@ -26,7 +26,7 @@ Prefill is the same for a chunk of rows, which together use all experts: every s
 follow each other through the ring, so after the first each costs what the busiest machine, disk or link needs for one, and
 the output matrix is computed once. A head that streams the output matrix reads it with its layers, for each token and each
 chunk. Devices on one machine share cores and disk.
-``simulate.py`` plays the same ring event by event and says where the two part.
+``halda_research.simulate`` plays the same ring event by event and says where the two part.
 """
 
 from __future__ import annotations

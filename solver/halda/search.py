@@ -194,7 +194,6 @@ class _Search:
         self._required = frozenset(m for m, device in enumerate(question.devices) if device.device in require)
         self._left_s = time_limit_s
         self._limit_s = time_limit_s
-        self._programs = 0
         self._best: tuple[float, Plan] | None = None
         self._best_is_candidate = False
         self._open_bound_s = float("inf")
@@ -272,8 +271,6 @@ class _Search:
             objective_s=value,
             bound_s=bound,
             proven=bound >= value * (1 - _PROVEN),
-            programs=self._programs,
-            solver_s=self._limit_s - self._left_s,
         )
 
     def _without_needless_streaming(self, plan: Plan) -> Plan:
@@ -584,7 +581,6 @@ class _Search:
         # Without any plan yet a program gets time enough to find one.
         least_s = _LEAST_S if self._best is not None else _FIRST_S
         outcome = run(problem, max(least_s, self._left_s if limit_s is None else limit_s))
-        self._programs += 1
         self._left_s -= outcome.seconds
         return outcome, program
 

@@ -10,10 +10,7 @@ from halda.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The best plan found. ``bound_s`` is below the objective of every plan; ``proven``: no plan is better.
-
-    ``programs`` integer programs took ``solver_s`` seconds.
-    """
+    """The best plan found. ``bound_s`` is below the objective of every plan; ``proven``: no plan is better."""
 
     plan: Plan
     prediction: Prediction
@@ -21,8 +18,6 @@ class Solution:
     objective_s: float
     bound_s: float
     proven: bool
-    programs: int
-    solver_s: float
 
     @property
     def gap(self) -> float:
