@@ -12,7 +12,6 @@ from pathlib import Path
 
 from halda import DeviceProfile, Plan
 from primad.daemon.layer_files import (
-    Workspace,
     lease_layers,
     place_windows,
     release_files,
@@ -20,6 +19,7 @@ from primad.daemon.layer_files import (
 )
 from primad.daemon.loaded_process import LoadedProcess, LoadKey
 from primad.daemon.owner import apply_nice
+from primad.daemon.station import Station
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
@@ -28,7 +28,6 @@ from primad.layers.fetch import in_thread, missing_layers
 from primad.network.messages import Load
 from primad.ring.messages import Open, OpenWindow
 from primad.ring.spawn import RingProcess
-from primad.settings.config import Config
 
 GetLayers = Callable[[Sequence[LayerRef], Callable[[int], None]], Awaitable[None]]
 """Puts layers that are missing into the cache, and tells bytes as they arrive, together the size of those layers."""
@@ -53,9 +52,7 @@ class WindowLoad:
         self,
         load: Load,
         number: int,
-        *,
-        place: Workspace,
-        config: Config,
+        station: Station,
         profile: DeviceProfile,
         model: HeadModel | None = None,
     ) -> None:
@@ -68,9 +65,10 @@ class WindowLoad:
             threads=profile.cpu.threads,
             batch_threads=profile.cpu.batch_threads,
             kv_type=load.kv_type,
-            lock=config.lock,
+            lock=station.config.lock,
         )
-        self._load, self._place, self._config, self._model = load, place, config, model
+        self._load, self._model = load, model
+        self._place, self._config = station.workspace, station.config
 
     async def prepare(self, get: GetLayers, progress: Callable[[int, int], None]) -> None:
         """Have all layers in the cache, leased: ``get`` brings what is missing. ``progress`` hears bytes done, and in all.

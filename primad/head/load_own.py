@@ -22,12 +22,10 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
     windows = WindowLoad(
         load,
         load.epoch,
-        place=inputs.station.workspace,
-        config=inputs.station.config,
-        profile=inputs.profile,
-        model=HeadModel(path=inputs.model.header.path, plan=inputs.promise.plan),
+        inputs.station,
+        inputs.profile,
+        HeadModel(path=inputs.model.header.path, plan=inputs.promise.plan),
     )
-
     head, reporter = inputs.promise.plan.head, inputs.reporter
 
     async def cut(missing: Sequence[LayerRef], copied: Callable[[int], None]) -> None:

@@ -164,7 +164,7 @@ class Participations:
     async def _work(self, load: Load, profile: DeviceProfile) -> None:
         """Load the windows of ``load``; pass on what their ring process says until it breaks or this task is cancelled."""
         process: LoadedProcess | None = None
-        windows = WindowLoad(load, next(self._numbers), place=self._place, config=self._config, profile=profile)
+        windows = WindowLoad(load, next(self._numbers), self._station, profile)
         fault = "fetch"
         try:
             await self._fetch(load, windows)

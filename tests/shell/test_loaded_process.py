@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -117,7 +118,7 @@ def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_files(pla
 
     async def once() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            windows = WindowLoad(load, 7, place=place, config=config, profile=PROFILE)
+            windows = WindowLoad(load, 7, SimpleNamespace(workspace=place, config=config), PROFILE)
             await windows.prepare(lambda *_: pytest.fail("nothing is missing"), lambda *_: None)
             starting = asyncio.create_task(windows.start(windows.key([False])))
             await opening.wait()
