@@ -52,12 +52,14 @@ from primad.gguf.model import open_model  # noqa: E402
 from primad.gguf.profile import model_profile  # noqa: E402
 from primad.gguf.shapes import shape  # noqa: E402
 from primad.network.control import WorkerEnd  # noqa: E402
+from primad.network.gate import Gate  # noqa: E402
 from primad.network.linkprobe import measure_links  # noqa: E402
-from primad.network.messages import Echo, Echoed, LinkTarget  # noqa: E402
+from primad.network.messages import Echo, LinkTarget  # noqa: E402
 from primad.profiler.measure import ram_read_bytes_per_s  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.profiler.speeds import TYPES  # noqa: E402
 from primad.system.measuring_lock import measuring  # noqa: E402
+from primad.trust.identity import new_identity  # noqa: E402
 from tools.lab.local_ring import LocalRing  # noqa: E402
 from tools.lab.plain_llama import PROMPT  # noqa: E402
 
@@ -194,18 +196,19 @@ def _question(count: int, cpu: CpuProfile, rate: float, links: Sequence[LinkProf
 
 async def _loopback() -> LinkProfile:
     """The link between two processes here, as daemons measure it."""
-    with _echo_process() as port:
+    with _echo_process() as (port, key):
         context = zmq.asyncio.Context()
-        target = LinkTarget(device="there", addresses=["127.0.0.1"], port=port)
+        target = LinkTarget(device="there", key=key, addresses=["127.0.0.1"], port=port)
         try:
-            there, _ = await measure_links(context, "here", [target], 1)
+            there, _ = await measure_links(context, new_identity(), "here", [target])
         finally:
             context.term()
         return there
 
 
 @contextmanager
-def _echo_process() -> Iterator[int]:
+def _echo_process() -> Iterator[tuple[int, str]]:
+    """A process that answers echoes: its port and its public key."""
     with subprocess.Popen(
         [sys.executable, __file__, "echo"],
         stdout=subprocess.PIPE,
@@ -214,18 +217,21 @@ def _echo_process() -> Iterator[int]:
     ) as child:
         try:
             assert child.stdout is not None
-            yield int(child.stdout.readline())
+            port, key = child.stdout.readline().rstrip("\n").split(" ", 1)
+            yield int(port), key
         finally:
             child.kill()
 
 
 async def _echo() -> None:
-    end = WorkerEnd(zmq.asyncio.Context(), "127.0.0.1", None, 0)
-    print(end.port, flush=True)
-    while True:
-        peer, message = await end.receive()
-        assert isinstance(message, Echo)
-        await end.send(peer, Echoed(bytes(message.answer_bytes)))
+    context, identity = zmq.asyncio.Context(), new_identity()
+    async with Gate(context, lambda _: True):
+        end = WorkerEnd(context, "127.0.0.1", None, 0, identity=identity)
+        print(end.port, identity.public, flush=True)
+        while True:
+            peer, _, message = await end.receive()
+            assert isinstance(message, Echo)
+            await end.echo(peer, message.answer_bytes)
 
 
 def predict(models: Sequence[Path], processes: Sequence[int], rounds: int, threads: int) -> list[Predicted]:
