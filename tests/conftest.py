@@ -26,13 +26,16 @@ settings.register_profile("primad", deadline=None, derandomize=True)
 settings.load_profile("primad")
 
 LONGEST = (
-    "e2e/test_exactness.py",
     "homelab/test_short_of_memory.py",
+    "e2e/test_exactness.py",
     "e2e/test_less_memory.py",
+    "e2e/test_attacks.py",
+    "homelab/test_faults.py",
     "e2e/test_recovery.py",
     "e2e/test_disk_faults.py",
     "e2e/test_ctrl_c.py",
     "e2e/test_serve.py",
+    "solver/test_solve.py",
     "e2e/test_sampling.py",
     "e2e/test_replay_in_processes.py",
     "e2e/test_bad_input.py",

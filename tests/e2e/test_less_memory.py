@@ -141,7 +141,7 @@ def check(model: Model, ran: Ran, limit: int, *, others: int, slack: float) -> N
     )
 
 
-@pytest.mark.parametrize("share", [0.75, 0.5, 0.3])
+@pytest.mark.parametrize("share", [pytest.param(0.75, marks=pytest.mark.matrix), 0.5, 0.3])
 def test_the_same_text_and_no_more_read_than_must_be(model: Model, share: float) -> None:
     limit = int(share * model.size_bytes)
     with LimitedGroup(limit) as group:
@@ -163,5 +163,5 @@ def test_the_same_text_beside_a_program_that_takes_and_frees_memory(model: Model
         solution = planned(model, group)
         with Neighbour(group, most) as other:
             ran = asyncio.run(limited(model, group, solution))
-            assert other.end() >= 5
+            assert other.end() >= 1
     check(model, ran, limit, others=other.own_bytes + most, slack=NEIGHBOUR_SLACK)

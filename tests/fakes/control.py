@@ -38,7 +38,7 @@ from primad.trust.identity import Identity, new_identity
 from tests.fakes.profile import PROFILE
 
 HOST = "127.0.0.1"
-PATIENCE_S = 60
+PATIENCE_S = 180
 HEAD = new_identity()
 """The keys of the head in all tests."""
 

@@ -15,7 +15,7 @@ import uvicorn
 from primad.api.app import create_app
 from primad.api.backend import Backend
 
-PATIENCE_S = 60
+PATIENCE_S = 180
 
 
 def in_memory(backend: Backend) -> httpx.AsyncClient:

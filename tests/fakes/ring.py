@@ -33,7 +33,7 @@ GREEDY = Sampling(
     logit_bias=(),
 )
 
-STEP_TIMEOUT_S = 10.0
+STEP_TIMEOUT_S = 180.0
 
 
 def generate(

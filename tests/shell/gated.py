@@ -16,7 +16,7 @@ from primad.network.sockets import endpoint, listen, open_socket
 from primad.trust.identity import Identity, new_identity
 
 HOST = "127.0.0.1"
-PATIENCE_S = 40
+PATIENCE_S = 180
 NOTHING_S = 0.4
 """How long nothing has to come where nothing may come; a trusted client gets through in a tenth of it."""
 SERVER, FRIEND, SECOND, STRANGER = (new_identity() for _ in range(4))

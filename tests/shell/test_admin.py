@@ -39,7 +39,7 @@ from primad.network.sockets import endpoint, open_socket
 from primad.settings.config import LOOPBACK
 from primad.trust.identity import load_identity, new_identity
 
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0
 ANSWERS: dict[type, AdminAnswer] = {
     OpenPairing: PairingCode(code="7-lamp-river", expires_s=600.0, port=4711),
     Leave: Refusal(reason="not now"),

@@ -21,7 +21,7 @@ from primad.settings.timings import DiscoveryTimings
 
 HOST = "127.0.0.1"
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
-PATIENCE_S = 30
+PATIENCE_S = 180
 
 
 def _mdns_works() -> bool:

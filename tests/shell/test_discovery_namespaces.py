@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-PATIENCE_S = 40
+PATIENCE_S = 180
 _ANNOUNCE = """
 import asyncio, sys
 from primad.network import discovery

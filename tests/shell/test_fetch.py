@@ -52,7 +52,7 @@ from primad.trust.identity import Identity, new_identity
 from tests.fakes.gguf import array, toy_arrays, write_gguf
 from tests.fakes.source_link import judge_silence
 
-PATIENCE_S = 30
+PATIENCE_S = 180
 PATIENT = {"reach_timeout_s": 1000.0}
 ME = new_identity()
 BIG_CHUNKS = 8

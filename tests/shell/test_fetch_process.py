@@ -25,7 +25,7 @@ from primad.trust.identity import new_identity
 from tests.fakes.gguf import array, write_gguf
 from tests.fakes.source_link import judge_silence
 
-PATIENCE_S = 30
+PATIENCE_S = 180
 SERVER = """
 import asyncio, sys
 from pathlib import Path

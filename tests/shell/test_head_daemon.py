@@ -44,7 +44,7 @@ from tests.fakes.planning import model
 from tests.fakes.ring import GREEDY
 from tests.fakes.rings import FakeDiscovery, FakeRing, FakeRings, FakeSolver
 
-PATIENCE_S = 30
+PATIENCE_S = 180
 TIMINGS = Timings(
     network=NetworkTimings(probe_timeout_s=PATIENCE_S, hello_timeout_s=PATIENCE_S),
     membership=MembershipTimings(settle_s=0.2, greeting_s=PATIENCE_S),

@@ -28,6 +28,7 @@ from primad.ring.messages import (
 )
 from primad.settings.timings import HeadTimings, Timings
 
+PATIENCE_S = 180
 ALONE = Plan(
     rounds=1,
     route=(Window(device="desk", first=0, last=5, gpu_layers=0),),
@@ -146,7 +147,7 @@ def test_who_has_a_command_for_a_ring_that_breaks_is_not_kept_waiting():
         await asyncio.sleep(0)
         assert not sending.done()
         ring._break(RingError("the head's ring process was stopped"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await sending
 
     asyncio.run(once())

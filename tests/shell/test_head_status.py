@@ -22,7 +22,7 @@ PLAN = Plan(
     streaming=(),
     left_out=(),
 )
-PATIENCE_S = 20
+PATIENCE_S = 180
 MEMORY = MemoryStatus(
     resident=3, streamed=2, slots=2, resident_bytes=30, streamed_bytes=20, read_bytes=400, stall_s=0.1, pressure="calm"
 )

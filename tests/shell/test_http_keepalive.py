@@ -9,6 +9,7 @@ from starlette.types import Message
 
 from primad.api.connection import EventStream
 from primad.settings.timings import ApiTimings
+from tests.fakes.http import PATIENCE_S
 
 OFTEN = ApiTimings(keepalive_s=0.01)
 
@@ -45,7 +46,7 @@ def test_a_stream_that_waits_sends_comments_and_then_goes_on() -> None:
             await client.waits.wait()
             yield Word("two")
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await EventStream(words(), OFTEN)({"type": "http"}, client.receive, client.send)
         return client.body
 
@@ -70,7 +71,7 @@ def test_nothing_is_sent_before_the_first_message() -> None:
             await asyncio.sleep(0.05)
             yield Word("late")
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await EventStream(late(), OFTEN)({"type": "http"}, client.receive, client.send)
         return client.body
 

@@ -22,7 +22,7 @@ from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity, new_identity
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated, head_end
 
-PATIENCE_S = 30
+PATIENCE_S = 180
 
 
 class Lines:

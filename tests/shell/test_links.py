@@ -27,7 +27,7 @@ from primad.ring.messages import MAX_HEADER_BYTES, PROTOCOL, Step, StepLimits, e
 from primad.settings.timings import RingTimings
 
 LIMITS = StepLimits(ring=9, epoch=2, windows=frozenset({1}), width=4, rows=8, context=64, sequences=2)
-PATIENCE_MS = 10_000
+PATIENCE_MS = 180_000
 
 
 def a_step(number: int = 0, rows: int = 2) -> Step:

@@ -14,7 +14,7 @@ from primad.settings.limits import NO_LIMITS, OwnerLimits
 from primad.system.memory import Memory
 
 GIB = 1 << 30
-PATIENCE_S = 10
+PATIENCE_S = 180
 SEVERAL = 4
 """So many looks, that of the lack of memory among them, say that somebody looks again and again."""
 

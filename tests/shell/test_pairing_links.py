@@ -20,7 +20,7 @@ from primad.trust.trust import PAIRED, TrustedDevice
 from primad.trust.words import Code
 
 HOST = "127.0.0.1"
-TIMEOUT_S = 20
+TIMEOUT_S = 180
 CODE = Code(7, "lamp", "river")
 OTHER = Code(8, "lamp", "river")
 DESK = Who(device="desk", key=new_identity().public, cluster="home", version="0.1")

@@ -50,7 +50,7 @@ from primad.worker.participations import Participations
 from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
 from tests.fakes.profile import PROFILE
 
-PATIENCE_S = 10
+PATIENCE_S = 180
 FILES = WindowFiles(metadata="window.gguf", layers=(), layer_count=2, gpu_layers=0, output_on_gpu=False)
 KEY, OTHER_KEY = new_identity().public, new_identity().public
 LAYER = LayerRef("ab" * 32, 1000, ())

@@ -21,7 +21,7 @@ from primad.engine.streaming.residency import Residency, Spread
 from primad.errors import EngineError, WeightsError
 from primad.settings.timings import StreamingTimings
 
-PATIENCE_S = 20
+PATIENCE_S = 180
 HALF = 5
 SIZE = 10
 

@@ -51,7 +51,7 @@ from primad.settings.timings import RingTimings
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeModel
 from tests.fakes.ring import GREEDY, generate
 
-TIMEOUT_S = 30
+TIMEOUT_S = 180
 IMPATIENT = RingTimings(send_timeout_s=0.05)
 PATIENT = RingTimings(send_timeout_s=1000.0)
 ROUTE = 4

@@ -36,7 +36,7 @@ from primad.ring.messages import (
 from primad.ring.spawn import CUT_SHORT, SPIN_COUNT, RingProcess, _last_line, environment
 from tests.fakes.ring import generate
 
-PATIENCE_S = 60
+PATIENCE_S = 180
 KEY = zmq.curve_keypair()[0].decode()
 OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
 WHOLE = WindowFiles(metadata="/nowhere/model.gguf", layers=(), layer_count=1, gpu_layers=0, output_on_gpu=False)

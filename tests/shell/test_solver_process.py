@@ -21,7 +21,7 @@ from primad.head.solver_process import SolverRequest, solve_apart
 from primad.planning.question import default_workload
 from tests.fakes.planning import GB, device, link, model
 
-PATIENCE_S = 10
+PATIENCE_S = 180
 """Half of what a solver that is waited for may take."""
 
 

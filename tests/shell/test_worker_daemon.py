@@ -74,7 +74,7 @@ from tests.fakes.process import FakeProcesses
 from tests.fakes.profile import PROFILE
 from tests.fakes.relay import Relay
 
-PATIENCE_S = 20
+PATIENCE_S = 180
 SILENCE_S = 2.0
 """After so long a head is gone; however slow the machine is, it says its next word before."""
 DESK, TOWER, STRANGER = (new_identity() for _ in range(3))

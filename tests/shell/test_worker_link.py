@@ -208,9 +208,12 @@ def test_a_device_that_talks_of_other_things_is_given_up():
             keys = new_identity()
             end = WorkerEnd(context, HOST, None, 0, identity=keys)
             talking = asyncio.create_task(chatter(end))
-            with pytest.raises(ClusterError, match="says much, but not who it is"):
-                # what it says comes well within that
-                await probe(caller(context, probe_timeout_s=2.0), [(HOST, end.port)], [keys.public])
+            said = "no answer"
+            while said.startswith("no answer"):  # between two words a busy machine may take longer than that
+                with pytest.raises(ClusterError) as refused:
+                    await probe(caller(context, probe_timeout_s=2.0), [(HOST, end.port)], [keys.public])
+                said = str(refused.value)
+            assert "says much, but not who it is" in said
             talking.cancel()
             await asyncio.wait([talking])
             end.close()
