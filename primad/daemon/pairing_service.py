@@ -7,14 +7,14 @@ from typing import Final
 
 from primad import __version__
 from primad.daemon.reporter import Say
+from primad.daemon.station import Station
 from primad.errors import ClusterError, PrimadError
 from primad.network.admin import PairingCode
 from primad.network.discovery import Discovery, look
 from primad.settings.config import Config, split_address
-from primad.trust.identity import Identity
 from primad.trust.pairing import LIFETIME_S, CodeOutcome, Who
 from primad.trust.pairing_links import PairingServer, pair_with
-from primad.trust.trust import TrustedDevice, TrustStore
+from primad.trust.trust import TrustedDevice
 from primad.trust.words import Code, new_code, parse_code
 
 LOOK_S: Final = 3.0
@@ -25,12 +25,13 @@ LOOKS: Final = 5
 class PairingService:
     """Where this daemon lets new devices in. One code is open at a time; who was paired is in the trust store."""
 
-    def __init__(self, config: Config, identity: Identity, trust: TrustStore, say: Say) -> None:
-        self._config, self._identity, self._trust, self._say = config, identity, trust, say
+    def __init__(self, station: Station, say: Say) -> None:
+        self._config, self._identity, self._trust = station.config, station.identity, station.trust
+        self._say = say
         self._open: tuple[Code, PairingServer, float] | None = None
         self._task: asyncio.Task[None] | None = None
         self._discovery: Discovery | None = None
-        self.name = config.name
+        self.name = station.config.name
 
     def use(self, discovery: Discovery) -> None:
         """Announce open codes by ``discovery``."""
@@ -73,22 +74,21 @@ class PairingService:
                 await self._discovery.set_pairing(number, None)
 
 
-async def pair(
-    config: Config, identity: Identity, trust: TrustStore, code: str, at: str | None, say: Say
-) -> TrustedDevice:
+async def pair(station: Station, code: str, at: str | None, say: Say) -> TrustedDevice:
     """Bring ``code`` to the device that shows it, at the address ``at`` (host:port) or looked for by mDNS; trust it.
 
     Raises ``ClusterError`` when it is not found, or does not take the code.
     """
     known = parse_code(code)
-    who = Who(device=config.name, key=identity.public, cluster=config.cluster, version=__version__)
+    config = station.config
+    who = Who(device=config.name, key=station.identity.public, cluster=config.cluster, version=__version__)
     if at is not None:
         places = [split_address(at)]
     else:
         say(f"looking for the device that shows the code {known.number}-...")
         places = await _find(config, known)
     device = await _first(places, known, who)
-    trust.add(device)
+    station.trust.add(device)
     say(f"paired with {device.device}")
     return device
 

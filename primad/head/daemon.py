@@ -73,7 +73,7 @@ class HeadDaemon:
         self._events: asyncio.Queue[types.Event] = asyncio.Queue(_MAX_EVENTS)
         self._state: types.State | None = None
         self._tasks = Tasks()
-        self._pairing = PairingService(config, station.identity, station.trust, reporter.say)
+        self._pairing = PairingService(station, reporter.say)
         self._devices = Devices(
             station,
             http_port=service.options.http_port,

@@ -121,7 +121,7 @@ class WorkerDaemon:
             say=say,
         )
         self._pause = OwnerPause(config.home, pause_on_battery=config.pause_on_battery, changed=self._on_pause)
-        self._pairing = PairingService(config, identity, trust, say)
+        self._pairing = PairingService(station, say)
         self._introductions = Introductions(trust, say, self._may_say)
         self._lease: _Lease | None = None
         self._measuring: asyncio.Task[None] | None = None

@@ -19,7 +19,7 @@ def join(config: Config, reporter: Reporter, *, code: str | None, pair_at: str |
             bring = code
 
             async def bring_code() -> None:
-                await pair(config, station.identity, station.trust, bring, pair_at, reporter.say)
+                await pair(station, bring, pair_at, reporter.say)
 
             run(bring_code())
         profile_held(config, reporter)
