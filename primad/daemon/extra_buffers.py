@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from halda import Window
+from halda.assignment import in_memory
 from primad.daemon.layer_files import Workspace, copy_layers, place_windows, remove_metadata
 from primad.engine.probe import StopFlag, Trial, Verdict, is_worth_it, probe
 from primad.engine.protocol import EngineOptions
@@ -130,7 +131,7 @@ async def _try_window(
     place: Workspace, spec: WindowSpec, options: EngineOptions, *, width: int, vocabulary: int = 0
 ) -> Verdict:
     """Probe the window ``spec``, whose layer files are in the cache. Raises ``EngineError``."""
-    (files,) = place_windows(place, [spec], [0], _TRIAL_NUMBER)
+    (files,) = place_windows(place, [spec], [in_memory(spec.first, spec.last)], _TRIAL_NUMBER)
     trial = Trial(files=files, options=options, width=width, vocabulary=vocabulary, extra_buffers=False)
     tensors = tuple(tensor for layer in spec.layers for tensor in layer.tensors)
     stop = StopFlag()

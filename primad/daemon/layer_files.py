@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from halda import Plan
+from halda import WindowAssignment
 from primad.engine.protocol import WindowFiles
 from primad.errors import ClusterError, WeightsError
 from primad.gguf.layers import LayerRef
@@ -81,20 +81,15 @@ async def _copy_layer(cutter: ModelCutter, cache: LayerCache, ref: LayerRef, cop
 
 
 def place_windows(
-    place: Workspace,
-    specs: Sequence[WindowSpec],
-    gpu_layers: Sequence[int],
-    number: int,
-    output_on_gpu: bool = False,
+    place: Workspace, specs: Sequence[WindowSpec], assignments: Sequence[WindowAssignment], number: int
 ) -> list[WindowFiles]:
     """Write metadata splits and layer headers of load ``number`` for ``specs``; every layer must be in the cache.
 
-    The last ``gpu_layers[i]`` layers of ``specs[i]`` go to the GPU; ``output_on_gpu``: the last spec is the tail, and its
-    output matrix goes there too. Raises ``ClusterError`` when the disk refuses.
+    ``assignments`` say what of each goes to the GPU. Raises ``ClusterError`` when the disk refuses.
     """
     seen: Counter[str] = Counter()
     placed = []
-    for spec, on_gpu in zip(specs, gpu_layers, strict=True):
+    for spec, assignment in zip(specs, assignments, strict=True):
         paths = []
         for layer, ref in enumerate(spec.layers):
             paths.append(str(place.cache.place(ref, number=layer, split=layer + 1, copy=seen[ref.digest])))
@@ -109,22 +104,21 @@ def place_windows(
                 metadata=str(metadata),
                 layers=tuple(paths),
                 layer_count=spec.last - spec.first,
-                gpu_layers=on_gpu,
-                output_on_gpu=output_on_gpu and spec is specs[-1],
+                gpu_layers=assignment.gpu_layers,
+                output_on_gpu=assignment.output == "gpu",
             )
         )
     return placed
 
 
-def whole_model(path: Path, plan: Plan) -> WindowFiles:
-    """The files of a ``plan`` of one window: the model file ``path`` as it is."""
-    (window,) = plan.route
+def whole_model(path: Path, assignment: WindowAssignment) -> WindowFiles:
+    """The files of a plan of one window: the model file ``path`` as it is."""
     return WindowFiles(
         metadata=str(path),
         layers=(),
-        layer_count=len(window.layers),
-        gpu_layers=window.gpu_layers,
-        output_on_gpu=plan.output_on_gpu,
+        layer_count=assignment.layers,
+        gpu_layers=assignment.gpu_layers,
+        output_on_gpu=assignment.output == "gpu",
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from halda import DeviceProfile, Plan
+from halda import DeviceProfile, WindowAssignment
 from primad.daemon.layer_files import (
     lease_layers,
     place_windows,
@@ -35,10 +35,10 @@ GetLayers = Callable[[Sequence[LayerRef], Callable[[int], None]], Awaitable[None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadModel:
-    """What only the head's own ring process is told: the model file and the plan of the ring."""
+    """What only the head's own ring process is told: the model file, and how many steps it may keep in flight."""
 
     path: Path
-    plan: Plan
+    depth: int
 
 
 class WindowLoad:
@@ -90,17 +90,18 @@ class WindowLoad:
         cache.touch({ref.digest for ref in self.layers})
 
     def key(self, extra_buffers: Sequence[bool]) -> LoadKey:
-        """What the ring process will have loaded."""
+        """What the ring process will have loaded; of a window that streams there are no copies in extra buffers."""
         load = self._load
         return LoadKey(
             windows=tuple(
-                (spec.first, spec.last, tuple(ref.digest for ref in spec.layers), on_gpu)
-                for spec, on_gpu in zip(load.windows, load.gpu_layers, strict=True)
+                (spec.first, spec.last, tuple(ref.digest for ref in spec.layers), assignment.gpu_layers)
+                for spec, assignment in zip(load.windows, load.assignments, strict=True)
             ),
             width=load.width,
-            extra_buffers=tuple(extra_buffers),
-            streamed=tuple(load.streamed) or ((),) * len(load.windows),
-            slots=load.slots,
+            extra_buffers=tuple(
+                extra and not assignment.streamed_bytes
+                for extra, assignment in zip(extra_buffers, load.assignments, strict=True)
+            ),
             options=self.options,
         )
 
@@ -131,9 +132,8 @@ class WindowLoad:
     def _place_windows(self) -> list[WindowFiles]:
         load, model = self._load, self._model
         if model is not None and load.route == 1:
-            return [whole_model(model.path, model.plan)]
-        output_on_gpu = model is not None and model.plan.output_on_gpu
-        files = place_windows(self._place, load.windows, load.gpu_layers, self.number, output_on_gpu)
+            return [whole_model(model.path, load.assignments[0])]
+        files = place_windows(self._place, load.windows, load.assignments, self.number)
         for window in files:
             read_header(Path(window.metadata))  # the head wrote it: judged before llama.cpp sees it
         return files
@@ -143,16 +143,15 @@ class WindowLoad:
         return Open(
             ring=load.ring,
             epoch=load.epoch,
-            windows=open_windows(load.windows, files, key.extra_buffers, key.streamed),
+            windows=open_windows(load.windows, files, load.assignments, key.extra_buffers),
             route=load.route,
             width=load.width,
             model=None if model is None else str(model.path),
             host=self._config.host,
-            depth=1 if model is None else len(model.plan.devices),
+            depth=1 if model is None else model.depth,
             step_timeout_s=load.step_timeout_s,
             options=self.options,
-            slots=load.slots,
-            room_bytes=load.room_bytes,
+            ahead_bytes=load.ahead_bytes,
             usage=str(self._place.usage),
         )
 
@@ -160,27 +159,11 @@ class WindowLoad:
 def open_windows(
     specs: Sequence[WindowSpec],
     files: Sequence[WindowFiles],
+    assignments: Sequence[WindowAssignment],
     extra_buffers: Sequence[bool],
-    streamed: Sequence[tuple[int, ...]],
 ) -> list[OpenWindow]:
-    """The windows as the ring process is told to load them; one that streams needs no extra buffers."""
+    """The windows as the ring process is told to load them."""
     return [
-        OpenWindow(window=spec.window, files=placed, extra_buffers=extra and not streams, streamed=streams)
-        for spec, placed, extra, streams in zip(specs, files, extra_buffers, streamed, strict=True)
-    ]
-
-
-def streamed_of(plan: Plan, device: str) -> list[tuple[int, ...]]:
-    """For each window of ``device`` the layers that it streams, counted from the window's first.
-
-    Behind the last layer of the tail window comes the output matrix.
-    """
-    streamed = plan.streaming_of(device).layers
-    return [
-        tuple(
-            layer - window.first
-            for layer in (*window.layers, plan.layer_count)
-            if layer in streamed and (layer < plan.layer_count or window is plan.route[-1])
-        )
-        for _, window in plan.windows_of(device)
+        OpenWindow(window=spec.window, files=placed, assignment=assignment, extra_buffers=extra)
+        for spec, placed, assignment, extra in zip(specs, files, assignments, extra_buffers, strict=True)
     ]

@@ -24,7 +24,7 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
         load.epoch,
         inputs.station,
         inputs.profile,
-        HeadModel(path=inputs.model.header.path, plan=inputs.promise.plan),
+        HeadModel(path=inputs.model.header.path, depth=len(inputs.promise.plan.devices)),
     )
     head, reporter = inputs.promise.plan.head, inputs.reporter
 

@@ -87,7 +87,7 @@ class Planner:
             names = [device.device for device in devices[: len(windows)]]
             plan = plan_by_hand(names, windows, options.rounds, model.profile)
             plan = stream_by_hand(plan, devices[: len(windows)], model.profile, workload)
-            return Promise(plan=plan, prediction=None), 0.0
+            return Promise.of(plan, model.profile, None), 0.0
         if len(devices) > 1:
             cuttable(model.header)
         names = [device.device for device in devices]
@@ -103,4 +103,4 @@ class Planner:
             ),
             background=background,
         )
-        return Promise(plan=solution.plan, prediction=solution.prediction), solution.objective_s
+        return Promise.of(solution.plan, model.profile, solution.prediction), solution.objective_s

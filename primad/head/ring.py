@@ -17,7 +17,6 @@ import psutil
 from halda import Plan, Prediction
 from primad.daemon.layer_files import distrust, release_files
 from primad.daemon.loaded_process import LoadedProcess
-from primad.daemon.loading import streamed_of
 from primad.errors import ClusterError, ModelError, NextDeviceError, PrimadError, RingError, WeightsError
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.head.blame import ParticipationError, blamed
@@ -191,7 +190,7 @@ class HeadRing:
 
     def describe(self) -> list[str]:
         """Who computes what, a line a device."""
-        return plan_lines(self.plan)
+        return plan_lines(self.plan, self._inputs.promise.assignments)
 
     async def status(self) -> dict[str, Any]:
         """What every device did and holds now, as plain data; a device that does not answer in time has no figures.
@@ -214,7 +213,15 @@ class HeadRing:
             if status is not None:
                 costs = self._costs[name] = costs.after(status, len(self.plan.windows_of(name)))
             devices.append(
-                device_status(self.plan, self.prediction, name, status, costs, daemon_rss_bytes=daemon_rss_bytes)
+                device_status(
+                    self.plan,
+                    self.prediction,
+                    self._inputs.promise.assignments[name],
+                    name,
+                    status,
+                    costs,
+                    daemon_rss_bytes=daemon_rss_bytes,
+                )
             )
         return {
             "epoch": self.epoch,
@@ -278,7 +285,8 @@ class HeadRing:
             route=len(self.plan.route),
             width=token_embedding(self._inputs.model.header).shape[0],
             windows=specs[name],
-            gpu_layers=[window.gpu_layers for _, window in self.plan.windows_of(name)],
+            assignments=list(self._inputs.promise.assignments[name].windows),
+            ahead_bytes=self._inputs.promise.assignments[name].ahead_bytes,
             probe=None,
             force_extra_buffers=options.extra_buffers == "on",
             sources=sources,
@@ -287,9 +295,6 @@ class HeadRing:
             rows=options.rows,
             step_timeout_s=options.step_timeout_s,
             place=place,
-            streamed=streamed_of(self.plan, name),
-            slots=self.plan.streaming_of(name).slots,
-            room_bytes=self._inputs.promise.room_bytes(name),
             kv_type=options.kv_type,
         )
 

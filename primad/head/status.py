@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from halda import LinkProfile, Plan, Prediction
+from halda import Assignment, LinkProfile, Plan, Prediction
 from primad.api.status import DeviceStatus, LinkStatus, MemoryFigures, PlannedFigures, Promises, RingFigures
 from primad.ring.messages import Status
 
@@ -55,7 +56,7 @@ def _goes_on(before: Costs, status: Status) -> bool:
     )
 
 
-def plan_lines(plan: Plan) -> list[str]:
+def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
     """Who computes what, a line a device, and who is left out."""
     lines = []
     for name in plan.devices:
@@ -63,39 +64,33 @@ def plan_lines(plan: Plan) -> list[str]:
             f"{window.first}-{window.last - 1}" if len(window.layers) > 1 else str(window.first)
             for _, window in plan.windows_of(name)
         )
-        streamed, output = _streaming(plan, name)
-        also = " and the output matrix" if output else ""
-        streams = f", {streamed} of them{also} streamed" if streamed or output else ""
-        lines.append(f"{name}: {plan.layers_of(name)} layers ({windows}){streams}")
+        kept = assignments[name]
+        also = " and the output matrix" if kept.streams_output else ""
+        streams = f", {kept.streamed_layers} of them{also} streamed" if kept.streamed_layers else ""
+        lines.append(f"{name}: {kept.layers} layers ({windows}){streams}")
     lines += [f"{left.device} is left out: {left.reason}" for left in plan.left_out]
     return lines
-
-
-def _streaming(plan: Plan, name: str) -> tuple[int, bool]:
-    """How many layers of the device ``name`` stream, and whether the output matrix does."""
-    units = plan.streaming_of(name).layers
-    output = plan.layer_count in units
-    return len(units) - output, output
 
 
 def device_status(
     plan: Plan,
     prediction: Prediction | None,
+    kept: Assignment,
     name: str,
     status: Status | None,
     costs: Costs,
     daemon_rss_bytes: int,
 ) -> DeviceStatus:
-    """What the device ``name`` computes, did, holds and was planned to; ``status`` is None when it did not answer."""
+    """What the device ``name`` computes, did, holds and was planned to keep; ``status`` is None when it did not answer."""
     return DeviceStatus(
         name=name,
         role="head" if name == plan.head else "worker",
         windows=[(window.first, window.last) for _, window in plan.windows_of(name)],
-        layers=plan.layers_of(name),
+        layers=kept.layers,
         daemon_rss_bytes=daemon_rss_bytes,
         ring=None if status is None else _figures(status),
-        memory=_memory(status, costs, plan.layers_of(name)),
-        predicted=_planned(plan, prediction, name),
+        memory=_memory(status, costs),
+        predicted=_planned(prediction, kept, name),
     )
 
 
@@ -133,26 +128,14 @@ def _figures(status: Status) -> RingFigures:
     )
 
 
-def _memory(status: Status | None, costs: Costs, layers: int) -> MemoryFigures:
-    if status is None:
+def _memory(status: Status | None, costs: Costs) -> MemoryFigures:
+    if status is None or status.memory is None:
         return MemoryFigures()
-    if status.memory is None:  # all of its ``layers`` are llama.cpp's own copies in memory: nothing can stream
-        return MemoryFigures(
-            resident=layers,
-            streamed=0,
-            streams_output=False,
-            slots=0,
-            streamed_bytes=0,
-            read_bytes=0,
-            stall_s=0.0,
-            bytes_read_per_token=0.0,
-            stall_ms_per_token=0.0,
-        )
     memory = status.memory
     return MemoryFigures(
-        resident=memory.resident - (memory.output == "resident"),
-        streamed=memory.streamed - (memory.output == "streamed"),
-        streams_output=memory.output == "streamed",
+        resident=memory.resident,
+        streamed=memory.streamed,
+        streams_output=memory.streams_output,
         slots=memory.slots,
         resident_bytes=memory.resident_bytes,
         streamed_bytes=memory.streamed_bytes,
@@ -164,15 +147,14 @@ def _memory(status: Status | None, costs: Costs, layers: int) -> MemoryFigures:
     )
 
 
-def _planned(plan: Plan, prediction: Prediction | None, name: str) -> PlannedFigures:
+def _planned(prediction: Prediction | None, kept: Assignment, name: str) -> PlannedFigures:
     for device in prediction.devices if prediction is not None else ():
         if device.device == name:
-            streamed, output = _streaming(plan, name)
             return PlannedFigures(
-                resident=device.layers - streamed,
-                streamed=streamed,
-                streams_output=output,
-                slots=device.slots,
+                resident=kept.resident_layers,
+                streamed=kept.streamed_layers,
+                streams_output=kept.streams_output,
+                slots=kept.slots,
                 ram_bytes=device.ram_bytes,
                 bytes_read_per_token=device.disk_bytes_per_token,
                 stall_ms_per_token=device.stall_s * 1e3,

@@ -25,7 +25,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from halda import DeviceProfile, LinkProfile
+from halda import DeviceProfile, LinkProfile, WindowAssignment
 from primad.engine.protocol import KvType
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
@@ -99,11 +99,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
     ``probe`` is a one-layer window of the same layers to try extra buffers with, or None when they are not to be used.
     ``force_extra_buffers`` skips the probe. ``place`` tells devices of this ring that share a machine apart
-    (see ``ring.spawn.environment``). The last ``gpu_layers[i]`` layers of ``windows[i]`` go to the GPU. A worker may have
-    parts in several epochs at a time: the next ring is loaded while the last one serves. Of ``windows[i]`` the layers
-    ``streamed[i]``, counted from its first, are read each time they are used, through ``slots`` buffers; none without it.
-    ``room_bytes`` more of them may stay than the plan counts.
-    ``kv_type`` is that of the KV cache.
+    (see ``ring.spawn.environment``). A worker may have parts in several epochs at a time: the next ring is loaded while the
+    last one serves. ``assignments[i]`` says what of ``windows[i]`` is on the GPU and how much of it stays in memory; of what
+    streams ``ahead_bytes`` are held ahead. ``kv_type`` is that of the KV cache.
     """
 
     ring: int
@@ -111,7 +109,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     route: int
     width: int
     windows: list[WindowSpec]
-    gpu_layers: list[int]
+    assignments: list[WindowAssignment]
+    ahead_bytes: int
     probe: WindowSpec | None
     force_extra_buffers: bool
     sources: list[Source]
@@ -120,10 +119,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     rows: int
     step_timeout_s: float
     place: int
-    streamed: list[tuple[int, ...]] = []
-    slots: int = 0
-    room_bytes: int = 0
-    kv_type: KvType = "f16"
+    kv_type: KvType
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
@@ -483,12 +479,14 @@ def _check_load(load: Load) -> None:
         raise ProtocolError(f"plan with the impossible place {load.place}")
     if not 0 < load.step_timeout_s < math.inf:
         raise ProtocolError(f"plan with a step timeout of {load.step_timeout_s} s")
-    if not load.windows or len(load.gpu_layers) != len(load.windows):
+    if not load.windows or len(load.assignments) != len(load.windows):
         raise ProtocolError("plan without windows for this device")
     if len({spec.window for spec in load.windows}) != len(load.windows):
         raise ProtocolError("plan with two windows at one place of the route")
-    if any(not 0 <= count <= spec.last - spec.first for count, spec in zip(load.gpu_layers, load.windows, strict=True)):
-        raise ProtocolError("plan with more layers on the GPU than a window has")
+    for spec, assignment in zip(load.windows, load.assignments, strict=True):
+        _check_assignment(spec, assignment)
+    if not 0 <= load.ahead_bytes <= MAX_MEMORY_BYTES:
+        raise ProtocolError(f"plan with {load.ahead_bytes} bytes ahead")
     if len(load.sources) > MAX_SOURCES:
         raise ProtocolError(f"plan with {len(load.sources)} sources; at most {MAX_SOURCES} are allowed")
     for source in load.sources:
@@ -500,3 +498,12 @@ def _check_load(load: Load) -> None:
             check_ref(ref)
     if any(not 0 < spec.window < load.route - 1 for spec in load.windows):
         raise ProtocolError("plan gives a worker the head's first or last window")
+
+
+def _check_assignment(spec: WindowSpec, assignment: WindowAssignment) -> None:
+    if (assignment.first, assignment.last) != (spec.first, spec.last) or assignment.output != "none":
+        raise ProtocolError(f"window {spec.window} with the assignment of another one")
+    if not 0 <= assignment.gpu_layers <= assignment.layers:
+        raise ProtocolError("plan with more layers on the GPU than a window has")
+    if assignment.output_bytes or not 0 <= assignment.resident_bytes <= assignment.layer_bytes <= MAX_MEMORY_BYTES:
+        raise ProtocolError(f"window {spec.window} of which {assignment.resident_bytes} bytes are to stay in memory")

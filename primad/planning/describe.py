@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from halda import Plan, as_run
+from halda import Assignment, Plan, as_run, assignments
 from halda.evaluate import DevicePrediction, Prediction
 from halda.instance import Instance
 from halda.solution import Solution
@@ -41,22 +41,22 @@ class DescribedPlan:
 def ring_part(answer: DescribedPlan) -> RingJson:
     """The plan with what it costs."""
     plan, prediction = answer.plan, answer.as_run
+    kept = assignments(plan, answer.instance.model, prediction)
     return RingJson(
         solver="paper" if answer.solution is None else "halda",
         head=plan.head,
         rounds=plan.rounds,
         output_on_gpu=plan.output_on_gpu,
         chunk_rows=prediction.chunk_rows,
-        devices=[_device(answer, device) for device in prediction.devices],
+        devices=[_device(answer, device, kept[device.device]) for device in prediction.devices],
         predicted=predicted_part(answer),
         short=msgspec.convert(prediction.short, list[ShortJson], from_attributes=True),
     )
 
 
-def _device(answer: DescribedPlan, found: DevicePrediction) -> DeviceJson:
+def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) -> DeviceJson:
     plan, model, name = answer.plan, answer.instance.model, found.device
     member = next(member for member in answer.instance.members if member.name == name)
-    streamed = set(plan.streaming_of(name).layers)
     windows = [
         WindowJson(
             index=i,
@@ -64,23 +64,22 @@ def _device(answer: DescribedPlan, found: DevicePrediction) -> DeviceJson:
             last=window.last,
             layers=len(window.layers),
             gpu_layers=window.gpu_layers,
-            streamed_layers=len(streamed.intersection(window.layers)),
+            streamed_layers=kept.streamed_in(place),
         )
-        for i, window in plan.windows_of(name)
+        for place, (i, window) in enumerate(plan.windows_of(name))
     ]
-    layers = [layer for _, window in plan.windows_of(name) for layer in window.layers]
-    weights = sum(model.layers[layer].size_bytes for layer in layers)
-    streamed_bytes = sum(model.layers[layer].size_bytes for layer in streamed.intersection(layers))
+    weights = sum(model.layers[layer].size_bytes for _, window in plan.windows_of(name) for layer in window.layers)
+    streamed_bytes = min(kept.streamed_bytes, kept.layer_bytes)
     return DeviceJson(
         name=name,
         head=name == plan.head,
         windows=windows,
         layers=found.layers,
         gpu_layers=found.gpu_layers,
-        resident_layers=found.resident_layers,
-        streamed_layers=found.streamed_layers,
-        streams_output=found.streams_output,
-        slots=found.slots,
+        resident_layers=kept.resident_layers,
+        streamed_layers=kept.streamed_layers,
+        streams_output=kept.streams_output,
+        slots=kept.slots,
         ram_bytes=found.ram_bytes,
         ram_limit_bytes=member.ram_limit,
         vram_bytes=found.vram_bytes,

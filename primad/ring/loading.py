@@ -9,13 +9,13 @@ from pathlib import Path
 from primad.engine.llama import FirstWindow, LlamaVocabulary, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions, HiddenWindow
 from primad.engine.streaming.streams import StreamedWindow, Streams
-from primad.engine.streaming.units import units_of_model, units_of_window
+from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
 from primad.gguf.architectures import embedding_scale
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.windows import token_embedding
 from primad.ring.head import Head
-from primad.ring.messages import Open, StepLimits
+from primad.ring.messages import Open, OpenWindow, StepLimits
 from primad.ring.scheduler import Scheduler
 
 OnLoaded = Callable[[int], None]
@@ -44,20 +44,18 @@ def limits_of_open(opening: Open) -> StepLimits:
 
 def _streams(opening: Open, header: Header | None) -> Streams:
     """What looks after the units of the windows but those of which llama.cpp makes copies; ``header`` for a whole model."""
+
+    def units(window: OpenWindow) -> WindowUnits | None:
+        if window.extra_buffers:
+            return None
+        return units_of_window(window.files) if header is None else units_of_model(header, window.files)
+
     return Streams(
         (
-            StreamedWindow(
-                index=window.window,
-                layers=window.files.layer_count,
-                streamed=frozenset(window.streamed),
-                units=units_of_window(window.files) if header is None else units_of_model(header, window.files),
-            )
+            StreamedWindow(index=window.window, assignment=window.assignment, units=units(window))
             for window in opening.windows
-            if not window.extra_buffers
         ),
-        slots=opening.slots,
-        room_bytes=opening.room_bytes,
-        alone=opening.route == 1,
+        ahead_bytes=opening.ahead_bytes,
         lock=opening.options.lock,
         usage=Path(opening.usage) if opening.usage is not None else None,
     )

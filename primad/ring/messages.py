@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from halda import WindowAssignment
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError, printable
@@ -255,23 +256,22 @@ class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
 class OpenWindow(msgspec.Struct, frozen=True, kw_only=True):
     """One window to load: its route index and files.
 
-    ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of its weights. ``streamed`` are those of its layers,
-    counted from its first, that are read each time they are used; ``files.layer_count`` stands for the output matrix.
+    ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of its weights. ``assignment`` says how many of its bytes
+    stay in memory.
     """
 
     window: int
     files: WindowFiles
+    assignment: WindowAssignment
     extra_buffers: bool
-    streamed: tuple[int, ...]
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
 
     ``route`` is the number of windows in the route. ``model`` is the path of the model file on the head and None on a
-    worker; ``width`` is that of the hidden state. ``depth`` bounds the steps that the head keeps in flight. Streamed layers
-    of all windows pass through ``slots`` buffers of the size of the largest one; 0 where nothing streams. Of them
-    ``room_bytes`` more may stay. How often experts are used is kept in the folder ``usage``, or nowhere.
+    worker; ``width`` is that of the hidden state. ``depth`` bounds the steps that the head keeps in flight. Of what
+    streams ``ahead_bytes`` are held ahead. How often experts are used is kept in the folder ``usage``, or nowhere.
     """
 
     ring: int
@@ -284,8 +284,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     depth: int
     step_timeout_s: float
     options: EngineOptions
-    slots: int
-    room_bytes: int
+    ahead_bytes: int
     usage: str | None
 
 
@@ -294,7 +293,8 @@ class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
 
     ``windows`` are pairs (old route index, new route index); a window that none of them names is released. Everything of
     the epoch before is dropped: KV cells, links and their keys, steps on their way. The answer is another ``Opened``, and
-    a ``Connect`` must follow. The other fields are as in ``Open``; context, rows, threads and slots stay as they were.
+    a ``Connect`` must follow. ``assignments`` are those of ``windows`` under the new plan. The other fields are as in
+    ``Open``; context, rows and threads stay as they were.
     """
 
     ring: int
@@ -303,7 +303,8 @@ class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
     route: int
     host: str
     step_timeout_s: float
-    room_bytes: int
+    assignments: list[WindowAssignment]
+    ahead_bytes: int
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect"):
@@ -376,21 +377,22 @@ class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="pressed"):
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What of a ring process's weights is in memory, and what reading the rest cost since it was opened last.
 
-    ``resident`` and ``streamed`` count layers' worth (the output matrix is one more): a share of each may stream. ``slots``
-    counts the layers of which something is read ahead. ``read_bytes`` were read from disk, and steps waited ``stall_s``
-    seconds for it. ``pressure`` is the level of memory pressure on this device: calm, some or high. ``output`` is which of
-    the two the output matrix is, resident or streamed; empty where it is not here.
+    ``resident`` and ``streamed`` count layers' worth, since a share of each may stream, and ``slots`` the layers of which
+    something is read ahead: as assigned, or what memory pressure left of it. ``streams_output``: so does the output matrix,
+    which is no layer. The bytes are those of now: while tokens are drawn, more stays in the room of scratch memory.
+    ``read_bytes`` were read from disk, and steps waited ``stall_s`` seconds for it. ``pressure`` is the level of memory
+    pressure on this device: calm, some or high.
     """
 
     resident: int
     streamed: int
+    streams_output: bool
     slots: int
     resident_bytes: int
     streamed_bytes: int
     read_bytes: int
     stall_s: float
     pressure: str
-    output: str = ""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):

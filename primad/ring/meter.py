@@ -7,7 +7,7 @@ from typing import Final
 
 import psutil
 
-from primad.engine.streaming.prefetch import Streamer
+from halda.assignment import layers_worth
 from primad.engine.streaming.streams import Streams
 from primad.ring.messages import MemoryStatus, Status
 
@@ -24,7 +24,7 @@ class Meter:
         self.hop_s: deque[float] = deque(maxlen=HOPS_KEPT)
 
     def status(self, refused: int, streams: Streams) -> Status:
-        """The figures until now; ``streams`` looks after the weights, where these are not llama.cpp's own copies."""
+        """The figures until now; ``streams`` looks after the weights."""
         memory = psutil.Process().memory_info()
         return Status(
             steps=self.steps,
@@ -34,25 +34,39 @@ class Meter:
             rss_bytes=memory.rss,
             private_bytes=memory.rss - getattr(memory, "shared", 0),
             refused=refused,
-            memory=None if streams.streamer is None else _memory(streams.streamer, streams.outputs),
+            memory=_memory(streams),
         )
 
 
-def _memory(streamer: Streamer, outputs: frozenset[int]) -> MemoryStatus:
-    now, experts = streamer.residency, streamer.experts
-    by_expert = frozenset() if experts is None else experts.units.intersection(now.resident)
-    total = 0 if experts is None else experts.pool.total_bytes
-    shares = [part / size for part, size in zip(now.part_sizes, now.sizes, strict=True)]
-    parted = sum(share for unit, share in enumerate(shares) if unit not in outputs)
-    streamed = max(round(parted), parted > 0) + len(outputs & now.streamed) + len(by_expert)
+def _memory(streams: Streams) -> MemoryStatus:
+    kept, streamer = streams.assigned, streams.streamer
+    if streamer is None:
+        return MemoryStatus(
+            resident=kept.layers,
+            streamed=0,
+            streams_output=False,
+            slots=0,
+            resident_bytes=kept.resident_bytes,
+            streamed_bytes=0,
+            read_bytes=0,
+            stall_s=0.0,
+            pressure="calm",
+        )
+    now, total = streamer.residency, streamer.experts.pool.total_bytes if streamer.experts is not None else 0
+    streamed, streams_output, slots = kept.streamed_layers, kept.streams_output, kept.slots
+    if streamer.is_short:
+        layers = [unit for unit in range(len(now.sizes)) if unit not in streams.outputs]
+        part = sum(now.part_sizes[unit] for unit in layers) + total - now.pool_bytes
+        streamed = layers_worth(part, sum(now.sizes[unit] for unit in layers) + total, len(layers))
+        streams_output, slots = bool(streams.outputs & now.streamed), len(now.wanted(0))
     return MemoryStatus(
-        resident=len(now.sizes) - streamed,
+        resident=kept.layers - streamed,
         streamed=streamed,
-        slots=len(now.wanted(0)),
+        streams_output=streams_output,
+        slots=slots,
         resident_bytes=now.resident_bytes + now.pool_bytes,
         streamed_bytes=now.streamed_bytes + total - now.pool_bytes,
         read_bytes=streamer.read_bytes,
         stall_s=streamer.stall_s,
         pressure=streamer.level,
-        output=("streamed" if outputs & now.streamed else "resident") if outputs else "",
     )

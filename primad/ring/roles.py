@@ -108,7 +108,7 @@ class WorkerRole:
         self._links.close()
         self._links = Links(reopen.host, limits, timings=_within(self._timings, reopen.step_timeout_s))
         self._streams.end()  # before any window is unmapped
-        self._streams = self._streams.reopened(reopen.windows, reopen.room_bytes)
+        self._streams = self._streams.reopened(reopen.windows, reopen.assignments, reopen.ahead_bytes)
         for window in self._windows.values():
             if window in kept.values():
                 _forget(window, self._options)

@@ -50,7 +50,8 @@ class Parking:
             route=load.route,
             host=self._config.host,
             step_timeout_s=load.step_timeout_s,
-            room_bytes=load.room_bytes,
+            assignments=load.assignments,
+            ahead_bytes=load.ahead_bytes,
         )
         process.indices = following
         await process.send(reopen)

@@ -7,9 +7,9 @@ second to load, is imported when something is solved.
 from typing import TYPE_CHECKING, Any
 
 from halda.arrange import arrange
+from halda.assignment import Assignment, WindowAssignment, as_run, assignments
 from halda.evaluate import OBJECTIVES, DevicePrediction, Objective, Prediction, Short, evaluate, residency
 from halda.instance import Instance, instance
-from halda.parted import as_run
 from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
 from halda.profile import (
     BATCH_ROWS,
@@ -51,6 +51,7 @@ __all__ = [
     "KV_TYPES",
     "OBJECTIVES",
     "PREFILL_ROWS",
+    "Assignment",
     "CacheType",
     "CpuProfile",
     "DevicePrediction",
@@ -72,9 +73,11 @@ __all__ = [
     "Streaming",
     "TypeSpeed",
     "Window",
+    "WindowAssignment",
     "Workload",
     "arrange",
     "as_run",
+    "assignments",
     "evaluate",
     "instance",
     "residency",

@@ -147,7 +147,7 @@ class Instance:
     @cached_property
     def slot_bytes(self) -> int:
         """Size of a slot: every layer of the model fits."""
-        return max(kind.size_bytes for kind in self.kinds)
+        return self.model.slot_bytes
 
     @cached_property
     def output_excess_bytes(self) -> int:
@@ -156,8 +156,7 @@ class Instance:
 
     def ahead_bytes(self, slots: int, *, output: bool) -> int:
         """What a device may hold of what it streams through ``slots``; ``output``: of the output matrix too."""
-        least = MIN_SLOTS * self.slot_bytes + self.output_excess_bytes if output else 0
-        return max(slots * self.slot_bytes, least)
+        return ahead_bytes(self.model, slots, output=output)
 
     @cached_property
     def members(self) -> tuple[Member, ...]:
@@ -309,6 +308,13 @@ def instance(
         workload=workload,
         limits=limits,
     )
+
+
+def ahead_bytes(model: ModelProfile, slots: int, *, output: bool) -> int:
+    """What may be held of what streams through ``slots``; an output matrix and a layer have room where both stream."""
+    slot = model.slot_bytes
+    least = (MIN_SLOTS - 1) * slot + max(slot, model.output_bytes) if output else 0
+    return max(slots * slot, least)
 
 
 def _least(available: int, limit: int | None) -> int:

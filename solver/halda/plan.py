@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+OutputPlace = Literal["none", "cpu", "gpu"]
+"""Where a device or a window has the output matrix, if it has it."""
 
 
 class Infeasible(Exception):  # noqa: N818  (the solver's word for it)
@@ -98,6 +102,12 @@ class Plan:
     def streams_output(self) -> bool:
         """Whether the output matrix is read from disk for each token."""
         return self.layer_count in self.streaming_of(self.head).layers
+
+    def output_place(self, device: str) -> OutputPlace:
+        """Where ``device`` has the output matrix: the head's tail window ends in it."""
+        if device != self.head:
+            return "none"
+        return "gpu" if self.output_on_gpu else "cpu"
 
     @property
     def devices(self) -> tuple[str, ...]:

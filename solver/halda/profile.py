@@ -180,6 +180,11 @@ class ModelProfile:
     cut_multiple: int
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: the largest layer fits."""
+        return max(layer.size_bytes for layer in self.layers)
+
+    @property
     def output_bytes(self) -> int:
         """Bytes of the output matrix."""
         return sum(self.output_bytes_by_type.values())

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from halda import DeviceProfile, LinkProfile
+from halda.assignment import in_memory
 from primad.errors import ProtocolError
 from primad.gguf.layers import HEADER_BYTES, LayerRef, LayerTensor, check_ref, layer_header
 from primad.gguf.windows import WindowSpec
@@ -51,7 +52,8 @@ def a_load(**changes: Any) -> cluster.Load:
         route=4,
         width=64,
         windows=[window],
-        gpu_layers=[0],
+        assignments=[in_memory(2, 4)],
+        ahead_bytes=0,
         probe=msgspec.structs.replace(window, window=0, last=3, layers=(a_ref(),)),
         force_extra_buffers=False,
         sources=[SOURCE],
@@ -59,6 +61,7 @@ def a_load(**changes: Any) -> cluster.Load:
         sequences=1,
         rows=64,
         place=0,
+        kv_type="f16",
         step_timeout_s=5.0,
     )
     return msgspec.structs.replace(load, **changes)
@@ -210,7 +213,7 @@ def test_a_changed_message_is_refused_or_can_be_used(data):
 def assert_loadable(load: cluster.Load) -> None:
     """What the code behind ``decode_from_head`` relies on."""
     numbers = [spec.window for spec in load.windows]
-    assert len(numbers) == len(load.gpu_layers) == len(set(numbers)) > 0
+    assert len(numbers) == len(load.assignments) == len(set(numbers)) > 0
     for spec in [*load.windows, *([load.probe] if load.probe else [])]:
         assert len(spec.layers) >= spec.last - spec.first > 0
         for number, ref in enumerate(spec.layers):
@@ -231,13 +234,21 @@ def assert_loadable(load: cluster.Load) -> None:
         {"context": 1 << 40},
         {"sequences": 0},
         {"sequences": 1000},
-        {"windows": [], "gpu_layers": []},
-        {"gpu_layers": []},
-        {"gpu_layers": [0, 0]},
-        {"gpu_layers": [-1]},
-        {"gpu_layers": [3]},
-        {"gpu_layers": [1 << 40]},
-        {"windows": [a_window(), a_window()], "gpu_layers": [0, 0]},
+        {"windows": [], "assignments": []},
+        {"assignments": []},
+        {"assignments": [in_memory(2, 4), in_memory(2, 4)]},
+        {"assignments": [in_memory(2, 4, gpu_layers=-1)]},
+        {"assignments": [in_memory(2, 4, gpu_layers=3)]},
+        {"assignments": [in_memory(2, 4, gpu_layers=1 << 40)]},
+        {"assignments": [in_memory(2, 5)]},
+        {"assignments": [in_memory(2, 4, output="cpu")]},
+        {"assignments": [dataclasses.replace(in_memory(2, 4), resident_bytes=1)]},
+        {"assignments": [dataclasses.replace(in_memory(2, 4), layer_bytes=1, resident_bytes=-1)]},
+        {"assignments": [dataclasses.replace(in_memory(2, 4), layer_bytes=1 << 60)]},
+        {"assignments": [dataclasses.replace(in_memory(2, 4), output_bytes=1)]},
+        {"ahead_bytes": -1},
+        {"ahead_bytes": 1 << 60},
+        {"windows": [a_window(), a_window()], "assignments": [in_memory(2, 4)] * 2},
         {"windows": [a_window(window=0)]},
         {"windows": [a_window(window=3)]},
         {"windows": [a_window(window=-1)]},

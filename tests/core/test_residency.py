@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from itertools import pairwise
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from primad.engine.streaming.residency import Residency, Spread, ahead_bytes, ladder, two_slots
+from primad.engine.streaming.residency import Residency, Spread, ladder, two_slots
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=24)
 
@@ -187,12 +188,6 @@ def test_an_output_matrix_is_the_last_to_stream(layers):
         assert len(layers) not in level.streamed or set(range(len(layers))) <= level.streamed
 
 
-def test_slots_are_of_the_size_of_the_largest_layer():
-    assert ahead_bytes([10, 20, 30], [], [0, 1], 2) == 0
-    assert ahead_bytes([10, 20, 30], [0, 1], [0, 1], 3) == 60
-    assert ahead_bytes([10, 20, 100], [0, 1, 2], [0, 1], 2) == 120, "an output matrix takes the place of one of two"
-
-
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 11))
 def test_as_many_units_are_wanted_as_there_are_slots(count, slots, position):
     residency = Residency.whole((10,) * count, frozenset(range(count)), 10 * slots)
@@ -217,6 +212,16 @@ def test_a_spread_holds_no_more_than_it_may_unless_everything_streams(spread, he
         if spread.in_groups and len(cuts) > 1 and begin < end:
             assert cuts[0] <= begin < end <= cuts[-1], "what it shares with its neighbours stays"
     assert found.room_bytes <= max(spread.ahead_bytes, two_slots(found.part_sizes, found.streamed))
+
+
+@given(spreads(), st.integers(0, 1200))
+def test_a_spread_keeps_what_it_is_told_and_hardly_less(spread, resident):
+    found = spread.keeping(resident)
+    if found.resident_bytes > resident:
+        assert found == spread.keeping(0), "all streams that can"
+    else:
+        large = sum(size for size in spread.sizes if size > 1.5 * statistics.median(spread.sizes))
+        assert found.resident_bytes >= min(resident, sum(spread.sizes)) - steps(spread) - large
 
 
 @given(spreads())

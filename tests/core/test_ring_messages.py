@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from halda.assignment import in_memory
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.errors import ProtocolError
 from primad.ring.messages import (
@@ -274,7 +275,7 @@ COMMANDS = [
     Open(
         ring=1,
         epoch=2,
-        windows=[OpenWindow(window=1, files=FILES, extra_buffers=False, streamed=())],
+        windows=[OpenWindow(window=1, files=FILES, assignment=in_memory(0, 1), extra_buffers=False)],
         route=3,
         width=8,
         model=None,
@@ -282,11 +283,19 @@ COMMANDS = [
         depth=2,
         step_timeout_s=5.0,
         options=EngineOptions(context=64, sequences=1, rows=8, threads=1, batch_threads=2, kv_type="f16", lock=False),
-        slots=0,
-        room_bytes=0,
+        ahead_bytes=0,
         usage="/home/primad/expert-usage",
     ),
-    Reopen(ring=1, epoch=2, windows=[(1, 4), (3, 1)], route=6, host="::1", step_timeout_s=5.0, room_bytes=7),
+    Reopen(
+        ring=1,
+        epoch=2,
+        windows=[(1, 4), (3, 1)],
+        route=6,
+        host="::1",
+        step_timeout_s=5.0,
+        assignments=[in_memory(0, 1), in_memory(2, 4)],
+        ahead_bytes=7,
+    ),
     Connect("tcp://127.0.0.1:1", "k" * 40, "s" * 40),
     generate(1, [1, 2], sampled=[3]),
     Cancel(1),

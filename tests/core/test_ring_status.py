@@ -7,11 +7,15 @@ import dataclasses
 import msgspec
 import pytest
 
-from halda import DevicePrediction, LinkProfile, Plan, Prediction, Streaming, Window
+from halda import DevicePrediction, LinkProfile, Plan, Prediction, Streaming, Window, assignments
+from halda.assignment import in_memory
 from primad.api.backend import Health
 from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
+from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.head.status import Costs, device_status, link_status, plan_lines, promises
 from primad.ring.messages import MemoryStatus, Status
+from primad.ring.meter import Meter
+from tests.fakes.planning import model
 
 PLAN = Plan(
     rounds=2,
@@ -21,11 +25,15 @@ PLAN = Plan(
     ),
     output_on_gpu=False,
     streaming=(
-        Streaming(device="desk", layers=(2, 12, 25), slots=3),
+        Streaming(device="desk", layers=(2, 3, 12), slots=2),
         Streaming(device="lap", layers=(6, 8, 16), slots=2),
     ),
     left_out=(),
 )
+
+
+MODEL = dataclasses.replace(model(layers=25, layer_bytes=100), output_bytes_by_type={"Q4_K": 100})
+KEPT = assignments(PLAN, MODEL, None)
 
 
 def predicted(device: str, **figures: float) -> DevicePrediction:
@@ -55,6 +63,7 @@ def memory(read_bytes: int = 0, stall_s: float = 0.0, pressure: str = "calm") ->
     return MemoryStatus(
         resident=7,
         streamed=3,
+        streams_output=False,
         slots=2,
         resident_bytes=700,
         streamed_bytes=300,
@@ -116,7 +125,7 @@ def test_a_process_that_says_nothing_of_its_memory_has_no_means():
 
 def test_the_memory_of_a_device_stands_beside_what_was_planned():
     said = status(20, memory(6000, 0.5, "some"))
-    found = device_status(PLAN, PREDICTION, "lap", said, Costs().after(said, 2), daemon_rss_bytes=77)
+    found = device_status(PLAN, PREDICTION, KEPT["lap"], "lap", said, Costs().after(said, 2), daemon_rss_bytes=77)
     assert (found.role, found.windows, found.layers, found.daemon_rss_bytes) == ("worker", [(5, 10), (15, 20)], 10, 77)
     assert found.memory == MemoryFigures(
         resident=7,
@@ -135,7 +144,7 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
         resident=7,
         streamed=3,
         streams_output=False,
-        slots=2,
+        slots=6,
         ram_bytes=900,
         bytes_read_per_token=300,
         stall_ms_per_token=20,
@@ -146,25 +155,20 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
 
 
 def test_the_output_matrix_is_no_layer():
-    """Desk streams it: index 25, behind the last layer."""
-    found = device_status(PLAN, PREDICTION, "desk", None, Costs(), daemon_rss_bytes=0).predicted
-    assert (found.resident, found.streamed, found.streams_output, found.slots) == (13, 2, True, 3)
-    held = dataclasses.replace(PLAN, streaming=())
-    found = device_status(held, PREDICTION, "desk", None, Costs(), daemon_rss_bytes=0).predicted
-    assert (found.resident, found.streamed, found.streams_output) == (15, 0, False)
-
-
-@pytest.mark.parametrize(
-    ("output", "counts"), [("", (7, 3, False)), ("resident", (6, 3, False)), ("streamed", (7, 2, True))]
-)
-def test_a_ring_process_says_where_the_output_matrix_is(output, counts):
-    said = status(3, msgspec.structs.replace(memory(), output=output))
-    found = device_status(PLAN, PREDICTION, "desk", said, Costs(), daemon_rss_bytes=0).memory
-    assert (found.resident, found.streamed, found.streams_output) == counts
+    """It streams when all layers do; a ring process tells it apart as well."""
+    units = Streaming(device="desk", layers=(*range(5), *range(10, 15), *range(20, 26)), slots=2)
+    kept = assignments(dataclasses.replace(PLAN, streaming=(units,)), MODEL, None)["desk"]
+    said = status(3, msgspec.structs.replace(memory(), streams_output=True))
+    found = device_status(PLAN, PREDICTION, kept, "desk", said, Costs(), daemon_rss_bytes=0)
+    assert (found.predicted.resident, found.predicted.streamed, found.predicted.streams_output) == (0, 15, True)
+    assert (found.memory.resident, found.memory.streamed, found.memory.streams_output) == (7, 3, True)
+    kept = assignments(dataclasses.replace(PLAN, streaming=()), MODEL, None)["desk"]
+    found = device_status(PLAN, PREDICTION, kept, "desk", None, Costs(), daemon_rss_bytes=0)
+    assert (found.predicted.resident, found.predicted.streamed, found.predicted.streams_output) == (15, 0, False)
 
 
 def test_what_is_not_known_is_null():
-    found = device_status(PLAN, None, "desk", None, Costs(), daemon_rss_bytes=0)
+    found = device_status(PLAN, None, KEPT["desk"], "desk", None, Costs(), daemon_rss_bytes=0)
     plain = msgspec.json.decode(msgspec.json.encode(found))
     assert found.role == "head"
     assert plain["ring"] is None
@@ -174,14 +178,17 @@ def test_what_is_not_known_is_null():
 
 
 def test_who_holds_copies_of_all_its_weights_streams_and_reads_nothing():
-    figures = device_status(PLAN, None, "desk", status(3, None), Costs(), daemon_rss_bytes=0).memory
-    assert (figures.resident, figures.streamed, figures.slots) == (PLAN.layers_of("desk"), 0, 0)
-    assert (figures.bytes_read_per_token, figures.stall_ms_per_token, figures.streams_output) == (0, 0, False)
+    window = dataclasses.replace(in_memory(3, 7), layer_bytes=400, resident_bytes=400)
+    streams = Streams([StreamedWindow(index=1, assignment=window, units=None)], ahead_bytes=0, lock=False, usage=None)
+    said = Meter().status(0, streams)
+    figures = device_status(PLAN, None, KEPT["desk"], "desk", said, Costs(), daemon_rss_bytes=0).memory
+    assert (figures.resident, figures.streamed, figures.slots, figures.streams_output) == (4, 0, 0, False)
+    assert (figures.resident_bytes, figures.streamed_bytes, figures.read_bytes, figures.stall_s) == (400, 0, 0, 0)
 
 
 def test_the_body_says_whether_it_serves_and_what_the_ring_says():
     link = LinkProfile(source="desk", target="lap", address="10.0.0.2", round_trip_s=0.002, bytes_per_s=1e6)
-    found = device_status(PLAN, PREDICTION, "lap", None, Costs(), daemon_rss_bytes=0)
+    found = device_status(PLAN, PREDICTION, KEPT["lap"], "lap", None, Costs(), daemon_rss_bytes=0)
     ring = {
         "epoch": 4,
         "rounds": 2,
@@ -221,8 +228,13 @@ def test_the_body_without_a_ring():
 
 
 def test_the_owner_is_told_who_streams():
-    lines = plan_lines(dataclasses.replace(PLAN, streaming=PLAN.streaming[:1]))
-    assert lines == [
-        "desk: 15 layers (0-4, 10-14, 20-24), 2 of them and the output matrix streamed",
+    units = Streaming(device="desk", layers=(*range(5), *range(10, 15), *range(20, 26)), slots=2)
+    plan = dataclasses.replace(PLAN, streaming=(units,))
+    assert plan_lines(plan, assignments(plan, MODEL, None)) == [
+        "desk: 15 layers (0-4, 10-14, 20-24), 15 of them and the output matrix streamed",
         "lap: 10 layers (5-9, 15-19)",
+    ]
+    assert plan_lines(PLAN, KEPT) == [
+        "desk: 15 layers (0-4, 10-14, 20-24), 3 of them streamed",
+        "lap: 10 layers (5-9, 15-19), 3 of them streamed",
     ]

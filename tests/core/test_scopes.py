@@ -111,7 +111,8 @@ def test_a_load_and_the_targets_of_links_get_every_way():
         route=3,
         width=8,
         windows=[],
-        gpu_layers=[],
+        assignments=[],
+        ahead_bytes=0,
         probe=None,
         force_extra_buffers=False,
         sources=[Source(device="desk", key=KEY, endpoints=["tcp://[fe80::9]:1", "tcp://10.0.0.1:1"])],
@@ -120,6 +121,7 @@ def test_a_load_and_the_targets_of_links_get_every_way():
         rows=16,
         step_timeout_s=5.0,
         place=0,
+        kv_type="f16",
     )
     (source,) = scopes(ETH).of_load(load).sources
     assert source.endpoints == ["tcp://[fe80::9%3]:1", "tcp://10.0.0.1:1"]

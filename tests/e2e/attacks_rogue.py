@@ -12,6 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from halda.assignment import in_memory
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
 from primad.network.layer_messages import CHUNK_BYTES, MAX_ASKED, AskPresent, FetchChunk, FetchDigests, Source
@@ -51,7 +52,8 @@ LOAD = Load(
     route=3,
     width=576,
     windows=[WindowSpec(window=1, first=0, last=1, metadata=b"GGUF", layers=(SMALL,))],
-    gpu_layers=[0],
+    assignments=[in_memory(0, 1)],
+    ahead_bytes=0,
     probe=None,
     force_extra_buffers=False,
     sources=[],
@@ -60,6 +62,7 @@ LOAD = Load(
     rows=32,
     step_timeout_s=5.0,
     place=0,
+    kv_type="f16",
 )
 FLOOD = 400
 

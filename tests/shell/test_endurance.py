@@ -77,6 +77,7 @@ def status(steps: int, read_bytes: int, stall_s: float) -> Status:
     memory = MemoryStatus(
         resident=20,
         streamed=8,
+        streams_output=False,
         slots=2,
         resident_bytes=0,
         streamed_bytes=0,

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from halda import WindowAssignment
 from primad.engine.llama import FirstWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.engine.streaming.expert_loader import ExpertLoader
@@ -56,19 +57,32 @@ def files_of(header):
     return WindowFiles(metadata=str(header.path), layers=(), layer_count=count, gpu_layers=0, output_on_gpu=False)
 
 
+def assigned(first, units, streamed, slots):
+    """Of a window of ``units`` all but what of the layers ``streamed``, or the output, has no room in ``slots``."""
+    sizes = [sum(part.size for part in unit) for unit in units.layers]
+    output = sum(part.size for part in units.output)
+    streams = [size for unit, size in enumerate([*sizes, output]) if unit in streamed]
+    held = max(slots * max(sizes), sum(sorted(streams)[-2:]))
+    return WindowAssignment(
+        first=first,
+        last=first + len(sizes),
+        gpu_layers=0,
+        output="cpu" if output else "none",
+        layer_bytes=sum(sizes),
+        output_bytes=output,
+        resident_bytes=sum(sizes) + output - max(0, sum(streams) - held),
+    )
+
+
 class Run:
     """The whole model, with ``streamed`` layers (None: nothing streams) and so many ``slots``."""
 
     def __init__(self, header, streamed, slots=2, usage=None):
         files = files_of(header)
         self.position = 0
-        window = StreamedWindow(
-            index=0,
-            layers=files.layer_count,
-            streamed=frozenset(streamed if streamed is not None else ()),
-            units=units_of_model(header, files),
-        )
-        self.streams = Streams([window], slots=slots, room_bytes=0, alone=True, lock=False, usage=usage)
+        units = units_of_model(header, files)
+        window = StreamedWindow(index=0, assignment=assigned(0, units, streamed or (), slots), units=units)
+        self.streams = Streams([window], ahead_bytes=0, lock=False, usage=usage)
         with self.streams.loading():
             self.model = WholeModel(
                 files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False
@@ -156,11 +170,10 @@ def test_windows_of_layer_files_share_one_pool(tmp_path):
             models[0] = FirstWindow(files, OPTIONS, embedding, extra_buffers=False)
         else:
             models[1] = TailWindow(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False)
-        streamed = frozenset(range(last - first))
-        windows.append(
-            StreamedWindow(index=number, layers=last - first, streamed=streamed, units=units_of_window(files))
-        )
-    streams = Streams(windows, slots=2, room_bytes=0, alone=False, lock=False, usage=tmp_path / "usage")
+        units = units_of_window(files)
+        assignment = assigned(first, units, range(last - first), 1)
+        windows.append(StreamedWindow(index=number, assignment=assignment, units=units))
+    streams = Streams(windows, ahead_bytes=0, lock=False, usage=tmp_path / "usage")
     assert streams.streamer.experts.units == frozenset((0, 1, 2, 3, 4, 5))
     streams.begin(models)
     position = 0
@@ -352,10 +365,12 @@ def test_every_rung_of_pressure_gives_the_same_logits_within_its_room(tmp_path):
 
 def test_a_ring_process_streams_by_expert_and_says_what_is_in_memory(tmp_path):
     header = a_model(tmp_path / "model.gguf", **COARSE)
+    files = files_of(header)
+    assignment = assigned(0, units_of_model(header, files), (0, 1, 3), 2)
     opening = Open(
         ring=1,
         epoch=1,
-        windows=[OpenWindow(window=0, files=files_of(header), extra_buffers=False, streamed=(0, 1, 3))],
+        windows=[OpenWindow(window=0, files=files, assignment=assignment, extra_buffers=False)],
         route=1,
         width=512,
         model=str(header.path),
@@ -363,16 +378,16 @@ def test_a_ring_process_streams_by_expert_and_says_what_is_in_memory(tmp_path):
         depth=1,
         step_timeout_s=5,
         options=OPTIONS,
-        slots=2,
-        room_bytes=0,
+        ahead_bytes=0,
         usage=str(tmp_path / "usage"),
     )
     head, streams = open_head(opening, lambda _: None)
     head._tail.forward(rows(np.array(PROMPT, np.int32), 0))
     pool = streams.streamer.experts.pool
     memory = Meter().status(0, streams).memory
-    assert (memory.resident, memory.streamed) == (1, 4), "the output matrix stays, of each layer some experts do"
-    assert memory.output == "resident"
+    assert (memory.resident, memory.streamed) == (3, 1), "of each layer some experts stay, a layer's worth does not"
+    assert not memory.streams_output
+    assert memory.streamed_bytes == pytest.approx(assignment.streamed_bytes, rel=0.05)
     assert memory.resident_bytes + memory.streamed_bytes == sum(streams.streamer.residency.sizes) + pool.total_bytes
     assert memory.resident_bytes == streams.streamer.residency.held_bytes
     assert memory.read_bytes > 0

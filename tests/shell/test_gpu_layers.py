@@ -7,12 +7,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from halda import Plan, Window
+from halda import Plan, Window, assignments
+from halda.assignment import in_memory
+from halda.plan import OutputPlace
 from primad.daemon.layer_files import Workspace, place_windows, whole_model
 from primad.engine.llama import MiddleWindow, TailWindow, WholeModel, n_gpu_layers
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.gguf.windows import WindowSpec
 from primad.layers.cache import LayerCache
+from tests.fakes.planning import model
 
 OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
 FILES = WindowFiles(metadata="none.gguf", layers=(), layer_count=8, gpu_layers=0, output_on_gpu=False)
@@ -46,7 +49,7 @@ def test_what_llama_cpp_cannot_do_is_our_mistake():
 def test_a_plan_of_one_window_reaches_the_whole_model(gpu_layers, output):
     window = Window(device="desk", first=0, last=8, gpu_layers=gpu_layers)
     plan = Plan(rounds=1, route=(window,), output_on_gpu=output, streaming=(), left_out=())
-    files = whole_model(Path("model.gguf"), plan)
+    files = whole_model(Path("model.gguf"), assignments(plan, model(layers=8), None)["desk"].windows[0])
     assert files == WindowFiles(
         metadata="model.gguf", layers=(), layer_count=8, gpu_layers=gpu_layers, output_on_gpu=output
     )
@@ -56,10 +59,9 @@ def test_only_the_tail_has_an_output(tmp_path):
     place = Workspace(cache=LayerCache(tmp_path), run=tmp_path, verdicts=tmp_path / "verdicts", build="b")
     specs = [WindowSpec(window=i, first=2 * i, last=2 * i + 2, metadata=b"GGUF", layers=()) for i in (0, 2, 4)]
 
-    def placed(**options: bool) -> list[tuple[int, bool]]:
-        return [
-            (files.gpu_layers, files.output_on_gpu) for files in place_windows(place, specs, [2, 1, 0], 1, **options)
-        ]
+    def placed(output: OutputPlace) -> list[tuple[int, bool]]:
+        kept = [in_memory(0, 2, gpu_layers=2), in_memory(4, 6, gpu_layers=1), in_memory(8, 10, output=output)]
+        return [(files.gpu_layers, files.output_on_gpu) for files in place_windows(place, specs, kept, 1)]
 
-    assert placed(output_on_gpu=True) == [(2, False), (1, False), (0, True)]
-    assert placed() == [(2, False), (1, False), (0, False)]
+    assert placed("gpu") == [(2, False), (1, False), (0, True)]
+    assert placed("cpu") == [(2, False), (1, False), (0, False)]

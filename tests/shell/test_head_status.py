@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 from halda import Plan, Window
 from primad.errors import ClusterError
+from primad.head.promise import Promise
 from primad.head.ring import HeadRing
 from primad.ring.messages import MemoryStatus, Report, RingCommand, Status
 from primad.settings.timings import HeadTimings, Timings
+from tests.fakes.planning import model
 
 PLAN = Plan(
     rounds=1,
@@ -24,7 +26,15 @@ PLAN = Plan(
 )
 PATIENCE_S = 180
 MEMORY = MemoryStatus(
-    resident=3, streamed=2, slots=2, resident_bytes=30, streamed_bytes=20, read_bytes=400, stall_s=0.1, pressure="calm"
+    resident=3,
+    streamed=2,
+    streams_output=False,
+    slots=2,
+    resident_bytes=30,
+    streamed_bytes=20,
+    read_bytes=400,
+    stall_s=0.1,
+    pressure="calm",
 )
 
 
@@ -90,7 +100,7 @@ class Lab:
 
     def __init__(self, lap: FakePart, nas: FakePart, timings: HeadTimings) -> None:
         inputs = SimpleNamespace(
-            promise=SimpleNamespace(plan=PLAN, prediction=None),
+            promise=Promise.of(PLAN, model(), None),
             options=SimpleNamespace(epoch=5),
             devices=SimpleNamespace(links=SimpleNamespace(between=lambda names: [])),
             station=SimpleNamespace(timings=Timings(head=timings)),

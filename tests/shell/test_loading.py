@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from halda import Plan, Streaming, Window
 from primad.daemon.layer_files import copy_layers
-from primad.daemon.loading import streamed_of
 from primad.errors import DiskError, ModelError
 from primad.gguf.header import read_header
 from primad.gguf.layers import HEADER_BYTES, LayerCut, cut_layer
@@ -65,19 +63,3 @@ def test_a_model_file_that_went_away_leaves_nothing(layers, tmp_path):
     with pytest.raises(ModelError, match="cannot be read"):
         copy(layers[:1], cache)
     assert cache.layers() == []
-
-
-def test_what_streams_is_counted_from_the_first_layer_of_each_window():
-    route = (
-        Window(device="a", first=0, last=4, gpu_layers=0),
-        Window(device="b", first=4, last=8, gpu_layers=0),
-        Window(device="a", first=8, last=10, gpu_layers=0),
-    )
-    streaming = (Streaming(device="a", layers=(1, 3, 8, 10), slots=2), Streaming(device="b", layers=(5, 6, 7), slots=2))
-    plan = Plan(rounds=1, route=route, output_on_gpu=False, streaming=streaming, left_out=())
-    assert streamed_of(plan, "a") == [(1, 3), (0, 2)], "behind the tail's layers comes the output matrix"
-    assert streamed_of(plan, "b") == [(1, 2, 3)]
-    whole = Window(device="a", first=0, last=3, gpu_layers=0)
-    alone = Streaming(device="a", layers=(0, 1, 2, 3), slots=2)
-    plan = Plan(rounds=1, route=(whole,), output_on_gpu=False, streaming=(alone,), left_out=())
-    assert streamed_of(plan, "a") == [(0, 1, 2, 3)]

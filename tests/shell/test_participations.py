@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 
+from halda.assignment import in_memory
 from primad.daemon import loading
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
@@ -66,7 +67,8 @@ def a_load(epoch: int, *, ring: int = 1, first: int = 2, window: int = 1, route:
         route=route,
         width=8,
         windows=[WindowSpec(window=window, first=first, last=first + 2, metadata=b"", layers=())],
-        gpu_layers=[0],
+        assignments=[in_memory(first, first + 2)],
+        ahead_bytes=0,
         probe=None,
         force_extra_buffers=False,
         sources=[],
@@ -75,6 +77,7 @@ def a_load(epoch: int, *, ring: int = 1, first: int = 2, window: int = 1, route:
         rows=16,
         step_timeout_s=5.0,
         place=1,
+        kv_type="f16",
     )
     return msgspec.structs.replace(load, **changes)
 
@@ -207,10 +210,10 @@ def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, 
             process = await lap.serve(a_load(1))
             await lap.parts.release(1)
             assert not process.closed
-            assert await lap.serve(a_load(2, ring=9, window=4, route=7, room_bytes=5)) is process
+            assert await lap.serve(a_load(2, ring=9, window=4, route=7, ahead_bytes=5)) is process
             reopened = await process.told(Reopen)
             assert (reopened.ring, reopened.epoch, reopened.route, reopened.windows) == (9, 2, 7, [(1, 4)])
-            assert reopened.room_bytes == 5
+            assert reopened.ahead_bytes == 5
             await lap.parts.release(2)
             assert await lap.serve(a_load(3, window=2)) is process
             assert (await process.told(Reopen)).windows == [(4, 2)]
@@ -227,7 +230,7 @@ def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, 
         {"context": 128},
         {"rows": 8},
         {"width": 16},
-        {"gpu_layers": [1]},
+        {"assignments": [in_memory(2, 4, gpu_layers=1)]},
         {"force_extra_buffers": True},
     ],
     ids=str,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
+from halda.assignment import in_memory
 from primad.engine.protocol import EngineOptions, Rows, WindowFiles
 from primad.engine.streaming.streams import Streams
 from primad.errors import NextDeviceError, RingError
@@ -64,7 +65,7 @@ DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0, seed=5)
 
 def no_streams() -> Streams:
     """All weights are somewhere else."""
-    return Streams([], slots=0, room_bytes=0, alone=False, lock=False, usage=None)
+    return Streams([], ahead_bytes=0, lock=False, usage=None)
 
 
 def an_open(**changes) -> Open:
@@ -79,16 +80,22 @@ def an_open(**changes) -> Open:
         depth=2,
         step_timeout_s=TIMEOUT_S,
         options=OPTIONS,
-        slots=0,
-        room_bytes=0,
+        ahead_bytes=0,
         usage=None,
     )
     return msgspec.structs.replace(opening, **changes)
 
 
-def a_reopen(**changes) -> Reopen:
+def a_reopen(*, windows=((1, 1),), **changes) -> Reopen:
     reopen = Reopen(
-        ring=1, epoch=2, windows=[(1, 1)], route=ROUTE, host="127.0.0.1", step_timeout_s=TIMEOUT_S, room_bytes=0
+        ring=1,
+        epoch=2,
+        windows=list(windows),
+        route=ROUTE,
+        host="127.0.0.1",
+        step_timeout_s=TIMEOUT_S,
+        assignments=[in_memory(0, 1)] * len(windows),
+        ahead_bytes=0,
     )
     return msgspec.structs.replace(reopen, **changes)
 
@@ -218,7 +225,10 @@ def opening_of_two(**changes) -> Open:
     """Opens windows 1 and 2; their files do not matter."""
     files = WindowFiles(metadata="", layers=(), layer_count=1, gpu_layers=0, output_on_gpu=False)
     return an_open(
-        windows=[OpenWindow(window=index, files=files, extra_buffers=False, streamed=()) for index in (1, 2)], **changes
+        windows=[
+            OpenWindow(window=index, files=files, assignment=in_memory(0, 1), extra_buffers=False) for index in (1, 2)
+        ],
+        **changes,
     )
 
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import zmq
 
+from halda.assignment import in_memory
 from primad.engine.protocol import EngineOptions, WindowFiles
 from primad.errors import NextDeviceError, ProtocolError, RingError, WeightsError
 from primad.ring.channel import LENGTH, frame
@@ -59,7 +60,7 @@ def an_open(**changes) -> Open:
     opening = Open(
         ring=1,
         epoch=1,
-        windows=[OpenWindow(window=0, files=WHOLE, extra_buffers=False, streamed=())],
+        windows=[OpenWindow(window=0, files=WHOLE, assignment=in_memory(0, 1), extra_buffers=False)],
         route=1,
         width=8,
         model="/nowhere/model.gguf",
@@ -67,15 +68,23 @@ def an_open(**changes) -> Open:
         depth=1,
         step_timeout_s=5,
         options=OPTIONS,
-        slots=0,
-        room_bytes=0,
+        ahead_bytes=0,
         usage=None,
     )
     return msgspec.structs.replace(opening, **changes)
 
 
 def a_reopen(**changes) -> Reopen:
-    reopen = Reopen(ring=2, epoch=5, windows=[(1, 1)], route=3, host="127.0.0.1", step_timeout_s=5, room_bytes=0)
+    reopen = Reopen(
+        ring=2,
+        epoch=5,
+        windows=[(1, 1)],
+        route=3,
+        host="127.0.0.1",
+        step_timeout_s=5,
+        assignments=[in_memory(0, 1)],
+        ahead_bytes=0,
+    )
     return msgspec.structs.replace(reopen, **changes)
 
 
@@ -273,7 +282,7 @@ def test_layer_files_that_are_none_break_it(tmp_path):
         gpu_layers=0,
         output_on_gpu=False,
     )
-    window = OpenWindow(window=1, files=files, extra_buffers=False, streamed=())
+    window = OpenWindow(window=1, files=files, assignment=in_memory(0, 1), extra_buffers=False)
     words = broken_by(tmp_path, an_open(model=None, route=3, windows=[window]))
     assert words == f"{tmp_path / 'none.gguf'}: cannot be opened: No such file or directory"
 

@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from halda import WindowAssignment
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions
-from primad.engine.streaming.streams import RESERVE_BYTES, StreamedWindow, Streams
-from primad.engine.streaming.units import units_of_model, units_of_window
+from primad.engine.streaming.streams import StreamedWindow, Streams
+from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
 from primad.errors import WeightsError
 from primad.gguf.architectures import embedding_scale, layer_count
 from primad.gguf.header import Header, read_header
@@ -33,10 +34,28 @@ SIZES = {"width": 256, "feed_forward": 512, "expert_feed_forward": 512, "layers"
 """Layers of many pages, so that most of each can be given back."""
 
 
+def kept(first: int, units: WindowUnits, streamed: float) -> WindowAssignment:
+    """Of a window of ``units``, which begins at layer ``first``, all but the share ``streamed``."""
+    layers, output = sum(part.size for unit in units.layers for part in unit), sum(part.size for part in units.output)
+    return WindowAssignment(
+        first=first,
+        last=first + len(units.layers),
+        gpu_layers=0,
+        output="cpu" if output else "none",
+        layer_bytes=layers,
+        output_bytes=output,
+        resident_bytes=int(layers * (1 - min(streamed, 1)) + output * (1 - max(streamed - 1, 0))),
+    )
+
+
+EVERYTHING = 2.0
+"""All of the layers and of the output matrix."""
+
+
 class Streaming:
     """The windows of a model between ``cuts`` in one process, with what looks after their units.
 
-    ``streamed`` are layers of the model; its layer count stands for the output matrix. One cut is the whole model's file.
+    Of each layer the share ``streamed`` streams, of the output matrix what is beyond 1. One cut is the whole model's file.
     """
 
     def __init__(
@@ -45,23 +64,21 @@ class Streaming:
         cuts: Sequence[int],
         folder: Path,
         *,
-        streamed: Sequence[int],
-        slots: int = 2,
+        streamed: float,
+        ahead_bytes: int = 0,
         options: EngineOptions = OPTIONS,
     ) -> None:
         self.layers: dict[int, Path] = {}
-        self._header, self._options = header, options
+        self._header, self._options, self.cuts = header, options, cuts
         count = layer_count(header)
         specs = []
         for number, (first, last) in enumerate(pairwise(cuts)):
             whole = len(cuts) == 2
             files = files_of(header.path, (), count) if whole else self._cut(folder, number, first, last)
-            own = frozenset(layer - first for layer in streamed if first <= layer < last + (last == count))
             units = units_of_model(header, files) if whole else units_of_window(files)
-            specs.append((files, StreamedWindow(index=number, layers=last - first, streamed=own, units=units)))
-        self.streams = Streams(
-            [window for _, window in specs], slots=slots, room_bytes=0, alone=len(cuts) == 2, lock=False, usage=None
-        )
+            specs.append((files, StreamedWindow(index=number, assignment=kept(first, units, streamed), units=units)))
+        self.streams = Streams((window for _, window in specs), ahead_bytes=ahead_bytes, lock=False, usage=None)
+        self.units = [window.units for _, window in specs]
         self.windows = []
         with self.streams.loading():
             for number, (files, _) in enumerate(specs):
@@ -100,6 +117,11 @@ class Streaming:
         self.windows[-1].forward(rows(state, position))
         return self.windows[-1].logits(len(tokens) - 1).copy()
 
+    def reopened(self, indices: Sequence[tuple[int, int]], streamed: float) -> Streams:
+        """What looks after the windows of ``indices`` (old, new) in another ring."""
+        assignments = [kept(self.cuts[old], self.units[old], streamed) for old, _ in indices]
+        return self.streams.reopened(indices, assignments, 0)
+
     def release(self) -> None:
         self.streams.end()
         for window in self.windows:
@@ -133,11 +155,10 @@ def test_with_everything_streamed_through_two_slots_logits_are_the_same(architec
     """As the whole file, as windows that one process computes one after the other, and with every layer a window."""
     header = model(tmp_path, architecture)
     chunks, expected = whole_logits(header)
-    everything = range(layer_count(header) + 1)
     for number, cuts in enumerate(([0, 6], [0, 2, 4, 6], [0, 1, 2, 3, 4, 5, 6])):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with streaming(header, cuts, folder, streamed=everything) as made:
+        with streaming(header, cuts, folder, streamed=EVERYTHING) as made:
             check(made, chunks, expected)
             streamer = made.streams.streamer
             if streamer.experts is None:  # what streams by expert has a pool instead
@@ -147,19 +168,19 @@ def test_with_everything_streamed_through_two_slots_logits_are_the_same(architec
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt-oss"])
 @pytest.mark.parametrize(
-    ("streamed", "slots"), [([0], 2), ([1, 4], 2), ([0, 2, 3, 5], 3), ([6], 2), ([3, 4, 5, 6], 4)], ids=str
+    ("streamed", "ahead_bytes"), [(0.15, 0), (0.35, 0), (0.7, 1 << 20), (1.0, 0), (1.5, 3 << 20)], ids=str
 )
-def test_whatever_streams_logits_are_the_same(architecture, streamed, slots, tmp_path):
+def test_whatever_streams_logits_are_the_same(architecture, streamed, ahead_bytes, tmp_path):
     header = model(tmp_path, architecture)
     chunks, expected = whole_logits(header)
-    with streaming(header, [0, 3, 6], tmp_path, streamed=streamed, slots=slots) as made:
+    with streaming(header, [0, 3, 6], tmp_path, streamed=streamed, ahead_bytes=ahead_bytes) as made:
         check(made, chunks, expected)
 
 
 def test_what_streams_under_pressure_in_the_middle_of_an_answer_does_not_change_it(tmp_path):
     header = model(tmp_path, "llama")
     chunks, expected = whole_logits(header)
-    with streaming(header, [0, 3, 6], tmp_path, streamed=()) as made:
+    with streaming(header, [0, 3, 6], tmp_path, streamed=0) as made:
         streamer = made.streams.streamer
         levels, position = streamer._levels, 0
         for step, (tokens, logits) in enumerate(zip(chunks, expected, strict=True)):
@@ -176,7 +197,7 @@ def test_streamed_and_resident_are_the_same_with_a_smaller_kv_cache(architecture
     options = msgspec.structs.replace(OPTIONS, kv_type=kv_type)
     chunks = [PROMPT[:64], PROMPT[64:], *([token] for token in range(50, 50 + DECODED))]
     found = []
-    for name, streamed in (("resident", ()), ("streamed", range(layer_count(header) + 1))):
+    for name, streamed in (("resident", 0), ("streamed", EVERYTHING)):
         folder = tmp_path / name
         folder.mkdir()
         with streaming(header, [0, 3, 6], folder, streamed=streamed, options=options) as made:
@@ -193,10 +214,10 @@ def test_windows_that_are_kept_stream_on_in_another_ring(tmp_path):
     """As a worker's ring process does it: end, release what is not kept, begin with the rest."""
     header = model(tmp_path, "llama")
     chunks, expected = whole_logits(header)
-    with streaming(header, [0, 2, 4, 6], tmp_path, streamed=range(7)) as made:
+    with streaming(header, [0, 2, 4, 6], tmp_path, streamed=EVERYTHING) as made:
         check(made, chunks, expected)
         made.streams.end()
-        made.streams = made.streams.reopened([(0, 5), (1, 7), (2, 9)], 0)
+        made.streams = made.reopened([(0, 5), (1, 7), (2, 9)], EVERYTHING)
         made.streams.begin({5: made.windows[0], 7: made.windows[1], 9: made.windows[2]})
         for window in made.windows:
             window.kv_remove(0, 0, -1)
@@ -204,26 +225,30 @@ def test_windows_that_are_kept_stream_on_in_another_ring(tmp_path):
         assert made.streams.streamer.residency.resident == ()
 
 
-def test_windows_that_are_kept_have_what_the_next_plan_leaves_over(tmp_path):
+@pytest.mark.parametrize(("before", "after"), [(EVERYTHING, 0), (0, EVERYTHING), (0.3, 0.8)])
+def test_windows_that_are_kept_keep_what_the_next_plan_says(before, after, tmp_path):
     header = model(tmp_path, "llama")
     chunks, expected = whole_logits(header)
-    with streaming(header, [0, 2, 4, 6], tmp_path, streamed=range(7)) as made:
-        before = made.streams.streamer.residency
-        made.streams.end()
-        made.streams = made.streams.reopened([(0, 0), (1, 1), (2, 2)], RESERVE_BYTES + sum(before.sizes))
-        made.streams.begin(dict(enumerate(made.windows)))
+    with streaming(header, [0, 2, 4, 6], tmp_path, streamed=before) as made:
         check(made, chunks, expected)
-        assert before.read_bytes > 0
-        assert made.streams.streamer.residency.read_bytes == 0
+        made.streams.end()
+        made.streams = made.reopened([(0, 0), (1, 1), (2, 2)], after)
+        made.streams.begin(dict(enumerate(made.windows)))
+        streamer = made.streams.streamer
+        assert streamer.residency.resident_bytes <= made.streams.assigned.resident_bytes
+        assert streamer.residency.streams == (after > 0)
+        for window in made.windows:
+            window.kv_remove(0, 0, -1)
+        check(made, chunks, expected)
 
 
 def test_what_is_left_of_a_process_streams_on_alone(tmp_path):
     header = model(tmp_path, "llama")
-    with streaming(header, [0, 2, 4, 6], tmp_path, streamed=range(7)) as made:
+    with streaming(header, [0, 2, 4, 6], tmp_path, streamed=EVERYTHING) as made:
         state = made.windows[0].forward(rows(np.array(PROMPT[:32], np.int32), 0))
         expected = made.windows[1].forward(rows(state, 0))
         made.streams.end()
-        made.streams = made.streams.reopened([(1, 3)], 0)
+        made.streams = made.reopened([(1, 3)], EVERYTHING)
         for gone in (made.windows.pop(2), made.windows.pop(0)):
             gone.release()
         made.streams.begin({3: made.windows[0]})
@@ -234,7 +259,7 @@ def test_what_is_left_of_a_process_streams_on_alone(tmp_path):
 
 def test_a_layer_file_that_is_overwritten_never_gives_a_result(tmp_path):
     header = model(tmp_path, "llama")
-    with streaming(header, [0, 3, 6], tmp_path, streamed=range(7)) as made:
+    with streaming(header, [0, 3, 6], tmp_path, streamed=EVERYTHING) as made:
         made.logits(PROMPT[:8], 0)
         path = made.layers[4]
         content = bytearray(path.read_bytes())
@@ -247,7 +272,7 @@ def test_a_layer_file_that_is_overwritten_never_gives_a_result(tmp_path):
 
 def test_a_model_file_that_was_written_to_gives_no_first_hidden_state(tmp_path):
     header = model(tmp_path, "llama")
-    with streaming(header, [0, 3, 6], tmp_path, streamed=()) as made:
+    with streaming(header, [0, 3, 6], tmp_path, streamed=0) as made:
         made.logits(PROMPT[:8], 0)
         with header.path.open("r+b") as file:
             file.truncate(header.data_offset)

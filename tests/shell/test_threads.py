@@ -80,7 +80,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
         )
         plan = Plan(rounds=1, route=(window,), output_on_gpu=True, streaming=(), left_out=())
         inputs = RingInputs(
-            promise=Promise(plan=plan, prediction=None),
+            promise=Promise.of(plan, model_profile(header), None),
             options=RingOptions(
                 epoch=3,
                 session=1,

@@ -17,6 +17,7 @@ import zmq.asyncio
 from gguf import GGMLQuantizationType
 
 from halda import LinkProfile
+from halda.assignment import in_memory
 from primad.daemon import loading
 from primad.daemon.layer_files import Workspace
 from primad.daemon.station import Station
@@ -92,7 +93,8 @@ def a_load(epoch: int, first: int = 2) -> Load:
         route=3,
         width=8,
         windows=[WindowSpec(window=1, first=first, last=first + 1, metadata=b"", layers=(LAYER,))],
-        gpu_layers=[0],
+        assignments=[in_memory(first, first + 1)],
+        ahead_bytes=0,
         probe=None,
         force_extra_buffers=False,
         sources=[],
@@ -101,6 +103,7 @@ def a_load(epoch: int, first: int = 2) -> Load:
         rows=16,
         step_timeout_s=5.0,
         place=0,
+        kv_type="f16",
     )
 
 

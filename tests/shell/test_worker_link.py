@@ -12,6 +12,7 @@ import pytest
 import zmq.asyncio
 from gguf import GGMLQuantizationType
 
+from halda.assignment import in_memory
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
@@ -128,7 +129,8 @@ def a_load(epoch: int = 3) -> Load:
         route=3,
         width=8,
         windows=[window],
-        gpu_layers=[0],
+        assignments=[in_memory(2, 4)],
+        ahead_bytes=0,
         probe=None,
         force_extra_buffers=False,
         sources=[],
@@ -137,6 +139,7 @@ def a_load(epoch: int = 3) -> Load:
         rows=16,
         step_timeout_s=5.0,
         place=0,
+        kv_type="f16",
     )
 
 

@@ -12,10 +12,10 @@ from types import TracebackType
 
 import msgspec
 
-from halda import Plan, Prediction, arrange
+from halda import Plan, Prediction, arrange, assignments
 from primad.daemon.extra_buffers import Tried, choose_extra_buffers
 from primad.daemon.layer_files import Workspace, place_windows, whole_model
-from primad.daemon.loading import open_windows, streamed_of
+from primad.daemon.loading import open_windows
 from primad.engine.build import build_id
 from primad.engine.protocol import EngineOptions, KvType, Sampling
 from primad.gguf.model import open_model
@@ -91,8 +91,7 @@ class LocalRing:
         layers = len(profile.layers)
         self.plan = plan or arrange(names, windows or [layers], rounds=rounds, model=profile)
         self._threads = [threads] * len(self.plan.devices) if isinstance(threads, int) else list(threads)
-        devices = prediction.devices if prediction is not None else ()
-        self._rooms = {device.device: device.room_bytes for device in devices}
+        self.assignments = assignments(self.plan, profile, prediction)
         self._groups = groups or {}
         self._context = context
         self._rows = rows
@@ -150,19 +149,12 @@ class LocalRing:
                 extra = await choose_extra_buffers(
                     place, self._header, held, options, lambda _: None, limits=NO_LIMITS, tried=self._tried
                 )
-            streaming = plan.streaming_of(name)
-            self.extra_buffers += [each and not streaming.layers for each in extra]
-            if cutter is None:
-                windows = [
-                    OpenWindow(
-                        window=0,
-                        files=whole_model(self._model, plan),
-                        extra_buffers=extra[0] and not streaming.layers,
-                        streamed=streamed_of(plan, name)[0],
-                    )
-                ]
-            else:
-                windows = self._windows(cutter, name, place, extra)
+            extra = [
+                each and not window.streamed_bytes
+                for each, window in zip(extra, self.assignments[name].windows, strict=True)
+            ]
+            self.extra_buffers += extra
+            windows = self._windows(cutter, name, place, extra)
             self._opens[name] = Open(
                 ring=self._ring,
                 epoch=self._epoch,
@@ -174,8 +166,7 @@ class LocalRing:
                 depth=len(plan.devices),
                 step_timeout_s=self._step_timeout_s,
                 options=options,
-                slots=streaming.slots,
-                room_bytes=self._rooms.get(name, 0),
+                ahead_bytes=self.assignments[name].ahead_bytes,
                 usage=str(place.usage),
             )
         if self._groups:
@@ -226,7 +217,8 @@ class LocalRing:
                     route=len(plan.route),
                     host="127.0.0.1",
                     step_timeout_s=self._step_timeout_s,
-                    room_bytes=self._rooms.get(name, 0),
+                    assignments=list(self.assignments[name].windows),
+                    ahead_bytes=self.assignments[name].ahead_bytes,
                 )
             )
         await self.link({name: await self.opened(name) for name in plan.devices})
@@ -242,17 +234,19 @@ class LocalRing:
         event = await self._next(plan.head)
         assert isinstance(event, Serving), event
 
-    def _windows(self, cutter: ModelCutter, name: str, place: Workspace, extra: list[bool]) -> list[OpenWindow]:
-        held = self.plan.windows_of(name)
-        specs = [cutter.spec(index, window.first, window.last) for index, window in held]
+    def _windows(self, cutter: ModelCutter | None, name: str, place: Workspace, extra: list[bool]) -> list[OpenWindow]:
+        kept = self.assignments[name].windows
+        if cutter is None:
+            whole = whole_model(self._model, kept[0])
+            return [OpenWindow(window=0, files=whole, assignment=kept[0], extra_buffers=extra[0])]
+        specs = [cutter.spec(index, window.first, window.last) for index, window in self.plan.windows_of(name)]
         for ref in place.cache.missing(ref for spec in specs for ref in spec.layers):
             source = cutter.source(ref.digest)
             assert source is not None
             with place.cache.writing(ref) as writer:
                 for chunk in source.chunks():
                     writer.write(chunk)
-        files = place_windows(place, specs, [0] * len(specs), 1)
-        return open_windows(specs, files, extra, streamed_of(self.plan, name))
+        return open_windows(specs, place_windows(place, specs, kept, 1), kept, extra)
 
     async def _pump(self, events: asyncio.Queue[object], process: RingProcess) -> None:
         try:

@@ -105,6 +105,11 @@ class Streamer:
         """The level of memory pressure."""
         return self._watch.level
 
+    @property
+    def is_short(self) -> bool:
+        """Whether less stays than was assigned, since memory is short."""
+        return self._level > self._base
+
     def take_replan(self) -> int | None:
         """Bytes that only another plan can give back, once; None where nobody asks for one."""
         needed, self._replan = self._replan, None
@@ -135,14 +140,20 @@ class Streamer:
         found = (first, min(begin, last)), (max(end, first), last)
         return [pages.part(*each) for each in found if each[0] < each[1]]
 
-    def start(self) -> None:
-        """Begin to read ahead. Raises ``EngineError`` where a unit is not mapped or cannot be locked."""
+    def start(self, *, anew: bool = False) -> None:
+        """Begin to read ahead. ``anew``: what streams now may have stayed for another plan, and is given back first.
+
+        Raises ``EngineError`` where a unit is not mapped or cannot be locked.
+        """
         for unit in self._units:
             unit.find()
             if self._spread is not None and self._spread.in_groups:
                 unit.in_groups()
         self._read_before, self._asked_bytes = disk_read_bytes(), 0
         residency = self._residency
+        for number in residency.streamed if anew and residency.streams else ():
+            self._part(number).unlock()
+            self._part(number).release()
         for number in range(len(self._units)):
             for rest in self._rest(number, residency.parts[number]):
                 self._asked_bytes += rest.read()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import bisect
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -132,17 +132,23 @@ class Spread:
     ahead_bytes: int
     in_groups: bool = False
 
-    def within(self, held_bytes: int) -> Residency:
-        """What stays and what streams where ``held_bytes`` may be held; all streams where that is not enough.
+    def keeping(self, resident_bytes: int) -> Residency:
+        """The most that stays of at most ``resident_bytes``; all streams where not even that little can.
 
         The same share of each layer streams, as near as the cuts allow; units much larger than the others (an output
         matrix) only when all layers do, since each would take as much room to pass through.
         """
+        return self._first(lambda found: found.resident_bytes <= resident_bytes)
+
+    def within(self, held_bytes: int) -> Residency:
+        """The most that stays where ``held_bytes`` may be held in all; all streams where that is not enough."""
+        return self._first(lambda found: found.held_bytes <= held_bytes)
+
+    def _first(self, fits: Callable[[Residency], bool]) -> Residency:
         whole = self._at(0)
-        if whole.held_bytes <= held_bytes:
+        if fits(whole):
             return whole
-        found = bisect.bisect_left(range(2 * _STEPS), True, 1, key=lambda step: self._at(step).held_bytes <= held_bytes)
-        return self._at(found)
+        return self._at(bisect.bisect_left(range(2 * _STEPS), True, 1, key=lambda step: fits(self._at(step))))
 
     def _at(self, step: int) -> Residency:
         """All with a share of ``step`` of ``_STEPS``, those beyond 1 of the large units."""
@@ -198,20 +204,16 @@ def ladder(base: Residency, spread: Spread | None) -> tuple[Residency, ...]:
     return tuple(levels)
 
 
-def by_expert(whole: Residency, experts: Mapping[int, int], room_bytes: int) -> Residency | None:
-    """What ``whole`` becomes where units stream by expert, of ``experts`` bytes each; None where that is of no use.
+def by_expert(sizes: Sequence[int], experts: Mapping[int, int], held_bytes: int) -> Residency:
+    """What is held of units that stream by expert, of ``experts`` bytes each, where ``held_bytes`` may be held in all.
 
-    At most ``room_bytes`` more are held than before. The experts of all such units share one pool, also of those that would
-    be resident: the ones used most of each layer stay, which saves more than all those of some layers. What is left of the
-    units stays resident, as far as the pool then holds the experts of one layer, which a prompt needs at a time.
+    The experts of all such units share one pool: the ones used most of each layer stay, which saves more than all those of
+    some layers. What is left of the units stays resident, as far as the pool then holds the experts of one layer, which a
+    prompt needs at a time.
     """
-    if not whole.streams or not whole.streamed & experts.keys():
-        return None
     layer = max(experts.values())
-    sizes = tuple(size - experts.get(unit, 0) for unit, size in enumerate(whole.sizes))
-    streamed = whole.streamed - experts.keys()
-    levels = ladder(Residency.whole(sizes, streamed, two_slots(sizes, streamed)), None)
-    room = [whole.held_bytes + room_bytes - level.held_bytes for level in levels]
+    levels = ladder(Residency.whole([size - experts.get(unit, 0) for unit, size in enumerate(sizes)], (), 0), None)
+    room = [held_bytes - level.held_bytes for level in levels]
     level, pool = next(
         ((level, left) for level, left in zip(levels, room, strict=True) if left >= layer), (levels[-1], layer)
     )
@@ -222,15 +224,6 @@ def two_slots(sizes: Sequence[int], streamed: Collection[int]) -> int:
     """Bytes to hold ahead so that the next unit can be read while one is computed."""
     largest = sorted((sizes[unit] for unit in streamed), reverse=True)[:2]
     return sum(largest)
-
-
-def ahead_bytes(sizes: Sequence[int], streamed: Collection[int], layers: Collection[int], slots: int) -> int:
-    """Bytes that ``slots`` buffers of the size of the largest streamed one of ``layers`` hold.
-
-    An output matrix that streams and is larger than that takes the place of one of two.
-    """
-    largest = max((sizes[unit] for unit in streamed if unit in layers), default=0)
-    return max(slots * largest, two_slots(sizes, streamed)) if streamed else 0
 
 
 def _next_to_stream(residency: Residency) -> int:

@@ -10,23 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
+from halda import Assignment, WindowAssignment
 from primad.engine.streaming.expert_loader import ExpertFiles, ExpertLoader
 from primad.engine.streaming.expert_usage import UsageFolder
 from primad.engine.streaming.pages import KNOWS_GROUPS, FileRange, Pages
 from primad.engine.streaming.prefetch import Follower, Streamer, WindowStream
 from primad.engine.streaming.pressure import PressureWatch
 from primad.engine.streaming.readings import Sources
-from primad.engine.streaming.residency import Residency, Spread, ahead_bytes, by_expert, two_slots
+from primad.engine.streaming.residency import Spread, by_expert
 from primad.engine.streaming.units import WindowUnits, is_still_whole, without
-
-LEAST_AHEAD_BYTES: Final = 16 << 20
-"""So much is held of what streams, or two layers where they are smaller: with less the disk waits between small parts."""
-
 
 LEAST_IN_GROUPS_BYTES: Final = 32 << 20
 """Smaller layers are not read in large groups of pages: what neighbours share of them would be too large a part."""
-RESERVE_BYTES: Final = 16 << 20
-"""So much of what a plan leaves over stays free: the system reads a little behind a part, and must not run dry over it."""
 
 
 class Streamable(Protocol):
@@ -40,49 +35,31 @@ class Streamable(Protocol):
 class StreamedWindow:
     """Window ``index`` of the route: ``units`` are its layers' and its output matrix's places in files.
 
-    Of its ``layers`` those in ``streamed``, counted from its first, are read each time they are used; ``layers`` itself
-    stands for the output matrix.
+    None where llama.cpp makes copies of its weights: they are not to be looked after.
     """
 
     index: int
-    layers: int
-    streamed: frozenset[int]
-    units: WindowUnits
-
-    def indices(self, first: int) -> frozenset[int]:
-        """Its streamed units where its units begin at ``first``."""
-        count = len(self.units.layers)
-        layers = {first + layer for layer in self.streamed if layer < count}
-        output = {first + count} if self.layers in self.streamed and self.units.output else set()
-        return frozenset(layers | output)
+    assignment: WindowAssignment
+    units: WindowUnits | None
 
 
 class Streams:
-    """``begin`` once the ``windows`` are loaded. They share ``slots`` buffers, and ``room_bytes`` more may stay.
+    """``begin`` once the ``windows`` are loaded. Of their units stays what they were assigned, all together.
 
-    ``lock`` pins what stays.
-
-    What the slots are for depends on who else computes: while other devices do, they are filled for the next window. A
-    process that computes ``alone`` needs no more than to read one part while it computes another. How often experts are
-    used is kept in the folder ``usage``, if there is one.
+    ``ahead_bytes`` are held ahead of what streams. ``lock`` pins what stays. How often experts are used is kept in the
+    folder ``usage``, if there is one.
     """
 
-    def __init__(
-        self,
-        windows: Iterable[StreamedWindow],
-        *,
-        slots: int,
-        room_bytes: int,
-        alone: bool,
-        lock: bool,
-        usage: Path | None,
-    ) -> None:
-        self._usage = usage
-        self._alone = alone
+    def __init__(self, windows: Iterable[StreamedWindow], *, ahead_bytes: int, lock: bool, usage: Path | None) -> None:
         self._windows = sorted(windows, key=lambda window: window.index)
-        self._slots, self._room_bytes, self._lock = slots, max(0, room_bytes - RESERVE_BYTES), lock
-        self._rest = Pages([part for window in self._windows for part in window.units.rest])
+        self.assigned = Assignment(
+            windows=tuple(window.assignment for window in self._windows), ahead_bytes=ahead_bytes
+        )
+        """What is to stay; it does, but for memory pressure."""
+        self._lock, self._usage = lock, usage
+        self._rest = Pages([part for _, units in self._cared_for for part in units.rest])
         self._streamer = self._make()
+        self._is_reopened = False
 
     @property
     def streamer(self) -> Streamer | None:
@@ -90,55 +67,48 @@ class Streams:
         return self._streamer
 
     @property
+    def _cared_for(self) -> list[tuple[StreamedWindow, WindowUnits]]:
+        return [(window, window.units) for window in self._windows if window.units is not None]
+
+    @property
     def outputs(self) -> frozenset[int]:
         """Which units are output matrices."""
         found, first = set(), 0
-        for window in self._windows:
-            first += len(window.units.layers)
-            if window.units.output:
+        for _, units in self._cared_for:
+            first += len(units.layers)
+            if units.output:
                 found.add(first)
                 first += 1
         return frozenset(found)
 
     def _make(self) -> Streamer | None:
         units: list[tuple[FileRange, ...]] = []
-        streamed: set[int] = set()
-        layers: set[int] = set()
         experts: dict[int, ExpertFiles] = {}
-        for window in self._windows:
-            streamed |= window.indices(len(units))
-            layers |= set(range(len(units), len(units) + len(window.units.layers)))
-            experts |= {len(units) + i: files for i, files in enumerate(window.units.experts) if files.tensors}
-            units += [*window.units.layers, *([window.units.output] if window.units.output else [])]
+        for _, own in self._cared_for:
+            experts |= {len(units) + i: files for i, files in enumerate(own.experts) if files.tensors}
+            units += [*own.layers, *([own.output] if own.output else [])]
         if not units:
             return None
         sizes = tuple(sum(part.size for part in unit) for unit in units)
-        ahead = ahead_bytes(sizes, streamed, layers, self._slots)
-        residency = Residency.whole(sizes, streamed, ahead)
-        split = by_expert(residency, {unit: files.size for unit, files in experts.items()}, self._room_bytes)
-        spread = None
-        if split is not None:
+        resident_bytes = max(0, sum(sizes) - self.assigned.streamed_bytes)
+        spread, loader = None, None
+        if experts and self.assigned.streamed_bytes:
+            residency = by_expert(sizes, {unit: files.size for unit, files in experts.items()}, resident_bytes)
             units = [without(unit, experts[i]) if i in experts else unit for i, unit in enumerate(units)]
+            loader = ExpertLoader(experts, residency.pool_bytes, UsageFolder(self._usage), lock=self._lock)
         pages = [Pages(unit) for unit in units]
-        if split is None:
-            cuts = tuple(each.cuts() for each in pages)
-            least = min(LEAST_AHEAD_BYTES, two_slots(sizes, range(len(sizes))))
-            held = residency.held_bytes + self._room_bytes
+        if loader is None:
             in_groups = KNOWS_GROUPS and statistics.median(sizes) >= LEAST_IN_GROUPS_BYTES
-            spread = Spread(sizes, cuts, least if self._alone else max(ahead, least), in_groups)
-            found = spread.within(held)
-            if in_groups and found.held_bytes > held:
+            spread = Spread(sizes, tuple(each.cuts() for each in pages), self.assigned.ahead_bytes, in_groups)
+            residency = spread.keeping(resident_bytes)
+            if in_groups and residency.resident_bytes > resident_bytes:
                 spread = replace(spread, in_groups=False)
-                found = spread.within(held)
-            if streamed:
-                residency = found
+                residency = spread.keeping(resident_bytes)
         return Streamer(
             pages,
-            residency if split is None else split,
+            residency,
             spread=spread,
-            experts=None
-            if split is None
-            else ExpertLoader(experts, split.pool_bytes, UsageFolder(self._usage), lock=self._lock),
+            experts=loader,
             lock=self._lock,
             verify=is_still_whole,
             watch=PressureWatch(Sources().read),
@@ -159,24 +129,24 @@ class Streams:
             self._rest.at_random()
         if self._streamer is None:
             return
-        self._streamer.start()
+        self._streamer.start(anew=self._is_reopened)
         first = place = 0
-        for window in self._windows:
+        for window, units in self._cared_for:
             routers: dict[int, tuple[int, int]] = {}
-            for layer, files in enumerate(window.units.experts if self._streamer.experts is not None else ()):
+            for layer, files in enumerate(units.experts if self._streamer.experts is not None else ()):
                 if files.tensors:
                     routers[layer] = place, files.count
                     place += 1
             stream = WindowStream(
                 self._streamer,
                 first,
-                layers=window.layers,
-                cpu_layers=len(window.units.layers),
-                output=bool(window.units.output),
+                layers=window.assignment.layers,
+                cpu_layers=len(units.layers),
+                output=bool(units.output),
                 routers=routers,
             )
             models[window.index].attach(stream)
-            first += len(window.units.layers) + bool(window.units.output)
+            first += len(units.layers) + bool(units.output)
 
     def end(self) -> None:
         """Read nothing any more; to be called before a window is released."""
@@ -185,10 +155,20 @@ class Streams:
             self._streamer = None
         self._rest.close()
 
-    def reopened(self, indices: Sequence[tuple[int, int]], room_bytes: int) -> Streams:
+    def reopened(
+        self, indices: Sequence[tuple[int, int]], assignments: Sequence[WindowAssignment], ahead_bytes: int
+    ) -> Streams:
         """The same for windows that are kept, (old route index, new one), under another plan; after ``end``."""
-        new = dict(indices)
-        kept = [replace(window, index=new[window.index]) for window in self._windows if window.index in new]
-        return Streams(
-            kept, slots=self._slots, room_bytes=room_bytes, alone=self._alone, lock=self._lock, usage=self._usage
+        kept = {window.index: window for window in self._windows}
+        found = Streams(
+            (
+                replace(kept[old], index=new, assignment=assignment)
+                for (old, new), assignment in zip(indices, assignments, strict=True)
+                if old in kept
+            ),
+            ahead_bytes=ahead_bytes,
+            lock=self._lock,
+            usage=self._usage,
         )
+        found._is_reopened = True
+        return found
