@@ -43,6 +43,7 @@ from halda import (
     Plan,
     arrange,
     as_run,
+    assignments,
     evaluate,
     instance,
     residency,
@@ -195,7 +196,7 @@ def _limit(
     counters = [each for run in ours for each in run.counters]
     told = any(status.memory is not None for run in ours for status in run.statuses)
     anonymous = max(each.anonymous_bytes for each in counters)
-    streaming, slots = solution.plan.streaming_of("d0"), slot_bytes(solution.plan, model)
+    kept, slots = assignments(solution.plan, model, solution.prediction)["d0"], slot_bytes(solution.plan, model)
     return Row(
         model=path.stem,
         model_bytes=size_bytes,
@@ -215,9 +216,9 @@ def _limit(
         disk_bytes_per_s=rate,
         disk_limit_share=None if reads is None else reads / rate * speed,
         stall_ms_per_token=_median(ours, "stall_s_per_token") * 1e3 if told else None,
-        streamed_layers=len(streaming.layers),
-        resident_layers=len(model.layers) + 1 - len(streaming.layers),
-        slots=streaming.slots,
+        streamed_layers=kept.streamed_layers,
+        resident_layers=kept.resident_layers,
+        slots=kept.slots,
         anonymous_bytes=anonymous,
         peak_bytes=max(each.peak_bytes for each in counters),
         oom_kills=sum(each.oom_kills for each in counters),
@@ -504,8 +505,8 @@ async def _rings(fleet: _Fleet, plans: Sequence[tuple[Plan, bool]], *, runs: int
             rounds=plan.rounds,
             chosen=chosen,
             windows=[len(window.layers) for window in plan.route],
-            slots=[plan.streaming_of(name).slots for name in plan.devices],
-            streamed_layers=[len(plan.streaming_of(name).layers) for name in plan.devices],
+            slots=[kept.slots for kept in assignments(plan, fleet.model, None).values()],
+            streamed_layers=[kept.streamed_layers for kept in assignments(plan, fleet.model, None).values()],
             limit_bytes=fleet.limits,
             disk_bytes_per_s=fleet.disk_bytes_per_s,
             tokens_per_s=_median(ran, "tokens_per_s"),

@@ -56,13 +56,13 @@ _GAUGES: Final[tuple[tuple[str, str, _Figure], ...]] = (
     ("rss_bytes", "Memory of its ring process, shared file pages included.", _ring(lambda ring: ring.rss_bytes)),
     ("private_bytes", "Memory of its ring process without shared pages.", _ring(lambda ring: ring.private_bytes)),
     ("resident_layers", "Layers that stay in memory.", _memory(lambda memory: memory.resident)),
-    ("streamed_layers", "Layers that are read each time they are used.", _memory(lambda memory: memory.streamed)),
+    ("streamed_layers", "Layers' worth that is read each time it is used.", _memory(lambda memory: memory.streamed)),
     (
         "streams_output",
         "Whether the output matrix is read each time it is used (1) or not (0).",
         _memory(lambda memory: memory.streams_output),
     ),
-    ("slots", "Buffers that streamed layers pass through.", _memory(lambda memory: memory.slots)),
+    ("slots", "Layers of which something is held ahead of its use.", _memory(lambda memory: memory.slots)),
     ("resident_bytes", "Size of the layers that stay in memory.", _memory(lambda memory: memory.resident_bytes)),
     ("streamed_bytes", "Size of the layers that are read each time.", _memory(lambda memory: memory.streamed_bytes)),
     (

@@ -31,7 +31,8 @@ class RingFigures(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What of a device's weights is in memory, and what reading the rest costs.
 
-    ``resident`` and ``streamed`` count layers; ``streams_output``: besides them the output matrix streams. ``read_bytes``
+    ``resident`` and ``streamed`` count layers' worth, ``slots`` the layers of which something is held ahead: as planned,
+    unless memory is short. ``streams_output``: besides them the output matrix streams. ``read_bytes``
     and ``stall_s`` are sums since the ring process was opened last; the means of a token are those since somebody asked
     last, over the passes through the device's windows. ``pressure`` is calm, some or high.
     """

@@ -29,9 +29,10 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
 
     ``ram_bytes`` and ``vram_bytes`` are weights, KV cache and buffers that the plan puts there, of ``ram_limit_bytes`` and
     ``vram_limit_bytes`` that it may fill. ``resident_bytes`` and ``streamed_bytes`` are weights of layers alone;
-    ``shard_bytes`` is what the layer cache holds. ``slots`` are the buffers that streamed layers pass through. With
-    ``streams_output`` the output matrix is read for every token too; it is counted in ``disk_bytes_per_token`` alone. That
-    counts all of a streamed layer, but of one with experts at most those that a row uses.
+    ``shard_bytes`` is what the layer cache holds. Layers that are resident and streamed are counted by their worth, since
+    the same share of each streams; of ``slots`` layers something is held ahead. With ``streams_output`` the output matrix is
+    read for every token too; it is counted in ``disk_bytes_per_token`` alone. That counts all that streams, less what the
+    room of compute buffers holds then, but of layers with experts at most those that a row uses.
     """
 
     name: str
