@@ -17,16 +17,14 @@ import psutil
 from halda import Plan, Prediction
 from primad.daemon.layer_files import distrust, release_files
 from primad.daemon.loaded_process import LoadedProcess
-from primad.errors import ClusterError, ModelError, NextDeviceError, PrimadError, RingError, WeightsError
-from primad.gguf.windows import WindowSpec, token_embedding
+from primad.errors import ClusterError, NextDeviceError, PrimadError, RingError, WeightsError
 from primad.head.blame import ParticipationError, blamed
 from primad.head.load_own import load_own
+from primad.head.loads import loads_of
 from primad.head.participation import Participation
 from primad.head.ring_inputs import RingInputs
 from primad.head.status import Costs, device_status, link_status, plan_lines, promises
 from primad.head.ways import Ways
-from primad.layers.fetch import hash_in_thread
-from primad.network.layer_messages import Source
 from primad.network.messages import Load, Progress
 from primad.network.sockets import endpoint
 from primad.ring.messages import (
@@ -113,9 +111,8 @@ class HeadRing:
             raise self._broken.result()
 
     async def _form(self) -> None:
-        specs = await self._specs()
-        own_load = self._load(self.plan.head, specs, sources=[], place=0)
-        loads = {name: await self._worker_load(name, specs) for name in self._inputs.devices.workers}
+        loads = await loads_of(self._inputs, self._ways)
+        own_load = loads[self.plan.head]
         for name, worker in self._inputs.devices.workers.items():
             participation = Participation(worker, loads[name], self._on_progress)
             self._workers[name] = participation
@@ -255,68 +252,6 @@ class HeadRing:
         except (TimeoutError, ClusterError):
             return None, 0
         return (None, 0) if answer is None else (answer.status, answer.daemon_rss_bytes)
-
-    async def _specs(self) -> dict[str, list[WindowSpec]]:
-        """The windows of every device; hashes the layers that no plan needed before (reads them from the model file).
-
-        One window is the whole model, which is not cut. Stopping waits for no more than one chunk.
-        """
-        plan = self.plan
-        if len(plan.route) == 1:
-            return {plan.head: [WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())]}
-        cutter = self._inputs.model.cutter
-        needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
-        for done, layer in enumerate(needed):
-            self._inputs.reporter.progress(plan.head, "hash", done, len(needed))
-            await hash_in_thread(cutter.ref, layer)
-        self._inputs.reporter.progress(plan.head, "hash", len(needed), len(needed))
-        if cutter.digests is not None:
-            cutter.digests.save()
-        return {
-            name: [cutter.spec(index, window.first, window.last) for index, window in plan.windows_of(name)]
-            for name in plan.devices
-        }
-
-    def _load(self, name: str, specs: Mapping[str, list[WindowSpec]], *, sources: list[Source], place: int) -> Load:
-        options = self._inputs.options
-        return Load(
-            ring=options.session,
-            epoch=options.epoch,
-            route=len(self.plan.route),
-            width=token_embedding(self._inputs.model.header).shape[0],
-            windows=specs[name],
-            assignments=list(self._inputs.promise.assignments[name].windows),
-            ahead_bytes=self._inputs.promise.assignments[name].ahead_bytes,
-            probe=None,
-            force_extra_buffers=options.extra_buffers == "on",
-            sources=sources,
-            context=options.context_tokens,
-            sequences=1,
-            rows=options.rows,
-            step_timeout_s=options.step_timeout_s,
-            place=place,
-            kv_type=options.kv_type,
-        )
-
-    async def _worker_load(self, name: str, specs: Mapping[str, list[WindowSpec]]) -> Load:
-        sources = await self._ways.sources(self._inputs.devices.workers[name])
-        load = self._load(name, specs, sources=sources, place=self._place_of(name))
-        if self._inputs.options.extra_buffers != "auto":
-            return load
-        first = specs[name][0].first
-        return msgspec.structs.replace(load, probe=self._probe_spec(first, first + 1))
-
-    def _place_of(self, name: str) -> int:
-        """Counts the devices on the machine of ``name`` from its turn in the ring to the ring's end."""
-        rest = self.plan.devices[self.plan.devices.index(name) :]
-        hosts = {worker: link.profile.host for worker, link in self._inputs.devices.workers.items()}
-        return sum(hosts.get(other) == hosts[name] for other in rest)
-
-    def _probe_spec(self, first: int, last: int) -> WindowSpec | None:
-        try:
-            return self._inputs.model.cutter.spec(0, first, last)
-        except ModelError:
-            return None
 
     async def _attend_own(self, process: LoadedProcess, load: Load) -> None:
         try:

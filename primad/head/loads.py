@@ -1,0 +1,90 @@
+"""What each device of a ring is asked to load, the head itself too."""
+
+from __future__ import annotations
+
+import msgspec
+
+from primad.errors import ModelError
+from primad.gguf.windows import WindowSpec, token_embedding
+from primad.head.ring_inputs import RingInputs
+from primad.head.ways import Ways
+from primad.layers.fetch import hash_in_thread
+from primad.network.messages import Load
+
+
+async def loads_of(inputs: RingInputs, ways: Ways) -> dict[str, Load]:
+    """What the head and each worker loads, by name. Raises ``ParticipationError`` for a worker to which there is no way."""
+    specs = await _specs(inputs)
+    head = inputs.promise.plan.head
+    loads = {head: _load(inputs, head, specs[head])}
+    for name, worker in inputs.devices.workers.items():
+        loads[name] = msgspec.structs.replace(
+            _load(inputs, name, specs[name]),
+            probe=_probe(inputs, specs[name][0].first),
+            sources=await ways.sources(worker),
+            place=_place_of(inputs, name),
+        )
+    return loads
+
+
+async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
+    """The windows of every device; hashes the layers that no plan needed before (reads them from the model file).
+
+    One window is the whole model, which is not cut. Stopping waits for no more than one chunk.
+    """
+    plan = inputs.promise.plan
+    if len(plan.route) == 1:
+        return {plan.head: [WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())]}
+    cutter = inputs.model.cutter
+    needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
+    for done, layer in enumerate(needed):
+        inputs.reporter.progress(plan.head, "hash", done, len(needed))
+        await hash_in_thread(cutter.ref, layer)
+    inputs.reporter.progress(plan.head, "hash", len(needed), len(needed))
+    if cutter.digests is not None:
+        cutter.digests.save()
+    return {
+        name: [cutter.spec(index, window.first, window.last) for index, window in plan.windows_of(name)]
+        for name in plan.devices
+    }
+
+
+def _load(inputs: RingInputs, name: str, specs: list[WindowSpec]) -> Load:
+    """What ``name`` loads; a worker is told more."""
+    options, plan = inputs.options, inputs.promise.plan
+    return Load(
+        ring=options.session,
+        epoch=options.epoch,
+        route=len(plan.route),
+        width=token_embedding(inputs.model.header).shape[0],
+        windows=specs,
+        assignments=list(inputs.promise.assignments[name].windows),
+        ahead_bytes=inputs.promise.assignments[name].ahead_bytes,
+        probe=None,
+        force_extra_buffers=options.extra_buffers == "on",
+        sources=[],
+        context=options.context_tokens,
+        sequences=1,
+        rows=options.rows,
+        step_timeout_s=options.step_timeout_s,
+        place=0,
+        kv_type=options.kv_type,
+    )
+
+
+def _probe(inputs: RingInputs, layer: int) -> WindowSpec | None:
+    """The window of ``layer`` alone, for trying extra buffers; None where that is decided or cannot be tried."""
+    if inputs.options.extra_buffers != "auto":
+        return None
+    try:
+        return inputs.model.cutter.spec(0, layer, layer + 1)
+    except ModelError:
+        return None
+
+
+def _place_of(inputs: RingInputs, name: str) -> int:
+    """Counts the devices on the machine of ``name`` from its turn in the ring to the ring's end."""
+    plan = inputs.promise.plan
+    rest = plan.devices[plan.devices.index(name) :]
+    hosts = {worker: link.profile.host for worker, link in inputs.devices.workers.items()}
+    return sum(hosts.get(other) == hosts[name] for other in rest)
