@@ -259,7 +259,7 @@ class Head:
     def health(self) -> tuple[int, str]:
         """Status and detail of the health check; status 0 while nobody answers."""
         try:
-            answer = httpx.get(f"{self.url}/health", timeout=10)
+            answer = httpx.get(f"{self.url}/health", timeout=PATIENCE_S)
         except httpx.TransportError:
             return 0, ""
         return answer.status_code, answer.text

@@ -69,7 +69,7 @@ class Neighbour:
 
     def end(self) -> None:
         """Give it all back."""
-        self._process.communicate(timeout=30)
+        self._process.communicate(timeout=SHORT_S)
         assert self._process.returncode == 0
 
 

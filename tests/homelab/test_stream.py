@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.homelab.cluster import CLIENT
+from tests.homelab.running import PATIENCE_S
 from tests.homelab.stream import Stream, settled
 
 
@@ -58,7 +59,7 @@ def server(status: int, events: Sequence[str]) -> Iterator[str]:
 
 def client(*words: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-I", str(CLIENT), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

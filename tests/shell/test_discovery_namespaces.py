@@ -45,7 +45,7 @@ asyncio.run(main())
 
 
 def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, timeout=20)
+    subprocess.run(words, check=True, capture_output=True, timeout=PATIENCE_S)
 
 
 def _namespaces_work() -> bool:
@@ -76,7 +76,7 @@ class Space:
     def addresses(self) -> str:
         """Those of the wire's end, as the system shows them."""
         command = ["ip", "-n", self.name, "addr", "show", self.link]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE_S).stdout
 
     @contextlib.contextmanager
     def python(self, code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
@@ -108,7 +108,7 @@ def spaces() -> Iterator[tuple[Space, Space]]:
         yield made[0], made[1]
     finally:
         for space in made:
-            subprocess.run(["ip", "netns", "del", space.name], check=False, capture_output=True, timeout=20)
+            subprocess.run(["ip", "netns", "del", space.name], check=False, capture_output=True, timeout=PATIENCE_S)
 
 
 def seen(child: subprocess.Popen[str], until) -> dict[str, list[str]]:

@@ -444,7 +444,7 @@ def test_an_oversized_message_never_arrives_and_others_do(receiver, at):
 )
 def test_raw_bytes_on_the_port_disturb_nobody(receiver, garbage):
     port = int(receiver.endpoint.rsplit(":", 1)[1])
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as raw, stranger(receiver) as push:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_MS / 1000) as raw, stranger(receiver) as push:
         raw.sendall(garbage)
         push.send_multipart(VALID)
         assert wait_step(receiver)[0] == a_step()

@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # the program itself is started without what is beside it
     from tools.lab.memory import LimitedGroup
 
 
+END_S = 180.0
+"""For what takes a moment: it may take much longer where other programs have most of the machine."""
+
+
 class Neighbour:
     """The program in ``group``, taking at most ``most_bytes``; it ends with the block at the latest.
 
@@ -53,7 +57,7 @@ class Neighbour:
 
     def end(self) -> int:
         """End it: how often it took memory. Raises ``RuntimeError`` when it was gone already."""
-        said, _ = self._process.communicate("\n", timeout=30)
+        said, _ = self._process.communicate("\n", timeout=END_S)
         if self._process.returncode:
             raise RuntimeError(f"the neighbour ended with code {self._process.returncode}")
         return int(said)
