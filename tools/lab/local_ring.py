@@ -14,7 +14,7 @@ import msgspec
 
 from halda import Plan, Prediction, arrange, assignments
 from primad.daemon.extra_buffers import Tried, choose_extra_buffers
-from primad.daemon.layer_files import Workspace, place_windows, whole_model
+from primad.daemon.layer_files import Workspace, copy_layers, place_windows, whole_model
 from primad.daemon.loading import open_windows
 from primad.engine.build import build_id
 from primad.engine.protocol import EngineOptions, KvType, Sampling
@@ -154,7 +154,7 @@ class LocalRing:
                 for each, window in zip(extra, self.assignments[name].windows, strict=True)
             ]
             self.extra_buffers += extra
-            windows = self._windows(cutter, name, place, extra)
+            windows = await self._windows(cutter, name, place, extra)
             self._opens[name] = Open(
                 ring=self._ring,
                 epoch=self._epoch,
@@ -234,18 +234,15 @@ class LocalRing:
         event = await self._next(plan.head)
         assert isinstance(event, Serving), event
 
-    def _windows(self, cutter: ModelCutter | None, name: str, place: Workspace, extra: list[bool]) -> list[OpenWindow]:
+    async def _windows(
+        self, cutter: ModelCutter | None, name: str, place: Workspace, extra: list[bool]
+    ) -> list[OpenWindow]:
         kept = self.assignments[name].windows
         if cutter is None:
             whole = whole_model(self._model, kept[0])
             return [OpenWindow(window=0, files=whole, assignment=kept[0], extra_buffers=extra[0])]
         specs = [cutter.spec(index, window.first, window.last) for index, window in self.plan.windows_of(name)]
-        for ref in place.cache.missing(ref for spec in specs for ref in spec.layers):
-            source = cutter.source(ref.digest)
-            assert source is not None
-            with place.cache.writing(ref) as writer:
-                for chunk in source.chunks():
-                    writer.write(chunk)
+        await copy_layers(cutter, place.cache, (ref for spec in specs for ref in spec.layers), lambda _: None)
         return open_windows(specs, place_windows(place, specs, kept, 1), kept, extra)
 
     async def _pump(self, events: asyncio.Queue[object], process: RingProcess) -> None:
