@@ -29,6 +29,8 @@ from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
 PRIMAD = Path(sys.executable).with_name("primad")
 PATIENCE_S = 180.0
 """For what takes seconds: it may take much longer where other programs have most of the machine."""
+PATIENT = "suspect_after = 120\ngone_after = 240\n"
+"""The configuration of a head: on a machine that stands still for a while nobody is taken for gone."""
 _MARK = "PRIMAD_E2E_MARK"
 
 
@@ -282,9 +284,16 @@ class Head:
 
 @contextmanager
 def heading(
-    model: Path, home: Path, cluster: str, *arguments: object, temporary: Path | None = None, **more: str
+    model: Path,
+    home: Path,
+    cluster: str,
+    *arguments: object,
+    temporary: Path | None = None,
+    config: str = PATIENT,
+    **more: str,
 ) -> Iterator[Head]:
     """A head that was just started; its name is that of its home folder. Extra buffers are off."""
+    (home / "config.toml").write_text(config)
     port = free_port()
     base = ("serve", "--model", model, "--home", home, "--name", home.name, "--cluster", cluster, "--port", port)
     extra = () if "--extra-buffers" in arguments else ("--extra-buffers", "off")

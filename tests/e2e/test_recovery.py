@@ -43,7 +43,7 @@ class Lab:
         self._homes: dict[str, Path] = {}
         self.add(2)
         arguments = ("--wait", 2, "--use-all", "--context", 512)
-        self.head: Head = stack.enter_context(heading(model, make_home("head"), self.cluster, *arguments))
+        self.head: Head = stack.enter_context(heading(model, make_home("head"), self.cluster, *arguments, config=""))
         self.head.wait_serving()
         self.undisturbed = ask(self.head).text
 
