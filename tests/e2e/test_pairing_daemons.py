@@ -64,7 +64,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def a_head(stack: ExitStack, owner: Owner, model: Path, cluster: str) -> Head:
-    head = stack.enter_context(heading(model, owner.home, cluster, "--use-all", **{LOCAL_TRUST: owner.local}))
+    """A head whose silence a worker notices soon."""
+    local = {LOCAL_TRUST: owner.local}
+    head = stack.enter_context(heading(model, owner.home, cluster, "--use-all", config="", **local))
     head.wait_serving()
     return head
 
