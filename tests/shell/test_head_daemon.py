@@ -18,6 +18,7 @@ from primad.daemon.station import Station
 from primad.errors import ClusterError, RingError, WeightsError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
 from primad.head import devices as devices_module
 from primad.head import planner as planner_module
 from primad.head import rings as rings_module
@@ -40,7 +41,6 @@ from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import BY_HAND, TrustStore, trusted_now
 from tests.fakes.control import HEAD, FakeDevice, gated
 from tests.fakes.planning import device as profile_of
-from tests.fakes.planning import model
 from tests.fakes.ring import GREEDY
 from tests.fakes.rings import FakeDiscovery, FakeRing, FakeRings, FakeSolver
 
@@ -140,7 +140,7 @@ class Lab:
         station = Station(config=config, workspace=place, identity=HEAD, trust=self.trust, timings=timings)
         self.daemon = HeadDaemon(
             station,
-            service_of(station, self.header, model(), options),
+            service_of(station, self.header, model_profile(self.header), options),
             profile=lambda: replace(profile_of("desk"), ram_available_bytes=self.free_bytes),
             backend=self.backend,
             reporter=self,
