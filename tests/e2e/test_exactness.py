@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from halda import Plan, arrange
+from halda.assignment import in_memory
 from primad.daemon.layer_files import Workspace, place_windows
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding
 from primad.engine.protocol import EngineOptions, Rows
@@ -89,8 +90,8 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def truth(path: Path, counts: tuple[int, ...] = PROMPTS, *, tokens: int = TOKENS, extra_buffers: bool = False) -> Truth:
     plain = Plain(path, extra_buffers=extra_buffers)
-    tokens = plain.tokenize(TEXT)
-    prompts = {count: tokens[:count] for count in counts}
+    text = plain.tokenize(TEXT)
+    prompts = {count: text[:count] for count in counts}
     answers = {count: plain.continue_(prompt, tokens) for count, prompt in prompts.items()}
     plain.release()
     assert all(len(answer.tokens) == tokens for answer in answers.values()), "choose a text that does not end"
@@ -136,7 +137,7 @@ class Route:
             with place.cache.writing(ref) as writer:
                 for chunk in cutter.source(ref.digest).chunks():
                     writer.write(chunk)
-        files = place_windows(place, specs, [0] * len(specs), 1)
+        files = place_windows(place, specs, [in_memory(spec.first, spec.last) for spec in specs], 1)
         options = EngineOptions(
             context=CONTEXT, sequences=1, rows=CHUNK, threads=THREADS, batch_threads=THREADS, kv_type="f16", lock=False
         )
