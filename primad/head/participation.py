@@ -125,11 +125,11 @@ class Participation:
             return None
         self._misses, self._asked_before = 0, self._worker.next_ping
         if state is None and self.loaded.done():
-            self.fail(ParticipationError(f"{self.name}: its part ended without a word", self.name, "ring"))
+            self.fail(ParticipationError(f"{self.name}: its participation ended without a word", self.name, "ring"))
             return None
         self._repeats += 1
         if self._repeats > MOST_REPEATS:
-            self.fail(ParticipationError(f"{self.name}: it does not take its part in the ring", self.name, "load"))
+            self.fail(ParticipationError(f"{self.name}: it does not take part in the ring", self.name, "load"))
             return None
         logger.info("epoch %d: %s did not hear %s; saying it again", self.epoch, self.name, type(self._asked).__name__)
         return self._asked

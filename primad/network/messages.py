@@ -218,10 +218,10 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
 
 
 class MemoryLow(msgspec.Struct, frozen=True, kw_only=True, tag="pressed"):
-    """The owner's programs need memory that the part in ``epoch`` holds and cannot give back: please plan for less here.
+    """The owner's programs need memory that the participation in ``epoch`` holds and cannot give back: plan for less here.
 
-    It is short of ``needed_bytes``; a plan may use ``ram_available_bytes`` of this device beside that part, which goes on
-    until the next one is loaded. An older head does not know this and leaves its plan as it is.
+    It is short of ``needed_bytes``; a plan may use ``ram_available_bytes`` of this device beside that participation, which
+    goes on until the next one is loaded. An older head does not know this and leaves its plan as it is.
     """
 
     epoch: int

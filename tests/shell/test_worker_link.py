@@ -613,7 +613,7 @@ def test_a_worker_that_never_does_what_it_is_asked_for_is_not_asked_without_end(
             await (part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY) if loaded else part.load())
             error = await part.broken
             assert isinstance(error, ParticipationError)
-            assert (error.device, str(error)) == ("nas", "nas: it does not take its part in the ring")
+            assert (error.device, str(error)) == ("nas", "nas: it does not take part in the ring")
             assert device.heard.qsize() == 1 + MOST_REPEATS
             link.close()
 
@@ -711,7 +711,7 @@ def test_a_part_that_is_gone_after_it_was_loaded_is_over():
             device.stand()
             error = await part.broken
             assert isinstance(error, ParticipationError)
-            assert str(error) == "nas: its part ended without a word"
+            assert str(error) == "nas: its participation ended without a word"
             link.close()
 
     asyncio.run(once())
