@@ -62,7 +62,7 @@ def test_the_pages_leave_memory(tmp_path, monkeypatch):
         kept.append((int(_present(first, last - first).sum()), last - first))
 
     monkeypatch.setattr(scratch, "discard", discard)
-    with streaming(model(tmp_path, "llama"), [0, 3, 6], tmp_path, streamed=()) as made:
+    with streaming(model(tmp_path, "llama"), [0, 3, 6], tmp_path, streamed=0) as made:
         share_scratch(made.windows)
         made.logits(PROMPT[:64], 0)
     assert [left for left, _ in kept] == [0, 0], "each of two windows gives back at once"
@@ -72,7 +72,7 @@ def test_the_pages_leave_memory(tmp_path, monkeypatch):
 def test_steps_of_few_rows_give_nothing_back(tmp_path, monkeypatch):
     discards = Discards()
     monkeypatch.setattr(scratch, "discard", discards)
-    with streaming(model(tmp_path, "llama"), [0, 3, 6], tmp_path, streamed=()) as made:
+    with streaming(model(tmp_path, "llama"), [0, 3, 6], tmp_path, streamed=0) as made:
         made.logits(PROMPT[: scratch.LARGE_ROWS], 0)
         made.logits([5], scratch.LARGE_ROWS)
     assert discards.ranges == []
@@ -81,7 +81,7 @@ def test_steps_of_few_rows_give_nothing_back(tmp_path, monkeypatch):
 def test_one_window_gives_back_when_its_prompt_is_read(tmp_path, monkeypatch):
     discards = Discards()
     monkeypatch.setattr(scratch, "discard", discards)
-    with streaming(model(tmp_path, "llama"), [0, 6], tmp_path, streamed=()) as made:
+    with streaming(model(tmp_path, "llama"), [0, 6], tmp_path, streamed=0) as made:
         made.logits(PROMPT[:64], 0)
         assert discards.ranges == [], "the next chunk would need it again"
         made.logits([5], 64)
