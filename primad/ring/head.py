@@ -55,7 +55,7 @@ class Tell:
 
 TurnOutcome = Send | Tell
 
-_GREEDY = Sampling(
+GREEDY = Sampling(
     temperature=0,
     top_k=0,
     top_p=1,
@@ -67,6 +67,7 @@ _GREEDY = Sampling(
     penalty_tokens=0,
     logit_bias=(),
 )
+"""The likeliest token, nothing cut or penalised."""
 
 
 class Head:
@@ -107,7 +108,7 @@ class Head:
 
     def warm_up(self) -> None:
         """Send one row around before anything else; ``Serving`` is told when it is back and forgotten everywhere."""
-        generate = Generate(request=-1, prompt=[0], sampled=[], max_tokens=1, sampling=_GREEDY, logprobs=None)
+        generate = Generate(request=-1, prompt=[0], sampled=[], max_tokens=1, sampling=GREEDY, logprobs=None)
         self._scheduler.submit(generate)
 
     def submit(self, generate: Generate) -> None:

@@ -22,6 +22,7 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
 from primad.layers.cache import LayerCache
+from primad.ring.head import GREEDY
 from primad.ring.messages import (
     Cancel,
     Connect,
@@ -42,19 +43,6 @@ from primad.ring.spawn import RingProcess
 from primad.settings.limits import NO_LIMITS
 from tools.lab import disk
 from tools.lab.memory import LimitedGroup
-
-GREEDY = Sampling(
-    temperature=0,
-    top_k=0,
-    top_p=1,
-    min_p=0,
-    seed=0,
-    presence_penalty=0,
-    frequency_penalty=0,
-    repeat_penalty=1,
-    penalty_tokens=0,
-    logit_bias=(),
-)
 
 
 class LocalRing:
