@@ -40,12 +40,14 @@ from rich.table import Table
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from primad.gguf.architectures import layer_count  # noqa: E402
+
 from primad.gguf.model import open_model  # noqa: E402
+from primad.gguf.profile import model_profile  # noqa: E402
+from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
 from tools import bench_memory, bench_solver  # noqa: E402
 from tools.lab import LabError  # noqa: E402
-from tools.lab.local_ring import LocalRing  # noqa: E402
+from tools.lab.local_ring import LocalRing, types_of  # noqa: E402
 from tools.lab.plain_child import PlainChild  # noqa: E402
 from tools.lab.plain_llama import PROMPT  # noqa: E402
 from tools.synthetic import borrowed, model_path  # noqa: E402
@@ -101,9 +103,11 @@ def even_windows(layers: int, devices: int) -> list[int] | None:
 
 
 async def bench_model(model: Path, devices: Sequence[int], runs: int, threads: int) -> list[Row]:
-    layers = layer_count(open_model(model))
+    profile = model_profile(open_model(model))
+    layers = len(profile.layers)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-bench-")))
+        cpu = await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, types_of(profile))
         plain = {
             f"extra buffers {extra}, threads {waiting}": PlainChild(model, threads, extra, environ, context=CONTEXT)
             for extra in ("off", "on")
@@ -118,7 +122,7 @@ async def bench_model(model: Path, devices: Sequence[int], runs: int, threads: i
                 even_windows(layers, count),
                 context=CONTEXT,
                 threads=threads,
-                extra_buffers=None,
+                cpu=cpu,
                 folder=folder / str(count),
             )
             rings[count] = await stack.enter_async_context(ring)

@@ -57,10 +57,9 @@ from primad.network.linkprobe import measure_links  # noqa: E402
 from primad.network.messages import Echo, LinkTarget  # noqa: E402
 from primad.profiler.measure import ram_read_bytes_per_s  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
-from primad.profiler.speeds import TYPES  # noqa: E402
 from primad.system.measuring_lock import measuring  # noqa: E402
 from primad.trust.identity import new_identity  # noqa: E402
-from tools.lab.local_ring import LocalRing  # noqa: E402
+from tools.lab.local_ring import LocalRing, types_of  # noqa: E402
 from tools.lab.plain_llama import PROMPT  # noqa: E402
 
 PROMPT_TOKENS = 40
@@ -86,19 +85,20 @@ class Predicted:
 
 async def predict_model(path: Path, processes: Sequence[int], rounds: int, threads: int) -> list[Predicted]:
     model = model_profile(open_model(path))
-    kinds = _kinds(model)
+    kinds = types_of(model)
     measured: dict[int, list[float]] = {count: [] for count in processes}
     profiles, rates, links = [], [], []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-predict-")))
         rings = {}
+        cpu = await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, kinds)
         for count in processes:
             ring = LocalRing(
                 path,
                 _even(len(model.layers), count),
                 context=CONTEXT,
                 threads=threads,
-                extra_buffers=None,
+                cpu=cpu,
                 folder=folder / str(count),
             )
             rings[count] = await stack.enter_async_context(ring)
@@ -120,15 +120,6 @@ async def predict_model(path: Path, processes: Sequence[int], rounds: int, threa
             rounds_ms = [seconds * 1e3 for seconds in measured[count]]
             rows.append(Predicted(path.stem, count, real * 1e3, predicted * 1e3, predicted / real - 1, rounds_ms))
         return rows
-
-
-def _kinds(model: ModelProfile) -> list[str]:
-    """The types that make up the model, and F16 and the main one, which every profile has."""
-    sizes: dict[str, int] = dict(model.output_bytes_by_type)
-    for layer in model.layers:
-        for kind, size in layer.bytes_by_type.items():
-            sizes[kind] = sizes.get(kind, 0) + size
-    return [kind for kind in TYPES if sizes.get(kind, 0) > 0.01 * sum(sizes.values())]
 
 
 def _even(layers: int, devices: int) -> list[int] | None:

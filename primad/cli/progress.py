@@ -13,7 +13,6 @@ _WORDS: Final = {
     "hash": "reading layers",
     "fetch": "shipping layers",
     "copy": "copying layers",
-    "probe": "trying extra buffers",
     "load": "loading windows",
     "links": "measuring links",
     "profile": "profiling",

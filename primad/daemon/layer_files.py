@@ -15,22 +15,16 @@ from primad.gguf.layers import LayerRef
 from primad.gguf.windows import ModelCutter, WindowSpec
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import in_thread, missing_layers
-from primad.settings.config import usage_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Where this daemon keeps layer files, files of this run and what probes found; which llama.cpp it has."""
+    """Where this daemon keeps layer files, files of this run and counts of how experts are used; which llama.cpp it has."""
 
     cache: LayerCache
     run: Path
-    verdicts: Path
+    usage: Path
     build: str
-
-    @property
-    def usage(self) -> Path:
-        """Where it is kept how often the experts of layers are used."""
-        return usage_folder(self.verdicts.parent)
 
 
 async def check_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> None:

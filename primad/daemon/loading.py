@@ -1,7 +1,6 @@
 """Load windows, on the head and on a worker: prepare the layer files, place the windows, start the ring process, open it.
 
-Where missing layers come from is all that differs: the head cuts them out of its model file, a worker fetches them. Between
-``prepare`` and ``start`` it is decided which windows use extra buffers (``extra_buffers.py``).
+Where missing layers come from is all that differs: the head cuts them out of its model file, a worker fetches them.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ class WindowLoad:
             await get(missing, arrived)
         cache.touch({ref.digest for ref in self.layers})
 
-    def key(self, extra_buffers: Sequence[bool]) -> LoadKey:
-        """What the ring process will have loaded; of a window that streams there are no copies in extra buffers."""
+    def key(self) -> LoadKey:
+        """What the ring process will have loaded."""
         load = self._load
         return LoadKey(
             windows=tuple(
@@ -98,10 +97,7 @@ class WindowLoad:
                 for spec, assignment in zip(load.windows, load.assignments, strict=True)
             ),
             width=load.width,
-            extra_buffers=tuple(
-                extra and not assignment.streamed_bytes
-                for extra, assignment in zip(extra_buffers, load.assignments, strict=True)
-            ),
+            extra_buffers=tuple(load.extra_buffers),
             options=self.options,
         )
 
@@ -119,7 +115,7 @@ class WindowLoad:
         apply_nice(ring.pid, self._config.nice)
         process = LoadedProcess(ring, self._place, self.number, key, [spec.window for spec in self._load.windows])
         try:
-            await process.send(self._opening(key, files))
+            await process.send(self._opening(files))
         except BaseException:  # cancelled over it, nobody else would end the process
             await process.close()
             raise
@@ -138,12 +134,12 @@ class WindowLoad:
             read_header(Path(window.metadata))  # the head wrote it: judged before llama.cpp sees it
         return files
 
-    def _opening(self, key: LoadKey, files: Sequence[WindowFiles]) -> Open:
+    def _opening(self, files: Sequence[WindowFiles]) -> Open:
         load, model = self._load, self._model
         return Open(
             ring=load.ring,
             epoch=load.epoch,
-            windows=open_windows(load.windows, files, load.assignments, key.extra_buffers),
+            windows=open_windows(load.windows, files, load.assignments, load.extra_buffers),
             route=load.route,
             width=load.width,
             model=None if model is None else str(model.path),

@@ -21,7 +21,7 @@ from primad.errors import ConfigError, PrimadError, Stopped
 from primad.layers.cache import LayerCache
 from primad.network.sockets import raise_descriptor_limit
 from primad.profiler.device import is_profiled, profile_device
-from primad.settings.config import Config, open_home
+from primad.settings.config import Config, open_home, usage_folder
 from primad.system.allocator import keep_little_freed
 from primad.trust.identity import load_identity
 from primad.trust.trust import TrustStore
@@ -114,7 +114,7 @@ def home_place(config: Config) -> Workspace:
     return Workspace(
         cache=LayerCache(config.layers, config.limits.disk_bytes),
         run=config.run,
-        verdicts=config.home / "extra-buffers.json",
+        usage=usage_folder(config.home),
         build=build_id(),
     )
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from primad.daemon.extra_buffers import TRIALS, choose_extra_buffers
 from primad.daemon.layer_files import copy_layers
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import HeadModel, WindowLoad
-from primad.engine.protocol import EngineOptions
 from primad.gguf.layers import LayerRef
 from primad.head.ring_inputs import RingInputs
 from primad.network.messages import Load
@@ -33,24 +31,4 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
 
     if windows.layers:  # not of the whole model
         await windows.prepare(cut, lambda done, total: reporter.progress(head, "copy", done, total))
-    return await windows.start(windows.key(await _extra_buffers(inputs, windows.options)))
-
-
-async def _extra_buffers(inputs: RingInputs, options: EngineOptions) -> list[bool]:
-    """For each of the head's windows, whether it uses extra buffers."""
-    windows = [window for _, window in inputs.promise.plan.windows_of(inputs.promise.plan.head)]
-    if inputs.options.extra_buffers != "auto":
-        return [inputs.options.extra_buffers == "on"] * len(windows)
-
-    def advance(done: int) -> None:
-        inputs.reporter.progress(inputs.promise.plan.head, "probe", done, TRIALS)
-
-    return await choose_extra_buffers(
-        inputs.station.workspace,
-        inputs.model.header,
-        windows,
-        options,
-        advance,
-        limits=inputs.station.config.limits,
-        tried=inputs.model.tried,
-    )
+    return await windows.start(windows.key())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from primad.errors import ModelError
 from primad.gguf.windows import WindowSpec, token_embedding
+from primad.head.extra_buffers import choose_extra_buffers
 from primad.head.ring_inputs import RingInputs
 from primad.head.ways import Ways
 from primad.layers.fetch import hash_in_thread
@@ -16,11 +16,12 @@ async def loads_of(inputs: RingInputs, ways: Ways) -> dict[str, Load]:
     """What the head and each worker loads, by name. Raises ``ParticipationError`` for a worker to which there is no way."""
     specs = await _specs(inputs)
     head = inputs.promise.plan.head
-    loads = {head: _load(inputs, head, specs[head])}
+    profiles = {head: inputs.profile} | {name: worker.profile for name, worker in inputs.devices.workers.items()}
+    extra = choose_extra_buffers(inputs.promise, profiles, inputs.model.profile, inputs.options.extra_buffers)
+    loads = {head: _load(inputs, head, specs[head], extra[head])}
     for name, worker in inputs.devices.workers.items():
         loads[name] = msgspec.structs.replace(
-            _load(inputs, name, specs[name]),
-            probe=_probe(inputs, specs[name][0].first),
+            _load(inputs, name, specs[name], extra[name]),
             sources=await ways.sources(worker),
             place=_place_of(inputs, name),
         )
@@ -49,7 +50,7 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
     }
 
 
-def _load(inputs: RingInputs, name: str, specs: list[WindowSpec]) -> Load:
+def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers: list[bool]) -> Load:
     """What ``name`` loads; a worker is told more."""
     options, plan = inputs.options, inputs.promise.plan
     return Load(
@@ -60,8 +61,7 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec]) -> Load:
         windows=specs,
         assignments=list(inputs.promise.assignments[name].windows),
         ahead_bytes=inputs.promise.assignments[name].ahead_bytes,
-        probe=None,
-        force_extra_buffers=options.extra_buffers == "on",
+        extra_buffers=extra_buffers,
         sources=[],
         context=options.context_tokens,
         sequences=1,
@@ -70,16 +70,6 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec]) -> Load:
         place=0,
         kv_type=options.kv_type,
     )
-
-
-def _probe(inputs: RingInputs, layer: int) -> WindowSpec | None:
-    """The window of ``layer`` alone, for trying extra buffers; None where that is decided or cannot be tried."""
-    if inputs.options.extra_buffers != "auto":
-        return None
-    try:
-        return inputs.model.cutter.spec(0, layer, layer + 1)
-    except ModelError:
-        return None
 
 
 def _place_of(inputs: RingInputs, name: str) -> int:

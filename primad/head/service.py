@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halda import ModelProfile, Workload
-from primad.daemon.extra_buffers import Tried
 from primad.daemon.station import Station
 from primad.errors import ModelError, PrimadError, WeightsError
 from primad.gguf.digests import LayerDigests
@@ -23,13 +22,12 @@ from primad.layers.server import LayerSource
 class ModelSource:
     """The model file: its ``header``, its ``profile`` for the solver, and its layers, whose digests are kept in ``digests``.
 
-    ``tried`` is what is known of extra buffers for it. A file that could not be read is tried again after ``again_s``.
+    A file that could not be read is tried again after ``again_s``.
     """
 
     def __init__(self, header: Header, profile: ModelProfile, digests: Path, *, again_s: float) -> None:
         self._again_s = again_s
         self.header, self.profile = header, profile
-        self.tried: Tried = {}
         self._digests = digests
         self._stamps = stamps_of(header)
         self._unreadable: tuple[str, float] | None = None

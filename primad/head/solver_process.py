@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from typing import Final
 
@@ -16,7 +17,6 @@ import msgspec
 
 from halda import DeviceProfile, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload
 from primad.daemon.owner import apply_nice
-from primad.engine.probe import StopFlag
 from primad.errors import PlanError
 
 LEAST_NICE: Final = 19
@@ -43,6 +43,29 @@ class _Solved(msgspec.Struct, frozen=True, tag="solved"):
 class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
     message: str
     short_bytes: int
+
+
+class StopFlag:
+    """Ends the solver from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._is_set = False
+
+    def set(self) -> None:
+        """Kill the child that runs; let none begin."""
+        with self._lock:
+            self._is_set = True
+            if self._child is not None:
+                self._child.kill()
+
+    def watch(self, child: subprocess.Popen[bytes]) -> None:
+        """Have ``set`` kill ``child``."""
+        with self._lock:
+            self._child = child
+            if self._is_set:
+                child.kill()
 
 
 async def solve_apart(question: SolverRequest, *, background: bool = False, grace_s: float = GRACE_S) -> Solution:

@@ -39,7 +39,7 @@ from primad.trust.identity import is_key
 PROTOCOL: Final = 3
 OLDEST: Final = 3
 MAX_MESSAGE_BYTES: Final = 16 << 20
-PHASES: Final = ("fetch", "probe", "load")
+PHASES: Final = ("fetch", "load")
 FAULTS: Final = ("fetch", "disk", "load", "ring", "next")
 """What a participation was doing when it ended; ``next``: the device behind it in the ring takes no steps."""
 MAX_PARTICIPATIONS: Final = 64
@@ -97,11 +97,10 @@ class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Take part in ring ``ring``, epoch ``epoch``: fetch the missing layers from ``sources``, load the windows, listen.
 
-    ``probe`` is a one-layer window of the same layers to try extra buffers with, or None when they are not to be used.
-    ``force_extra_buffers`` skips the probe. ``place`` tells devices of this ring that share a machine apart
-    (see ``ring.spawn.environment``). A worker may have parts in several epochs at a time: the next ring is loaded while the
-    last one serves. ``assignments[i]`` says what of ``windows[i]`` is on the GPU and how much of it stays in memory; of what
-    streams ``ahead_bytes`` are held ahead. ``kv_type`` is that of the KV cache.
+    ``place`` tells devices of this ring that share a machine apart (see ``ring.spawn.environment``). A worker may have parts
+    in several epochs at a time: the next ring is loaded while the last one serves. ``assignments[i]`` says what of
+    ``windows[i]`` is on the GPU and how much of it stays in memory, ``extra_buffers[i]`` whether llama.cpp may keep copies
+    of its weights; of what streams ``ahead_bytes`` are held ahead. ``kv_type`` is that of the KV cache.
     """
 
     ring: int
@@ -111,8 +110,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     windows: list[WindowSpec]
     assignments: list[WindowAssignment]
     ahead_bytes: int
-    probe: WindowSpec | None
-    force_extra_buffers: bool
+    extra_buffers: list[bool]
     sources: list[Source]
     context: int
     sequences: int
@@ -203,7 +201,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """How far loading is: ``phase`` (one of ``PHASES``) is fetch (bytes), probe (runs) or load (windows)."""
+    """How far loading is: ``phase`` (one of ``PHASES``) is fetch (bytes) or load (windows)."""
 
     epoch: int
     phase: str
@@ -479,7 +477,7 @@ def _check_load(load: Load) -> None:
         raise ProtocolError(f"plan with the impossible place {load.place}")
     if not 0 < load.step_timeout_s < math.inf:
         raise ProtocolError(f"plan with a step timeout of {load.step_timeout_s} s")
-    if not load.windows or len(load.assignments) != len(load.windows):
+    if not load.windows or not len(load.assignments) == len(load.extra_buffers) == len(load.windows):
         raise ProtocolError("plan without windows for this device")
     if len({spec.window for spec in load.windows}) != len(load.windows):
         raise ProtocolError("plan with two windows at one place of the route")
@@ -491,7 +489,7 @@ def _check_load(load: Load) -> None:
         raise ProtocolError(f"plan with {len(load.sources)} sources; at most {MAX_SOURCES} are allowed")
     for source in load.sources:
         check_source(source)
-    for spec in [*load.windows, *([load.probe] if load.probe else [])]:
+    for spec in load.windows:
         if not 0 <= spec.first < spec.last or len(spec.layers) < spec.last - spec.first:
             raise ProtocolError(f"window {spec.window} of layers {spec.first} to {spec.last} is impossible")
         for ref in spec.layers:

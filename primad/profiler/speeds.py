@@ -20,7 +20,6 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from halda import PREFILL_ROWS, TypeSpeed
-from primad.engine.probe import ANSWER_TOKENS, PROMPT_ROWS, WORTH
 from primad.errors import EngineError
 from primad.profiler.effort import Effort
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
@@ -33,6 +32,10 @@ TYPES: Final = ("Q4_K", "Q6_K", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q8_0", "IQ4_XS"
 """The first is the one that thread counts and fixed costs are measured with."""
 MAIN: Final = TYPES[0]
 SMALL_LAYERS: Final = (2, 12)
+PROMPT_ROWS: Final = 512
+ANSWER_TOKENS: Final = 128
+WORTH: Final = 0.97
+"""Extra buffers double the memory that a window holds: below 3 % of a typical exchange they are not worth it."""
 _LEAST_S: Final = 1e-6
 _STEADY: Final = 0.25
 """A larger spread of the runs means that something else was running: the trial is repeated, within ``Effort.repeats_s``."""

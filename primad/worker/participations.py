@@ -19,7 +19,6 @@ import psutil
 import zmq.asyncio
 
 from halda import DeviceProfile
-from primad.daemon.extra_buffers import are_extra_buffers_worth_it
 from primad.daemon.layer_files import check_layers, distrust
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
@@ -252,28 +251,12 @@ class Participations:
 
     async def _open(self, load: Load, windows: WindowLoad) -> LoadedProcess:
         """A process with these windows: one that is kept if it has them, else a new one."""
-        content = windows.key([await self._extra_buffers(load, windows)] * len(load.windows))
+        content = windows.key()
         kept = await self._parking.reopen(load, content)
         if kept is not None:
             return kept
         await self.unload()
         return await windows.start(content)
-
-    async def _extra_buffers(self, load: Load, windows: WindowLoad) -> bool:
-        if load.force_extra_buffers:
-            return True
-        if load.probe is None:
-            return False
-        progress = self._progress(load.epoch, "probe")
-        return await are_extra_buffers_worth_it(
-            self._place,
-            load.windows,
-            load.probe,
-            windows.options,
-            lambda done: progress(done, 1),
-            limits=self._config.limits,
-            width=load.width,
-        )
 
     async def _pass_on(self, load: Load, process: LoadedProcess, event: RingEvent) -> None:
         """Tell the head what the ring process says. Raises ``RingError`` where that ends the participation."""

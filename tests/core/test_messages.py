@@ -54,8 +54,7 @@ def a_load(**changes: Any) -> cluster.Load:
         windows=[window],
         assignments=[in_memory(2, 4)],
         ahead_bytes=0,
-        probe=msgspec.structs.replace(window, window=0, last=3, layers=(a_ref(),)),
-        force_extra_buffers=False,
+        extra_buffers=[False],
         sources=[SOURCE],
         context=128,
         sequences=1,
@@ -109,7 +108,7 @@ FROM_HEAD = [
     cluster.Introduce(devices=[], revoked=[]),
     cluster.Introduce(devices=[cluster.Introduction("lap", KEY)], revoked=[KEY]),
     a_load(),
-    a_load(probe=None, sources=[]),
+    a_load(sources=[]),
     cluster.Link(epoch=1, address="tcp://127.0.0.1:1", key=KEY, sender=KEY),
     cluster.Release(epoch=1),
     cluster.Ping(status=True),
@@ -213,8 +212,8 @@ def test_a_changed_message_is_refused_or_can_be_used(data):
 def assert_loadable(load: cluster.Load) -> None:
     """What the code behind ``decode_from_head`` relies on."""
     numbers = [spec.window for spec in load.windows]
-    assert len(numbers) == len(load.assignments) == len(set(numbers)) > 0
-    for spec in [*load.windows, *([load.probe] if load.probe else [])]:
+    assert len(numbers) == len(load.assignments) == len(load.extra_buffers) == len(set(numbers)) > 0
+    for spec in load.windows:
         assert len(spec.layers) >= spec.last - spec.first > 0
         for number, ref in enumerate(spec.layers):
             assert len(layer_header(ref.tensors, number=number, split=number + 1)) == HEADER_BYTES
@@ -248,7 +247,7 @@ def assert_loadable(load: cluster.Load) -> None:
         {"assignments": [dataclasses.replace(in_memory(2, 4), output_bytes=1)]},
         {"ahead_bytes": -1},
         {"ahead_bytes": 1 << 60},
-        {"windows": [a_window(), a_window()], "assignments": [in_memory(2, 4)] * 2},
+        {"windows": [a_window(), a_window()], "assignments": [in_memory(2, 4)] * 2, "extra_buffers": [False] * 2},
         {"windows": [a_window(window=0)]},
         {"windows": [a_window(window=3)]},
         {"windows": [a_window(window=-1)]},
@@ -257,7 +256,8 @@ def assert_loadable(load: cluster.Load) -> None:
         {"windows": [a_window(last=9)]},
         {"windows": [a_window(layers=())]},
         {"windows": [a_window(layers=(a_ref(), a_ref(digest="no")))]},
-        {"probe": a_window(layers=(a_ref(digest="no"),))},
+        {"extra_buffers": []},
+        {"extra_buffers": [True, True]},
         {"step_timeout_s": 0.0},
         {"step_timeout_s": float("nan")},
         {"step_timeout_s": float("inf")},

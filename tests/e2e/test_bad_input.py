@@ -193,7 +193,7 @@ def assert_clean(home: Path) -> None:
     """No temporary file is left in a home that was used."""
     files = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
     trust = {f"{name}.{kind}" for name in ("identity", "trust") for kind in ("json", "lock")}
-    assert files <= {"config.toml", "profile.json", "daemon.lock", "digests.json", "extra-buffers.json", *trust} | {
+    assert files <= {"config.toml", "profile.json", "daemon.lock", "digests.json", *trust} | {
         name for name in files if name.startswith("cache/layers/") and name.endswith((".gguf", ".tree"))
     }
 

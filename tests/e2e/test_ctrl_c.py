@@ -234,20 +234,6 @@ def test_worker_that_fetches(large, new_home, cluster, temporary, number):
 
 
 @both_signals
-def test_head_that_tries_extra_buffers(smollm2, new_home, cluster, temporary, number):
-    home = new_home("head")
-    with heading(smollm2, home, cluster, "--alone", "--extra-buffers", "auto", temporary=temporary) as head:
-        wait_until(
-            lambda: any("primad.engine.probe" in command_of(process) for process in head.run.processes()),
-            "a trial runs",
-        )
-        assert_ends(head.run, number, temporary, home)
-    # A trial that was interrupted is no verdict.
-    verdicts = home / "extra-buffers.json"
-    assert not verdicts.exists() or "null" not in verdicts.read_text()
-
-
-@both_signals
 @pytest.mark.parametrize("command", ["join", "serve"])
 def test_first_profile(smollm2, tmp_path, cluster, temporary, command, number):
     home = tmp_path / "home"

@@ -131,7 +131,7 @@ class Route:
         header = open_model(path)
         cutter = ModelCutter(header)
         folder.mkdir(parents=True, exist_ok=True)
-        place = Workspace(cache=LayerCache(folder), run=folder, verdicts=folder, build="")
+        place = Workspace(cache=LayerCache(folder), run=folder, usage=folder, build="")
         specs = [cutter.spec(index, window.first, window.last) for index, window in enumerate(plan.route)]
         for ref in place.cache.missing(ref for spec in specs for ref in spec.layers):
             with place.cache.writing(ref) as writer:

@@ -56,7 +56,7 @@ def test_a_plan_of_one_window_reaches_the_whole_model(gpu_layers, output):
 
 
 def test_only_the_tail_has_an_output(tmp_path):
-    place = Workspace(cache=LayerCache(tmp_path), run=tmp_path, verdicts=tmp_path / "verdicts", build="b")
+    place = Workspace(cache=LayerCache(tmp_path), run=tmp_path, usage=tmp_path / "usage", build="b")
     specs = [WindowSpec(window=i, first=2 * i, last=2 * i + 2, metadata=b"GGUF", layers=()) for i in (0, 2, 4)]
 
     def placed(output: OutputPlace) -> list[tuple[int, bool]]:

@@ -136,7 +136,7 @@ class Lab:
             objective="balanced",
             use_all=use_all,
         )
-        place = Workspace(cache=LayerCache(config.layers), run=config.run, verdicts=self.home / "v", build="a build")
+        place = Workspace(cache=LayerCache(config.layers), run=config.run, usage=self.home / "v", build="a build")
         station = Station(config=config, workspace=place, identity=HEAD, trust=self.trust, timings=timings)
         self.daemon = HeadDaemon(
             station,

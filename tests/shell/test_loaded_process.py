@@ -29,7 +29,7 @@ PATIENCE_S = 10
 @pytest.fixture
 def place(tmp_path: Path) -> Workspace:
     (tmp_path / "run").mkdir()
-    return Workspace(cache=LayerCache(tmp_path / "layers"), run=tmp_path / "run", verdicts=tmp_path / "v", build="b")
+    return Workspace(cache=LayerCache(tmp_path / "layers"), run=tmp_path / "run", usage=tmp_path / "v", build="b")
 
 
 def loaded(place: Workspace, ring: FakeRingProcess) -> LoadedProcess:
@@ -120,7 +120,7 @@ def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_files(pla
         async with asyncio.timeout(PATIENCE_S):
             windows = WindowLoad(load, 7, SimpleNamespace(workspace=place, config=config), PROFILE)
             await windows.prepare(lambda *_: pytest.fail("nothing is missing"), lambda *_: None)
-            starting = asyncio.create_task(windows.start(windows.key([False])))
+            starting = asyncio.create_task(windows.start(windows.key()))
             await opening.wait()
             assert [path.name for path in place.run.iterdir()] == ["window-7-1.gguf"]
             starting.cancel()

@@ -69,8 +69,7 @@ def a_load(epoch: int, *, ring: int = 1, first: int = 2, window: int = 1, route:
         windows=[WindowSpec(window=window, first=first, last=first + 2, metadata=b"", layers=())],
         assignments=[in_memory(first, first + 2)],
         ahead_bytes=0,
-        probe=None,
-        force_extra_buffers=False,
+        extra_buffers=[False],
         sources=[],
         context=64,
         sequences=1,
@@ -89,7 +88,7 @@ class Worker:
         config = load_config({"home": home, "name": "lap", "keep_loaded": keep_loaded, "host": "127.0.0.1"}, {})
         open_home(config)
         self.processes = processes
-        self.place = Workspace(cache=LayerCache(home / "layers"), run=config.run, verdicts=home / "v", build="b")
+        self.place = Workspace(cache=LayerCache(home / "layers"), run=config.run, usage=home / "v", build="b")
         self.told: list[WorkerMessage] = []
         self.said: list[str] = []
         self._news = asyncio.Condition()
@@ -231,7 +230,7 @@ def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, 
         {"rows": 8},
         {"width": 16},
         {"assignments": [in_memory(2, 4, gpu_layers=1)]},
-        {"force_extra_buffers": True},
+        {"extra_buffers": [True]},
     ],
     ids=str,
 )

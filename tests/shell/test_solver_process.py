@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from halda import CHUNKS, Infeasible, solve
-from primad.engine.probe import StopFlag
 from primad.errors import PlanError
 from primad.head import solver_process as solving
-from primad.head.solver_process import SolverRequest, solve_apart
+from primad.head.solver_process import SolverRequest, StopFlag, solve_apart
 from primad.planning.question import default_workload
 from tests.fakes.planning import GB, device, link, model
 

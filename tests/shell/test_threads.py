@@ -72,9 +72,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
     async def once() -> None:
         station = Station(
             config=config,
-            workspace=Workspace(
-                cache=LayerCache(tmp_path / "layers"), run=config.run, verdicts=tmp_path / "v", build="b"
-            ),
+            workspace=Workspace(cache=LayerCache(tmp_path / "layers"), run=config.run, usage=tmp_path / "v", build="b"),
             identity=HEAD,
             trust=TrustStore(tmp_path, HEAD, LocalTrust(tmp_path / "local")),
         )

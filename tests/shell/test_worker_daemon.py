@@ -95,8 +95,7 @@ def a_load(epoch: int, first: int = 2) -> Load:
         windows=[WindowSpec(window=1, first=first, last=first + 1, metadata=b"", layers=(LAYER,))],
         assignments=[in_memory(first, first + 1)],
         ahead_bytes=0,
-        probe=None,
-        force_extra_buffers=False,
+        extra_buffers=[False],
         sources=[],
         context=64,
         sequences=1,
@@ -193,7 +192,7 @@ class Lab:
             self.trust.add(trusted_now(name, identity.public, BY_HAND))
         station = Station(
             config=config,
-            workspace=Workspace(cache=LayerCache(config.layers), run=config.run, verdicts=home / "v", build="a build"),
+            workspace=Workspace(cache=LayerCache(config.layers), run=config.run, usage=home / "v", build="a build"),
             identity=self.identity,
             trust=self.trust,
             timings=timings,

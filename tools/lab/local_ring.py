@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,8 +13,7 @@ from types import TracebackType
 
 import msgspec
 
-from halda import Plan, Prediction, arrange, assignments
-from primad.daemon.extra_buffers import Tried, choose_extra_buffers
+from halda import CpuProfile, ModelProfile, Plan, Prediction, arrange, assignments
 from primad.daemon.layer_files import Workspace, copy_layers, place_windows, whole_model
 from primad.daemon.loading import open_windows
 from primad.engine.build import build_id
@@ -21,7 +21,9 @@ from primad.engine.protocol import EngineOptions, KvType, Sampling
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
+from primad.head.extra_buffers import is_faster
 from primad.layers.cache import LayerCache
+from primad.profiler.speeds import TYPES
 from primad.ring.head import GREEDY
 from primad.ring.messages import (
     Cancel,
@@ -40,9 +42,17 @@ from primad.ring.messages import (
     Status,
 )
 from primad.ring.spawn import RingProcess
-from primad.settings.limits import NO_LIMITS
 from tools.lab import disk
 from tools.lab.memory import LimitedGroup
+
+
+def types_of(model: ModelProfile) -> list[str]:
+    """The types that make up ``model`` and can be measured."""
+    sizes = Counter(model.output_bytes_by_type)
+    for layer in model.layers:
+        sizes.update(layer.bytes_by_type)
+        sizes.update(layer.expert_bytes_by_type)
+    return [kind for kind in TYPES if sizes[kind] > 0.01 * sizes.total()]
 
 
 class LocalRing:
@@ -50,7 +60,7 @@ class LocalRing:
 
     ``plan`` takes the place of ``windows`` and ``rounds``, and may stream; ``prediction`` says what memory it leaves.
     ``groups`` limits the memory of the process of a device; then no process finds anything of its files in the page cache
-    when it starts. ``extra_buffers`` None lets each window's probe decide, as the daemon does.
+    when it starts. Extra buffers are used where ``cpu`` says that they are faster; without it they are off.
 
     ``async with LocalRing(...) as ring`` loads and links it; layer files live in ``folder`` (shared between rings).
     """
@@ -68,13 +78,13 @@ class LocalRing:
         rows: int = 512,
         kv_type: KvType = "f16",
         threads: Sequence[int] | int = 2,
-        extra_buffers: bool | None = False,
+        cpu: CpuProfile | None = None,
         folder: Path | None = None,
         step_timeout_s: float = 120,
     ) -> None:
         self._model = model
         self._header = open_model(model)
-        profile = model_profile(self._header)
+        self._profile = profile = model_profile(self._header)
         names = [f"d{i}" for i in range(len(windows or [0]))]
         layers = len(profile.layers)
         self.plan = plan or arrange(names, windows or [layers], rounds=rounds, model=profile)
@@ -84,11 +94,10 @@ class LocalRing:
         self._context = context
         self._rows = rows
         self._kv_type = kv_type
-        self._extra_buffers = extra_buffers
+        self._cpu = cpu
         self._folder = folder
         self._step_timeout_s = step_timeout_s
         self._stack = AsyncExitStack()
-        self._tried: Tried = {}
         self._ring = random.getrandbits(62)
         self._requests = 0
         self._opens: dict[str, Open] = {}
@@ -113,7 +122,7 @@ class LocalRing:
         await self._stack.aclose()
 
     async def _open(self) -> None:
-        plan, width = self.plan, model_profile(self._header).width
+        plan, width = self.plan, self._profile.width
         cutter = ModelCutter(self._header) if len(plan.route) > 1 else None
         for number, name in enumerate(plan.devices):
             assert self._folder is not None
@@ -129,17 +138,11 @@ class LocalRing:
                 lock=False,
             )
             place = Workspace(
-                cache=LayerCache(self._folder / name), run=run, verdicts=self._folder / "verdicts", build=build_id()
+                cache=LayerCache(self._folder / name), run=run, usage=self._folder / "usage", build=build_id()
             )
-            held = [window for _, window in plan.windows_of(name)]
-            extra = [bool(self._extra_buffers)] * len(held)
-            if self._extra_buffers is None:
-                extra = await choose_extra_buffers(
-                    place, self._header, held, options, lambda _: None, limits=NO_LIMITS, tried=self._tried
-                )
             extra = [
-                each and not window.streamed_bytes
-                for each, window in zip(extra, self.assignments[name].windows, strict=True)
+                self._cpu is not None and not window.streamed_bytes and is_faster(window, self._profile, self._cpu)
+                for window in self.assignments[name].windows
             ]
             self.extra_buffers += extra
             windows = await self._windows(cutter, name, place, extra)
