@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -66,12 +67,9 @@ async def copy_layers(
 async def _copy_layer(cutter: ModelCutter, cache: LayerCache, ref: LayerRef, copied: Callable[[int], None]) -> None:
     source = cutter.source(ref.digest)
     assert source is not None
-    with cache.writing(ref) as writer:
-        chunks = source.chunks()
-        while (chunk := await in_thread(next, chunks, None)) is not None:
-            await in_thread(writer.write, chunk)
-            copied(len(chunk))
-        await in_thread(writer.finish)
+    with contextlib.closing(cache.copying(ref, source)) as steps:
+        while (size := await in_thread(next, steps, None)) is not None:
+            copied(size)
 
 
 def place_windows(

@@ -6,9 +6,9 @@
     <folder>/in-use-<pid>.json   what a running process must not lose (``leases.py``)
     <folder>/partial/            files on their way (``partial.py``); chunks that arrived are kept for the next run
 
-A file appears under its name only after its weights were hashed and flushed, so a crash leaves nothing half-written. A
-file (or copy) that was there before this process started is hashed once, the first time it is asked for, and again when
-its size or modification time say that somebody else wrote to it.
+A file appears under its name only after all its chunks were hashed and flushed, so a crash leaves nothing half-written
+there. A file (or copy) that was there before this process started is hashed once, the first time it is asked for, and again
+when its size or modification time say that somebody else wrote to it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,29 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final
 
-from primad.errors import DiskError
+from primad.errors import DiskError, ModelError
 from primad.gguf.layer_file import Stamp, StoredLayer, hash_file, save_tree, stamp_of
-from primad.gguf.layers import DIGEST_BYTES, HEADER_BYTES, LayerRef, StopHashing, is_tree_of, layer_header, never
+from primad.gguf.layers import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    HEADER_BYTES,
+    LayerCut,
+    LayerRef,
+    StopHashing,
+    chunk_size,
+    is_chunk_of,
+    is_tree_of,
+    layer_header,
+    never,
+)
 from primad.layers.eviction import CachedLayer, Disk, oldest_first
 from primad.layers.leases import Leases
 from primad.layers.partial import PartialLayer
-from primad.layers.writer import LayerWriter
 
 STALE_S: Final = 7 * 86_400.0
 _DIGEST: Final = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
@@ -75,10 +86,6 @@ class LayerCache:
 
     def _tree_path(self, digest: str) -> Path:
         return self._folder / f"{digest}.tree"
-
-    def missing(self, refs: Iterable[LayerRef]) -> list[LayerRef]:
-        """Those of ``refs`` that are not here whole, each once; damaged files are removed on the way."""
-        return [ref for ref in dict.fromkeys(refs) if not self.has(ref)]
 
     def has(self, ref: LayerRef, stop: StopHashing = never) -> bool:
         """Whether the layer is here and its weights hash to their name; a file that does not is removed.
@@ -170,25 +177,23 @@ class LayerCache:
             return None
         return StoredLayer(digest, path, self._tree_path(digest), size_bytes) if size_bytes > 0 else None
 
-    @contextmanager
-    def writing(self, ref: LayerRef) -> Iterator[LayerWriter]:
-        """Write one layer file in order; it appears whole when the block ends and not at all when it raises.
+    def copying(self, ref: LayerRef, source: LayerCut) -> Generator[int, None, None]:
+        """Write the layer out of the model file, one chunk a step, which gives its bytes; what was here counts first.
 
-        Raises ``ClusterError`` when the bytes do not hash to the layer's digest, ``DiskError`` when the disk refuses them.
+        Raises ``ModelError`` when the file cannot be read or changed, ``DiskError`` when the disk refuses the bytes.
         """
-        partial = self._partial / ref.digest
-        try:
-            with self._write_errors(ref):
-                with partial.open("wb") as file:
-                    file.write(layer_header(ref.tensors, number=0, split=1))
-                    writer = LayerWriter(file, ref)
-                    yield writer
-                    writer.finish()
-                save_tree(self._tree_path(ref.digest), writer.tree)
-                partial.replace(self.path(ref.digest))
-                self._remember(self.path(ref.digest))
-        finally:
-            partial.unlink(missing_ok=True)
+        with self.part(ref) as part:
+            if part.tree is None:
+                self.begin(part, source.tree())
+            elif part.present_bytes:
+                yield part.present_bytes
+            for number in part.lacking():
+                chunk = source.read(number * CHUNK_BYTES, chunk_size(ref.size_bytes, number))
+                if not is_chunk_of(chunk, part.tree or b"", number):
+                    raise ModelError(f"layer {ref.digest[:12]}: the model file changed since its layers were hashed")
+                self.write(part, number, chunk)
+                yield len(chunk)
+            self.finish(part)
 
     @contextmanager
     def part(self, ref: LayerRef) -> Iterator[PartialLayer]:
@@ -221,13 +226,10 @@ class LayerCache:
             return part.write(number, chunk)
 
     def finish(self, part: PartialLayer) -> None:
-        """Give the complete ``part`` its name. Raises ``DiskError`` when the disk does not give back what was written."""
+        """Give the complete ``part`` its name. Raises ``DiskError``."""
         path = self.path(part.ref.digest)
         with self._write_errors(part.ref):
-            if not part.finish(path, self._tree_path(part.ref.digest)):
-                raise DiskError(
-                    f"{path}: the disk gave back other bytes than were written; check the disk or use another --home"
-                )
+            part.finish(path, self._tree_path(part.ref.digest))
             self._remember(path)
 
     def place(self, ref: LayerRef, *, number: int, split: int, copy: int = 0) -> Path:

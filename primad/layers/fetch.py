@@ -142,7 +142,6 @@ class _Fetch:
         self._cache = cache
         self._progress = progress
         self._unfinished = set(parts)
-        self._complete: asyncio.Queue[PartialLayer] = asyncio.Queue(len(parts))
         self._changed = asyncio.Event()
         self._reasons: dict[str, str] = {}
         self._disk_error: DiskError | None = None
@@ -150,12 +149,12 @@ class _Fetch:
     async def run(self, context: zmq.asyncio.Context, identity: Identity) -> None:
         """Fetch until all is here. Raises ``ClusterError``, of the disk too."""
         async with asyncio.TaskGroup() as group:
-            finishing = group.create_task(self._finish_complete())
+            self._group = group
             self._resume()
             tasks = [group.create_task(self._draw(context, identity, source)) for source in self._sources.values()]
             while self._disk_error is None and self._unfinished and not self.queue.unavailable():
                 await self.wait_change()
-            for task in (*tasks, finishing):
+            for task in tasks:
                 task.cancel()
         if self._disk_error is not None:
             raise self._disk_error
@@ -179,7 +178,7 @@ class _Fetch:
             lacking = part.lacking()
             self.queue.add(digest, lacking)
             if not lacking:
-                self._complete.put_nowait(part)
+                self._group.create_task(self._finish(part))
 
     async def _draw(self, context: zmq.asyncio.Context, identity: Identity, source: Source) -> None:
         """Ask ``source`` for pieces until cancelled or until it fails."""
@@ -215,19 +214,16 @@ class _Fetch:
         complete = await in_thread(self._cache.write, part, piece.number, data)
         self._progress(len(data))
         if complete:
-            self._complete.put_nowait(part)
+            self._group.create_task(self._finish(part))
 
-    async def _finish_complete(self) -> None:
-        """Hash and name the layers that are complete, beside the fetching of others, until cancelled."""
+    async def _finish(self, part: PartialLayer) -> None:
+        """Flush and name a layer that is complete, beside the fetching of others."""
         try:
-            while True:
-                part = await self._complete.get()
-                await in_thread(self._cache.finish, part)
-                self._unfinished.discard(part.ref.digest)
-                self._wake()
+            await in_thread(self._cache.finish, part)
+            self._unfinished.discard(part.ref.digest)
         except DiskError as exc:
             self._disk_error = exc
-            self._wake()
+        self._wake()
 
     def _unavailable(self) -> ClusterError:
         lost = self.queue.unavailable()

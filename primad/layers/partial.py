@@ -14,7 +14,7 @@ import os
 import threading
 from pathlib import Path
 
-from primad.gguf.layer_file import hash_file, read_chunk, write_at
+from primad.gguf.layer_file import read_chunk, write_at
 from primad.gguf.layers import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -91,23 +91,15 @@ class PartialLayer:
             self._written.add(number)
             return len(self._written) == chunk_count(self.ref.size_bytes)
 
-    def finish(self, path: Path, tree_path: Path) -> bool:
-        """Flush the complete file, hash all of it once more and give it its name ``path``; its tree goes to ``tree_path``.
-
-        False, and everything is removed, when the disk does not give back what was written.
-        """
+    def finish(self, path: Path, tree_path: Path) -> None:
+        """Flush the complete file and give it its name ``path``; its tree goes to ``tree_path``."""
         assert self.tree is not None
         with self.path.open("r+b") as file:
             os.fsync(file.fileno())
-        tree, _ = hash_file(self.path)
-        if tree != self.tree:
-            self.discard()
-            return False
         with self._journal.open("r+b") as journal:
-            journal.truncate(len(tree))
+            journal.truncate(len(self.tree))
         self._journal.replace(tree_path)
         self.path.replace(path)
-        return True
 
     def discard(self) -> None:
         """Remove what is here; the next ``resume`` finds nothing."""

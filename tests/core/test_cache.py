@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gguf import GGUFReader
 
-from primad.errors import ClusterError, DiskError
+from primad.errors import ClusterError, DiskError, ModelError
 from primad.gguf.header import read_header
-from primad.gguf.layers import HEADER_BYTES, LayerCut, LayerRef, cut_layer
+from primad.gguf.layers import HEADER_BYTES, LayerCut, cut_layer
 from primad.layers import cache as cache_module
 from primad.layers.cache import LayerCache
 from tests.fakes.gguf import toy_arrays, write_gguf
+from tests.fakes.layers import missing, put
 
 full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
 
@@ -31,18 +32,6 @@ def folder(tmp_path) -> Path:
     return tmp_path / "cache" / "layers"
 
 
-def store(cache: LayerCache, layer: LayerCut) -> LayerRef:
-    ref = layer.ref()
-    write(cache, ref, layer.chunks())
-    return ref
-
-
-def write(cache: LayerCache, ref: LayerRef, chunks: Iterable[bytes]) -> None:
-    with cache.writing(ref) as writer:
-        for chunk in chunks:
-            writer.write(chunk)
-
-
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
@@ -53,32 +42,23 @@ def damage(path: Path, at: int = -1) -> None:
     path.write_bytes(content)
 
 
-def test_a_new_cache_lacks_everything_once(folder, layers):
+def test_a_new_cache_lacks_everything(folder, layers):
     refs = [layer.ref() for layer in layers]
-    assert LayerCache(folder).missing([*refs, *refs]) == refs
+    assert missing(LayerCache(folder), refs) == refs
 
 
 def test_what_was_written_is_there_now_and_later(folder, layers):
     cache = LayerCache(folder)
-    ref = store(cache, layers[0])
+    ref = put(cache, layers[0])
     assert cache.has(ref)
-    assert LayerCache(folder).missing([ref, layers[1].ref()]) == [layers[1].ref()]
+    assert missing(LayerCache(folder), [ref, layers[1].ref()]) == [layers[1].ref()]
     assert files(folder) == [f"{ref.digest}.gguf", f"{ref.digest}.tree"]
     assert cache.path(ref.digest).stat().st_size == ref.file_bytes
 
 
-def test_a_layer_in_pieces_of_any_size_is_the_same(folder, layers):
-    cache, ref = LayerCache(folder), layers[0].ref()
-    content = b"".join(layers[0].chunks())
-    with cache.writing(ref) as writer:
-        for at in range(0, len(content), 7):
-            writer.write(memoryview(content)[at : at + 7])
-    assert cache.path(ref.digest).read_bytes()[HEADER_BYTES:] == content
-
-
 @pytest.mark.parametrize("at", [-1, HEADER_BYTES])
 def test_a_damaged_file_is_noticed_and_dropped(folder, layers, at):
-    ref = store(LayerCache(folder), layers[0])
+    ref = put(LayerCache(folder), layers[0])
     path = LayerCache(folder).path(ref.digest)
     damage(path, at)
     assert not LayerCache(folder).has(ref)
@@ -88,7 +68,7 @@ def test_a_damaged_file_is_noticed_and_dropped(folder, layers, at):
 @pytest.mark.parametrize("size", [0, 1, HEADER_BYTES, HEADER_BYTES + 5, HEADER_BYTES + 1_000_000])
 def test_a_file_of_another_size_is_noticed_and_dropped(folder, layers, size):
     cache = LayerCache(folder)
-    ref = store(cache, layers[0])
+    ref = put(cache, layers[0])
     with cache.path(ref.digest).open("r+b") as file:
         file.truncate(size)
     assert not cache.has(ref)
@@ -97,16 +77,16 @@ def test_a_file_of_another_size_is_noticed_and_dropped(folder, layers, size):
 
 def test_a_dropped_layer_can_be_fetched_again(folder, layers):
     cache = LayerCache(folder)
-    ref = store(cache, layers[0])
+    ref = put(cache, layers[0])
     cache.path(ref.digest).write_bytes(b"")
-    assert cache.missing([ref]) == [ref]
-    store(cache, layers[0])
-    assert cache.missing([ref]) == []
+    assert missing(cache, [ref]) == [ref]
+    put(cache, layers[0])
+    assert missing(cache, [ref]) == []
 
 
 @pytest.mark.skipif(getattr(os, "geteuid", int)() == 0, reason="root reads everything")
 def test_a_file_that_cannot_be_read_is_one_clear_error(folder, layers):
-    ref = store(LayerCache(folder), layers[0])
+    ref = put(LayerCache(folder), layers[0])
     LayerCache(folder).path(ref.digest).chmod(0)
     with pytest.raises(ClusterError, match="cannot be read"):
         LayerCache(folder).has(ref)
@@ -122,17 +102,17 @@ def rot(path: Path) -> None:
 @pytest.mark.parametrize("is_named", [True, False])
 def test_what_is_doubted_is_hashed_again(folder, layers, is_named):
     cache = LayerCache(folder)
-    first, second = store(cache, layers[0]), store(cache, layers[1])
+    first, second = put(cache, layers[0]), put(cache, layers[1])
     for ref in (first, second):
         rot(cache.path(ref.digest))
-    assert cache.missing([first, second]) == [], "nothing says that they changed"
+    assert missing(cache, [first, second]) == [], "nothing says that they changed"
     cache.doubt(str(cache.path(first.digest)) if is_named else None, [first.digest])
-    assert cache.missing([first, second]) == [first]
+    assert missing(cache, [first, second]) == [first]
 
 
 def test_a_copy_that_is_doubted_takes_its_layer_with_it(folder, layers):
     cache = LayerCache(folder)
-    ref = store(cache, layers[0])
+    ref = put(cache, layers[0])
     copy = cache.place(ref, number=0, split=1, copy=1)
     rot(copy)
     cache.doubt(str(copy), [])
@@ -141,14 +121,14 @@ def test_a_copy_that_is_doubted_takes_its_layer_with_it(folder, layers):
 
 def test_a_file_that_is_none_of_the_caches_is_doubted_without_harm(folder, layers):
     cache = LayerCache(folder)
-    ref = store(cache, layers[0])
+    ref = put(cache, layers[0])
     cache.doubt("/models/llama.gguf", [ref.digest])
     assert cache.has(ref)
 
 
 def test_files_that_somebody_touched_are_known_without_reading_them(folder, layers, monkeypatch):
     cache = LayerCache(folder)
-    cut, gone, same = (store(cache, layer) for layer in layers)
+    cut, gone, same = (put(cache, layer) for layer in layers)
     monkeypatch.setattr(cache_module, "hash_file", None)
     os.truncate(cache.path(cut.digest), 10)
     cache.path(gone.digest).unlink()
@@ -159,7 +139,7 @@ def test_files_that_somebody_touched_are_known_without_reading_them(folder, laye
 
 def test_what_is_verified_in_a_thread_meanwhile_is_no_trouble_to_who_looks_for_changes(folder, layers, monkeypatch):
     cache = LayerCache(folder)
-    first, second = store(cache, layers[0]), store(cache, layers[1])
+    first, second = put(cache, layers[0]), put(cache, layers[1])
     cache.doubt(None, [second.digest])
     look = cache_module.stamp_of
 
@@ -174,7 +154,7 @@ def test_what_is_verified_in_a_thread_meanwhile_is_no_trouble_to_who_looks_for_c
 
 def test_a_layer_that_the_disk_cannot_read_is_dropped_to_be_written_elsewhere(folder, layers, monkeypatch):
     cache = LayerCache(folder)
-    ref = store(cache, layers[0])
+    ref = put(cache, layers[0])
     cache.doubt(None, [ref.digest])
 
     def fail(*_: object) -> None:
@@ -188,7 +168,7 @@ def test_a_layer_that_the_disk_cannot_read_is_dropped_to_be_written_elsewhere(fo
         number = errno.EIO
         assert not cache.has(ref)
     assert files(folder) == []
-    store(cache, layers[0])
+    put(cache, layers[0])
     assert cache.has(ref)
 
 
@@ -199,19 +179,6 @@ def test_something_else_under_the_name_of_a_layer_is_one_clear_error(folder, lay
         cache.has(ref)
 
 
-def test_an_interrupted_write_leaves_nothing(folder, layers):
-    cache, ref = LayerCache(folder), layers[0].ref()
-
-    def interrupted() -> Iterator[bytes]:
-        yield bytes(10)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write(cache, ref, interrupted())
-    assert files(folder) == []
-    assert not cache.has(ref)
-
-
 def test_what_a_crash_left_on_its_way_is_removed(folder):
     LayerCache(folder)
     (folder / "partial" / "rest").write_bytes(b"x")
@@ -219,38 +186,11 @@ def test_what_a_crash_left_on_its_way_is_removed(folder):
     assert files(folder) == []
 
 
-def test_wrong_bytes_are_refused(folder, layers):
+def test_a_model_file_that_changed_since_it_was_hashed_is_refused(folder, layers):
     cache, ref = LayerCache(folder), layers[0].ref()
-    with pytest.raises(ClusterError, match=f"layer {ref.digest[:12]}: the {ref.size_bytes} bytes that arrived are not"):
-        write(cache, ref, layers[1].chunks())
-    assert files(folder) == []
-
-
-def test_too_few_bytes_are_refused(folder, layers):
-    cache, ref = LayerCache(folder), layers[0].ref()
-    with pytest.raises(ClusterError, match="the 10 bytes that arrived are not"):
-        write(cache, ref, [bytes(10)])
-    assert files(folder) == []
-
-
-def test_too_many_bytes_are_refused_before_they_are_written(folder, layers):
-    cache, ref = LayerCache(folder), layers[0].ref()
-    with pytest.raises(ClusterError, match=f"more than its {ref.size_bytes} bytes arrived"):
-        write(cache, ref, [bytes(ref.size_bytes + 1)])
-    assert files(folder) == []
-
-
-@full_device
-def test_a_full_disk_is_one_clear_error_that_names_the_folder(folder, layers):
-    cache, ref = LayerCache(folder), layers[0].ref()
-    (folder / "partial" / ref.digest).symlink_to("/dev/full")
-    with pytest.raises(
-        ClusterError, match=rf"{folder}: layer .* cannot be written: No space left on device; make room"
-    ):
-        store(cache, layers[0])
-    assert files(folder) == []
-    store(cache, layers[0])
-    assert cache.has(ref)
+    with pytest.raises(ModelError, match=f"layer {ref.digest[:12]}: .* changed"):
+        put(cache, replace(layers[1], known=layers[0].tree()))
+    assert not cache.has(ref)
 
 
 @pytest.mark.parametrize("in_the_way", ["cache", "cache/layers", "cache/layers/partial"])
@@ -271,7 +211,7 @@ def names(path: Path) -> set[str]:
 
 def test_a_layer_is_placed_by_its_header(folder, layers):
     cache = LayerCache(folder)
-    ref = store(cache, layers[1])
+    ref = put(cache, layers[1])
     weights = cache.path(ref.digest).read_bytes()[HEADER_BYTES:]
     path = cache.place(ref, number=5, split=6)
     assert path == cache.path(ref.digest)
@@ -283,7 +223,7 @@ def test_a_layer_is_placed_by_its_header(folder, layers):
 
 def test_a_layer_that_is_in_place_is_not_written_again(folder, layers):
     cache = LayerCache(folder)
-    ref = store(cache, layers[1])
+    ref = put(cache, layers[1])
     path = cache.place(ref, number=5, split=6)
     path.chmod(0o444)
     before = path.stat().st_mtime_ns
@@ -293,7 +233,7 @@ def test_a_layer_that_is_in_place_is_not_written_again(folder, layers):
 
 def test_two_layers_of_equal_content_are_two_files(folder, layers):
     cache = LayerCache(folder)
-    ref = store(cache, layers[0])
+    ref = put(cache, layers[0])
     first, second = cache.place(ref, number=0, split=1), cache.place(ref, number=3, split=4, copy=1)
     assert first != second
     assert (names(first), names(second)) == (
@@ -305,7 +245,7 @@ def test_two_layers_of_equal_content_are_two_files(folder, layers):
 
 def test_a_damaged_copy_is_noticed_and_made_again(folder, layers):
     cache = LayerCache(folder)
-    ref = store(cache, layers[0])
+    ref = put(cache, layers[0])
     copy = cache.place(ref, number=3, split=4, copy=1)
     whole = copy.read_bytes()
     damage(copy)
@@ -316,7 +256,7 @@ def test_a_damaged_copy_is_noticed_and_made_again(folder, layers):
 
 def test_a_copy_that_was_cut_is_made_again(folder, layers):
     cache = LayerCache(folder)
-    ref = store(cache, layers[0])
+    ref = put(cache, layers[0])
     copy = cache.place(ref, number=3, split=4, copy=1)
     whole = copy.read_bytes()
     copy.write_bytes(whole[:-1])
@@ -325,7 +265,7 @@ def test_a_copy_that_was_cut_is_made_again(folder, layers):
 
 def test_copies_go_with_a_damaged_layer(folder, layers):
     cache = LayerCache(folder)
-    ref = store(cache, layers[0])
+    ref = put(cache, layers[0])
     cache.place(ref, number=3, split=4, copy=1)
     damage(cache.path(ref.digest))
     assert not LayerCache(folder).has(ref)
@@ -335,7 +275,7 @@ def test_copies_go_with_a_damaged_layer(folder, layers):
 @full_device
 def test_a_copy_on_a_full_disk_is_one_clear_error(folder, layers):
     cache = LayerCache(folder)
-    ref = store(cache, layers[0])
+    ref = put(cache, layers[0])
     (folder / "partial" / f"{ref.digest}-1.gguf").symlink_to("/dev/full")
     with pytest.raises(ClusterError, match=r"-1\.gguf: the layer file cannot be prepared: No space left"):
         cache.place(ref, number=3, split=4, copy=1)
@@ -344,7 +284,7 @@ def test_a_copy_on_a_full_disk_is_one_clear_error(folder, layers):
 
 def test_a_layer_that_went_away_cannot_be_placed(folder, layers):
     cache = LayerCache(folder)
-    ref = store(cache, layers[0])
+    ref = put(cache, layers[0])
     cache.path(ref.digest).unlink()
     with pytest.raises(ClusterError, match="cannot be prepared"):
         cache.place(ref, number=0, split=1)

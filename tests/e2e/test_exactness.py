@@ -14,7 +14,7 @@ import pytest
 
 from halda import Plan, arrange
 from halda.assignment import in_memory
-from primad.daemon.layer_files import Workspace, place_windows
+from primad.daemon.layer_files import Workspace, copy_layers, place_windows
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding
 from primad.engine.protocol import EngineOptions, Rows
 from primad.gguf.architectures import embedding_scale
@@ -133,10 +133,7 @@ class Route:
         folder.mkdir(parents=True, exist_ok=True)
         place = Workspace(cache=LayerCache(folder), run=folder, usage=folder, build="")
         specs = [cutter.spec(index, window.first, window.last) for index, window in enumerate(plan.route)]
-        for ref in place.cache.missing(ref for spec in specs for ref in spec.layers):
-            with place.cache.writing(ref) as writer:
-                for chunk in cutter.source(ref.digest).chunks():
-                    writer.write(chunk)
+        asyncio.run(copy_layers(cutter, place.cache, (ref for spec in specs for ref in spec.layers), lambda _: None))
         files = place_windows(place, specs, [in_memory(spec.first, spec.last) for spec in specs], 1)
         options = EngineOptions(
             context=CONTEXT, sequences=1, rows=CHUNK, threads=THREADS, batch_threads=THREADS, kv_type="f16", lock=False

@@ -21,6 +21,7 @@ from primad.gguf.header import read_header
 from primad.gguf.layers import LayerCut, LayerRef, cut_layer
 from primad.layers.cache import LayerCache
 from tests.fakes.gguf import toy_arrays, write_gguf
+from tests.fakes.layers import put
 
 DAY_S = 86_400
 
@@ -43,10 +44,7 @@ def filled(home, layers) -> tuple[LayerCache, list[LayerRef]]:
     cache = LayerCache(home / "cache" / "layers")
     refs = []
     for number, layer in enumerate(layers):
-        ref = layer.ref()
-        with cache.writing(ref) as writer:
-            for chunk in layer.chunks():
-                writer.write(chunk)
+        ref = put(cache, layer)
         used_s = time.time() - (30 - 10 * number) * DAY_S
         os.utime(cache.path(ref.digest).with_suffix(".tree"), (used_s, used_s))
         refs.append(ref)

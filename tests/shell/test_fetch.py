@@ -50,6 +50,7 @@ from primad.ring.messages import encode
 from primad.settings.timings import LayerTimings
 from primad.trust.identity import Identity, new_identity
 from tests.fakes.gguf import array, toy_arrays, write_gguf
+from tests.fakes.layers import missing, put
 from tests.fakes.source_link import judge_silence
 
 PATIENCE_S = 180
@@ -188,7 +189,7 @@ async def fetch(
 
 def whole(cache: LayerCache, layers: Sequence[LayerCut]) -> None:
     """The layers are in the cache, byte by byte."""
-    assert cache.missing([layer.ref() for layer in layers]) == []
+    assert missing(cache, [layer.ref() for layer in layers]) == []
     for layer in layers:
         assert cache.path(layer.ref().digest).read_bytes()[HEADER_BYTES:] == b"".join(layer.chunks())
 
@@ -691,7 +692,7 @@ def test_layers_that_are_complete_stay_when_another_fails(layers, cache):
 
     with pytest.raises(ClusterError, match=f"layer {layers[1].ref().digest[:12]} cannot be fetched"):
         run(once())
-    assert cache.missing([layer.ref() for layer in layers[:2]]) == [layers[1].ref()]
+    assert missing(cache, [layer.ref() for layer in layers[:2]]) == [layers[1].ref()]
 
 
 def test_a_disk_that_is_full_is_one_clear_error_and_leaves_nothing(layers, cache, monkeypatch, tmp_path):
@@ -749,7 +750,7 @@ def test_a_real_disk_that_fills_while_layers_arrive(layers, small_disk, monkeypa
         run(once())
     assert {path.stem for path in files(cache)} <= {layers[0].ref().digest}
     monkeypatch.undo()
-    assert cache.missing([layers[2].ref()]) == [layers[2].ref()]
+    assert missing(cache, [layers[2].ref()]) == [layers[2].ref()]
 
 
 # ---- the server -----------------------------------------------------------------------------------------------------
@@ -956,9 +957,7 @@ def test_a_ref_is_asked_for_once(layers, cache):
 @pytest.mark.parametrize("what", ["in the cache", "in the model"])
 def test_who_stops_waits_for_one_chunk_to_be_hashed_and_not_for_the_layer(layers, cache, monkeypatch, what):
     big = layers[2]
-    with cache.writing(big.ref()) as writer:
-        for chunk in big.chunks():
-            writer.write(chunk)
+    put(cache, big)
     again = LayerCache(cache.path(big.ref().digest).parent)  # it has not looked at what is there
     fresh = dataclasses.replace(big, known=None)
     begun, may_go_on, hashed, digest = threading.Event(), threading.Event(), [], layers_module.chunk_digest

@@ -57,7 +57,7 @@ def test_room_is_made_before_anything_is_written(layers, tmp_path):
     assert len(cache.layers()) == 2
 
 
-def test_a_model_file_that_went_away_leaves_nothing(layers, tmp_path):
+def test_a_model_file_that_went_away_is_one_clear_error(layers, tmp_path):
     cache = LayerCache(tmp_path / "cache")
     layers[0].sources[0].path.unlink()
     with pytest.raises(ModelError, match="cannot be read"):

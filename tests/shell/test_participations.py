@@ -550,8 +550,10 @@ WEIGHTS = b"weights" * 100
 def put_layer(place: Workspace) -> LayerRef:
     """A layer in the cache, whole."""
     ref = LayerRef(layer_digest(len(WEIGHTS), tree_of([WEIGHTS])), len(WEIGHTS), ())
-    with place.cache.writing(ref) as writer:
-        writer.write(WEIGHTS)
+    with place.cache.part(ref) as part:
+        part.begin(tree_of([WEIGHTS]))
+        part.write(0, WEIGHTS)
+        place.cache.finish(part)
     return ref
 
 
