@@ -113,7 +113,7 @@ class Devices:
         """Say hello to the devices that were named. Raises ``ClusterError`` when one does not answer."""
         for address in self._config.devices:
             keys = [each.key for each in self._trust.entries()]
-            worker = await greet_named(self._caller, address, keys, self)
+            worker = await greet_named(self._caller, address, keys, self._core.post)
             self._named[worker.name] = (*split_address(address), worker.key)
             await self._welcome(worker)
 
@@ -133,7 +133,7 @@ class Devices:
             if probed.device != device:
                 end.close()
                 raise ClusterError(f"{probed.device} answers in its place")
-            worker = await say_hello(self._caller, end, self)
+            worker = await say_hello(self._caller, end, self._core.post)
         except ClusterError as exc:
             self._tell_once(device, f"{device} is left out: {exc}")
             self._core.post(types.DeviceRefused(device, str(exc)))
@@ -183,26 +183,6 @@ class Devices:
         for name in sorted({name for pair in unreached - still for name in pair} & left):
             self._core.post(types.Reached(name))
 
-    def heard(self, device: str) -> None:
-        """A worker gave a sign of life."""
-        self._core.post(types.Heard(device))
-
-    def lost(self, device: str, reason: str) -> None:
-        """The link to a worker is of no use any more."""
-        self._core.post(types.Lost(device, reason))
-
-    def leaving(self, device: str, reason: str) -> None:
-        """A worker asks to go."""
-        self._core.post(types.DeviceLeaving(device, reason))
-
-    def memory_low(self, device: str) -> None:
-        """A worker is short of memory for its windows."""
-        self._core.post(types.DeviceMemoryLow(device))
-
-    def memory_recovered(self, device: str) -> None:
-        """A worker that was short of memory has room again."""
-        self._core.post(types.DeviceMemoryRecovered(device))
-
     async def watch_trust(self) -> None:
         """Notice what 'primad devices trust' and 'revoke', and pairing, change."""
         trusted: dict[str, bool] = {}
@@ -212,7 +192,8 @@ class Devices:
                 if not self._trust.trusts(worker.key):
                     # A daemon of this user is trusted as long as it runs; its link ends a moment later.
                     revoked = worker.key in self._trust.revoked()
-                    self.lost(worker.name, "it is not trusted any more" if revoked else "its primad ended")
+                    reason = "it is not trusted any more" if revoked else "its primad ended"
+                    self._core.post(types.Lost(worker.name, reason))
             for peer in list(self._peers.values()):  # after the loss: who is gone is greeted again, a stranger is not
                 now = bool(peer.key) and self._trust.trusts(peer.key)
                 if trusted.get(peer.key, now) != now:

@@ -21,6 +21,7 @@ from primad.engine.build import build_id
 from primad.errors import ClusterError
 from primad.head.link_book import LinkBook
 from primad.head.worker_link import Caller, WorkerLink, greet, greet_named, probe
+from primad.membership import types
 from primad.network.discovery import look
 from primad.network.peer import Peer
 from primad.settings.config import Config
@@ -104,7 +105,7 @@ class _Visit:
         """Greet the devices that were named, then at once all those that come in sight in ``seconds``."""
         for address in self._config.devices:
             keys = [each.key for each in self._trust.entries()]
-            self._take(await greet_named(self._caller, address, keys, self))
+            self._take(await greet_named(self._caller, address, keys, _unheard))
         async with asyncio.TaskGroup() as group:
             for peer in await self._in_sight(seconds):
                 self._announced[peer.device] = peer.addresses
@@ -128,21 +129,6 @@ class _Visit:
         for worker in self._workers.values():
             worker.close()
 
-    def heard(self, device: str) -> None:
-        """A sign of life; nobody counts them in a short visit."""
-
-    def lost(self, device: str, reason: str) -> None:
-        """Whoever waits for an answer of it is told there."""
-
-    def leaving(self, device: str, reason: str) -> None:
-        """It may go: it computes nothing for us."""
-
-    def memory_low(self, device: str) -> None:
-        """It computes nothing for us."""
-
-    def memory_recovered(self, device: str) -> None:
-        """It computed nothing for us."""
-
     def _take(self, worker: WorkerLink) -> None:
         if worker.name in self._workers or worker.name == self._config.name:
             worker.close()  # the same device, named and seen, or a worker on this very device
@@ -155,7 +141,7 @@ class _Visit:
             return
         try:
             end, _ = await probe(self._caller, [(address, peer.port) for address in peer.addresses], [peer.key])
-            self._take(await greet(self._caller, end, self))
+            self._take(await greet(self._caller, end, _unheard))
         except ClusterError as exc:
             self._reporter.say(f"{peer.device} is left out: {exc}")
 
@@ -168,3 +154,8 @@ class _Visit:
             self._reporter.say(str(exc))
             return []
         return [peer for peer in peers if peer.is_worker_of(self._config.cluster)]
+
+
+def _unheard(event: types.Event) -> None:
+    """Nobody counts signs of life in a short visit, and whoever waits for an answer hears there that none comes."""
+    del event

@@ -1,16 +1,16 @@
 """The head's conversation with one worker: find the address that works, greet it, hear that it lives.
 
 ``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``Participation``; what is about
-the device itself (a sign of life, that it leaves, that its link broke) goes to the ``Listener``.
+the device itself (a sign of life, that it leaves, that its link broke) is posted as an event of the
+membership core.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import zmq.asyncio
 
@@ -18,6 +18,7 @@ from halda import DeviceProfile, LinkProfile
 from primad.errors import ClusterError
 from primad.head.blame import DeviceLostError
 from primad.head.participation import MISSES, Participation
+from primad.membership import types
 from primad.membership.memory_recovery import lowered
 from primad.network.control import HeadEnd
 from primad.network.messages import (
@@ -66,23 +67,8 @@ class Caller:
     versions: Versions = OURS
 
 
-class Listener(Protocol):
-    """Who hears what becomes of a device."""
-
-    def heard(self, device: str) -> None:
-        """It gave a sign of life."""
-
-    def lost(self, device: str, reason: str) -> None:
-        """Its link is of no use any more."""
-
-    def leaving(self, device: str, reason: str) -> None:
-        """It asks to go."""
-
-    def memory_low(self, device: str) -> None:
-        """It is short of memory for its participation; its profile says so now."""
-
-    def memory_recovered(self, device: str) -> None:
-        """It has room again; its profile says so now."""
+Post = Callable[[types.Event], None]
+"""Hears what becomes of a device, as the membership core does."""
 
 
 async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Collection[str]) -> tuple[HeadEnd, Probed]:
@@ -153,19 +139,19 @@ def _check_version(caller: Caller, probed: Probed) -> None:
         raise ClusterError(version_gap(caller.device, probed.device, probed.version, probed.protocol, caller.versions))
 
 
-async def greet_named(caller: Caller, address: str, keys: Collection[str], listener: Listener) -> WorkerLink:
+async def greet_named(caller: Caller, address: str, keys: Collection[str], post: Post) -> WorkerLink:
     """Say hello at ``address`` (host:port), which the owner named, to whichever device with one of ``keys`` is there.
 
     Raises ``ClusterError`` that names the flag when none answers or takes this head.
     """
     try:
         end, _ = await probe(caller, [split_address(address)], keys)
-        return await greet(caller, end, listener)
+        return await greet(caller, end, post)
     except ClusterError as exc:
         raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
 
 
-async def greet(caller: Caller, end: HeadEnd, listener: Listener) -> WorkerLink:
+async def greet(caller: Caller, end: HeadEnd, post: Post) -> WorkerLink:
     """Say hello on ``end``, which ``probe`` found; from then on the device works for this head.
 
     Raises ``ClusterError`` when it does not answer or is busy; then ``end`` is closed.
@@ -185,7 +171,7 @@ async def greet(caller: Caller, end: HeadEnd, listener: Listener) -> WorkerLink:
             while True:
                 match await end.receive(timeout_s):
                     case Welcome() as welcome:
-                        return WorkerLink(end, welcome, caller.ping_interval_s, listener)
+                        return WorkerLink(end, welcome, caller.ping_interval_s, post)
                     case Refused(reason=reason):
                         raise ClusterError(reason)
                     case _:
@@ -201,12 +187,12 @@ async def greet(caller: Caller, end: HeadEnd, listener: Listener) -> WorkerLink:
 class WorkerLink:
     """A worker that said welcome. It is pinged and read until ``close``; every message is a sign of life."""
 
-    def __init__(self, end: HeadEnd, welcome: Welcome, ping_interval_s: float, listener: Listener) -> None:
+    def __init__(self, end: HeadEnd, welcome: Welcome, ping_interval_s: float, post: Post) -> None:
         self.end = end
         self.profile: DeviceProfile = welcome.profile
         self.build = welcome.build
         self.layer_port = welcome.layer_port
-        self._listener = listener
+        self._post = post
         self._participations: dict[int, Participation] = {}
         self._links: asyncio.Future[list[LinkProfile]] | None = None
         self._lost = False
@@ -311,7 +297,7 @@ class WorkerLink:
             message = await self.end.receive(None)
             if self._lost:
                 return
-            self._listener.heard(self.name)
+            self._post(types.Heard(self.name))
             self._hear(message)
 
     def _hear(self, message: WorkerMessage) -> None:
@@ -319,16 +305,16 @@ class WorkerLink:
             case Refused(reason=reason):
                 self._report_lost(reason)
             case Leaving(reason):
-                self._listener.leaving(self.name, reason)
+                self._post(types.DeviceLeaving(self.name, reason))
             case MemoryLow():
                 if message.epoch in self._participations:
                     self._lower(message)
-                    self._listener.memory_low(self.name)
+                    self._post(types.DeviceMemoryLow(self.name))
             case MemoryRecovered(available):
                 if available > self.profile.ram_available_bytes:
                     available = min(available, self.profile.ram_total_bytes)
                     self.profile = replace(self.profile, ram_available_bytes=available)
-                    self._listener.memory_recovered(self.name)
+                    self._post(types.DeviceMemoryRecovered(self.name))
             case LinksMeasured(links=links):
                 if self._links is not None and not self._links.done():
                     self._links.set_result(links)
@@ -374,4 +360,4 @@ class WorkerLink:
             self._lost = True
             for participation in list(self._participations.values()):
                 participation.fail(DeviceLostError(f"{self.name} is gone: {reason}", self.name))
-            self._listener.lost(self.name, reason)
+            self._post(types.Lost(self.name, reason))

@@ -15,6 +15,7 @@ from primad.head import link_book as links_module
 from primad.head.blame import DeviceLostError
 from primad.head.link_book import LinkBook
 from primad.head.worker_link import Caller, WorkerLink, greet
+from primad.membership import types
 from primad.network import linkprobe
 from primad.network.linkprobe import UNREACHABLE_S, measure_links
 from primad.network.messages import MAX_ADDRESSES, MAX_ECHO_BYTES, LinkTarget
@@ -44,28 +45,6 @@ class Lines:
         pass
 
 
-class Nobody:
-    """Hears what becomes of devices, and keeps it."""
-
-    def __init__(self) -> None:
-        self.gone: list[str] = []
-
-    def heard(self, device: str) -> None:
-        """Signs of life are not counted here."""
-
-    def lost(self, device: str, reason: str) -> None:
-        self.gone.append(device)
-
-    def leaving(self, device: str, reason: str) -> None:
-        raise AssertionError(f"{device} leaves: {reason}")
-
-    def memory_low(self, device: str) -> None:
-        raise AssertionError(f"{device} is short of memory")
-
-    def memory_recovered(self, device: str) -> None:
-        raise AssertionError(f"{device} has room again")
-
-
 @asynccontextmanager
 async def devices(*names: str) -> AsyncIterator[tuple[zmq.asyncio.Context, list[FakeDevice]]]:
     async with gated(patience_s=PATIENCE_S) as context:
@@ -73,6 +52,11 @@ async def devices(*names: str) -> AsyncIterator[tuple[zmq.asyncio.Context, list[
         yield context, made
         for device in made:
             await device.leave()
+
+
+def alive(event: types.Event) -> None:
+    """Whoever is lost, leaves or is short of memory is a mistake here."""
+    assert isinstance(event, types.Heard | types.Lost), event
 
 
 async def greeted(context: zmq.asyncio.Context, *made: FakeDevice, host: str = HOST) -> list[WorkerLink]:
@@ -88,7 +72,7 @@ async def greeted(context: zmq.asyncio.Context, *made: FakeDevice, host: str = H
     ends = [head_end(context, device.end, device.key) for device in made]
     for end in ends:
         end.host = host
-    return [await greet(caller, end, Nobody()) for end in ends]
+    return [await greet(caller, end, alive) for end in ends]
 
 
 def book_of(context: zmq.asyncio.Context, **timings: float) -> LinkBook:

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from ipaddress import ip_interface
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -29,6 +28,7 @@ from primad.head.blame import ParticipationError
 from primad.head.participation import Participation
 from primad.head.worker_link import Caller, WorkerLink, greet, probe
 from primad.layers.cache import LayerCache
+from primad.membership import types
 from primad.network import messages
 from primad.network.addresses import Interface
 from primad.network.admin import Describe, Leave, Pause, Resume
@@ -380,9 +380,12 @@ async def linked_over(relay: Relay, lap: Lab, context: zmq.asyncio.Context) -> A
         gone_after_s=600.0,
         ping_interval_s=0.02,
     )
-    deaf = SimpleNamespace(heard=lambda _: None)  # whoever is lost, leaves or is short of memory is a mistake
+
+    def alive(event: types.Event) -> None:
+        assert isinstance(event, types.Heard), event
+
     end, _ = await probe(caller, [(HOST, relay.port)], [lap.identity.public])
-    link = await greet(caller, end, deaf)
+    link = await greet(caller, end, alive)
     try:
         yield link
     finally:

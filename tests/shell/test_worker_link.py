@@ -19,6 +19,7 @@ from primad.gguf.windows import WindowSpec
 from primad.head.blame import DeviceLostError, ParticipationError
 from primad.head.participation import MOST_REPEATS, Participation
 from primad.head.worker_link import Caller, WorkerLink, greet, probe
+from primad.membership import types
 from primad.network.control import WorkerEnd
 from primad.network.messages import (
     FAULTS,
@@ -62,24 +63,20 @@ class Heard:
         self.roomy: list[str] = []
         self.news = asyncio.Event()
 
-    def heard(self, device: str) -> None:
-        self.signs += 1
-        self.news.set()
-
-    def lost(self, device: str, reason: str) -> None:
-        self.gone.append((device, reason))
-        self.news.set()
-
-    def leaving(self, device: str, reason: str) -> None:
-        self.left.append((device, reason))
-        self.news.set()
-
-    def memory_recovered(self, device: str) -> None:
-        self.roomy.append(device)
-        self.news.set()
-
-    def memory_low(self, device: str) -> None:
-        self.short.append(device)
+    def __call__(self, event: types.Event) -> None:
+        match event:
+            case types.Heard():
+                self.signs += 1
+            case types.Lost(device, reason):
+                self.gone.append((device, reason))
+            case types.DeviceLeaving(device, reason):
+                self.left.append((device, reason))
+            case types.DeviceMemoryRecovered(device):
+                self.roomy.append(device)
+            case types.DeviceMemoryLow(device):
+                self.short.append(device)
+            case _:
+                raise AssertionError(event)
         self.news.set()
 
     async def wait_lost(self) -> str:
