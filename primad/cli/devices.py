@@ -122,8 +122,8 @@ def rows(peers: Sequence[Peer], trust: TrustStore, states: Mapping[str, str]) ->
             version=peer.version,
             protocol=peer.protocol,
             trusted="revoked" if peer.key in revoked else "yes" if trust.trusts(peer.key) else "no",
-            key=key_hex(peer.key) if peer.key else "",
-            fingerprint=fingerprint(peer.key) if peer.key else "",
+            key=key_hex(peer.key),
+            fingerprint=fingerprint(peer.key),
             state=states.get(peer.device, "shows a code" if peer.pairing is not None else "in sight"),
         )
         for peer in peers

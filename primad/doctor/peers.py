@@ -54,7 +54,7 @@ def judge_trust(peers: Sequence[Peer], cluster: str, own_key: str, trusts: Calla
     """Devices of our cluster that are not trusted stay outside until a code was typed."""
     found = []
     for peer in peers:
-        if peer.cluster != cluster or not peer.key or _is_own(peer, own_key):
+        if peer.cluster != cluster or _is_own(peer, own_key):
             continue
         if trusts(peer.key):
             found.append(finding("trust", "ok", f"{peer.device} is trusted"))
@@ -71,7 +71,7 @@ def judge_trust(peers: Sequence[Peer], cluster: str, own_key: str, trusts: Calla
 
 
 def _is_own(peer: Peer, own_key: str) -> bool:
-    return bool(own_key) and peer.key == own_key
+    return peer.key == own_key
 
 
 def _numbers(version: str) -> list[int]:

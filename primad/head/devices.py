@@ -24,7 +24,7 @@ from primad.head.worker_link import greet as say_hello
 from primad.membership import types
 from primad.network.discovery import Discovery, MulticastError
 from primad.network.peer import Peer
-from primad.network.versions import build_gap, version_gap
+from primad.network.versions import build_gap
 from primad.settings.config import is_loopback, split_address
 from primad.system.tasks import mistake
 
@@ -160,7 +160,7 @@ class Devices:
     async def measure(self, devices: frozenset[str], *, again: bool) -> None:
         """Measure what is missing of the links between ``devices`` and here: ``Measured`` follows.
 
-        ``again``: those that did not work too; ``Reached`` follows for those that do now, ``Unreached`` when some do not.
+        ``again``: those that did not work too.
         """
         left = set(devices)
         unreached = self.book.unreached(devices)
@@ -176,12 +176,9 @@ class Devices:
             except Exception:  # our own mistake; the core waits for an outcome
                 logger.exception("the links could not be measured")
                 left.clear()
-        self._core.post(types.Measured(frozenset(left)))
         still = self.book.unreached(left)
-        if still:
-            self._core.post(types.Unreached())
-        for name in sorted({name for pair in unreached - still for name in pair} & left):
-            self._core.post(types.Reached(name))
+        reached = {name for pair in unreached - still for name in pair} & left
+        self._core.post(types.Measured(frozenset(left), unreached=bool(still), reached=frozenset(reached)))
 
     async def watch_trust(self) -> None:
         """Notice what 'primad devices trust' and 'revoke', and pairing, change."""
@@ -195,7 +192,7 @@ class Devices:
                     reason = "it is not trusted any more" if revoked else "its primad ended"
                     self._core.post(types.Lost(worker.name, reason))
             for peer in list(self._peers.values()):  # after the loss: who is gone is greeted again, a stranger is not
-                now = bool(peer.key) and self._trust.trusts(peer.key)
+                now = self._trust.trusts(peer.key)
                 if trusted.get(peer.key, now) != now:
                     self._see(peer)
                 trusted[peer.key] = now
@@ -216,7 +213,7 @@ class Devices:
                 self._see(peer)
 
     def _see(self, peer: Peer) -> None:
-        trusted = bool(peer.key) and self._trust.trusts(peer.key)
+        trusted = self._trust.trusts(peer.key)
         if not trusted and any(each.device == peer.device for each in self._trust.entries()):
             # Anyone can announce any name; what we know of the device that we trust does not change by that.
             self._tell_of_stranger(
@@ -224,11 +221,7 @@ class Devices:
             )
             return
         self._core.post(types.Seen(peer.device, trusted))
-        if not peer.key:
-            self._tell_of_stranger(
-                peer.device, version_gap(self._config.name, peer.device, peer.version, peer.protocol)
-            )
-        elif not trusted and peer.key not in self._known_keys:
+        if not trusted and peer.key not in self._known_keys:
             self._tell_of_stranger(
                 peer.device,
                 f"{peer.device} is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there",

@@ -136,7 +136,7 @@ class _Visit:
             self._workers[worker.name] = worker
 
     async def _greet_peer(self, peer: Peer) -> None:
-        if not peer.key or not self._trust.trusts(peer.key):
+        if not self._trust.trusts(peer.key):
             self._reporter.say(f"{peer.device} is left out: it is not paired with this device ('primad join --code')")
             return
         try:

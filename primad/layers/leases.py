@@ -2,7 +2,7 @@
 
     <folder>/in-use-<pid>.json    what the process ``pid`` holds; worth nothing once that process has ended
 
-A process id comes back sooner or later, so the file also says when its process started.
+A process id comes back sooner or later, so the file also says when its process started (``start_of``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import psutil
 
+from primad.system.process_start import start_of, still_runs
 from primad.system.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ _PATTERN: Final = "in-use-*.json"
 
 class _InUse(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
-    started: int
+    started: float
+    since_boot: float
     holds: dict[str, list[str]]
 
 
@@ -69,7 +70,7 @@ class Leases:
             except (OSError, msgspec.DecodeError) as exc:
                 logger.warning("%s: cannot be read (%s), so it protects no layer; remove it", path, exc)
                 continue
-            if _started(other.pid) == other.started:
+            if still_runs(other.pid, other.started, other.since_boot):
                 living.append(other)
             else:
                 path.unlink(missing_ok=True)
@@ -79,27 +80,14 @@ class Leases:
         return self._folder / f"in-use-{os.getpid()}.json"
 
     def _save(self) -> None:
-        path, started = self._path(), _started(os.getpid())
+        path = self._path()
         try:
-            if not self._own or started is None:
+            if not self._own:
                 path.unlink(missing_ok=True)
                 return
             holds = {owner: sorted(digests) for owner, digests in self._own.items()}
-            write_whole(path, msgspec.json.encode(_InUse(pid=os.getpid(), started=started, holds=holds)))
+            started, since_boot = start_of(os.getpid())
+            note = _InUse(pid=os.getpid(), started=started, since_boot=since_boot, holds=holds)
+            write_whole(path, msgspec.json.encode(note))
         except OSError as exc:  # this process still knows; only a prune from another one would not
             logger.warning("%s: cannot be written: %s; do not prune while this daemon runs", path, exc.strerror or exc)
-
-
-def _started(pid: int) -> int | None:
-    """When process ``pid`` started, in a unit that no setting of the clock changes; None when there is no such process."""
-    if Path("/proc/self/stat").exists():
-        # psutil's time moves with the clock, which on a machine without a battery is set minutes after the start.
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None
-        return None if fields[0] in "ZX" else int(fields[19])
-    try:
-        return round(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return None

@@ -70,7 +70,7 @@ class LayerServer:
     """Answers on ``port`` for the layers that ``find`` knows, ``bytes_per_s`` at most all together (None: no cap).
 
     ``allows`` is asked at each request whether the sender's key is still trusted; by default whoever passed the gate is.
-    Raises ``ClusterError`` when it cannot listen on ``host``; ``preferred`` is the port where that one is free.
+    Raises ``ClusterError`` when it cannot listen on ``host``.
     """
 
     def __init__(
@@ -81,14 +81,13 @@ class LayerServer:
         find: FindLayer,
         *,
         bytes_per_s: float | None = None,
-        preferred: int | None = None,
         allows: Callable[[str], bool] | None = None,
         complain_every_s: float = COMPLAIN_EVERY_S,
     ) -> None:
         self._socket = open_socket(context, zmq.ROUTER, identity=identity, server=None)
         bound_socket(self._socket, MAX_REQUEST_BYTES, SEND_LIMIT)
         try:
-            self.port = _bind(self._socket, host, preferred)
+            self.port = bind(self._socket, host, None)
         except ClusterError:
             self._socket.close()
             raise
@@ -189,12 +188,3 @@ class _Line:
         item = self._queue.take()
         assert item is not None
         return item
-
-
-def _bind(socket: zmq.asyncio.Socket, host: str, preferred: int | None) -> int:
-    if preferred is not None:
-        try:
-            return bind(socket, host, preferred)
-        except ClusterError:
-            logger.debug("port %d is taken; the layers are served on another one", preferred)
-    return bind(socket, host, None)

@@ -61,14 +61,12 @@ from primad.membership.types import (
     Measured,
     NoPlan,
     Purpose,
-    Reached,
     RingFailed,
     SayLine,
     Seen,
     Solved,
     State,
     Tick,
-    Unreached,
     Vanished,
     Welcomed,
 )
@@ -118,12 +116,8 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
             return _welcomed(state, device, now, effects)
         case DeviceRefused(device, reason):
             return _refused(state, device, reason, now)
-        case Measured(devices):
-            return _measured(state, devices, now)
-        case Unreached():
-            return _unreached(state, now)
-        case Reached(device):
-            return _reached(state, device)
+        case Measured():
+            return _measured(state, event, now)
         case Heard(device):
             return _heard(state, device, now, effects)
         case Lost(device, reason):
@@ -199,7 +193,7 @@ def _refused(state: State, name: str, reason: str, now: float) -> State:
     return put(state, name, replace(known, greeting=False, greets=greets, greet_at_s=now + pause_s, reason=reason))
 
 
-def _measured(state: State, devices: frozenset[str], now: float) -> State:
+def _measured(state: State, event: Measured, now: float) -> State:
     asked = state.measuring
     state = replace(state, measuring=frozenset())
     for name in asked & state.devices.keys():
@@ -207,29 +201,23 @@ def _measured(state: State, devices: frozenset[str], now: float) -> State:
         own = device.before if device.phase is DevicePhase.SUSPECTED else device.phase
         if own is not DevicePhase.PROFILED:
             continue
-        if name not in devices:
+        if name not in event.devices:
             state = put(state, name, replace(device, reason="the links to it could not be measured"))
             state = replace(state, measure_at_s=now + _MEASURE_AGAIN_S)
         elif device.phase is DevicePhase.SUSPECTED:
             state = put(state, name, replace(device, before=DevicePhase.READY))
         else:
             state = put(state, name, replace(device, phase=DevicePhase.READY, reason=""))
-    return state
-
-
-def _unreached(state: State, now: float) -> State:
-    at_s = now + min(state.settings.timings.again_s * 2.0 ** min(state.agains, 10), MOST_AGAIN_S)
-    return replace(state, again_at_s=at_s if state.again_at_s is None else min(at_s, state.again_at_s))
-
-
-def _reached(state: State, name: str) -> State:
-    """It may be of use now: it is a new candidate for a better plan than the one that serves."""
-    serving = state.serving
-    if serving is None:
+    if event.unreached:
+        at_s = now + min(state.settings.timings.again_s * 2.0 ** min(state.agains, 10), MOST_AGAIN_S)
+        state = replace(state, again_at_s=at_s if state.again_at_s is None else min(at_s, state.again_at_s))
+    if state.serving is None or not event.reached:
         return state
+    # They may be of use now: they are new candidates for a better plan than the one that serves.
+    serving = replace(state.serving, candidates=state.serving.candidates - event.reached)
     tried = dict(state.tried)
     tried.pop(Purpose.GAIN, None)
-    return replace(state, serving=replace(serving, candidates=serving.candidates - {name}), tried=tried)
+    return replace(state, serving=serving, tried=tried)
 
 
 def _heard(state: State, name: str, now: float, effects: list[Effect]) -> State:

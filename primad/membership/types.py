@@ -195,21 +195,15 @@ class DeviceRefused:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The links of ``devices`` are known. Of those that were to be measured, the others could not be."""
+    """The links of ``devices`` are known. Of those that were to be measured, the others could not be.
+
+    ``unreached``: some of the links do not work; a device that was busy may be why. Links of ``reached`` that did not work
+    when they were measured before do now; plans from now on know.
+    """
 
     devices: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Unreached:
-    """Among the links that were measured are some that did not work; a device that was busy may be why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """A link of this worker that did not work when it was measured does now; plans from now on know."""
-
-    device: str
+    unreached: bool = False
+    reached: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +291,6 @@ Event = (
     | Welcomed
     | DeviceRefused
     | Measured
-    | Unreached
-    | Reached
     | Heard
     | Lost
     | DeviceLeaving
@@ -333,7 +325,7 @@ class Drop:
 class Measure:
     """Measure what is missing of the links between the head and ``devices``; answer with ``Measured``.
 
-    ``again``: those that did not work too. ``Unreached`` follows when some do not, ``Reached`` for those that do now.
+    ``again``: those that did not work too.
     """
 
     devices: frozenset[str]

@@ -26,8 +26,7 @@ class Peer:
     """A device that announces itself. ``role`` is worker or head; ``port`` is its control port (a head's HTTP port).
 
     ``addresses`` are in the order in which to try them, link-local IPv6 ones with the scope that they have here. ``key`` is
-    the public key it claims; empty from a device of protocol 1. ``pairing`` is the channel of the code that is open and the
-    port to bring it to.
+    the public key it claims. ``pairing`` is the channel of the code that is open and the port to bring it to.
     """
 
     device: str
@@ -56,7 +55,7 @@ def peer_of(info: AsyncServiceInfo, own: Sequence[Interface] = ()) -> Peer | Non
     addresses = tuple(order_by_likelihood(info.parsed_scoped_addresses(), own))
     if not NAME.fullmatch(device) or not NAME.fullmatch(cluster) or role not in ("worker", "head"):
         return None
-    if not _NUMBER.fullmatch(protocol) or (key and not is_key(key)):
+    if not _NUMBER.fullmatch(protocol) or not is_key(key):
         return None
     pairing = _PAIR.fullmatch(pair) if pair else None
     if pair is not None and (pairing is None or not 0 < int(pairing[2]) < 65_536):

@@ -14,7 +14,6 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -45,14 +44,6 @@ class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     since_boot: float
 
 
-@dataclass(frozen=True, slots=True)
-class LocalDevice:
-    """A daemon of this user that runs on this machine."""
-
-    device: str
-    key: str
-
-
 def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Where the daemons of this user leave their keys."""
     chosen = environ.get(VARIABLE)
@@ -81,13 +72,12 @@ class LocalTrust:
         self._believed[key] = now
         return True
 
-    def devices(self) -> list[LocalDevice]:
-        """The living ones by name; what dead ones left is removed."""
+    def devices(self) -> list[tuple[str, str]]:
+        """The living ones by name, with their keys; what dead ones left is removed."""
         if not self._is_ours(self.folder):
             return []
         notes = (self._read(path) for path in sorted(self.folder.glob("*.json"))[:_MAX_FILES])
-        found = [LocalDevice(note.device, note.key) for note in notes if note is not None]
-        return sorted(found, key=lambda each: each.device)
+        return sorted((note.device, note.key) for note in notes if note is not None)
 
     @contextlib.contextmanager
     def announce(self, device: str, key: str) -> Iterator[None]:

@@ -135,13 +135,13 @@ class _Run:
 class Inviter:
     """The side that shows ``code``. Times are seconds of any clock that does not jump.
 
-    The code is good for ``uses`` devices; a run that succeeds gives its try back.
+    The code is good for one device; a run that proves it gives its try back.
     """
 
-    def __init__(self, code: Code, who: Who, now: float, *, uses: int = 1, lifetime_s: float = LIFETIME_S) -> None:
+    def __init__(self, code: Code, who: Who, now: float, *, lifetime_s: float = LIFETIME_S) -> None:
         self._password = str(code).encode()
         self._who = who
-        self._uses = uses
+        self._used = False
         self._tries = MAX_TRIES
         self._next_try_at = now
         self._runs: dict[Hashable, tuple[_Run, float]] = {}
@@ -149,7 +149,7 @@ class Inviter:
 
     def outcome(self, now: float) -> CodeOutcome | None:
         """How it ended, or None while a device may still join."""
-        if self._uses == 0:
+        if self._used:
             return CodeOutcome.USED
         if now >= self.ends_at:
             return CodeOutcome.EXPIRED
@@ -214,7 +214,7 @@ class Inviter:
             return encode(Refuse(why="cluster", detail=self._who.cluster)), None
         if who.key == self._who.key:
             return encode(Refuse(why="self")), None
-        self._uses -= 1
+        self._used = True
         own = encode(self._who)
         return encode(Accept(own, run.proof(_INVITER, message.who, own))), who
 

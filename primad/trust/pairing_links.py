@@ -34,7 +34,7 @@ _HEADER: Final = 2
 
 
 class PairingServer:
-    """Shows ``code`` to nobody and lets in who knows it, on a free port of ``host`` (or on ``port``).
+    """Shows ``code`` to nobody and lets in who knows it, on a free port of ``host``.
 
     ``on_paired`` is told of each device before the device is; an error of it is told to the device as well.
     Raises ``ClusterError`` when it cannot listen.
@@ -47,13 +47,11 @@ class PairingServer:
         who: Who,
         on_paired: Callable[[TrustedDevice], None],
         *,
-        port: int | None = None,
-        uses: int = 1,
         lifetime_s: float = LIFETIME_S,
     ) -> None:
         self._lifetime_s = lifetime_s
-        self._code, self._who, self._on_paired, self._uses = code, who, on_paired, uses
-        self._listener = _listen(host, port)
+        self._code, self._who, self._on_paired = code, who, on_paired
+        self._listener = _listen(host)
         self.port: int = self._listener.getsockname()[1]
         self._peers: set[_Peer] = set()
         self._addresses: Counter[str] = Counter()
@@ -63,7 +61,7 @@ class PairingServer:
         """Serve until the code is used, burnt or expired; returns which. The port is closed afterwards."""
         loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._inviter = Inviter(self._code, self._who, loop.time(), uses=self._uses, lifetime_s=self._lifetime_s)
+        self._inviter = Inviter(self._code, self._who, loop.time(), lifetime_s=self._lifetime_s)
         with contextlib.closing(self._listener):
             server = await loop.create_server(lambda: _Peer(self), sock=self._listener, backlog=_BACKLOG)
             try:
@@ -224,15 +222,12 @@ def _strerror(exc: OSError | EOFError) -> str:
     return (exc.strerror or "no such address") if isinstance(exc, OSError) else "the connection was closed"
 
 
-def _listen(host: str, port: int | None) -> socket.socket:
-    flag = "--port" if port else "--host"
+def _listen(host: str) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port or 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         both = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address[:2], family=family, dualstack_ipv6=both)
     except OSError as exc:
         raise ClusterError(
-            f"{flag} {port or host}: cannot listen on {host}: {exc.strerror or exc}; choose another {flag}"
+            f"--host {host}: cannot listen on {host}: {exc.strerror or exc}; choose another --host"
         ) from exc

@@ -173,8 +173,8 @@ class TrustStore:
     def _others_here(self, known: _Known) -> dict[str, TrustedDevice]:
         """The daemons of this user that run here, by key; not those that were revoked, nor this one."""
         left_out = known.revoked.keys() | {self._own}
-        here = (each for each in self._local.devices() if each.key not in left_out)
-        return {each.key: TrustedDevice(each.device, each.key, LOCAL, "") for each in here}
+        here = ((name, key) for name, key in self._local.devices() if key not in left_out)
+        return {key: TrustedDevice(name, key, LOCAL, "") for name, key in here}
 
     def _put(self, known: _Known, device: TrustedDevice) -> None:
         if device.key not in known.trusted and len(known.trusted) >= MAX_DEVICES:

@@ -157,7 +157,6 @@ def test_who_is_not_trusted_is_told_how_to_be():
 def test_trust_is_asked_by_key_and_not_of_ourselves():
     assert levels(judge_trust([peer()], "home", "", lambda key: key == KEY)) == ["ok"]
     assert judge_trust([peer()], "home", KEY, lambda key: False) == []
-    assert judge_trust([peer(key="", protocol=1)], "home", "", lambda key: False) == []
 
 
 def test_nobody_in_sight_is_worth_a_note():

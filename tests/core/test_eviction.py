@@ -374,7 +374,7 @@ def test_what_another_process_holds_stays_until_that_process_ends(folder, layers
 def test_a_process_that_took_over_the_id_of_another_holds_nothing(folder, layers):
     cache = LayerCache(folder)
     ref = store(cache, layers[0])
-    stale = {"pid": os.getppid(), "started": 12, "holds": {"ring": [ref.digest]}}
+    stale = {"pid": os.getppid(), "started": 12.0, "since_boot": 12.0, "holds": {"ring": [ref.digest]}}
     (folder / f"in-use-{os.getppid()}.json").write_bytes(msgspec.json.encode(stale))
     assert [layer.held for layer in cache.layers()] == [False]
 

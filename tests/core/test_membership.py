@@ -925,27 +925,30 @@ def test_a_ring_that_breaks_is_formed_with_what_everybody_has_now():
 # ---- links that did not work ----------------------------------------------------------------------------------------
 
 
+UNREACHED = m.Measured(frozenset(), unreached=True)
+REACHED = m.Measured(frozenset(), reached=frozenset({"bo"}))
+
+
 def measures(effects: Iterable[m.Effect]) -> list[m.Measure]:
     return [effect for effect in effects if isinstance(effect, m.Measure)]
 
 
 def test_a_link_that_did_not_work_is_measured_again_after_a_while_and_less_and_less_often():
     shell = serving("ada", "bo")
-    shell.tell(m.Unreached())
+    shell.tell(UNREACHED)
     pause_s = AGAIN_S
     for _ in range(8):
         assert live(shell, pause_s - 1.0, "ada", "bo") == []
-        shell.tell(m.Unreached())  # as after another device came
+        shell.tell(UNREACHED)  # as after another device came
         assert live(shell, 1.5, "ada", "bo") == [m.Measure(frozenset({"ada", "bo"}), again=True)]
-        shell.tell(m.Measured(frozenset({"ada", "bo"})))
-        shell.tell(m.Unreached())
+        shell.tell(m.Measured(frozenset({"ada", "bo"}), unreached=True))
         pause_s = min(2 * pause_s, MOST_AGAIN_S)
     assert pause_s == MOST_AGAIN_S
 
 
 def test_once_all_links_work_none_is_measured_again():
     shell = serving("ada")
-    shell.tell(m.Unreached())
+    shell.tell(UNREACHED)
     assert measures(live(shell, AGAIN_S, "ada")) == [m.Measure(frozenset({"ada"}), again=True)]
     shell.tell(m.Measured(frozenset({"ada"})))
     assert live(shell, 3 * MOST_AGAIN_S, "ada") == []
@@ -953,29 +956,28 @@ def test_once_all_links_work_none_is_measured_again():
 
 def test_a_device_that_comes_has_its_links_measured_again_soon():
     shell = serving("ada")
-    shell.tell(m.Unreached())
+    shell.tell(UNREACHED)
     for _ in range(3):
         live(shell, MOST_AGAIN_S, "ada")
-        shell.tell(m.Measured(frozenset({"ada"})))
-        shell.tell(m.Unreached())
+        shell.tell(m.Measured(frozenset({"ada"}), unreached=True))
     welcome(shell, "bo")
-    shell.tell(m.Unreached())
+    shell.tell(UNREACHED)
     solve(shell, value=1.0)
     assert measures(live(shell, AGAIN_S + 1.0, "ada", "bo")) == [m.Measure(frozenset({"ada", "bo"}), again=True)]
 
 
 def test_a_device_that_is_reached_now_is_planned_for_as_if_it_had_just_come():
     shell = serving("ada", "bo")
-    assert acts(shell.tell(m.Reached("bo"))) == [m.Solve(2, frozenset({"ada", "bo"}))]
+    assert acts(shell.tell(REACHED)) == [m.Solve(2, frozenset({"ada", "bo"}))]
     assert solve(shell, value=1.0) == [m.Abandon(2)], "unless that gains nothing"
     assert live(shell, 1000.0, "ada", "bo") == []
-    assert acts(shell.tell(m.Reached("bo"))) == [m.Solve(3, frozenset({"ada", "bo"}))], "another link, another plan"
+    assert acts(shell.tell(REACHED)) == [m.Solve(3, frozenset({"ada", "bo"}))], "another link, another plan"
     assert solve(shell, value=0.5) == [m.Form(3)]
 
 
 def test_links_are_not_measured_again_while_no_ring_serves_or_another_is_formed():
     shell = serving("ada", "bo")
-    shell.tell(m.Unreached())
+    shell.tell(UNREACHED)
     live(shell, AGAIN_S - 1.0, "ada", "bo")
     shell.tell(m.RingFailed(1, None, "it broke"))
     assert measures(live(shell, 10.0, "ada", "bo")) == []
@@ -988,7 +990,7 @@ def test_links_are_not_measured_again_while_no_ring_serves_or_another_is_formed(
 def test_who_is_reached_while_no_ring_serves_has_a_place_in_the_next_plan_anyhow():
     shell = serving("ada", "bo")
     shell.tell(m.RingFailed(1, None, "it broke"))
-    assert shell.tell(m.Reached("bo")) == []
+    assert shell.tell(REACHED) == []
     assert shell.candidates == {"ada", "bo"}
 
 

@@ -131,9 +131,9 @@ class Cluster(RuleBasedStateMachine):
         self.shell.tell(m.Welcomed(name) if welcome else m.DeviceRefused(name, "busy"))
 
     @precondition(lambda self: self.shell.measuring is not None)
-    @rule(missed=subsets)
-    def end_measuring(self, missed):
-        self.shell.tell(m.Measured(self.shell.measuring - missed))
+    @rule(missed=subsets, unreached=st.booleans(), reached=subsets)
+    def end_measuring(self, missed, unreached, reached):
+        self.shell.tell(m.Measured(self.shell.measuring - missed, unreached, reached))
 
     @precondition(lambda self: self.shell.linked)
     @rule(silent=subsets)
@@ -156,14 +156,6 @@ class Cluster(RuleBasedStateMachine):
     @rule(name=st.one_of(names, st.just("head")))
     def relieve(self, name):
         self.shell.tell(m.DeviceMemoryRecovered(name))
-
-    @rule()
-    def reach_not(self):
-        self.shell.tell(m.Unreached())
-
-    @rule(name=names)
-    def reach(self, name):
-        self.shell.tell(m.Reached(name))
 
     @precondition(lambda self: self.shell.attempt is not None and self.shell.solved is None)
     @rule(unused=subsets, value=values)
@@ -263,14 +255,12 @@ events = st.one_of(
     st.builds(m.Vanished, names),
     st.builds(m.Welcomed, names),
     st.builds(m.DeviceRefused, names, reasons),
-    st.builds(m.Measured, subsets),
+    st.builds(m.Measured, subsets, st.booleans(), subsets),
     st.builds(m.Heard, names),
     st.builds(m.Lost, names, reasons),
     st.builds(m.DeviceLeaving, names, reasons),
     st.builds(m.DeviceMemoryLow, st.one_of(names, st.just("head"))),
     st.builds(m.DeviceMemoryRecovered, st.one_of(names, st.just("head"))),
-    st.just(m.Unreached()),
-    st.builds(m.Reached, names),
     st.builds(m.Solved, epochs, subsets, values),
     st.builds(m.NoPlan, epochs, reasons),
     st.builds(m.Formed, epochs),

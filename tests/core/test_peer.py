@@ -47,10 +47,8 @@ def test_a_key_comes_back_as_it_was_whatever_its_characters():
         assert peer.key == key
 
 
-def test_a_device_of_protocol_1_has_no_key_and_is_still_a_device():
-    peer = announced(key=None, protocol="1")
-    assert peer is not None
-    assert (peer.key, peer.protocol) == ("", 1)
+def test_a_device_without_a_key_is_none():
+    assert announced(key=None) is None
 
 
 def test_an_open_code_is_where_to_bring_it():

@@ -294,24 +294,21 @@ def test_devices_are_listed_with_trust_and_state(primad, sight, home):
     for name, key in (("desk", DESK), ("lamp", LAMP), ("attic", ATTIC)):
         store.add(trusted_now(name, key, "paired"))
     store.revoke("lamp")
-    stranger, old = new_identity().public, ""
+    stranger = new_identity().public
     sight += [
         PEER,
         replace(PEER, device="lamp", key=LAMP, role="head", pairing=(7, 4711)),
         replace(PEER, device="stranger", key=stranger),
-        replace(PEER, device="old", key=old, protocol=1),
     ]
     rows = listed(primad)
     assert {name: (row["trusted"], row["state"]) for name, row in rows.items()} == {
         "desk": ("yes", "in sight"),
         "lamp": ("revoked", "shows a code"),
         "stranger": ("no", "in sight"),
-        "old": ("no", "in sight"),
         "attic": ("yes", "not in sight"),
     }
     assert rows["desk"]["addresses"] == ["192.168.1.20", "fe80::1%eth0"]
     assert (rows["desk"]["fingerprint"], rows["desk"]["key"]) == (fingerprint(DESK), key_hex(DESK))
-    assert rows["old"]["fingerprint"] == ""
     table = primad("devices")[1]
     for words in ("trusted", "revoked", fingerprint(DESK)[:19], fingerprint(DESK)[20:], "192.168.1.20:7770", "attic"):
         assert words in table

@@ -927,18 +927,6 @@ def test_a_capped_server_and_a_capped_fetch_still_deliver(layers, cache, tmp_pat
     whole(cache, layers)
 
 
-def test_a_server_takes_the_port_it_prefers_where_that_is_free(layers):
-    async def once() -> None:
-        async with links() as context:
-            first = LayerServer(context, "127.0.0.1", new_identity(), lambda _: None)
-            second = LayerServer(context, "127.0.0.1", new_identity(), lambda _: None, preferred=first.port)
-            assert second.port != first.port
-            for server in (first, second):
-                await ended(asyncio.create_task(server.run()))
-
-    run(once())
-
-
 def test_a_ref_is_asked_for_once(layers, cache):
     log: list[int] = []
 
