@@ -71,12 +71,11 @@ def is_profiled(home: Path, threads: int | None) -> bool:
 
 def how_measured(home: Path, threads: int | None) -> tuple[str, str]:
     """When (UTC) and how the figures of this device were measured, for those who read them elsewhere."""
-    machine, disk = read_machine(home, threads), read_home(home)
+    machine = read_machine(home, threads)
     build = "" if machine is None else f" with {machine.build}"
-    call = "" if disk is None else f", prefetch by {disk.prefetch_call}"
     return utc_now() if machine is None else machine.measured, (
         f"measured by 'primad profile'{build}: windows of synthetic layers, medians of runs with swept caches, 1, 8 and "
-        f"512 rows; disk with the page cache dropped{call}"
+        "512 rows; disk with the page cache dropped"
     )
 
 

@@ -1,4 +1,4 @@
-"""Measure the disk that holds the layer cache: as the engine prefetches, by page faults, and at random places.
+"""Measure the disk that holds the layer cache: as the engine reads ahead, by page faults, and at random places.
 
 Three systems, three ways to have a file outside the page cache: Linux forgets it on request (``posix_fadvise``), macOS does
 not take it in (``F_NOCACHE``), Windows offers neither to an ordinary program, and what is measured there may be its cache.
@@ -6,22 +6,20 @@ not take it in (``F_NOCACHE``), Windows offers neither to an ordinary program, a
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import random
 import shutil
 import statistics
-import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import numpy as np
 
 from halda import DiskProfile
-from primad.engine.streaming.pages import F_RDADVISE, HUGEPAGE, POPULATE_READ
+from primad.engine.streaming.pages import FileRange, Pages
 
 try:
     import fcntl
@@ -42,26 +40,17 @@ _F_NOCACHE: Final = 48
 """``fcntl`` command of macOS."""
 
 
-def measure_disk(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[DiskProfile, str]:
-    """The file system under ``folder``, and the call that prefetched best.
-
-    Raises ``OSError`` when the trial cannot be written there.
-    """
+def measure_disk(folder: Path, file_bytes: int = FILE_BYTES) -> DiskProfile:
+    """The file system under ``folder``. Raises ``OSError`` when the trial cannot be written there."""
     path = folder / "disk.trial"
     try:
         _write(path, file_bytes)
-        calls = {name: rate for name, call in _prefetch_calls() if (rate := _rate(path, file_bytes, call)) is not None}
-        if not calls:
-            calls = {"read": _rate(path, file_bytes, _read) or 0.0}
-        best = max(calls, key=lambda name: calls[name])
-        fault = _rate(path, file_bytes, _fault)
-        profile = DiskProfile(
-            prefetch_bytes_per_s=calls[best],
-            fault_bytes_per_s=calls[best] if fault is None else fault,
+        return DiskProfile(
+            prefetch_bytes_per_s=_rate(path, file_bytes, _read_ahead),
+            fault_bytes_per_s=_rate(path, file_bytes, _fault),
             random_bytes_per_s=_random(path, file_bytes),
             free_bytes=shutil.disk_usage(folder).free,
         )
-        return profile, best
     finally:
         path.unlink(missing_ok=True)
 
@@ -83,79 +72,34 @@ def _uncached(file: BinaryIO) -> None:
         fcntl.fcntl(file.fileno(), _F_NOCACHE, 1)
 
 
-def _rate(path: Path, size: int, read: Callable[[BinaryIO, int], None]) -> float | None:
-    """Median rate of ``read`` over the whole file; None where this system refuses it."""
+def _rate(path: Path, size: int, read: Callable[[BinaryIO, int], None]) -> float:
+    """Median rate of ``read`` over the whole file."""
     rates: list[float] = []
     begin = time.perf_counter()
     while len(rates) < _RUNS and (not rates or time.perf_counter() - begin < _ENOUGH_S):
         with path.open("rb", buffering=0) as file:
             _uncached(file)
             start = time.perf_counter()
-            try:
-                read(file, size)
-            except (OSError, ValueError):
-                return None
+            read(file, size)
             rates.append(size / (time.perf_counter() - start))
     return statistics.median(rates)
 
 
-def _prefetch_calls() -> Iterator[tuple[str, Callable[[BinaryIO, int], None]]]:
-    if hasattr(mmap.mmap, "madvise"):
-        if hasattr(os, "posix_fadvise"):
-            yield "MADV_POPULATE_READ", _populate
-        if hasattr(mmap, "MADV_WILLNEED"):
-            yield "MADV_WILLNEED", _will_need
-    if hasattr(fcntl, "F_NOCACHE"):
-        yield "F_RDADVISE", _read_advise
-
-
-def _ranges(size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, size, _RANGE_BYTES):
-        yield start, min(_RANGE_BYTES, size - start)
-
-
-def _populate(file: BinaryIO, size: int) -> None:
-    with _mapped(file, size) as mapping:
-        with contextlib.suppress(OSError):  # a kernel without large groups of pages
-            mapping.madvise(HUGEPAGE)
-        for start, length in _ranges(size):
-            mapping.madvise(POPULATE_READ, start, length)
-
-
-def _will_need(file: BinaryIO, size: int) -> None:
-    with _mapped(file, size) as mapping:
-        for start, length in _ranges(size):
-            mapping.madvise(mmap.MADV_WILLNEED, start, length)
-            _touch(mapping, start, length)
-
-
-def _read_advise(file: BinaryIO, size: int) -> None:
-    with _mapped(file, size) as mapping:
-        for start, length in _ranges(size):
-            fcntl.fcntl(file.fileno(), F_RDADVISE, struct.pack("qi4x", start, length))
-            _touch(mapping, start, length)
-
-
-def _read(file: BinaryIO, size: int) -> None:
-    for _ in range(0, size, _CHUNK_BYTES):
-        file.read(_CHUNK_BYTES)
+def _read_ahead(file: BinaryIO, size: int) -> None:
+    """As the engine does: it finds the mapping, and reads it range by range."""
+    pages = Pages([FileRange(file.name, 0, size)])
+    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ):
+        pages.find()
+        pages.in_groups()
+        for start in range(0, size, _RANGE_BYTES):
+            pages.part(start, min(start + _RANGE_BYTES, size)).read()
+    pages.close()
 
 
 def _fault(file: BinaryIO, size: int) -> None:
-    with _mapped(file, size) as mapping:
-        _touch(mapping, 0, size)
-
-
-@contextlib.contextmanager
-def _mapped(file: BinaryIO, size: int) -> Iterator[mmap.mmap]:
-    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapping:
-        yield mapping
-
-
-def _touch(mapping: mmap.mmap, start: int, length: int) -> None:
     """Read one byte of every page, in C."""
-    pages = np.frombuffer(mapping, np.uint8, count=length, offset=start)[:: mmap.PAGESIZE]
-    pages.max()
+    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapping:
+        np.frombuffer(mapping, np.uint8)[:: mmap.PAGESIZE].max()
 
 
 def _random(path: Path, size: int) -> float:

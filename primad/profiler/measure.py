@@ -53,8 +53,7 @@ def measure_machine(folder: Path, threads: int | None, advance: Advance, effort:
 def measure_home(folder: Path, advance: Advance) -> HomeRecord:
     """The disk under ``folder``, measured now. Raises ``OSError`` when the trial cannot be written there."""
     advance("disk")
-    disk, call = measure_disk(folder)
-    return HomeRecord(version=VERSION, measured=utc_now(), host=host_id(), disk=disk, prefetch_call=call)
+    return HomeRecord(version=VERSION, measured=utc_now(), host=host_id(), disk=measure_disk(folder))
 
 
 @contextlib.contextmanager

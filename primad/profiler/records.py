@@ -52,13 +52,12 @@ class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HomeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of the file system under a home; ``prefetch_call`` is the call that prefetched best."""
+    """What is kept of the file system under a home."""
 
     version: int
     measured: str
     host: str
     disk: DiskProfile
-    prefetch_call: str
 
 
 def host_id() -> str:

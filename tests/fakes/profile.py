@@ -77,9 +77,7 @@ def machine_record(threads: int | None) -> MachineRecord:
 
 def home_record() -> HomeRecord:
     """A record of a file system of this machine with made-up figures."""
-    return HomeRecord(
-        version=VERSION, measured="2026-01-02T03:04:05Z", host=host_id(), disk=DISK, prefetch_call="MADV_WILLNEED"
-    )
+    return HomeRecord(version=VERSION, measured="2026-01-02T03:04:05Z", host=host_id(), disk=DISK)
 
 
 def seed(home: Path) -> Path:

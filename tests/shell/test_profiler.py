@@ -375,31 +375,12 @@ def test_a_gpu_that_llama_cpp_cannot_compute_on_stays_unused(tmp_path, monkeypat
 
 
 def test_a_disk_is_measured_and_nothing_is_left_on_it(tmp_path):
-    found, call = disk.measure_disk(tmp_path, 8 << 20)
+    found = disk.measure_disk(tmp_path, 8 << 20)
     assert found.prefetch_bytes_per_s > 0
     assert found.fault_bytes_per_s > 0
     assert found.random_bytes_per_s > 0
     assert found.free_bytes > 0
-    assert call in ("MADV_POPULATE_READ", "MADV_WILLNEED", "F_RDADVISE", "read")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_system_without_any_advice_is_measured_by_reading(tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)
-    monkeypatch.setattr(disk, "_prefetch_calls", lambda: iter(()))
-    monkeypatch.setattr(disk, "fcntl", None)
-    found, call = disk.measure_disk(tmp_path, 8 << 20)
-    assert call == "read"
-    assert found.prefetch_bytes_per_s > 0
-
-
-def test_advice_that_the_kernel_does_not_know_is_no_answer(tmp_path):
-    def refused(*_: Any) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    path = tmp_path / "file"
-    path.write_bytes(bytes(1 << 20))
-    assert disk._rate(path, 1 << 20, refused) is None
 
 
 # ---- what is kept ---------------------------------------------------------------------------------------------------
@@ -426,7 +407,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> list[str]:
     monkeypatch.setattr(measure, "measure_cpu", cpu)
     monkeypatch.setattr(measure, "list_gpus", lambda: ())
     monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: 3e10)
-    monkeypatch.setattr(measure, "measure_disk", lambda folder: (done.append("disk"), (DISK, "read"))[1])
+    monkeypatch.setattr(measure, "measure_disk", lambda folder: (done.append("disk"), DISK)[1])
     return done
 
 
