@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halda import WindowAssignment
-from primad.engine.protocol import WindowFiles
+from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError, WeightsError
 from primad.gguf.layers import LayerRef
 from primad.gguf.windows import ModelCutter, WindowSpec
@@ -73,15 +73,19 @@ async def _copy_layer(cutter: ModelCutter, cache: LayerCache, ref: LayerRef, cop
 
 
 def place_windows(
-    place: Workspace, specs: Sequence[WindowSpec], assignments: Sequence[WindowAssignment], number: int
-) -> list[WindowFiles]:
+    place: Workspace,
+    specs: Sequence[WindowSpec],
+    assignments: Sequence[WindowAssignment],
+    extra_buffers: Sequence[bool],
+    number: int,
+) -> list[WindowSource]:
     """Write metadata splits and layer headers of load ``number`` for ``specs``; every layer must be in the cache.
 
-    ``assignments`` say what of each goes to the GPU. Raises ``ClusterError`` when the disk refuses.
+    Raises ``ClusterError`` when the disk refuses.
     """
     seen: Counter[str] = Counter()
     placed = []
-    for spec, assignment in zip(specs, assignments, strict=True):
+    for spec, assignment, extra in zip(specs, assignments, extra_buffers, strict=True):
         paths = []
         for layer, ref in enumerate(spec.layers):
             paths.append(str(place.cache.place(ref, number=layer, split=layer + 1, copy=seen[ref.digest])))
@@ -92,26 +96,15 @@ def place_windows(
         except OSError as exc:
             raise ClusterError(f"{metadata}: cannot be written: {exc.strerror or exc}; make room there") from exc
         placed.append(
-            WindowFiles(
+            WindowSource(
+                window=spec.window,
                 metadata=str(metadata),
                 layers=tuple(paths),
-                layer_count=spec.last - spec.first,
-                gpu_layers=assignment.gpu_layers,
-                output_on_gpu=assignment.output == "gpu",
+                assignment=assignment,
+                extra_buffers=extra,
             )
         )
     return placed
-
-
-def whole_model(path: Path, assignment: WindowAssignment) -> WindowFiles:
-    """The files of a plan of one window: the model file ``path`` as it is."""
-    return WindowFiles(
-        metadata=str(path),
-        layers=(),
-        layer_count=assignment.layers,
-        gpu_layers=assignment.gpu_layers,
-        output_on_gpu=assignment.output == "gpu",
-    )
 
 
 def lease_layers(place: Workspace, number: int, refs: Iterable[LayerRef]) -> None:

@@ -9,23 +9,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from halda import DeviceProfile, WindowAssignment
-from primad.daemon.layer_files import (
-    lease_layers,
-    place_windows,
-    release_files,
-    whole_model,
-)
+from halda import DeviceProfile
+from primad.daemon.layer_files import lease_layers, place_windows, release_files
 from primad.daemon.loaded_process import LoadedProcess, LoadKey
 from primad.daemon.owner import apply_nice
 from primad.daemon.station import Station
-from primad.engine.protocol import EngineOptions, WindowFiles
+from primad.engine.protocol import EngineOptions, WindowSource
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
-from primad.gguf.windows import WindowSpec
 from primad.layers.fetch import in_thread, missing_layers
 from primad.network.messages import Load
-from primad.ring.messages import Open, OpenWindow
+from primad.ring.messages import Open
 from primad.ring.spawn import RingProcess
 
 GetLayers = Callable[[Sequence[LayerRef], Callable[[int], None]], Awaitable[None]]
@@ -106,7 +100,7 @@ class WindowLoad:
 
         Raises ``PrimadError`` when a disk refuses or no process can be started.
         """
-        files = await in_thread(self._place_windows)
+        windows = await in_thread(self._place_windows)
         ring = await RingProcess.start(
             self._place.run / f"ring-{self.number}.log",
             threads=max(self.options.threads, self.options.batch_threads),
@@ -115,7 +109,7 @@ class WindowLoad:
         apply_nice(ring.pid, self._config.nice)
         process = LoadedProcess(ring, self._place, self.number, key, [spec.window for spec in self._load.windows])
         try:
-            await process.send(self._opening(files))
+            await process.send(self._opening(windows))
         except BaseException:  # cancelled over it, nobody else would end the process
             await process.close()
             raise
@@ -125,21 +119,23 @@ class WindowLoad:
         """Let the files go."""
         release_files(self._place, self.number)
 
-    def _place_windows(self) -> list[WindowFiles]:
+    def _place_windows(self) -> list[WindowSource]:
         load, model = self._load, self._model
         if model is not None and load.route == 1:
-            return [whole_model(model.path, load.assignments[0])]
-        files = place_windows(self._place, load.windows, load.assignments, self.number)
-        for window in files:
+            (assignment,), (extra,) = load.assignments, load.extra_buffers
+            path = str(model.path)
+            return [WindowSource(window=0, metadata=path, layers=(), assignment=assignment, extra_buffers=extra)]
+        windows = place_windows(self._place, load.windows, load.assignments, load.extra_buffers, self.number)
+        for window in windows:
             read_header(Path(window.metadata))  # the head wrote it: judged before llama.cpp sees it
-        return files
+        return windows
 
-    def _opening(self, files: Sequence[WindowFiles]) -> Open:
+    def _opening(self, windows: list[WindowSource]) -> Open:
         load, model = self._load, self._model
         return Open(
             ring=load.ring,
             epoch=load.epoch,
-            windows=open_windows(load.windows, files, load.assignments, load.extra_buffers),
+            windows=windows,
             route=load.route,
             width=load.width,
             model=None if model is None else str(model.path),
@@ -150,16 +146,3 @@ class WindowLoad:
             ahead_bytes=load.ahead_bytes,
             usage=str(self._place.usage),
         )
-
-
-def open_windows(
-    specs: Sequence[WindowSpec],
-    files: Sequence[WindowFiles],
-    assignments: Sequence[WindowAssignment],
-    extra_buffers: Sequence[bool],
-) -> list[OpenWindow]:
-    """The windows as the ring process is told to load them."""
-    return [
-        OpenWindow(window=spec.window, files=placed, assignment=assignment, extra_buffers=extra)
-        for spec, placed, assignment, extra in zip(specs, files, assignments, extra_buffers, strict=True)
-    ]

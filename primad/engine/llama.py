@@ -32,7 +32,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.protocol import EngineOptions, Hidden, KvType, LogitsWindow, Rows, Sampling, WindowFiles, draw_seed
+from halda import WindowAssignment
+from primad.engine.protocol import EngineOptions, Hidden, KvType, LogitsWindow, Rows, Sampling, WindowSource, draw_seed
 from primad.engine.streaming.prefetch import WindowStream
 from primad.engine.streaming.residency import Residency
 from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
@@ -307,35 +308,27 @@ class _Batch:
         return batch
 
 
-def n_gpu_layers(files: WindowFiles) -> int:
+def n_gpu_layers(assignment: WindowAssignment) -> int:
     """What llama.cpp is told, for the layers and the output matrix of a window that go to the GPU.
 
     It counts the output as one more layer, the last of all, and offloads from the end: n + 1 is the last n layers and the
     output, 1 the output alone, and layers without the output cannot be asked for. A window that ends in hidden states has a
     stand-in of one row in the place of the output, which may lie on the GPU as well.
     """
-    return files.gpu_layers + 1 if files.gpu_layers or files.output_on_gpu else 0
+    return assignment.gpu_layers + 1 if assignment.gpu_layers or assignment.output == "gpu" else 0
 
 
 class _Model:
     """A loaded llama.cpp model with one context: the part that every kind of window shares."""
 
-    def __init__(
-        self,
-        files: WindowFiles,
-        options: EngineOptions,
-        *,
-        extra_buffers: bool,
-        tap: _Tap,
-        outputs: int,
-    ) -> None:
+    def __init__(self, source: WindowSource, options: EngineOptions, *, tap: _Tap, outputs: int) -> None:
         self._options = options
         self._batch = _Batch(options.rows, options.sequences)
         self._tap = tap
         params = llama.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers(files)
-        params.use_extra_bufts = extra_buffers
-        paths = (files.metadata, *files.layers)
+        params.n_gpu_layers = n_gpu_layers(source.assignment)
+        params.use_extra_bufts = source.extra_buffers
+        paths = (source.metadata, *source.layers)
         names = (ctypes.c_char_p * len(paths))(*(path.encode() for path in paths))
         self._model = (
             llama.llama_model_load_from_splits(names, len(paths), params)
@@ -412,10 +405,10 @@ class _Model:
 class _HiddenWindow(_Model):
     """Layers from hidden state to hidden state."""
 
-    def __init__(self, files: WindowFiles, options: EngineOptions, *, width: int, extra_buffers: bool) -> None:
-        assert not files.output_on_gpu
-        tap = _Tap(f"l_out-{files.layer_count - 1}".encode(), width)
-        super().__init__(files, options, extra_buffers=extra_buffers, tap=tap, outputs=options.rows)
+    def __init__(self, source: WindowSource, options: EngineOptions, *, width: int) -> None:
+        assert source.assignment.output != "gpu"
+        tap = _Tap(f"l_out-{source.assignment.layers - 1}".encode(), width)
+        super().__init__(source, options, tap=tap, outputs=options.rows)
 
     def forward(self, rows: Rows) -> Hidden:
         self._decode(rows, every_row_out=True)
@@ -486,10 +479,8 @@ class TokenEmbedding:
 class FirstWindow(_HiddenWindow):
     """The route's first window: token ids in, hidden states out."""
 
-    def __init__(
-        self, files: WindowFiles, options: EngineOptions, embedding: TokenEmbedding, *, extra_buffers: bool
-    ) -> None:
-        super().__init__(files, options, width=embedding.width, extra_buffers=extra_buffers)
+    def __init__(self, source: WindowSource, options: EngineOptions, embedding: TokenEmbedding) -> None:
+        super().__init__(source, options, width=embedding.width)
         self._embedding = embedding
 
     def forward(self, rows: Rows) -> Hidden:
@@ -510,17 +501,9 @@ class MiddleWindow(_HiddenWindow):
 class _LogitsWindow(_Model):
     """A window that ends in logits."""
 
-    def __init__(
-        self,
-        files: WindowFiles,
-        options: EngineOptions,
-        ends: frozenset[int],
-        *,
-        vocabulary: int,
-        extra_buffers: bool,
-    ) -> None:
-        assert files.output_on_gpu or not files.gpu_layers
-        super().__init__(files, options, extra_buffers=extra_buffers, tap=_Tap(None, 0), outputs=MAX_OUTPUT_ROWS)
+    def __init__(self, source: WindowSource, options: EngineOptions, ends: frozenset[int], *, vocabulary: int) -> None:
+        assert source.assignment.output == "gpu" or not source.assignment.gpu_layers
+        super().__init__(source, options, tap=_Tap(None, 0), outputs=MAX_OUTPUT_ROWS)
         self._ends = ends
         self._vocabulary = vocabulary
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from halda import WindowAssignment
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -94,18 +96,19 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     lock: bool
 
 
-class WindowFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of one window in split order, and what it holds. The whole model is its own file as ``metadata`` alone.
+class WindowSource(msgspec.Struct, frozen=True, kw_only=True):
+    """What window ``window`` of the route is loaded from: its files in split order. The whole model is its own file as
+    ``metadata`` alone.
 
-    The last ``gpu_layers`` layers go to the GPU. ``output_on_gpu``: so does the output matrix, which only a window that ends
-    in logits has; llama.cpp puts it there before any layer.
+    ``assignment`` says what of it goes to the GPU and how much stays in memory. ``extra_buffers`` lets llama.cpp keep
+    repacked or AMX copies of its weights.
     """
 
+    window: int
     metadata: str
     layers: tuple[str, ...]
-    layer_count: int
-    gpu_layers: int
-    output_on_gpu: bool
+    assignment: WindowAssignment
+    extra_buffers: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
+import msgspec
+
 from halda import PREFILL_ROWS, TypeSpeed
 from primad.errors import EngineError
 from primad.profiler.effort import Effort
@@ -123,15 +125,14 @@ class Bench:
         prefill_runs: int = 0,
     ) -> list[TrialTimes | str]:
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
-            files = write_window(Path(name), shape, kind, layers, gpu_layers=layers if self.on_gpu else 0)
+            window = write_window(Path(name), shape, kind, layers, gpu_layers=layers if self.on_gpu else 0)
             return [
                 self._steadily(
                     TimeWindow(
-                        files=files,
+                        window=msgspec.structs.replace(window, extra_buffers=setting),
                         width=shape.width,
                         threads=self.threads,
                         batch_threads=self.batch_threads,
-                        extra_buffers=setting,
                         sweep_bytes=sweep_bytes,
                         decode_runs=decode_runs,
                         batch_runs=batch_runs,

@@ -13,7 +13,8 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
-from primad.engine.protocol import WindowFiles
+from halda.assignment import in_memory
+from primad.engine.protocol import WindowSource
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from primad.gguf.header import Value, scalar_value
 from primad.gguf.layers import ALIGNMENT, LayerTensor, SmallTensor, layer_header, metadata_split
@@ -78,7 +79,7 @@ SMALL: Final = LayerShape(width=256, feed_forward=256, heads=4, heads_kv=1)
 """A layer that costs little besides its fixed cost."""
 
 
-def write_window(folder: Path, shape: LayerShape, kind: str, layers: int, gpu_layers: int) -> WindowFiles:
+def write_window(folder: Path, shape: LayerShape, kind: str, layers: int, gpu_layers: int) -> WindowSource:
     """Write a window of ``layers`` layers of type ``kind`` to ``folder``. Raises ``OSError``."""
     tensors = _tensors(shape, kind)
     piece = _piece(kind)
@@ -95,8 +96,9 @@ def write_window(folder: Path, shape: LayerShape, kind: str, layers: int, gpu_la
         paths.append(str(path))
     metadata = folder / "window.gguf"
     metadata.write_bytes(_metadata(shape, layers, len(tensors)))
-    return WindowFiles(
-        metadata=str(metadata), layers=tuple(paths), layer_count=layers, gpu_layers=gpu_layers, output_on_gpu=False
+    assignment = in_memory(0, layers, gpu_layers=gpu_layers)
+    return WindowSource(
+        window=0, metadata=str(metadata), layers=tuple(paths), assignment=assignment, extra_buffers=False
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from halda import BATCH_ROWS, PREFILL_ROWS
 from primad.engine.devices import GpuDevice
-from primad.engine.protocol import EngineOptions, Rows, WindowFiles
+from primad.engine.protocol import EngineOptions, Rows, WindowSource
 
 CONTEXT: Final = PREFILL_ROWS + 256
 _RUN_STEPS: Final = 6
@@ -35,16 +35,15 @@ class TrialTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
-    """Time the window of ``files``; ``sweep_bytes`` are read between two steps (0: the window itself is larger than caches).
+    """Time ``window``; ``sweep_bytes`` are read between two steps (0: the window itself is larger than caches).
 
     ``decode_runs`` and ``batch_runs`` are of ``_RUN_STEPS`` steps each, ``prefill_runs`` of one.
     """
 
-    files: WindowFiles
+    window: WindowSource
     width: int
     threads: int
     batch_threads: int
-    extra_buffers: bool
     sweep_bytes: int
     decode_runs: int
     batch_runs: int
@@ -94,7 +93,7 @@ def _time(task: TimeWindow) -> TrialTimes:
         kv_type="f16",
         lock=False,
     )
-    window = MiddleWindow(task.files, options, width=task.width, extra_buffers=task.extra_buffers)
+    window = MiddleWindow(task.window, options, width=task.width)
     sweep = np.ones(task.sweep_bytes // 8, np.uint64)
     hidden = np.random.default_rng(0).standard_normal((PREFILL_ROWS, task.width), np.float32)
 

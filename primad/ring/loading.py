@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from primad.engine.llama import FirstWindow, LlamaVocabulary, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
-from primad.engine.protocol import EngineOptions, HiddenWindow
+from primad.engine.protocol import EngineOptions, HiddenWindow, WindowSource
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
 from primad.gguf.architectures import embedding_scale
@@ -15,7 +15,7 @@ from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.windows import token_embedding
 from primad.ring.head import Head
-from primad.ring.messages import Open, OpenWindow, StepLimits
+from primad.ring.messages import Open, StepLimits
 from primad.ring.scheduler import Scheduler
 
 OnLoaded = Callable[[int], None]
@@ -45,10 +45,10 @@ def limits_of_open(opening: Open) -> StepLimits:
 def _streams(opening: Open, header: Header | None) -> Streams:
     """What looks after the units of the windows but those of which llama.cpp makes copies; ``header`` for a whole model."""
 
-    def units(window: OpenWindow) -> WindowUnits | None:
+    def units(window: WindowSource) -> WindowUnits | None:
         if window.extra_buffers:
             return None
-        return units_of_window(window.files) if header is None else units_of_model(header, window.files)
+        return units_of_window(window) if header is None else units_of_model(header, window)
 
     return Streams(
         (
@@ -74,9 +74,7 @@ def open_worker(opening: Open, loaded: OnLoaded) -> tuple[dict[int, HiddenWindow
     streams = _streams(opening, None)
     with streams.loading():
         for window in opening.windows:
-            windows[window.window] = MiddleWindow(
-                window.files, opening.options, width=opening.width, extra_buffers=window.extra_buffers
-            )
+            windows[window.window] = MiddleWindow(window, opening.options, width=opening.width)
             loaded(len(windows))
     share_scratch(windows.values())
     streams.begin(windows)
@@ -98,16 +96,16 @@ def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
     streams = _streams(opening, header if opening.route == 1 else None)
     with streams.loading():
         for window in opening.windows:
-            files, options, extra = window.files, opening.options, window.extra_buffers
+            options = opening.options
             if opening.route == 1:
-                tail = WholeModel(files, options, ends, vocabulary=size, extra_buffers=extra)
+                tail = WholeModel(window, options, ends, vocabulary=size)
             elif window.window == 0:
                 embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
-                windows[0] = FirstWindow(files, options, embedding, extra_buffers=extra)
+                windows[0] = FirstWindow(window, options, embedding)
             elif window.window == opening.route - 1:
-                tail = TailWindow(files, options, ends, vocabulary=size, extra_buffers=extra)
+                tail = TailWindow(window, options, ends, vocabulary=size)
             else:
-                windows[window.window] = MiddleWindow(files, options, width=opening.width, extra_buffers=extra)
+                windows[window.window] = MiddleWindow(window, options, width=opening.width)
             loaded(len(windows) + (tail is not None))
     assert tail is not None
     share_scratch((*windows.values(), tail))

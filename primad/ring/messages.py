@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from halda import WindowAssignment
-from primad.engine.protocol import EngineOptions, WindowFiles
+from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError, printable
 
@@ -253,19 +253,6 @@ class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
 # ---- between a daemon and its ring process --------------------------------------------------------------------------
 
 
-class OpenWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """One window to load: its route index and files.
-
-    ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of its weights. ``assignment`` says how many of its bytes
-    stay in memory.
-    """
-
-    window: int
-    files: WindowFiles
-    assignment: WindowAssignment
-    extra_buffers: bool
-
-
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
 
@@ -276,7 +263,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 
     ring: int
     epoch: int
-    windows: list[OpenWindow]
+    windows: list[WindowSource]
     route: int
     width: int
     model: str | None

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from halda.assignment import in_memory
-from primad.engine.protocol import EngineOptions, WindowFiles
+from primad.engine.protocol import EngineOptions, WindowSource
 from primad.errors import ProtocolError
 from primad.ring.messages import (
     MAX_HEADER_BYTES,
@@ -26,7 +26,6 @@ from primad.ring.messages import (
     Loading,
     Open,
     Opened,
-    OpenWindow,
     Overdue,
     ProcessMemoryLow,
     Reopen,
@@ -270,12 +269,12 @@ def test_every_step_within_the_limits_is_accepted(rows, data):
 
 # ---- between a daemon and its ring process --------------------------------------------------------------------------
 
-FILES = WindowFiles(metadata="m", layers=("l",), layer_count=1, gpu_layers=0, output_on_gpu=False)
+SOURCE = WindowSource(window=1, metadata="m", layers=("l",), assignment=in_memory(0, 1), extra_buffers=False)
 COMMANDS = [
     Open(
         ring=1,
         epoch=2,
-        windows=[OpenWindow(window=1, files=FILES, assignment=in_memory(0, 1), extra_buffers=False)],
+        windows=[SOURCE],
         route=3,
         width=8,
         model=None,

@@ -134,17 +134,18 @@ class Route:
         place = Workspace(cache=LayerCache(folder), run=folder, usage=folder, build="")
         specs = [cutter.spec(index, window.first, window.last) for index, window in enumerate(plan.route)]
         asyncio.run(copy_layers(cutter, place.cache, (ref for spec in specs for ref in spec.layers), lambda _: None))
-        files = place_windows(place, specs, [in_memory(spec.first, spec.last) for spec in specs], 1)
+        kept = [in_memory(spec.first, spec.last) for spec in specs]
+        windows = place_windows(place, specs, kept, [extra_buffers] * len(specs), 1)
         options = EngineOptions(
             context=CONTEXT, sequences=1, rows=CHUNK, threads=THREADS, batch_threads=THREADS, kv_type="f16", lock=False
         )
         embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
         width, vocabulary = embedding.width, vocabulary_size(header)
         self.hidden = [
-            FirstWindow(files[0], options, embedding, extra_buffers=extra_buffers),
-            *(MiddleWindow(file, options, width=width, extra_buffers=extra_buffers) for file in files[1:-1]),
+            FirstWindow(windows[0], options, embedding),
+            *(MiddleWindow(window, options, width=width) for window in windows[1:-1]),
         ]
-        self.tail = TailWindow(files[-1], options, frozenset(), vocabulary=vocabulary, extra_buffers=extra_buffers)
+        self.tail = TailWindow(windows[-1], options, frozenset(), vocabulary=vocabulary)
 
     def logits(self, tokens: list[int], position: int) -> np.ndarray:
         """Logits after ``tokens`` at ``position``; chunks as in the ring."""

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from gguf import GGUFValueType
 
+from halda.assignment import in_memory
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
-from primad.engine.protocol import EngineOptions, Rows, WindowFiles
+from primad.engine.protocol import EngineOptions, Rows, WindowSource
 from primad.errors import EngineError
 from primad.gguf.architectures import SUPPORTED, cuttable, embedding_scale, layer_count
 from primad.gguf.header import array_value, read_header, scalar_value
@@ -46,13 +47,11 @@ class Route:
                 paths.append(str(path))
             files = files_of(metadata, paths, last - first)
             if last == layers:
-                window = TailWindow(
-                    files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False
-                )
+                window = TailWindow(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header))
             elif first == 0:
-                window = FirstWindow(files, OPTIONS, embedding, extra_buffers=False)
+                window = FirstWindow(files, OPTIONS, embedding)
             else:
-                window = MiddleWindow(files, OPTIONS, width=embedding.width, extra_buffers=False)
+                window = MiddleWindow(files, OPTIONS, width=embedding.width)
             self.windows.append(window)
 
     def logits(self, tokens, position):
@@ -67,9 +66,10 @@ class Route:
             window.release()
 
 
-def files_of(metadata, layers, count, **on_gpu):
-    where = {"gpu_layers": 0, "output_on_gpu": False, **on_gpu}
-    return WindowFiles(metadata=str(metadata), layers=tuple(layers), layer_count=count, **where)
+def files_of(metadata, layers, count):
+    return WindowSource(
+        window=0, metadata=str(metadata), layers=tuple(layers), assignment=in_memory(0, count), extra_buffers=False
+    )
 
 
 def rows(content, position):
@@ -85,7 +85,7 @@ def rows(content, position):
 def whole_logits(header):
     """The prompt, ``DECODED`` greedy tokens, and the whole model's logits after each chunk."""
     files = files_of(header.path, (), layer_count(header))
-    model = WholeModel(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False)
+    model = WholeModel(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header))
     chunks, position, expected = [PROMPT[:64], PROMPT[64:]], 0, []
     for step in range(2 + DECODED):
         tokens = chunks[step]

@@ -6,12 +6,14 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 
 from halda import WindowAssignment
+from halda.assignment import in_memory
 from primad.engine.llama import FirstWindow, TailWindow, TokenEmbedding, WholeModel
-from primad.engine.protocol import EngineOptions, WindowFiles
+from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.streaming.expert_loader import ExpertLoader
 from primad.engine.streaming.experts import Change, Pool
 from primad.engine.streaming.pages import ReadCall
@@ -26,7 +28,7 @@ from primad.gguf.header import read_header
 from primad.gguf.layers import layer_header
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
 from primad.ring.loading import open_head
-from primad.ring.messages import Open, OpenWindow
+from primad.ring.messages import Open
 from primad.ring.meter import Meter
 from tests.shell.test_cut_exact import rows, synth
 
@@ -54,7 +56,9 @@ def a_model(path, architecture="qwen3moe", **shape):
 
 def files_of(header):
     count = layer_count(header)
-    return WindowFiles(metadata=str(header.path), layers=(), layer_count=count, gpu_layers=0, output_on_gpu=False)
+    return WindowSource(
+        window=0, metadata=str(header.path), layers=(), assignment=in_memory(0, count), extra_buffers=False
+    )
 
 
 def assigned(first, units, streamed, slots):
@@ -84,9 +88,7 @@ class Run:
         window = StreamedWindow(index=0, assignment=assigned(0, units, streamed or (), slots), units=units)
         self.streams = Streams([window], ahead_bytes=0, lock=False, usage=usage)
         with self.streams.loading():
-            self.model = WholeModel(
-                files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False
-            )
+            self.model = WholeModel(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header))
         self.streamer = self.streams.streamer
         self.experts = self.streamer.experts
         if streamed is not None:
@@ -158,18 +160,18 @@ def test_windows_of_layer_files_share_one_pool(tmp_path):
             paths.append(tmp_path / f"{ref.digest}.gguf")
             head = layer_header(ref.tensors, number=split - 1, split=split)
             paths[-1].write_bytes(head + b"".join(cutter.source(ref.digest).chunks()))
-        files = WindowFiles(
+        files = WindowSource(
+            window=number,
             metadata=str(metadata),
             layers=tuple(map(str, paths)),
-            layer_count=last - first,
-            gpu_layers=0,
-            output_on_gpu=False,
+            assignment=in_memory(first, last),
+            extra_buffers=False,
         )
         if number == 0:
             embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
-            models[0] = FirstWindow(files, OPTIONS, embedding, extra_buffers=False)
+            models[0] = FirstWindow(files, OPTIONS, embedding)
         else:
-            models[1] = TailWindow(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False)
+            models[1] = TailWindow(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header))
         units = units_of_window(files)
         assignment = assigned(first, units, range(last - first), 1)
         windows.append(StreamedWindow(index=number, assignment=assignment, units=units))
@@ -370,7 +372,7 @@ def test_a_ring_process_streams_by_expert_and_says_what_is_in_memory(tmp_path):
     opening = Open(
         ring=1,
         epoch=1,
-        windows=[OpenWindow(window=0, files=files, assignment=assignment, extra_buffers=False)],
+        windows=[msgspec.structs.replace(files, assignment=assignment)],
         route=1,
         width=512,
         model=str(header.path),

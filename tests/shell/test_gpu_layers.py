@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import msgspec
 import pytest
 
 from halda import Plan, Window, assignments
 from halda.assignment import in_memory
 from halda.plan import OutputPlace
-from primad.daemon.layer_files import Workspace, place_windows, whole_model
+from primad.daemon.layer_files import Workspace, place_windows
 from primad.engine.llama import MiddleWindow, TailWindow, WholeModel, n_gpu_layers
-from primad.engine.protocol import EngineOptions, WindowFiles
+from primad.engine.protocol import EngineOptions, WindowSource
 from primad.gguf.windows import WindowSpec
 from primad.layers.cache import LayerCache
 from tests.fakes.planning import model
 
 OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
-FILES = WindowFiles(metadata="none.gguf", layers=(), layer_count=8, gpu_layers=0, output_on_gpu=False)
+
+
+def on_gpu(layers: int, output: OutputPlace) -> WindowSource:
+    assignment = in_memory(0, 8, gpu_layers=layers, output=output)
+    return WindowSource(window=0, metadata="none.gguf", layers=(), assignment=assignment, extra_buffers=False)
 
 
 @pytest.mark.parametrize(
@@ -33,26 +34,23 @@ FILES = WindowFiles(metadata="none.gguf", layers=(), layer_count=8, gpu_layers=0
     ],
 )
 def test_the_output_counts_as_the_last_layer(layers, output, told):
-    files = msgspec.structs.replace(FILES, gpu_layers=layers, output_on_gpu=output)
-    assert n_gpu_layers(files) == told
+    assert n_gpu_layers(in_memory(0, 8, gpu_layers=layers, output="gpu" if output else "none")) == told
 
 
 def test_what_llama_cpp_cannot_do_is_our_mistake():
     with pytest.raises(AssertionError):
-        MiddleWindow(msgspec.structs.replace(FILES, output_on_gpu=True), OPTIONS, width=8, extra_buffers=False)
+        MiddleWindow(on_gpu(0, "gpu"), OPTIONS, width=8)
     for kind in (TailWindow, WholeModel):
         with pytest.raises(AssertionError):
-            kind(msgspec.structs.replace(FILES, gpu_layers=1), OPTIONS, frozenset(), vocabulary=8, extra_buffers=False)
+            kind(on_gpu(1, "cpu"), OPTIONS, frozenset(), vocabulary=8)
 
 
 @pytest.mark.parametrize(("gpu_layers", "output"), [(0, False), (0, True), (3, True), (8, True)])
-def test_a_plan_of_one_window_reaches_the_whole_model(gpu_layers, output):
+def test_a_plan_of_one_window_says_what_of_the_whole_model_is_on_the_gpu(gpu_layers, output):
     window = Window(device="desk", first=0, last=8, gpu_layers=gpu_layers)
     plan = Plan(rounds=1, route=(window,), output_on_gpu=output, streaming=(), left_out=())
-    files = whole_model(Path("model.gguf"), assignments(plan, model(layers=8), None)["desk"].windows[0])
-    assert files == WindowFiles(
-        metadata="model.gguf", layers=(), layer_count=8, gpu_layers=gpu_layers, output_on_gpu=output
-    )
+    (assignment,) = assignments(plan, model(layers=8), None)["desk"].windows
+    assert (assignment.gpu_layers, assignment.output) == (gpu_layers, "gpu" if output else "cpu")
 
 
 def test_only_the_tail_has_an_output(tmp_path):
@@ -61,7 +59,8 @@ def test_only_the_tail_has_an_output(tmp_path):
 
     def placed(output: OutputPlace) -> list[tuple[int, bool]]:
         kept = [in_memory(0, 2, gpu_layers=2), in_memory(4, 6, gpu_layers=1), in_memory(8, 10, output=output)]
-        return [(files.gpu_layers, files.output_on_gpu) for files in place_windows(place, specs, kept, 1)]
+        placed = place_windows(place, specs, kept, [False] * 3, 1)
+        return [(source.assignment.gpu_layers, source.assignment.output == "gpu") for source in placed]
 
     assert placed("gpu") == [(2, False), (1, False), (0, True)]
     assert placed("cpu") == [(2, False), (1, False), (0, False)]

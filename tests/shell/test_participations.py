@@ -20,7 +20,7 @@ from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.station import Station
-from primad.engine.protocol import WindowFiles
+from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError, DiskError, ModelError, WeightsError
 from primad.gguf.layers import LayerRef, layer_digest, tree_of
 from primad.gguf.windows import WindowSpec
@@ -52,7 +52,7 @@ from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
 from tests.fakes.profile import PROFILE
 
 PATIENCE_S = 180
-FILES = WindowFiles(metadata="window.gguf", layers=(), layer_count=2, gpu_layers=0, output_on_gpu=False)
+FILES = WindowSource(window=0, metadata="window.gguf", layers=(), assignment=in_memory(0, 2), extra_buffers=False)
 KEY, OTHER_KEY = new_identity().public, new_identity().public
 LAYER = LayerRef("ab" * 32, 1000, ())
 SOURCE = Source("desk", KEY, ["tcp://127.0.0.1:1"])
@@ -395,7 +395,7 @@ def test_a_part_that_is_released_while_it_loads_leaves_nothing(worker, processes
 def test_a_part_that_is_released_while_its_files_are_placed_leaves_none(worker, monkeypatch):
     placing, placed = threading.Event(), threading.Event()
 
-    def place(place: Workspace, specs: list[WindowSpec], *_: object) -> list[WindowFiles]:
+    def place(place: Workspace, specs: list[WindowSpec], *_: object) -> list[WindowSource]:
         placing.set()
         assert placed.wait(PATIENCE_S)
         (place.run / "window-1-1.gguf").write_bytes(b"")
@@ -465,7 +465,7 @@ def test_what_a_process_said_of_an_epoch_that_is_over_is_nothing_to_the_next(wor
 
 
 def test_a_mistake_of_our_own_is_told_to_the_head_which_waits_for_the_part(worker, monkeypatch):
-    def place(*_: object) -> list[WindowFiles]:
+    def place(*_: object) -> list[WindowSource]:
         raise RuntimeError("dictionary changed size during iteration")
 
     monkeypatch.setattr(loading, "place_windows", place)

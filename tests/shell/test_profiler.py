@@ -67,15 +67,15 @@ class Machine:
 
     def time(self, task: TimeWindow) -> TrialTimes | str:
         self.asked.append(task)
-        if task.extra_buffers and self.extra_factor is None:
+        if task.window.extra_buffers and self.extra_factor is None:
             return "a trial ended with code -11"
         shape = shape_of(task)
-        size = sum(Path(path).stat().st_size for path in task.files.layers)
-        weights = task.files.layer_count * min(
-            (shape.weight_bytes(kind) for kind in TYPES), key=lambda b: abs(b * task.files.layer_count - size)
+        size = sum(Path(path).stat().st_size for path in task.window.layers)
+        weights = task.window.assignment.layers * min(
+            (shape.weight_bytes(kind) for kind in TYPES), key=lambda b: abs(b * task.window.assignment.layers - size)
         )
-        factor = self.extra_factor or 1.0 if task.extra_buffers else 1.0
-        step_s = self.step_s + task.files.layer_count * self.layer_s + factor * weights / self.rate
+        factor = self.extra_factor or 1.0 if task.window.extra_buffers else 1.0
+        step_s = self.step_s + task.window.assignment.layers * self.layer_s + factor * weights / self.rate
         noise = 3.0 if self.disturbed else 1.0
         self.disturbed = max(0, self.disturbed - 1)
         return TrialTimes(
@@ -116,7 +116,7 @@ def test_the_fixed_costs_are_what_the_times_were_made_of(tmp_path, step_s, layer
 def test_absurd_times_still_give_positive_figures(tmp_path):
     class Absurd(Machine):
         def time(self, task: TimeWindow) -> TrialTimes:
-            return steady(1.0 / task.files.layer_count)
+            return steady(1.0 / task.window.assignment.layers)
 
     place = bench(tmp_path, Absurd())
     assert measure_step(place) > 0
@@ -144,9 +144,9 @@ def test_one_row_is_timed_on_more_than_the_caches_hold(tmp_path):
     place = replace(bench(tmp_path, machine), model_bytes=3 * BIG.weight_bytes("Q4_K"), sweep_bytes=4096)
     measure_types(place, machine.step_s, lambda _: None, TYPES[:1])
     decode = [task for task in machine.asked if task.decode_runs]
-    assert {task.files.layer_count * shape_of(task).weight_bytes("Q4_K") >= place.model_bytes for task in decode} == {
-        True
-    }
+    assert {
+        task.window.assignment.layers * shape_of(task).weight_bytes("Q4_K") >= place.model_bytes for task in decode
+    } == {True}
     assert {task.sweep_bytes for task in decode} == {0}
     assert {task.sweep_bytes for task in machine.asked if task.prefill_runs} == {4096}
 
@@ -170,8 +170,8 @@ def test_a_crash_with_extra_buffers_leaves_them_out(tmp_path):
 def test_a_gpu_is_not_asked_about_extra_buffers_and_holds_every_layer(tmp_path):
     machine = Machine()
     measure_types(bench(tmp_path, machine, on_gpu=True), machine.step_s, lambda _: None)
-    assert not any(task.extra_buffers for task in machine.asked)
-    assert all(task.files.gpu_layers == task.files.layer_count for task in machine.asked)
+    assert not any(task.window.extra_buffers for task in machine.asked)
+    assert all(task.window.assignment.gpu_layers == task.window.assignment.layers for task in machine.asked)
 
 
 def test_what_crashes_always_is_one_clear_error(tmp_path):
@@ -220,13 +220,12 @@ def test_fewer_threads_are_taken_only_where_they_are_clearly_faster():
 # ---- children -------------------------------------------------------------------------------------------------------
 
 
-def a_task(folder: Path, kind: str = "Q4_K", *, extra_buffers: bool = False) -> TimeWindow:
+def a_task(folder: Path, kind: str = "Q4_K") -> TimeWindow:
     return TimeWindow(
-        files=write_window(folder, TINY, kind, 1, 0),
+        window=write_window(folder, TINY, kind, 1, 0),
         width=TINY.width,
         threads=1,
         batch_threads=1,
-        extra_buffers=extra_buffers,
         sweep_bytes=8,
         decode_runs=2,
         batch_runs=1,
@@ -245,9 +244,9 @@ def test_llama_cpp_computes_a_window_of_every_type(tmp_path):
 
 def test_a_crash_is_an_answer_and_the_next_task_gets_a_new_child(tmp_path):
     task = a_task(tmp_path)
-    missing = msgspec.structs.replace(task.files, metadata=str(tmp_path / "none.gguf"))
+    missing = msgspec.structs.replace(task.window, metadata=str(tmp_path / "none.gguf"))
     with child_trials(1) as children:
-        answer = children.time(msgspec.structs.replace(task, files=missing))
+        answer = children.time(msgspec.structs.replace(task, window=missing))
         assert isinstance(answer, str)
         assert "ended with code 1" in answer
         assert "none.gguf" in answer

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from halda.assignment import in_memory
-from primad.engine.protocol import EngineOptions, Rows, WindowFiles
+from primad.engine.protocol import EngineOptions, Rows, WindowSource
 from primad.engine.streaming.streams import Streams
 from primad.errors import NextDeviceError, RingError
 from primad.ring import roles as parts
@@ -32,7 +32,6 @@ from primad.ring.messages import (
     Generate,
     Open,
     Opened,
-    OpenWindow,
     Overdue,
     Reopen,
     Report,
@@ -223,10 +222,10 @@ def hidden(model: FakeModel, tokens: list[int]) -> np.ndarray:
 
 def opening_of_two(**changes) -> Open:
     """Opens windows 1 and 2; their files do not matter."""
-    files = WindowFiles(metadata="", layers=(), layer_count=1, gpu_layers=0, output_on_gpu=False)
     return an_open(
         windows=[
-            OpenWindow(window=index, files=files, assignment=in_memory(0, 1), extra_buffers=False) for index in (1, 2)
+            WindowSource(window=index, metadata="", layers=(), assignment=in_memory(0, 1), extra_buffers=False)
+            for index in (1, 2)
         ],
         **changes,
     )

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from halda.assignment import in_memory
-from primad.engine.protocol import EngineOptions, WindowFiles
+from primad.engine.protocol import EngineOptions, WindowSource
 from primad.errors import NextDeviceError, ProtocolError, RingError, WeightsError
 from primad.ring.channel import LENGTH, frame
 from primad.ring.messages import (
@@ -27,7 +27,6 @@ from primad.ring.messages import (
     Drain,
     Open,
     Opened,
-    OpenWindow,
     Reopen,
     Report,
     RingBroken,
@@ -40,7 +39,9 @@ from tests.fakes.ring import generate
 PATIENCE_S = 180
 KEY = zmq.curve_keypair()[0].decode()
 OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
-WHOLE = WindowFiles(metadata="/nowhere/model.gguf", layers=(), layer_count=1, gpu_layers=0, output_on_gpu=False)
+WHOLE = WindowSource(
+    window=0, metadata="/nowhere/model.gguf", layers=(), assignment=in_memory(0, 1), extra_buffers=False
+)
 
 
 @asynccontextmanager
@@ -60,7 +61,7 @@ def an_open(**changes) -> Open:
     opening = Open(
         ring=1,
         epoch=1,
-        windows=[OpenWindow(window=0, files=WHOLE, assignment=in_memory(0, 1), extra_buffers=False)],
+        windows=[WHOLE],
         route=1,
         width=8,
         model="/nowhere/model.gguf",
@@ -275,14 +276,13 @@ def test_a_host_that_is_not_this_machines_breaks_it(tmp_path):
 
 def test_layer_files_that_are_none_break_it(tmp_path):
     (tmp_path / "window.gguf").write_bytes(b"not a model")
-    files = WindowFiles(
+    window = WindowSource(
+        window=1,
         metadata=str(tmp_path / "window.gguf"),
         layers=(str(tmp_path / "none.gguf"),),
-        layer_count=1,
-        gpu_layers=0,
-        output_on_gpu=False,
+        assignment=in_memory(0, 1),
+        extra_buffers=False,
     )
-    window = OpenWindow(window=1, files=files, assignment=in_memory(0, 1), extra_buffers=False)
     words = broken_by(tmp_path, an_open(model=None, route=3, windows=[window]))
     assert words == f"{tmp_path / 'none.gguf'}: cannot be opened: No such file or directory"
 

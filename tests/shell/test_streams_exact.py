@@ -102,13 +102,13 @@ class Streaming:
     def _open(self, files, number: int, count: int):
         header, options = self._header, self._options
         if count == 1:
-            return WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False)
+            return WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header))
         if number == count - 1:
-            return TailWindow(files, options, frozenset(), vocabulary=vocabulary_size(header), extra_buffers=False)
+            return TailWindow(files, options, frozenset(), vocabulary=vocabulary_size(header))
         embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
         if number == 0:
-            return FirstWindow(files, options, embedding, extra_buffers=False)
-        return MiddleWindow(files, options, width=embedding.width, extra_buffers=False)
+            return FirstWindow(files, options, embedding)
+        return MiddleWindow(files, options, width=embedding.width)
 
     def logits(self, tokens: Sequence[int], position: int) -> np.ndarray:
         state = np.array(tokens, np.int32)

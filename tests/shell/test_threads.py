@@ -15,7 +15,6 @@ from primad.cli.progress import RichReporter
 from primad.daemon import loading
 from primad.daemon.layer_files import Workspace
 from primad.daemon.station import Station
-from primad.engine.protocol import WindowFiles
 from primad.errors import RingError
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -108,6 +107,5 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
     assert (opening.options.threads, opening.options.batch_threads) == (3, 7)
     assert process.threads == 7, "the process has room for the larger team"
     (opened,) = opening.windows
-    assert opened.files == WindowFiles(
-        metadata=str(header.path), layers=(), layer_count=30, gpu_layers=30, output_on_gpu=True
-    )
+    assert (opened.metadata, opened.layers) == (str(header.path), ())
+    assert (opened.assignment.layers, opened.assignment.gpu_layers, opened.assignment.output) == (30, 30, "gpu")

@@ -20,7 +20,7 @@ from halda.assignment import in_memory
 from primad.daemon import loading
 from primad.daemon.layer_files import Workspace
 from primad.daemon.station import Station
-from primad.engine.protocol import WindowFiles
+from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
@@ -79,7 +79,7 @@ PATIENCE_S = 180
 SILENCE_S = 2.0
 """After so long a head is gone; however slow the machine is, it says its next word before."""
 DESK, TOWER, STRANGER = (new_identity() for _ in range(3))
-FILES = WindowFiles(metadata="window.gguf", layers=(), layer_count=2, gpu_layers=0, output_on_gpu=False)
+FILES = WindowSource(window=0, metadata="window.gguf", layers=(), assignment=in_memory(0, 2), extra_buffers=False)
 TENSOR = LayerTensor("blk.*.attn_q.weight", int(GGMLQuantizationType.F32), (8, 2), 0, 64)
 LAYER = LayerRef("ab" * 32, 64, (TENSOR,))
 

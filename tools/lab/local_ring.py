@@ -14,10 +14,9 @@ from types import TracebackType
 import msgspec
 
 from halda import CpuProfile, ModelProfile, Plan, Prediction, arrange, assignments
-from primad.daemon.layer_files import Workspace, copy_layers, place_windows, whole_model
-from primad.daemon.loading import open_windows
+from primad.daemon.layer_files import Workspace, copy_layers, place_windows
 from primad.engine.build import build_id
-from primad.engine.protocol import EngineOptions, KvType, Sampling
+from primad.engine.protocol import EngineOptions, KvType, Sampling, WindowSource
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
@@ -33,7 +32,6 @@ from primad.ring.messages import (
     Loading,
     Open,
     Opened,
-    OpenWindow,
     Overdue,
     Reopen,
     Report,
@@ -168,7 +166,7 @@ class LocalRing:
 
     def _forget_files(self) -> None:
         """A page that is in memory already would not count as memory of the group that uses it."""
-        files = {path for opening in self._opens.values() for window in opening.windows for path in window.files.layers}
+        files = {path for opening in self._opens.values() for window in opening.windows for path in window.layers}
         for path in (self._model, *map(Path, files)):
             disk.forget(path)
 
@@ -227,14 +225,14 @@ class LocalRing:
 
     async def _windows(
         self, cutter: ModelCutter | None, name: str, place: Workspace, extra: list[bool]
-    ) -> list[OpenWindow]:
+    ) -> list[WindowSource]:
         kept = self.assignments[name].windows
         if cutter is None:
-            whole = whole_model(self._model, kept[0])
-            return [OpenWindow(window=0, files=whole, assignment=kept[0], extra_buffers=extra[0])]
+            path = str(self._model)
+            return [WindowSource(window=0, metadata=path, layers=(), assignment=kept[0], extra_buffers=extra[0])]
         specs = [cutter.spec(index, window.first, window.last) for index, window in self.plan.windows_of(name)]
         await copy_layers(cutter, place.cache, (ref for spec in specs for ref in spec.layers), lambda _: None)
-        return open_windows(specs, place_windows(place, specs, kept, 1), kept, extra)
+        return place_windows(place, specs, kept, extra, 1)
 
     async def _pump(self, events: asyncio.Queue[object], process: RingProcess) -> None:
         try:

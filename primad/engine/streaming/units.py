@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
-from primad.engine.protocol import WindowFiles
+from primad.engine.protocol import WindowSource
 from primad.engine.streaming.expert_loader import ExpertFiles, ExpertTensor
 from primad.engine.streaming.pages import FileRange
 from primad.errors import EngineError, ModelError
@@ -40,31 +40,32 @@ class WindowUnits:
     rest: tuple[FileRange, ...]
 
 
-def units_of_window(files: WindowFiles) -> WindowUnits:
+def units_of_window(source: WindowSource) -> WindowUnits:
     """The units of a window of layer files; the output matrix is the file behind the layers. Raises ``EngineError``."""
     ranges = []
-    for path in files.layers:
+    for path in source.layers:
         try:
             size = Path(path).stat().st_size
         except OSError as exc:
             raise EngineError(f"{path}: cannot be opened: {exc.strerror or exc}") from exc
         ranges.append((FileRange(path, HEADER_BYTES, size - HEADER_BYTES),))
-    output = ranges[files.layer_count] if len(ranges) > files.layer_count and not files.output_on_gpu else ()
-    layers = files.layer_count - files.gpu_layers
-    experts = [_experts(_digest(path), _header(path).tensors.values()) for path in files.layers[:layers]]
+    assignment = source.assignment
+    output = ranges[assignment.layers] if len(ranges) > assignment.layers and assignment.output != "gpu" else ()
+    layers = assignment.cpu_layers
+    experts = [_experts(_digest(path), _header(path).tensors.values()) for path in source.layers[:layers]]
     return WindowUnits(tuple(ranges[:layers]), tuple(experts), output, ())
 
 
-def units_of_model(header: Header, files: WindowFiles) -> WindowUnits:
+def units_of_model(header: Header, source: WindowSource) -> WindowUnits:
     """The units of a whole model that is computed from its own file."""
-    layers: list[list[TensorInfo]] = [[] for _ in range(files.layer_count - files.gpu_layers)]
+    layers: list[list[TensorInfo]] = [[] for _ in range(source.assignment.cpu_layers)]
     for name, tensor in header.tensors.items():
         match = _LAYER.match(name)
         if match is not None and int(match[1]) < len(layers):
             layers[int(match[1])].append(tensor)
     own, embedding = header.tensors.get(_OUTPUT), header.tensors.get(_EMBEDDING)
     matrix = own or embedding
-    output = _ranges([matrix]) if matrix is not None and not files.output_on_gpu else ()
+    output = _ranges([matrix]) if matrix is not None and source.assignment.output != "gpu" else ()
     rest = _ranges([embedding]) if own is not None and embedding is not None else ()
     known = header.text("general.architecture") in SUPPORTED  # the router of another one may mean something else
     experts = [_experts(_name(header, layer), tensors if known else ()) for layer, tensors in enumerate(layers)]
