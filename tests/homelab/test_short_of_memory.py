@@ -36,7 +36,7 @@ FIRST_BYTES, STEP_BYTES, LAST_BYTES = 240 * MB, 8 * MB, 2 * MB
 FEW_BYTES, LAST_S = 25 * MB, 1.5
 LEFT_BYTES = 11 * MB
 """Less is taken at the end, and never all there is, however long the worker takes to notice: nobody shall be killed."""
-PROMPT, MORE_TOKENS = "Once upon a time", 30
+PROMPT, MORE_TOKENS = "Once upon a time", 10
 UNENDING = {"0": -100, "2": -100}
 """No token ends the answer."""
 SHORT_S, RELIEF_S = 240.0, 240.0
@@ -109,16 +109,24 @@ def free_bytes(device: Device) -> int:
     return usage.limit_bytes - usage.used_bytes + usage.inactive_file_bytes + usage.active_file_bytes
 
 
-def press(cluster: Cluster, device: Device, head: Running, other: Neighbour) -> None:
-    """Take memory on ``device`` (``b``) until hardly anything stays there, then little by little until the head plans."""
+def take_most(cluster: Cluster, device: Device, other: Neighbour) -> None:
+    """Take memory on ``device`` (``b``) until hardly anything of the model stays there."""
+    deadline = time.monotonic() + SHORT_S
+    while resident_bytes(cluster, "b") >= FEW_BYTES:
+        assert time.monotonic() < deadline, f"with {other.taken_bytes / MB:.0f} MB taken:\n{cluster.logs()}"
+        if free_bytes(device) - STEP_BYTES >= LEFT_BYTES:
+            other.take(STEP_BYTES)
+        time.sleep(0.5)
+
+
+def take_last(cluster: Cluster, device: Device, head: Running, other: Neighbour) -> None:
+    """Take memory on ``device`` (``b``) little by little until the head looks for another plan."""
     deadline = time.monotonic() + SHORT_S
     while not said(head, "b: other programs need the memory; looking for a plan that asks less of it"):
         assert time.monotonic() < deadline, f"with {other.taken_bytes / MB:.0f} MB taken:\n{cluster.logs()}"
-        last = resident_bytes(cluster, "b") < FEW_BYTES
-        step = LAST_BYTES if last else STEP_BYTES
-        if free_bytes(device) - step >= LEFT_BYTES:
-            other.take(step)
-        time.sleep(LAST_S if last else 0.5)
+        if free_bytes(device) - LAST_BYTES >= LEFT_BYTES:
+            other.take(LAST_BYTES)
+        time.sleep(LAST_S)
 
 
 def wait_computing(cluster: Cluster, names: set[str], timeout_s: float) -> None:
@@ -145,9 +153,13 @@ def test_others_compute_what_a_worker_has_no_memory_for_and_give_it_back(make_la
         assert computing(cluster) == {"a", "b"}, cluster.logs()
         with neighbour(short) as other:
             other.take(FIRST_BYTES)
+            before = ask(cluster, 4000)
+            before.wait_tokens(5)
+            take_most(cluster, short, other)
+            before.leave()
             stream = ask(cluster, 4000)
             stream.wait_tokens(5)
-            press(cluster, short, head, other)
+            take_last(cluster, short, head, other)
             wait_computing(cluster, {"a"}, SHORT_S)
             stream.wait_tokens(len(stream.times) + MORE_TOKENS, SHORT_S)
             stream.leave()
