@@ -16,6 +16,7 @@ from hypothesis import settings
 from tests import figures
 from tests.fakes.profile import seed
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to the tests beside
 os.environ["COLUMNS"] = "200"  # the commands' consoles ask for it when they are first imported
 MODELS = Path(__file__).parent.parent / ".models"
 

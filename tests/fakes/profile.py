@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, TypeSpeed
@@ -62,7 +63,10 @@ PROFILE = DeviceProfile(
 
 
 def machine_record(threads: int | None) -> MachineRecord:
-    """A record of this machine with made-up figures, for ``threads`` pinned threads."""
+    """A record of this machine with made-up figures, for ``threads`` pinned threads.
+
+    One thread computes: the devices of a test's ring share this machine's cores with those of the tests beside it.
+    """
     return MachineRecord(
         version=VERSION,
         measured="2026-01-02T03:04:05Z",
@@ -70,7 +74,7 @@ def machine_record(threads: int | None) -> MachineRecord:
         build="a build",
         pinned_threads=threads,
         ram_read_bytes_per_s=3e10,
-        cpu=CPU,
+        cpu=replace(CPU, threads=1, batch_threads=1),
         gpu=None,
     )
 
