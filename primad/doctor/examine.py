@@ -72,7 +72,7 @@ async def _run(name: str, check: Check, subject: Subject, limit_s: float) -> lis
 
 
 async def _system(subject: Subject) -> list[Finding]:
-    return machine.judge_platform(platform.system(), platform.machine(), platform.python_version())
+    return machine.judge_platform(*machine.gather_platform()) + machine.judge_files(machine.gather_files())
 
 
 async def _llama_cpp(subject: Subject) -> list[Finding]:
@@ -89,6 +89,14 @@ async def _disk(subject: Subject) -> list[Finding]:
 
 async def _identity(subject: Subject) -> list[Finding]:
     return storage.judge_identity(await in_thread(lambda: storage.gather_identity(subject.home)))
+
+
+async def _battery(subject: Subject) -> list[Finding]:
+    return machine.judge_battery(await in_thread(machine.gather_battery))
+
+
+async def _clock(subject: Subject) -> list[Finding]:
+    return machine.judge_clock(await in_thread(machine.gather_clock), platform.system())
 
 
 async def _ports(subject: Subject) -> list[Finding]:
@@ -135,6 +143,8 @@ CHECKS: Final[dict[str, Check]] = {
     "memory": _memory,
     "disk": _disk,
     "identity": _identity,
+    "battery": _battery,
+    "clock": _clock,
     "ports": _ports,
     "firewall": _firewall,
     "multicast": _multicast,

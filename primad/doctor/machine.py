@@ -1,19 +1,30 @@
-"""The machine: memory, swap and the operating system."""
+"""The machine: memory, swap, battery, file descriptors, clock, Python and the operating system."""
 
 from __future__ import annotations
 
+import platform
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import psutil
 
-from primad.doctor.findings import Finding, finding
+from primad.doctor.findings import Finding, finding, output_of
 from primad.system.memory import memory
 
+if sys.platform != "win32":
+    import resource
+
+LEAST_PYTHON: Final = (3, 11)
+LEAST_FILES: Final = 1024
 _SYSTEMS: Final = ("Linux", "Darwin", "Windows")
 _LITTLE_BYTES: Final = 1 << 30
 _LITTLE_PART: Final = 0.1
 _SWAPPING_PART: Final = 0.25
+_DAY_S: Final = 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +36,14 @@ class MemoryFacts:
     available_bytes: int
     swap_total_bytes: int
     swap_used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockFacts:
+    """``synchronized`` is None where the system does not tell; ``behind_s`` is how far the clock is before our install."""
+
+    synchronized: bool | None
+    behind_s: float
 
 
 def gather_memory() -> MemoryFacts:
@@ -59,11 +78,87 @@ def judge_memory(facts: MemoryFacts, system: str) -> list[Finding]:
     return found
 
 
-def judge_platform(system: str, machine: str, python: str) -> list[Finding]:
+def gather_battery() -> tuple[float, bool] | None:
+    """(percent, plugged in), or None without a battery."""
+    ask = getattr(psutil, "sensors_battery", None)  # not on every system
+    battery = ask() if ask is not None else None
+    return None if battery is None else (float(battery.percent), battery.power_plugged is not False)
+
+
+def judge_battery(battery: tuple[float, bool] | None) -> list[Finding]:
+    """On battery a device is slower and soon gone."""
+    if battery is None:
+        return []
+    percent, plugged = battery
+    if plugged:
+        return [finding("battery", "ok", f"plugged in, {percent:.0f} %")]
+    text = f"on battery, {percent:.0f} %: slower, and gone when it is empty"
+    return [finding("battery", "note", text, "primad join --pause-on-battery")]
+
+
+def gather_files() -> int | None:
+    """How many files this process may have open; None where that is not limited."""
+    if sys.platform == "win32":
+        return None
+    else:  # for mypy, which knows no resource module there
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return None if limit == resource.RLIM_INFINITY else limit
+
+
+def judge_files(limit: int | None) -> list[Finding]:
+    """Each link and each layer file is one."""
+    if limit is None:
+        return []
+    if limit >= LEAST_FILES:
+        return [finding("system", "ok", f"{limit} files may be open")]
+    text = f"only {limit} files may be open at once: links to many devices fail"
+    return [finding("system", "warning", text, f"ulimit -n {4 * LEAST_FILES}")]
+
+
+def gather_clock() -> ClockFacts:
+    """What the system says of its clock, and whether it lies before the day that primad was installed."""
+    said = output_of("timedatectl", "show", "--property=NTPSynchronized", "--value")
+    answer = {"yes": True, "no": False}.get((said or "").strip())
+    return ClockFacts(synchronized=answer, behind_s=Path(__file__).stat().st_mtime - time.time())
+
+
+def judge_clock(facts: ClockFacts, system: str) -> list[Finding]:
+    """Nothing that devices agree on hangs on the clock; logs and the dates of trust do."""
+    command = {
+        "Linux": "sudo timedatectl set-ntp true",
+        "Darwin": "sudo sntp -sS time.apple.com",
+        "Windows": "w32tm /resync",
+    }.get(system)
+    if facts.behind_s > _DAY_S:
+        text = (
+            f"the clock is {facts.behind_s / _DAY_S:.0f} days behind: downloads of certificates and dates in logs fail"
+        )
+        return [finding("clock", "warning", text, command)]
+    if facts.synchronized is False:
+        text = "the clock is not synchronized: dates in logs differ between devices (serving does not depend on it)"
+        return [finding("clock", "note", text, command)]
+    if facts.synchronized is None:
+        return [finding("clock", "ok", "the clock looks right; this system does not tell whether it is synchronized")]
+    return [finding("clock", "ok", "the clock is synchronized")]
+
+
+def gather_platform() -> tuple[str, str, tuple[int, ...], bool]:
+    """(system, machine, version of Python, whether it is of 64 bits)."""
+    return platform.system(), platform.machine(), sys.version_info[:3], sys.maxsize > 1 << 32
+
+
+def judge_platform(system: str, machine: str, python: Sequence[int], wide: bool) -> list[Finding]:
     """What primad is made for."""
+    version = ".".join(str(part) for part in python)
+    if tuple(python[:2]) < LEAST_PYTHON:
+        text = f"Python {version} is too old; primad needs {LEAST_PYTHON[0]}.{LEAST_PYTHON[1]} or later"
+        return [finding("system", "error", text, "https://www.python.org/downloads/")]
+    if not wide:
+        text = f"Python {version} is of 32 bits: models beyond 2 GiB cannot be mapped; install a 64-bit Python"
+        return [finding("system", "error", text, "https://www.python.org/downloads/")]
     if system not in _SYSTEMS:
         return [finding("system", "note", f"{system or 'this system'} was never tried; Linux, macOS and Windows were")]
-    return [finding("system", "ok", f"{system} on {machine}, Python {python}")]
+    return [finding("system", "ok", f"{system} on {machine}, Python {version}")]
 
 
 def _gib(count: int) -> str:

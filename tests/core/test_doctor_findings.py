@@ -11,7 +11,15 @@ from primad.cli.doctor import lines
 from primad.doctor.findings import Finding, finding
 from primad.doctor.firewall import FirewallFacts, Needed, judge_firewall, needed
 from primad.doctor.gpus import EngineFacts, Hardware, judge_engine
-from primad.doctor.machine import MemoryFacts, judge_memory, judge_platform
+from primad.doctor.machine import (
+    ClockFacts,
+    MemoryFacts,
+    judge_battery,
+    judge_clock,
+    judge_files,
+    judge_memory,
+    judge_platform,
+)
 from primad.doctor.network import MulticastAddress, Port, judge_places, judge_ports
 from primad.doctor.peers import judge_sight, judge_trust, judge_versions
 from primad.doctor.reach import MAX_TARGETS, judge_reached, targets
@@ -278,9 +286,50 @@ def test_memory_that_is_short_limited_or_swapped_is_said(facts, expected):
     assert helped(found)
 
 
-@pytest.mark.parametrize(("system", "level"), [("Linux", "ok"), ("Windows", "ok"), ("Plan 9", "note")])
-def test_what_primad_is_made_for(system, level):
-    assert levels(judge_platform(system, "x86_64", "3.12.1")) == [level]
+def test_a_battery_is_of_note_while_it_is_used():
+    assert judge_battery(None) == []
+    assert levels(judge_battery((80.0, True))) == ["ok"]
+    (found,) = judge_battery((80.0, False))
+    assert (found.level, found.next) == ("note", "primad join --pause-on-battery")
+
+
+def test_few_files_are_too_few():
+    assert judge_files(None) == []
+    assert levels(judge_files(1024)) == ["ok"]
+    (found,) = judge_files(256)
+    assert (found.level, found.next) == ("warning", "ulimit -n 4096")
+
+
+@pytest.mark.parametrize(
+    ("facts", "level"),
+    [
+        (ClockFacts(synchronized=True, behind_s=-100.0), "ok"),
+        (ClockFacts(synchronized=None, behind_s=-100.0), "ok"),
+        (ClockFacts(synchronized=False, behind_s=-100.0), "note"),
+        (ClockFacts(synchronized=True, behind_s=1e9), "warning"),
+    ],
+)
+@pytest.mark.parametrize("system", ["Linux", "Darwin", "Windows"])
+def test_a_clock_that_runs_wild_is_said(facts, level, system):
+    (found,) = judge_clock(facts, system)
+    assert found.level == level
+    assert (found.next is None) == (level == "ok")
+
+
+@pytest.mark.parametrize(
+    ("system", "python", "wide", "level"),
+    [
+        ("Linux", (3, 11, 0), True, "ok"),
+        ("Windows", (3, 13, 1), True, "ok"),
+        ("Linux", (3, 10, 9), True, "error"),
+        ("Windows", (3, 12, 0), False, "error"),
+        ("Plan 9", (3, 12, 0), True, "note"),
+    ],
+)
+def test_what_primad_is_made_for(system, python, wide, level):
+    found = judge_platform(system, "x86_64", python, wide)
+    assert levels(found) == [level]
+    assert helped(found)
 
 
 # -- the home folder

@@ -69,6 +69,7 @@ def test_this_machine_is_examined(tmp_path):
         "memory",
         "disk",
         "identity",
+        "clock",
         "ports",
         "firewall",
         "multicast",
@@ -198,11 +199,15 @@ def test_facts_of_this_machine_make_findings(tmp_path):
     """No level is expected: what is tested is that every fact can be had on this system and judged."""
     findings = [
         *machine.judge_memory(machine.gather_memory(), "Linux"),
+        *machine.judge_battery(machine.gather_battery()),
+        *machine.judge_files(machine.gather_files()),
+        *machine.judge_clock(machine.gather_clock(), "Linux"),
+        *machine.judge_platform(*machine.gather_platform()),
         *storage.judge_disk(storage.gather_disk(tmp_path / "not" / "yet")),
         *storage.judge_identity(storage.gather_identity(tmp_path)),
         *judge_firewall(gather_firewall(), needed(7770, ())),
     ]
-    assert len(findings) >= 5
+    assert len(findings) >= 7
     assert all(it.text for it in findings)
 
 
