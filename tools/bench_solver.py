@@ -51,10 +51,11 @@ from halda_research.random_fleets import random_instance  # noqa: E402
 from primad.gguf.model import open_model  # noqa: E402
 from primad.gguf.profile import model_profile  # noqa: E402
 from primad.gguf.shapes import shape  # noqa: E402
+from primad.network.contacts import Contact  # noqa: E402
 from primad.network.control import WorkerEnd  # noqa: E402
 from primad.network.gate import Gate  # noqa: E402
 from primad.network.linkprobe import measure_links  # noqa: E402
-from primad.network.messages import Echo, LinkTarget  # noqa: E402
+from primad.network.messages import Echo  # noqa: E402
 from primad.profiler.measure import ram_read_bytes_per_s  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.system.measuring_lock import measuring  # noqa: E402
@@ -189,7 +190,7 @@ async def _loopback() -> LinkProfile:
     """The link between two processes here, as daemons measure it."""
     with _echo_process() as (port, key):
         context = zmq.asyncio.Context()
-        target = LinkTarget(device="there", key=key, addresses=["127.0.0.1"], port=port)
+        target = Contact(device="there", key=key, addresses=["127.0.0.1"], port=port)
         try:
             there, _ = await measure_links(context, new_identity(), "here", [target])
         finally:

@@ -19,8 +19,8 @@ from halda import LinkProfile
 from primad.daemon.reporter import Reporter
 from primad.head.blame import DeviceLostError
 from primad.head.worker_link import WorkerLink
+from primad.network.contacts import MAX_ADDRESSES, Contact
 from primad.network.linkprobe import UNREACHABLE_S, measure_links
-from primad.network.messages import MAX_ADDRESSES, LinkTarget
 from primad.network.scopes import bare
 from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity
@@ -43,7 +43,7 @@ class LinkBook:
         self._context = context
         self._identity = identity
         self._head = head
-        self._targets: dict[str, LinkTarget] = {}
+        self._targets: dict[str, Contact] = {}
         self._links: dict[tuple[str, str], LinkProfile] = {}
         self._said: set[tuple[str, str]] = set()
 
@@ -110,7 +110,7 @@ class LinkBook:
         self._said = {pair for pair in self._said if device not in pair}
 
     async def _measure(
-        self, source: str, targets: Sequence[LinkTarget], workers: Mapping[str, WorkerLink], reporter: Reporter
+        self, source: str, targets: Sequence[Contact], workers: Mapping[str, WorkerLink], reporter: Reporter
     ) -> None:
         await self._ask(source, targets, workers)
         unreached = [target for target in targets if self.address(source, target.device) is None]
@@ -130,7 +130,7 @@ class LinkBook:
                 self._said.discard(pair)
                 reporter.say(f"{source} reaches {target.device} now")
 
-    async def _ask(self, source: str, targets: Sequence[LinkTarget], workers: Mapping[str, WorkerLink]) -> None:
+    async def _ask(self, source: str, targets: Sequence[Contact], workers: Mapping[str, WorkerLink]) -> None:
         if source == self._head:
             found = await measure_links(
                 self._context, self._identity, source, targets, timeout_s=self._timings.link_timeout_s
@@ -141,15 +141,13 @@ class LinkBook:
         self._links |= {(link.source, link.target): link for link in found}
 
 
-async def _target(worker: WorkerLink, announced: Iterable[str]) -> LinkTarget:
+async def _target(worker: WorkerLink, announced: Iterable[str]) -> Contact:
     """Where others find ``worker``. A name is looked up here: elsewhere it may mean another device, or nothing."""
     addresses = dict.fromkeys([*await _resolve(worker.end.host, worker.end.port), *announced])
-    return LinkTarget(
-        device=worker.name, key=worker.key, addresses=list(addresses)[:MAX_ADDRESSES], port=worker.end.port
-    )
+    return Contact(device=worker.name, key=worker.key, addresses=list(addresses)[:MAX_ADDRESSES], port=worker.end.port)
 
 
-def _told(target: LinkTarget) -> LinkTarget:
+def _told(target: Contact) -> Contact:
     """``target`` as another device may be told of it."""
     addresses = list(dict.fromkeys(bare(address) for address in target.addresses))
     return msgspec.structs.replace(target, addresses=addresses)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from primad.head.blame import UNREACHED, ParticipationError
 from primad.head.ring_inputs import RingInputs
 from primad.head.worker_link import WorkerLink
-from primad.network.layer_messages import Source, is_endpoint
-from primad.network.messages import MAX_SOURCES
+from primad.network.contacts import Contact, is_address
+from primad.network.messages import MAX_CONTACTS
 from primad.network.scopes import bare, own_address
-from primad.network.sockets import endpoint
 from primad.settings.config import LOOPBACK, is_loopback
 
 
@@ -20,19 +19,23 @@ class Ways:
     def __init__(self, inputs: RingInputs) -> None:
         self._inputs = inputs
 
-    async def sources(self, worker: WorkerLink) -> list[Source]:
+    async def sources(self, worker: WorkerLink) -> list[Contact]:
         """Who may have layers that ``worker`` lacks: this head, and every worker that it reaches."""
-        own = [endpoint(await self.to_head(worker), self._inputs.layer_port)]
         sources = [
-            Source(device=self._inputs.promise.plan.head, key=self._inputs.station.identity.public, endpoints=own)
+            Contact(
+                device=self._inputs.promise.plan.head,
+                key=self._inputs.station.identity.public,
+                addresses=[await self.to_head(worker)],
+                port=self._inputs.layer_port,
+            )
         ]
         for name, other in self._inputs.devices.holders.items():
             if name == worker.name:
                 continue
-            way = endpoint(self.host_for(worker.name, name), other.layer_port)
-            if is_endpoint(way):  # host names mean something here only
-                sources.append(Source(device=name, key=other.key, endpoints=[way]))
-        return sources[:MAX_SOURCES]
+            host = self.host_for(worker.name, name)
+            if is_address(host):  # host names mean something here only
+                sources.append(Contact(device=name, key=other.key, addresses=[host], port=other.layer_port))
+        return sources[:MAX_CONTACTS]
 
     async def to_head(self, worker: WorkerLink) -> str:
         """The address of this head that ``worker`` can reach: the one that packets to it leave from.

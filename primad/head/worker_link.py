@@ -20,6 +20,7 @@ from primad.head.blame import DeviceLostError
 from primad.head.participation import MISSES, Participation
 from primad.membership import types
 from primad.membership.memory_recovery import lowered
+from primad.network.contacts import Contact
 from primad.network.control import HeadEnd
 from primad.network.messages import (
     Dismiss,
@@ -29,7 +30,6 @@ from primad.network.messages import (
     Introduction,
     Leaving,
     LinksMeasured,
-    LinkTarget,
     MeasureLinks,
     MemoryLow,
     MemoryRecovered,
@@ -239,7 +239,7 @@ class WorkerLink:
         """Let the worker go that asked for it."""
         await self.end.send(Dismiss())
 
-    async def measure_links(self, targets: Sequence[LinkTarget], timeout_s: float) -> list[LinkProfile]:
+    async def measure_links(self, targets: Sequence[Contact], timeout_s: float) -> list[LinkProfile]:
         """Have the worker measure its links to ``targets``; without targets it only says that it is there.
 
         One measurement at a time. Raises ``DeviceLostError`` when it goes silent.

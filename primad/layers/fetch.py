@@ -25,6 +25,7 @@ from primad.layers.chunk_queue import TREE, ChunkId, ChunkQueue
 from primad.layers.partial import PartialLayer
 from primad.layers.rate_limit import TokenBucket
 from primad.layers.source_link import SourceError, SourceLink, reach
+from primad.network.contacts import Contact
 from primad.network.layer_messages import (
     CHUNK_BYTES,
     Chunk,
@@ -32,7 +33,6 @@ from primad.network.layer_messages import (
     FetchChunk,
     FetchDigests,
     NoChunk,
-    Source,
     TransferMessage,
 )
 from primad.settings.timings import LayerTimings
@@ -52,7 +52,7 @@ _Answer = TypeVar("_Answer")
 async def fetch_layers(
     context: zmq.asyncio.Context,
     identity: Identity,
-    sources: Sequence[Source],
+    sources: Sequence[Contact],
     refs: Sequence[LayerRef],
     cache: LayerCache,
     progress: Callable[[int], None],
@@ -126,7 +126,7 @@ class _Fetch:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[Contact],
         parts: Mapping[str, PartialLayer],
         cache: LayerCache,
         progress: Callable[[int], None],
@@ -180,7 +180,7 @@ class _Fetch:
             if not lacking:
                 self._group.create_task(self._finish(part))
 
-    async def _draw(self, context: zmq.asyncio.Context, identity: Identity, source: Source) -> None:
+    async def _draw(self, context: zmq.asyncio.Context, identity: Identity, source: Contact) -> None:
         """Ask ``source`` for pieces until cancelled or until it fails."""
         try:
             async with reach(context, identity, source, list(self.parts), self.timings.reach_timeout_s) as (link, held):

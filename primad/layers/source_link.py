@@ -12,21 +12,22 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from primad.errors import ClusterError, ProtocolError, printable
+from primad.network.contacts import Contact
 from primad.network.layer_messages import (
-    MAX_ENDPOINTS,
     MAX_REPLY_BYTES,
     AskPresent,
     Present,
-    Source,
     TransferMessage,
     TransferRequest,
     decode_transfer,
 )
-from primad.network.sockets import bound_socket, open_socket
+from primad.network.sockets import bound_socket, endpoint, open_socket
 from primad.ring.messages import encode
 from primad.trust.identity import Identity
 
 RECEIVE_LIMIT: Final = 8
+MOST_ADDRESSES: Final = 16
+"""Addresses of a source that are tried, all at once."""
 _LOST: Final[dict[int, str]] = {
     zmq.EVENT_CONNECT_RETRIED: "nothing answers there",
     zmq.EVENT_DISCONNECTED: "closed the connection",
@@ -41,19 +42,19 @@ class SourceError(ClusterError):
 
 
 class SourceLink:
-    """A connection to ``source`` at one of its endpoints. Raises ``SourceError`` for an endpoint that is none."""
+    """A connection to ``source`` at ``place``, an endpoint of it. Raises ``SourceError`` for one that is none."""
 
-    def __init__(self, context: zmq.asyncio.Context, identity: Identity, source: Source, endpoint: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, identity: Identity, source: Contact, place: str) -> None:
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._socket = open_socket(context, zmq.DEALER, identity=identity, server=source.key)
         bound_socket(self._socket, MAX_REPLY_BYTES, RECEIVE_LIMIT)
         self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(sum(_LOST))
         self._watching = asyncio.create_task(self._watch())
         try:
-            self._socket.connect(endpoint)
+            self._socket.connect(place)
         except zmq.ZMQError as exc:
             self.close()
-            raise SourceError(f"{printable(endpoint, 60)!r} is no endpoint: {exc.strerror}") from exc
+            raise SourceError(f"{printable(place, 60)!r} is no endpoint: {exc.strerror}") from exc
 
     async def _watch(self) -> None:
         frames = await self._monitor.recv_multipart()
@@ -93,15 +94,15 @@ class SourceLink:
 
 @asynccontextmanager
 async def reach(
-    context: zmq.asyncio.Context, identity: Identity, source: Source, digests: Sequence[str], timeout_s: float
+    context: zmq.asyncio.Context, identity: Identity, source: Contact, digests: Sequence[str], timeout_s: float
 ) -> AsyncIterator[tuple[SourceLink, list[str]]]:
-    """A link to ``source`` at the endpoint that answers first, and which of ``digests`` it holds.
+    """A link to ``source`` at the address that answers first, and which of ``digests`` it holds.
 
     Raises ``SourceError`` with the reasons when none answers within ``timeout_s``.
     """
     tries = [
-        asyncio.create_task(_greet(context, identity, source, endpoint, digests, timeout_s))
-        for endpoint in source.endpoints[:MAX_ENDPOINTS]
+        asyncio.create_task(_greet(context, identity, source, endpoint(address, source.port), digests, timeout_s))
+        for address in source.addresses[:MOST_ADDRESSES]
     ]
     try:
         reasons = []
@@ -122,20 +123,20 @@ async def reach(
 async def _greet(
     context: zmq.asyncio.Context,
     identity: Identity,
-    source: Source,
-    endpoint: str,
+    source: Contact,
+    place: str,
     digests: Sequence[str],
     timeout_s: float,
 ) -> tuple[SourceLink, list[str]]:
-    link = SourceLink(context, identity, source, endpoint)
+    link = SourceLink(context, identity, source, place)
     try:
         await link.ask(AskPresent(digests=list(digests)))
         try:
             message, _ = await link.answer(timeout_s)
         except SourceError as exc:
-            raise SourceError(f"{endpoint} {exc}") from exc
+            raise SourceError(f"{place} {exc}") from exc
         if not isinstance(message, Present) or len(message.held) != len(digests):
-            raise ProtocolError(f"{endpoint} did not say which layers it holds")
+            raise ProtocolError(f"{place} did not say which layers it holds")
     except BaseException:
         link.close()
         raise

@@ -18,7 +18,8 @@ import zmq.asyncio
 
 from halda import LinkProfile
 from primad.errors import ClusterError, ProtocolError
-from primad.network.messages import MAX_ECHO_BYTES, Echo, Echoed, LinkTarget, decode_from_worker
+from primad.network.contacts import Contact
+from primad.network.messages import MAX_ECHO_BYTES, Echo, Echoed, decode_from_worker
 from primad.network.sockets import endpoint, open_socket
 from primad.ring.messages import encode
 from primad.settings.timings import NetworkTimings
@@ -42,7 +43,7 @@ async def measure_links(
     context: zmq.asyncio.Context,
     identity: Identity,
     source: str,
-    targets: Sequence[LinkTarget],
+    targets: Sequence[Contact],
     *,
     timeout_s: float = NetworkTimings().link_timeout_s,
 ) -> list[LinkProfile]:
@@ -65,7 +66,7 @@ async def measure_links(
     return links
 
 
-async def _quickest(target: LinkTarget) -> list[str]:
+async def _quickest(target: Contact) -> list[str]:
     """The addresses of ``target`` where somebody listens, the first to answer first; all of them when nobody was so quick.
 
     A device announces every address it has: bridges of containers and dead networks among them.
@@ -100,7 +101,7 @@ def _profiles(source: str, target: str, found: tuple[float, float, float, str] |
 
 
 async def _measure(
-    context: zmq.asyncio.Context, identity: Identity, host: str, target: LinkTarget, timeout_s: float
+    context: zmq.asyncio.Context, identity: Identity, host: str, target: Contact, timeout_s: float
 ) -> tuple[float, float, float]:
     """Round trip in seconds, bytes per second there and back. Raises ``ClusterError`` when it does not answer in time."""
     try:

@@ -20,7 +20,6 @@ any more.
 from __future__ import annotations
 
 import math
-from ipaddress import ip_address
 from typing import Final, TypeVar
 
 import msgspec
@@ -30,7 +29,7 @@ from primad.engine.protocol import KvType
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
 from primad.gguf.windows import WindowSpec
-from primad.network.layer_messages import Source, check_source
+from primad.network.contacts import Contact, check_contact, is_address
 from primad.profiles import Implausible, check_profile
 from primad.ring.messages import Status
 from primad.settings.config import NAME
@@ -45,14 +44,12 @@ FAULTS: Final = ("fetch", "disk", "load", "ring", "next")
 MAX_PARTICIPATIONS: Final = 64
 MAX_REVISION: Final = 1 << 62
 MAX_DEVICES: Final = 1024
-MAX_SOURCES: Final = 256
 MAX_ECHO_BYTES: Final = 1 << 20
 ECHO_BYTES: Final = (0, 8 << 10, 256 << 10, MAX_ECHO_BYTES)
 """The answers to ``Echo`` that there are, so that they can lie ready and a flood of questions takes no memory."""
-MAX_LINK_TARGETS: Final = 1024
+MAX_CONTACTS: Final = 1024
 MAX_ROUND_TRIP_S: Final = 3600.0
 MAX_LINK_BYTES_PER_S: Final = 1e13
-MAX_ADDRESSES: Final = 64
 MAX_GONE_AFTER_S: Final = 3600.0
 MAX_MEMORY_BYTES: Final = 1 << 50
 
@@ -111,7 +108,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     assignments: list[WindowAssignment]
     ahead_bytes: int
     extra_buffers: list[bool]
-    sources: list[Source]
+    sources: list[Contact]
     context: int
     sequences: int
     rows: int
@@ -146,19 +143,10 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     revision: int = 0
 
 
-class LinkTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """A device to measure the link to: its addresses and control port, and its public key."""
-
-    device: str
-    key: str
-    addresses: list[str]
-    port: int
-
-
 class MeasureLinks(msgspec.Struct, frozen=True, kw_only=True, tag="measure-links"):
     """Measure the links to ``targets``; answered by ``LinksMeasured``."""
 
-    targets: list[LinkTarget]
+    targets: list[Contact]
 
 
 class Echo(msgspec.Struct, frozen=True, kw_only=True, tag="echo"):
@@ -331,7 +319,7 @@ def decode_from_head(data: bytes) -> HeadMessage:
             _check_key(key)
             _check_key(sender)
         case MeasureLinks(targets=targets):
-            _check_targets(targets)
+            _check_contacts(targets)
         case Echo(payload=payload, answer_bytes=size) if len(payload) > MAX_ECHO_BYTES or size not in ECHO_BYTES:
             raise ProtocolError(
                 f"echo of {len(payload)} bytes for {size} bytes; at most {MAX_ECHO_BYTES} are allowed, and answers of "
@@ -428,24 +416,11 @@ def _check_introductions(message: Introduce) -> None:
         _check_key(key)
 
 
-def _check_targets(targets: list[LinkTarget]) -> None:
-    if len(targets) > MAX_LINK_TARGETS:
-        raise ProtocolError(f"links to {len(targets)} devices asked for; at most {MAX_LINK_TARGETS} are allowed")
-    for target in targets:
-        if not NAME.fullmatch(target.device):
-            raise ProtocolError(f"link to {printable(target.device, 70)!r}, which is no device name")
-        if len(target.addresses) > MAX_ADDRESSES or not 0 < target.port < 65_536:
-            raise ProtocolError(f"link to {target.device} at {len(target.addresses)} addresses, port {target.port}")
-        _check_key(target.key)
-        for address in target.addresses:
-            _check_address(target.device, address)
-
-
-def _check_address(device: str, address: str) -> None:
-    try:
-        ip_address(address.partition("%")[0])
-    except ValueError as exc:
-        raise ProtocolError(f"link to {device} at {printable(address, 50)!r}, which is no address") from exc
+def _check_contacts(contacts: list[Contact]) -> None:
+    if len(contacts) > MAX_CONTACTS:
+        raise ProtocolError(f"{len(contacts)} devices in one message; at most {MAX_CONTACTS} are allowed")
+    for contact in contacts:
+        check_contact(contact)
 
 
 def _check_links(links: list[LinkProfile]) -> None:
@@ -457,8 +432,8 @@ def _check_links(links: list[LinkProfile]) -> None:
             raise ProtocolError(
                 f"link from {link.source} to {link.target} of {link.round_trip_s} s and {link.bytes_per_s} bytes/s"
             )
-        if link.address:
-            _check_address(link.target, link.address)
+        if link.address and not is_address(link.address):
+            raise ProtocolError(f"link to {link.target} at {printable(link.address, 50)!r}, which is no address")
 
 
 def _check_profile(profile: DeviceProfile) -> None:
@@ -485,10 +460,7 @@ def _check_load(load: Load) -> None:
         _check_assignment(spec, assignment)
     if not 0 <= load.ahead_bytes <= MAX_MEMORY_BYTES:
         raise ProtocolError(f"plan with {load.ahead_bytes} bytes ahead")
-    if len(load.sources) > MAX_SOURCES:
-        raise ProtocolError(f"plan with {len(load.sources)} sources; at most {MAX_SOURCES} are allowed")
-    for source in load.sources:
-        check_source(source)
+    _check_contacts(load.sources)
     for spec in load.windows:
         if not 0 <= spec.first < spec.last or len(spec.layers) < spec.last - spec.first:
             raise ProtocolError(f"window {spec.window} of layers {spec.first} to {spec.last} is impossible")

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from primad.network.addresses import Interface, read_interfaces
-from primad.network.messages import LinkTarget, Load
+from primad.network.contacts import Contact
 from primad.network.sockets import endpoint
 
 MOST_KNOWN: Final = 256
@@ -92,21 +92,11 @@ class Scopes:
             return [told]
         return [endpoint(way, port) for way in self.ways(host)]
 
-    def of_load(self, load: Load) -> Load:
-        """``load`` with all ways to those who give layers."""
-        sources = [
-            msgspec.structs.replace(
-                source, endpoints=[way for told in source.endpoints for way in self.endpoints(told)]
-            )
-            for source in load.sources
-        ]
-        return msgspec.structs.replace(load, sources=sources)
-
-    def of_targets(self, targets: Sequence[LinkTarget]) -> list[LinkTarget]:
-        """``targets`` with all ways to each."""
+    def of_contacts(self, contacts: Sequence[Contact]) -> list[Contact]:
+        """``contacts`` with all ways to each."""
         return [
-            msgspec.structs.replace(target, addresses=[way for told in target.addresses for way in self.ways(told)])
-            for target in targets
+            msgspec.structs.replace(contact, addresses=[way for told in contact.addresses for way in self.ways(told)])
+            for contact in contacts
         ]
 
     def _own(self) -> list[str]:

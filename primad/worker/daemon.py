@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
+import msgspec
 import zmq.asyncio
 
 from halda import DeviceProfile
@@ -35,6 +36,7 @@ from primad.network.admin import (
     Pause,
     Resume,
 )
+from primad.network.contacts import Contact
 from primad.network.control import WorkerEnd
 from primad.network.discovery import Discovery, MulticastError
 from primad.network.gate import Gate
@@ -48,7 +50,6 @@ from primad.network.messages import (
     Leaving,
     Link,
     LinksMeasured,
-    LinkTarget,
     Load,
     MeasureLinks,
     MemoryRecovered,
@@ -270,11 +271,13 @@ class WorkerDaemon:
         )
 
     async def _obey(self, message: HeadMessage, lease: _Lease, group: asyncio.TaskGroup) -> None:
+        scopes = self._end.scopes
         match message:
             case Load():
-                await self._participations.start(self._end.scopes.of_load(message), lease.profile)
+                load = msgspec.structs.replace(message, sources=scopes.of_contacts(message.sources))
+                await self._participations.start(load, lease.profile)
             case Link(epoch=epoch, address=address, key=key, sender=sender):
-                await self._participations.link(epoch, self._end.scopes.endpoints(address)[0], key, sender)
+                await self._participations.link(epoch, scopes.endpoints(address)[0], key, sender)
             case Release(epoch=epoch):
                 await self._participations.release(epoch)
             case Ping(status=status, number=number, revision=revision):
@@ -292,13 +295,13 @@ class WorkerDaemon:
             case Probe() | Hello() | Echo():
                 raise AssertionError("answered before")
 
-    async def _measure_links(self, targets: list[LinkTarget]) -> None:
+    async def _measure_links(self, targets: list[Contact]) -> None:
         scopes = self._end.scopes
         links = await measure_links(
             self._context,
             self._identity,
             self._name,
-            scopes.of_targets(targets),
+            scopes.of_contacts(targets),
             timeout_s=self._timings.network.link_timeout_s,
         )
         for link in links:

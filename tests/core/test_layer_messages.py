@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from primad.errors import ProtocolError
 from primad.network.layer_messages import (
     MAX_ASKED,
-    MAX_ENDPOINTS,
     AskPresent,
     Chunk,
     Digests,
@@ -17,10 +16,7 @@ from primad.network.layer_messages import (
     FetchDigests,
     NoChunk,
     Present,
-    Source,
-    check_source,
     decode_transfer,
-    is_endpoint,
 )
 from primad.ring.messages import encode
 from primad.trust.identity import new_identity
@@ -68,53 +64,3 @@ def test_the_reason_of_a_refusal_is_fit_to_be_shown():
     received = decode_transfer(encode(NoChunk(digest=DIGEST, offset=0, reason="\x1b[2J\nno")))
     assert isinstance(received, NoChunk)
     assert received.reason == "\\x1b[2J\\nno"
-
-
-@pytest.mark.parametrize(
-    "endpoint",
-    ["tcp://10.0.0.2:7771", "tcp://[fe80::1%eth0]:1", "tcp://[2001:db8::1]:65535", "tcp://127.0.0.1:1"],
-)
-def test_an_address_and_a_port_are_an_endpoint(endpoint):
-    check_source(Source("desk", KEY, [endpoint]))
-
-
-@pytest.mark.parametrize(
-    "endpoint",
-    [
-        "",
-        "tcp://",
-        "tcp://*:1",
-        "tcp://0.0.0.0:1",
-        "tcp://[::]:1",
-        "tcp://desk:1",
-        "tcp://10.0.0.2:0",
-        "tcp://10.0.0.2:65536",
-        "tcp://10.0.0.256:1",
-        "tcp://10.0.0.2:1;10.0.0.3:1",
-        "ipc:///tmp/socket",
-        "inproc://x",
-        "tcp://10.0.0.2:1\n",
-        "tcp://fe80::1:1",
-        "tcp://10.0.0.2:\u0661",
-    ],
-)
-def test_anything_else_is_none(endpoint):
-    assert not is_endpoint(endpoint)
-    with pytest.raises(ProtocolError, match="which is no tcp://address:port"):
-        check_source(Source("desk", KEY, [endpoint]))
-
-
-@pytest.mark.parametrize(
-    ("source", "named"),
-    [
-        (Source("de sk", KEY, ["tcp://10.0.0.2:1"]), "no device name"),
-        (Source("desk", KEY[:-1], ["tcp://10.0.0.2:1"]), "no key of 40 characters"),
-        (Source("desk", "\n" * 40, ["tcp://10.0.0.2:1"]), "no key of 40 characters"),
-        (Source("desk", KEY, []), "has 0 endpoints"),
-        (Source("desk", KEY, ["tcp://10.0.0.2:1"] * (MAX_ENDPOINTS + 1)), "has 17 endpoints"),
-    ],
-    ids=["name", "short key", "odd key", "nowhere", "everywhere"],
-)
-def test_an_impossible_source_is_one_clear_error(source, named):
-    with pytest.raises(ProtocolError, match=named):
-        check_source(source)

@@ -7,8 +7,7 @@ import ipaddress
 import pytest
 
 from primad.network.addresses import Interface
-from primad.network.layer_messages import Source
-from primad.network.messages import LinkTarget, Load
+from primad.network.contacts import Contact
 from primad.network.scopes import MOST_KNOWN, MOST_WAYS, Scopes, bare, needs_scope
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
@@ -104,25 +103,6 @@ def test_an_endpoint_gets_every_way_to_its_address():
     assert scopes(ETH, WIFI).endpoints("tcp://[fe80::9]:4711") == ["tcp://[fe80::9%3]:4711", "tcp://[fe80::9%4]:4711"]
 
 
-def test_a_load_and_the_targets_of_links_get_every_way():
-    load = Load(
-        ring=1,
-        epoch=1,
-        route=3,
-        width=8,
-        windows=[],
-        assignments=[],
-        ahead_bytes=0,
-        extra_buffers=[False],
-        sources=[Source(device="desk", key=KEY, endpoints=["tcp://[fe80::9]:1", "tcp://10.0.0.1:1"])],
-        context=64,
-        sequences=1,
-        rows=16,
-        step_timeout_s=5.0,
-        place=0,
-        kv_type="f16",
-    )
-    (source,) = scopes(ETH).of_load(load).sources
-    assert source.endpoints == ["tcp://[fe80::9%3]:1", "tcp://10.0.0.1:1"]
-    (target,) = scopes(ETH).of_targets([LinkTarget(device="a", key=KEY, addresses=["10.0.0.1", "fe80::9"], port=1)])
-    assert target.addresses == ["10.0.0.1", "fe80::9%3"]
+def test_a_contact_gets_every_way():
+    (contact,) = scopes(ETH).of_contacts([Contact(device="a", key=KEY, addresses=["10.0.0.1", "fe80::9"], port=1)])
+    assert contact.addresses == ["10.0.0.1", "fe80::9%3"]

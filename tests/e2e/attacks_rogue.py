@@ -15,7 +15,8 @@ import zmq.asyncio
 from halda.assignment import in_memory
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
-from primad.network.layer_messages import CHUNK_BYTES, MAX_ASKED, AskPresent, FetchChunk, FetchDigests, Source
+from primad.network.contacts import Contact
+from primad.network.layer_messages import CHUNK_BYTES, MAX_ASKED, AskPresent, FetchChunk, FetchDigests
 from primad.network.messages import (
     MAX_DEVICES,
     MAX_ECHO_BYTES,
@@ -28,7 +29,6 @@ from primad.network.messages import (
     Introduce,
     Introduction,
     Link,
-    LinkTarget,
     Load,
     MeasureLinks,
     Probe,
@@ -135,7 +135,7 @@ def nonsense() -> list[bytes]:
         {"windows": load["windows"] * 100_000, "gpu_layers": [0] * 100_000},
         {"gpu_layers": [1 << 30]},
         {"step_timeout_s": float("nan")},
-        {"sources": [{"device": "x", "key": "y", "endpoints": ["tcp://*:1"]}]},
+        {"sources": [{"device": "x", "key": "y", "addresses": ["*"], "port": 1}]},
         {"place": -5},
         {"epoch": "one"},
     ]
@@ -174,13 +174,13 @@ def not_its_business() -> list[HeadMessage]:
         Release(epoch=1),
         Link(epoch=1, address="tcp://127.0.0.1:1", key=ROGUE.public, sender=ROGUE.public),
         Introduce(devices=introductions(3), revoked=[]),
-        MeasureLinks(targets=[LinkTarget(device="x", key=ROGUE.public, addresses=["127.0.0.1"], port=1)]),
+        MeasureLinks(targets=[Contact(device="x", key=ROGUE.public, addresses=["127.0.0.1"], port=1)]),
     ]
 
 
 def loads(count: int) -> list[HeadMessage]:
     """Parts in so many rings, as large as the wire allows, of layers that nobody has."""
-    nobody = Source("nobody", new_identity().public, ["tcp://127.0.0.1:1"])
+    nobody = Contact(device="nobody", key=new_identity().public, addresses=["127.0.0.1"], port=1)
     large = LayerRef("ab" * 32, 1 << 40, (LayerTensor("attn.weight", 0, (1 << 38,), 0, 1 << 40),))
     window = WindowSpec(window=1, first=0, last=1, metadata=b"GGUF", layers=(large,))
     absurd = {"rows": 8192, "context": 1 << 26, "sequences": 256, "width": 1 << 20, "windows": [window]}

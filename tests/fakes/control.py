@@ -11,6 +11,7 @@ from typing import TypeVar
 import zmq.asyncio
 
 from halda import DeviceProfile
+from primad.network.contacts import Contact
 from primad.network.control import HeadEnd, WorkerEnd
 from primad.network.gate import Gate
 from primad.network.linkprobe import measure_links
@@ -22,7 +23,6 @@ from primad.network.messages import (
     HeadMessage,
     Hello,
     LinksMeasured,
-    LinkTarget,
     MeasureLinks,
     ParticipationState,
     ParticipationStates,
@@ -113,9 +113,9 @@ class FakeDevice:
         """Its control port."""
         return self.end.port
 
-    def target(self, *addresses: str) -> LinkTarget:
+    def target(self, *addresses: str) -> Contact:
         """Where to measure the link to it."""
-        return LinkTarget(device=self.name, key=self.key, addresses=list(addresses) or [HOST], port=self.port)
+        return Contact(device=self.name, key=self.key, addresses=list(addresses) or [HOST], port=self.port)
 
     def stand(self, *states: ParticipationState) -> None:
         """Its participations stand so from now on."""

@@ -1,4 +1,4 @@
-"""Layers put into a cache as the daemon copies them."""
+"""Layers put into a cache as the daemon copies them, and devices that give layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from primad.gguf.layers import LayerCut, LayerRef
 from primad.layers.cache import LayerCache
+from primad.network.contacts import Contact
 
 
 def put(cache: LayerCache, layer: LayerCut) -> LayerRef:
@@ -19,3 +20,8 @@ def put(cache: LayerCache, layer: LayerCut) -> LayerRef:
 def missing(cache: LayerCache, refs: Iterable[LayerRef]) -> list[LayerRef]:
     """Those of ``refs`` that are not there whole."""
     return [ref for ref in refs if not cache.has(ref)]
+
+
+def here(device: str, key: str, port: int, *addresses: str) -> Contact:
+    """A device on this machine."""
+    return Contact(device=device, key=key, addresses=list(addresses) or ["127.0.0.1"], port=port)

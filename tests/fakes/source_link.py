@@ -6,7 +6,8 @@ import pytest
 import zmq.asyncio
 
 from primad.layers.source_link import SourceLink
-from primad.network.layer_messages import Source, TransferMessage
+from primad.network.contacts import Contact
+from primad.network.layer_messages import TransferMessage
 from primad.settings.timings import LayerTimings
 from primad.trust.identity import Identity
 
@@ -17,10 +18,8 @@ def judge_silence(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     begin, wait = SourceLink.__init__, SourceLink.answer
     keys: dict[SourceLink, str] = {}
 
-    def begun(
-        link: SourceLink, context: zmq.asyncio.Context, identity: Identity, source: Source, endpoint: str
-    ) -> None:
-        begin(link, context, identity, source, endpoint)
+    def begun(link: SourceLink, context: zmq.asyncio.Context, identity: Identity, source: Contact, place: str) -> None:
+        begin(link, context, identity, source, place)
         keys[link] = source.key
 
     async def answer(link: SourceLink, timeout_s: float) -> tuple[TransferMessage, memoryview | None]:

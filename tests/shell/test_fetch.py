@@ -29,6 +29,7 @@ from primad.layers import fetch as transfer
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import fetch_layers, hash_in_thread, in_thread, missing_layers
 from primad.layers.server import READS_AT_ONCE, REQUESTS_WAITING, LayerServer, LayerSource
+from primad.network.contacts import Contact
 from primad.network.gate import Gate
 from primad.network.layer_messages import (
     CHUNK_BYTES,
@@ -40,17 +41,16 @@ from primad.network.layer_messages import (
     FetchDigests,
     NoChunk,
     Present,
-    Source,
     TransferMessage,
     TransferRequest,
     decode_transfer,
 )
-from primad.network.sockets import listen, open_socket
+from primad.network.sockets import endpoint, listen, open_socket
 from primad.ring.messages import encode
 from primad.settings.timings import LayerTimings
 from primad.trust.identity import Identity, new_identity
 from tests.fakes.gguf import array, toy_arrays, write_gguf
-from tests.fakes.layers import missing, put
+from tests.fakes.layers import here, missing, put
 from tests.fakes.source_link import judge_silence
 
 PATIENCE_S = 180
@@ -107,7 +107,7 @@ async def served(
     device: str = "head",
     log: list[int] | None = None,
     stop: Callable[[int], object] = lambda _: None,
-) -> AsyncIterator[Source]:
+) -> AsyncIterator[Contact]:
     """A server of ``layers``; what is read is noted in ``log``, after ``stop`` as ``Counting`` calls it."""
     noted: list[int] = [] if log is None else log
     by_digest: dict[str, LayerSource] = {layer.ref().digest: Counting(layer, noted, stop) for layer in layers}
@@ -118,19 +118,19 @@ async def served(
 @asynccontextmanager
 async def running(
     context: zmq.asyncio.Context, by_digest: dict[str, LayerSource], device: str, **options: float | None
-) -> AsyncIterator[Source]:
+) -> AsyncIterator[Contact]:
     identity = new_identity()
     server = LayerServer(context, "127.0.0.1", identity, by_digest.get, **options)
     task = asyncio.create_task(server.run())
     try:
-        yield Source(device, identity.public, [f"tcp://127.0.0.1:{server.port}"])
+        yield here(device, identity.public, server.port)
         assert not task.done(), "the server ended"
     finally:
         await ended(task)
 
 
 @asynccontextmanager
-async def answering(context: zmq.asyncio.Context, answer: Answer, device: str = "liar") -> AsyncIterator[Source]:
+async def answering(context: zmq.asyncio.Context, answer: Answer, device: str = "liar") -> AsyncIterator[Contact]:
     """A source that answers each request with the frames of ``answer(request)``, or not at all."""
     identity = new_identity()
     router, port = listen(context, zmq.ROUTER, "127.0.0.1", None, identity=identity)
@@ -146,7 +146,7 @@ async def answering(context: zmq.asyncio.Context, answer: Answer, device: str = 
 
     task = asyncio.create_task(serve())
     try:
-        yield Source(device, identity.public, [f"tcp://127.0.0.1:{port}"])
+        yield here(device, identity.public, port)
         assert not task.done(), task.exception()
     finally:
         await ended(task)
@@ -177,7 +177,7 @@ def honest(layers: Sequence[LayerCut], lie: Answer = lambda _: None, *, silent: 
 
 async def fetch(
     context: zmq.asyncio.Context,
-    sources: Sequence[Source],
+    sources: Sequence[Contact],
     layers: Sequence[LayerCut],
     cache: LayerCache,
     progress: Callable[[int], None] = lambda _: None,
@@ -285,12 +285,11 @@ def test_a_device_serves_what_it_fetched(layers, cache, tmp_path):
 def test_the_first_address_that_answers_is_used(layers, cache):
     async def once() -> None:
         async with links() as context, served(context, layers) as source:
-            with socket.socket() as silent, socket.socket() as closed:
-                silent.bind(("127.0.0.1", 0))
-                silent.listen()
-                closed.bind(("127.0.0.1", 0))
-                dead = [f"tcp://127.0.0.1:{end.getsockname()[1]}" for end in (silent, closed)]
-                many = Source("head", source.key, ["nonsense", *dead, *source.endpoints])
+            with socket.socket() as silent:
+                with contextlib.suppress(OSError):  # where the system has no further addresses of loopback
+                    silent.bind(("127.0.0.2", source.port))
+                    silent.listen()
+                many = here("head", source.key, source.port, "nonsense", "127.0.0.2", "127.0.0.3", "127.0.0.1")
                 await fetch(context, [many], layers, cache)
 
     run(once())
@@ -302,7 +301,7 @@ def test_addresses_that_lead_to_one_device_are_one_source(layers, cache):
 
     async def once() -> None:
         async with links() as context, served(context, layers, log=log) as source:
-            await fetch(context, [Source("head", source.key, source.endpoints * 16)], layers, cache)
+            await fetch(context, [here("head", source.key, source.port, *source.addresses * 16)], layers, cache)
 
     run(once())
     whole(cache, layers)
@@ -371,7 +370,7 @@ def test_a_source_that_dies_in_the_middle_is_left_out(layers, cache, caplog):
             server = LayerServer(context, "127.0.0.1", dying, by_digest.get)
             task = asyncio.create_task(server.run())
             killer = asyncio.create_task(kill(dead, task))
-            source = Source("dying", dying.public, [f"tcp://127.0.0.1:{server.port}"])
+            source = here("dying", dying.public, server.port)
             await fetch(context, [source, alive], layers, cache)
             await killer
 
@@ -436,7 +435,7 @@ def test_a_source_that_stalls_is_replaced(layers, cache, monkeypatch):
 def test_a_source_that_is_not_there_does_not_matter_when_another_has_all(layers, cache):
     async def once() -> None:
         async with links() as context, served(context, layers) as source:
-            gone = Source("gone", new_identity().public, ["tcp://127.0.0.1:1"])
+            gone = here("gone", new_identity().public, 1)
             await fetch(context, [gone, source], layers, cache)
 
     run(once())
@@ -579,11 +578,11 @@ def test_a_source_that_falls_silent_is_given_up(layers, cache):
 def test_a_source_where_nobody_listens_is_given_up_at_once(layers, cache):
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+        gone = here("gone", new_identity().public, reserved.getsockname()[1])
 
         async def once() -> None:
             async with links() as context:
-                await fetch(context, [Source("gone", new_identity().public, [endpoint])], layers[:1], cache, **PATIENT)
+                await fetch(context, [gone], layers[:1], cache, **PATIENT)
 
         with pytest.raises(ClusterError, match=r"gone tcp://127\S* nothing answers there"):
             run(once())
@@ -592,7 +591,7 @@ def test_a_source_where_nobody_listens_is_given_up_at_once(layers, cache):
 def test_a_source_with_another_key_is_given_up(layers, cache):
     async def once() -> None:
         async with links() as context, served(context, layers) as source:
-            other = Source("head", new_identity().public, source.endpoints)
+            other = here("head", new_identity().public, source.port)
             await fetch(context, [other], layers[:1], cache, reach_timeout_s=1.0)
 
     with pytest.raises(ClusterError, match=r"layer .* cannot be fetched: head tcp://127"):
@@ -612,11 +611,11 @@ def test_a_device_that_is_not_trusted_gets_nothing(layers, cache):
     assert (log, files(cache)) == ([], [])
 
 
-@pytest.mark.parametrize("endpoint", ["", "nonsense", "tcp://", "http://127.0.0.1:1", "tcp://127.0.0.1:x"])
-def test_a_source_that_is_no_endpoint_is_one_clear_error(layers, cache, endpoint):
+@pytest.mark.parametrize("address", ["", "nonsense", "tcp://127.0.0.1"])
+def test_a_source_that_is_no_endpoint_is_one_clear_error(layers, cache, address):
     async def once() -> None:
         async with links() as context:
-            await fetch(context, [Source("odd", new_identity().public, [endpoint])], layers[:1], cache)
+            await fetch(context, [here("odd", new_identity().public, 1, address)], layers[:1], cache)
 
     with pytest.raises(ClusterError, match=r"odd .* is no endpoint"):
         run(once())
@@ -785,9 +784,9 @@ def test_an_impossible_request_is_refused_with_a_line_and_others_are_served(laye
     _send_then_fetch(layers, cache, caplog, [encode(FetchChunk(**request))])
 
 
-def _client(context: zmq.asyncio.Context, source: Source, identity: Identity = ME) -> zmq.asyncio.Socket:
+def _client(context: zmq.asyncio.Context, source: Contact, identity: Identity = ME) -> zmq.asyncio.Socket:
     client = open_socket(context, zmq.DEALER, identity=identity, server=source.key)
-    client.connect(source.endpoints[0])
+    client.connect(endpoint(source.addresses[0], source.port))
     return client
 
 
@@ -816,8 +815,7 @@ def _send_then_fetch(layers: list[LayerCut], cache: LayerCache, caplog, frames: 
 def test_raw_bytes_on_the_port_of_the_server_disturb_nobody(layers, cache):
     async def once() -> None:
         async with links() as context, served(context, layers) as source:
-            port = int(source.endpoints[0].rsplit(":", 1)[1])
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            _, writer = await asyncio.open_connection("127.0.0.1", source.port)
             writer.write(b"GET / HTTP/1.1\r\n\r\n" + b"\xff" * 1000)
             await writer.drain()
             await fetch(context, [source], layers[:1], cache)
@@ -901,7 +899,7 @@ def test_a_key_that_is_not_trusted_any_more_gets_no_answer(layers, caplog):
             find = {ref.digest: layers[0]}.get
             server = LayerServer(context, "127.0.0.1", identity, find, allows=trusted.__contains__)
             task = asyncio.create_task(server.run())
-            client = _client(context, Source("head", identity.public, [f"tcp://127.0.0.1:{server.port}"]))
+            client = _client(context, here("head", identity.public, server.port))
             request = encode(FetchChunk(digest=ref.digest, offset=0, size=8))
             await client.send(request)
             assert len(await client.recv_multipart()) == 2

@@ -19,10 +19,12 @@ from primad.gguf.layers import LayerCut, cut_layer
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import fetch_layers
 from primad.layers.server import LayerServer
+from primad.network.contacts import Contact
 from primad.network.gate import Gate
-from primad.network.layer_messages import CHUNK_BYTES, Source
+from primad.network.layer_messages import CHUNK_BYTES
 from primad.trust.identity import new_identity
 from tests.fakes.gguf import array, write_gguf
+from tests.fakes.layers import here
 from tests.fakes.source_link import judge_silence
 
 PATIENCE_S = 180
@@ -59,14 +61,14 @@ def layer(model) -> LayerCut:
 
 
 @contextmanager
-def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], Source]]:
+def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], Contact]]:
     """A process that serves the layer of ``model``, two chunks a second."""
     command = [sys.executable, "-c", SERVER, str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             key, port = process.stdout.readline().split()
-            yield process, Source("slow", key, [f"tcp://127.0.0.1:{port}"])
+            yield process, here("slow", key, int(port))
         finally:
             process.kill()
 
@@ -74,7 +76,7 @@ def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], Source]]:
 def fetch(model: Path, layer: LayerCut, cache: LayerCache, number: int, *, other: bool, stalling: set[str]) -> None:
     """Fetch ``layer``, and send ``number`` to the source at the first bytes."""
 
-    async def once(process: subprocess.Popen[str], source: Source) -> None:
+    async def once(process: subprocess.Popen[str], source: Contact) -> None:
         context, identity, begun = zmq.asyncio.Context(), new_identity(), asyncio.Event()
 
         def arrived(_: int) -> None:
@@ -90,7 +92,7 @@ def fetch(model: Path, layer: LayerCut, cache: LayerCache, number: int, *, other
         sources, server = [source], LayerServer(context, "127.0.0.1", identity, {layer.ref().digest: layer}.get)
         joining = asyncio.create_task(join(server))
         if other:
-            sources.append(Source("other", identity.public, [f"tcp://127.0.0.1:{server.port}"]))
+            sources.append(here("other", identity.public, server.port))
         try:
             async with asyncio.timeout(PATIENCE_S), Gate(context, lambda key: True):
                 await fetch_layers(context, new_identity(), sources, [layer.ref()], cache, arrived)

@@ -210,7 +210,7 @@ def test_no_scope_of_the_heads_is_told_to_a_worker(leaving):
         home = Home(lap="fe80::2%4", tab="fe80::3%4")
         leaving["fe80::2%4"] = "fe80::1"
         sources = await home.ring._ways.sources(home.links["lap"])
-        assert [source.endpoints for source in sources] == [["tcp://[fe80::1]:5"], ["tcp://[fe80::3]:7"]]
+        assert [(source.addresses, source.port) for source in sources] == [(["fe80::1"], 5), (["fe80::3"], 7)]
         assert home.ring._ways.host_for("lap", "tab") == "fe80::3"
         assert home.ring._ways.host_for("desk", "lap") == "fe80::2%4", "it is the head's own"
 

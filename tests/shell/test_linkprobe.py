@@ -17,8 +17,9 @@ from primad.head.link_book import LinkBook
 from primad.head.worker_link import Caller, WorkerLink, greet
 from primad.membership import types
 from primad.network import linkprobe
+from primad.network.contacts import MAX_ADDRESSES, Contact
 from primad.network.linkprobe import UNREACHABLE_S, measure_links
-from primad.network.messages import MAX_ADDRESSES, MAX_ECHO_BYTES, LinkTarget
+from primad.network.messages import MAX_ECHO_BYTES
 from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity, new_identity
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated, head_end
@@ -89,12 +90,12 @@ def dead(monkeypatch) -> set[str]:
     measure, ask = linkprobe._measure, WorkerLink.measure_links
 
     async def measure_one(
-        context: zmq.asyncio.Context, identity: Identity, host: str, target: LinkTarget, timeout_s: float
+        context: zmq.asyncio.Context, identity: Identity, host: str, target: Contact, timeout_s: float
     ) -> tuple[float, float, float]:
         is_dead = found & {host, target.key, target.device}
         return await measure(context, identity, host, target, 0.3 if is_dead else PATIENCE_S)
 
-    async def ask_one(worker: WorkerLink, targets: Sequence[LinkTarget], timeout_s: float) -> list[LinkProfile]:
+    async def ask_one(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> list[LinkProfile]:
         return await ask(worker, targets, 0.4 if worker.name in found else max(timeout_s, PATIENCE_S))
 
     monkeypatch.setattr(linkprobe, "_measure", measure_one)
@@ -142,7 +143,7 @@ def test_a_device_that_no_address_reaches_has_a_link_that_no_plan_takes(dead, ad
 
     async def once() -> None:
         async with devices("a") as (context, (a,)):
-            target = LinkTarget(device="a", key=a.key, addresses=addresses, port=a.port)
+            target = Contact(device="a", key=a.key, addresses=addresses, port=a.port)
             there, back = await measure_links(context, HEAD, "desk", [target])
             assert (there.address, there.round_trip_s, back.round_trip_s) == ("", UNREACHABLE_S, UNREACHABLE_S)
 
@@ -155,7 +156,7 @@ def test_an_address_that_leads_to_another_device_is_passed_over(dead):
 
     async def once() -> None:
         async with devices("a", "b") as (context, (a, b)):
-            wrong = LinkTarget(device="b", key=b.key, addresses=[HOST], port=a.port)
+            wrong = Contact(device="b", key=b.key, addresses=[HOST], port=a.port)
             there, _back = await measure_links(context, HEAD, "desk", [wrong])
             assert there.round_trip_s == UNREACHABLE_S
 
@@ -221,7 +222,7 @@ def test_a_worker_is_told_no_scope_of_the_heads(monkeypatch):
         async with devices("a", "b") as (context, (a, b)):
             told: list[list[str]] = []
 
-            async def ask(worker: WorkerLink, targets: Sequence[LinkTarget], timeout_s: float) -> list[LinkProfile]:
+            async def ask(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> list[LinkProfile]:
                 told.extend(target.addresses for target in targets)
                 return []
 
@@ -324,7 +325,7 @@ def test_a_device_that_is_there_but_not_reached_stays_and_is_named(dead, monkeyp
             workers = await greeted(context, a, b)
             targets = {"a": a.target(), "b": b.target("127.0.0.9")}
 
-            async def target(worker: WorkerLink, _: object) -> LinkTarget:
+            async def target(worker: WorkerLink, _: object) -> Contact:
                 return targets[worker.name]
 
             monkeypatch.setattr(links_module, "_target", target)

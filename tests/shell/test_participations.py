@@ -26,7 +26,6 @@ from primad.gguf.layers import LayerRef, layer_digest, tree_of
 from primad.gguf.windows import WindowSpec
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import in_thread
-from primad.network.layer_messages import Source
 from primad.network.messages import (
     Broken,
     Load,
@@ -48,6 +47,7 @@ from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import TrustStore
 from primad.worker import participations as parts_module
 from primad.worker.participations import Participations
+from tests.fakes.layers import here
 from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
 from tests.fakes.profile import PROFILE
 
@@ -55,7 +55,7 @@ PATIENCE_S = 180
 FILES = WindowSource(window=0, metadata="window.gguf", layers=(), assignment=in_memory(0, 2), extra_buffers=False)
 KEY, OTHER_KEY = new_identity().public, new_identity().public
 LAYER = LayerRef("ab" * 32, 1000, ())
-SOURCE = Source("desk", KEY, ["tcp://127.0.0.1:1"])
+SOURCE = here("desk", KEY, 1)
 
 Kind = TypeVar("Kind")
 

@@ -32,6 +32,7 @@ from primad.membership import types
 from primad.network import messages
 from primad.network.addresses import Interface
 from primad.network.admin import Describe, Leave, Pause, Resume
+from primad.network.contacts import Contact
 from primad.network.control import HeadEnd
 from primad.network.discovery import MulticastError
 from primad.network.messages import (
@@ -45,7 +46,6 @@ from primad.network.messages import (
     Leaving,
     Link,
     LinksMeasured,
-    LinkTarget,
     Load,
     Loaded,
     MeasureLinks,
@@ -797,9 +797,7 @@ def test_a_worker_that_cannot_announce_itself_ends_with_the_reason(lab, monkeypa
 def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_is_told_back_without(lab, monkeypatch):
     measured: list[list[str]] = []
 
-    async def measure(
-        _: object, __: object, source: str, targets: list[LinkTarget], **___: object
-    ) -> list[LinkProfile]:
+    async def measure(_: object, __: object, source: str, targets: list[Contact], **___: object) -> list[LinkProfile]:
         measured.extend(target.addresses for target in targets)
         return [LinkProfile(source=source, target="tower", address="fe80::9%5", round_trip_s=1.0, bytes_per_s=1.0)]
 
@@ -812,7 +810,7 @@ def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_i
             lap.daemon._end.scopes = Scopes(lambda: interfaces)
             desk = lap.head()
             await desk.takes()
-            target = LinkTarget(device="tower", key=TOWER.public, addresses=["fe80::9"], port=4711)
+            target = Contact(device="tower", key=TOWER.public, addresses=["fe80::9"], port=4711)
             await desk.say(MeasureLinks(targets=[target]))
             (link,) = (await desk.hear(LinksMeasured)).links
             assert (link.address, measured) == ("fe80::9", [["fe80::9%3", "fe80::9%5"]])
