@@ -20,7 +20,7 @@ class DeviceLostError(ClusterError):
 
 
 class ParticipationError(ClusterError):
-    """The participation of ``device`` failed; ``fault`` is what it was doing (``messages.FAULTS``, or ``UNREACHED``)."""
+    """The participation of ``device`` failed; ``fault`` is what it was doing (a ``messages.Fault``, or ``UNREACHED``)."""
 
     def __init__(self, message: str, device: str, fault: str) -> None:
         super().__init__(message)

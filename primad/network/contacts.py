@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from ipaddress import ip_address
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -16,13 +16,17 @@ MAX_ADDRESSES: Final = 64
 _SCOPE: Final = re.compile(r"[\w.-]{1,32}", re.ASCII)
 
 
+DeviceName = Annotated[str, msgspec.Meta(pattern=rf"\A{NAME.pattern}\Z")]
+TcpPort = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+
+
 class Contact(msgspec.Struct, frozen=True, kw_only=True):
     """A device: its name, its public key (Z85), its addresses and the TCP port there."""
 
-    device: str
+    device: DeviceName
     key: str
-    addresses: list[str]
-    port: int
+    addresses: Annotated[list[str], msgspec.Meta(max_length=MAX_ADDRESSES)]
+    port: TcpPort
 
 
 def is_address(text: str) -> bool:
@@ -35,13 +39,9 @@ def is_address(text: str) -> bool:
 
 
 def check_contact(contact: Contact) -> None:
-    """Judge what came from another device. Raises ``ProtocolError`` naming what is wrong."""
-    if not NAME.fullmatch(contact.device):
-        raise ProtocolError(f"contact {printable(contact.device, 70)!r}, which is no device name")
+    """Judge what came from another device beyond its shape. Raises ``ProtocolError`` naming what is wrong."""
     if not is_key(contact.key):
         raise ProtocolError(f"{printable(contact.key, 50)!r} of {contact.device} is no public key")
-    if len(contact.addresses) > MAX_ADDRESSES or not 0 < contact.port < 65_536:
-        raise ProtocolError(f"{contact.device} at {len(contact.addresses)} addresses, port {contact.port}")
     for address in contact.addresses:
         if not is_address(address):
             raise ProtocolError(f"{contact.device} at {printable(address, 50)!r}, which is no address")

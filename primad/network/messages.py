@@ -19,17 +19,17 @@ any more.
 
 from __future__ import annotations
 
-import math
-from typing import Final, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from halda import DeviceProfile, LinkProfile, WindowAssignment
 from primad.engine.protocol import KvType
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
 from primad.gguf.windows import WindowSpec
-from primad.network.contacts import Contact, check_contact, is_address
+from primad.network.contacts import Contact, DeviceName, TcpPort, check_contact, is_address
 from primad.profiles import Implausible, check_profile
 from primad.ring.messages import Status
 from primad.settings.config import NAME
@@ -38,9 +38,7 @@ from primad.trust.identity import is_key
 PROTOCOL: Final = 3
 OLDEST: Final = 3
 MAX_MESSAGE_BYTES: Final = 16 << 20
-PHASES: Final = ("fetch", "load")
-FAULTS: Final = ("fetch", "disk", "load", "ring", "next")
-"""What a participation was doing when it ended; ``next``: the device behind it in the ring takes no steps."""
+Fault = Literal["fetch", "disk", "load", "ring", "next"]
 MAX_PARTICIPATIONS: Final = 64
 MAX_REVISION: Final = 1 << 62
 MAX_DEVICES: Final = 1024
@@ -50,8 +48,11 @@ ECHO_BYTES: Final = (0, 8 << 10, 256 << 10, MAX_ECHO_BYTES)
 MAX_CONTACTS: Final = 1024
 MAX_ROUND_TRIP_S: Final = 3600.0
 MAX_LINK_BYTES_PER_S: Final = 1e13
-MAX_GONE_AFTER_S: Final = 3600.0
 MAX_MEMORY_BYTES: Final = 1 << 50
+
+Revision = Annotated[int, Meta(ge=0, le=MAX_REVISION)]
+MemoryBytes = Annotated[int, Meta(ge=0, le=MAX_MEMORY_BYTES)]
+Contacts = Annotated[list[Contact], Meta(max_length=MAX_CONTACTS)]
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="knock"):
@@ -60,7 +61,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="knock"):
     protocol: int
     oldest: int
     version: str
-    device: str
+    device: DeviceName
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -71,24 +72,24 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
     protocol: int
     version: str
-    device: str
+    device: DeviceName
     session: int
     build: str
-    gone_after_s: float
+    gone_after_s: Annotated[float, Meta(ge=0.1, le=3600.0)]
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
     """A device that the head trusts, and its public key."""
 
-    device: str
+    device: DeviceName
     key: str
 
 
 class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
     """The devices that this head trusts, so that they trust each other; and the keys that it does not trust any more."""
 
-    devices: list[Introduction]
-    revoked: list[str]
+    devices: Annotated[list[Introduction], Meta(max_length=MAX_DEVICES)]
+    revoked: Annotated[list[str], Meta(max_length=MAX_DEVICES)]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
@@ -102,18 +103,18 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
     ring: int
     epoch: int
-    route: int
-    width: int
-    windows: list[WindowSpec]
+    route: Annotated[int, Meta(ge=2, le=100_000)]
+    width: Annotated[int, Meta(ge=1, le=1 << 20)]
+    windows: Annotated[list[WindowSpec], Meta(min_length=1)]
     assignments: list[WindowAssignment]
-    ahead_bytes: int
+    ahead_bytes: MemoryBytes
     extra_buffers: list[bool]
-    sources: list[Contact]
-    context: int
-    sequences: int
-    rows: int
-    step_timeout_s: float
-    place: int
+    sources: Contacts
+    context: Annotated[int, Meta(ge=1, le=1 << 26)]
+    sequences: Annotated[int, Meta(ge=1, le=256)]
+    rows: Annotated[int, Meta(ge=1, le=8192)]
+    step_timeout_s: Annotated[float, Meta(gt=0, le=1e9)]
+    place: Annotated[int, Meta(ge=0, lt=1 << 16)]
     kv_type: KvType
 
 
@@ -146,13 +147,13 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 class MeasureLinks(msgspec.Struct, frozen=True, kw_only=True, tag="measure-links"):
     """Measure the links to ``targets``; answered by ``LinksMeasured``."""
 
-    targets: list[Contact]
+    targets: Contacts
 
 
 class Echo(msgspec.Struct, frozen=True, kw_only=True, tag="echo"):
     """Answer with ``answer_bytes`` bytes, one of ``ECHO_BYTES``. Any trusted device may ask."""
 
-    payload: bytes
+    payload: Annotated[bytes, Meta(max_length=MAX_ECHO_BYTES)]
     answer_bytes: int
 
 
@@ -169,7 +170,7 @@ class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="knocked"):
     protocol: int
     oldest: int
     version: str
-    device: str
+    device: DeviceName
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -179,7 +180,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     version: str
     build: str
     profile: DeviceProfile
-    layer_port: int
+    layer_port: TcpPort
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -189,10 +190,10 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """How far loading is: ``phase`` (one of ``PHASES``) is fetch (bytes) or load (windows)."""
+    """How far loading is: ``phase`` is fetch (bytes) or load (windows)."""
 
     epoch: int
-    phase: str
+    phase: Literal["fetch", "load"]
     done: int
     total: int
 
@@ -211,8 +212,8 @@ class MemoryLow(msgspec.Struct, frozen=True, kw_only=True, tag="pressed"):
     """
 
     epoch: int
-    needed_bytes: int
-    ram_available_bytes: int
+    needed_bytes: Annotated[int, Meta(ge=1, le=MAX_MEMORY_BYTES)]
+    ram_available_bytes: MemoryBytes
 
 
 class MemoryRecovered(msgspec.Struct, frozen=True, tag="relieved"):
@@ -221,21 +222,24 @@ class MemoryRecovered(msgspec.Struct, frozen=True, tag="relieved"):
     An older head does not know this and plans on with what it has.
     """
 
-    ram_available_bytes: int
+    ram_available_bytes: MemoryBytes
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``."""
 
-    port: int
+    port: TcpPort
     key: str
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
-    """The participation ended; ``error`` is one line, ``fault`` (one of ``FAULTS``) is what it was doing."""
+    """The participation ended; ``error`` is one line.
+
+    ``fault`` is what it was doing: fetch, disk, load, ring, or next where the device behind it in the ring takes no steps.
+    """
 
     error: str
-    fault: str
+    fault: Fault
 
 
 class ParticipationState(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,15 +254,15 @@ class ParticipationState(msgspec.Struct, frozen=True, kw_only=True):
 class ParticipationStates(msgspec.Struct, frozen=True, kw_only=True, tag="participations"):
     """How all participations of the worker stand since change ``revision``; before the first one there were none."""
 
-    revision: int
-    states: list[ParticipationState]
+    revision: Revision
+    states: Annotated[list[ParticipationState], Meta(max_length=MAX_PARTICIPATIONS)]
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """Here, and the participations stood as in ``revision`` when ping ``number`` came."""
 
     number: int = 0
-    revision: int = 0
+    revision: Revision = 0
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
@@ -309,22 +313,17 @@ def decode_from_head(data: bytes) -> HeadMessage:
     match message:
         case Load():
             _check_load(message)
-        case Hello(device=device) | Probe(device=device) if not NAME.fullmatch(device):
-            raise ProtocolError(f"hello of {printable(device, 70)!r}, which is no device name")
-        case Hello(gone_after_s=gone_after_s) if not 0.1 <= gone_after_s <= MAX_GONE_AFTER_S:
-            raise ProtocolError(f"hello of a head with a patience of {gone_after_s} s")
-        case Introduce():
-            _check_introductions(message)
+        case Introduce(devices=devices, revoked=revoked):
+            for key in (*(introduction.key for introduction in devices), *revoked):
+                _check_key(key)
         case Link(key=key, sender=sender):
             _check_key(key)
             _check_key(sender)
         case MeasureLinks(targets=targets):
-            _check_contacts(targets)
-        case Echo(payload=payload, answer_bytes=size) if len(payload) > MAX_ECHO_BYTES or size not in ECHO_BYTES:
-            raise ProtocolError(
-                f"echo of {len(payload)} bytes for {size} bytes; at most {MAX_ECHO_BYTES} are allowed, and answers of "
-                f"{', '.join(map(str, ECHO_BYTES))}"
-            )
+            for target in targets:
+                check_contact(target)
+        case Echo(answer_bytes=size) if size not in ECHO_BYTES:
+            raise ProtocolError(f"echo for {size} bytes; there are answers of {', '.join(map(str, ECHO_BYTES))}")
     return message
 
 
@@ -332,30 +331,20 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
     """A message of a worker, its texts fit to be shown. Raises ``ProtocolError``."""
     message: WorkerMessage = _decode(_worker_decoder, data)
     match message:
-        case Welcome(profile=profile, layer_port=port):
+        case Welcome(profile=profile):
             _check_profile(profile)
-            _check_port(port)
             version, build = printable(message.version, 40), printable(message.build, 200)
             return msgspec.structs.replace(message, version=version, build=build)
-        case Probed(device=device) if not NAME.fullmatch(device):
-            raise ProtocolError(f"answer of {printable(device, 70)!r}, which is no device name")
         case Probed():
             return msgspec.structs.replace(message, version=printable(message.version, 40))
         case ParticipationStates():
             return _checked_states(message)
-        case Pong(revision=revision):
-            _check_revision(revision)
-        case Progress(phase=phase, done=done, total=total) if phase not in PHASES or not 0 <= done <= total:
-            raise ProtocolError(f"impossible progress: {done} of {total} in phase {printable(phase, 20)!r}")
+        case Progress(done=done, total=total) if not 0 <= done <= total:
+            raise ProtocolError(f"impossible progress: {done} of {total}")
         case Refused(reason):
             return Refused(printable(reason))
         case Leaving(reason):
             return Leaving(printable(reason, 100))
-        case MemoryLow(needed_bytes=needed, ram_available_bytes=available):
-            if not 0 < needed <= MAX_MEMORY_BYTES or not 0 <= available <= MAX_MEMORY_BYTES:
-                raise ProtocolError(f"impossible lack of {needed} bytes of memory, with {available} for a plan")
-        case MemoryRecovered(available) if not 0 <= available <= MAX_MEMORY_BYTES:
-            raise ProtocolError(f"impossible recovery: {available} bytes of memory for a plan")
         case LinksMeasured(links=links):
             _check_links(links)
     return message
@@ -368,26 +357,12 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> _Message
         raise ProtocolError(f"not a control message: {printable(exc)}") from exc
 
 
-def _check_port(port: int) -> None:
-    if not 0 < port < 65_536:
-        raise ProtocolError(f"impossible port {port}")
-
-
 def _check_key(key: str) -> None:
     if not is_key(key):
         raise ProtocolError(f"{printable(key, 50)!r} is no public key")
 
 
-def _check_revision(revision: int) -> None:
-    if not 0 <= revision <= MAX_REVISION:
-        raise ProtocolError(f"impossible revision {revision}")
-
-
 def _checked_states(message: ParticipationStates) -> ParticipationStates:
-    _check_revision(message.revision)
-    if len(message.states) > MAX_PARTICIPATIONS:
-        count = len(message.states)
-        raise ProtocolError(f"a worker with {count} participations; at most {MAX_PARTICIPATIONS} are allowed")
     if len({state.epoch for state in message.states}) < len(message.states):
         raise ProtocolError("a worker that participates twice in one epoch")
     return msgspec.structs.replace(message, states=[_checked_state(state) for state in message.states])
@@ -395,32 +370,11 @@ def _checked_states(message: ParticipationStates) -> ParticipationStates:
 
 def _checked_state(state: ParticipationState) -> ParticipationState:
     if state.loaded is not None:
-        _check_port(state.loaded.port)
         _check_key(state.loaded.key)
     if state.broken is None:
         return state
-    if state.broken.fault not in FAULTS:
-        raise ProtocolError(f"impossible fault {printable(state.broken.fault, 20)!r}")
     broken = Broken(error=printable(state.broken.error), fault=state.broken.fault)
     return msgspec.structs.replace(state, broken=broken)
-
-
-def _check_introductions(message: Introduce) -> None:
-    if len(message.devices) > MAX_DEVICES or len(message.revoked) > MAX_DEVICES:
-        raise ProtocolError(f"introduction of {len(message.devices)} devices; at most {MAX_DEVICES} are allowed")
-    for introduction in message.devices:
-        if not NAME.fullmatch(introduction.device):
-            raise ProtocolError(f"introduction of {printable(introduction.device, 70)!r}, which is no device name")
-        _check_key(introduction.key)
-    for key in message.revoked:
-        _check_key(key)
-
-
-def _check_contacts(contacts: list[Contact]) -> None:
-    if len(contacts) > MAX_CONTACTS:
-        raise ProtocolError(f"{len(contacts)} devices in one message; at most {MAX_CONTACTS} are allowed")
-    for contact in contacts:
-        check_contact(contact)
 
 
 def _check_links(links: list[LinkProfile]) -> None:
@@ -444,23 +398,14 @@ def _check_profile(profile: DeviceProfile) -> None:
 
 
 def _check_load(load: Load) -> None:
-    if not 2 <= load.route <= 100_000 or not 0 < load.width <= 1 << 20:
-        raise ProtocolError(f"plan with a route of {load.route} windows and a width of {load.width}")
-    if not 0 < load.rows <= 8192 or not 0 < load.context <= 1 << 26 or not 0 < load.sequences <= 256:
-        raise ProtocolError(f"plan with {load.rows} rows, {load.sequences} sequences, a context of {load.context}")
-    if not 0 <= load.place < 1 << 16:
-        raise ProtocolError(f"plan with the impossible place {load.place}")
-    if not 0 < load.step_timeout_s < math.inf:
-        raise ProtocolError(f"plan with a step timeout of {load.step_timeout_s} s")
-    if not load.windows or not len(load.assignments) == len(load.extra_buffers) == len(load.windows):
-        raise ProtocolError("plan without windows for this device")
+    if not len(load.assignments) == len(load.extra_buffers) == len(load.windows):
+        raise ProtocolError("plan with windows for this device of which it does not say all")
     if len({spec.window for spec in load.windows}) != len(load.windows):
         raise ProtocolError("plan with two windows at one place of the route")
     for spec, assignment in zip(load.windows, load.assignments, strict=True):
         _check_assignment(spec, assignment)
-    if not 0 <= load.ahead_bytes <= MAX_MEMORY_BYTES:
-        raise ProtocolError(f"plan with {load.ahead_bytes} bytes ahead")
-    _check_contacts(load.sources)
+    for source in load.sources:
+        check_contact(source)
     for spec in load.windows:
         if not 0 <= spec.first < spec.last or len(spec.layers) < spec.last - spec.first:
             raise ProtocolError(f"window {spec.window} of layers {spec.first} to {spec.last} is impossible")

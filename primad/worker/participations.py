@@ -29,7 +29,7 @@ from primad.errors import ClusterError, DiskError, NextDeviceError, PrimadError,
 from primad.gguf.layers import LayerRef
 from primad.layers.fetch import fetch_layers
 from primad.network import messages
-from primad.network.messages import Broken, Load, Loaded, Progress, WorkerMessage, WorkerStatus
+from primad.network.messages import Broken, Fault, Load, Loaded, Progress, WorkerMessage, WorkerStatus
 from primad.ring.messages import (
     Connect,
     Loading,
@@ -164,7 +164,7 @@ class Participations:
         """Load the windows of ``load``; pass on what their ring process says until it breaks or this task is cancelled."""
         process: LoadedProcess | None = None
         windows = WindowLoad(load, next(self._numbers), self._station, profile)
-        fault = "fetch"
+        fault: Fault = "fetch"
         try:
             await self._fetch(load, windows)
             fault = "load"
@@ -194,14 +194,14 @@ class Participations:
             elif process is not None:
                 self._parking.end(process)
 
-    def _blame_disk(self, error: WeightsError, fault: str) -> str:
+    def _blame_disk(self, error: WeightsError, fault: Fault) -> Fault:
         """What a participation failed at whose weights could not be read: its disk, if that goes on."""
         now = time.monotonic()
         lately = [(text, at_s) for text, at_s in self._unreadable if now - at_s < self._timings.worker.forgiven_s]
         self._unreadable = [*lately, (str(error), now)]
         return "disk" if str(error) in dict(lately) or len(lately) >= MOST_UNREADABLE else fault
 
-    async def _broke(self, load: Load, error: PrimadError, fault: str) -> None:
+    async def _broke(self, load: Load, error: PrimadError, fault: Fault) -> None:
         if fault == "fetch":  # the head says it, unless it is what went away
             logger.info("epoch %d: %s", load.epoch, error)
         else:
@@ -235,17 +235,17 @@ class Participations:
                 timings=self._timings.layers,
             )
 
-        await windows.prepare(fetch, self._progress(load.epoch, "fetch"))
+        await windows.prepare(fetch, self._fetched(load.epoch))
 
-    def _progress(self, epoch: int, phase: str) -> Callable[[int, int], None]:
-        """Takes how much of ``phase`` is done, and of how much; the head is told now and then."""
+    def _fetched(self, epoch: int) -> Callable[[int, int], None]:
+        """Takes how much was fetched, and of how much; the head is told now and then."""
         told_s = 0.0
 
         def progress(done: int, total: int) -> None:
             nonlocal told_s
             if done == total or time.monotonic() - told_s >= PROGRESS_INTERVAL_S:
                 told_s = time.monotonic()
-                self._telling.start(self._tell(Progress(epoch=epoch, phase=phase, done=done, total=total)))
+                self._telling.start(self._tell(Progress(epoch=epoch, phase="fetch", done=done, total=total)))
 
         return progress
 

@@ -347,7 +347,7 @@ def test_what_is_no_key_is_refused(with_key, key):
 
 @pytest.mark.parametrize("gone_after_s", [0.0, -1.0, math.nan, math.inf, 1e9])
 def test_a_head_with_an_impossible_patience_is_refused(gone_after_s):
-    with pytest.raises(ProtocolError, match="a patience of"):
+    with pytest.raises(ProtocolError, match="gone_after_s"):
         cluster.decode_from_head(encode(a_hello(gone_after_s=gone_after_s)))
 
 
@@ -487,17 +487,17 @@ def test_the_reason_for_no_chunk_is_one_printable_line():
 
 @pytest.mark.parametrize("name", ["", HOSTILE, "a b", "[red]", "-x", "x" * 63, "é"])
 def test_a_device_without_a_proper_name_is_refused(name):
-    with pytest.raises(ProtocolError, match="no device name"):
+    with pytest.raises(ProtocolError, match=r"at `.*device`"):
         cluster.decode_from_head(encode(a_hello(device=name)))
-    with pytest.raises(ProtocolError, match="no device name"):
+    with pytest.raises(ProtocolError, match=r"at `.*device`"):
         cluster.decode_from_head(
             encode(cluster.Probe(protocol=cluster.PROTOCOL, oldest=cluster.OLDEST, version="0", device=name))
         )
-    with pytest.raises(ProtocolError, match="no device name"):
+    with pytest.raises(ProtocolError, match=r"at `.*device`"):
         cluster.decode_from_worker(
             encode(cluster.Probed(protocol=cluster.PROTOCOL, oldest=cluster.OLDEST, version="0", device=name))
         )
-    with pytest.raises(ProtocolError, match="no device name"):
+    with pytest.raises(ProtocolError, match=r"at `.*device`"):
         cluster.decode_from_head(encode(cluster.Introduce(devices=[cluster.Introduction(name, KEY)], revoked=[])))
     with pytest.raises(ProtocolError, match="no device name"):
         cluster.decode_from_head(encode(a_load(sources=[msgspec.structs.replace(SOURCE, device=name)])))
@@ -541,14 +541,15 @@ def test_a_profile_with_impossible_figures_is_refused(figures):
     ],
 )
 def test_impossible_news_of_a_worker_are_refused(message):
-    with pytest.raises(ProtocolError, match="impossible"):
+    with pytest.raises(ProtocolError) as refused:
         cluster.decode_from_worker(encode(message))
+    assert_one_line(str(refused.value))
 
 
 @pytest.mark.parametrize(
     ("states", "why"),
     [
-        ([a_state(number) for number in range(cluster.MAX_PARTICIPATIONS + 1)], "65 participations; at most 64"),
+        ([a_state(number) for number in range(cluster.MAX_PARTICIPATIONS + 1)], "of length <= 64"),
         ([a_state(), a_state()], "twice in one epoch"),
         ([a_state(loaded=cluster.Loaded(port=1, key=HOSTILE))], "no public key"),
     ],

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import socket
 from contextlib import closing
+from typing import get_args
 
 import msgspec
 import pytest
@@ -22,9 +23,9 @@ from primad.head.worker_link import Caller, WorkerLink, greet, probe
 from primad.membership import types
 from primad.network.control import WorkerEnd
 from primad.network.messages import (
-    FAULTS,
     Broken,
     Dismiss,
+    Fault,
     Introduce,
     Introduction,
     Leaving,
@@ -517,7 +518,7 @@ def test_a_part_hears_of_its_own_epoch_only():
     asyncio.run(once())
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", get_args(Fault))
 def test_a_part_that_breaks_says_whose_fault_it_was(fault):
     async def once() -> None:
         async with gated() as context:
