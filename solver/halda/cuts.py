@@ -1,16 +1,20 @@
-"""Where to cut a model whose layers differ: a shortest path over window boundaries, near the best in milliseconds.
+"""Where to cut a model: a shortest path over window boundaries, near the best in milliseconds.
 
-The integer program of the even layout knows how many layers a device should have, but not which; a real window may then
-not fit. Here the devices of a ring stand in a fixed order and each window range is priced by itself: as many layers on the
-GPU as fit, or none; what overflows the RAM streams through as few slots as can be, or through so many that nothing waits.
-The cheapest chain of windows is found exactly under these prices. Which layers then stream is left to an integer program.
+Every search begins with such plans. Where layers differ they also stand in for the integer program of the even layout: it
+knows how many layers a device should have, but not which, and a real window may then not fit.
+
+The devices stand in a fixed order, and each window range is priced by itself: as many layers on the GPU as fit, or none;
+what overflows the RAM streams through as few slots as can be, or through so many that nothing waits; the hops are shared
+out among the devices. The cheapest chain of windows is found exactly under these prices, and it leaves out whom it does
+without. Which layers then stream is left to an integer program.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +22,7 @@ from numpy.typing import NDArray
 
 from halda.evaluate import Objective
 from halda.instance import MIN_SLOTS, Instance, Member, Phase
+from halda.orders import hops_around, ring_order
 from halda.plan import Window
 
 Floats = NDArray[np.float64]
@@ -26,35 +31,38 @@ _MOST_TAILS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class _Weights:
     """What a second of decode and of a prompt's chunk counts for in the objective."""
 
     decode: float
     prefill: float
 
 
-def weights(objective: Objective, instance: Instance) -> Weights:
+def _weights(objective: Objective, instance: Instance) -> _Weights:
     """The weights that stand for ``objective`` where times of devices add up."""
     match objective:
         case "latency" | "throughput":
-            return Weights(1.0, 0.0)
+            return _Weights(1.0, 0.0)
         case "ttft":
-            return Weights(0.0, 1.0)
+            return _Weights(0.0, 1.0)
         case "balanced":
-            return Weights(float(instance.workload.answer_tokens), 1.0)
+            return _Weights(float(instance.workload.answer_tokens), 1.0)
 
 
 def good_cuts(
-    instance: Instance, order: Sequence[int], rounds: int, objective: Objective
+    instance: Instance, order: Sequence[int], rounds: int, objective: Objective, required: frozenset[int]
 ) -> list[tuple[float, tuple[Window, ...]]]:
-    """Routes of ``rounds`` rounds through the members ``order``, the head first, with their prices."""
+    """Routes of ``rounds`` rounds through the members ``order``, the head first, with their prices, the best first.
+
+    Members that are not ``required`` are left out where that is cheaper.
+    """
     found = []
-    for columns, tail in _shapes(instance, len(order), rounds):
-        pricing = _Pricing(instance, rounds, columns, tail, weights(objective, instance))
-        cut = pricing.cheapest(order)
-        if cut is not None:
+    for columns, tail in _shapes(instance, max(2, 1 + len(required - {0})), rounds):
+        pricing = _Pricing(instance, rounds, columns, tail, _weights(objective, instance))
+        cut = pricing.cheapest(order, required)
+        if cut is not None and sum(end > first for first, end in pairwise([0, *(end for end, _, _ in cut[1])])) > 1:
             found.append((cut[0], _route(instance, order, rounds, columns, tail, cut[1])))
-    return found
+    return sorted(found, key=lambda pair: pair[0])
 
 
 def _shapes(instance: Instance, devices: int, rounds: int) -> Iterator[tuple[int, int]]:
@@ -78,7 +86,8 @@ def _route(
     for r in range(rounds):
         for name, first, (end, gpu, _) in zip(names, firsts, cuts, strict=True):
             at = r * columns
-            windows.append(Window(device=name, first=at + first, last=at + end, gpu_layers=gpu))
+            if end > first:
+                windows.append(Window(device=name, first=at + first, last=at + end, gpu_layers=gpu))
     total = len(instance.model.layers)
     return (*windows, Window(device=names[0], first=tail, last=total, gpu_layers=cuts[0][2]))
 
@@ -96,7 +105,7 @@ class _Priced:
 class _Pricing:
     """Prices of windows for rounds of ``columns`` layers and a tail from layer ``tail`` on."""
 
-    def __init__(self, instance: Instance, rounds: int, columns: int, tail: int, weights: Weights) -> None:
+    def __init__(self, instance: Instance, rounds: int, columns: int, tail: int, weights: _Weights) -> None:
         self._instance = instance
         self._rounds = rounds
         self._columns = columns
@@ -110,9 +119,22 @@ class _Pricing:
         # Two slots with the output matrix among what streams take so much more than without.
         self._output_bytes = instance.output_excess_bytes if instance.output_streams else instance.model.output_bytes
 
-    def cheapest(self, order: Sequence[int]) -> tuple[float, list[tuple[int, int, int]]] | None:
-        """The cheapest chain for the members ``order``: its price and for each (end, GPU layers, GPU layers of the tail)."""
-        priced = [self._member(self._instance.members[m], is_head=not place) for place, m in enumerate(order)]
+    def cheapest(
+        self, order: Sequence[int], required: frozenset[int]
+    ) -> tuple[float, list[tuple[int, int, int]]] | None:
+        """The cheapest chain for the members ``order``: its price and for each (end, GPU layers, GPU layers of the tail).
+
+        One that is left out ends where the one before it does.
+        """
+        hops = hops_around(self._instance, ring_order(self._instance, order))
+        priced = []
+        for m in order:
+            member = self._member(self._alone(m, order), is_head=m == 0)
+            hop_s = self._weights.decode * hops[m].hops_s + self._weights.prefill * hops[m].chunk_hops_s
+            price, disk_s = member.price + self._rounds * hop_s, member.disk_s
+            np.fill_diagonal(price, math.inf if m == 0 or m in required else 0.0)
+            np.fill_diagonal(disk_s, 0.0)
+            priced.append(replace(member, price=price))
         best = self._chain(priced, math.inf)
         if best is None or not self._weights.decode:
             return best
@@ -127,10 +149,17 @@ class _Pricing:
                 best, high = found, middle
         return high, best[1]
 
+    def _alone(self, m: int, order: Sequence[int]) -> Member:
+        """Member ``m``, of a machine that it shares with others of ``order`` with an equal share of the memory."""
+        member = self._instance.members[m]
+        here = next(host for host in self._instance.hosts if m in host)
+        count = sum(other in order for other in here)
+        return replace(member, ram_limit=member.ram_limit // count, vram_limit=member.vram_limit // count)
+
     def _chain(self, priced: Sequence[_Priced], disk_s: float) -> tuple[float, list[tuple[int, int, int]]] | None:
         cut, size = self._instance.model.cut_multiple, self._columns + 1
         allowed = (
-            (self._at % cut == 0)[:, None] & (self._at % cut == 0)[None, :] & (self._at[:, None] < self._at[None, :])
+            (self._at % cut == 0)[:, None] & (self._at % cut == 0)[None, :] & (self._at[:, None] <= self._at[None, :])
         )
         costs = np.full(size, math.inf)
         costs[0] = 0.0

@@ -5,8 +5,8 @@ everything that more rounds could win (waiting for slots, equal rounds) bounds a
 add hops, so the search mostly ends after a few. Where layers differ, the even layout is itself only a bound; what it leaves
 open is settled by cutting exactly, one ring order at a time.
 
-Before all rings come the plans that are quick to make (``candidates.py``): a program looks only for what is better than
-they are. If the best of them has several rounds, so many are solved early, since time may end before it is their turn.
+Before all rings come the plans that are quick to make (``cuts.py``): a program looks only for what is better than they
+are. If the best of them has several rounds, so many are solved early, since time may end before it is their turn.
 
 Where no plan fits, the same search is made once more for plans whose head also streams the output matrix. Streaming it saves
 at most the bytes of one slot, so such plans are looked for only when there is no other.
@@ -14,6 +14,7 @@ at most the bytes of one slot, so such plans are looked for only when there is n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -22,8 +23,7 @@ from typing import Any, Final
 import pulp
 
 from halda import milp
-from halda.candidates import candidates
-from halda.cuts import good_cuts, weights
+from halda.cuts import good_cuts
 from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, residency, spread, unit_bytes
 from halda.instance import Instance, instance
 from halda.orders import (
@@ -35,7 +35,6 @@ from halda.orders import (
     hops_around,
     induced_orders,
     least_hops,
-    ring_order,
 )
 from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
 from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
@@ -61,7 +60,9 @@ _ELASTIC_ORDERS: Final = 6
 _LEAST_BYTES: Final = 0.5
 """What is less is what the solver takes for nothing."""
 _POLISHED: Final = 3
-"""Candidates whose streaming is settled by a program of its own."""
+"""Plans that are quick to make of which streaming is settled by a program of its own."""
+_WORSE_ROUNDS: Final = 4
+"""After so many more rounds without a better price no quick plans of still more are made."""
 _EARLY_SHARE: Final = 0.2
 """Share of the time left that a number of rounds may take that is solved out of order."""
 _SAME: Final = 1e-9
@@ -195,7 +196,7 @@ class _Search:
         self._left_s = time_limit_s
         self._limit_s = time_limit_s
         self._best: tuple[float, Plan] | None = None
-        self._best_is_candidate = False
+        self._best_is_quick = False
         self._open_bound_s = float("inf")
 
     @property
@@ -212,7 +213,7 @@ class _Search:
             orders = (
                 exact_orders(self._instance, self._objective) if len(self._instance.devices) <= EXACT_DEVICES else None
             )
-            self._begin()
+            self._begin(blocks)
             early = self._early(orders)
             unfinished = {}
             # More rounds add only hops and memory to what the bound leaves open: the first that cannot win ends the search.
@@ -232,14 +233,35 @@ class _Search:
                 self._settle(rounds, orders, bound_s)
         return self._best is not None
 
-    def _begin(self) -> None:
-        """Keep the best of the plans that are quick to make."""
-        found = candidates(self._instance, self._objective, self._required)
-        for candidate in found:
-            self._keep(candidate.plan, is_candidate=True)
-        for candidate in found[:_POLISHED]:
-            if candidate.plan.streaming:
-                self._offer_route(candidate.plan.rounds, candidate.plan.route)
+    def _begin(self, blocks: int) -> None:
+        """Keep the best of the plans that are quick to make: of one round, and of more as long as more rounds help.
+
+        All of them have equal rounds and a tail, as the programs' plans have, so a search that proves its answer the best
+        proves it against the same plans.
+        """
+        question = self._instance
+        everyone, best_before_s, worse = range(len(question.devices)), math.inf, 0
+        one_a_machine = sorted({host[0] for host in question.hosts} | self._required)
+        orders = {good_order(question, members).members for members in (everyone, one_a_machine)}
+        found = []
+        for rounds in range(1, blocks + 1):
+            if rounds > 1 and self._best is not None and not self._best[1].streaming:
+                break  # rounds serve streaming alone
+            cuts = [
+                cut for order in orders for cut in good_cuts(question, order, rounds, self._objective, self._required)
+            ]
+            for price, route in cuts:
+                found.append((price, rounds, route))
+                plan = residency(_plan(rounds, route), question)
+                if question.output_streams or not plan.streams_output:
+                    self._keep(plan, is_quick=True)
+            best_s = min((price for price, _ in cuts), default=math.inf)
+            worse = 0 if best_s < best_before_s else worse + 1
+            best_before_s = min(best_s, best_before_s)
+            if worse == _WORSE_ROUNDS:
+                break
+        for _, rounds, route in sorted(found, key=lambda each: each[0])[:_POLISHED]:
+            self._offer_route(rounds, route)
 
     def _early(self, orders: Sequence[RingOrder] | None) -> dict[int, Outcome]:
         """Where the best plan so far has several rounds: solve that many before all others, and one round before that.
@@ -334,8 +356,8 @@ class _Search:
             ring = self._take_even(program)
             if orders is None and bound_s < self._best_s * (1 - _SAME):
                 self._try_hops(rounds, ring)
-        if len(self._instance.kinds) > 1 and bound_s < self._best_s * (1 - _SAME):
-            self._offer_cuts(rounds, ring if outcome.found else None)
+            if len(self._instance.kinds) > 1 and len(ring) > 1 and bound_s < self._best_s * (1 - _SAME):
+                self._offer_cuts(rounds, ring)
         return outcome
 
     def _settle(self, rounds: int, orders: Sequence[RingOrder] | None, bound_s: float) -> None:
@@ -373,21 +395,12 @@ class _Search:
             if set(ring) == set(before):
                 return
 
-    def _offer_cuts(self, rounds: int, ring: Sequence[int] | None) -> None:
-        """Where layers differ: windows cut for the ring that the even layout chose, in several orders, and for all."""
-        instance, weighs = self._instance, weights(self._objective, self._instance)
-        everyone = good_order(instance, range(len(instance.devices))).members
-        orders = [everyone]
-        if ring is not None and len(ring) > 1:
-            others = permutations(ring[1:]) if len(ring) <= _ORDERS_OF else [ring[1:]]
-            orders += [(ring[0], *order) for order in others]
+    def _offer_cuts(self, rounds: int, ring: Sequence[int]) -> None:
+        """Where layers differ: windows cut for the ring that the even layout chose, in several orders."""
+        others = permutations(ring[1:]) if len(ring) <= _ORDERS_OF else [ring[1:]]
         found = []
-        for members in dict.fromkeys(orders):
-            if self._required <= set(members):
-                order = ring_order(instance, members)
-                hops = rounds * (weighs.decode * order.hops_s + weighs.prefill * order.chunk_hops_s)
-                for price, route in good_cuts(instance, members, rounds, self._objective):
-                    found.append((price + hops, route))
+        for order in others:
+            found += good_cuts(self._instance, (0, *order), rounds, self._objective, self._required)
         for _, route in sorted(found, key=lambda pair: pair[0])[:_CUTS_TRIED]:
             self._offer_route(rounds, route)
 
@@ -484,7 +497,7 @@ class _Search:
 
     def _offer_route(self, rounds: int, route: tuple[Window, ...]) -> None:
         """Offer a plan with these windows and the streaming that suits them best, if any."""
-        plan = Plan(rounds=rounds, route=route, output_on_gpu=route[-1].gpu_layers > 0, streaming=(), left_out=())
+        plan = _plan(rounds, route)
         problem = milp.new_problem("fixed")
         members = self._members(plan)
         sub = replace(self._instance, devices=tuple(self._instance.devices[m] for m in members))
@@ -524,22 +537,22 @@ class _Search:
             streaming=tuple(streaming),
             left_out=(),
         )
-        self._keep(plan, is_candidate=False)
+        self._keep(plan, is_quick=False)
 
-    def _keep(self, plan: Plan, *, is_candidate: bool) -> None:
+    def _keep(self, plan: Plan, *, is_quick: bool) -> None:
         """Keep ``plan`` if it holds all limits and is the best so far, or as good and better to have."""
         prediction = evaluate(plan, self._instance)
         value = self._objective_s(prediction) + milp.TIE * prediction.tpot_s
-        slack = _SAME if not is_candidate and self._wins_ties(plan.rounds) else -_SAME
+        slack = _SAME if not is_quick and self._wins_ties(plan.rounds) else -_SAME
         if not prediction.short and value < self._best_s * (1 + slack):
-            self._best, self._best_is_candidate = (value, plan), is_candidate
+            self._best, self._best_is_quick = (value, plan), is_quick
 
     def _wins_ties(self, rounds: int) -> bool:
         """Whether a program's plan of ``rounds`` rounds is the one to take if the best so far is as good.
 
-        Of plans of as many rounds a program's leaves the most memory, which a candidate's need not.
+        Of plans of as many rounds a program's leaves the most memory, which a quick one's need not.
         """
-        return self._best is not None and (rounds < self._best[1].rounds or self._best_is_candidate)
+        return self._best is not None and (rounds < self._best[1].rounds or self._best_is_quick)
 
     def _objective_s(self, prediction: Prediction) -> float:
         return prediction.objective_s(self._objective, self._instance.workload.answer_tokens)
@@ -642,6 +655,11 @@ class _Search:
         smaller = KV_TYPES[KV_TYPES.index(work.kv_type) + 1 :]
         other = f" or a KV cache in {' or '.join(smaller)}" if smaller else ""
         return f"; the KV cache ({work.kv_type}) takes {size / 1e6:,.1f} MB in all: a smaller context{other} takes less"
+
+
+def _plan(rounds: int, route: tuple[Window, ...]) -> Plan:
+    """A plan with these windows that streams nothing."""
+    return Plan(rounds=rounds, route=route, output_on_gpu=route[-1].gpu_layers > 0, streaming=(), left_out=())
 
 
 def _height(stairs: Sequence[Any]) -> int:

@@ -25,7 +25,8 @@ from halda import (
     residency,
     solve,
 )
-from halda.candidates import candidates
+from halda.cuts import good_cuts
+from halda.orders import good_order
 from halda_research.random_fleets import random_instance
 from tests.solver.small_fleets import small_instance
 
@@ -168,54 +169,47 @@ def test_with_time_enough_the_plan_of_a_fleet_that_streams_is_proven(streaming_f
     assert hurried.bound_s <= found.objective_s * (1 + 1e-6) <= hurried.objective_s * (1 + 2e-6)
 
 
-def check_candidates(asked: Instance, objective, required: frozenset[int]) -> int:
-    """The number of candidates: each is what it says, holds all limits and is no better than the answer."""
-    found = candidates(asked, objective, required)
-    assert found == candidates(asked, objective, required)
+def check_cuts(asked: Instance, objective, required: frozenset[int]) -> int:
+    """The number of plans of one round that hold all limits. Every plan is whole and has who is required; of those of one
+    round, which every search begins with, none is better than the answer."""
+    order = good_order(asked, range(len(asked.devices))).members
     names = frozenset(asked.devices[m].device for m in required)
-    for candidate in found:
-        prediction = evaluate(candidate.plan, asked)
-        assert not prediction.short
-        assert names <= set(candidate.plan.devices)
-        assert candidate.plan.head == asked.devices[0].device
-        assert candidate.value_s == prediction.objective_s(objective, asked.workload.answer_tokens)
-        assert candidate.plan.layer_count == len(asked.model.layers)
-        assert asked.output_streams or not candidate.plan.streams_output
-    assert [c.value_s for c in found] == sorted(c.value_s for c in found)
-    assert len({c.plan.rounds for c in found}) == len(found)
-    if found:
+    values = []
+    for rounds in (1, 2, 3):
+        found = good_cuts(asked, order, rounds, objective, required)
+        assert found == good_cuts(asked, order, rounds, objective, required)
+        assert [price for price, _ in found] == sorted(price for price, _ in found)
+        for _, route in found:
+            on_gpu = route[-1].gpu_layers > 0
+            plan = Plan(rounds=rounds, route=route, output_on_gpu=on_gpu, streaming=(), left_out=())
+            assert names <= set(plan.devices)
+            assert plan.head == asked.devices[0].device
+            assert plan.layer_count == len(asked.model.layers)
+            plan = residency(plan, asked)
+            prediction = evaluate(plan, asked)
+            if rounds == 1 and not prediction.short and not plan.streams_output:
+                values.append(prediction.objective_s(objective, asked.workload.answer_tokens))
+    if values:
         best = solved(asked, objective=objective, require=names, time_limit_s=1e-3)
-        assert best.objective_s <= found[0].value_s * (1 + 1e-6)
+        assert best.objective_s <= min(values) * (1 + 1e-6)
         assert best.bound_s <= best.objective_s
-    return len(found)
+    return len(values)
 
 
-def test_no_candidate_is_better_than_the_answer():
+def test_no_quick_plan_is_better_than_the_answer():
     counts = []
     for seed in range(12):
         rng = random.Random(seed)
         asked = random_instance(rng, devices=rng.randint(2, 6), layers=rng.randint(8, 64))
         objective = rng.choice(["latency", "ttft", "throughput", "balanced"])
         required = frozenset({rng.randrange(1, len(asked.devices))}) if rng.random() < 0.4 else frozenset()
-        counts.append(check_candidates(asked, objective, required))
+        counts.append(check_cuts(asked, objective, required))
     assert sum(counts) > len(counts)
 
 
-def test_small_fleets_have_candidates_as_well():
-    asked = [small_instance(random.Random(seed)) for seed in range(300, 330)]
-    assert sum(check_candidates(question, objective, frozenset()) > 0 for question, objective in asked) > 10
-
-
-def test_where_nothing_streams_only_one_round_is_tried(streaming_fleet):
-    ample = tuple(replace(device, ram_available_bytes=10**9) for device in streaming_fleet.devices)
-    (found,) = candidates(replace(streaming_fleet, devices=ample), "latency", frozenset())
-    assert found.plan.rounds == 1
-    assert not found.plan.streaming
-
-
-def test_what_the_question_forbids_to_stream_does_not(streaming_fleet):
-    asked = replace(streaming_fleet, devices=streaming_fleet.devices[:2])
-    assert all(not each.plan.streams_output for each in candidates(asked, "latency", frozenset()))
+def test_small_fleets_have_quick_plans_as_well():
+    asked = [small_instance(random.Random(seed)) for seed in range(300, 320)]
+    assert sum(check_cuts(question, objective, frozenset()) > 0 for question, objective in asked) > 5
 
 
 @pytest.mark.parametrize("objective", ["latency", "balanced"])
