@@ -6,7 +6,7 @@ add hops, so the search mostly ends after a few. Where layers differ, the even l
 open is settled by cutting exactly, one ring order at a time.
 
 Before all rings come the plans that are quick to make (``cuts.py``): a program looks only for what is better than they
-are. If the best of them has several rounds, so many are solved early, since time may end before it is their turn.
+are.
 
 Where no plan fits, the same search is made once more for plans whose head also streams the output matrix. Streaming it saves
 at most the bytes of one slot, so such plans are looked for only when there is no other.
@@ -63,8 +63,6 @@ _POLISHED: Final = 3
 """Plans that are quick to make of which streaming is settled by a program of its own."""
 _WORSE_ROUNDS: Final = 4
 """After so many more rounds without a better price no quick plans of still more are made."""
-_EARLY_SHARE: Final = 0.2
-"""Share of the time left that a number of rounds may take that is solved out of order."""
 _SAME: Final = 1e-9
 """Relative difference that is no difference."""
 _PROVEN: Final = 1e-6
@@ -214,23 +212,11 @@ class _Search:
                 exact_orders(self._instance, self._objective) if len(self._instance.devices) <= EXACT_DEVICES else None
             )
             self._begin(blocks)
-            early = self._early(orders)
-            unfinished = {}
             # More rounds add only hops and memory to what the bound leaves open: the first that cannot win ends the search.
             for rounds in range(1, blocks + 1):
-                outcome = early.get(rounds)
-                if outcome is None:
-                    if rounds > 1 and not self._may_win(rounds, orders):
-                        break
-                    outcome = self._rounds(rounds, orders, self._left_s)
-                elif not outcome.proven:
-                    unfinished[rounds] = outcome.bound / milp.MS
-                    continue
-                self._settle(rounds, orders, outcome.bound / milp.MS)
-            for rounds, bound_s in unfinished.items():
-                if self._left_s > 0 and bound_s < self._best_s * (1 - _SAME):
-                    bound_s = max(bound_s, self._rounds(rounds, orders, self._left_s).bound / milp.MS)
-                self._settle(rounds, orders, bound_s)
+                if rounds > 1 and not self._may_win(rounds, orders):
+                    break
+                self._rounds(rounds, orders)
         return self._best is not None
 
     def _begin(self, blocks: int) -> None:
@@ -242,7 +228,7 @@ class _Search:
         question = self._instance
         everyone, best_before_s, worse = range(len(question.devices)), math.inf, 0
         one_a_machine = sorted({host[0] for host in question.hosts} | self._required)
-        orders = {good_order(question, members).members for members in (everyone, one_a_machine)}
+        orders = dict.fromkeys(good_order(question, members).members for members in (everyone, one_a_machine))
         found = []
         for rounds in range(1, blocks + 1):
             if rounds > 1 and self._best is not None and not self._best[1].streaming:
@@ -261,19 +247,7 @@ class _Search:
             if worse == _WORSE_ROUNDS:
                 break
         for _, rounds, route in sorted(found, key=lambda each: each[0])[:_POLISHED]:
-            self._offer_route(rounds, route)
-
-    def _early(self, orders: Sequence[RingOrder] | None) -> dict[int, Outcome]:
-        """Where the best plan so far has several rounds: solve that many before all others, and one round before that.
-
-        One round is mostly settled at once, and may show that more are not worth it. Neither takes all the time, so they
-        may not have come to an end.
-        """
-        tried: dict[int, Outcome] = {}
-        while self._best is not None and self._best[1].rounds > 1 and self._best[1].rounds not in tried:
-            rounds = self._best[1].rounds if tried else 1
-            tried[rounds] = self._rounds(rounds, orders, self._left_s * _EARLY_SHARE)
-        return tried
+            self._offer(rounds, route)
 
     @property
     def _best_s(self) -> float:
@@ -331,8 +305,7 @@ class _Search:
         if outcome.found:
             total = len(self._instance.model.layers)
             on_gpu = round(pulp.value(program.layout.tail_on_gpu))
-            window = Window(device=self._instance.devices[0].device, first=0, last=total, gpu_layers=on_gpu)
-            self._offer(program, 1, (window,), [0])
+            self._offer(1, (Window(device=self._instance.devices[0].device, first=0, last=total, gpu_layers=on_gpu),))
 
     def _may_win(self, rounds: int, orders: Sequence[RingOrder] | None) -> bool:
         """Whether any ring of ``rounds`` rounds or more can be better than the best so far."""
@@ -346,25 +319,21 @@ class _Search:
             return False
         return True
 
-    def _rounds(self, rounds: int, orders: Sequence[RingOrder] | None, limit_s: float) -> Outcome:
-        """Look for the best ring of ``rounds`` rounds; the outcome is that of the even layout."""
+    def _rounds(self, rounds: int, orders: Sequence[RingOrder] | None) -> None:
+        """Look for the best ring of ``rounds`` rounds; what the even layout leaves open is cut exactly, or stays open."""
         problem = milp.new_problem(f"rounds_{rounds}")
         layout = self._even(problem, rounds, orders)
-        outcome, program = self._run(problem, layout, limit_s=limit_s)
-        bound_s = outcome.bound / milp.MS
+        outcome, program = self._run(problem, layout)
+        bound_s, differ = outcome.bound / milp.MS, len(self._instance.kinds) > 1
         if outcome.found:
             ring = self._take_even(program)
             if orders is None and bound_s < self._best_s * (1 - _SAME):
                 self._try_hops(rounds, ring)
-            if len(self._instance.kinds) > 1 and len(ring) > 1 and bound_s < self._best_s * (1 - _SAME):
+            if differ and len(ring) > 1 and bound_s < self._best_s * (1 - _SAME):
                 self._offer_cuts(rounds, ring)
-        return outcome
-
-    def _settle(self, rounds: int, orders: Sequence[RingOrder] | None, bound_s: float) -> None:
-        """Cut exactly where the even layout of ``rounds`` rounds says no more than ``bound_s``, or leave that open."""
         if bound_s >= self._best_s * (1 - _SAME):
             return
-        if len(self._instance.kinds) > 1 and self._is_small(rounds):
+        if differ and self._is_small(rounds):
             self._cut(rounds, orders, bound_s)
         else:
             self._open_bound_s = min(self._open_bound_s, bound_s)
@@ -402,7 +371,7 @@ class _Search:
         for order in others:
             found += good_cuts(self._instance, (0, *order), rounds, self._objective, self._required)
         for _, route in sorted(found, key=lambda pair: pair[0])[:_CUTS_TRIED]:
-            self._offer_route(rounds, route)
+            self._offer(rounds, route)
 
     def _is_small(self, rounds: int) -> bool:
         devices, layers = len(self._instance.devices), len(self._instance.model.layers)
@@ -438,7 +407,7 @@ class _Search:
         self._note(outcome)
         if outcome.found:
             order = next(o for o, z in zip(orders, layout.picked, strict=True) if round(z.value()))
-            self._offer(program, rounds, self._cut_route(program, rounds, sequence, order), order.members)
+            self._offer(rounds, self._cut_route(program, rounds, sequence, order))
 
     def _cut_route(
         self, program: milp.Program, rounds: int, sequence: Sequence[int], order: RingOrder
@@ -463,7 +432,7 @@ class _Search:
         return (*route, Window(device=names[0], first=tail_first, last=total, gpu_layers=tail_gpu))
 
     def _take_even(self, program: milp.Program) -> tuple[int, ...]:
-        """Make a plan of an even layout's solution; where layers differ, see first what must stream. Answers its ring."""
+        """Make a plan of an even layout's solution. Answers its ring."""
         layout, names = program.layout, [device.device for device in self._instance.devices]
         found, cut = layout.variables, self._instance.model.cut_multiple
         w = [cut * round(value.value()) for value in found["w"]]
@@ -482,10 +451,7 @@ class _Search:
             last=len(self._instance.model.layers),
             gpu_layers=round(found["tail_gpu"].value()),
         )
-        if len(self._instance.kinds) == 1:
-            self._offer(program, layout.rounds, (*route, tail), order)
-        else:
-            self._offer_route(layout.rounds, (*route, tail))
+        self._offer(layout.rounds, (*route, tail))
         return order
 
     def _order(self, layout: milp.Layout, w: Sequence[int]) -> tuple[int, ...]:
@@ -495,49 +461,25 @@ class _Search:
             )
         return good_order(self._instance, [m for m in range(len(w)) if w[m]]).members
 
-    def _offer_route(self, rounds: int, route: tuple[Window, ...]) -> None:
-        """Offer a plan with these windows and the streaming that suits them best, if any."""
-        plan = _plan(rounds, route)
+    def _offer(self, rounds: int, route: tuple[Window, ...]) -> None:
+        """Keep the plan with these windows, and the streaming that suits them best, if it is the best so far."""
+        plan, question = _plan(rounds, route), self._instance
+        index = {device.device: m for m, device in enumerate(question.devices)}
+        members = replace(question, devices=tuple(question.devices[index[name]] for name in plan.devices))
         problem = milp.new_problem("fixed")
-        members = self._members(plan)
-        sub = replace(self._instance, devices=tuple(self._instance.devices[m] for m in members))
-        outcome, program = self._run(problem, milp.fixed_layout(sub, plan), sub, required=frozenset())
-        if outcome.found:
-            self._offer(program, rounds, route, range(len(members)), members)
-
-    def _members(self, plan: Plan) -> list[int]:
-        index = {device.device: m for m, device in enumerate(self._instance.devices)}
-        return [index[name] for name in plan.devices]
-
-    def _offer(
-        self,
-        program: milp.Program,
-        rounds: int,
-        route: tuple[Window, ...],
-        order: Sequence[int],
-        members: Sequence[int] | None = None,
-    ) -> None:
-        """Keep the plan of ``program`` if it holds all limits and is the best so far.
-
-        ``order`` are the program's members; ``members`` gives their places in the question where the two differ.
-        """
+        outcome, program = self._run(problem, milp.fixed_layout(members, plan), members, required=frozenset())
+        if not outcome.found:
+            return
         streaming = []
-        for m in order:
-            name = self._instance.devices[members[m] if members is not None else m].device
+        for m, name in enumerate(plan.devices):
             counts = [round(count.value()) for count in program.streamed[m]]
             if sum(counts):
                 layers = self._streamed(name, route, counts)
                 if m == 0 and round(pulp.value(program.output_streams)):
-                    layers = (*layers, len(self._instance.model.layers))
+                    layers = (*layers, plan.layer_count)
                 streaming.append(Streaming(device=name, layers=layers, slots=round(program.slots[m].value())))
-        plan = Plan(
-            rounds=rounds,
-            route=route,
-            output_on_gpu=bool(round(program.output_on_gpu.value())),
-            streaming=tuple(streaming),
-            left_out=(),
-        )
-        self._keep(plan, is_quick=False)
+        output_on_gpu = bool(round(program.output_on_gpu.value()))
+        self._keep(replace(plan, output_on_gpu=output_on_gpu, streaming=tuple(streaming)), is_quick=False)
 
     def _keep(self, plan: Plan, *, is_quick: bool) -> None:
         """Keep ``plan`` if it holds all limits and is the best so far, or as good and better to have."""
@@ -577,7 +519,6 @@ class _Search:
         required: frozenset[int] | None = None,
         *,
         cutoff: bool = True,
-        limit_s: float | None = None,
     ) -> tuple[Outcome, milp.Program]:
         program = milp.build(
             problem,
@@ -593,7 +534,7 @@ class _Search:
             problem.addConstraint(program.objective <= self._best_s * milp.MS + most, "better than the best so far")
         # Without any plan yet a program gets time enough to find one.
         least_s = _LEAST_S if self._best is not None else _FIRST_S
-        outcome = run(problem, max(least_s, self._left_s if limit_s is None else limit_s))
+        outcome = run(problem, max(least_s, self._left_s))
         self._left_s -= outcome.seconds
         return outcome, program
 
