@@ -487,19 +487,19 @@ def test_the_reason_for_no_chunk_is_one_printable_line():
 
 @pytest.mark.parametrize("name", ["", HOSTILE, "a b", "[red]", "-x", "x" * 63, "é"])
 def test_a_device_without_a_proper_name_is_refused(name):
-    with pytest.raises(ProtocolError, match=r"at `.*device`"):
+    with pytest.raises(ProtocolError, match="matching regex"):
         cluster.decode_from_head(encode(a_hello(device=name)))
-    with pytest.raises(ProtocolError, match=r"at `.*device`"):
+    with pytest.raises(ProtocolError, match="matching regex"):
         cluster.decode_from_head(
             encode(cluster.Probe(protocol=cluster.PROTOCOL, oldest=cluster.OLDEST, version="0", device=name))
         )
-    with pytest.raises(ProtocolError, match=r"at `.*device`"):
+    with pytest.raises(ProtocolError, match="matching regex"):
         cluster.decode_from_worker(
             encode(cluster.Probed(protocol=cluster.PROTOCOL, oldest=cluster.OLDEST, version="0", device=name))
         )
-    with pytest.raises(ProtocolError, match=r"at `.*device`"):
+    with pytest.raises(ProtocolError, match="matching regex"):
         cluster.decode_from_head(encode(cluster.Introduce(devices=[cluster.Introduction(name, KEY)], revoked=[])))
-    with pytest.raises(ProtocolError, match="no device name"):
+    with pytest.raises(ProtocolError, match="matching regex"):
         cluster.decode_from_head(encode(a_load(sources=[msgspec.structs.replace(SOURCE, device=name)])))
     profile = dataclasses.replace(PROFILE, device=name)
     with pytest.raises(ProtocolError, match="no device name"):
