@@ -22,12 +22,12 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
         load.epoch,
         inputs.station,
         inputs.profile,
-        HeadModel(path=inputs.model.header.path, depth=len(inputs.promise.plan.devices)),
+        HeadModel(path=inputs.service.model.header.path, depth=len(inputs.promise.plan.devices)),
     )
     head, reporter = inputs.promise.plan.head, inputs.reporter
 
     async def cut(missing: Sequence[LayerRef], copied: Callable[[int], None]) -> None:
-        await copy_layers(inputs.model.cutter, inputs.station.workspace.cache, missing, copied)
+        await copy_layers(inputs.service.model.cutter, inputs.station.workspace.cache, missing, copied)
 
     if windows.layers:  # not of the whole model
         await windows.prepare(cut, lambda done, total: reporter.progress(head, "copy", done, total))

@@ -17,7 +17,9 @@ async def loads_of(inputs: RingInputs, ways: Ways) -> dict[str, Load]:
     specs = await _specs(inputs)
     head = inputs.promise.plan.head
     profiles = {head: inputs.profile} | {name: worker.profile for name, worker in inputs.devices.workers.items()}
-    extra = choose_extra_buffers(inputs.promise, profiles, inputs.model.profile, inputs.options.extra_buffers)
+    extra = choose_extra_buffers(
+        inputs.promise, profiles, inputs.service.model.profile, inputs.service.options.extra_buffers
+    )
     loads = {head: _load(inputs, head, specs[head], extra[head])}
     for name, worker in inputs.devices.workers.items():
         loads[name] = msgspec.structs.replace(
@@ -36,7 +38,7 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
     plan = inputs.promise.plan
     if len(plan.route) == 1:
         return {plan.head: [WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())]}
-    cutter = inputs.model.cutter
+    cutter = inputs.service.model.cutter
     needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
     for done, layer in enumerate(needed):
         inputs.reporter.progress(plan.head, "hash", done, len(needed))
@@ -52,20 +54,20 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
 
 def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers: list[bool]) -> Load:
     """What ``name`` loads; a worker is told more."""
-    options, plan = inputs.options, inputs.promise.plan
+    options, plan = inputs.service.options, inputs.promise.plan
     return Load(
-        ring=options.session,
-        epoch=options.epoch,
+        ring=inputs.session,
+        epoch=inputs.epoch,
         route=len(plan.route),
-        width=token_embedding(inputs.model.header).shape[0],
+        width=token_embedding(inputs.service.model.header).shape[0],
         windows=specs,
         assignments=list(inputs.promise.assignments[name].windows),
         ahead_bytes=inputs.promise.assignments[name].ahead_bytes,
         extra_buffers=extra_buffers,
         sources=[],
-        context=options.context_tokens,
+        context=inputs.service.workload.context_tokens,
         sequences=1,
-        rows=options.rows,
+        rows=inputs.rows,
         step_timeout_s=options.step_timeout_s,
         place=0,
         kv_type=options.kv_type,

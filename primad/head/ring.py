@@ -86,7 +86,7 @@ class HeadRing:
     @property
     def epoch(self) -> int:
         """The plan's number."""
-        return self._inputs.options.epoch
+        return self._inputs.epoch
 
     @property
     def broken_by(self) -> PrimadError | None:
@@ -258,7 +258,7 @@ class HeadRing:
             await self._attend(process, len(load.windows))
         except WeightsError as exc:
             if load.route == 1 and exc.file is None:  # then there is but one file
-                path = str(self._inputs.model.header.path)
+                path = str(self._inputs.service.model.header.path)
                 raise WeightsError(f"{exc}: {path}", path) from exc
             # The next ring cuts what is not whole out of the model again.
             refs = (ref for spec in load.windows for ref in spec.layers)

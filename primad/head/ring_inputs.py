@@ -9,10 +9,9 @@ from typing import Protocol
 from halda import DeviceProfile
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
-from primad.engine.protocol import KvType
 from primad.head.link_book import LinkBook
 from primad.head.promise import Promise
-from primad.head.service import ModelSource
+from primad.head.service import Service
 from primad.head.worker_link import WorkerLink
 from primad.ring.messages import Finished, Sampled
 
@@ -31,19 +30,6 @@ class RingListener(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RingOptions:
-    """What all devices of a ring must agree on."""
-
-    epoch: int
-    session: int
-    context_tokens: int
-    rows: int
-    kv_type: KvType
-    extra_buffers: str
-    step_timeout_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RingDevices:
     """``workers`` are those with a window, ``holders`` those that may have layers to give; ``links`` are between all."""
 
@@ -54,14 +40,24 @@ class RingDevices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingInputs:
-    """What a ring is formed from. ``profile`` is the head's own; it gives layers of ``model`` on TCP port ``layer_port``."""
+    """What a ring is formed from: the ``promise`` of plan ``epoch`` for ``service``.
 
+    ``session`` tells starts of the head apart. ``profile`` is the head's own; it gives layers on TCP port ``layer_port``.
+    """
+
+    epoch: int
+    session: int
     promise: Promise
-    options: RingOptions
-    model: ModelSource
+    service: Service
     devices: RingDevices
     station: Station
     profile: DeviceProfile
     layer_port: int
     listener: RingListener
     reporter: Reporter
+
+    @property
+    def rows(self) -> int:
+        """Rows of a prompt that are computed at a time: as the plan has it, where it was solved."""
+        prediction = self.promise.prediction
+        return self.service.options.rows if prediction is None else prediction.chunk_rows

@@ -24,7 +24,7 @@ from primad.head.own_device import OwnDevice
 from primad.head.planner import Planner
 from primad.head.promise import Promise
 from primad.head.ring import HeadRing
-from primad.head.ring_inputs import RingDevices, RingInputs, RingOptions
+from primad.head.ring_inputs import RingDevices, RingInputs
 from primad.head.service import Service
 from primad.layers.server import LayerSource
 from primad.membership import types
@@ -140,20 +140,13 @@ class Rings:
         self._core.post(types.Formed(epoch))
 
     def _inputs(self, epoch: int, profile: DeviceProfile) -> RingInputs:
-        promise, options = self._plans[epoch], self._service.options
+        promise = self._plans[epoch]
         workers = self._devices.workers
         return RingInputs(
+            epoch=epoch,
+            session=self._devices.session,
             promise=promise,
-            options=RingOptions(
-                epoch=epoch,
-                session=self._devices.session,
-                context_tokens=self._service.workload.context_tokens,
-                rows=options.rows if promise.prediction is None else promise.prediction.chunk_rows,
-                kv_type=options.kv_type,
-                extra_buffers=options.extra_buffers,
-                step_timeout_s=options.step_timeout_s,
-            ),
-            model=self._model,
+            service=self._service,
             devices=RingDevices(
                 workers={name: workers[name] for name in promise.plan.devices if name in workers},
                 holders=dict(workers),

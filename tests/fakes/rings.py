@@ -81,7 +81,7 @@ class FakeRing:
 
     @property
     def epoch(self) -> int:
-        return self.inputs.options.epoch
+        return self.inputs.epoch
 
     @property
     def plan(self) -> Plan:

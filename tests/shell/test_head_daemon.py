@@ -245,7 +245,7 @@ def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab, larg
             here.solver.prediction = SimpleNamespace(chunk_rows=larger, devices=(), tokens_per_s=2.0, ttft_s=3.0)
         here.start()
         ring = await here.serves()
-        assert ring.inputs.options.rows == (larger or 16)
+        assert ring.inputs.rows == (larger or 16)
 
     run(lab, test)
 

@@ -56,7 +56,7 @@ class Says:
 def inputs_of(plan: Plan, **others: object) -> SimpleNamespace:
     """What a ring of epoch 5 is formed from, as far as a test needs it."""
     promise = SimpleNamespace(plan=plan, prediction=None)
-    return SimpleNamespace(promise=promise, options=SimpleNamespace(epoch=5), **others)
+    return SimpleNamespace(promise=promise, epoch=5, **others)
 
 
 def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():

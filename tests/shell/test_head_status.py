@@ -101,7 +101,7 @@ class Lab:
     def __init__(self, lap: FakePart, nas: FakePart, timings: HeadTimings) -> None:
         inputs = SimpleNamespace(
             promise=Promise.of(PLAN, model(), None),
-            options=SimpleNamespace(epoch=5),
+            epoch=5,
             devices=SimpleNamespace(links=SimpleNamespace(between=lambda names: [])),
             station=SimpleNamespace(timings=Timings(head=timings)),
         )

@@ -21,8 +21,8 @@ from primad.gguf.profile import model_profile
 from primad.head.link_book import LinkBook
 from primad.head.promise import Promise
 from primad.head.ring import HeadRing
-from primad.head.ring_inputs import RingDevices, RingInputs, RingOptions
-from primad.head.service import ModelSource
+from primad.head.ring_inputs import RingDevices, RingInputs
+from primad.head.service import ModelSource, Service
 from primad.layers.cache import LayerCache
 from primad.ring.messages import Open
 from primad.settings.config import load_config, open_home
@@ -77,17 +77,14 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
         )
         plan = Plan(rounds=1, route=(window,), output_on_gpu=True, streaming=(), left_out=())
         inputs = RingInputs(
+            epoch=3,
+            session=1,
             promise=Promise.of(plan, model_profile(header), None),
-            options=RingOptions(
-                epoch=3,
-                session=1,
-                context_tokens=64,
-                kv_type="f16",
-                rows=16,
-                extra_buffers="off",
-                step_timeout_s=5.0,
+            service=Service(
+                model=ModelSource(header, model_profile(header), tmp_path / "digests.json", again_s=1.0),
+                options=SimpleNamespace(kv_type="f16", rows=16, extra_buffers="off", step_timeout_s=5.0),
+                workload=SimpleNamespace(context_tokens=64),
             ),
-            model=ModelSource(header, model_profile(header), tmp_path / "digests.json", again_s=1.0),
             devices=RingDevices(workers={}, holders={}, links=LinkBook(None, HEAD, "desk")),
             station=station,
             profile=DEVICE,
