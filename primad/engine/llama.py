@@ -165,9 +165,9 @@ class _Tap(dict[int, bool]):
         if self.stream is None:
             return
         if rows > LARGE_ROWS:
-            self.stream.brace()
-        if self._residency is not self.stream.residency or before != rows:
-            self._residency = self.stream.residency
+            self.stream.streamer.brace()
+        if self._residency is not self.stream.streamer.residency or before != rows:
+            self._residency = self.stream.streamer.residency
             self._borders = {f"l_out-{layer}".encode(): unit for layer, unit in self.stream.borders().items()}
             self._routers = {f"ffn_moe_topk-{layer}".encode(): each for layer, each in self.stream.routers.items()}
             self.clear()
@@ -195,7 +195,7 @@ class _Tap(dict[int, bool]):
     def give_back(self) -> None:
         """Nothing of the last step is needed any more: let the system have its scratch memory."""
         if self._scratch.give_back() and self.stream is not None:
-            self.stream.spare(self._scratch.size)
+            self.stream.streamer.spare(self._scratch.size)
 
     def take(self) -> Hidden | None:
         """What the last computation left, once; None when the graph never came by the wanted tensor."""
@@ -231,7 +231,7 @@ class _Tap(dict[int, bool]):
     def _cross(self, unit: int) -> bool:
         assert self.stream is not None
         try:
-            self.stream.reach(unit)
+            self.stream.streamer.reach(unit)
         except EngineError as exc:
             self.error = exc  # through C it would be lost
             return False

@@ -21,6 +21,7 @@ from primad.engine.streaming.pressure import (
     Action,
     Grow,
     Hold,
+    Holding,
     PressureWatch,
     Reading,
     Replan,
@@ -41,6 +42,7 @@ QUIET = Reading(
     major_faults=0,
     verdict=None,
 )
+HOLDING = Holding(held_bytes=GIB, layer_bytes=LAYER, shrinkable=3, growable=0, returned_bytes=0, evicted_bytes=0)
 """A machine at rest, nothing of which is taken."""
 
 
@@ -94,8 +96,7 @@ class World:
         swapped = None if before.swapped_in_bytes is None else before.swapped_in_bytes + int(self.swapped_in * seconds)
         faults = None if before.major_faults is None else before.major_faults + int(self.faults * seconds)
         self.reading = replace(before, stalls=stalls, swapped_in_bytes=swapped, major_faults=faults)
-        action = self.watch.sample(
-            self.now,
+        holding = Holding(
             held_bytes=self.held,
             layer_bytes=LAYER,
             shrinkable=self.resident,
@@ -103,6 +104,7 @@ class World:
             returned_bytes=0,
             evicted_bytes=int(self.evicted * seconds),
         )
+        action = self.watch.sample(self.now, holding)
         match action:
             case Shrink(layers):
                 assert 1 <= layers <= self.resident
@@ -258,26 +260,13 @@ def test_readings_are_taken_only_so_often():
 
     watch = PressureWatch(read)
     for i in range(1000):
-        watch.sample(
-            i * 0.001, held_bytes=GIB, layer_bytes=LAYER, shrinkable=3, growable=0, returned_bytes=0, evicted_bytes=0
-        )
+        watch.sample(i * 0.001, HOLDING)
     assert count <= 1 / INTERVAL_S + 1
 
 
 def test_what_went_missing_between_readings_is_counted():
     watch = PressureWatch(lambda: replace(QUIET, available_bytes=GIB + MIB))
-    actions = [
-        watch.sample(
-            i * 0.01,
-            held_bytes=GIB,
-            layer_bytes=LAYER,
-            shrinkable=3,
-            growable=0,
-            returned_bytes=0,
-            evicted_bytes=LAYER // 50,
-        )
-        for i in range(150)
-    ]
+    actions = [watch.sample(i * 0.01, replace(HOLDING, evicted_bytes=LAYER // 50)) for i in range(150)]
     assert Shrink(1) in actions
 
 
@@ -513,13 +502,13 @@ def test_when_it_is_calm_everything_comes_back(changes, streamed):
 
 
 def test_what_this_process_gave_back_is_taken_again_at_once_but_not_soon_after_pressure():
-    sample = {"held_bytes": GIB, "layer_bytes": LAYER, "shrinkable": 3, "growable": 1, "evicted_bytes": 0}
+    holding = replace(HOLDING, growable=1, returned_bytes=LAYER)
     room = QUIET
     watch = PressureWatch(lambda: room)
-    assert watch.sample(0.0, **sample, returned_bytes=LAYER) == Grow()
+    assert watch.sample(0.0, holding) == Grow()
     watch._state = replace(watch._state, wait_s=40.0)
     room = replace(QUIET, available_bytes=GIB - MIB)
-    assert isinstance(watch.sample(1.0, **sample, returned_bytes=0), Shrink)
+    assert isinstance(watch.sample(1.0, replace(holding, returned_bytes=0)), Shrink)
     room = QUIET
-    said = [watch.sample(second, **sample, returned_bytes=LAYER) for second in range(2, 60)]
+    said = [watch.sample(second, holding) for second in range(2, 60)]
     assert said.index(Grow()) == 39, "the wait after the pressure"

@@ -22,8 +22,8 @@ def counted(experts: int = 8) -> ExpertUsage:
     return usage
 
 
-def file(name: str, age_s: float, size: int = 100) -> StoredFile:
-    return StoredFile(Path(name), size, NOW - age_s)
+def file(name: str, age_s: float) -> StoredFile:
+    return StoredFile(Path(name), NOW - age_s)
 
 
 def names(files: list[StoredFile]) -> list[str]:
@@ -42,7 +42,6 @@ def test_what_was_counted_is_there_again(tmp_path):
 def test_the_newest_stay():
     files = [file(f"{age}.json", age) for age in (5, 1, 4, 2, 3)]
     assert names(excess(files, NOW, most_files=3)) == ["4.json", "5.json"]
-    assert names(excess(files, NOW, most_bytes=250)) == ["3.json", "4.json", "5.json"]
     assert names(excess(files, NOW, most_age_s=4.5)) == ["5.json"]
     assert excess(files, NOW) == []
     assert names(excess([*files, file("old.json", MOST_AGE_S + 1)], NOW)) == ["old.json"]
@@ -80,4 +79,4 @@ def test_nobody_looks_at_the_folder_where_nothing_was_added(tmp_path, monkeypatc
 
 def test_a_folder_that_is_not_there_has_nothing_to_let_go(tmp_path):
     assert stored(tmp_path / "none") == []
-    expert_usage.remove([StoredFile(tmp_path / "none" / "a.json", 1, 0.0)])
+    expert_usage.remove([StoredFile(tmp_path / "none" / "a.json", 0.0)])

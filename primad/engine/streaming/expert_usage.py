@@ -18,10 +18,10 @@ from typing import Final
 import msgspec
 
 from primad.engine.streaming.experts import ExpertUsage
+from primad.system.whole_file import write_whole
 
 MOST_FILES: Final = 4096
-"""Of some fifty models with as many layers as the largest have."""
-MOST_BYTES: Final = 16 << 20
+"""Of some fifty models with as many layers as the largest have; some 8 MB."""
 MOST_AGE_S: Final = 180 * 86_400.0
 LEFT_S: Final = 3600.0
 """A file that is not complete after so long was left by a process that was killed."""
@@ -65,16 +65,11 @@ class UsageFolder:
         if self._folder is None or not usage.used:
             return
         path = self._folder / f"{key}.json"
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
         counts = [round(float(count), 3) for count in usage.counts]
-        try:
+        with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(msgspec.json.encode(StoredUsage(counts, round(usage.rows, 3), usage.used)))
             self._grew |= not path.exists()
-            partial.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+            write_whole(path, msgspec.json.encode(StoredUsage(counts, round(usage.rows, 3), usage.used)))
 
     def bound(self) -> None:
         """Let go of the oldest files if some were added since and there are too many."""
@@ -88,7 +83,6 @@ class StoredFile:
     """A file of the folder; ``written_s`` is Unix time."""
 
     path: Path
-    size_bytes: int
     written_s: float
 
     @property
@@ -104,7 +98,7 @@ def stored(folder: Path) -> list[StoredFile]:
         for entry in entries:
             with contextlib.suppress(OSError):  # it was replaced or removed meanwhile
                 status = entry.stat(follow_symlinks=False)
-                found.append(StoredFile(folder / entry.name, status.st_size, status.st_mtime))
+                found.append(StoredFile(folder / entry.name, status.st_mtime))
     return found
 
 
@@ -113,18 +107,17 @@ def excess(
     now: float,
     *,
     most_files: int = MOST_FILES,
-    most_bytes: int = MOST_BYTES,
     most_age_s: float = MOST_AGE_S,
 ) -> list[StoredFile]:
     """Which of ``files`` are too old or too many at ``now``, and what processes that were killed left; the newest stay."""
-    chosen, count, size = [], 0, 0
+    chosen, count = [], 0
     for file in sorted(files, key=lambda each: (-each.written_s, each.path.name)):
         age_s = now - file.written_s
         if not file.is_complete:
             chosen += [file] if age_s > min(LEFT_S, most_age_s) else []
             continue
-        count, size = count + 1, size + file.size_bytes
-        if count > most_files or size > most_bytes or age_s > most_age_s:
+        count += 1
+        if count > most_files or age_s > most_age_s:
             chosen.append(file)
     return chosen
 

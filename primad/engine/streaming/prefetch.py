@@ -24,7 +24,7 @@ from typing import Final
 from primad.engine.streaming.expert_loader import ExpertLoader
 from primad.engine.streaming.experts import Picks
 from primad.engine.streaming.pages import COLD, IDLE_S, ByteRange, Pages, ReadCall, disk_read_bytes
-from primad.engine.streaming.pressure import Grow, Hold, Level, PressureWatch, Replan, Shrink
+from primad.engine.streaming.pressure import Grow, Hold, Holding, Level, PressureWatch, Replan, Shrink
 from primad.engine.streaming.residency import Residency, Spread, ladder
 from primad.errors import EngineError, WeightsError
 from primad.settings.timings import StreamingTimings
@@ -368,8 +368,7 @@ class Streamer:
             returned = levels[level - 1].held_bytes - now.held_bytes if 0 < level <= self._base and settled else 0
             growable = level if settled else max(level - self._base, 0)
         locked = now.resident_bytes + now.pool_bytes if self._may_lock else 0
-        action = self._watch.sample(
-            time.monotonic(),
+        holding = Holding(
             held_bytes=now.held_bytes - locked,
             layer_bytes=self._layer_bytes,
             shrinkable=len(levels) - 1 - level,
@@ -377,7 +376,7 @@ class Streamer:
             returned_bytes=returned,
             evicted_bytes=evicted,
         )
-        match action:
+        match self._watch.sample(time.monotonic(), holding):
             case Shrink(layers):
                 with self._condition:
                     self._climb(min(self._level + layers, len(self._levels) - 1))
@@ -517,22 +516,17 @@ class WindowStream:
         routers: Mapping[int, tuple[int, int]],
     ) -> None:
         self.routers = dict(routers)
-        self._streamer = streamer
+        self.streamer = streamer
         self._first = first
         self._layers, self._cpu_layers, self._output = layers, cpu_layers, output
         self._last = first + cpu_layers + output
-
-    @property
-    def residency(self) -> Residency:
-        """What stays and what streams now."""
-        return self._streamer.residency
 
     def borders(self) -> dict[int, int]:
         """Behind which layers of the window (counted from its first) ``reach`` is to be told, with the unit that follows.
 
         Where a streamed unit ends or begins; the window's own ends are told by ``arrive`` and ``depart``.
         """
-        streamed, first = self.residency.streamed, self._first
+        streamed, first = self.streamer.residency.streamed, self._first
         found = {
             layer: first + layer + 1
             for layer in range(self._cpu_layers - 1)
@@ -543,37 +537,25 @@ class WindowStream:
             found[self._layers - 1] = output
         return found
 
-    def brace(self) -> None:
-        """As ``Streamer.brace``."""
-        self._streamer.brace()
-
-    def spare(self, scratch_bytes: int) -> None:
-        """As ``Streamer.spare``."""
-        self._streamer.spare(scratch_bytes)
-
     def arrive(self) -> None:
         """As ``Streamer.arrive``, and ``ExpertLoader.arrive``."""
-        if self.routers and self._streamer.experts is not None:
-            self._streamer.experts.arrive()
+        if self.routers and self.streamer.experts is not None:
+            self.streamer.experts.arrive()
         if self._first < self._last:
-            self._streamer.arrive(self._first, self._last)
-
-    def reach(self, unit: int) -> None:
-        """As ``Streamer.reach``."""
-        self._streamer.reach(unit)
+            self.streamer.arrive(self._first, self._last)
 
     def pick(self, place: int, picks: Picks) -> None:
         """As ``ExpertLoader.pick``."""
-        assert self._streamer.experts is not None
+        assert self.streamer.experts is not None
         start = time.perf_counter()
-        self._streamer.experts.pick(place, picks)
-        self._streamer.stall_s += time.perf_counter() - start
+        self.streamer.experts.pick(place, picks)
+        self.streamer.stall_s += time.perf_counter() - start
 
     def depart(self) -> bool:
         """As ``Streamer.depart``; whether all ``routers`` told what they picked."""
         told = True
-        if self.routers and self._streamer.experts is not None:
-            told = self._streamer.experts.depart(place for place, _ in self.routers.values())
+        if self.routers and self.streamer.experts is not None:
+            told = self.streamer.experts.depart(place for place, _ in self.routers.values())
         if self._first < self._last:
-            self._streamer.depart(self._first, self._last)
+            self.streamer.depart(self._first, self._last)
         return told

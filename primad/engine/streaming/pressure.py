@@ -358,39 +358,20 @@ class PressureWatch:
         """The level to show: the last one with symptoms, for ``LINGER_S`` after them."""
         return "calm" if self._state is None else self._state.level
 
-    def sample(
-        self,
-        now: float,
-        *,
-        held_bytes: int,
-        layer_bytes: int,
-        shrinkable: int,
-        growable: int,
-        returned_bytes: int,
-        evicted_bytes: int,
-    ) -> Action:
+    def sample(self, now: float, holding: Holding) -> Action:
         """What to do at ``now`` (seconds, any monotonic scale). Call it at layer boundaries and, idle, about once a second.
 
-        The other arguments are those of ``Holding``, ``evicted_bytes`` since the last call. It costs nothing within
-        ``INTERVAL_S`` of the last reading. ``Shrink`` is for now, at the next layer boundary; ``Grow`` for the next layer
-        that streams, which then stays instead of being released; ``Replan`` goes to the daemon as
-        ``ring.messages.Pressed``. The action counts as carried out: the next call gives the holding after it.
+        It costs nothing within ``INTERVAL_S`` of the last reading. ``Shrink`` is for now, at the next layer boundary;
+        ``Grow`` for the next layer that streams, which then stays instead of being released; ``Replan`` goes to the daemon
+        as ``ring.messages.ProcessMemoryLow``. The action counts as carried out: the next call gives the holding after it.
         """
-        self._evicted_bytes += evicted_bytes
+        self._evicted_bytes += holding.evicted_bytes
         if now - self._read_s < self._interval_s:
             return Hold()
         self._read_s = now
         reading = self._read()
         if self._state is None:
             self._state = begin(reading, now)
-        holding = Holding(
-            held_bytes=held_bytes,
-            layer_bytes=layer_bytes,
-            shrinkable=shrinkable,
-            growable=growable,
-            returned_bytes=returned_bytes,
-            evicted_bytes=self._evicted_bytes,
-        )
-        self._evicted_bytes = 0
+        holding, self._evicted_bytes = replace(holding, evicted_bytes=self._evicted_bytes), 0
         self._state, action = decide(self._state, reading, holding, now)
         return action
