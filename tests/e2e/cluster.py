@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -31,6 +32,10 @@ PATIENCE_S = 180.0
 """For what takes seconds: it may take much longer where other programs have most of the machine."""
 PATIENT = "suspect_after = 120\ngone_after = 240\n"
 """The configuration of a head: on a machine that stands still for a while nobody is taken for gone."""
+LOOK_S = 0.05
+"""Between two looks at what is waited for: each costs time of a core that is waited for too."""
+HTTP = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
+"""Made once: making a client takes 50 ms of a core, which counts where somebody asks until an answer changes."""
 _MARK = "PRIMAD_E2E_MARK"
 
 
@@ -39,7 +44,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATI
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.02)
+        time.sleep(LOOK_S)
 
 
 def free_port() -> int:
@@ -261,10 +266,14 @@ class Head:
     def health(self) -> tuple[int, str]:
         """Status and detail of the health check; status 0 while nobody answers."""
         try:
-            answer = httpx.get(f"{self.url}/health", timeout=PATIENCE_S)
+            answer = HTTP.get(f"{self.url}/health")
         except httpx.TransportError:
             return 0, ""
         return answer.status_code, answer.text
+
+    def status(self) -> dict[str, Any]:
+        """What ``/status`` says."""
+        return dict(HTTP.get(f"{self.url}/status").json())
 
     def wait_serving(self, timeout_s: float = PATIENCE_S) -> set[int]:
         """Wait until it can serve; the statuses of the health check on the way."""
@@ -274,7 +283,7 @@ class Head:
             seen.add(status)
             assert self.run.process.poll() is None, f"the head ended:\n{self.run.output}"
             assert time.monotonic() < deadline, f"not serving within {timeout_s:g} s:\n{self.run.output}"
-            time.sleep(0.02)
+            time.sleep(LOOK_S)
         return seen
 
     def wait_health(self, detail: str, timeout_s: float = PATIENCE_S) -> None:

@@ -86,8 +86,7 @@ class Lab:
 
     def status(self) -> dict[str, dict]:
         """What each device of the ring does and holds."""
-        answer = httpx.get(f"{self.head.url}/status", timeout=PATIENCE_S).json()
-        return {device["name"]: device for device in answer.get("devices", ())}
+        return {device["name"]: device for device in self.head.status().get("devices", ())}
 
     def wait_computing(self, *names: str) -> None:
         """Wait until just these workers compute."""
@@ -211,7 +210,7 @@ def test_a_disk_that_fails_again_and_again(lab):
     said = lab.goes_on(lambda: bad_disk.spoil(lab.disk / bad.name), "a disk that fails for the third time")
     assert breaks(said) == [f"w1: {bad}: weights cannot be read: Input/output error; forming the ring again"]
     lab.wait_computing("w2")
-    cluster = httpx.get(f"{lab.head.url}/status", timeout=PATIENCE_S).json()["cluster"]
+    cluster = lab.head.status()["cluster"]
     assert next(each["reason"] for each in cluster if each["device"] == "w1").startswith(f"w1: {bad}: weights cannot")
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.e2e.cluster import (
@@ -62,8 +61,7 @@ class Lab:
 
     def computing(self) -> set[str]:
         """The workers that compute now."""
-        answer = httpx.get(f"{self.head.url}/status", timeout=PATIENCE_S).json()
-        return {device["name"] for device in answer.get("devices", ()) if device["role"] == "worker"}
+        return {device["name"] for device in self.head.status().get("devices", ()) if device["role"] == "worker"}
 
     def wait_computing(self, *names: str) -> None:
         """Wait until just these workers compute."""

@@ -97,7 +97,7 @@ def test_who_computes_what_is_said(served):
 
 def test_what_the_plan_promises_is_said_and_stands_beside_what_is_measured(served):
     served.head.run.wait_for(r"^predicted \S+ tokens/s, first token of an answer to 512 tokens after \S+ s$")
-    status = httpx.get(f"{served.head.url}/status", timeout=PATIENCE_S).json()
+    status = served.head.status()
     assert status["predicted"].keys() == {"tokens_per_s", "tpot_ms", "ttft_ms"}
     assert all(value > 0 for value in status["predicted"].values())
     names = {device["name"] for device in status["devices"]}
@@ -105,7 +105,7 @@ def test_what_the_plan_promises_is_said_and_stands_beside_what_is_measured(serve
     assert all(link["round_trip_ms"] > 0 and link["mbit_per_s"] > 0 for link in status["links"])
 
     def all_work() -> bool:
-        links = httpx.get(f"{served.head.url}/status", timeout=PATIENCE_S).json()["links"]
+        links = served.head.status()["links"]
         return all(link["round_trip_ms"] < 1000 and link["mbit_per_s"] > 1 for link in links)
 
     wait_until(all_work, "every link works")  # one that did not answer in time is measured again

@@ -1,7 +1,7 @@
 """The client that tests run on the head's device: prints one JSON line for every event, with its time.
 
     client.py health URL                status and body of the health check, status 0 while nobody answers
-    client.py wait URL SECONDS          the same, as soon as it is 200 or the time is over
+    client.py wait URL SECONDS [DETAIL] the same, as soon as it is 200 (and says DETAIL) or the time is over
     client.py chat URL BODY             ask for a streamed chat completion; BODY is JSON
     client.py status URL                what /status says
 
@@ -48,11 +48,13 @@ def _get(url: str, path: str) -> dict[str, object]:
         connection.close()
 
 
-def _wait(url: str, seconds: float) -> dict[str, object]:
+def _wait(url: str, seconds: float, detail: str = "") -> dict[str, object]:
     deadline = time.monotonic() + seconds
     while True:
         found = _get(url, "/health")
-        if found["status"] == 200 or time.monotonic() >= deadline:
+        body = found["body"]
+        serves = found["status"] == 200 and (not detail or (isinstance(body, dict) and body["detail"] == detail))
+        if serves or time.monotonic() >= deadline:
             return found
         time.sleep(_LOOK_S)
 
@@ -87,6 +89,6 @@ if __name__ == "__main__":
     if action == "chat":
         _chat(url, *rest)
     elif action == "wait":
-        print(json.dumps(_wait(url, float(rest[0]))), flush=True)
+        print(json.dumps(_wait(url, float(rest[0]), *rest[1:])), flush=True)
     else:
         print(json.dumps(_get(url, f"/{action}")), flush=True)

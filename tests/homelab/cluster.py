@@ -177,17 +177,21 @@ class Cluster:
         """What the head's ``/status`` says."""
         return dict(self._client("status")["body"])
 
-    def wait_serving(self, timeout_s: float = START_S) -> float:
-        """Wait until the head can serve; the time when it could. Fails at once when the head ends before that."""
+    def wait_serving(self, timeout_s: float = START_S, detail: str = "") -> float:
+        """Wait until the head can serve, and its health check says ``detail`` if one is given; the time when it did.
+
+        Fails at once when the head ends before that.
+        """
         head = self.daemons[self.head.name]
-        with running(self.head, sys.executable, "-I", CLIENT, "wait", URL, f"{timeout_s:g}") as client:
+        with running(self.head, sys.executable, "-I", CLIENT, "wait", URL, f"{timeout_s:g}", detail) as client:
             while client.process.poll() is None:
                 if (code := head.process.poll()) is not None:
                     raise AssertionError(f"the head ended with code {code} and said at last:\n{head.last(LAST_LINES)}")
                 client.wait_news(_LOOK_S)
             assert client.wait_end(timeout_s) == 0, client.output
             said: dict[str, Any] = json.loads(client.output)
-        assert said["status"] == 200, f"not serving within {timeout_s:g} s: {said['body']}\n{self.logs()}"
+        serves = said["status"] == 200 and detail in ("", said["body"]["detail"])
+        assert serves, f"not serving within {timeout_s:g} s: {said['body']}\n{self.logs()}"
         return float(said["at"])
 
     def _client(self, action: str, *words: str, timeout_s: float = PATIENCE_S) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = PATIENCE
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 class Rig:
@@ -81,8 +81,7 @@ class Rig:
 
     def serves_with(self, count: int) -> None:
         """Wait until so many devices serve."""
-        detail = f"serving with {count} devices"
-        wait_until(lambda: self.cluster.health()[1].get("detail") == detail, f"{detail}\n{self.cluster.logs()}")
+        self.cluster.wait_serving(PATIENCE_S, f"serving with {count} devices")
 
     def whole(self) -> None:
         """Wait until all devices serve."""
