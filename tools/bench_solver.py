@@ -56,6 +56,7 @@ from primad.network.control import WorkerEnd  # noqa: E402
 from primad.network.gate import Gate  # noqa: E402
 from primad.network.linkprobe import measure_links  # noqa: E402
 from primad.network.messages import Echo  # noqa: E402
+from primad.profiler.effort import Effort  # noqa: E402
 from primad.profiler.measure import ram_read_bytes_per_s  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.system.measuring_lock import measuring  # noqa: E402
@@ -92,7 +93,7 @@ async def predict_model(path: Path, processes: Sequence[int], rounds: int, threa
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-predict-")))
         rings = {}
-        cpu = await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, kinds)
+        cpu = await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, Effort(types=kinds))
         for count in processes:
             ring = LocalRing(
                 path,
@@ -106,7 +107,9 @@ async def predict_model(path: Path, processes: Sequence[int], rounds: int, threa
             await ring.generate(PROMPT[:PROMPT_TOKENS], 8)
         for _ in range(rounds):
             with measuring():
-                profiles.append(await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, kinds))
+                profiles.append(
+                    await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, Effort(types=kinds))
+                )
                 rates.append(await asyncio.to_thread(ram_read_bytes_per_s, threads))
             links.append(await _loopback())
             for count, ring in rings.items():

@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -16,11 +16,10 @@ import psutil
 from halda import CpuProfile, GpuProfile
 from primad.engine.devices import GpuDevice
 from primad.errors import EngineError
-from primad.profiler.effort import Effort
+from primad.profiler.effort import TYPES, Effort
 from primad.profiler.gpus import gpu_now
 from primad.profiler.speeds import (
     MAIN,
-    TYPES,
     Bench,
     RetryBudget,
     answered,
@@ -47,10 +46,8 @@ _WORTH: Final = 0.95
 """Fewer threads leave cores to the owner, but must be faster by so much: timings are noisy."""
 
 
-def measure_cpu(
-    folder: Path, pinned: int | None, advance: Advance, kinds: Sequence[str] = TYPES, effort: Effort = Effort()
-) -> CpuProfile:
-    """The profile of the CPU with ``pinned`` threads, or with the best counts that were tried, for types ``kinds``.
+def measure_cpu(folder: Path, pinned: int | None, advance: Advance, effort: Effort = Effort()) -> CpuProfile:
+    """The profile of the CPU with ``pinned`` threads, or with the best counts that were tried.
 
     Trials write to ``folder``. Raises ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
     """
@@ -67,7 +64,7 @@ def measure_cpu(
     with _cpu_bench(folder, threads, batch_threads, patience, effort) as bench:
         advance("layers")
         step_s = measure_step(bench)
-        layer_s, speeds = measure_types(bench, step_s, advance, kinds)
+        layer_s, speeds = measure_types(bench, step_s, advance)
     return CpuProfile(
         name=cpu_name(),
         cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,

@@ -23,15 +23,13 @@ import msgspec
 
 from halda import PREFILL_ROWS, TypeSpeed
 from primad.errors import EngineError
-from primad.profiler.effort import Effort
+from primad.profiler.effort import TYPES, Effort
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
 from primad.profiler.trial import TimeWindow, TrialTimes
 from primad.profiler.trials import Trials
 
 logger = logging.getLogger(__name__)
 
-TYPES: Final = ("Q4_K", "Q6_K", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q8_0", "IQ4_XS", "F16")
-"""The first is the one that thread counts and fixed costs are measured with."""
 MAIN: Final = TYPES[0]
 SMALL_LAYERS: Final = (2, 12)
 PROMPT_ROWS: Final = 512
@@ -194,17 +192,15 @@ class _Trial:
     middle: TrialTimes | None
 
 
-def measure_types(
-    bench: Bench, step_s: float, advance: Callable[[str], None], kinds: Sequence[str] = TYPES
-) -> tuple[float, tuple[TypeSpeed, ...]]:
-    """The fixed seconds of a layer, and the speed of every type of ``kinds`` that llama.cpp computes here.
+def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -> tuple[float, tuple[TypeSpeed, ...]]:
+    """The fixed seconds of a layer, and the speed of every type that llama.cpp computes here.
 
     Each type has extra buffers where they are worth it. Raises ``EngineError`` when none is computed, ``OSError`` when the
     files cannot be written.
     """
     trials = []
     settings = (False,) if bench.on_gpu else (False, True)
-    for kind in kinds:
+    for kind in bench.effort.types:
         advance(kind)
         decode, rows = bench.time_decode(BIG, kind, settings), bench.time_rows(kind, settings)
         plain, *more = [together(one, many) for one, many in zip(decode, rows, strict=True)]

@@ -23,7 +23,7 @@ from primad.profiler.records import write
 from tests.e2e.cluster import PATIENCE_S, Head, Primad, all_joined, heading, ring_process, wait_until
 from tests.e2e.streams import STORY, ask
 from tests.fakes import bad_disk
-from tests.fakes.profile import CPU, home_record, machine_record, speeds
+from tests.fakes.profile import SEEDED_CPU, home_record, machine_record, speeds
 from tests.figures import note
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ needs_pages = pytest.mark.skipif(sys.platform != "linux", reason="only on Linux 
 
 def slow_machine(folder: Path) -> Path:
     """A cache folder in which this machine counts as a slow one."""
-    slow = replace(CPU, speeds=speeds(3e8, 2e9), layer_s=1e-2)
+    slow = replace(SEEDED_CPU, speeds=speeds(3e8, 2e9), layer_s=1e-2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         for threads in (None, *range(1, 9)):

@@ -62,11 +62,12 @@ PROFILE = DeviceProfile(
 )
 
 
-def machine_record(threads: int | None) -> MachineRecord:
-    """A record of this machine with made-up figures, for ``threads`` pinned threads.
+SEEDED_CPU = replace(CPU, threads=1, batch_threads=1)
+"""One thread computes: the devices of a test's ring share this machine's cores with those of the tests beside it."""
 
-    One thread computes: the devices of a test's ring share this machine's cores with those of the tests beside it.
-    """
+
+def machine_record(threads: int | None) -> MachineRecord:
+    """A record of this machine with made-up figures, for ``threads`` pinned threads."""
     return MachineRecord(
         version=VERSION,
         measured="2026-01-02T03:04:05Z",
@@ -74,7 +75,7 @@ def machine_record(threads: int | None) -> MachineRecord:
         build="a build",
         pinned_threads=threads,
         ram_read_bytes_per_s=3e10,
-        cpu=replace(CPU, threads=1, batch_threads=1),
+        cpu=SEEDED_CPU,
         gpu=None,
     )
 

@@ -22,11 +22,10 @@ from primad.engine.devices import GpuDevice, list_gpus
 from primad.errors import ConfigError, EngineError
 from primad.profiler import disk, gpus, measure, processors, speeds
 from primad.profiler.device import is_profiled, profile_device
-from primad.profiler.effort import Effort
+from primad.profiler.effort import TYPES, Effort
 from primad.profiler.measure import STEPS
 from primad.profiler.records import home_file, machine_file, read_home, read_machine, write
 from primad.profiler.speeds import (
-    TYPES,
     Bench,
     RetryBudget,
     choose,
@@ -43,7 +42,7 @@ from primad.profiles import check_profile
 from primad.system.measuring_lock import measuring
 from primad.system.memory import Memory
 from primad.system.processors import usable_cpus
-from tests.fakes.profile import CPU, DISK, GPU, PROFILE, home_record, machine_record, seed
+from tests.fakes.profile import CPU, DISK, GPU, PROFILE, SEEDED_CPU, home_record, machine_record, seed
 
 TINY = LayerShape(width=256, feed_forward=512, heads=4, heads_kv=2)
 
@@ -107,9 +106,9 @@ def bench(folder: Path, machine: Any, *, on_gpu: bool = False, patience_s: float
 
 @pytest.mark.parametrize(("step_s", "layer_s"), [(2e-4, 3e-5), (1e-3, 5e-4), (5e-5, 2e-6)])
 def test_the_fixed_costs_are_what_the_times_were_made_of(tmp_path, step_s, layer_s):
-    place = bench(tmp_path, Machine(step_s, layer_s))
+    place = replace(bench(tmp_path, Machine(step_s, layer_s)), effort=Effort(types=TYPES[:3]))
     assert measure_step(place) == pytest.approx(step_s, rel=1e-3)
-    found, _ = measure_types(place, step_s, lambda _: None, TYPES[:3])
+    found, _ = measure_types(place, step_s, lambda _: None)
     assert found == pytest.approx(layer_s, rel=1e-3)
 
 
@@ -142,7 +141,7 @@ def test_every_type_gets_the_rate_of_the_machine(tmp_path):
 def test_one_row_is_timed_on_more_than_the_caches_hold(tmp_path):
     machine = Machine()
     place = replace(bench(tmp_path, machine), model_bytes=3 * BIG.weight_bytes("Q4_K"), sweep_bytes=4096)
-    measure_types(place, machine.step_s, lambda _: None, TYPES[:1])
+    measure_types(replace(place, effort=Effort(types=TYPES[:1])), machine.step_s, lambda _: None)
     decode = [task for task in machine.asked if task.decode_runs]
     assert {
         task.window.assignment.layers * shape_of(task).weight_bytes("Q4_K") >= place.model_bytes for task in decode
@@ -516,11 +515,11 @@ def test_the_command_prints_a_table_and_saves_what_it_prints_as_json(tmp_path, m
     assert shown.exit_code == 0
     (profile,) = load_profiles(saved)
     assert profile.device == "desk"
-    assert profile.cpu == CPU
+    assert profile.cpu == SEEDED_CPU
     printed = CliRunner().invoke(cli.app, [*options, "--json"], catch_exceptions=False)
     again = tmp_path / "again.json"
     again.write_text(printed.stdout)
-    assert load_profiles(again)[0].cpu == CPU
+    assert load_profiles(again)[0].cpu == SEEDED_CPU
 
 
 FEW_RUNS = Effort(decode_runs=2, batch_runs=1, prefill_runs=1, cpu_weights=BIG.weights, repeats_s=0.0)
@@ -528,14 +527,17 @@ FEW_RUNS = Effort(decode_runs=2, batch_runs=1, prefill_runs=1, cpu_weights=BIG.w
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_this_device_is_measured_for_real(tmp_path, own_cache):
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "types", [("Q4_K", "Q8_0", "F16"), pytest.param(TYPES, marks=pytest.mark.matrix)], ids=["three types", "all"]
+)
+def test_this_device_is_measured_for_real(types, tmp_path, own_cache):
     home = a_home(tmp_path)
     told: list[str] = []
-    profile = profile_device("desk", home, None, told.append, effort=FEW_RUNS)
+    profile = profile_device("desk", home, None, told.append, effort=replace(FEW_RUNS, types=types))
     check_profile(profile)
-    assert len(told) == STEPS
-    assert {figures.type for figures in profile.cpu.speeds} == set(TYPES)
+    assert len(told) == STEPS - len(TYPES) + len(types)
+    assert {figures.type for figures in profile.cpu.speeds} == set(types)
     assert [path.name for path in home.iterdir()] == ["profile.json"]
     assert profile_device("desk", home, None, lambda _: pytest.fail("measured twice")).cpu == profile.cpu
     with measuring():
