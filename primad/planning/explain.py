@@ -16,7 +16,7 @@ import msgspec
 from halda import DeviceProfile, Infeasible, Plan
 from halda.evaluate import evaluate
 from halda.instance import Instance, instance
-from halda.search import CHUNKS, solve_heads
+from halda.search import CHUNKS, solve
 from halda.solution import Solution
 from primad import __version__
 from primad.errors import ConfigError, PlanError
@@ -75,19 +75,19 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
 
 def _halda(question: Question) -> DescribedPlan:
     """Halda's plan, with the best head where the question leaves it open. Raises ``Infeasible``."""
-    heads = None if question.head is None else [question.head]
+    heads = [device.device for device in question.devices] if question.head is None else [question.head]
     return _answer(question, _solve(question, question.devices, heads, question.time_limit_s))
 
 
 def _solve(
     question: Question,
     devices: Sequence[DeviceProfile],
-    heads: Sequence[str] | None,
+    heads: Sequence[str],
     time_limit_s: float,
     require: frozenset[str] = frozenset(),
 ) -> Solution:
     """The best plan for ``devices`` with the best of ``heads``. Raises ``Infeasible``."""
-    return solve_heads(
+    return solve(
         devices,
         question.all_links,
         question.model,
@@ -185,7 +185,7 @@ def _alone(question: Question) -> list[AloneJson]:
     parts = []
     for device in question.devices:
         try:
-            answer = _solve(question, [device], None, question.time_limit_s / len(question.devices))
+            answer = _solve(question, [device], [device.device], question.time_limit_s / len(question.devices))
         except Infeasible as exc:
             parts.append((float("inf"), AloneJson(name=device.device, predicted=None, reason=str(exc))))
         else:

@@ -31,9 +31,9 @@ from halda.profile import (
 from halda.solution import Solution
 
 if TYPE_CHECKING:
-    from halda.search import CHUNKS, solve, solve_heads
+    from halda.search import CHUNKS, solve
 
-_SOLVING = ("CHUNKS", "solve", "solve_heads")
+_SOLVING = ("CHUNKS", "solve")
 
 
 def __getattr__(name: str) -> Any:
@@ -82,5 +82,4 @@ __all__ = [
     "instance",
     "residency",
     "solve",
-    "solve_heads",
 ]

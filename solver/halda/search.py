@@ -76,19 +76,41 @@ def solve(
     workload: Workload,
     *,
     objective: Objective = "balanced",
-    head: str | None = None,
+    heads: Sequence[str] = (),
     limits: Mapping[str, Limits] | None = None,
     require: frozenset[str] = frozenset(),
     chunks: Sequence[int] = (),
     time_limit_s: float = 10.0,
 ) -> Solution:
-    """The plan that makes ``objective`` smallest, with ``head`` (None: the first device) as head.
+    """The plan that makes ``objective`` smallest, with the best of ``heads`` (none: the first device) as head.
 
-    ``require`` names devices that must take part. Where layers stream, a chunk of the prompt may have as many rows as one of
-    ``chunks`` says instead of ``workload.chunk_rows``; where there is no plan, those with the fewest rows come first. Raises
-    ``Infeasible``, which says which limit is short and by how much.
+    They share the time limit. ``require`` names devices that must take part. Where layers stream, a chunk of the prompt may
+    have as many rows as one of ``chunks`` says instead of ``workload.chunk_rows``; where there is no plan, those with the
+    fewest rows come first. Raises ``Infeasible``, which says which limit is short and by how much.
     """
-    question = instance(devices, links, model, workload, limits or {}, head)
+    heads = heads or [devices[0].device]
+    best: Solution | None = None
+    failures, bound_s = [], math.inf
+    for head in heads:
+        question = instance(devices, links, model, workload, limits or {}, head)
+        try:
+            found = _with_head(question, objective, require, chunks, time_limit_s / len(heads))
+        except Infeasible as exc:
+            failures.append(exc)
+            continue
+        bound_s = min(bound_s, found.bound_s)
+        if best is None or found.objective_s < best.objective_s * (1 - _SAME):
+            best = found
+    if best is None:
+        raise min(failures, key=lambda failure: failure.short_bytes)
+    proven = bound_s >= best.objective_s * (1 - _PROVEN)
+    return replace(best, bound_s=min(bound_s, best.objective_s), proven=proven)
+
+
+def _with_head(
+    question: Instance, objective: Objective, require: frozenset[str], chunks: Sequence[int], time_limit_s: float
+) -> Solution:
+    """The best plan with the head of ``question``."""
 
     def search(question: Instance) -> _Search:
         search = _Search(question, objective, require, time_limit_s)
@@ -100,8 +122,9 @@ def solve(
         return search
 
     first = search(question)
-    fewest = min(chunks, default=workload.chunk_rows)
-    if not first.found and fewest < workload.chunk_rows:
+    rows = question.workload.chunk_rows
+    fewest = min(chunks, default=rows)
+    if not first.found and fewest < rows:
         question = question.with_rows(fewest)
         first = search(question)
     if not first.found:
@@ -136,52 +159,6 @@ def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) ->
         if value < best_s * (1 - gain) and not prediction.short and not too_long:
             best, best_s = other, value
     return best
-
-
-def solve_heads(
-    devices: Sequence[DeviceProfile],
-    links: Sequence[LinkProfile],
-    model: ModelProfile,
-    workload: Workload,
-    *,
-    objective: Objective = "balanced",
-    heads: Sequence[str] | None = None,
-    limits: Mapping[str, Limits] | None = None,
-    require: frozenset[str] = frozenset(),
-    chunks: Sequence[int] = (),
-    time_limit_s: float = 10.0,
-) -> Solution:
-    """The same with the best of ``heads`` (None: any device) as head, which share the time limit."""
-    names = list(heads) if heads is not None else [device.device for device in devices]
-    best: Solution | None = None
-    failure: Infeasible | None = None
-    bound_s = float("inf")
-    for head in names:
-        try:
-            found = solve(
-                devices,
-                links,
-                model,
-                workload,
-                objective=objective,
-                head=head,
-                limits=limits,
-                require=require,
-                chunks=chunks,
-                time_limit_s=time_limit_s / len(names),
-            )
-        except Infeasible as exc:
-            if failure is None or exc.short_bytes < failure.short_bytes:
-                failure = exc
-            continue
-        bound_s = min(bound_s, found.bound_s)
-        if best is None or found.objective_s < best.objective_s * (1 - _SAME):
-            best = found
-    if best is None:
-        assert failure is not None
-        raise failure
-    proven = bound_s >= best.objective_s * (1 - _PROVEN)
-    return replace(best, bound_s=min(bound_s, best.objective_s), proven=proven)
 
 
 class _Search:

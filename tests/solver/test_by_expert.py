@@ -108,7 +108,7 @@ def test_the_plan_is_better_than_one_that_counts_whole_layers(monkeypatch, dense
     links = [planning.link(a, b, round_trip_s=0.6) for a, b in (("d0", "d1"), ("d1", "d0"))]
 
     def answer() -> Plan:
-        return solve(asked.devices, links, model, WORK, objective="latency", head="d0").plan
+        return solve(asked.devices, links, model, WORK, objective="latency", heads=["d0"]).plan
 
     by_expert = answer()
     with monkeypatch.context() as counting:

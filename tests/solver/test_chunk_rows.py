@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from halda import CHUNKS, Infeasible, Instance, Objective, Solution, Workload, evaluate, instance, solve, solve_heads
+from halda import CHUNKS, Infeasible, Instance, Objective, Solution, Workload, evaluate, instance, solve
 from halda.profile import DeviceProfile, ModelProfile
 from halda.search import FEWER_GAIN
 from tests.fakes import planning
@@ -106,7 +106,7 @@ def test_a_fleet_with_the_least_memory_has_a_plan_with_the_fewest_rows():
         solved(*fleet, chunks=())
     for found in (
         solved(*fleet),
-        solve_heads(fleet, [], model(), WORK, chunks=CHUNKS),
+        solve(fleet, [], model(), WORK, heads=["desk", "lap"], chunks=CHUNKS),
     ):
         assert found.prediction.chunk_rows == 128
         assert len(found.plan.devices) == 2

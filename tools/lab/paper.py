@@ -19,7 +19,7 @@ from halda import (
     evaluate,
     instance,
     residency,
-    solve_heads,
+    solve,
 )
 from halda.arrange import apportion
 from halda_research.published import PublishedPlan, solve_published
@@ -75,11 +75,12 @@ def row(name: str, fleet: Fleet) -> Row:
     paper = solve_published(fleet.devices, fleet.links, model, WORKLOAD, head=BEST_DEVICE)
     asked = ask(fleet, model, BEST_DEVICE)
     split = memory_split(fleet.devices, asked)
+    heads = [device.device for device in fleet.devices]
     return Row(
         name=name,
         model=model,
         published_s=WITH_SELECTION_MS.get(name, latency["prima"]) / 1000,
-        ours=solve_heads(fleet.devices, fleet.links, model, WORKLOAD, objective="latency", time_limit_s=600),
+        ours=solve(fleet.devices, fleet.links, model, WORKLOAD, objective="latency", heads=heads, time_limit_s=600),
         paper=paper,
         paper_s=evaluate(paper.plan, asked).tpot_s,
         memory_split_s=evaluate(split, ask(fleet, model, split.head)).tpot_s,
