@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
-from rich.console import Console
+import typer
 
+from primad.cli.endpoint import DEFAULT_URL, Url, connected
+from primad.cli.output import err, out
 from primad.errors import ClusterError
 
-CONNECT_TIMEOUT_S: Final = 5.0
+if TYPE_CHECKING:
+    import httpx
 
 
-def converse(
-    url: str, prompt: str | None, *, system: str | None, options: Mapping[str, Any], out: Console, err: Console
+def chat(
+    prompt: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
+    url: Url = DEFAULT_URL,
+    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 to 2.", min=0, max=2, show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes an answer repeatable.", min=0, show_default=False)] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", min=1, show_default=False)] = None,
 ) -> None:
-    """Answer ``prompt``, or hold a conversation until the input ends. Raises ``ClusterError`` when the endpoint fails."""
+    """Talk to a running endpoint.
+
+    Examples:
+
+        primad chat
+
+        primad chat "Why is the sky blue?" --temperature 0
+
+        primad chat --url http://127.0.0.1:9000 --system "Answer in French."
+    """
+    options = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
+    chosen = {key: value for key, value in options.items() if value is not None}
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    try:
-        client = httpx.Client(base_url=url, timeout=timeout)
-    except (httpx.InvalidURL, ValueError) as exc:
-        raise ClusterError(f"--url {url}: is no address of an endpoint; try http://127.0.0.1:8080") from exc
-    with client:
+    with connected(url, None) as client:
         if prompt is None:
             err.print("end with Ctrl-D", style="dim")
         while True:
@@ -35,7 +48,7 @@ def converse(
             if question.strip():
                 messages.append({"role": "user", "content": question})
                 answer = ""
-                for piece in _stream(client, url, messages, options):
+                for piece in _stream(client, url, messages, chosen):
                     out.print(piece, end="", markup=False)
                     answer += piece
                 out.print()
@@ -50,7 +63,7 @@ def _stream(
     body = {"messages": messages, "stream": True, **options}
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != httpx.codes.OK:
+            if response.status_code != 200:
                 response.read()
                 raise ClusterError(f"{url}: {_error(response)}")
             for line in response.iter_lines():
@@ -62,8 +75,6 @@ def _stream(
                     raise ClusterError(f"{url}: {chunk['error'].get('message', 'the answer broke off')}")
                 for choice in chunk.get("choices", []):
                     yield choice.get("delta", {}).get("content") or ""
-    except (httpx.HTTPError, httpx.InvalidURL) as exc:
-        raise ClusterError(f"{url}: {exc or type(exc).__name__}; is 'primad serve' running there?") from exc
     except (json.JSONDecodeError, AttributeError) as exc:
         raise ClusterError(f"{url}: answers, but not as an OpenAI endpoint does") from exc
 

@@ -13,14 +13,11 @@ import typer
 
 from primad import __version__
 from primad.cli.cache import cache_app
+from primad.cli.chat import chat
 from primad.cli.devices import devices_app
 from primad.cli.doctor import doctor
 from primad.cli.join import join
-from primad.cli.options import (
-    Home,
-    Name,
-    Threads,
-)
+from primad.cli.options import Home, Name, Threads
 from primad.cli.output import err, out
 from primad.cli.pair_pause_leave import leave, pair, pause, resume
 from primad.cli.plan import plan
@@ -29,7 +26,7 @@ from primad.cli.serve import serve
 from primad.cli.status import status
 from primad.cli.trust import revoke, trust
 from primad.errors import ConfigError, PrimadError, Stopped
-from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, load_config
+from primad.settings.config import load_config
 
 app = typer.Typer(
     name="primad",
@@ -116,34 +113,8 @@ devices_app.command()(trust)
 devices_app.command()(revoke)
 app.add_typer(devices_app, name="devices")
 app.add_typer(cache_app, name="cache")
-for command in (status, pair, leave, pause, resume, doctor):
+for command in (status, pair, leave, pause, resume, doctor, chat):
     app.command()(command)
-
-
-@app.command()
-def chat(
-    prompt: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
-    url: Annotated[str, typer.Option(help="The endpoint.")] = f"http://{LOOPBACK}:{DEFAULT_HTTP_PORT}",
-    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 to 2.", min=0, max=2, show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes an answer repeatable.", min=0, show_default=False)] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", min=1, show_default=False)] = None,
-) -> None:
-    """Talk to a running endpoint.
-
-    Examples:
-
-        primad chat
-
-        primad chat "Why is the sky blue?" --temperature 0
-
-        primad chat --url http://127.0.0.1:9000 --system "Answer in French."
-    """
-    from primad.cli.chat import converse
-
-    options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
-    chosen = {key: value for key, value in options.items() if value is not None}
-    converse(url, prompt, system=system, options=chosen, out=out, err=err)
 
 
 def _fail(message: str) -> NoReturn:

@@ -206,12 +206,12 @@ def _answer(asked: Question, wanted: AnswerOptions) -> None:
     from primad.planning.explain import explain
     from primad.planning.plot import plot
     from primad.planning.schema import encode
-    from primad.planning.sources import read_file
     from primad.planning.table import show
     from primad.planning.whatif import change
+    from primad.profiler.store import load_profiles
 
     changes = tuple(wanted.what_if or ())
-    answer = explain(change(asked, changes, read_file), changes, asked) if changes else explain(asked)
+    answer = explain(change(asked, changes, load_profiles), changes, asked) if changes else explain(asked)
     if wanted.plot is not None:
         plot(answer, wanted.plot)
     if wanted.json:

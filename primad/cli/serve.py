@@ -23,6 +23,7 @@ from primad.cli.output import err
 from primad.cli.progress import RichReporter
 from primad.errors import ConfigError
 from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_host, is_loopback, load_config
+from primad.settings.quantities import parse_choice
 
 if TYPE_CHECKING:
     from primad.head.options import ServeOptions
@@ -143,16 +144,14 @@ def serve(
     }  # a head has no control port
     config = load_config(flags(device, owner) | network, environment)
     check_interface(config)
-    _check_together(others, plan, compute)
+    _check_together(others, plan)
     _warn(endpoint, config)
     from primad.head.serve import serve as run_serve
 
     run_serve(config, model, _serve_options(endpoint, others, plan, compute), endpoint.host, RichReporter(err))
 
 
-def _check_together(others: OtherDevicesOptions, plan: ServedPlanOptions, compute: ComputeOptions) -> None:
-    if compute.extra_buffers not in ("auto", "on", "off"):
-        raise ConfigError(f"--extra-buffers {compute.extra_buffers}: choose auto, on or off")
+def _check_together(others: OtherDevicesOptions, plan: ServedPlanOptions) -> None:
     if plan.rounds is not None and plan.windows is None:
         raise ConfigError(f"--rounds {plan.rounds}: goes with --windows; give both or neither")
     if others.alone and (others.wait or others.device):
@@ -174,23 +173,23 @@ def _warn(endpoint: EndpointOptions, config: Config) -> None:
 def _serve_options(
     endpoint: EndpointOptions, others: OtherDevicesOptions, plan: ServedPlanOptions, compute: ComputeOptions
 ) -> ServeOptions:
+    from halda import KV_TYPES, OBJECTIVES
     from primad.head.options import ServeOptions
-    from primad.planning.question import check_objective, parse_kv_type
 
     return ServeOptions(
         wait=others.wait,
         wait_timeout_s=others.wait_timeout,
         windows=None if plan.windows is None else _windows(plan.windows),
         rounds=plan.rounds,
-        extra_buffers=compute.extra_buffers,
+        extra_buffers=parse_choice(compute.extra_buffers, ("auto", "on", "off"), "--extra-buffers"),
         context_tokens=plan.context,
         prompt_tokens=plan.prompt,
         rows=512,
-        kv_type=parse_kv_type(plan.kv_type),
+        kv_type=parse_choice(plan.kv_type, KV_TYPES, "--kv-type"),
         step_timeout_s=compute.step_timeout,
         http_port=endpoint.port,
         alone=others.alone,
-        objective=check_objective(plan.objective),
+        objective=parse_choice(plan.objective, OBJECTIVES, "--objective"),
         use_all=plan.use_all,
     )
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
+from primad.cli.endpoint import DEFAULT_URL, Url, connected
 from primad.errors import ClusterError, printable
-from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK
 from primad.settings.quantities import show_bytes, show_ms, show_speed
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from primad.api.status import DeviceStatus, MemoryFigures, PlannedFigures, StatusBody
 
-CONNECT_TIMEOUT_S: Final = 5.0
 ANSWER_TIMEOUT_S: Final = 15.0
 """The head gives its devices five seconds."""
 EVERY_S: Final = 1.0
@@ -32,7 +31,7 @@ _out = Console(highlight=False, soft_wrap=True)
 
 
 def status(
-    url: Annotated[str, typer.Option(help="The endpoint.")] = f"http://{LOOPBACK}:{DEFAULT_HTTP_PORT}",
+    url: Url = DEFAULT_URL,
     json: Annotated[bool, typer.Option("--json", help="Print what the endpoint says, as JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
 ) -> None:
@@ -48,15 +47,9 @@ def status(
 
         primad status --json --url http://127.0.0.1:9000
     """
-    import httpx
-
     if not _out.is_terminal:
         _out.width = max(_out.width, _PLAIN_WIDTH)
-    try:
-        client = httpx.Client(base_url=url, timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S))
-    except (httpx.InvalidURL, ValueError) as exc:
-        raise ClusterError(f"--url {url}: is no address of an endpoint; try http://127.0.0.1:8080") from exc
-    with client:
+    with connected(url, ANSWER_TIMEOUT_S) as client:
         if json:
             _print_json(client, url, watch=watch)
         elif watch:
@@ -93,16 +86,12 @@ def _watch(client: httpx.Client, url: str) -> None:
 
 def _ask(client: httpx.Client, url: str) -> tuple[str, StatusBody]:
     """What the endpoint says, as it says it and as it is understood. Raises ``ClusterError`` when no head answers."""
-    import httpx
     import msgspec
 
     from primad.api.status import decoder
 
-    try:
-        response = client.get("/status")
-    except (httpx.HTTPError, httpx.InvalidURL) as exc:
-        raise ClusterError(f"{url}: {exc or type(exc).__name__}; is 'primad serve' running there?") from exc
-    if response.status_code != httpx.codes.OK:
+    response = client.get("/status")
+    if response.status_code != 200:
         raise ClusterError(f"{url}: answered {response.status_code}; is it a head, 'primad serve'?")
     try:
         return response.text, decoder.decode(response.content)

@@ -13,7 +13,7 @@ from halda import KV_BLOCK, KV_TYPES, CacheType, DeviceProfile, Limits, LinkProf
 from halda.evaluate import OBJECTIVES, Objective
 from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S
 from primad.errors import ConfigError
-from primad.settings.quantities import parse_bytes, parse_rate, parse_seconds
+from primad.settings.quantities import parse_bytes, parse_choice, parse_rate, parse_seconds
 
 Solver = Literal["halda", "paper"]
 SOLVERS: Final[tuple[Solver, ...]] = get_args(Solver)
@@ -105,16 +105,16 @@ def ask(
         workload=workload(wishes, model),
         limits=_limits(wishes, names),
         head=None if wishes.head is None else check_name(wishes.head, names, "--head"),
-        solver=_solver(wishes.solver),
-        objective=check_objective(wishes.objective),
+        solver=parse_choice(wishes.solver, SOLVERS, "--solver"),
+        objective=parse_choice(wishes.objective, OBJECTIVES, "--objective"),
         time_limit_s=wishes.time_limit_s,
     )
 
 
 def check(wishes: Wishes, model: ModelProfile) -> None:
     """Judge what can be judged before devices are looked for. Raises ``ConfigError``."""
-    _solver(wishes.solver)
-    check_objective(wishes.objective)
+    parse_choice(wishes.solver, SOLVERS, "--solver")
+    parse_choice(wishes.objective, OBJECTIVES, "--objective")
     workload(wishes, model)
     for text in wishes.links:
         _split_link(text)
@@ -140,7 +140,7 @@ def check_name(name: str, names: Sequence[str], source: str) -> str:
 
 def workload(wishes: Wishes, model: ModelProfile) -> Workload:
     """The work to plan for. Raises ``ConfigError`` where prompt and answer, or the KV cache, do not suit the model."""
-    kv_type = parse_kv_type(wishes.kv_type)
+    kv_type = parse_choice(wishes.kv_type, KV_TYPES, "--kv-type")
     check_kv_type(kv_type, model)
     return default_workload(
         default_context(wishes.context, model),
@@ -269,21 +269,6 @@ def _limits(wishes: Wishes, names: Sequence[str]) -> dict[str, Limits]:
     }
 
 
-def _solver(text: str) -> Solver:
-    for solver in SOLVERS:
-        if solver == text:
-            return solver
-    raise ConfigError(f"--solver {text}: choose {' or '.join(SOLVERS)}")
-
-
-def parse_kv_type(text: str) -> CacheType:
-    """``text`` as a type of KV cache. Raises ``ConfigError``."""
-    for kind in KV_TYPES:
-        if kind == text:
-            return kind
-    raise ConfigError(f"--kv-type {text}: choose {', '.join(KV_TYPES[:-1])} or {KV_TYPES[-1]}")
-
-
 def check_kv_type(kv_type: CacheType, model: ModelProfile) -> None:
     """Judge whether ``model`` can have such a KV cache in llama.cpp. Raises ``ConfigError``."""
     if kv_type == "f16":
@@ -297,11 +282,3 @@ def check_kv_type(kv_type: CacheType, model: ModelProfile) -> None:
         raise ConfigError(
             f"--kv-type {kv_type}: needs flash attention, which llama.cpp does not have for {model.architecture}; choose f16"
         )
-
-
-def check_objective(text: str) -> Objective:
-    """``text`` as an objective. Raises ``ConfigError``."""
-    for objective in OBJECTIVES:
-        if objective == text:
-            return objective
-    raise ConfigError(f"--objective {text}: choose {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}")

@@ -36,8 +36,3 @@ def read_devices(paths: Sequence[Path], fleet: str | None) -> tuple[tuple[Device
     found = None if fleet is None else read_fleet(fleet)
     devices = () if found is None else found.devices
     return (*devices, *load_profiles(*paths)), () if found is None else found.links
-
-
-def read_file(path: Path) -> list[DeviceProfile]:
-    """The devices of one profile file or folder. Raises ``ConfigError``."""
-    return load_profiles(path)

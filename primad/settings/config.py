@@ -177,8 +177,8 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
 
     config = Config(
         home=home,
-        name=chosen("name", _device_name, _host_name()),
-        cluster=chosen("cluster", _cluster_name, DEFAULT_CLUSTER),
+        name=chosen("name", _name, _host_name(), kind="device"),
+        cluster=chosen("cluster", _name, DEFAULT_CLUSTER, kind="cluster"),
         host=chosen("host", check_host, any_host()),
         port=chosen("port", parse_whole, None, most=65_535),
         interface=chosen("interface", _interface, None),
@@ -299,15 +299,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _device_name(value: Any, source: str) -> str:
-    return _name(value, source, "device")
-
-
-def _cluster_name(value: Any, source: str) -> str:
-    return _name(value, source, "cluster")
-
-
-def _name(value: Any, source: str, kind: str) -> str:
+def _name(value: Any, source: str, *, kind: str) -> str:
     if not isinstance(value, str) or not NAME.fullmatch(value):
         raise ConfigError(f"{source}: {value!r} is no {kind} name; use up to 62 letters, digits, '.', '_' and '-'")
     return value

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from primad.errors import ConfigError, printable
 
@@ -22,6 +23,7 @@ _TIME: Final = re.compile(_DIGITS + r"\s*(us|µs|ms|s|min|h|d|)")
 _POWERS: Final[dict[str, int]] = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 _SECONDS: Final = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _MOST_BYTES: Final = 1 << 59
+_Choice = TypeVar("_Choice", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,14 @@ def parse_yes_no(value: Any, source: str) -> bool:
             return False
         case _:
             raise ConfigError(f"{source}: {_shown(value)} is neither true nor false")
+
+
+def parse_choice(text: str, choices: Sequence[_Choice], source: str) -> _Choice:
+    """The one of ``choices`` that ``text`` is."""
+    for choice in choices:
+        if choice == text:
+            return choice
+    raise ConfigError(f"{source} {text}: choose {', '.join(choices[:-1])} or {choices[-1]}")
 
 
 def parse_list(value: Any, source: str) -> list[Any]:
