@@ -121,30 +121,14 @@ class _Api:
         served = self._serving()
         ask = schema.parse(schema.ChatRequest, await read_json(request, self._timings.body_timeout_s))
         job = chat_job(ask, served, seed=secrets.randbelow(SEEDS), now=datetime.now().astimezone())
-        answer = ChatAnswer(
-            id=_new_id("chatcmpl"),
-            created=int(time.time()),
-            model=served.id,
-            vocabulary=served.vocabulary,
-            with_logprobs=job.logprobs is not None,
-            include_usage=ask.include_usage,
-        )
-        return await self._respond(request, ask, served, job, answer)
+        return await self._respond(request, ask, served, job, ChatAnswer)
 
     async def complete(self, request: Request) -> Response:
         """Continue a text."""
         served = self._serving()
         ask = schema.parse(schema.CompletionRequest, await read_json(request, self._timings.body_timeout_s))
         job = completion_job(ask, served, seed=secrets.randbelow(SEEDS))
-        answer = CompletionAnswer(
-            id=_new_id("cmpl"),
-            created=int(time.time()),
-            model=served.id,
-            vocabulary=served.vocabulary,
-            with_logprobs=job.logprobs is not None,
-            include_usage=ask.include_usage,
-        )
-        return await self._respond(request, ask, served, job, answer)
+        return await self._respond(request, ask, served, job, CompletionAnswer)
 
     def _serving(self) -> ServedModel:
         health, served = self._backend.health(), self._backend.model()
@@ -153,10 +137,18 @@ class _Api:
         return served
 
     async def _respond(
-        self, request: Request, ask: schema.SamplingRequest, served: ServedModel, job: Job, answer: ApiAnswer
+        self, request: Request, ask: schema.SamplingRequest, served: ServedModel, job: Job, kind: type[ApiAnswer]
     ) -> Response:
+        answer = kind(
+            id=f"{kind.PREFIX}-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=served.id,
+            vocabulary=served.vocabulary,
+            with_logprobs=job.logprobs is not None,
+            include_usage=ask.include_usage,
+        )
         if ask.stream:
-            return EventStream(self._stream(served, job, answer, include_usage=ask.include_usage), self._timings)
+            return EventStream(self._stream(served, job, answer), self._timings)
         return _json(await while_connected(request.receive, self._whole(served, job, answer)))
 
     async def _whole(self, served: ServedModel, job: Job, answer: ApiAnswer) -> msgspec.Struct:
@@ -172,9 +164,7 @@ class _Api:
             sampled += sum(part.sampled for part in parts)
         return answer.whole(answered, _usage(job, sampled))
 
-    async def _stream(
-        self, served: ServedModel, job: Job, answer: ApiAnswer, *, include_usage: bool
-    ) -> AsyncGenerator[msgspec.Struct, None]:
+    async def _stream(self, served: ServedModel, job: Job, answer: ApiAnswer) -> AsyncGenerator[msgspec.Struct, None]:
         sampled = 0
         for choice in job.choices:
             begun = False
@@ -189,7 +179,7 @@ class _Api:
                         yield answer.piece(choice, part)
                     if part.finish is not None:
                         yield answer.closing(choice, part.finish)
-        if include_usage:
+        if answer.include_usage:
             yield answer.counts(_usage(job, sampled))
 
     def _write(self, served: ServedModel, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
@@ -253,10 +243,6 @@ def _usage(job: Job, sampled: int) -> Usage:
 
 def _model(served: ServedModel) -> Model:
     return Model(id=served.id, created=served.created, owned_by="primad")
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"
 
 
 def _json(body: object, status: int = 200) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from msgspec import UNSET, UnsetType
 
@@ -40,28 +40,13 @@ class Answered:
     finish: FinishReason
 
 
-class ApiAnswer(Protocol):
-    """A request's answer in the shapes of its endpoint."""
-
-    def opening(self, choice: Choice) -> ChatChunk | Completion | None:
-        """The chunk that begins a choice, if its shape has one."""
-
-    def piece(self, choice: Choice, written: Written) -> ChatChunk | Completion:
-        """The chunk that adds text or tokens to a choice."""
-
-    def closing(self, choice: Choice, finish: FinishReason) -> ChatChunk | Completion:
-        """The chunk that ends a choice."""
-
-    def counts(self, usage: Usage) -> ChatChunk | Completion:
-        """The last chunk of a stream that was asked for its token counts."""
-
-    def whole(self, answered: Sequence[Answered], usage: Usage) -> ChatCompletion | Completion:
-        """The body of an answer that does not stream."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Headed:
-    """What every chunk of an answer repeats. ``created`` is in Unix seconds."""
+    """What every chunk of an answer repeats. ``created`` is in Unix seconds; ``include_usage``: a last chunk has ``counts``.
+
+    A choice that streams is its ``opening``, if its shape has one, each ``piece`` and its ``closing``; an answer that does
+    not stream is ``whole``.
+    """
 
     id: str
     created: int
@@ -79,6 +64,8 @@ class _Headed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer(_Headed):
     """``/v1/chat/completions``."""
+
+    PREFIX: ClassVar[str] = "chatcmpl"
 
     def opening(self, choice: Choice) -> ChatChunk:
         return self._chunk(choice, Delta(role="assistant", content=""))
@@ -118,6 +105,8 @@ class ChatAnswer(_Headed):
 class CompletionAnswer(_Headed):
     """``/v1/completions``."""
 
+    PREFIX: ClassVar[str] = "cmpl"
+
     def opening(self, choice: Choice) -> Completion | None:
         return self._chunk(choice, choice.echo) if choice.echo else None
 
@@ -155,3 +144,7 @@ class CompletionAnswer(_Headed):
 
     def _logprobs(self, tokens: Sequence[Placed[Sampled]]) -> CompletionLogprobs | None:
         return completion_logprobs(tokens, self.vocabulary) if self.with_logprobs else None
+
+
+ApiAnswer = ChatAnswer | CompletionAnswer
+"""A request's answer in the shapes of its endpoint."""
