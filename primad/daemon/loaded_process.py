@@ -38,14 +38,13 @@ class LoadKey:
 class LoadedProcess:
     """A ring process that loads, or has loaded, what ``content`` says, from the files of load ``number``.
 
-    ``indices`` are the route indices of its windows, in order. ``send`` it commands, read ``events``, ``close`` it.
+    ``send`` it commands, read ``events``, ``close`` it.
     """
 
-    def __init__(self, ring: RingProcess, place: Workspace, number: int, content: LoadKey, indices: list[int]) -> None:
+    def __init__(self, ring: RingProcess, place: Workspace, number: int, content: LoadKey) -> None:
         self.content = content
         self.number = number
         """Tells its files from those of others; a worker's epochs would not, since each head counts its own."""
-        self.indices = indices
         self.memory_low = False
         """Whether it was short of memory: what it holds is not kept for another ring."""
         self._ring, self._place = ring, place

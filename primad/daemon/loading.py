@@ -107,7 +107,7 @@ class WindowLoad:
             place=self._load.place,
         )
         apply_nice(ring.pid, self._config.nice)
-        process = LoadedProcess(ring, self._place, self.number, key, [spec.window for spec in self._load.windows])
+        process = LoadedProcess(ring, self._place, self.number, key)
         try:
             await process.send(self._opening(windows))
         except BaseException:  # cancelled over it, nobody else would end the process

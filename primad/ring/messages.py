@@ -278,15 +278,15 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
     """To a worker's ring process: serve another ring or epoch with windows that are loaded already.
 
-    ``windows`` are pairs (old route index, new route index); a window that none of them names is released. Everything of
-    the epoch before is dropped: KV cells, links and their keys, steps on their way. The answer is another ``Opened``, and
+    ``windows`` are the new route indices of all windows that are loaded, in their order. Everything of the epoch before is
+    dropped: KV cells, links and their keys, steps on their way. The answer is another ``Opened``, and
     a ``Connect`` must follow. ``assignments`` are those of ``windows`` under the new plan. The other fields are as in
     ``Open``; context, rows and threads stay as they were.
     """
 
     ring: int
     epoch: int
-    windows: list[tuple[int, int]]
+    windows: list[int]
     route: int
     host: str
     step_timeout_s: float

@@ -103,19 +103,16 @@ class WorkerRole:
                 raise RingError(f"a worker was given {type(command).__name__}, which is the head's")
 
     def _reopen(self, reopen: Reopen) -> None:
-        kept = _kept(reopen, self._windows)
-        limits = limits_of(reopen.ring, reopen.epoch, kept, self._width, self._options)
+        windows = _renumbered(reopen, self._windows)
+        limits = limits_of(reopen.ring, reopen.epoch, windows, self._width, self._options)
         self._links.close()
         self._links = Links(reopen.host, limits, timings=_within(self._timings, reopen.step_timeout_s))
-        self._streams.end()  # before any window is unmapped
+        self._streams.end()
         self._streams = self._streams.reopened(reopen.windows, reopen.assignments, reopen.ahead_bytes)
         for window in self._windows.values():
-            if window in kept.values():
-                _forget(window, self._options)
-            else:
-                window.release()
-        self._windows = kept
-        self._streams.begin(cast("dict[int, Streamable]", kept))
+            _forget(window, self._options)
+        self._windows = windows
+        self._streams.begin(cast("dict[int, Streamable]", windows))
         self._begin()
         self._channel.tell(self.opened())
 
@@ -266,20 +263,14 @@ def _within(timings: RingTimings, step_timeout_s: float) -> RingTimings:
     return replace(timings, send_timeout_s=min(timings.send_timeout_s, step_timeout_s))
 
 
-def _kept(reopen: Reopen, windows: dict[int, HiddenWindow]) -> dict[int, HiddenWindow]:
-    """The windows that ``reopen`` goes on with, by their new route index. Raises ``RingError`` when it makes no sense."""
-    kept: dict[int, HiddenWindow] = {}
-    for old, new in reopen.windows:
-        if old not in windows:
-            raise RingError(f"window {old} cannot be reopened as window {new}: it is not loaded here")
-        if not 0 < new < reopen.route - 1:
-            raise RingError(f"window {old} cannot be reopened as window {new} of a route of {reopen.route}")
-        if new in kept or windows[old] in kept.values():
-            raise RingError(f"window {old} cannot be reopened as window {new}: one of the two is named twice")
-        kept[new] = windows[old]
-    if not kept:
-        raise RingError("a ring process cannot be reopened without a window; end it instead")
-    return kept
+def _renumbered(reopen: Reopen, windows: dict[int, HiddenWindow]) -> dict[int, HiddenWindow]:
+    """``windows`` by their new route index. Raises ``RingError`` when ``reopen`` makes no sense."""
+    following = reopen.windows
+    if len(following) != len(windows):
+        raise RingError(f"{len(windows)} windows cannot be reopened as {len(following)}")
+    if following != sorted(set(following)) or not 0 < following[0] <= following[-1] < reopen.route - 1:
+        raise RingError(f"windows cannot be reopened as windows {following} of a route of {reopen.route}")
+    return dict(zip(following, windows.values(), strict=True))
 
 
 def _forget(window: HiddenWindow, options: EngineOptions) -> None:

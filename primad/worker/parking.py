@@ -42,18 +42,16 @@ class Parking:
 
     async def _reopens(self, process: LoadedProcess, load: Load) -> bool:
         process.forget_events()
-        following = [spec.window for spec in load.windows]
         reopen = Reopen(
             ring=load.ring,
             epoch=load.epoch,
-            windows=list(zip(process.indices, following, strict=True)),
+            windows=[spec.window for spec in load.windows],
             route=load.route,
             host=self._config.host,
             step_timeout_s=load.step_timeout_s,
             assignments=load.assignments,
             ahead_bytes=load.ahead_bytes,
         )
-        process.indices = following
         await process.send(reopen)
         return await process.answers(REOPEN_S)
 

@@ -288,7 +288,7 @@ COMMANDS = [
     Reopen(
         ring=1,
         epoch=2,
-        windows=[(1, 4), (3, 1)],
+        windows=[1, 4],
         route=6,
         host="::1",
         step_timeout_s=5.0,

@@ -33,7 +33,7 @@ def place(tmp_path: Path) -> Workspace:
 
 
 def loaded(place: Workspace, ring: FakeRingProcess) -> LoadedProcess:
-    return LoadedProcess(ring, place, 1, None, [1])
+    return LoadedProcess(ring, place, 1, None)
 
 
 async def heard(process: LoadedProcess) -> tuple[list[RingEvent], RingError]:

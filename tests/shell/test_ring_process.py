@@ -79,7 +79,7 @@ def a_reopen(**changes) -> Reopen:
     reopen = Reopen(
         ring=2,
         epoch=5,
-        windows=[(1, 1)],
+        windows=[1],
         route=3,
         host="127.0.0.1",
         step_timeout_s=5,

@@ -117,9 +117,9 @@ class Streaming:
         self.windows[-1].forward(rows(state, position))
         return self.windows[-1].logits(len(tokens) - 1).copy()
 
-    def reopened(self, indices: Sequence[tuple[int, int]], streamed: float) -> Streams:
-        """What looks after the windows of ``indices`` (old, new) in another ring."""
-        assignments = [kept(self.cuts[old], self.units[old], streamed) for old, _ in indices]
+    def reopened(self, indices: Sequence[int], streamed: float) -> Streams:
+        """What looks after the windows as those of ``indices`` in another ring."""
+        assignments = [kept(self.cuts[number], self.units[number], streamed) for number in range(len(indices))]
         return self.streams.reopened(indices, assignments, 0)
 
     def release(self) -> None:
@@ -211,13 +211,13 @@ def test_streamed_and_resident_are_the_same_with_a_smaller_kv_cache(architecture
 
 
 def test_windows_that_are_kept_stream_on_in_another_ring(tmp_path):
-    """As a worker's ring process does it: end, release what is not kept, begin with the rest."""
+    """As a worker's ring process does it: end, and begin anew."""
     header = model(tmp_path, "llama")
     chunks, expected = whole_logits(header)
     with streaming(header, [0, 2, 4, 6], tmp_path, streamed=EVERYTHING) as made:
         check(made, chunks, expected)
         made.streams.end()
-        made.streams = made.reopened([(0, 5), (1, 7), (2, 9)], EVERYTHING)
+        made.streams = made.reopened([5, 7, 9], EVERYTHING)
         made.streams.begin({5: made.windows[0], 7: made.windows[1], 9: made.windows[2]})
         for window in made.windows:
             window.kv_remove(0, 0, -1)
@@ -232,7 +232,7 @@ def test_windows_that_are_kept_keep_what_the_next_plan_says(before, after, tmp_p
     with streaming(header, [0, 2, 4, 6], tmp_path, streamed=before) as made:
         check(made, chunks, expected)
         made.streams.end()
-        made.streams = made.reopened([(0, 0), (1, 1), (2, 2)], after)
+        made.streams = made.reopened([0, 1, 2], after)
         made.streams.begin(dict(enumerate(made.windows)))
         streamer = made.streams.streamer
         assert streamer.residency.resident_bytes <= made.streams.assigned.resident_bytes
@@ -240,21 +240,6 @@ def test_windows_that_are_kept_keep_what_the_next_plan_says(before, after, tmp_p
         for window in made.windows:
             window.kv_remove(0, 0, -1)
         check(made, chunks, expected)
-
-
-def test_what_is_left_of_a_process_streams_on_alone(tmp_path):
-    header = model(tmp_path, "llama")
-    with streaming(header, [0, 2, 4, 6], tmp_path, streamed=EVERYTHING) as made:
-        state = made.windows[0].forward(rows(np.array(PROMPT[:32], np.int32), 0))
-        expected = made.windows[1].forward(rows(state, 0))
-        made.streams.end()
-        made.streams = made.reopened([(1, 3)], EVERYTHING)
-        for gone in (made.windows.pop(2), made.windows.pop(0)):
-            gone.release()
-        made.streams.begin({3: made.windows[0]})
-        made.windows[0].kv_remove(0, 0, -1)
-        assert np.array_equal(made.windows[0].forward(rows(state, 0)), expected)
-        assert len(made.streams.streamer.residency.sizes) == 2
 
 
 def test_a_layer_file_that_is_overwritten_never_gives_a_result(tmp_path):

@@ -197,12 +197,11 @@ class LocalRing:
         self._opens[plan.head] = msgspec.structs.replace(self._opens[plan.head], epoch=self._epoch)
         await self._start(plan.head)
         for name in plan.devices[1:]:
-            indices = [(index, index) for index, _ in plan.windows_of(name)]
             await self.processes[name].send(
                 Reopen(
                     ring=self._ring,
                     epoch=self._epoch,
-                    windows=indices,
+                    windows=[index for index, _ in plan.windows_of(name)],
                     route=len(plan.route),
                     host="127.0.0.1",
                     step_timeout_s=self._step_timeout_s,

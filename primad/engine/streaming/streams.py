@@ -155,16 +155,12 @@ class Streams:
             self._streamer = None
         self._rest.close()
 
-    def reopened(
-        self, indices: Sequence[tuple[int, int]], assignments: Sequence[WindowAssignment], ahead_bytes: int
-    ) -> Streams:
-        """The same for windows that are kept, (old route index, new one), under another plan; after ``end``."""
-        kept = {window.index: window for window in self._windows}
+    def reopened(self, indices: Sequence[int], assignments: Sequence[WindowAssignment], ahead_bytes: int) -> Streams:
+        """The same for these windows, in their order, under another plan; after ``end``."""
         found = Streams(
             (
-                replace(kept[old], index=new, assignment=assignment)
-                for (old, new), assignment in zip(indices, assignments, strict=True)
-                if old in kept
+                replace(window, index=index, assignment=assignment)
+                for window, index, assignment in zip(self._windows, indices, assignments, strict=True)
             ),
             ahead_bytes=ahead_bytes,
             lock=self._lock,
