@@ -11,9 +11,8 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections import Counter
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Final
 
 from primad.errors import ClusterError, PrimadError, ProtocolError, printable
 from primad.system.complaints import Complaints
@@ -31,6 +30,7 @@ _MESSAGES: Final = 4
 _FLUSH_S: Final = 1.0
 _BACKLOG: Final = 64
 _HEADER: Final = 2
+_LIMIT: Final = _HEADER + MAX_BYTES
 
 
 class PairingServer:
@@ -53,8 +53,8 @@ class PairingServer:
         self._code, self._who, self._on_paired = code, who, on_paired
         self._listener = _listen(host)
         self.port: int = self._listener.getsockname()[1]
-        self._peers: set[_Peer] = set()
-        self._addresses: Counter[str] = Counter()
+        self._peers: dict[asyncio.Task[None], str] = {}
+        """Who is connected, by the task that serves it: its address."""
         self._complaints = Complaints(logger)
 
     async def run(self) -> CodeOutcome:
@@ -63,7 +63,7 @@ class PairingServer:
         self._changed = asyncio.Event()
         self._inviter = Inviter(self._code, self._who, loop.time(), lifetime_s=self._lifetime_s)
         with contextlib.closing(self._listener):
-            server = await loop.create_server(lambda: _Peer(self), sock=self._listener, backlog=_BACKLOG)
+            server = await asyncio.start_server(self._accept, sock=self._listener, backlog=_BACKLOG, limit=_LIMIT)
             try:
                 while (outcome := self._inviter.outcome(loop.time())) is None:
                     self._changed.clear()
@@ -73,50 +73,50 @@ class PairingServer:
                 return outcome
             finally:
                 server.close()
-                await self._say_goodbye()
-
-    async def _say_goodbye(self) -> None:
-        """Close all connections, once what was written to them has left."""
-        for peer in self._peers:
-            peer.transport.close()
-        try:
-            async with asyncio.timeout(_FLUSH_S):
-                while self._peers:
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            logger.debug("%d pairing connections take nothing any more", len(self._peers))
-        finally:
-            for peer in self._peers:
-                peer.transport.abort()
+                for peer in list(self._peers):
+                    peer.cancel()
+                if self._peers:
+                    await asyncio.wait(self._peers)
 
     def close(self) -> None:
         """Give the port back if ``run`` was never called."""
         self._listener.close()
 
-    def admit(self, peer: _Peer, address: str) -> bool:
-        """Whether there is room for a connection from ``address``."""
-        if len(self._peers) >= MAX_PEERS or self._addresses[address] >= MAX_PEERS_OF_ADDRESS:
-            return False
-        self._peers.add(peer)
-        self._addresses[address] += 1
-        return True
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection if there is room for one from its address."""
+        address = printable((writer.get_extra_info("peername") or ("nobody",))[0], 64)
+        if len(self._peers) >= MAX_PEERS or list(self._peers.values()).count(address) >= MAX_PEERS_OF_ADDRESS:
+            writer.transport.abort()
+            return
+        task = asyncio.create_task(self._serve(reader, writer, address))
+        self._peers[task] = address
+        task.add_done_callback(self._left)
 
-    def leave(self, peer: _Peer, address: str) -> None:
-        """A connection ended."""
-        if peer in self._peers:
-            self._peers.remove(peer)
-            self._addresses -= Counter((address,))
-            self._inviter.forget(peer)
-            self._changed.set()
+    def _left(self, peer: asyncio.Task[None]) -> None:
+        del self._peers[peer]
+        self._inviter.forget(peer)
+        self._changed.set()
 
-    def refused(self, address: str, why: ProtocolError) -> None:
-        """``address`` sent what is no message."""
-        self._complaints.add(f"refused a pairing message from {address}", why)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
+        """A few short frames in a short time."""
+        try:
+            async with asyncio.timeout(RUN_S):
+                for _ in range(_MESSAGES):
+                    writer.write(_framed(self._reply(await _read_frame(reader), address)))
+        except ProtocolError as exc:
+            self._complaints.add(f"refused a pairing message from {address}", exc)
+        except (TimeoutError, OSError, EOFError) as exc:
+            logger.debug("pairing with %s ended: %s", address, exc)
+        finally:
+            writer.close()
+            with contextlib.suppress(TimeoutError, OSError):
+                async with asyncio.timeout(_FLUSH_S):
+                    await writer.wait_closed()  # what was written leaves first
+            writer.transport.abort()
 
-    def receive(self, peer: _Peer, data: bytes, address: str) -> bytes:
+    def _reply(self, data: bytes, address: str) -> bytes:
         """The reply to a message. Raises ``ProtocolError``."""
-        reply, who = self._inviter.receive(peer, data, asyncio.get_running_loop().time())
+        reply, who = self._inviter.receive(asyncio.current_task(), data, asyncio.get_running_loop().time())
         if who is not None:
             try:
                 self._on_paired(trusted_now(who.device, who.key, PAIRED))
@@ -126,53 +126,6 @@ class PairingServer:
                 reply = refuse_storage()
         self._changed.set()
         return reply
-
-
-class _Peer(asyncio.Protocol):
-    """One connection of a stranger: a few short frames in a short time."""
-
-    transport: asyncio.Transport
-
-    def __init__(self, server: PairingServer) -> None:
-        self._server = server
-        self._data = bytearray()
-        self._messages = 0
-        self._address = ""
-        self._end: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        self._address = printable((transport.get_extra_info("peername") or ("nobody",))[0], 64)
-        if not self._server.admit(self, self._address):
-            self.transport.abort()
-            return
-        self._end = asyncio.get_running_loop().call_later(RUN_S, self.transport.abort)
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        while not self.transport.is_closing() and len(self._data) >= _HEADER:
-            size = int.from_bytes(self._data[:_HEADER], "big")
-            self._messages += len(self._data) >= _HEADER + size
-            if not 0 < size <= MAX_BYTES or self._messages > _MESSAGES:
-                self.transport.abort()
-            elif len(self._data) < _HEADER + size:
-                return
-            else:
-                frame = bytes(self._data[_HEADER : _HEADER + size])
-                del self._data[: _HEADER + size]
-                self._frame(frame)
-
-    def _frame(self, frame: bytes) -> None:
-        try:
-            self.transport.write(_framed(self._server.receive(self, frame, self._address)))
-        except ProtocolError as exc:
-            self._server.refused(self._address, exc)
-            self.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._end is not None:
-            self._end.cancel()
-        self._server.leave(self, self._address)
 
 
 async def pair_with(host: str, port: int, code: Code, who: Who, timeout_s: float = TIMEOUT_S) -> TrustedDevice:
@@ -198,19 +151,23 @@ async def pair_with(host: str, port: int, code: Code, who: Who, timeout_s: float
 
 
 async def _run(host: str, port: int, joiner: Joiner) -> Who | Later:
-    reader, writer = await asyncio.open_connection(host, port, limit=_HEADER + MAX_BYTES)
+    reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
     try:
         message: bytes | Who | Later = joiner.start()
         while isinstance(message, bytes):
             writer.write(_framed(message))
             await writer.drain()
-            size = int.from_bytes(await reader.readexactly(_HEADER), "big")
-            if size > MAX_BYTES:
-                raise ProtocolError("what answers there does not speak of pairing")
-            message = joiner.receive(await reader.readexactly(size))
+            message = joiner.receive(await _read_frame(reader))
         return message
     finally:
         writer.transport.abort()
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+    size = int.from_bytes(await reader.readexactly(_HEADER), "big")
+    if not 0 < size <= MAX_BYTES:
+        raise ProtocolError("that is no message of pairing")
+    return await reader.readexactly(size)
 
 
 def _framed(message: bytes) -> bytes:
