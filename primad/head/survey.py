@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import zmq.asyncio
@@ -47,29 +45,20 @@ def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
     devices, links = [own], list[LinkProfile]()
 
     async def main() -> None:
-        with closing_context() as context:
-            visit = _Visit(config, reporter, context)
-            try:
-                with visit.known_here():
-                    await visit.find(seconds)
-                    devices.extend(worker.profile for worker in visit.workers)
-                    links.extend(await visit.measure_links())
-            finally:
-                visit.close()
+        context = zmq.asyncio.Context()
+        visit = _Visit(config, reporter, context)
+        try:
+            with visit.trust.announce_locally(config.name):  # the daemons of this user on this machine let us in
+                await visit.find(seconds)
+                devices.extend(worker.profile for worker in visit.workers)
+                links.extend(await visit.measure_links())
+        finally:
+            visit.close()
+            context.destroy(linger=0)
 
     if seconds > 0 or config.devices:
         run(main())
     return Survey(devices=tuple(devices), links=tuple(links))
-
-
-@contextmanager
-def closing_context() -> Iterator[zmq.asyncio.Context]:
-    """A ZeroMQ context that is gone at the end, with whatever was left open in it."""
-    context = zmq.asyncio.Context()
-    try:
-        yield context
-    finally:
-        context.destroy(linger=0)
 
 
 class _Visit:
@@ -79,7 +68,7 @@ class _Visit:
         self._config = config
         self._reporter = reporter
         identity = load_identity(config.home)
-        self._trust = TrustStore(config.home, identity)
+        self.trust = TrustStore(config.home, identity)
         self._caller = Caller(
             context=context,
             identity=identity,
@@ -97,14 +86,10 @@ class _Visit:
         """By name."""
         return [self._workers[name] for name in sorted(self._workers)]
 
-    def known_here(self) -> AbstractContextManager[None]:
-        """While it lasts, the daemons of this user on this machine let us in."""
-        return self._trust.announce_locally(self._config.name)
-
     async def find(self, seconds: float) -> None:
         """Greet the devices that were named, then at once all those that come in sight in ``seconds``."""
         for address in self._config.devices:
-            keys = [each.key for each in self._trust.entries()]
+            keys = [each.key for each in self.trust.entries()]
             self._take(await greet_named(self._caller, address, keys, _unheard))
         async with asyncio.TaskGroup() as group:
             for peer in await self._in_sight(seconds):
@@ -118,7 +103,7 @@ class _Visit:
         try:
             for worker in self.workers:
                 others = [(other.name, other.key) for other in self.workers if other is not worker]
-                await worker.introduce(others, self._trust.revoked())
+                await worker.introduce(others, self.trust.revoked())
             return await book.measure(self.workers, self._announced, self._reporter)
         except ClusterError as exc:
             self._reporter.say(f"links are not measured: {exc}")
@@ -136,7 +121,7 @@ class _Visit:
             self._workers[worker.name] = worker
 
     async def _greet_peer(self, peer: Peer) -> None:
-        if not self._trust.trusts(peer.key):
+        if not self.trust.trusts(peer.key):
             self._reporter.say(f"{peer.device} is left out: it is not paired with this device ('primad join --code')")
             return
         try:
