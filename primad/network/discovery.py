@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 MAX_PEERS: Final = 512
 """More devices than this are not looked at: announcing costs nothing, and memory does."""
-_RESOLVE_TRIES: Final = 3
 
 FAILURES: Final = (ZeroconfError, OSError, RuntimeError)
 """What zeroconf raises when it fails."""
@@ -294,17 +293,13 @@ class Discovery:
 
     async def _resolve(self, name: str) -> None:
         """Ask for what ``name`` announces; one that does not answer is gone."""
-        timeout_ms = 1000 * self._timings.resolve_timeout_s
-        for _ in range(_RESOLVE_TRIES):
-            try:
-                info = AsyncServiceInfo(self._service, name)
-                if await info.async_request(self._zeroconf.zeroconf, timeout_ms, DNSQuestionType.QM):
-                    break
-            except FAILURES as exc:
-                logger.debug("mDNS does not ask for %s: %s", name, _why(exc))
-        else:
-            return self._forget(name)
-        peer = peer_of(info, self._own)
+        timeout_ms, peer = 1000 * self._timings.resolve_timeout_s, None
+        try:
+            info = AsyncServiceInfo(self._service, name)
+            if await info.async_request(self._zeroconf.zeroconf, timeout_ms, DNSQuestionType.QM):
+                peer = peer_of(info, self._own)
+        except FAILURES as exc:
+            logger.debug("mDNS does not ask for %s: %s", name, _why(exc))
         if peer is None:
             self._forget(name)
         elif self._peers.get(name) != peer:

@@ -18,8 +18,8 @@ class DiscoveryTimings:
     """How often this machine's addresses are looked at."""
     ask_every_s: float = 30.0
     """How often all are asked who is there: multicast gets lost, and a device speaks of itself only when it comes."""
-    resolve_timeout_s: float = 2.0
-    """One question to a device for its address."""
+    resolve_timeout_s: float = 6.0
+    """A device is asked for its address for so long, again and again."""
     time_to_live_s: int = 120
     """How long others may believe an announcement."""
     look_for_start_s: float = 0.1

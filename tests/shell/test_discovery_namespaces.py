@@ -22,7 +22,7 @@ from primad.settings.timings import DiscoveryTimings
 often = DiscoveryTimings(look_every_s=0.3)
 async def main():
     here = discovery.Discovery(sys.argv[2], timings=often)
-    await here.announce(sys.argv[1], cluster="lab", role="worker", version="1", port=7770, key="")
+    await here.announce(sys.argv[1], cluster="lab", role="worker", version="1", port=7770, key="k" * 40)
     print("announced", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await here.close()
