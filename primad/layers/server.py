@@ -20,7 +20,6 @@ from primad.errors import ClusterError, ModelError, ProtocolError
 from primad.layers.rate_limit import FairQueue, TokenBucket
 from primad.network.gate import sender_key
 from primad.network.layer_messages import (
-    CHUNK_BYTES,
     MAX_REQUEST_BYTES,
     AskPresent,
     Chunk,
@@ -165,7 +164,7 @@ class LayerServer:
 
 
 def _read(layer: LayerSource, request: FetchChunk) -> bytes:
-    if not 0 <= request.offset < layer.size_bytes or not 0 < request.size <= CHUNK_BYTES:
+    if request.offset >= layer.size_bytes:
         raise ProtocolError(f"request for {request.size} bytes at {request.offset} of a layer of {layer.size_bytes}")
     return layer.read(request.offset, min(request.size, layer.size_bytes - request.offset))
 

@@ -5,9 +5,10 @@ One msgpack frame a message; the bytes of a chunk are a second frame. Every mess
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import CHUNK_BYTES as CHUNK_BYTES
@@ -22,13 +23,13 @@ MAX_REPLY_BYTES: Final = 16 << 20
 class AskPresent(msgspec.Struct, frozen=True, kw_only=True, tag="ask-holds"):
     """Which of these layers do you hold?"""
 
-    digests: list[str]
+    digests: Annotated[list[str], Meta(max_length=MAX_ASKED)]
 
 
 class Present(msgspec.Struct, frozen=True, kw_only=True, tag="holds"):
     """Whether each layer that was asked for is here, in the order of the question."""
 
-    held: list[bool]
+    held: Annotated[list[bool], Meta(max_length=MAX_ASKED)]
 
 
 class FetchDigests(msgspec.Struct, frozen=True, kw_only=True, tag="fetch-digests"):
@@ -48,8 +49,8 @@ class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     """Ask for ``size`` bytes of the weights of layer ``digest`` from ``offset``."""
 
     digest: str
-    offset: int
-    size: int
+    offset: Annotated[int, Meta(ge=0)]
+    size: Annotated[int, Meta(ge=1, le=CHUNK_BYTES)]
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
@@ -80,9 +81,6 @@ def decode_transfer(data: bytes | memoryview) -> TransferMessage:
         message: TransferMessage = _decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a message about layers: {printable(exc)}") from exc
-    match message:
-        case NoChunk(reason=reason):
-            return NoChunk(digest=message.digest, offset=message.offset, reason=printable(reason))
-        case AskPresent(digests=listed) | Present(held=listed) if len(listed) > MAX_ASKED:
-            raise ProtocolError(f"{len(listed)} layers in one message; at most {MAX_ASKED} are allowed")
+    if isinstance(message, NoChunk):
+        return NoChunk(digest=message.digest, offset=message.offset, reason=printable(message.reason))
     return message
