@@ -378,9 +378,6 @@ class _Model:
     def kv_copy(self, source: int, target: int, start: int, end: int) -> None:
         llama.llama_memory_seq_cp(self._memory, source, target, start, end)
 
-    def kv_keep(self, sequence: int) -> None:
-        llama.llama_memory_seq_keep(self._memory, sequence)
-
     def release(self) -> None:
         llama.llama_free(self._context)
         llama.llama_model_free(self._model)

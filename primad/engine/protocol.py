@@ -137,9 +137,6 @@ class EngineWindow(Protocol):
     def kv_copy(self, source: int, target: int, start: int, end: int) -> None:
         """Let ``target`` share the cells of ``source`` at positions ``start <= p < end``."""
 
-    def kv_keep(self, sequence: int) -> None:
-        """Forget every sequence but ``sequence``."""
-
     def release(self) -> None:
         """Give back all memory; the window must not be used again."""
 

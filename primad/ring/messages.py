@@ -52,13 +52,7 @@ class KvCopy(msgspec.Struct, frozen=True, tag="copy", array_like=True):
     end: int
 
 
-class KvKeep(msgspec.Struct, frozen=True, tag="keep", array_like=True):
-    """Forget every sequence but ``sequence``."""
-
-    sequence: int
-
-
-KvOp = KvRemove | KvCopy | KvKeep
+KvOp = KvRemove | KvCopy
 
 
 class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
@@ -175,8 +169,6 @@ def _check_op(op: KvOp, limits: StepLimits) -> None:
             sequences, span = [sequence], (start, end)
         case KvCopy(source, target, start, end):
             sequences, span = [source, target], (start, end)
-        case KvKeep(sequence):
-            sequences, span = [sequence], (0, -1)
     if any(not 0 <= sequence < limits.sequences for sequence in sequences):
         raise ProtocolError(f"KV operation {op} names a sequence outside 0..{limits.sequences - 1}")
     if not 0 <= span[0] <= limits.context or not -1 <= span[1] <= limits.context:

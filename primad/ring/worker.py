@@ -13,7 +13,7 @@ import numpy as np
 
 from primad.engine.protocol import Hidden, HiddenWindow, RouteWindow, Rows, Tokens
 from primad.errors import RingError
-from primad.ring.messages import KvCopy, KvKeep, KvOp, KvRemove, Step
+from primad.ring.messages import KvCopy, KvOp, KvRemove, Step
 
 
 def apply(window: RouteWindow, op: KvOp) -> None:
@@ -23,8 +23,6 @@ def apply(window: RouteWindow, op: KvOp) -> None:
             window.kv_remove(sequence, start, end)
         case KvCopy(source, target, start, end):
             window.kv_copy(source, target, start, end)
-        case KvKeep(sequence):
-            window.kv_keep(sequence)
 
 
 def rows_of(step: Step, content: Tokens | Hidden) -> Rows:

@@ -102,7 +102,7 @@ def test_sequences_may_share_a_beginning():
     window.kv_copy(0, 1, 0, 2)
     window.forward(rows([9], start=2, sequences=[1]))
     assert np.array_equal(window.logits(0), model().logits([1, 2, 9]))
-    window.kv_keep(1)
+    window.kv_remove(0, 0, -1)
     assert (window.held(0), window.held(1)) == (0, 3)
 
 
@@ -116,7 +116,7 @@ def test_an_operation_that_does_not_fit_the_cache_is_noticed():
     with pytest.raises(AssertionError, match="copy of positions"):
         window.kv_copy(0, 1, 0, 4)
     with pytest.raises(AssertionError, match="does not exist"):
-        window.kv_keep(3)
+        window.kv_remove(3, 0, -1)
     window.kv_remove(0, 2, -1)
     assert window.held(0) == 2
 
@@ -131,7 +131,7 @@ def test_a_released_window_and_a_released_sampler_are_not_used():
         sampler.sample(0)
     window.release()
     assert (fake.open_windows, fake.open_samplers) == (0, 0)
-    for use in (lambda: window.forward(rows([2], start=1)), window.release, lambda: window.kv_keep(0)):
+    for use in (lambda: window.forward(rows([2], start=1)), window.release, lambda: window.kv_remove(0, 0, -1)):
         with pytest.raises(AssertionError, match="after its release"):
             use()
 

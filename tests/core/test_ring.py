@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from primad.errors import EngineError, ProtocolError, RingError
 from primad.ring.logprobs import log_softmax, most_likely
-from primad.ring.messages import PROTOCOL, Finished, KvKeep, KvRemove, Sampled, Serving, Step
+from primad.ring.messages import PROTOCOL, Finished, KvRemove, Sampled, Serving, Step
 from primad.ring.worker import Worker
 from tests.fakes.engine import VOCABULARY, WIDTH, FakeModel
 from tests.fakes.ring import GREEDY, STEP_TIMEOUT_S, FakeRing, generate
@@ -450,7 +450,7 @@ def test_a_step_without_rows_applies_its_operations():
     window = model.middle(1, 2)
     worker = Worker({1: window})
     worker.receive(a_step(0, 1, 3), hidden_of(model, [1, 2, 3]))
-    removal = msgspec.structs.replace(a_step(1, 1, 0), ops=[KvKeep(0), KvRemove(0, 1, -1)])
+    removal = msgspec.structs.replace(a_step(1, 1, 0), ops=[KvRemove(0, 2, -1), KvRemove(0, 1, -1)])
     following, hidden = worker.receive(removal, np.empty((0, WIDTH), np.float32))
     assert (following.ops, following.window, hidden.shape) == (removal.ops, 2, (0, WIDTH))
     assert window.held(0) == 1

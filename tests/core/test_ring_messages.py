@@ -21,7 +21,6 @@ from primad.ring.messages import (
     Drained,
     Finished,
     KvCopy,
-    KvKeep,
     KvRemove,
     Loading,
     Open,
@@ -61,7 +60,7 @@ def a_step(**changes: Any) -> Step:
         positions=[0, 1, 31],
         sequences=[[0], [1, 2], [0, 1, 2]],
         outputs=[False, True, True],
-        ops=[KvRemove(0, 0, -1), KvCopy(0, 1, 0, 32), KvKeep(2)],
+        ops=[KvRemove(0, 0, -1), KvCopy(0, 1, 0, 32)],
     )
     return msgspec.structs.replace(step, **changes)
 
@@ -90,8 +89,6 @@ def assert_within_limits(step: Step) -> None:
                 named, span = {sequence}, (start, end)
             case KvCopy(source, target, start, end):
                 named, span = {source, target}, (start, end)
-            case KvKeep(sequence):
-                named, span = {sequence}, (0, -1)
         assert all(0 <= sequence < LIMITS.sequences for sequence in named)
         assert 0 <= span[0] <= LIMITS.context
         assert -1 <= span[1] <= LIMITS.context
@@ -159,7 +156,6 @@ def test_another_ring_or_epoch_is_stale(changes):
         ({"ops": [KvCopy(0, -1, 0, 1)]}, "sequence"),
         ({"ops": [KvCopy(9, 0, 0, 1)]}, "sequence"),
         ({"ops": [KvCopy(0, 1, 0, 1 << 40)]}, "position"),
-        ({"ops": [KvKeep(3)]}, "sequence"),
     ],
 )
 def test_a_step_outside_the_limits_is_refused_by_name(changes, why):
@@ -243,9 +239,7 @@ def test_a_header_with_fields_of_any_value_is_refused_or_within_the_limits(data)
     sequences=st.lists(st.lists(numbers, max_size=3), max_size=4),
     outputs=st.lists(st.booleans(), max_size=4),
     ops=st.lists(
-        st.builds(KvRemove, numbers, numbers, numbers)
-        | st.builds(KvCopy, numbers, numbers, numbers, numbers)
-        | st.builds(KvKeep, numbers),
+        st.builds(KvRemove, numbers, numbers, numbers) | st.builds(KvCopy, numbers, numbers, numbers, numbers),
         max_size=3,
     ),
 )

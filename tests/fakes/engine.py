@@ -162,11 +162,6 @@ class _Window:
         assert goal == origin[:start], "copy onto another history"
         goal += origin[start:end]
 
-    def kv_keep(self, sequence: int) -> None:
-        self._check_open()
-        self._check_sequence(sequence)
-        self._cells = {sequence: self._cells.get(sequence, [])}
-
     def release(self) -> None:
         self._check_open()
         self._open = False
