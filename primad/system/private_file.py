@@ -7,9 +7,12 @@ import os
 import stat
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
+
+import filelock
 
 from primad.errors import ConfigError
 
@@ -17,7 +20,26 @@ logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES: Final = 1 << 20
 PRIVATE: Final = 0o600
+LOCK_PATIENCE_S: Final = 3.0
+"""A lock is held to write one small file. A daemon waits for it no longer than its peers wait for the daemon."""
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+@contextmanager
+def alone_with(path: Path) -> Iterator[None]:
+    """Let no other process of ours change ``path`` meanwhile. Raises ``ConfigError`` when one does not end."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_PATIENCE_S)
+        lock.acquire()
+    except filelock.Timeout as exc:
+        raise ConfigError(f"{path}: another primad is writing it and does not end; stop that one") from exc
+    except OSError as exc:
+        raise _unwritable(path, exc) from exc
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -36,9 +58,13 @@ def write_private(path: Path, data: bytes) -> None:
                 Path(name).unlink()
             raise
     except OSError as exc:
-        raise ConfigError(
-            f"{path}: cannot be written: {exc.strerror or exc}; make room or the folder writable, or choose another --home"
-        ) from exc
+        raise _unwritable(path, exc) from exc
+
+
+def _unwritable(path: Path, exc: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path}: cannot be written: {exc.strerror or exc}; make room or the folder writable, or choose another --home"
+    )
 
 
 def read_private(path: Path) -> bytes | None:

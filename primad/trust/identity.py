@@ -14,17 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import filelock
 import msgspec
 import zmq
 from zmq.utils import z85
 
 from primad.errors import ConfigError
-from primad.system.private_file import read_private, write_private
+from primad.system.private_file import alone_with, read_private, write_private
 
 FILE_NAME: Final = "identity.json"
-LOCK_PATIENCE_S: Final = 3.0
-"""A lock is held to write one small file. A daemon waits for it no longer than its peers wait for the daemon."""
 _KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _HEX: Final = re.compile(r"[0-9a-fA-F]{64}")
 _CURE: Final = "move it away to get a new identity, and pair this device again"
@@ -72,21 +69,13 @@ def load_identity(home: Path) -> Identity:
 
 def _make(path: Path) -> bytes:
     """Write a new identity, unless another process of ours has done so meanwhile; what stands there then."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_PATIENCE_S):
-            data = read_private(path)
-            if data is None:
-                made = new_identity()
-                data = msgspec.json.encode(_Stored(1, made.public, made.secret)) + b"\n"
-                write_private(path, data)
-            return data
-    except filelock.Timeout as exc:
-        raise ConfigError(f"{path}: another primad is writing it and does not end; stop that one") from exc
-    except OSError as exc:
-        raise ConfigError(
-            f"{path}: cannot be written: {exc.strerror or exc}; make room or the folder writable, or choose another --home"
-        ) from exc
+    with alone_with(path):
+        data = read_private(path)
+        if data is None:
+            made = new_identity()
+            data = msgspec.json.encode(_Stored(1, made.public, made.secret)) + b"\n"
+            write_private(path, data)
+        return data
 
 
 def is_key(text: str) -> bool:

@@ -19,13 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-import filelock
 import msgspec
 
 from primad.errors import ConfigError, printable
 from primad.settings.config import NAME
-from primad.system.private_file import read_private, write_private
-from primad.trust.identity import LOCK_PATIENCE_S, Identity, is_key
+from primad.system.private_file import alone_with, read_private, write_private
+from primad.trust.identity import Identity, is_key
 from primad.trust.local_trust import LocalTrust, default_folder
 
 logger = logging.getLogger(__name__)
@@ -191,25 +190,13 @@ class TrustStore:
     @contextlib.contextmanager
     def _changing(self) -> Iterator[_Known]:
         """What is changed inside is written, and counts from then on; what others wrote before is kept."""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(self._path.with_suffix(".lock"), timeout=LOCK_PATIENCE_S)
-            lock.acquire()
-        except filelock.Timeout as exc:
-            raise ConfigError(f"{self._path}: another primad is writing it and does not end; stop that one") from exc
-        except OSError as exc:
-            raise ConfigError(
-                f"{self._path}: cannot be written: {exc.strerror or exc}; make room or the folder writable"
-            ) from exc
-        try:
+        with alone_with(self._path):
             self._known = self._read()
             changed = _Known(dict(self._known.trusted), dict(self._known.revoked), None)
             yield changed
             stored = _Stored(1, list(changed.trusted.values()), list(changed.revoked.values()))
             write_private(self._path, msgspec.json.format(msgspec.json.encode(stored), indent=1) + b"\n")
             self._known = self._read()
-        finally:
-            lock.release()
 
     def _refresh(self) -> _Known:
         """What stands in the file, read again if it is another one. A damaged one changes nothing and costs one log line."""
