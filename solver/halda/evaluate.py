@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from halda.instance import MIN_SLOTS, Instance, Member, Phase
+from halda.instance import MIN_SLOTS, Instance, Member, Phase, ahead_bytes
 from halda.plan import Plan, Streaming, Window
 from halda.profile import ModelProfile
 
@@ -302,7 +302,7 @@ def _least_streaming(plan: Plan, instance: Instance, share: _Share, overflow: in
 
     for count, output in ways:
         outside = instance.model.output_bytes if output else 0
-        least = overflow + instance.ahead_bytes(MIN_SLOTS, output=output)
+        least = overflow + ahead_bytes(instance.model, MIN_SLOTS, output=output)
         if count * instance.slot_bytes + outside < least:
             continue  # too few, whichever they are
         chosen = units(count, output)
@@ -407,7 +407,7 @@ def _kv(counts: Sequence[int], instance: Instance) -> int:
 
 
 def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
-    ahead = instance.ahead_bytes(share.slots, output=share.streams_output)
+    ahead = ahead_bytes(instance.model, share.slots, output=share.streams_output)
     total = _weights(share.cpu, instance) - share.streamed_bytes + ahead + _kv(share.cpu, instance)
     total += instance.runtime_bytes(share.windows)
     if share.is_head:

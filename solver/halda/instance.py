@@ -140,11 +140,6 @@ class Instance:
         return tuple(cost.kv_bytes(kind, self.workload) for kind in self.kinds)
 
     @cached_property
-    def picked_bytes(self) -> tuple[int, ...]:
-        """What a token reads of a streamed layer of each kind when its router has picked; 0 for dense ones."""
-        return tuple(cost.picked_bytes(kind, self.model) for kind in self.kinds)
-
-    @cached_property
     def slot_bytes(self) -> int:
         """Size of a slot: every layer of the model fits."""
         return self.model.slot_bytes
@@ -153,10 +148,6 @@ class Instance:
     def output_excess_bytes(self) -> int:
         """What the output matrix takes beyond a slot, where it streams: at the least it and a layer have room."""
         return max(0, self.model.output_bytes - self.slot_bytes)
-
-    def ahead_bytes(self, slots: int, *, output: bool) -> int:
-        """What a device may hold of what it streams through ``slots``; ``output``: of the output matrix too."""
-        return ahead_bytes(self.model, slots, output=output)
 
     @cached_property
     def members(self) -> tuple[Member, ...]:
@@ -258,6 +249,7 @@ class Instance:
         _, chunk = cost.prefill_chunks(work)
 
         sizes = tuple(kind.size_bytes for kind in self.kinds)
+        picked = tuple(cost.picked_bytes(kind, model) for kind in self.kinds)
 
         def phase(rows: float, kv: float, picked: tuple[int, ...]) -> Phase:
             return Phase(
@@ -278,7 +270,7 @@ class Instance:
 
         return Member(
             profile=device,
-            decode=phase(1, cost.decode_kv_tokens(work), self.picked_bytes),
+            decode=phase(1, cost.decode_kv_tokens(work), picked),
             prefill=phase(chunk, work.prompt_tokens / 2, (0,) * len(sizes)),
             ram_limit=_least(device.ram_available_bytes, limits.ram_bytes),
             vram_limit=_least(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,

@@ -270,7 +270,7 @@ def fixed_layout(instance: Instance, plan: Plan) -> Layout:
 
 
 def alone_layout(problem: Any, instance: Instance) -> Layout:
-    """The head computes the model in one window; the last layers on its GPU."""
+    """The only device computes the model in one window; the last layers on its GPU."""
     total = len(instance.model.layers)
     every = [1] * total
     start = _staircase(problem, "gpu", total, 1, [0] * total, every) if instance.members[0].has_gpu else every
@@ -327,7 +327,7 @@ def build(
     problem: Any, instance: Instance, layout: Layout, objective: Objective, required: frozenset[int], *, elastic: bool
 ) -> Program:
     """Memory, streaming and time over ``layout``. ``elastic`` asks instead how little memory would have to be added."""
-    members = range(len(layout.cpu))
+    members = range(len(instance.devices))
     streams = _streaming(problem, instance, layout)
     uses_gpu = [integer(problem, f"gpu_used_{m}", 0, int(instance.members[m].has_gpu)) for m in members]
     for m in members:
@@ -359,7 +359,7 @@ def build(
 def _streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariables:
     """Who streams how many layers through how many slots."""
     total, found = len(instance.model.layers), StreamVariables()
-    for m in range(len(layout.cpu)):
+    for m in range(len(instance.devices)):
         s = [integer(problem, f"s_{m}_{g}", 0, most) for g, most in enumerate(instance.kind_totals)]
         q = integer(problem, f"q_{m}", 0, total)
         streams = integer(problem, f"streams_{m}", 0, 1)
@@ -406,7 +406,7 @@ def _memory(
     sizes = [kind.size_bytes / unit for kind in instance.kinds]
     with_kv = [size + kv / unit for size, kv in zip(sizes, instance.kv_bytes, strict=True)]
     output, ram, vram, disk = instance.model.output_bytes / unit, [], [], []
-    for m, member in enumerate(instance.members[: len(layout.cpu)]):
+    for m, member in enumerate(instance.members):
         windows = layout.windows[m]
         on_gpu = _dot(layout.gpu[m], with_kv) + uses_gpu[m] * (instance.gpu_runtime_bytes(windows) / unit)
         on_cpu = _dot(layout.cpu[m], with_kv) - _dot(streams.layers[m], sizes) + streams.slots[m]
@@ -420,7 +420,7 @@ def _memory(
             )
         vram.append(on_gpu)
         ram.append(on_cpu + on_gpu if member.shares_memory else on_cpu)
-        disk.append(_dot(layout.cpu[m], sizes) + _dot(layout.gpu[m], sizes) if len(layout.cpu) > 1 else 0)
+        disk.append(_dot(layout.cpu[m], sizes) + _dot(layout.gpu[m], sizes) if len(instance.devices) > 1 else 0)
     slacks: list[Expression] = []
 
     def limit(what: str, where: str, needed: Expression, available: int) -> None:
@@ -431,20 +431,19 @@ def _memory(
         if not isinstance(needed, int):
             problem.addConstraint(needed <= available / unit + slack, f"{what} of {where}")
 
-    for m, member in enumerate(instance.members[: len(layout.cpu)]):
+    for m, member in enumerate(instance.members):
         limit("RAM", str(m), ram[m], member.ram_limit)
         problem.addConstraint(ram[m] <= max(1, member.ram_limit) / unit * fullest, f"{m} is as full as the fullest")
         limit("VRAM", str(m), vram[m], member.vram_limit)
         limit("disk", str(m), disk[m], member.disk_limit)
     for host in instance.hosts:
-        here = [m for m in host if m < len(layout.cpu)]
-        if len(here) > 1:
-            profiles = [instance.devices[m] for m in here]
-            name = "_".join(map(str, here))
-            limit("RAM", name, pulp.lpSum(ram[m] for m in here), max(p.ram_available_bytes for p in profiles))
+        if len(host) > 1:
+            profiles = [instance.devices[m] for m in host]
+            name = "_".join(map(str, host))
+            limit("RAM", name, pulp.lpSum(ram[m] for m in host), max(p.ram_available_bytes for p in profiles))
             there = max(p.gpu.vram_available_bytes if p.gpu is not None else 0 for p in profiles)
-            limit("VRAM", name, pulp.lpSum(vram[m] for m in here), there)
-            limit("disk", name, pulp.lpSum(disk[m] for m in here), max(p.disk.free_bytes for p in profiles))
+            limit("VRAM", name, pulp.lpSum(vram[m] for m in host), there)
+            limit("disk", name, pulp.lpSum(disk[m] for m in host), max(p.disk.free_bytes for p in profiles))
     return slacks
 
 
@@ -466,7 +465,6 @@ class _Time:
         self._uses_gpu = uses_gpu
         self._output_on_gpu = output_on_gpu
         self._streams = streams
-        self._hosts = [[m for m in host if m < len(layout.cpu)] for host in instance.hosts]
         self._decode = [member.decode for member in instance.members]
         self._prefill = [member.prefill for member in instance.members]
 
@@ -516,7 +514,7 @@ class _Time:
         phases: Sequence[Phase],
         link_s: Callable[[RingOrder], float],
     ) -> None:
-        for i, host in enumerate(host for host in self._hosts if host):
+        for i, host in enumerate(self._instance.hosts):
             self._problem += period >= pulp.lpSum(windows[m] for m in host), f"{name}: machine {i} is busy"
         for i, disk in enumerate(self._disks(phases)):
             self._problem += period >= disk, f"{name}: disk {i} is busy"
@@ -525,7 +523,7 @@ class _Time:
     def _windows(self, name: str, phases: Sequence[Phase], output: Expression) -> list[Any]:
         """V_m: the milliseconds of all windows of each member, computing or waiting for the disk."""
         windows = []
-        for m, member in enumerate(self._instance.members[: len(self._layout.cpu)]):
+        for m, member in enumerate(self._instance.members):
             window, phase = positive(self._problem, f"{name}_ms_{m}"), phases[m]
             rest = _dot(self._layout.gpu[m], [s * MS for s in phase.gpu]) + self._steps(m, self._layout.windows[m])
             layers = _dot(self._layout.cpu[m], [s * MS for s in phase.cpu])
@@ -554,10 +552,9 @@ class _Time:
         """Milliseconds that the disk of each machine reads."""
         members = self._instance.members
         reads = [
-            self._ahead(m, members[m], phases[m]) + self._picked(m, members[m], phases[m])
-            for m in range(len(self._layout.cpu))
+            self._ahead(m, members[m], phases[m]) + self._picked(m, members[m], phases[m]) for m in range(len(members))
         ]
-        return [pulp.lpSum(reads[m] for m in host) for host in self._hosts if host]
+        return [pulp.lpSum(reads[m] for m in host) for host in self._instance.hosts]
 
     def _waiting(self, m: int, member: Member, phase: Phase) -> tuple[Expression, Expression]:
         """Two figures of which the larger is what no slot takes away: by bytes, and by layers of the smallest size."""
@@ -583,7 +580,7 @@ class _Time:
         """What adds to reading: all that is not a layer on the CPU, in a ring without the tail."""
         if m:
             return rest
-        if len(self._layout.cpu) == 1:
+        if len(self._instance.devices) == 1:
             # Where the output matrix streams, reading goes on while it is computed.
             beside = 0 if isinstance(output, int) else self._streams.output * (member.cpu_output_s * MS)
             return rest + output - beside

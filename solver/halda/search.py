@@ -276,8 +276,8 @@ class _Search:
         )
 
     def _alone(self) -> None:
-        problem = milp.new_problem("alone")
-        outcome, program = self._run(problem, milp.alone_layout(problem, self._instance))
+        problem, head = milp.new_problem("alone"), self._only([0])
+        outcome, program = self._run(problem, milp.alone_layout(problem, head), head, required=frozenset())
         self._note(outcome)
         if outcome.found:
             total = len(self._instance.model.layers)
@@ -440,10 +440,9 @@ class _Search:
 
     def _offer(self, rounds: int, route: tuple[Window, ...]) -> None:
         """Keep the plan with these windows, and the streaming that suits them best, if it is the best so far."""
-        plan, question = _plan(rounds, route), self._instance
-        index = {device.device: m for m, device in enumerate(question.devices)}
-        members = replace(question, devices=tuple(question.devices[index[name]] for name in plan.devices))
-        problem = milp.new_problem("fixed")
+        plan, problem = _plan(rounds, route), milp.new_problem("fixed")
+        index = {device.device: m for m, device in enumerate(self._instance.devices)}
+        members = self._only([index[name] for name in plan.devices])
         outcome, program = self._run(problem, milp.fixed_layout(members, plan), members, required=frozenset())
         if not outcome.found:
             return
@@ -457,6 +456,10 @@ class _Search:
                 streaming.append(Streaming(device=name, layers=layers, slots=round(program.slots[m].value())))
         output_on_gpu = bool(round(program.output_on_gpu.value()))
         self._keep(replace(plan, output_on_gpu=output_on_gpu, streaming=tuple(streaming)), is_quick=False)
+
+    def _only(self, members: Sequence[int]) -> Instance:
+        """The question with these members alone."""
+        return replace(self._instance, devices=tuple(self._instance.devices[m] for m in members))
 
     def _keep(self, plan: Plan, *, is_quick: bool) -> None:
         """Keep ``plan`` if it holds all limits and is the best so far, or as good and better to have."""
@@ -517,31 +520,33 @@ class _Search:
 
     def infeasible(self) -> Infeasible:
         """Which limit is short for the plan of one round that is closest to fitting."""
-        shortages = [self._elastic(problem, layout) for problem, layout in self._elastic_layouts()]
+        shortages = [self._elastic(*program) for program in self._elastic_layouts()]
         found = [shortage for shortage in shortages if shortage is not None]
         if not found:
             return Infeasible("the devices that must take part are more than the model has layers for", short_bytes=0)
         size, text = min(found)
         return Infeasible(text, short_bytes=round(size))
 
-    def _elastic_layouts(self) -> Iterator[tuple[Any, milp.Layout]]:
+    def _elastic_layouts(self) -> Iterator[tuple[Any, milp.Layout, Instance]]:
         instance = self._instance
         if not self._required - {0}:
-            problem = milp.new_problem("short_alone")
-            yield problem, milp.alone_layout(problem, instance)
+            problem, head = milp.new_problem("short_alone"), self._only([0])
+            yield problem, milp.alone_layout(problem, head), head
         if len(instance.devices) == 1 or len(instance.model.layers) <= instance.model.cut_multiple:
             return
         if len(instance.kinds) > 1 and self._is_small(1):
             for sequence in device_sequences(instance)[:_ELASTIC_ORDERS]:
                 problem, orders = milp.new_problem("short_cut"), induced_orders(instance, sequence)
-                yield problem, milp.cut_layout(problem, instance, 1, orders, sequence, len(instance.model.layers))
+                columns = len(instance.model.layers)
+                yield problem, milp.cut_layout(problem, instance, 1, orders, sequence, columns), instance
             return
         problem = milp.new_problem("short_ring")
         rings = exact_orders(instance, self._objective) if len(instance.devices) <= EXACT_DEVICES else None
-        yield problem, milp.even_layout(problem, instance, 1, rings)
+        yield problem, milp.even_layout(problem, instance, 1, rings), instance
 
-    def _elastic(self, problem: Any, layout: milp.Layout) -> tuple[float, str] | None:
-        milp.build(problem, self._instance, layout, self._objective, self._required, elastic=True)
+    def _elastic(self, problem: Any, layout: milp.Layout, question: Instance) -> tuple[float, str] | None:
+        required = self._required if len(question.devices) > 1 else frozenset[int]()
+        milp.build(problem, question, layout, self._objective, required, elastic=True)
         outcome = run(problem, max(_FIRST_S, self._limit_s))
         if not outcome.found:
             return None

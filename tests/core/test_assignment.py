@@ -124,7 +124,7 @@ def test_no_more_is_held_than_the_plan_counts_and_leaves_over(seed):
             continue
         streaming = plan.streaming_of(name)
         counted = sum(unit_bytes(asked.model, unit) for unit in streaming.layers)
-        planned = sum(sizes) - counted + asked.ahead_bytes(streaming.slots, output=device.streams_output)
+        planned = sum(sizes) - counted + ahead_bytes(asked.model, streaming.slots, output=device.streams_output)
         assert carried_out(kept, sizes).held_bytes <= planned + max(0, device.room_bytes - RESERVE_BYTES) + 2 * CUT
 
 

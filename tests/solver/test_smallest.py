@@ -23,6 +23,7 @@ from halda import (
     residency,
     solve,
 )
+from halda.instance import ahead_bytes
 from halda.profile import KV_TYPES, ModelProfile, Workload
 from halda_research.random_fleets import random_instance, random_plan
 from halda_research.simulate import simulate, simulate_prefill
@@ -86,7 +87,7 @@ def test_at_every_budget_from_there_on_no_more_is_read_than_does_not_fit(output)
         assert prediction.devices[0].disk_bytes_per_token <= before, "more memory, more to read"
         before = prediction.devices[0].disk_bytes_per_token
         streaming = plan.streaming_of("d0")
-        held = asked.ahead_bytes(streaming.slots, output=plan.streams_output)
+        held = ahead_bytes(asked.model, streaming.slots, output=plan.streams_output)
         assert before <= max(0, whole - ram) + held + LAYER, "the overflow, the slots, and a layer that is not split"
         by_rule = evaluate(residency(arrange(["d0"], [12], rounds=1, model=toy), asked), asked)
         assert not by_rule.short
