@@ -139,22 +139,18 @@ class Header:
 
     def text(self, key: str, default: str | None = None) -> str:
         """The string at ``key``. Raises ``ModelError`` when it is missing (and no default is given) or not a string."""
-        value = self.values.get(key)
-        if value is None:
-            if default is not None:
-                return default
-            raise ModelError(f"{self.path}: metadata key '{key}' is missing; the file is not a complete model")
+        if key not in self.values and default is not None:
+            return default
+        value = self._value(key)
         if value.type != GGUFValueType.STRING:
             raise ModelError(f"{self.path}: metadata key '{key}' is {value.type.name}, not a string")
         return str(value.scalar())
 
     def number(self, key: str, default: float | None = None) -> float:
         """The number at ``key``. Raises ``ModelError`` when it is missing (and no default is given) or not a number."""
-        value = self.values.get(key)
-        if value is None:
-            if default is not None:
-                return default
-            raise ModelError(f"{self.path}: metadata key '{key}' is missing; the file is not a complete model")
+        if key not in self.values and default is not None:
+            return default
+        value = self._value(key)
         if value.type not in _SCALARS:
             raise ModelError(f"{self.path}: metadata key '{key}' is {value.type.name}, not a number")
         number = value.scalar()
@@ -169,6 +165,11 @@ class Header:
         if number != int(number) or not 0 <= number <= most:
             raise ModelError(f"{self.path}: metadata key '{key}' is {number}; expected a whole number up to {most}")
         return int(number)
+
+    def _value(self, key: str) -> Value:
+        if key not in self.values:
+            raise ModelError(f"{self.path}: metadata key '{key}' is missing; the file is not a complete model")
+        return self.values[key]
 
 
 class _Cursor:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from halda import Assignment, LinkProfile, Plan, Prediction
 from primad.api.status import DeviceStatus, LinkStatus, MemoryFigures, PlannedFigures, Promises, RingFigures
 from primad.ring.messages import Status
@@ -131,19 +133,10 @@ def _figures(status: Status) -> RingFigures:
 def _memory(status: Status | None, costs: Costs) -> MemoryFigures:
     if status is None or status.memory is None:
         return MemoryFigures()
-    memory = status.memory
     return MemoryFigures(
-        resident=memory.resident,
-        streamed=memory.streamed,
-        streams_output=memory.streams_output,
-        slots=memory.slots,
-        resident_bytes=memory.resident_bytes,
-        streamed_bytes=memory.streamed_bytes,
-        read_bytes=memory.read_bytes,
-        stall_s=memory.stall_s,
+        **msgspec.structs.asdict(status.memory),
         bytes_read_per_token=costs.bytes_read_per_token,
         stall_ms_per_token=costs.stall_ms_per_token,
-        pressure=memory.pressure,
     )
 
 

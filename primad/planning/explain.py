@@ -47,8 +47,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
     """
     earlier = None if before is None else _before(changes, before)
     try:
-        halda = _halda(question)
-        chosen = _paper(question, halda.plan.head) if question.solver == "paper" else halda
+        halda, chosen = _plans(question)
     except Infeasible as exc:
         raise PlanError(_no_plan(str(exc), earlier)) from exc
     ring = ring_part(chosen)
@@ -73,10 +72,14 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
     )
 
 
-def _halda(question: Question) -> DescribedPlan:
-    """Halda's plan, with the best head where the question leaves it open. Raises ``Infeasible``."""
+def _plans(question: Question) -> tuple[DescribedPlan, DescribedPlan]:
+    """Halda's plan, with the best head where the question leaves it open, and that of the solver that was asked for.
+
+    Raises ``Infeasible``.
+    """
     heads = [device.device for device in question.devices] if question.head is None else [question.head]
-    return _answer(question, _solve(question, question.devices, heads, question.time_limit_s))
+    halda = _answer(question, _solve(question, question.devices, heads, question.time_limit_s))
+    return halda, _paper(question, halda.plan.head) if question.solver == "paper" else halda
 
 
 def _solve(
@@ -126,8 +129,7 @@ def _instance(question: Question, head: str) -> Instance:
 
 def _before(changes: Sequence[str], before: Question) -> WhatIf:
     try:
-        halda = _halda(before)
-        answer = _paper(before, halda.plan.head) if before.solver == "paper" else halda
+        _, answer = _plans(before)
     except Infeasible as exc:
         return WhatIf(changes=list(changes), before=None, reason=str(exc))
     return WhatIf(changes=list(changes), before=ring_part(answer), reason=None)
