@@ -8,20 +8,6 @@ from halda.plan import Infeasible, Plan, Window
 from halda.profile import ModelProfile
 
 
-def apportion(weights: Sequence[int], total: int, *, least: Sequence[int]) -> list[int]:
-    """Split ``total`` in proportion to ``weights`` by largest remainder, at least ``least[i]`` each; sums to ``total``."""
-    assert total >= sum(least)
-    free = total - sum(least)
-    ideal = [weight / sum(weights) * total for weight in weights]
-    wanted = [max(0.0, want - low) for want, low in zip(ideal, least, strict=True)]
-    scale = free / sum(wanted) if sum(wanted) else 0.0
-    extra = [int(want * scale) for want in wanted]
-    by_remainder = sorted(range(len(weights)), key=lambda i: extra[i] - wanted[i] * scale)
-    for i in by_remainder[: free - sum(extra)]:
-        extra[i] += 1
-    return [low + more for low, more in zip(least, extra, strict=True)]
-
-
 def arrange(
     devices: Sequence[str],
     layers_per_round: Sequence[int],

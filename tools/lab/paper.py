@@ -21,7 +21,7 @@ from halda import (
     residency,
     solve,
 )
-from halda.arrange import apportion
+from halda_research.apportion import apportion
 from halda_research.published import PublishedPlan, solve_published
 from primad.gguf.shapes import shape
 from primad.profiler.fleets import Fleet
