@@ -40,7 +40,6 @@ RINGS = {
         ((2, 5, 3, 4), 2),
     ],
     "gemma3": [
-        (None, 1),
         ((7, 9), 1),
         ((1, 5), 3),  # the head's last window becomes the tail, so the worker has two windows in a row
         ((3, 1, 4), 2),
@@ -51,7 +50,7 @@ RINGS = {
 """Layers a round for each device, and rounds: every number of devices with every number of rounds, on one of the models."""
 MORE_RINGS = {
     "smollm2": [((3, 19), 1), ((2, 7), 3), ((3, 1, 9), 2), ((1, 2, 20, 5), 1), ((1, 4, 2, 2), 3)],
-    "gemma3": [((2, 6), 2), ((2, 5, 10), 1), ((1, 3, 1), 3), ((1, 2, 2, 3), 2)],
+    "gemma3": [(None, 1), ((2, 6), 2), ((2, 5, 10), 1), ((1, 3, 1), 3), ((1, 2, 2, 3), 2)],
 }
 """The same on the other model: only ``tools/test --full`` makes them."""
 
