@@ -66,8 +66,8 @@ SEEDED_CPU = replace(CPU, threads=1, batch_threads=1)
 """One thread computes: the devices of a test's ring share this machine's cores with those of the tests beside it."""
 
 
-def machine_record(threads: int | None) -> MachineRecord:
-    """A record of this machine with made-up figures, for ``threads`` pinned threads."""
+def machine_record(threads: int | None, speed: float = 1.0) -> MachineRecord:
+    """A record of this machine with made-up figures, for ``threads`` pinned threads; ``speed`` times as fast as others."""
     return MachineRecord(
         version=VERSION,
         measured="2026-01-02T03:04:05Z",
@@ -75,7 +75,7 @@ def machine_record(threads: int | None) -> MachineRecord:
         build="a build",
         pinned_threads=threads,
         ram_read_bytes_per_s=3e10,
-        cpu=SEEDED_CPU,
+        cpu=replace(SEEDED_CPU, speeds=speeds(speed * 3e10, speed * 2e11)),
         gpu=None,
     )
 
@@ -85,9 +85,12 @@ def home_record() -> HomeRecord:
     return HomeRecord(version=VERSION, measured="2026-01-02T03:04:05Z", host=host_id(), disk=DISK)
 
 
-def seed(home: Path) -> Path:
-    """Have this machine and ``home`` count as measured, whatever the pinned threads; the file in ``home``."""
+def seed(home: Path, speed: float = 1.0) -> Path:
+    """Have this machine and ``home`` count as measured, whatever the pinned threads; the file in ``home``.
+
+    With a ``speed`` above 1 it counts as so many times as fast as others.
+    """
     for threads in (None, *range(1, 9)):
-        write(machine_record(threads), home_record(), home)
+        write(machine_record(threads, speed), home_record(), home)
         assert machine_file(threads).is_file()
     return home / "profile.json"

@@ -43,11 +43,12 @@ CODE = r"\b[0-9]{1,2}-[a-z]+-[a-z]+\b"
 
 _SEED = """
 import os
+import sys
 from pathlib import Path
 from tests.fakes.profile import seed
 home = Path(os.environ["PRIMAD_HOME"])
 home.mkdir(parents=True, exist_ok=True)
-seed(home)
+seed(home, float(sys.argv[1]))
 """
 
 
@@ -105,14 +106,18 @@ class Cluster:
 
     def prepare(self) -> None:
         """Make homes: measured, and trusting if the cluster is."""
-        seeding = [
-            device.popen([sys.executable, "-c", _SEED], cwd=self._repository, env=self._env(), stdin=subprocess.DEVNULL)
-            for device in self.lab.devices
-        ]
-        for child in seeding:
+        for child in [self._seeding(device) for device in self.lab.devices]:
             assert child.wait(PATIENCE_S) == 0, "a device could not be seeded; its error stands above"
         if self._trusting:
             introduce(self.lab.devices)
+
+    def seed(self, name: str, speed: float) -> None:
+        """Have a device count as ``speed`` times as fast as others from its next start on."""
+        assert self._seeding(self.lab.device(name), speed).wait(PATIENCE_S) == 0, "its error stands above"
+
+    def _seeding(self, device: Device, speed: float = 1.0) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-c", _SEED, str(speed)]
+        return device.popen(words, cwd=self._repository, env=self._env(), stdin=subprocess.DEVNULL)
 
     def start_worker(self, name: str, *arguments: object) -> Running:
         """Start ``primad join`` on a device, again after an end, and wait until it waits for a head."""

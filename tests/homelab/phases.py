@@ -19,7 +19,7 @@ from tests.homelab.running import Running
 from tests.homelab.stream import Stream
 from tools.lab.device import Device, role
 
-SLOW_TRANSFER: Final = 'transfer_limit = "3MB/s"\n'
+SLOW_TRANSFER: Final = 'transfer_limit = "6MB/s"\n'
 LITTLE_CPUS: Final = 0.25
 MIDDLE_TOKENS: Final = 20
 MIDDLE_CPU_S: Final = 0.2
@@ -37,7 +37,7 @@ def profiling(rig: Rig, name: str) -> None:
     rig.mark()
     rig.cluster.start_worker(name).wait_for("head .* is here")
     rig.lab.device(name).slow(LITTLE_CPUS)
-    wait_until(lambda: phase_of(rig, name) != "paired", f"it says welcome\n{rig.cluster.logs()}")
+    rig.wait_until(lambda: phase_of(rig, name) != "paired", "it says welcome")
     assert phase_of(rig, name) == "profiled"
 
 
@@ -48,13 +48,15 @@ def phase_of(rig: Rig, name: str) -> str:
 
 
 def transfer(rig: Rig, name: str) -> None:
-    """Some of its layers are there, others on their way."""
+    """Some of its layers are there, others on their way: it counts as the fastest, and so gets most."""
     rig.take_out(name)
+    rig.cluster.seed(name, 2.0)
     shutil.rmtree(rig.cache(name))
     (home(rig.lab.device(name)) / "config.toml").write_text(SLOW_TRANSFER, encoding="ascii")
     rig.mark()
     worker = rig.cluster.start_worker(name)
-    wait_until(lambda: len(rig.whole_layers(name)) >= 2, f"layers arrive\n{rig.cluster.logs()}")
+    rig.cluster.seed(name, 1.0)
+    rig.wait_until(lambda: len(rig.whole_layers(name)) >= 2, "layers arrive")
     assert "computing layers" not in worker.output
 
 
@@ -66,7 +68,7 @@ def loading(rig: Rig, name: str) -> None:
     worker.wait_for("head .* is here")
     device = rig.lab.device(name)
     device.slow(LITTLE_CPUS)
-    wait_until(lambda: "ring" in {role(pid) for pid in device.pids()}, f"it loads\n{rig.cluster.logs()}")
+    rig.wait_until(lambda: "ring" in {role(pid) for pid in device.pids()}, "it loads")
     assert "computing layers" not in worker.output
 
 
@@ -81,7 +83,7 @@ def prefill(rig: Rig, name: str) -> Stream:
     def is_under_way() -> bool:
         return any(used_s >= before.get(pid, 0.0) + MIDDLE_CPU_S for pid, used_s in ring_cpu_s(device).items())
 
-    wait_until(is_under_way, f"it computes\n{rig.cluster.logs()}")
+    rig.wait_until(is_under_way, "it computes")
     assert not stream.times, "the prompt was read already"
     return stream
 

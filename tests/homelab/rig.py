@@ -55,6 +55,14 @@ class Rig:
         self._blamed: set[str] = set()
         self._marks: dict[str, tuple[Running, int]] = {}
 
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait until something holds; if it does not come, tell what all said until then."""
+        try:
+            wait_until(holds, what)
+        except AssertionError as exc:
+            exc.add_note(self.cluster.logs())
+            raise
+
     # ---- answers ----------------------------------------------------------------------------------------------------
 
     def ask(self, prompt: str = SHORT, tokens: int = TOKENS) -> Stream:
