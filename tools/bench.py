@@ -43,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 
 from primad.gguf.model import open_model  # noqa: E402
 from primad.gguf.profile import model_profile  # noqa: E402
+from primad.profiler.effort import Effort  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
 from tools import bench_memory, bench_solver  # noqa: E402
@@ -107,7 +108,7 @@ async def bench_model(model: Path, devices: Sequence[int], runs: int, threads: i
     layers = len(profile.layers)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-bench-")))
-        cpu = await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, types_of(profile))
+        cpu = await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, Effort(types=types_of(profile)))
         plain = {
             f"extra buffers {extra}, threads {waiting}": PlainChild(model, threads, extra, environ, context=CONTEXT)
             for extra in ("off", "on")

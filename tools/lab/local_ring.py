@@ -22,7 +22,7 @@ from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
 from primad.head.extra_buffers import is_faster
 from primad.layers.cache import LayerCache
-from primad.profiler.speeds import TYPES
+from primad.profiler.effort import TYPES
 from primad.ring.head import GREEDY
 from primad.ring.messages import (
     Cancel,
@@ -44,13 +44,13 @@ from tools.lab import disk
 from tools.lab.memory import LimitedGroup
 
 
-def types_of(model: ModelProfile) -> list[str]:
+def types_of(model: ModelProfile) -> tuple[str, ...]:
     """The types that make up ``model`` and can be measured."""
     sizes = Counter(model.output_bytes_by_type)
     for layer in model.layers:
         sizes.update(layer.bytes_by_type)
         sizes.update(layer.expert_bytes_by_type)
-    return [kind for kind in TYPES if sizes[kind] > 0.01 * sizes.total()]
+    return tuple(kind for kind in TYPES if sizes[kind] > 0.01 * sizes.total())
 
 
 class LocalRing:
