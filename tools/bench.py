@@ -127,7 +127,8 @@ async def bench_model(model: Path, devices: Sequence[int], runs: int, threads: i
                 folder=folder / str(count),
             )
             rings[count] = await stack.enter_async_context(ring)
-        series: dict[str | int, Series] = {name: Series() for name in (*plain, *rings)}
+        names: list[str | int] = [*plain, *rings]
+        series = {name: Series() for name in names}
         for run in range(runs + 1):  # the first warms up and is not counted
             for setting, child in plain.items():
                 decode = await asyncio.to_thread(child.ask, decode=DECODE_TOKENS, after=DECODE_AFTER)

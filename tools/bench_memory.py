@@ -178,7 +178,7 @@ def _limit(
     plain: list[Run] = []
     ours: list[Run] = []
     busy = []
-    chosen = {"threads": threads, "context": CONTEXT, "rows": workload.chunk_rows, "tokens": tokens}
+    chosen: dict[str, Any] = {"threads": threads, "context": CONTEXT, "rows": workload.chunk_rows, "tokens": tokens}
     for _ in range(runs):
         busy.append(busy_share())
         with LimitedGroup(limit) as group:
@@ -235,7 +235,7 @@ def _agree(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def _median(runs: Sequence[Run], figure: str) -> float:
-    return statistics.median(getattr(run, figure) for run in runs)
+    return float(statistics.median(getattr(run, figure) for run in runs))
 
 
 def _median_read(runs: Sequence[Run]) -> float | None:

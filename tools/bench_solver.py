@@ -47,7 +47,7 @@ from halda import (  # noqa: E402
     solve,
 )
 from halda_research.beside import SEEDS, beside_published  # noqa: E402
-from halda_research.random_fleets import random_instance  # noqa: E402
+from halda_research.random_fleets import Memory, random_instance  # noqa: E402
 from primad.gguf.model import open_model  # noqa: E402
 from primad.gguf.profile import model_profile  # noqa: E402
 from primad.gguf.shapes import shape  # noqa: E402
@@ -263,7 +263,7 @@ def solve_times(sizes: Sequence[int], fleets: int, layers: int) -> list[Solved]:
         times, gaps, infeasible = [], [], 0
         for seed in range(fleets):
             rng = random.Random(seed)
-            memory = rng.choice(["short", "about", "ample"])
+            memory: Memory = rng.choice(("short", "about", "ample"))
             question = _with_a_head(random_instance(rng, devices=count, layers=layers, memory=memory, model=model))
             start = time.perf_counter()
             try:

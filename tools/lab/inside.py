@@ -73,7 +73,9 @@ def main() -> None:
             enter(settings, sys.argv[3:])
         hold(settings)
     except (OSError, subprocess.TimeoutExpired) as exc:
-        text = f"{exc.strerror or exc}" + (f": {exc.filename}" if getattr(exc, "filename", None) else "")
+        text = str(exc)
+        if isinstance(exc, OSError) and exc.strerror:
+            text = exc.strerror + (f": {exc.filename}" if exc.filename else "")
         if action == "enter":
             print(f"homelab: error: {sys.argv[3]}: {text}", file=sys.stderr)
             sys.exit(127)

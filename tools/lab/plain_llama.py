@@ -28,7 +28,7 @@ def prompt_of(tokens: int) -> list[int]:
 PROMPT = prompt_of(512)
 
 
-@llama.llama_log_callback
+@llama.llama_log_callback  # type: ignore[untyped-decorator]
 def _quiet(*_: object) -> None:
     pass
 
