@@ -31,7 +31,9 @@ CONTEXT = 1280
 LONG = [(i * 37) % 300 + 10 for i in range(400)]
 """Three whole chunks and a part."""
 SHORT = LONG[:20]
-LONG_TOKENS, SHORT_TOKENS = 8, 32
+LONG_TOKENS, SHORT_TOKENS = 4, 32
+FEW_TOKENS = 16
+"""What is read a token is steady where nobody takes memory beside."""
 NEIGHBOUR_SHARE = 0.2
 """What the other program takes of the limit at most."""
 NEIGHBOUR_SLACK = 1.25
@@ -96,7 +98,7 @@ def planned(model: Model, group: LimitedGroup) -> Solution:
     return solve([device], [], model.profile, default_workload(CONTEXT, ROWS, "f16"))
 
 
-async def limited(model: Model, group: LimitedGroup, solution: Solution) -> Ran:
+async def limited(model: Model, group: LimitedGroup, solution: Solution, tokens: int = SHORT_TOKENS) -> Ran:
     ring = LocalRing(
         model.path,
         None,
@@ -115,7 +117,7 @@ async def limited(model: Model, group: LimitedGroup, solution: Solution) -> Ran:
 
     async with ring:
         long, _ = await ring.generate(LONG, LONG_TOKENS)
-        short, _ = await ring.generate(SHORT, SHORT_TOKENS, heard=heard)
+        short, _ = await ring.generate(SHORT, tokens, heard=heard)
         status, counters = await ring.status("d0"), group.counters()
     return Ran(
         solution=solution,
@@ -130,8 +132,8 @@ async def limited(model: Model, group: LimitedGroup, solution: Solution) -> Ran:
 def check(model: Model, ran: Ran, limit: int, *, others: int, slack: float) -> None:
     """The text, the plan that was kept, nobody killed, nothing swapped, and no more read than must be."""
     assert ran.long == model.long
-    assert ran.short == model.short
-    assert len(ran.short) == SHORT_TOKENS, "choose a prompt whose answer does not end"
+    assert ran.short == model.short[: len(ran.short)]
+    assert len(ran.short) >= FEW_TOKENS, "choose a prompt whose answer does not end"
     plan, besides = ran.solution.plan, reserved_bytes(ran.solution, model.profile) + others
     assert plan.streaming_of("d0").layers
     assert ran.status.memory is not None
@@ -147,7 +149,7 @@ def test_the_same_text_and_no_more_read_than_must_be(model: Model, share: float)
     limit = int(share * model.size_bytes)
     with LimitedGroup(limit) as group:
         solution = planned(model, group)
-        ran = asyncio.run(limited(model, group, solution))
+        ran = asyncio.run(limited(model, group, solution, FEW_TOKENS))
     check(model, ran, limit, others=0, slack=SLACK)
     memory, streaming = ran.status.memory, solution.plan.streaming_of("d0")
     assert memory is not None
