@@ -12,8 +12,6 @@ import llama_cpp as llama
 import numpy as np
 from numpy.typing import NDArray
 
-CHUNK = 512
-"""Rows of a prefill step, as in the ring."""
 CONTEXT = 2048
 THREADS = 1
 TOP = 20
@@ -53,9 +51,10 @@ class Continuation:
 
 
 class Plain:
-    """The whole model in one context with the settings that ring processes use."""
+    """The whole model in one context with the settings that ring processes use; ``chunk`` rows in a step of prefill."""
 
-    def __init__(self, path: Path, *, extra_buffers: bool = False) -> None:
+    def __init__(self, path: Path, *, chunk: int = 512, extra_buffers: bool = False) -> None:
+        self._chunk = chunk
         llama.llama_backend_init()
         params = llama.llama_model_default_params()
         params.n_gpu_layers = 0
@@ -64,7 +63,7 @@ class Plain:
         assert self._model, path
         settings = llama.llama_context_default_params()
         settings.n_ctx = CONTEXT
-        settings.n_batch = settings.n_ubatch = CHUNK
+        settings.n_batch = settings.n_ubatch = chunk
         settings.n_seq_max = 1
         settings.n_threads = settings.n_threads_batch = THREADS
         settings.kv_unified = True
@@ -88,8 +87,8 @@ class Plain:
     def continue_(self, prompt: list[int], count: int) -> Continuation:
         """The ``count`` most likely tokens after ``prompt``, one after another; fewer where the model ends."""
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
-        for start in range(0, len(prompt), CHUNK):
-            self._decode(prompt[start : start + CHUNK], start)
+        for start in range(0, len(prompt), self._chunk):
+            self._decode(prompt[start : start + self._chunk], start)
         tokens: list[int] = []
         logits = [self._logits()]
         while True:
@@ -122,8 +121,8 @@ class Plain:
         stream from ``seed`` (the upper 32 bits).
         """
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
-        for start in range(0, len(prompt), CHUNK):
-            self._decode(prompt[start : start + CHUNK], start)
+        for start in range(0, len(prompt), self._chunk):
+            self._decode(prompt[start : start + self._chunk], start)
         shaping = [
             llama.llama_sampler_init_penalties(self.vocabulary, penalty_tokens, repeat_penalty, 0.0, 0.0),
             llama.llama_sampler_init_top_k(top_k),

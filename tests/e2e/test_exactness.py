@@ -22,14 +22,16 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
 from primad.layers.cache import LayerCache
-from tests.e2e.reference import CHUNK, CONTEXT, THREADS, TOP, Continuation, Plain
+from tests.e2e.reference import CONTEXT, THREADS, TOP, Continuation, Plain
 from tools.lab.local_ring import LocalRing
 
 pytestmark = pytest.mark.slow
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_text() * 5
-PROMPTS = (1, 40, 700)
 TOKENS = 24
+CHUNKS = {"smollm2": 256, "gemma3": 512}
+PROMPTS = {"smollm2": (1, 40, 300), "gemma3": (1, 40, 700)}
+"""Tokens: one, a part of a chunk, and more than a chunk; for Gemma also more than its sliding window."""
 
 RINGS = {
     "smollm2": [
@@ -68,6 +70,7 @@ class Truth:
     """What plain llama.cpp says about one model."""
 
     path: Path
+    chunk: int
     prompts: dict[int, list[int]]
     answers: dict[int, Continuation]
 
@@ -76,7 +79,7 @@ class Truth:
 def truths(smollm2: Path, gemma3: Path) -> Callable[[str], Truth]:
     """The truth about a model by its name, found out when it is first asked for."""
     paths = {"smollm2": smollm2, "gemma3": gemma3}
-    return cache(lambda model: truth(paths[model]))
+    return cache(lambda model: truth(paths[model], CHUNKS[model], PROMPTS[model]))
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +90,14 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def truth(path: Path, counts: tuple[int, ...] = PROMPTS, *, tokens: int = TOKENS, extra_buffers: bool = False) -> Truth:
-    plain = Plain(path, extra_buffers=extra_buffers)
+def truth(path: Path, chunk: int, counts: tuple[int, ...], *, extra_buffers: bool = False) -> Truth:
+    plain = Plain(path, chunk=chunk, extra_buffers=extra_buffers)
     text = plain.tokenize(TEXT)
     prompts = {count: text[:count] for count in counts}
-    answers = {count: plain.continue_(prompt, tokens) for count, prompt in prompts.items()}
+    answers = {count: plain.continue_(prompt, TOKENS) for count, prompt in prompts.items()}
     plain.release()
-    assert all(len(answer.tokens) == tokens for answer in answers.values()), "choose a text that does not end"
-    return Truth(path, prompts, answers)
+    assert all(len(answer.tokens) == TOKENS for answer in answers.values()), "choose a text that does not end"
+    return Truth(path, chunk, prompts, answers)
 
 
 @pytest.mark.parametrize(("model", "windows", "rounds"), list(rings()))
@@ -102,10 +105,18 @@ def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layers, mod
     expected = truths(model)
 
     async def run():
-        ring = LocalRing(expected.path, windows, rounds=rounds, context=CONTEXT, threads=THREADS, folder=layers / model)
+        ring = LocalRing(
+            expected.path,
+            windows,
+            rounds=rounds,
+            context=CONTEXT,
+            rows=expected.chunk,
+            threads=THREADS,
+            folder=layers / model,
+        )
         async with ring:
             for count, prompt in expected.prompts.items():
-                with_logprobs = count == max(PROMPTS)
+                with_logprobs = count == max(expected.prompts)
                 sampled, finished = await ring.generate(prompt, TOKENS, logprobs=TOP if with_logprobs else None)
                 assert [event.token for event in sampled] == expected.answers[count].tokens, f"prompt of {count}"
                 assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == (
@@ -126,7 +137,8 @@ def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layers, mod
 class Route:
     """All windows of a plan in this process."""
 
-    def __init__(self, path: Path, plan: Plan, folder: Path, *, extra_buffers: bool = False) -> None:
+    def __init__(self, path: Path, chunk: int, plan: Plan, folder: Path, *, extra_buffers: bool = False) -> None:
+        self._chunk = chunk
         header = open_model(path)
         cutter = ModelCutter(header)
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +148,7 @@ class Route:
         kept = [in_memory(spec.first, spec.last) for spec in specs]
         windows = place_windows(place, specs, kept, [extra_buffers] * len(specs), 1)
         options = EngineOptions(
-            context=CONTEXT, sequences=1, rows=CHUNK, threads=THREADS, batch_threads=THREADS, kv_type="f16", lock=False
+            context=CONTEXT, sequences=1, rows=chunk, threads=THREADS, batch_threads=THREADS, kv_type="f16", lock=False
         )
         embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
         width, vocabulary = embedding.width, vocabulary_size(header)
@@ -148,8 +160,8 @@ class Route:
 
     def logits(self, tokens: list[int], position: int) -> np.ndarray:
         """Logits after ``tokens`` at ``position``; chunks as in the ring."""
-        for start in range(0, len(tokens), CHUNK):
-            chunk = tokens[start : start + CHUNK]
+        for start in range(0, len(tokens), self._chunk):
+            chunk = tokens[start : start + self._chunk]
             content = np.array(chunk, np.int32)
             positions = range(position + start, position + start + len(chunk))
             for window in self.hidden:
@@ -198,7 +210,7 @@ def largest_difference(route: Route, prompt: list[int], expected: Continuation) 
 )
 def test_windows_give_the_logits_of_the_whole_model_bit_for_bit(truths, tmp_path, model, windows, rounds):
     expected = truths(model)
-    route = Route(expected.path, planned(expected.path, windows, rounds), tmp_path / "layers")
+    route = Route(expected.path, expected.chunk, planned(expected.path, windows, rounds), tmp_path / "layers")
     for count, prompt in expected.prompts.items():
         assert largest_difference(route, prompt, expected.answers[count]) == 0.0, f"prompt of {count}"
     route.release()
@@ -219,8 +231,9 @@ def test_extra_buffers_change_little_and_the_same_in_a_ring(truths, tmp_path):
     choices of 64, where a wrong kernel gives several nat and hardly one.
     """
     plain = truths("gemma3")
-    extra = truth(plain.path, (40,), extra_buffers=True)
-    route = Route(plain.path, planned(plain.path, (2, 5, 10), 1), tmp_path / "layers", extra_buffers=True)
+    extra = truth(plain.path, plain.chunk, (40,), extra_buffers=True)
+    plan = planned(plain.path, (2, 5, 10), 1)
+    route = Route(plain.path, plain.chunk, plan, tmp_path / "layers", extra_buffers=True)
     assert largest_difference(route, extra.prompts[40], extra.answers[40]) <= 1.0
     divergence, agreed = judge(route, plain.prompts[40], plain.answers[40])
     assert divergence < 0.2

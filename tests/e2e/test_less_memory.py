@@ -26,9 +26,9 @@ from tools.synth import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROWS = 128
+ROWS = 64
 CONTEXT = 1280
-LONG = [(i * 37) % 300 + 10 for i in range(400)]
+LONG = [(i * 37) % 300 + 10 for i in range(200)]
 """Three whole chunks and a part."""
 SHORT = LONG[:20]
 LONG_TOKENS, SHORT_TOKENS = 4, 32
