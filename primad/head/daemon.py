@@ -155,11 +155,12 @@ class HeadDaemon:
         # Named devices said welcome already: they are known before it is asked whether all are there.
         event: types.Event = types.Tick() if self._events.empty() else self._events.get_nowait()
         while True:
-            state, effects = step(state, event, loop.time())
+            now = loop.time()
+            state, effects = step(state, event, now)
             self._state = state
             for effect in effects:
                 self._do(effect)
-            wake = wake_at(state, loop.time())
+            wake = wake_at(state, now)  # what came due since is over at once
             event = types.Tick()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(wake):

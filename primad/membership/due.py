@@ -46,7 +46,7 @@ def pursue(state: State, now: float, effects: list[Effect]) -> State:
 def wake_at(state: State, now: float) -> float | None:
     """When a ``Tick`` is due if nothing else happens, None when time alone changes nothing.
 
-    ``state`` is one that a step at ``now`` or before returned: a head begins with a ``Tick``.
+    ``state`` is what a step at ``now`` returned, at that very time: what came due between two times would be due for nobody.
     """
     settings, timings = state.settings, state.settings.timings
     if state.ended:

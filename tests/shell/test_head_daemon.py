@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from primad.errors import ClusterError, RingError, WeightsError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
+from primad.head import daemon as daemon_module
 from primad.head import devices as devices_module
 from primad.head import planner as planner_module
 from primad.head import rings as rings_module
@@ -30,6 +32,8 @@ from primad.head.link_book import LinkBook
 from primad.head.options import ServeOptions
 from primad.head.service import service_of
 from primad.layers.cache import LayerCache
+from primad.membership.transitions import GREET_S
+from primad.membership.types import DeviceRefused, Effect, Event, State
 from primad.network.discovery import MulticastError
 from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, MemoryRecovered
 from primad.ring.messages import Finished, Sampled
@@ -904,6 +908,26 @@ def test_after_a_mistake_of_our_own_in_forming_a_ring_it_is_formed_again(lab):
         ring.breaks(None, "the head's ring process was ended by SIGKILL")
         await here.says("internal error of the head: RuntimeError: dictionary changed size")
         await here.serves("nas", after=ring.epoch)
+
+    run(lab, test)
+
+
+def test_what_comes_due_while_the_core_decides_is_not_missed(lab, monkeypatch):
+    """On a machine that stops for a while between two looks at its clock."""
+    decide = daemon_module.step
+
+    def slowly(state: State, event: Event, now: float) -> tuple[State, list[Effect]]:
+        decided = decide(state, event, now)
+        if isinstance(event, DeviceRefused):
+            time.sleep(2 * GREET_S)
+        return decided
+
+    async def test(here: Lab) -> None:
+        monkeypatch.setattr(daemon_module, "step", slowly)
+        fails_once(monkeypatch, devices_module, "probe")
+        here.device("nas")
+        here.start(use_all=True)
+        await here.serves("nas")
 
     run(lab, test)
 
