@@ -124,7 +124,7 @@ def rows(peers: Sequence[Peer], trust: TrustStore, states: Mapping[str, str]) ->
             trusted="revoked" if peer.key in revoked else "yes" if trust.trusts(peer.key) else "no",
             key=key_hex(peer.key),
             fingerprint=fingerprint(peer.key),
-            state=states.get(peer.device, "shows a code" if peer.pairing is not None else "in sight"),
+            state=states.get(peer.device, _looks(peer)),
         )
         for peer in peers
     ]
@@ -146,6 +146,13 @@ def rows(peers: Sequence[Peer], trust: TrustStore, states: Mapping[str, str]) ->
         for known in trust.entries()
         if known.key not in seen
     ]
+
+
+def _looks(peer: Peer) -> str:
+    """What can be seen of a device."""
+    if peer.is_measuring:
+        return "measuring"
+    return "shows a code" if peer.pairing is not None else "in sight"
 
 
 def states(home: Path) -> dict[str, str]:

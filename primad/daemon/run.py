@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import statistics
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Final
+from typing import Any
 
 import filelock
 
 from halda import DeviceProfile
 from primad.daemon.layer_files import Workspace
+from primad.daemon.measuring import OwnProfile, warn_if_disturbed
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.engine.build import build_id
@@ -21,13 +21,11 @@ from primad.errors import ConfigError, PrimadError, Stopped
 from primad.layers.cache import LayerCache
 from primad.network.sockets import raise_descriptor_limit
 from primad.profiler.device import is_profiled, profile_device
+from primad.profiler.effort import QUICK, Effort
 from primad.settings.config import Config, open_home, usage_folder
 from primad.system.allocator import keep_little_freed
 from primad.trust.identity import load_identity
 from primad.trust.trust import TrustStore
-
-DISTURBED_SPREAD: Final = 0.4
-"""Runs of one trial that differ by so much of their median were not alone on the machine."""
 
 
 def run(main: Coroutine[Any, Any, None], ask_to_end: Callable[[], bool] | None = None) -> None:
@@ -80,6 +78,10 @@ def _primad_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     return first
 
 
+class HomeTakenError(ConfigError):
+    """A daemon runs with this home folder."""
+
+
 @contextlib.contextmanager
 def own_home(config: Config) -> Iterator[None]:
     """The home folder belongs to one daemon at a time."""
@@ -89,7 +91,7 @@ def own_home(config: Config) -> Iterator[None]:
         with lock.acquire(blocking=False):
             yield
     except filelock.Timeout as exc:
-        raise ConfigError(
+        raise HomeTakenError(
             f"--home {config.home}: another primad runs with this folder; stop it or give this one its own --home"
         ) from exc
 
@@ -119,40 +121,38 @@ def home_place(config: Config) -> Workspace:
     )
 
 
-def profile(config: Config, reporter: Reporter, *, again: bool = False) -> DeviceProfile:
-    """The profile of this device, measured with a progress bar unless that was done before (``again``: done anew)."""
+def profile(config: Config, reporter: Reporter, *, again: bool = False, effort: Effort = QUICK) -> DeviceProfile:
+    """The profile of this device, measured with a progress bar unless that was done before (``again``: done anew).
+
+    While a daemon runs here, what was measured quickly will do: it measures more when the machine is idle.
+    """
     open_home(config)
-    if not again and is_profiled(config.home, config.threads):
-        return profile_held(config, reporter)
-    with own_home(config):
-        return profile_held(config, reporter, again=again)
+    own = OwnProfile(config, reporter)
+    if not again and is_profiled(config.home, config.threads, effort):
+        return own.now(config.name)
+    try:
+        with own_home(config):
+            return _measured(config, reporter, again=again, effort=effort)
+    except HomeTakenError:
+        if again or not own.is_known:
+            raise
+        return own.now(config.name)
 
 
-def profile_held(config: Config, reporter: Reporter, *, again: bool = False) -> DeviceProfile:
-    """As ``profile``, for who holds the home folder."""
+def _measured(config: Config, reporter: Reporter, *, again: bool, effort: Effort) -> DeviceProfile:
     done = 0
 
     def advance(_: str) -> None:
         nonlocal done
-        from primad.profiler.measure import STEPS
-
-        reporter.progress(config.name, "profile", done, STEPS)
+        reporter.progress(config.name, "profile", done, effort.steps)
         done += 1
 
     try:
-        measured = profile_device(config.name, config.home, config.threads, advance, again=again, limits=config.limits)
-        if done:
-            reporter.progress(config.name, "profile", done, done)
+        measured = profile_device(
+            config.name, config.home, config.threads, advance, again=again, limits=config.limits, effort=effort
+        )
+        reporter.progress(config.name, "profile", effort.steps, effort.steps)
     finally:
         reporter.settle()
-    if done and statistics.median(speed.decode_spread for speed in measured.cpu.speeds) > DISTURBED_SPREAD:
-        reporter.say(
-            f"{config.name}: something else ran while this device was measured, so its figures are too low; "
-            "run 'primad profile --again' when it is idle"
-        )
+    warn_if_disturbed(measured, reporter)
     return measured
-
-
-def profile_now(config: Config, name: str) -> DeviceProfile:
-    """The profile of this device as of now; everything that takes time was measured before."""
-    return profile_device(name, config.home, config.threads, lambda _: None, limits=config.limits)

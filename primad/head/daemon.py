@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Final
 
 import zmq.asyncio
 
-from halda import DeviceProfile
+from primad.daemon.measuring import OwnProfile
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
@@ -52,14 +51,14 @@ _MAX_EVENTS: Final = 10_000
 
 
 class HeadDaemon:
-    """The head. ``profile`` gives this device's profile as of now."""
+    """The head. Its ``profile`` is measured while it looks for devices, and no plan is made before."""
 
     def __init__(
         self,
         station: Station,
         service: Service,
         *,
-        profile: Callable[[], DeviceProfile],
+        profile: OwnProfile,
         backend: RingBackend,
         reporter: Reporter,
     ) -> None:
@@ -82,7 +81,8 @@ class HeadDaemon:
             core=self,
             reporter=reporter,
         )
-        own = OwnDevice(profile, self._memory_watch)
+        self._profile = profile
+        own = OwnDevice(lambda: profile.now(config.name), self._memory_watch)
         self._planner = Planner(service, own, self._devices)
         self._rings = Rings(
             station,
@@ -135,12 +135,16 @@ class HeadDaemon:
                     group.create_task(self._rings.conduct()),
                     group.create_task(self._memory_watch.run()),
                 ]
+                measuring = group.create_task(self._profile.measure())
+                services.append(measuring)
                 try:
                     if not self._options.alone:
                         self.describe("looking for devices")
                         await self._devices.discover(sight)
                         await self._devices.greet_named()
                         services.append(group.create_task(self._devices.watch_trust()))
+                    await measuring
+                    services.append(group.create_task(self._profile.refine()))
                     await self._drive()
                 finally:
                     for service in services:

@@ -220,6 +220,9 @@ class Devices:
                 peer.device, f"a device that is not trusted calls itself {peer.device}; it is not listened to"
             )
             return
+        if trusted and peer.is_measuring:  # it announces itself anew when it is done
+            self._tell_once(peer.device, f"{peer.device} is being measured")
+            return
         self._core.post(types.Seen(peer.device, trusted))
         if not trusted and peer.key not in self._known_keys:
             self._tell_of_stranger(

@@ -14,8 +14,9 @@ import uvicorn
 from halda import ModelProfile
 from primad.api.app import create_app
 from primad.api.patience import Silent
+from primad.daemon.measuring import OwnProfile
 from primad.daemon.reporter import Reporter
-from primad.daemon.run import own_station, profile_held, profile_now, run
+from primad.daemon.run import own_station, run
 from primad.gguf.architectures import cuttable
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
@@ -46,14 +47,13 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
     model = model_profile(header)
     check_options(options, config, header, model)
     with own_station(config) as station, contextlib.closing(bind_http(http_host, options.http_port)) as listener:
-        profile_held(config, reporter)
 
         async def main() -> None:
             backend = RingBackend()
             head = HeadDaemon(
                 station,
                 service_of(station, header, model, options),
-                profile=lambda: profile_now(config, config.name),
+                profile=OwnProfile(config, reporter, backend.describe),
                 backend=backend,
                 reporter=reporter,
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from typing import Final
 
@@ -18,6 +17,7 @@ import msgspec
 from halda import DeviceProfile, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload
 from primad.daemon.owner import apply_nice
 from primad.errors import PlanError
+from primad.system.stop_flag import StopFlag
 
 LEAST_NICE: Final = 19
 GRACE_S: Final = 60.0
@@ -45,35 +45,12 @@ class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
     short_bytes: int
 
 
-class StopFlag:
-    """Ends the solver from another thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._is_set = False
-
-    def set(self) -> None:
-        """Kill the child that runs; let none begin."""
-        with self._lock:
-            self._is_set = True
-            if self._child is not None:
-                self._child.kill()
-
-    def watch(self, child: subprocess.Popen[bytes]) -> None:
-        """Have ``set`` kill ``child``."""
-        with self._lock:
-            self._child = child
-            if self._is_set:
-                child.kill()
-
-
 async def solve_apart(question: SolverRequest, *, background: bool = False, grace_s: float = GRACE_S) -> Solution:
     """The answer of ``halda.solve``; in the ``background`` all other work goes first.
 
     Raises ``Infeasible`` as that does, ``PlanError`` when the child fails.
     """
-    stop = StopFlag()
+    stop = StopFlag(subprocess.Popen.kill)
     try:
         return await asyncio.to_thread(_ask, question, stop, background, grace_s)
     finally:

@@ -108,11 +108,21 @@ class Discovery:
         """The addresses that are announced now."""
         return tuple(self._addresses)
 
-    async def announce(self, peer_name: str, *, cluster: str, role: str, version: str, port: int, key: str) -> str:
+    async def announce(
+        self,
+        peer_name: str,
+        *,
+        cluster: str,
+        role: str,
+        version: str,
+        port: int,
+        key: str,
+        is_measuring: bool = False,
+    ) -> str:
         """Announce this device; its name, with a number behind it when another device had the name first.
 
-        ``port`` is where it listens, ``key`` its public key (40 characters). Raises ``ClusterError`` when no name is
-        free, ``MulticastError`` when mDNS does not work.
+        ``port`` is where it listens, ``key`` its public key (40 characters); ``is_measuring`` until ``end_measuring``.
+        Raises ``ClusterError`` when no name is free, ``MulticastError`` when mDNS does not work.
         """
         await self._started()
         self._port = port
@@ -125,7 +135,7 @@ class Discovery:
                 "version": version,
                 "protocol": str(PROTOCOL),
                 "key": key,
-            }
+            } | ({"measuring": "1"} if is_measuring else {})
             info = self._to_announce()
             try:
                 self._say_soon(await self._zeroconf.async_register_service(info))
@@ -137,6 +147,11 @@ class Discovery:
             self._watch()
             return device
         raise ClusterError(f"--name {peer_name}: a hundred devices have this name already; choose another")
+
+    async def end_measuring(self) -> None:
+        """Announce that this device is measured."""
+        self._announced.pop("measuring", None)
+        await self._announce_again()
 
     async def set_pairing(self, channel: int, port: int | None) -> None:
         """Announce that a code of ``channel`` can be brought to ``port``; None: that it cannot any more."""

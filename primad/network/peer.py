@@ -26,7 +26,8 @@ class Peer:
     """A device that announces itself. ``role`` is worker or head; ``port`` is its control port (a head's HTTP port).
 
     ``addresses`` are in the order in which to try them, link-local IPv6 ones with the scope that they have here. ``key`` is
-    the public key it claims. ``pairing`` is the channel of the code that is open and the port to bring it to.
+    the public key it claims. ``pairing`` is the channel of the code that is open and the port to bring it to. One that
+    ``is_measuring`` itself takes no head yet.
     """
 
     device: str
@@ -38,6 +39,7 @@ class Peer:
     port: int
     key: str
     pairing: tuple[int, int] | None
+    is_measuring: bool = False
 
     def is_worker_of(self, cluster: str) -> bool:
         """Whether it lends itself to heads of ``cluster``."""
@@ -72,4 +74,5 @@ def peer_of(info: AsyncServiceInfo, own: Sequence[Interface] = ()) -> Peer | Non
         port=info.port,
         key=key,
         pairing=None if pairing is None else (int(pairing[1]), int(pairing[2])),
+        is_measuring="measuring" in texts,
     )

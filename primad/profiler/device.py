@@ -1,7 +1,7 @@
-"""The profile of this device: measured once (about a minute), then read; what changes by the minute is read anew.
+"""The profile of this device: measured once, then read; what changes by the minute is read anew.
 
-A device that was measured before does not load the code that measures: it needs numpy, which takes 6 MB for as long as a
-daemon lives.
+Measuring takes half a minute, or a few seconds at first. A device that was measured before does not load the code that
+measures: it needs numpy, which takes 6 MB for as long as a daemon lives.
 """
 
 from __future__ import annotations
@@ -40,42 +40,51 @@ def profile_device(
     limits: OwnerLimits = NO_LIMITS,
     effort: Effort = Effort(),
 ) -> DeviceProfile:
-    """The profile of this device, measured now unless it was before (``again`` measures anyway).
+    """The profile of this device, measured now unless it was before with as much ``effort`` (``again`` measures anyway).
 
     ``threads`` pins the count of compute threads; None takes the best of those that are tried. What is free is capped by
     the owner's ``limits``; what was measured and the totals stay the machine's. Raises ``ConfigError`` when
     the home folder cannot hold the trials or the figures make no sense, ``EngineError`` when llama.cpp fails.
     """
     if not again:
-        machine, disk = read_machine(home, threads), read_home(home)
+        machine, disk = _known(home, threads, effort)
         if machine is not None and disk is not None:
             return within(limits, _compose(name, home, machine, disk), cached_bytes(home))
     from primad.profiler.measure import measure_home, measure_machine, trial_folder
 
     with measuring(), trial_folder(home) as folder:
         # Another home of this machine may have measured it meanwhile.
-        machine = None if again else read_machine(home, threads)
+        machine, disk = (None, None) if again else _known(home, threads, effort)
         machine = machine or measure_machine(folder, threads, advance, effort)
-        disk = None if again else read_home(home)
-        disk = disk or measure_home(folder, advance)
+        disk = disk or measure_home(folder, advance, effort)
     profile = _compose(name, home, machine, disk)
     _check(profile)
     write(machine, disk, home)
     return within(limits, profile, cached_bytes(home))
 
 
-def is_profiled(home: Path, threads: int | None) -> bool:
-    """Whether the figures of this device are known already."""
-    return read_machine(home, threads) is not None and read_home(home) is not None
+def _known(home: Path, threads: int | None, effort: Effort) -> tuple[MachineRecord | None, HomeRecord | None]:
+    """What was measured with as much effort or more."""
+    machine, disk = read_machine(home, threads), read_home(home)
+    if not effort.is_quick:
+        machine = None if machine is None or machine.is_quick else machine
+        disk = None if disk is None or disk.is_quick else disk
+    return machine, disk
+
+
+def is_profiled(home: Path, threads: int | None, effort: Effort) -> bool:
+    """Whether the figures of this device are known already, as measured with ``effort``."""
+    return None not in _known(home, threads, effort)
 
 
 def how_measured(home: Path, threads: int | None) -> tuple[str, str]:
     """When (UTC) and how the figures of this device were measured, for those who read them elsewhere."""
     machine = read_machine(home, threads)
     build = "" if machine is None else f" with {machine.build}"
+    quick = " --quick" if machine is not None and machine.is_quick else ""
     return utc_now() if machine is None else machine.measured, (
-        f"measured by 'primad profile'{build}: windows of synthetic layers, medians of runs with swept caches, 1, 8 and "
-        "512 rows; disk with the page cache dropped"
+        f"measured by 'primad profile{quick}'{build}: windows of synthetic layers, medians of runs with swept caches, 1, 8 "
+        "and 512 rows or fewer; disk with the page cache dropped"
     )
 
 

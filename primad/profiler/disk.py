@@ -27,41 +27,46 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 FILE_BYTES: Final = 128 << 20
+_LEAST_BYTES: Final = 8 << 20
 _CHUNK_BYTES: Final = 4 << 20
 _RANGE_BYTES: Final = 32 << 20
 """Of the order of a layer, which is what the engine asks for at once."""
 _RUNS: Final = 3
-_ENOUGH_S: Final = 2.0
-"""No further run begins after this time."""
 _RANDOM_READS: Final = 512
-_RANDOM_S: Final = 0.8
 _PAGE_BYTES: Final = 4096
 _F_NOCACHE: Final = 48
 """``fcntl`` command of macOS."""
 
 
-def measure_disk(folder: Path, file_bytes: int = FILE_BYTES) -> DiskProfile:
-    """The file system under ``folder``. Raises ``OSError`` when the trial cannot be written there."""
+def measure_disk(folder: Path, seconds: float) -> DiskProfile:
+    """The file system under ``folder`` in about ``seconds``, a slow one with a smaller file.
+
+    Raises ``OSError`` when the trial cannot be written there.
+    """
     path = folder / "disk.trial"
+    quarter_s = seconds / 4
     try:
-        _write(path, file_bytes)
+        size = _write(path, quarter_s)
         return DiskProfile(
-            prefetch_bytes_per_s=_rate(path, file_bytes, _read_ahead),
-            fault_bytes_per_s=_rate(path, file_bytes, _fault),
-            random_bytes_per_s=_random(path, file_bytes),
+            prefetch_bytes_per_s=_rate(path, size, _read_ahead, quarter_s),
+            fault_bytes_per_s=_rate(path, size, _fault, quarter_s),
+            random_bytes_per_s=_random(path, size, quarter_s),
             free_bytes=shutil.disk_usage(folder).free,
         )
     finally:
         path.unlink(missing_ok=True)
 
 
-def _write(path: Path, size: int) -> None:
+def _write(path: Path, seconds: float) -> int:
+    """Write and flush for so long, at most ``FILE_BYTES``; the size."""
     chunk = os.urandom(_CHUNK_BYTES)
+    begin, size = time.perf_counter(), 0
     with path.open("wb", buffering=0) as file:
         _uncached(file)
-        for start in range(0, size, len(chunk)):
-            file.write(chunk[: size - start])
-        os.fsync(file.fileno())
+        while size < _LEAST_BYTES or (size < FILE_BYTES and time.perf_counter() - begin < seconds):
+            size += file.write(chunk)
+            os.fsync(file.fileno())
+    return size
 
 
 def _uncached(file: BinaryIO) -> None:
@@ -72,11 +77,11 @@ def _uncached(file: BinaryIO) -> None:
         fcntl.fcntl(file.fileno(), _F_NOCACHE, 1)
 
 
-def _rate(path: Path, size: int, read: Callable[[BinaryIO, int], None]) -> float:
-    """Median rate of ``read`` over the whole file."""
+def _rate(path: Path, size: int, read: Callable[[BinaryIO, int], None], seconds: float) -> float:
+    """Median rate of ``read`` over the whole file; no further run begins after ``seconds``."""
     rates: list[float] = []
     begin = time.perf_counter()
-    while len(rates) < _RUNS and (not rates or time.perf_counter() - begin < _ENOUGH_S):
+    while len(rates) < _RUNS and (not rates or time.perf_counter() - begin < seconds):
         with path.open("rb", buffering=0) as file:
             _uncached(file)
             start = time.perf_counter()
@@ -102,8 +107,8 @@ def _fault(file: BinaryIO, size: int) -> None:
         np.frombuffer(mapping, np.uint8)[:: mmap.PAGESIZE].max()
 
 
-def _random(path: Path, size: int) -> float:
-    """Rate of reads of 4 kB at random places, one at a time, without reading ahead."""
+def _random(path: Path, size: int, seconds: float) -> float:
+    """Rate of reads of 4 kB at random places for ``seconds``, one at a time, without reading ahead."""
     places = random.Random(0)
     done = 0
     with path.open("rb", buffering=0) as file:
@@ -111,7 +116,7 @@ def _random(path: Path, size: int) -> float:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         start = time.perf_counter()
-        while done < _RANDOM_READS and (done == 0 or time.perf_counter() - start < _RANDOM_S):
+        while done < _RANDOM_READS and (done == 0 or time.perf_counter() - start < seconds):
             file.seek(places.randrange(size // _PAGE_BYTES) * _PAGE_BYTES)
             file.read(_PAGE_BYTES)
             done += 1

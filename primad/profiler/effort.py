@@ -1,23 +1,53 @@
-"""How thoroughly a device is measured."""
+"""How long a device is measured."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-TYPES: Final = ("Q4_K", "Q6_K", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q8_0", "IQ4_XS", "F16")
-"""Quantisation types of weights. The first is the one that thread counts and fixed costs are measured with."""
+TYPES: Final = ("Q4_K", "Q6_K", "Q8_0", "F16", "Q4_0", "Q5_K", "Q4_1", "Q5_0", "IQ4_XS")
+"""Quantisation types of weights, those that most models have in front. The first is the one that thread counts and fixed
+costs are measured with."""
+STEPS_BESIDE_TYPES: Final = 4
+"""Memory, threads, layers, disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Runs of each trial by the rows of its steps, and what the trials compute. The default takes about a minute."""
+    """The time that measuring may take, and the types that are measured as far as it reaches.
 
+    The budget is time and not work: whoever is slow measures less, fewer types at last, and does not take longer.
+    """
+
+    seconds: float = 26.0
     types: tuple[str, ...] = TYPES
-    decode_runs: int = 6
-    batch_runs: int = 3
-    prefill_runs: int = 2
-    cpu_weights: int = 100_000_000
-    """Weights of a trial on the CPU: much beside the fixed costs, little enough to compute 512 rows often."""
-    repeats_s: float = 10.0
-    """Trials whose runs disagree are repeated within this time: something else was running."""
+    is_quick: bool = False
+    """What it finds out serves until there is time for more; extra buffers are not tried."""
+
+    @property
+    def steps(self) -> int:
+        """What is measured, one after the other."""
+        return STEPS_BESIDE_TYPES + len(self.types)
+
+
+QUICK: Final = Effort(seconds=6.0, types=TYPES[:2], is_quick=True)
+"""For a first start."""
+
+
+class Budget:
+    """``seconds`` from now on."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until = clock() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """What is left; below 0 where it was overdrawn."""
+        return self._until - self._clock()
+
+    def part(self, share: float) -> Budget:
+        """A budget of a ``share`` of what is left."""
+        return Budget(max(0.0, self.left_s) * share, self._clock)

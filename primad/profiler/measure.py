@@ -1,4 +1,4 @@
-"""Measure this device, which takes about a minute: memory, processors, disk."""
+"""Measure this device within half a minute, or in a few seconds: memory, processors, disk."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ import numpy as np
 
 from primad.engine.build import build_id
 from primad.errors import ConfigError
-from primad.profiler import processors
 from primad.profiler.disk import measure_disk
-from primad.profiler.effort import Effort
+from primad.profiler.effort import Budget, Effort
 from primad.profiler.gpus import list_gpus
 from primad.profiler.processors import Advance, measure_cpu, measure_gpu
 from primad.profiler.records import VERSION, HomeRecord, MachineRecord, host_id
 from primad.profiler.store import utc_now
 from primad.system.processors import usable_cores
 
-STEPS: Final = processors.STEPS + 2
+_OF_DISK: Final = 0.12
+"""Share of all time in which the disk is measured."""
+_OF_CPU: Final = 0.6
+"""Share of the rest for the CPU where there is a GPU."""
 _RAM_BYTES: Final = 128 << 20
 _RAM_RUNS: Final = 5
 _TRIALS: Final = "profile-trial-"
@@ -35,14 +37,17 @@ def measure_machine(folder: Path, threads: int | None, advance: Advance, effort:
     """Memory, CPU and GPU of this machine, measured now with trials in ``folder``; the others as in ``profile_device``."""
     advance("memory")
     ram = ram_read_bytes_per_s(usable_cores())
-    cpu = measure_cpu(folder, threads, advance, effort=effort)
     gpus = list_gpus()
-    gpu = measure_gpu(folder, gpus[0], cpu.batch_threads, lambda kind: None, effort) if gpus else None
+    budget = Budget(effort.seconds * (1 - _OF_DISK))
+    counted = usable_cores() if threads is None and effort.is_quick else threads
+    cpu = measure_cpu(folder, counted, advance, effort, budget.part(_OF_CPU) if gpus else budget)
+    gpu = measure_gpu(folder, gpus[0], cpu.batch_threads, lambda kind: None, effort, budget) if gpus else None
     return MachineRecord(
         version=VERSION,
         measured=utc_now(),
         host=host_id(),
         build=build_id(),
+        is_quick=effort.is_quick,
         pinned_threads=threads,
         ram_read_bytes_per_s=ram,
         cpu=cpu,
@@ -50,10 +55,16 @@ def measure_machine(folder: Path, threads: int | None, advance: Advance, effort:
     )
 
 
-def measure_home(folder: Path, advance: Advance) -> HomeRecord:
+def measure_home(folder: Path, advance: Advance, effort: Effort) -> HomeRecord:
     """The disk under ``folder``, measured now. Raises ``OSError`` when the trial cannot be written there."""
     advance("disk")
-    return HomeRecord(version=VERSION, measured=utc_now(), host=host_id(), disk=measure_disk(folder))
+    return HomeRecord(
+        version=VERSION,
+        measured=utc_now(),
+        host=host_id(),
+        is_quick=effort.is_quick,
+        disk=measure_disk(folder, effort.seconds * _OF_DISK),
+    )
 
 
 @contextlib.contextmanager

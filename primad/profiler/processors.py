@@ -16,7 +16,7 @@ import psutil
 from halda import CpuProfile, GpuProfile
 from primad.engine.devices import GpuDevice
 from primad.errors import EngineError
-from primad.profiler.effort import TYPES, Effort
+from primad.profiler.effort import Budget, Effort
 from primad.profiler.gpus import gpu_now
 from primad.profiler.speeds import (
     MAIN,
@@ -36,32 +36,45 @@ logger = logging.getLogger(__name__)
 Advance = Callable[[str], None]
 """Called before each step with what is measured now."""
 
-STEPS: Final = 2 + len(TYPES)
+_CPU_WEIGHTS: Final = BIG.weights
+"""Weights of a trial on the CPU: one big layer is much beside the fixed costs."""
 _GPU_WEIGHTS: Final = 350_000_000
 """Weights of a trial on a GPU: more than its caches hold, since nothing sweeps them."""
 _GPU_MODEL_BYTES: Final = 256 << 20
 _SWEEP_BYTES: Final = 96 << 20
 _MOST_SWEEP_BYTES: Final = 256 << 20
+_OF_THREADS: Final = 0.02
+"""Share of all time in which each of four trials is run that say how many threads are best."""
+_OF_PATIENCE: Final = 0.15
+"""Share of all time in which trials are repeated that something disturbed."""
 _WORTH: Final = 0.95
 """Fewer threads leave cores to the owner, but must be faster by so much: timings are noisy."""
 
 
-def measure_cpu(folder: Path, pinned: int | None, advance: Advance, effort: Effort = Effort()) -> CpuProfile:
+def measure_cpu(
+    folder: Path, pinned: int | None, advance: Advance, effort: Effort = Effort(), budget: Budget | None = None
+) -> CpuProfile:
     """The profile of the CPU with ``pinned`` threads, or with the best counts that were tried.
 
-    Trials write to ``folder``. Raises ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
+    Its types are measured as far as the ``budget`` lasts; without one that is all that the ``effort`` has. Trials write to
+    ``folder``. Raises ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
     """
     advance("threads")
-    patience = RetryBudget(effort.repeats_s)
+    budget = budget or Budget(effort.seconds)
+    patience, seconds = RetryBudget(_OF_PATIENCE * budget.left_s), _OF_THREADS * budget.left_s
     counts = [pinned] if pinned is not None else sorted({usable_cores(), max(1, usable_cores() // 2)}, reverse=True)
     tried = {}
-    for count in counts:
-        with _cpu_bench(folder, count, count, patience, effort) as bench:
-            decode = bench.time_decode(BIG, MAIN, (False,))[0]
-            tried[count] = answered(together(decode, bench.time_rows(MAIN, (False,))[0]))
-    threads = fastest({count: statistics.median(timings.decode_s) for count, timings in tried.items()})
-    batch_threads = fastest({count: statistics.median(timings.prefill_s) for count, timings in tried.items()})
-    with _cpu_bench(folder, threads, batch_threads, patience, effort) as bench:
+    for count in counts if len(counts) > 1 else ():
+        with _cpu_bench(folder, count, count, effort, budget, patience) as bench:
+            decode = bench.time_decode(BIG, MAIN, (False,), seconds)[0]
+            tried[count] = answered(together(decode, bench.time_rows(MAIN, (False,), seconds)[0]))
+    threads = batch_threads = counts[0]
+    if tried:
+        threads = fastest({count: statistics.median(timings.decode_s) for count, timings in tried.items()})
+        batch_threads = fastest(
+            {count: statistics.median(timings.prefill_s) / timings.prefill_rows for count, timings in tried.items()}
+        )
+    with _cpu_bench(folder, threads, batch_threads, effort, budget, patience) as bench:
         advance("layers")
         step_s = measure_step(bench)
         layer_s, speeds = measure_types(bench, step_s, advance)
@@ -78,7 +91,7 @@ def measure_cpu(folder: Path, pinned: int | None, advance: Advance, effort: Effo
 
 @contextlib.contextmanager
 def _cpu_bench(
-    folder: Path, threads: int, batch_threads: int, patience: RetryBudget, effort: Effort
+    folder: Path, threads: int, batch_threads: int, effort: Effort, budget: Budget, patience: RetryBudget
 ) -> Iterator[Bench]:
     with child_trials(max(threads, batch_threads)) as trials:
         yield Bench(
@@ -87,10 +100,11 @@ def _cpu_bench(
             threads=threads,
             batch_threads=batch_threads,
             on_gpu=False,
-            weights=effort.cpu_weights,
-            effort=effort,
+            weights=_CPU_WEIGHTS,
             model_bytes=sweep_bytes(),
             sweep_bytes=sweep_bytes(),
+            effort=effort,
+            budget=budget,
             patience=patience,
         )
 
@@ -117,13 +131,19 @@ def sweep_bytes() -> int:
 
 
 def measure_gpu(
-    folder: Path, device: GpuDevice, threads: int, advance: Advance, effort: Effort = Effort()
+    folder: Path,
+    device: GpuDevice,
+    threads: int,
+    advance: Advance,
+    effort: Effort = Effort(),
+    budget: Budget | None = None,
 ) -> GpuProfile | None:
-    """The profile of ``device``, or None where llama.cpp cannot compute on it.
+    """The profile of ``device``, or None where llama.cpp cannot compute on it; ``effort`` and ``budget`` as for a CPU.
 
     The rate of its memory is the best rate of any type: reading is all that a decode step must do. Raises ``OSError``
     when the files of the trials cannot be written.
     """
+    budget = budget or Budget(effort.seconds)
     with child_trials(threads) as trials:
         bench = Bench(
             trials=trials,
@@ -134,8 +154,9 @@ def measure_gpu(
             weights=_GPU_WEIGHTS,
             model_bytes=_GPU_MODEL_BYTES,
             sweep_bytes=8,
-            patience=RetryBudget(effort.repeats_s),
             effort=effort,
+            budget=budget,
+            patience=RetryBudget(_OF_PATIENCE * budget.left_s),
         )
         try:
             step_s = measure_step(bench)

@@ -28,7 +28,7 @@ from primad.profiles import Implausible, check_cpu, check_disk, check_gpu
 from primad.system.processors import usable_cpus
 from primad.system.whole_file import write_whole
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Grows when the way of measuring changes."""
 Record = TypeVar("Record")
 _MAC: Final = re.compile(r"[0-9a-fA-F]{2}([:-][0-9a-fA-F]{2}){5}")
@@ -39,12 +39,13 @@ _LOCAL: Final = 1 << 41
 
 
 class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a machine."""
+    """What is kept of a machine; ``is_quick`` where it was measured in a few seconds, to be measured better."""
 
     version: int
     measured: str
     host: str
     build: str
+    is_quick: bool
     pinned_threads: int | None
     ram_read_bytes_per_s: float
     cpu: CpuProfile
@@ -57,6 +58,7 @@ class HomeRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     measured: str
     host: str
+    is_quick: bool
     disk: DiskProfile
 
 

@@ -21,9 +21,9 @@ from typing import Final
 
 import msgspec
 
-from halda import PREFILL_ROWS, TypeSpeed
+from halda import TypeSpeed
 from primad.errors import EngineError
-from primad.profiler.effort import TYPES, Effort
+from primad.profiler.effort import TYPES, Budget, Effort
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
 from primad.profiler.trial import TimeWindow, TrialTimes
 from primad.profiler.trials import Trials
@@ -37,8 +37,17 @@ ANSWER_TOKENS: Final = 128
 WORTH: Final = 0.97
 """Extra buffers double the memory that a window holds: below 3 % of a typical exchange they are not worth it."""
 _LEAST_S: Final = 1e-6
+_LEAST_SHARE: Final = 0.5
+_LEAST_SHARE_GPU: Final = 0.1
+"""Of the time of big layers their weights take so much at least; only a disturbed trial of fixed costs says otherwise."""
 _STEADY: Final = 0.25
-"""A larger spread of the runs means that something else was running: the trial is repeated, within ``Effort.repeats_s``."""
+"""A larger spread of the runs means that something else was running: the trial is repeated, where patience is left."""
+_OF_ROW: Final = 0.06
+_OF_ROWS: Final = 0.2
+"""Shares of a type's time in which one of its three trials with one row is run, and one of two with many; their windows are
+written and loaded besides."""
+_OF_STEP: Final = 0.03
+"""Share of all time in which a window of tiny layers is run."""
 
 
 class RetryBudget:
@@ -64,7 +73,8 @@ class Bench:
     """Where and how windows are timed: on the CPU, or all on the GPU.
 
     About ``weights`` weights stand for a model where many rows are computed, ``model_bytes`` where one row is.
-    ``sweep_bytes`` are read between steps of windows that may stay in caches, ``folder`` takes the files.
+    ``sweep_bytes`` are read between steps of windows that may stay in caches, ``folder`` takes the files. The types of
+    ``effort`` are measured as far as the ``budget`` lasts.
     """
 
     trials: Trials
@@ -75,8 +85,9 @@ class Bench:
     weights: int
     model_bytes: int
     sweep_bytes: int
+    effort: Effort
+    budget: Budget
     patience: RetryBudget
-    effort: Effort = Effort()
 
     def layers_to_read(self, shape: LayerShape, kind: str) -> int:
         """So many layers that no cache holds them."""
@@ -87,27 +98,23 @@ class Bench:
         """So many big layers that fixed costs matter little when many rows are computed."""
         return -(-self.weights // BIG.weights)
 
-    def time_decode(self, shape: LayerShape, kind: str, extra: Sequence[bool]) -> list[TrialTimes | str]:
-        """Time one row through more layers of ``kind`` than caches hold, for each setting of ``extra`` buffers."""
-        layers = self.layers_to_read(shape, kind)
-        return self._time(shape, kind, layers, extra, sweep_bytes=0, decode_runs=self.effort.decode_runs)
+    def time_decode(
+        self, shape: LayerShape, kind: str, extra: Sequence[bool], seconds: float
+    ) -> list[TrialTimes | str]:
+        """Time one row through more layers of ``kind`` than caches hold, for each setting of ``extra`` buffers.
 
-    def time_small(self, layers: int) -> TrialTimes | str:
+        Runs are made for ``seconds`` of each, here and elsewhere, and one in any case.
+        """
+        return self._time(shape, kind, self.layers_to_read(shape, kind), extra, seconds, sweep_bytes=0, many_rows=False)
+
+    def time_small(self, layers: int, seconds: float) -> TrialTimes | str:
         """Time one row through ``layers`` tiny layers, the caches swept before each step."""
-        return self._time(
-            SMALL, MAIN, layers, (False,), sweep_bytes=self.sweep_bytes, decode_runs=self.effort.decode_runs
-        )[0]
+        return self._time(SMALL, MAIN, layers, (False,), seconds, sweep_bytes=self.sweep_bytes, many_rows=False)[0]
 
-    def time_rows(self, kind: str, extra: Sequence[bool]) -> list[TrialTimes | str]:
+    def time_rows(self, kind: str, extra: Sequence[bool], seconds: float) -> list[TrialTimes | str]:
         """Time many rows through a big layer or more of ``kind`` for each setting of ``extra`` buffers."""
         return self._time(
-            BIG,
-            kind,
-            self.layers_to_compute,
-            extra,
-            sweep_bytes=self.sweep_bytes,
-            batch_runs=self.effort.batch_runs,
-            prefill_runs=self.effort.prefill_runs,
+            BIG, kind, self.layers_to_compute, extra, seconds, sweep_bytes=self.sweep_bytes, many_rows=True
         )
 
     def _time(
@@ -116,11 +123,10 @@ class Bench:
         kind: str,
         layers: int,
         extra: Sequence[bool],
+        seconds: float,
         *,
         sweep_bytes: int,
-        decode_runs: int = 0,
-        batch_runs: int = 0,
-        prefill_runs: int = 0,
+        many_rows: bool,
     ) -> list[TrialTimes | str]:
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
             window = write_window(Path(name), shape, kind, layers, gpu_layers=layers if self.on_gpu else 0)
@@ -132,9 +138,8 @@ class Bench:
                         threads=self.threads,
                         batch_threads=self.batch_threads,
                         sweep_bytes=sweep_bytes,
-                        decode_runs=decode_runs,
-                        batch_runs=batch_runs,
-                        prefill_runs=prefill_runs,
+                        many_rows=many_rows,
+                        seconds=seconds,
                     )
                 )
                 for setting in extra
@@ -148,10 +153,14 @@ class Bench:
                 more = self.trials.time(task)
             if isinstance(more, str):
                 return more
+            if more.prefill_rows != best.prefill_rows:  # what was faster computed more at a time
+                best = more if more.prefill_rows > best.prefill_rows else best
+                continue
             best = TrialTimes(
                 decode_s=_better(best.decode_s, more.decode_s),
                 batch_s=_better(best.batch_s, more.batch_s),
                 prefill_s=_better(best.prefill_s, more.prefill_s),
+                prefill_rows=best.prefill_rows,
             )
         return best
 
@@ -178,8 +187,9 @@ def measure_step(bench: Bench) -> float:
     ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
     """
     few, many = SMALL_LAYERS
-    few_s, many_s = (min(answered(bench.time_small(layers)).decode_s) for layers in SMALL_LAYERS)
-    return max(_LEAST_S, few_s - few * (many_s - few_s) / (many - few))
+    seconds = bench.budget.left_s * _OF_STEP
+    few_s, many_s = (min(answered(bench.time_small(layers, seconds)).decode_s) for layers in SMALL_LAYERS)
+    return max(_LEAST_S, few_s - few * max(0.0, many_s - few_s) / (many - few))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,22 +203,30 @@ class _Trial:
 
 
 def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -> tuple[float, tuple[TypeSpeed, ...]]:
-    """The fixed seconds of a layer, and the speed of every type that llama.cpp computes here.
+    """The fixed seconds of a layer, and the speed of every type that llama.cpp computes here and for which time is left.
 
-    Each type has extra buffers where they are worth it. Raises ``EngineError`` when none is computed, ``OSError`` when the
-    files cannot be written.
+    Each type has extra buffers where they are worth it, which takes more than a quick effort to find out. The first one is
+    measured in any case. Raises ``EngineError`` when none is computed, ``OSError`` when the files cannot be written.
     """
-    trials = []
-    settings = (False,) if bench.on_gpu else (False, True)
-    for kind in bench.effort.types:
+    trials: list[_Trial] = []
+    types = bench.effort.types
+    settings = (False,) if bench.on_gpu or bench.effort.is_quick else (False, True)
+    took_s = 0.0
+    for number, kind in enumerate(types):
+        left_s = bench.budget.left_s
+        if trials and left_s < took_s:
+            break
         advance(kind)
-        decode, rows = bench.time_decode(BIG, kind, settings), bench.time_rows(kind, settings)
+        share_s = max(0.0, left_s) / (len(types) - number)
+        decode = bench.time_decode(BIG, kind, settings, _OF_ROW * share_s)
+        rows = bench.time_rows(kind, settings, _OF_ROWS * share_s)
         plain, *more = [together(one, many) for one, many in zip(decode, rows, strict=True)]
         chosen, extra = choose(bench, kind, plain, more[0] if more else "not tried")
         if isinstance(chosen, str):
             logger.warning("%s is not measured: %s", kind, chosen)
             continue
-        middle = bench.time_decode(MIDDLE, kind, (extra,))[0]
+        middle = bench.time_decode(MIDDLE, kind, (extra,), _OF_ROW * share_s)[0]
+        took_s = left_s - bench.budget.left_s
         trials.append(
             _Trial(kind=kind, big=chosen, extra=extra, middle=middle if isinstance(middle, TrialTimes) else None)
         )
@@ -235,7 +253,7 @@ def fit_layer(bench: Bench, kind: str, step_s: float, middle: TrialTimes, big: T
         layers = bench.layers_to_read(shape, kind)
         points.append((shape.weight_bytes(kind), (min(timings.decode_s) - step_s) / layers))
     (few_bytes, few_s), (many_bytes, many_s) = points
-    return few_s - few_bytes * (many_s - few_s) / (many_bytes - few_bytes)
+    return few_s - few_bytes * max(0.0, many_s - few_s) / (many_bytes - few_bytes)
 
 
 def together(decode: TrialTimes | str, rows: TrialTimes | str) -> TrialTimes | str:
@@ -244,7 +262,9 @@ def together(decode: TrialTimes | str, rows: TrialTimes | str) -> TrialTimes | s
         return decode
     if isinstance(rows, str):
         return rows
-    return TrialTimes(decode_s=decode.decode_s, batch_s=rows.batch_s, prefill_s=rows.prefill_s)
+    return TrialTimes(
+        decode_s=decode.decode_s, batch_s=rows.batch_s, prefill_s=rows.prefill_s, prefill_rows=rows.prefill_rows
+    )
 
 
 def choose(bench: Bench, kind: str, plain: TrialTimes | str, extra: TrialTimes | str) -> tuple[TrialTimes | str, bool]:
@@ -258,7 +278,7 @@ def choose(bench: Bench, kind: str, plain: TrialTimes | str, extra: TrialTimes |
 
 def _exchange_s(bench: Bench, kind: str, timings: TrialTimes) -> float:
     """Seconds a layer of a typical exchange."""
-    prefill_s = statistics.median(timings.prefill_s) / PREFILL_ROWS / bench.layers_to_compute
+    prefill_s = statistics.median(timings.prefill_s) / timings.prefill_rows / bench.layers_to_compute
     decode_s = statistics.median(timings.decode_s) / bench.layers_to_read(BIG, kind)
     return PROMPT_ROWS * prefill_s + ANSWER_TOKENS * decode_s
 
@@ -269,11 +289,12 @@ def speed(
     """The rates of type ``kind``, less what the fixed costs take."""
     layer_bytes, to_read, to_compute = BIG.weight_bytes(kind), bench.layers_to_read(BIG, kind), bench.layers_to_compute
     # Attention is computed for the whole square of rows and columns, masked or not.
-    flop = to_compute * PREFILL_ROWS * (2 * BIG.weights + 4 * PREFILL_ROWS * BIG.width)
+    rows = timings.prefill_rows
+    flop = to_compute * rows * (2 * BIG.weights + 4 * rows * BIG.width)
 
     def weights_s(times: Sequence[float], layers: int) -> float:
         median = statistics.median(times)
-        return max(median - step_s - layers * layer_s, median / 10)
+        return max(median - step_s - layers * layer_s, median * (_LEAST_SHARE_GPU if bench.on_gpu else _LEAST_SHARE))
 
     return TypeSpeed(
         type=kind,

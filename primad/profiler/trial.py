@@ -22,22 +22,28 @@ from primad.engine.protocol import EngineOptions, Rows, WindowSource
 CONTEXT: Final = PREFILL_ROWS + 256
 _RUN_STEPS: Final = 6
 """A run is the median of so many steps."""
-_SLOW_S: Final = 1.2
-"""Prefill that takes longer is not run as often."""
+_RUNS: Final = 6
+"""More tell nothing new."""
+FEWEST_ROWS: Final = 64
+"""Of a chunk of a prompt, on a device that takes long."""
 
 
 class TrialTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step by run: with 1 row, with ``BATCH_ROWS`` and with ``PREFILL_ROWS``; empty where not asked for."""
+    """Seconds of a step by run: with 1 row, with ``BATCH_ROWS`` and with ``prefill_rows``; empty where not asked for.
+
+    ``prefill_rows`` are ``PREFILL_ROWS``, fewer where those take too long.
+    """
 
     decode_s: tuple[float, ...]
     batch_s: tuple[float, ...]
     prefill_s: tuple[float, ...]
+    prefill_rows: int
 
 
 class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     """Time ``window``; ``sweep_bytes`` are read between two steps (0: the window itself is larger than caches).
 
-    ``decode_runs`` and ``batch_runs`` are of ``_RUN_STEPS`` steps each, ``prefill_runs`` of one.
+    One row, or where ``many_rows`` several and a chunk of a prompt: runs for ``seconds``, one in any case.
     """
 
     window: WindowSource
@@ -45,9 +51,8 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     threads: int
     batch_threads: int
     sweep_bytes: int
-    decode_runs: int
-    batch_runs: int
-    prefill_runs: int
+    many_rows: bool
+    seconds: float
 
 
 class ListGpus(msgspec.Struct, frozen=True, tag="gpus"):
@@ -117,27 +122,49 @@ def _time(task: TimeWindow) -> TrialTimes:
             times.append(step(count, i * count))
         return statistics.median(times)
 
-    def prefill() -> float:
+    def prefill(count: int) -> float:
         window.kv_remove(0, 0, -1)
-        return step(PREFILL_ROWS, 0)
+        return step(count, 0)
 
-    timings = TrialTimes(
-        decode_s=tuple(run(1) for _ in range(task.decode_runs)),
-        batch_s=tuple(run(BATCH_ROWS) for _ in range(task.batch_runs)),
-        prefill_s=tuple(_several(prefill, task.prefill_runs)),
-    )
+    if not task.many_rows:
+        decode_s = _several(lambda: run(1), task.seconds)
+        timings = TrialTimes(decode_s=decode_s, batch_s=(), prefill_s=(), prefill_rows=0)
+    else:
+        start = time.perf_counter()
+        batch_s = _several(lambda: run(BATCH_ROWS), task.seconds / 4)
+        left_s = task.seconds - (time.perf_counter() - start)
+        prefill(FEWEST_ROWS)  # what is done once is done
+        few_s = prefill(FEWEST_ROWS)
+        rows = affordable_rows(few_s / FEWEST_ROWS, left_s)
+        first_s = few_s if rows == FEWEST_ROWS else prefill(rows)
+        prefill_s = (first_s, *_more(lambda: prefill(rows), first_s, left_s - first_s))
+        timings = TrialTimes(decode_s=(), batch_s=batch_s, prefill_s=prefill_s, prefill_rows=rows)
     window.release()
     return timings
 
 
-def _several(run: Callable[[], float], runs: int) -> list[float]:
-    """Run it ``runs`` times after a first one that is not counted; where it is slow, twice in all."""
-    if runs == 0:
-        return []
-    times = [run()]
-    slow = times[0] > _SLOW_S
-    times += [run() for _ in range(1 if slow else runs)]
-    return times if slow else times[1:]
+def affordable_rows(row_s: float, seconds: float) -> int:
+    """As many rows of prefill as can be computed in ``seconds``, where one takes ``row_s``."""
+    rows = PREFILL_ROWS
+    while rows > FEWEST_ROWS and rows * row_s > seconds:
+        rows //= 2
+    return rows
+
+
+def _several(run: Callable[[], float], seconds: float) -> tuple[float, ...]:
+    """What ``run`` gives, once and then as long as another one fits into ``seconds``."""
+    start = time.perf_counter()
+    first = run()
+    return (first, *_more(run, time.perf_counter() - start, seconds - (time.perf_counter() - start)))
+
+
+def _more(run: Callable[[], float], run_s: float, seconds: float) -> tuple[float, ...]:
+    """What ``run`` gives as long as another one, of ``run_s``, fits into ``seconds``."""
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < _RUNS - 1 and time.perf_counter() - start + run_s <= seconds:
+        times.append(run())
+    return tuple(times)
 
 
 if __name__ == "__main__":

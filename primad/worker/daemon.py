@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
@@ -17,6 +16,7 @@ import msgspec
 import zmq.asyncio
 
 from halda import DeviceProfile
+from primad.daemon.measuring import OwnProfile
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.owner import OwnerPause
 from primad.daemon.pairing_service import PairingService
@@ -86,13 +86,13 @@ class _Lease:
 
 
 class WorkerDaemon:
-    """A worker. ``profile`` gives its profile as of now, under the name that it got."""
+    """A worker. It is announced at once; heads wait until its ``profile`` is measured."""
 
     def __init__(
         self,
         station: Station,
         *,
-        profile: Callable[[str], DeviceProfile],
+        profile: OwnProfile,
         say: Say,
         versions: Versions = OURS,
     ) -> None:
@@ -101,6 +101,8 @@ class WorkerDaemon:
         self._build, self._timings, self._versions = station.workspace.build, station.timings, versions
         self._profile, self._say = profile, say
         self._name = config.name
+        self._is_measured = profile.is_known
+        self._discovery: Discovery | None = None
         self._context = zmq.asyncio.Context()
         self._end = WorkerEnd(self._context, config.host, config.port, DEFAULT_CONTROL_PORT, identity=identity)
         self._layers = LayerServer(
@@ -146,6 +148,7 @@ class WorkerDaemon:
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._hear(group)),
+                    group.create_task(self._measure()),
                     group.create_task(self._watch_lease()),
                     group.create_task(self._layers.run()),
                     group.create_task(self._introductions.run()),
@@ -176,7 +179,7 @@ class WorkerDaemon:
 
     async def _announce(self, stack: AsyncExitStack) -> None:
         try:
-            discovery = self._discovery()
+            discovery = self._new_discovery()
             stack.push_async_callback(discovery.close)
             self._name = await discovery.announce(
                 self._config.name,
@@ -185,10 +188,12 @@ class WorkerDaemon:
                 version=self._versions.primad,
                 port=self._end.port,
                 key=self._identity.public,
+                is_measuring=not self._is_measured,
             )
         except MulticastError as exc:
             self._say(f"{exc}; heads find this device by --device only")
         else:
+            self._discovery = discovery
             self._pairing.use(discovery)
         self._pairing.name = self._name
         self._say(f"{self._name} is waiting for a head (cluster {self._config.cluster}, port {self._end.port})")
@@ -197,7 +202,16 @@ class WorkerDaemon:
         if not self._trust.entries() and not is_loopback(self._config.host):
             self._say("no device is trusted yet; 'primad join --code' takes the code that 'primad serve' shows")
 
-    def _discovery(self) -> Discovery:
+    async def _measure(self) -> None:
+        """Measure this device; heads greet it once they hear that it was."""
+        if not self._is_measured:
+            await self._profile.measure()
+            self._is_measured = True
+            if self._discovery is not None:
+                await self._discovery.end_measuring()
+        await self._profile.refine()
+
+    def _new_discovery(self) -> Discovery:
         try:
             return Discovery(self._config.host, self._config.interface, timings=self._timings.discovery)
         except ClusterError as exc:
@@ -235,6 +249,9 @@ class WorkerDaemon:
         if lease is not None and lease.key != key:
             await self._end.send(peer, Refused(f"{self._name} works for the head {lease.head} now"))
             return
+        if not self._is_measured:
+            await self._end.send(peer, Refused(f"{self._name} is being measured, which takes some seconds"))
+            return
         if self._pause.paused is not None:
             await self._end.send(peer, Refused(f"{self._name} {self._pause.paused}"))
             return
@@ -248,7 +265,7 @@ class WorkerDaemon:
             self._say(f"head {hello.device} is here")
             if hello.build != self._build:
                 self._say(build_gap(self._build, printable(hello.build, 200), hello.device))
-        profile = await asyncio.to_thread(self._profile, self._name)
+        profile = await asyncio.to_thread(self._profile.now, self._name)
         self._dismissed.clear()
         self._memory_watch.begin(profile.ram_available_bytes)
         self._lease = _Lease(
@@ -380,6 +397,8 @@ class WorkerDaemon:
         """How this device stands, for people."""
         if self._pause.paused is not None:
             return self._pause.paused
+        if not self._is_measured:
+            return "measuring"
         if self._lease is None:
             return "waiting for a head"
         return f"{'computes' if self._participations.is_serving else 'ready'} for {self._lease.head}"

@@ -5,9 +5,10 @@ A worker serves no HTTP, and so does not load what that takes: half of its start
 
 from __future__ import annotations
 
+from primad.daemon.measuring import OwnProfile
 from primad.daemon.pairing_service import pair
 from primad.daemon.reporter import Reporter
-from primad.daemon.run import own_station, profile_held, profile_now, run
+from primad.daemon.run import own_station, run
 from primad.settings.config import Config
 from primad.worker.daemon import WorkerDaemon
 
@@ -22,11 +23,10 @@ def join(config: Config, reporter: Reporter, *, code: str | None, pair_at: str |
                 await pair(station, bring, pair_at, reporter.say)
 
             run(bring_code())
-        profile_held(config, reporter)
         workers: list[WorkerDaemon] = []
 
         async def main() -> None:
-            worker = WorkerDaemon(station, profile=lambda name: profile_now(config, name), say=reporter.say)
+            worker = WorkerDaemon(station, profile=OwnProfile(config, reporter), say=reporter.say)
             workers.append(worker)
             await worker.run()
 

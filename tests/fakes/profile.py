@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, TypeSpeed
+from primad.daemon.measuring import OwnProfile
 from primad.profiler.records import VERSION, HomeRecord, MachineRecord, host_id, machine_file, write
 
 BITS = {"Q4_K": 4.5, "Q6_K": 6.5625, "Q4_1": 5.0, "Q8_0": 8.5, "F16": 16.0}
@@ -73,6 +76,7 @@ def machine_record(threads: int | None, speed: float = 1.0) -> MachineRecord:
         measured="2026-01-02T03:04:05Z",
         host=host_id(),
         build="a build",
+        is_quick=False,
         pinned_threads=threads,
         ram_read_bytes_per_s=3e10,
         cpu=replace(SEEDED_CPU, speeds=speeds(speed * 3e10, speed * 2e11)),
@@ -82,7 +86,7 @@ def machine_record(threads: int | None, speed: float = 1.0) -> MachineRecord:
 
 def home_record() -> HomeRecord:
     """A record of a file system of this machine with made-up figures."""
-    return HomeRecord(version=VERSION, measured="2026-01-02T03:04:05Z", host=host_id(), disk=DISK)
+    return HomeRecord(version=VERSION, measured="2026-01-02T03:04:05Z", host=host_id(), is_quick=False, disk=DISK)
 
 
 def seed(home: Path, speed: float = 1.0) -> Path:
@@ -94,3 +98,27 @@ def seed(home: Path, speed: float = 1.0) -> Path:
         write(machine_record(threads, speed), home_record(), home)
         assert machine_file(threads).is_file()
     return home / "profile.json"
+
+
+class KnownProfile(OwnProfile):
+    """A profile that ``of`` gives, measured as soon as ``measured`` is set, as it is at first; ``used`` from then on."""
+
+    def __init__(self, of: Callable[[str], DeviceProfile]) -> None:
+        self._of = of
+        self.measured = asyncio.Event()
+        self.measured.set()
+        self.used = asyncio.Event()
+
+    @property
+    def is_known(self) -> bool:
+        return self.measured.is_set()
+
+    def now(self, name: str) -> DeviceProfile:
+        assert self.is_known, "asked before it was measured"
+        return self._of(name)
+
+    async def measure(self) -> None:
+        await self.measured.wait()
+
+    async def refine(self) -> None:
+        self.used.set()

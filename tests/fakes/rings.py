@@ -193,6 +193,7 @@ class FakeDiscovery:
     def __init__(self) -> None:
         self._changed: Callable[[dict[str, Peer]], None] | None = None
         self._peers: dict[str, Peer] = {}
+        self.announced = asyncio.Event()
 
     def __call__(self, host: str, interface: str | None, *, timings: DiscoveryTimings) -> FakeDiscovery:
         assert host == HOST
@@ -204,6 +205,7 @@ class FakeDiscovery:
 
     async def announce(self, name: str, **what: object) -> str:
         assert what["role"] == "head"
+        self.announced.set()
         return name
 
     async def close(self) -> None:

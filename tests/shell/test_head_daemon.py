@@ -45,6 +45,7 @@ from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import BY_HAND, TrustStore, trusted_now
 from tests.fakes.control import HEAD, FakeDevice, gated
 from tests.fakes.planning import device as profile_of
+from tests.fakes.profile import KnownProfile
 from tests.fakes.ring import GREEDY
 from tests.fakes.rings import FakeDiscovery, FakeRing, FakeRings, FakeSolver
 
@@ -100,6 +101,7 @@ class Lab:
         self.solver, self.rings, self.discovery = FakeSolver(), FakeRings(), FakeDiscovery()
         self.backend = RingBackend()
         self.free_bytes = profile_of("desk").ram_available_bytes
+        self.profile = KnownProfile(lambda _: replace(profile_of("desk"), ram_available_bytes=self.free_bytes))
         self.said: list[str] = []
         self.trust = TrustStore(home, HEAD, LocalTrust(home / "local"))
         self.running: asyncio.Task[None] | None = None
@@ -145,7 +147,7 @@ class Lab:
         self.daemon = HeadDaemon(
             station,
             service_of(station, self.header, model_profile(self.header), options),
-            profile=lambda: replace(profile_of("desk"), ram_available_bytes=self.free_bytes),
+            profile=self.profile,
             backend=self.backend,
             reporter=self,
         )
@@ -908,6 +910,33 @@ def test_after_a_mistake_of_our_own_in_forming_a_ring_it_is_formed_again(lab):
         ring.breaks(None, "the head's ring process was ended by SIGKILL")
         await here.says("internal error of the head: RuntimeError: dictionary changed size")
         await here.serves("nas", after=ring.epoch)
+
+    run(lab, test)
+
+
+def test_a_head_that_is_measured_looks_for_devices_and_plans_when_it_is_done(lab):
+    async def test(here: Lab) -> None:
+        here.profile.measured.clear()
+        device = here.device("nas")
+        here.start(use_all=True)
+        await here.discovery.announced.wait()
+        assert not device.hellos
+        here.profile.measured.set()
+        await here.serves("nas")
+
+    run(lab, test)
+
+
+def test_a_device_that_is_measured_is_greeted_when_it_is_done(lab):
+    async def test(here: Lab) -> None:
+        device = here.device("nas", seen=False)
+        here.discovery.sees(device, is_measuring=True)
+        here.start(use_all=True)
+        await here.serves()
+        await here.says("nas is being measured")
+        assert not device.knocks
+        here.discovery.sees(device)
+        await here.serves("nas")
 
     run(lab, test)
 

@@ -22,9 +22,8 @@ from primad.engine.devices import GpuDevice, list_gpus
 from primad.errors import ConfigError, EngineError
 from primad.profiler import disk, gpus, measure, processors, speeds
 from primad.profiler.device import is_profiled, profile_device
-from primad.profiler.effort import TYPES, Effort
-from primad.profiler.measure import STEPS
-from primad.profiler.records import home_file, machine_file, read_home, read_machine, write
+from primad.profiler.effort import QUICK, TYPES, Budget, Effort
+from primad.profiler.records import VERSION, home_file, machine_file, read_home, read_machine, write
 from primad.profiler.speeds import (
     Bench,
     RetryBudget,
@@ -36,7 +35,7 @@ from primad.profiler.speeds import (
 )
 from primad.profiler.store import load_profiles
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
-from primad.profiler.trial import TimeWindow, TrialTimes
+from primad.profiler.trial import TimeWindow, TrialTimes, affordable_rows
 from primad.profiler.trials import child_trials
 from primad.profiles import check_profile
 from primad.system.measuring_lock import measuring
@@ -48,7 +47,7 @@ TINY = LayerShape(width=256, feed_forward=512, heads=4, heads_kv=2)
 
 
 def steady(decode_s: float, batch_s: float = 1.0, prefill_s: float = 1.0) -> TrialTimes:
-    return TrialTimes(decode_s=(decode_s,) * 3, batch_s=(batch_s,), prefill_s=(prefill_s,) * 2)
+    return TrialTimes(decode_s=(decode_s,) * 3, batch_s=(batch_s,), prefill_s=(prefill_s,) * 2, prefill_rows=512)
 
 
 def shape_of(task: TimeWindow) -> LayerShape:
@@ -80,14 +79,23 @@ class Machine:
         return TrialTimes(
             decode_s=(step_s, noise * step_s, noise * step_s),
             batch_s=(2 * step_s,),
-            prefill_s=(100 * step_s,) * 2 if task.prefill_runs else (),
+            prefill_s=(100 * step_s,) * 2 if task.many_rows else (),
+            prefill_rows=512 if task.many_rows else 0,
         )
 
     def gpus(self) -> Sequence[GpuDevice] | str:
         raise AssertionError("not asked for")
 
 
-def bench(folder: Path, machine: Any, *, on_gpu: bool = False, patience_s: float = 0.0) -> Bench:
+def bench(
+    folder: Path,
+    machine: Any,
+    *,
+    on_gpu: bool = False,
+    patience_s: float = 0.0,
+    effort: Effort = Effort(),
+    budget: Budget | None = None,
+) -> Bench:
     return Bench(
         trials=machine,
         folder=folder,
@@ -97,6 +105,8 @@ def bench(folder: Path, machine: Any, *, on_gpu: bool = False, patience_s: float
         weights=1,
         model_bytes=1,
         sweep_bytes=8,
+        effort=effort,
+        budget=budget or Budget(60.0, lambda: 0.0),
         patience=RetryBudget(patience_s),
     )
 
@@ -106,7 +116,7 @@ def bench(folder: Path, machine: Any, *, on_gpu: bool = False, patience_s: float
 
 @pytest.mark.parametrize(("step_s", "layer_s"), [(2e-4, 3e-5), (1e-3, 5e-4), (5e-5, 2e-6)])
 def test_the_fixed_costs_are_what_the_times_were_made_of(tmp_path, step_s, layer_s):
-    place = replace(bench(tmp_path, Machine(step_s, layer_s)), effort=Effort(types=TYPES[:3]))
+    place = bench(tmp_path, Machine(step_s, layer_s), effort=Effort(types=TYPES[:3]))
     assert measure_step(place) == pytest.approx(step_s, rel=1e-3)
     found, _ = measure_types(place, step_s, lambda _: None)
     assert found == pytest.approx(layer_s, rel=1e-3)
@@ -142,12 +152,12 @@ def test_one_row_is_timed_on_more_than_the_caches_hold(tmp_path):
     machine = Machine()
     place = replace(bench(tmp_path, machine), model_bytes=3 * BIG.weight_bytes("Q4_K"), sweep_bytes=4096)
     measure_types(replace(place, effort=Effort(types=TYPES[:1])), machine.step_s, lambda _: None)
-    decode = [task for task in machine.asked if task.decode_runs]
+    decode = [task for task in machine.asked if not task.many_rows]
     assert {
         task.window.assignment.layers * shape_of(task).weight_bytes("Q4_K") >= place.model_bytes for task in decode
     } == {True}
     assert {task.sweep_bytes for task in decode} == {0}
-    assert {task.sweep_bytes for task in machine.asked if task.prefill_runs} == {4096}
+    assert {task.sweep_bytes for task in machine.asked if task.many_rows} == {4096}
 
 
 def test_extra_buffers_that_are_faster_are_kept(tmp_path):
@@ -156,6 +166,13 @@ def test_extra_buffers_that_are_faster_are_kept(tmp_path):
     _, found = measure_types(bench(tmp_path, machine), machine.step_s, lambda _: None)
     assert all(figures.extra_buffers for figures in found)
     assert found[0].decode_bytes_per_s == pytest.approx(2 * machine.rate, rel=0.01)
+
+
+def test_a_quick_effort_tries_no_extra_buffers(tmp_path):
+    machine = Machine()
+    measure_types(bench(tmp_path, machine, effort=QUICK), machine.step_s, lambda _: None)
+    assert machine.asked
+    assert not any(task.window.extra_buffers for task in machine.asked)
 
 
 def test_a_crash_with_extra_buffers_leaves_them_out(tmp_path):
@@ -173,6 +190,47 @@ def test_a_gpu_is_not_asked_about_extra_buffers_and_holds_every_layer(tmp_path):
     assert all(task.window.assignment.gpu_layers == task.window.assignment.layers for task in machine.asked)
 
 
+@pytest.mark.parametrize("trial_s", [0.01, 1.0, 20.0])
+def test_a_slow_device_measures_fewer_types_and_not_longer(tmp_path, trial_s):
+    now = 0.0
+
+    class Slow(Machine):
+        def time(self, task: TimeWindow) -> TrialTimes | str:
+            nonlocal now
+            now += trial_s + task.seconds
+            return super().time(task)
+
+    _, found = measure_types(bench(tmp_path, Slow(), budget=Budget(26.0, lambda: now)), 1e-4, lambda _: None)
+    of_type_s = 5 * (trial_s + 26.0 / 5)
+    assert [figures.type for figures in found] == list(TYPES[: len(found)])
+    assert now <= max(26.0, of_type_s), "a type that would take longer than there is time is left out"
+    assert (len(found) == len(TYPES)) == (trial_s == 0.01)
+
+
+@pytest.mark.parametrize(
+    ("row_s", "seconds", "rows"), [(1e-4, 1.0, 512), (2e-3, 1.0, 256), (0.02, 1.0, 64), (1.0, 0.0, 64)]
+)
+def test_a_slow_device_computes_fewer_rows_of_a_prompt(row_s, seconds, rows):
+    assert affordable_rows(row_s, seconds) == rows
+
+
+def test_fewer_rows_of_a_prompt_give_the_same_rate(tmp_path):
+    place = bench(tmp_path, Machine())
+    rates = [
+        speed(
+            place,
+            "Q4_K",
+            TrialTimes(decode_s=(1.0,), batch_s=(1.0,), prefill_s=(flop / 1e11,), prefill_rows=rows),
+            0.0,
+            0.0,
+            extra_buffers=False,
+        ).prefill_flop_per_s
+        for rows in (512, 64)
+        for flop in (place.layers_to_compute * rows * (2 * BIG.weights + 4 * rows * BIG.width),)
+    ]
+    assert rates == pytest.approx([1e11, 1e11])
+
+
 def test_what_crashes_always_is_one_clear_error(tmp_path):
     class Dead:
         def time(self, task: TimeWindow) -> str:
@@ -187,12 +245,12 @@ def test_what_crashes_always_is_one_clear_error(tmp_path):
 def test_a_disturbed_trial_is_repeated_while_there_is_patience(tmp_path):
     machine = Machine()
     machine.disturbed = 2
-    found = bench(tmp_path, machine, patience_s=60).time_small(2)
+    found = bench(tmp_path, machine, patience_s=60).time_small(2, 1.0)
     assert isinstance(found, TrialTimes)
     assert len(machine.asked) == 3
     assert len(set(found.decode_s)) == 1
     machine.disturbed = 2
-    bench(tmp_path, machine).time_small(2)
+    bench(tmp_path, machine).time_small(2, 1.0)
     assert len(machine.asked) == 4
 
 
@@ -219,26 +277,28 @@ def test_fewer_threads_are_taken_only_where_they_are_clearly_faster():
 # ---- children -------------------------------------------------------------------------------------------------------
 
 
-def a_task(folder: Path, kind: str = "Q4_K") -> TimeWindow:
+def a_task(folder: Path, kind: str = "Q4_K", *, many_rows: bool = False) -> TimeWindow:
     return TimeWindow(
         window=write_window(folder, TINY, kind, 1, 0),
         width=TINY.width,
         threads=1,
         batch_threads=1,
         sweep_bytes=8,
-        decode_runs=2,
-        batch_runs=1,
-        prefill_runs=1,
+        many_rows=many_rows,
+        seconds=0.0,
     )
 
 
 def test_llama_cpp_computes_a_window_of_every_type(tmp_path):
     with child_trials(1) as children:
         for kind in TYPES:
-            timings = children.time(a_task(tmp_path, kind))
-            assert isinstance(timings, TrialTimes), f"{kind}: {timings}"
-            assert len(timings.decode_s) == 2
-            assert min(timings.decode_s + timings.batch_s + timings.prefill_s) > 0
+            one = children.time(a_task(tmp_path, kind))
+            assert isinstance(one, TrialTimes), f"{kind}: {one}"
+            many = children.time(a_task(tmp_path, kind, many_rows=True))
+            assert isinstance(many, TrialTimes), f"{kind}: {many}"
+            assert (len(one.decode_s), one.batch_s, one.prefill_s) == (1, (), ()), "once, where there is no time"
+            assert (many.decode_s, len(many.batch_s), len(many.prefill_s)) == ((), 1, 1)
+            assert min(one.decode_s + many.batch_s + many.prefill_s) > 0
 
 
 def test_a_crash_is_an_answer_and_the_next_task_gets_a_new_child(tmp_path):
@@ -373,7 +433,7 @@ def test_a_gpu_that_llama_cpp_cannot_compute_on_stays_unused(tmp_path, monkeypat
 
 
 def test_a_disk_is_measured_and_nothing_is_left_on_it(tmp_path):
-    found = disk.measure_disk(tmp_path, 8 << 20)
+    found = disk.measure_disk(tmp_path, 0.0)
     assert found.prefetch_bytes_per_s > 0
     assert found.fault_bytes_per_s > 0
     assert found.random_bytes_per_s > 0
@@ -396,16 +456,17 @@ def measured(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> list[str]:
     """What was measured so far, by fakes."""
     done: list[str] = []
 
-    def cpu(folder: Path, pinned: int | None, advance: Any, *, effort: Effort) -> Any:
-        done.append(f"cpu {pinned}")
-        for _ in range(processors.STEPS):
-            advance("cpu")
+    def cpu(folder: Path, pinned: int | None, advance: Any, effort: Effort, budget: Budget) -> Any:
+        done.append(f"cpu {pinned}" if not effort.is_quick else "quick")
+        assert 0 < budget.left_s < effort.seconds
+        for step in ("threads", "layers", *effort.types):
+            advance(step)
         return CPU
 
     monkeypatch.setattr(measure, "measure_cpu", cpu)
     monkeypatch.setattr(measure, "list_gpus", lambda: ())
     monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: 3e10)
-    monkeypatch.setattr(measure, "measure_disk", lambda folder: (done.append("disk"), DISK)[1])
+    monkeypatch.setattr(measure, "measure_disk", lambda folder, seconds: (done.append("disk"), DISK)[1])
     return done
 
 
@@ -419,24 +480,37 @@ def test_homes_of_one_machine_measure_it_once_and_their_disk_each(tmp_path, meas
     one, two = a_home(tmp_path, "one"), a_home(tmp_path, "two")
     told: list[str] = []
     first = profile_device("one", one, None, told.append)
-    assert len(told) == STEPS
+    assert len(told) == Effort().steps
     second = profile_device("two", two, None, lambda _: None)
     assert measured == ["cpu None", "disk", "disk"]
     assert (first.device, second.device) == ("one", "two")
     assert first.cpu == second.cpu == CPU
     assert profile_device("one", one, None, told.append) is not None
-    assert len(told) == STEPS
+    assert len(told) == Effort().steps
     assert len(measured) == 3
 
 
 def test_pinned_threads_and_again_measure_anew(tmp_path, measured):
     home = a_home(tmp_path)
     profile_device("desk", home, None, lambda _: None)
-    assert is_profiled(home, None)
-    assert not is_profiled(home, 3)
+    assert is_profiled(home, None, Effort())
+    assert not is_profiled(home, 3, QUICK)
     profile_device("desk", home, 3, lambda _: None)
     profile_device("desk", home, 3, lambda _: None, again=True)
     assert measured == ["cpu None", "disk", "cpu 3", "cpu 3", "disk"]
+
+
+def test_a_quick_measurement_serves_until_there_is_a_better_one(tmp_path, measured):
+    home = a_home(tmp_path)
+    profile_device("desk", home, None, lambda _: None, effort=QUICK)
+    profile_device("desk", home, None, lambda _: None, effort=QUICK)
+    assert measured == ["quick", "disk"]
+    assert is_profiled(home, None, QUICK)
+    assert not is_profiled(home, None, Effort())
+    profile_device("desk", home, None, lambda _: None)
+    profile_device("desk", home, None, lambda _: None, effort=QUICK)
+    assert measured == ["quick", "disk", "cpu None", "disk"]
+    assert is_profiled(home, None, Effort())
 
 
 @pytest.mark.parametrize(
@@ -445,7 +519,7 @@ def test_pinned_threads_and_again_measure_anew(tmp_path, measured):
         lambda text: text[: len(text) // 2],
         lambda text: "",
         lambda text: "\x00\xff",
-        lambda text: text.replace('"version": 2', '"version": 1'),
+        lambda text: text.replace(f'"version": {VERSION}', '"version": 1'),
         lambda text: text.replace('"host": "', '"host": "x'),
         lambda text: text.replace("_per_s", "_per_minute"),
         lambda text: text.replace('_bytes_per_s": ', '_bytes_per_s": -'),
@@ -500,7 +574,7 @@ def test_figures_that_make_no_sense_are_not_kept(tmp_path, measured, monkeypatch
     monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: 3e13)
     with pytest.raises(ConfigError, match="primad profile --again"):
         profile_device("desk", home, None, lambda _: None)
-    assert not is_profiled(home, None)
+    assert not is_profiled(home, None, QUICK)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -522,24 +596,22 @@ def test_the_command_prints_a_table_and_saves_what_it_prints_as_json(tmp_path, m
     assert load_profiles(again)[0].cpu == SEEDED_CPU
 
 
-FEW_RUNS = Effort(decode_runs=2, batch_runs=1, prefill_runs=1, cpu_weights=BIG.weights, repeats_s=0.0)
-"""Each trial is run as seldom as can be, on one big layer, and not again where runs disagree."""
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "types", [("Q4_K", "Q8_0", "F16"), pytest.param(TYPES, marks=pytest.mark.matrix)], ids=["three types", "all"]
+    "effort", [QUICK, pytest.param(Effort(), marks=pytest.mark.matrix)], ids=["quickly", "with all effort"]
 )
-def test_this_device_is_measured_for_real(types, tmp_path, own_cache):
+def test_this_device_is_measured_for_real(effort, tmp_path, own_cache):
     home = a_home(tmp_path)
     told: list[str] = []
-    profile = profile_device("desk", home, None, told.append, effort=replace(FEW_RUNS, types=types))
+    profile = profile_device("desk", home, None, told.append, effort=effort)
     check_profile(profile)
-    assert len(told) == STEPS - len(TYPES) + len(types)
-    assert {figures.type for figures in profile.cpu.speeds} == set(types)
+    measured = [figures.type for figures in profile.cpu.speeds]
+    assert measured == list(effort.types[: len(measured)])
+    assert len(told) == effort.steps - len(effort.types) + len(measured)
     assert [path.name for path in home.iterdir()] == ["profile.json"]
-    assert profile_device("desk", home, None, lambda _: pytest.fail("measured twice")).cpu == profile.cpu
+    again = profile_device("desk", home, None, lambda _: pytest.fail("measured twice"), effort=effort)
+    assert again.cpu == profile.cpu
     with measuring():
         assert statistics.median(figures.decode_bytes_per_s for figures in profile.cpu.speeds) > 1e8
     assert speeds.MAIN in TYPES

@@ -16,8 +16,9 @@ import pytest
 from halda import CHUNKS, Infeasible, solve
 from primad.errors import PlanError
 from primad.head import solver_process as solving
-from primad.head.solver_process import SolverRequest, StopFlag, solve_apart
+from primad.head.solver_process import SolverRequest, solve_apart
 from primad.planning.question import default_workload
+from primad.system.stop_flag import StopFlag
 from tests.fakes.planning import GB, device, link, model
 
 PATIENCE_S = 180

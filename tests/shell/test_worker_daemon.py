@@ -72,7 +72,7 @@ from primad.worker import participations as parts_module
 from primad.worker.daemon import WorkerDaemon
 from tests.fakes.control import HOST
 from tests.fakes.process import FakeProcesses
-from tests.fakes.profile import PROFILE
+from tests.fakes.profile import PROFILE, KnownProfile
 from tests.fakes.relay import Relay
 
 PATIENCE_S = 180
@@ -167,7 +167,7 @@ class FakeHead:
 
 
 class Lab:
-    """A worker that runs, and heads that talk to it."""
+    """A worker that runs, and heads that talk to it; one that ``is_new`` was never measured."""
 
     def __init__(
         self,
@@ -177,6 +177,7 @@ class Lab:
         *,
         timings: Timings = Timings(),
         versions: Versions = OURS,
+        is_new: bool = False,
         **flags: object,
     ) -> None:
         self.processes = processes
@@ -197,9 +198,12 @@ class Lab:
             trust=self.trust,
             timings=timings,
         )
+        self.profile = KnownProfile(lambda name: dataclasses.replace(PROFILE, device=name))
+        if is_new:
+            self.profile.measured.clear()
         self.daemon = WorkerDaemon(
             station,
-            profile=lambda name: dataclasses.replace(PROFILE, device=name),
+            profile=self.profile,
             say=self._say,
             versions=versions,
         )
@@ -291,6 +295,22 @@ def test_a_head_knocks_says_hello_and_gives_work(lab):
             await desk.say(Ping(status=False))
             await desk.hear(Pong)
             assert (await lap.admin(Describe())).status["devices"] == {"lap": "ready for desk"}
+
+    asyncio.run(once())
+
+
+def test_a_device_that_is_measured_answers_at_once_and_takes_a_head_when_it_is_done(lab):
+    async def once() -> None:
+        async with lab(is_new=True) as lap:
+            desk = lap.head()
+            await desk.say(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
+            assert (await desk.hear(Probed)).device == "lap"
+            await desk.hello()
+            assert (await desk.hear(Refused)).reason == "lap is being measured, which takes some seconds"
+            assert (await lap.admin(Describe())).status["devices"] == {"lap": "measuring"}
+            lap.profile.measured.set()
+            await lap.profile.used.wait()
+            assert (await desk.takes()).profile.device == "lap"
 
     asyncio.run(once())
 

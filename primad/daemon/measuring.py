@@ -1,0 +1,159 @@
+"""Measuring this device while its daemon runs: in a few seconds before anything is computed, and better when it is idle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import psutil
+
+from halda import DeviceProfile
+from primad.daemon.reporter import Reporter
+from primad.errors import ConfigError
+from primad.profiler.device import is_profiled, profile_device
+from primad.profiler.effort import QUICK, Effort
+from primad.profiler.process import MeasureRequest, Measuring, Unmeasured
+from primad.settings.config import Config
+from primad.system.memory import memory
+from primad.system.stop_flag import StopFlag
+
+DISTURBED_SPREAD: Final = 0.4
+"""Runs of one trial that differ by so much of their median were not alone on the machine."""
+LOOK_S: Final = 10.0
+QUIET_LOOKS: Final = 6
+"""A machine that was idle at so many looks, one behind the other, is idle."""
+QUIET_SHARE: Final = 0.15
+"""What its processors do at most meanwhile."""
+ROOM_BYTES: Final = 1 << 30
+"""Memory that must be free: trials take some hundred megabytes for a while."""
+WAKE_S: Final = 0.5
+_RING: Final = "primad.ring.process"
+
+
+class OwnProfile:
+    """The profile of the device on which a daemon runs. ``describe`` hears what is measured, the owner sees progress."""
+
+    def __init__(self, config: Config, reporter: Reporter, describe: Callable[[str], None] = lambda _: None) -> None:
+        self._config, self._reporter, self._describe = config, reporter, describe
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was measured before."""
+        return is_profiled(self._config.home, self._config.threads, QUICK)
+
+    def now(self, name: str) -> DeviceProfile:
+        """The profile as of now, under ``name``; what takes time was measured before."""
+        config = self._config
+        return profile_device(name, config.home, config.threads, lambda _: None, limits=config.limits, effort=QUICK)
+
+    async def measure(self) -> None:
+        """Measure this device unless it was before. Raises ``ConfigError`` when it cannot be."""
+        if self.is_known:
+            return
+        done, effort = 0, QUICK
+        self._describe("measuring this device")
+
+        def advance(what: str) -> None:
+            nonlocal done
+            self._describe(f"measuring this device: {what}")
+            self._reporter.progress(self._config.name, "profile", done, effort.steps)
+            done += 1
+
+        try:
+            await self._ask(effort, advance)
+            self._reporter.progress(self._config.name, "profile", effort.steps, effort.steps)
+        finally:
+            self._reporter.settle()
+        warn_if_disturbed(await asyncio.to_thread(self.now, self._config.name), self._reporter)
+
+    async def refine(self) -> None:
+        """Measure with all effort once this machine is idle; what is computed meanwhile goes first.
+
+        The figures count from the next time that a head greets this device, or is started here.
+        """
+        while not is_profiled(self._config.home, self._config.threads, Effort()):
+            await _idle()
+            measuring = asyncio.create_task(self._ask(Effort(), lambda _: None))
+            computed_s = ring_cpu_s()
+            try:
+                while not measuring.done() and ring_cpu_s() <= computed_s:
+                    await asyncio.wait([measuring], timeout=WAKE_S)
+            finally:
+                measuring.cancel()
+                await asyncio.wait([measuring])
+            if not measuring.cancelled() and measuring.exception() is not None:
+                return  # it was measured before and serves as it is
+
+    async def _ask(self, effort: Effort, advance: Callable[[str], None]) -> None:
+        """Have a child measure; it ends with this task."""
+        config, loop = self._config, asyncio.get_running_loop()
+        request = MeasureRequest(
+            name=config.name, home=str(config.home), threads=config.threads, is_quick=effort.is_quick
+        )
+        stop = StopFlag(subprocess.Popen.terminate)
+
+        def measuring() -> None:
+            with subprocess.Popen(
+                [sys.executable, "-m", "primad.profiler.process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            ) as child:
+                assert child.stdin is not None
+                assert child.stdout is not None
+                stop.watch(child)
+                with contextlib.suppress(OSError):  # it has ended already
+                    child.stdin.write(msgspec.json.encode(request))
+                    child.stdin.close()
+                for line in child.stdout:
+                    said = msgspec.json.decode(line, type=Measuring | Unmeasured)
+                    if isinstance(said, Unmeasured):
+                        raise ConfigError(said.reason)
+                    loop.call_soon_threadsafe(advance, said.what)
+            if child.returncode:
+                raise ConfigError(f"measuring this device ended with code {child.returncode}; run 'primad doctor'")
+
+        work = asyncio.create_task(asyncio.to_thread(measuring))
+        try:
+            await asyncio.shield(work)
+        finally:
+            stop.set()
+            await asyncio.gather(work, return_exceptions=True)
+
+
+def warn_if_disturbed(profile: DeviceProfile, reporter: Reporter) -> None:
+    """Say so where something else ran while this device was measured."""
+    if statistics.median(speed.decode_spread for speed in profile.cpu.speeds) > DISTURBED_SPREAD:
+        reporter.say(
+            f"{profile.device}: something else ran while this device was measured, so its figures are too low; "
+            "run 'primad profile --again' when it is idle"
+        )
+
+
+async def _idle() -> None:
+    """Wait until this machine does next to nothing, and the ring process of this daemon nothing."""
+    quiet, computed_s = 0, ring_cpu_s()
+    psutil.cpu_percent()
+    while quiet < QUIET_LOOKS:
+        await asyncio.sleep(LOOK_S)
+        now_s = ring_cpu_s()
+        is_quiet = psutil.cpu_percent() <= 100 * QUIET_SHARE and now_s - computed_s <= 0.01 * LOOK_S
+        has_room = memory().available_bytes >= ROOM_BYTES
+        quiet, computed_s = (quiet + 1 if is_quiet and has_room else 0), now_s
+
+
+def ring_cpu_s() -> float:
+    """CPU seconds that the ring processes of this daemon have used so far."""
+    used_s = 0.0
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if _RING in child.cmdline():
+                times = child.cpu_times()
+                used_s += times.user + times.system
+    return used_s

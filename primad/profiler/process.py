@@ -1,0 +1,66 @@
+"""The child process that measures this device for a daemon: ``python -m primad.profiler.process``, a request on its input.
+
+It says what it measures, a line of JSON each, and how it ended. A daemon goes on meanwhile, ends it when something better is
+to be done, and never loads what measuring takes.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from primad.errors import PrimadError
+from primad.profiler.device import profile_device
+from primad.profiler.effort import QUICK, Effort
+
+
+class MeasureRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Measure the device ``name`` for the daemon of ``home``, with ``threads`` pinned threads or the best count."""
+
+    name: str
+    home: str
+    threads: int | None
+    is_quick: bool
+
+    @property
+    def effort(self) -> Effort:
+        """As much as is asked for."""
+        return QUICK if self.is_quick else Effort()
+
+
+class Measuring(msgspec.Struct, frozen=True, tag="measuring"):
+    """``what`` is measured now."""
+
+    what: str
+
+
+class Unmeasured(msgspec.Struct, frozen=True, tag="unmeasured"):
+    """It cannot be measured."""
+
+    reason: str
+
+
+def _say(line: Measuring | Unmeasured) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    """Measure what was asked for on standard input."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that trials end with it, and their files go
+    try:
+        request = msgspec.json.decode(sys.stdin.buffer.read(), type=MeasureRequest)
+        profile_device(
+            request.name, Path(request.home), request.threads, lambda what: _say(Measuring(what)), effort=request.effort
+        )
+    except PrimadError as exc:
+        _say(Unmeasured(str(exc)))
+    except (KeyboardInterrupt, BrokenPipeError):  # nobody waits for it any more
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Devices that were never measured: they are seen and answer from the first second, and compute once they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from primad.system.measuring_lock import measuring
+from tests.e2e.cluster import heading, joining, primad
+from tests.e2e.streams import ask
+
+pytestmark = pytest.mark.slow
+
+
+def states(home: Path, cluster: str) -> dict[str, str]:
+    """What ``primad devices`` says of each device."""
+    with primad("devices", "--home", home, "--cluster", cluster, "--seconds", 4, "--json") as run:
+        assert run.wait_end() == 0, run.output
+        return {device["device"]: device["state"] for device in json.loads(run.output)}
+
+
+def test_a_first_start(smollm2, tmp_path, cluster, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # this machine was never measured
+    homes = {name: tmp_path / name for name in ("head", "worker")}
+    for home in homes.values():
+        home.mkdir()
+    with (
+        joining(homes["worker"], cluster) as worker,
+        heading(smollm2, homes["head"], cluster, "--wait", 1, "--use-all") as head,
+    ):
+        with measuring():  # whoever else wants to must wait
+            worker.wait_for("waiting for a head")
+            head.wait_health("measuring this device")
+            assert head.health()[0] == 503
+            assert states(homes["head"], cluster)["worker"] == "measuring"
+        head.wait_serving()
+        assert {device["name"] for device in head.status()["devices"]} == {"head", "worker"}
+        assert ask(head).text

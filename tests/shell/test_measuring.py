@@ -1,0 +1,121 @@
+"""Measuring beside a daemon: in a child that ends with its task, and again when the machine is idle."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from itertools import count
+
+import psutil
+import pytest
+
+from primad.daemon import measuring as module
+from primad.daemon.measuring import OwnProfile
+from primad.errors import ConfigError
+from primad.profiler.device import is_profiled
+from primad.profiler.effort import Effort
+from primad.profiler.records import write
+from primad.settings.config import Config, load_config, open_home
+from primad.system.measuring_lock import measuring
+from tests.fakes.profile import home_record, machine_record
+
+
+class Reports:
+    """A reporter that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []
+        self.settled = 0
+
+    def say(self, line: str) -> None:
+        raise AssertionError(line)
+
+    def progress(self, device: str, phase: str, done: int, total: int) -> None:
+        assert (device, phase) == ("desk", "profile")
+        self.steps.append((done, total))
+
+    def settle(self) -> None:
+        self.settled += 1
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> Config:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # this machine was never measured
+    config = load_config({"home": tmp_path / "home", "name": "desk"}, {})
+    open_home(config)
+    return config
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "primad.profiler.process" in " ".join(child.cmdline())]
+
+
+async def until_a_child_runs() -> None:
+    while not children():  # noqa: ASYNC110  (nobody tells)
+        await asyncio.sleep(0.02)
+
+
+def test_stopping_ends_the_child(config):
+    told: list[str] = []
+
+    async def once() -> None:
+        task = asyncio.create_task(OwnProfile(config, Reports(), told.append).measure())
+        await until_a_child_runs()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with measuring():  # so it waits for its turn
+        asyncio.run(once())
+    assert not children()
+    assert told == ["measuring this device"]
+    assert not OwnProfile(config, Reports()).is_known
+
+
+def test_a_child_that_fails_is_one_clear_error(config, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    reports = Reports()
+    with pytest.raises(ConfigError, match="measuring this device ended with code 1; run 'primad doctor'"):
+        asyncio.run(OwnProfile(config, reports).measure())
+    assert reports.settled == 1
+
+
+def test_what_the_child_cannot_do_is_told(config):
+    shutil.rmtree(config.home)
+    config.home.write_text("a file where the folder should be")
+    with pytest.raises(ConfigError, match=r"--home .*: this device cannot be measured there: .*"):
+        asyncio.run(OwnProfile(config, Reports()).measure())
+
+
+def test_better_figures_wait_for_an_idle_machine_and_yield_to_work(config, monkeypatch):
+    begun = count()
+
+    async def idle() -> None:
+        if next(begun) == 1:  # another daemon of this machine has done it meanwhile
+            write(machine_record(None), home_record(), config.home)
+
+    computed_s = iter([0.0, 0.0, 0.5])
+    monkeypatch.setattr(module, "_idle", idle)
+    monkeypatch.setattr(module, "ring_cpu_s", lambda: next(computed_s, 0.5))
+
+    async def once() -> None:
+        with measuring():  # the first child waits for its turn until something is computed
+            refining = asyncio.create_task(OwnProfile(config, Reports()).refine())
+            await until_a_child_runs()
+            while children():  # noqa: ASYNC110  (nobody tells)
+                await asyncio.sleep(0.02)
+        await refining
+
+    asyncio.run(once())
+    assert is_profiled(config.home, None, Effort())
+    assert next(begun) == 2
+
+
+def test_a_device_that_was_measured_with_all_effort_is_left_alone(config, monkeypatch):
+    write(machine_record(None), home_record(), config.home)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    own = OwnProfile(config, Reports())
+    asyncio.run(own.measure())
+    asyncio.run(own.refine())
+    assert own.now("lap").device == "lap"
