@@ -28,9 +28,9 @@ from tools.lab.local_ring import LocalRing
 pytestmark = pytest.mark.slow
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_text() * 5
-TOKENS = 24
+TOKENS = 16
 CHUNKS = {"smollm2": 256, "gemma3": 512}
-PROMPTS = {"smollm2": (1, 40, 300), "gemma3": (1, 40, 700)}
+PROMPTS = {"smollm2": (1, 40, 300), "gemma3": (1, 40, 560)}
 """Tokens: one, a part of a chunk, and more than a chunk; for Gemma also more than its sliding window."""
 
 RINGS = {

@@ -19,8 +19,8 @@ from tools.lab.device import role
 WORKERS: Final = ("a", "b", "c")
 DISK_BYTES: Final = 400 << 20
 SHORT: Final = "Tell me a story of a village by the sea."
-LONG: Final = "Repeat after me: " + " ".join(f"apple {i} pear {i + 1}" for i in range(190))
-"""Some 1,500 tokens."""
+LONG: Final = "Repeat after me: " + " ".join(f"apple {i} pear {i + 1}" for i in range(130))
+"""Some 1,000 tokens."""
 TOKENS: Final = 60
 STORY: Final = "Tell me a story of a castle in the mountains."
 STORY_TOKENS: Final = 200
