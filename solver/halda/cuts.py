@@ -28,6 +28,7 @@ from halda.plan import Window
 Floats = NDArray[np.float64]
 _DISK_TRIALS: Final = 6
 _MOST_TAILS: Final = 6
+_MOST_TAILS_OF_ROUNDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def _shapes(instance: Instance, devices: int, rounds: int) -> Iterator[tuple[int
     """Layers of a round and where the tail begins, the shortest tails first."""
     total, cut = len(instance.model.layers), instance.model.cut_multiple
     longest = (total - 1) // (rounds * cut) * cut
-    for step in range(_MOST_TAILS):
+    for step in range(_MOST_TAILS if rounds == 1 else _MOST_TAILS_OF_ROUNDS):
         # In one round a longer tail only moves windows, so sizes far apart are looked at.
         columns = longest - cut * ((1 << step) - 1 if rounds == 1 else step)
         if columns < devices * cut:

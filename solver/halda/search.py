@@ -61,6 +61,8 @@ _LEAST_BYTES: Final = 0.5
 """What is less is what the solver takes for nothing."""
 _POLISHED: Final = 3
 """Plans that are quick to make of which streaming is settled by a program of its own."""
+_KEPT_OF_ROUNDS: Final = 4
+"""Of so many quick plans of as many rounds, the cheapest by their prices, it is worked out what streams."""
 _WORSE_ROUNDS: Final = 4
 """After so many more rounds without a better price no quick plans of still more are made."""
 _SAME: Final = 1e-9
@@ -213,7 +215,9 @@ class _Search:
             cuts = [
                 cut for order in orders for cut in good_cuts(question, order, rounds, self._objective, self._required)
             ]
-            for price, route in cuts:
+            if not cuts and rounds == 1:
+                break  # more rounds take more memory
+            for price, route in sorted(cuts, key=lambda cut: cut[0])[:_KEPT_OF_ROUNDS]:
                 found.append((price, rounds, route))
                 plan = residency(_plan(rounds, route), question)
                 if question.output_streams or not plan.streams_output:
