@@ -62,7 +62,7 @@ _GAUGES: Final[tuple[tuple[str, str, _Figure], ...]] = (
         "Whether the output matrix is read each time it is used (1) or not (0).",
         _memory(lambda memory: memory.streams_output),
     ),
-    ("slots", "Layers of which something is held ahead of its use.", _memory(lambda memory: memory.slots)),
+    ("ahead_bytes", "Held ahead of what is read each time.", _memory(lambda memory: memory.ahead_bytes)),
     ("resident_bytes", "Size of the layers that stay in memory.", _memory(lambda memory: memory.resident_bytes)),
     ("streamed_bytes", "Size of the layers that are read each time.", _memory(lambda memory: memory.streamed_bytes)),
     (

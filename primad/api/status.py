@@ -31,16 +31,16 @@ class RingFigures(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What of a device's weights is in memory, and what reading the rest costs.
 
-    ``resident`` and ``streamed`` count layers' worth, ``slots`` the layers of which something is held ahead: as planned,
-    unless memory is short. ``streams_output``: besides them the output matrix streams. ``read_bytes``
-    and ``stall_s`` are sums since the ring process was opened last; the means of a token are those since somebody asked
-    last, over the passes through the device's windows. ``pressure`` is calm, some or high.
+    ``resident`` and ``streamed`` count layers' worth, ``ahead_bytes`` are held ahead of what streams: as planned, unless
+    memory is short; then the output matrix may stream besides (``streams_output``). ``read_bytes`` and ``stall_s`` are sums
+    since the ring process was opened last; the means of a token are those since somebody asked last, over the passes through
+    the device's windows. ``pressure`` is calm, some or high.
     """
 
     resident: int | None = None
     streamed: int | None = None
     streams_output: bool | None = None
-    slots: int | None = None
+    ahead_bytes: int | None = None
     resident_bytes: int | None = None
     streamed_bytes: int | None = None
     read_bytes: int | None = None
@@ -53,13 +53,12 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
 class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan predicts for a device, named and counted as in ``MemoryFigures``.
 
-    ``ram_bytes`` is all that it should need: weights, slots, KV cache and buffers.
+    ``ram_bytes`` is all that it should need: weights, what is held ahead, KV cache and buffers.
     """
 
     resident: int | None = None
     streamed: int | None = None
-    streams_output: bool | None = None
-    slots: int | None = None
+    ahead_bytes: int | None = None
     ram_bytes: int | None = None
     bytes_read_per_token: float | None = None
     stall_ms_per_token: float | None = None

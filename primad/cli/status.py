@@ -151,7 +151,7 @@ def _table(status: StatusBody) -> Table:
         "layers\n",
         "resident\nlayers",
         "streamed\nlayers",
-        "slots\n",
+        "held\nahead",
         "read\na token",
         "stall\na token",
         "pressure\n",
@@ -170,7 +170,7 @@ def _is(device: DeviceStatus) -> list[str]:
     unwatched = _UNKNOWN if ring is None else "-"  # where nothing can be given back, nobody looks
     pressure = unwatched if memory.pressure is None else printable(memory.pressure, 12)
     rss = _UNKNOWN if ring is None else show_bytes(ring.rss_bytes)
-    return [printable(device.name), str(device.layers), *_figures(memory), pressure, rss]
+    return [printable(device.name), str(device.layers), *_figures(memory, bool(memory.streams_output)), pressure, rss]
 
 
 def _planned(device: DeviceStatus) -> list[str]:
@@ -179,16 +179,14 @@ def _planned(device: DeviceStatus) -> list[str]:
     return ["  planned", "", *_figures(planned), "", ram]
 
 
-def _figures(figures: MemoryFigures | PlannedFigures) -> list[str]:
-    """The columns that both rows have: resident, streamed, slots, read, stall."""
-    counts = [
-        _UNKNOWN if count is None else str(count) for count in (figures.resident, figures.streamed, figures.slots)
-    ]
-    if figures.streams_output:
-        counts[1] += " + output"
-    read, stall = figures.bytes_read_per_token, figures.stall_ms_per_token
+def _figures(figures: MemoryFigures | PlannedFigures, streams_output: bool = False) -> list[str]:
+    """The columns that both rows have: resident, streamed, held ahead, read, stall."""
+    streamed = _UNKNOWN if figures.streamed is None else f"{figures.streamed}{' + output' * streams_output}"
+    ahead, read, stall = figures.ahead_bytes, figures.bytes_read_per_token, figures.stall_ms_per_token
     return [
-        *counts,
+        _UNKNOWN if figures.resident is None else str(figures.resident),
+        streamed,
+        _UNKNOWN if ahead is None else show_bytes(ahead),
         _UNKNOWN if read is None else show_bytes(read),
         _UNKNOWN if stall is None else show_ms(stall),
     ]

@@ -20,4 +20,4 @@ class Promise:
     @classmethod
     def of(cls, plan: Plan, model: ModelProfile, prediction: Prediction | None) -> Self:
         """The promise of ``plan`` for ``model``."""
-        return cls(plan=plan, prediction=prediction, assignments=assignments(plan, model, prediction))
+        return cls(plan=plan, prediction=prediction, assignments=assignments(plan, model))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -85,7 +84,7 @@ def _ask(question: SolverRequest, stop: StopFlag, background: bool, grace_s: flo
 
 
 def _answer(question: SolverRequest) -> _Solved | _Unsolvable:
-    from halda import CHUNKS, as_run, instance, solve  # only this process loads the solver
+    from halda import CHUNKS, solve  # only this process loads the solver
 
     try:
         solution = solve(
@@ -100,9 +99,7 @@ def _answer(question: SolverRequest) -> _Solved | _Unsolvable:
         )
     except Infeasible as exc:
         return _Unsolvable(str(exc), exc.short_bytes)
-    asked = instance(question.devices, question.links, question.model, question.workload, {}, head=solution.plan.head)
-    asked = asked.with_rows(solution.prediction.chunk_rows)
-    return _Solved(replace(solution, prediction=as_run(solution.plan, solution.prediction, asked)))
+    return _Solved(solution)
 
 
 if __name__ == "__main__":

@@ -67,8 +67,7 @@ def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
             for _, window in plan.windows_of(name)
         )
         kept = assignments[name]
-        also = " and the output matrix" if kept.streams_output else ""
-        streams = f", {kept.streamed_layers} of them{also} streamed" if kept.streamed_layers else ""
+        streams = f", {kept.streamed_layers} of them streamed" if kept.streamed_layers else ""
         lines.append(f"{name}: {kept.layers} layers ({windows}){streams}")
     lines += [f"{left.device} is left out: {left.reason}" for left in plan.left_out]
     return lines
@@ -146,8 +145,7 @@ def _planned(prediction: Prediction | None, kept: Assignment, name: str) -> Plan
             return PlannedFigures(
                 resident=kept.resident_layers,
                 streamed=kept.streamed_layers,
-                streams_output=kept.streams_output,
-                slots=kept.slots,
+                ahead_bytes=device.ahead_bytes,
                 ram_bytes=device.ram_bytes,
                 bytes_read_per_token=device.disk_bytes_per_token,
                 stall_ms_per_token=device.stall_s * 1e3,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from halda import Assignment, Plan, as_run, assignments
+from halda import Assignment, Plan, assignments
 from halda.evaluate import DevicePrediction, Prediction
 from halda.instance import Instance
 from halda.solution import Solution
@@ -32,16 +32,11 @@ class DescribedPlan:
     instance: Instance
     solution: Solution | None = None
 
-    @property
-    def as_run(self) -> Prediction:
-        """``prediction`` as the engine carries the plan out."""
-        return as_run(self.plan, self.prediction, self.instance)
-
 
 def ring_part(answer: DescribedPlan) -> RingJson:
     """The plan with what it costs."""
-    plan, prediction = answer.plan, answer.as_run
-    kept = assignments(plan, answer.instance.model, prediction)
+    plan, prediction = answer.plan, answer.prediction
+    kept = assignments(plan, answer.instance.model)
     return RingJson(
         solver="paper" if answer.solution is None else "halda",
         head=plan.head,
@@ -64,12 +59,11 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
             last=window.last,
             layers=len(window.layers),
             gpu_layers=window.gpu_layers,
-            streamed_layers=kept.streamed_in(place),
+            streamed_bytes=kept.windows[place].streamed_bytes,
         )
         for place, (i, window) in enumerate(plan.windows_of(name))
     ]
     weights = sum(model.layers[layer].size_bytes for _, window in plan.windows_of(name) for layer in window.layers)
-    streamed_bytes = min(kept.streamed_bytes, kept.layer_bytes)
     return DeviceJson(
         name=name,
         head=name == plan.head,
@@ -78,14 +72,13 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
         gpu_layers=found.gpu_layers,
         resident_layers=kept.resident_layers,
         streamed_layers=kept.streamed_layers,
-        streams_output=kept.streams_output,
-        slots=kept.slots,
+        ahead_bytes=found.ahead_bytes,
         ram_bytes=found.ram_bytes,
         ram_limit_bytes=member.ram_limit,
         vram_bytes=found.vram_bytes,
         vram_limit_bytes=member.vram_limit,
-        resident_bytes=weights - streamed_bytes,
-        streamed_bytes=streamed_bytes,
+        resident_bytes=weights - kept.streamed_bytes,
+        streamed_bytes=kept.streamed_bytes,
         shard_bytes=found.shard_bytes,
         disk_bytes_per_token=found.disk_bytes_per_token,
         compute_ms=found.compute_s * 1e3,
@@ -97,7 +90,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
 
 def predicted_part(answer: DescribedPlan) -> Predicted:
     """What is expected of it."""
-    prediction = answer.as_run
+    prediction = answer.prediction
     return Predicted(
         tpot_ms=prediction.tpot_s * 1e3,
         ttft_ms=prediction.ttft_s * 1e3,

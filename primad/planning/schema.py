@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 
 
 class WindowJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +21,7 @@ class WindowJson(msgspec.Struct, frozen=True, kw_only=True):
     last: int
     layers: int
     gpu_layers: int
-    streamed_layers: int
+    streamed_bytes: int
 
 
 class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,9 +30,9 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     ``ram_bytes`` and ``vram_bytes`` are weights, KV cache and buffers that the plan puts there, of ``ram_limit_bytes`` and
     ``vram_limit_bytes`` that it may fill. ``resident_bytes`` and ``streamed_bytes`` are weights of layers alone;
     ``shard_bytes`` is what the layer cache holds. Layers that are resident and streamed are counted by their worth, since
-    the same share of each streams; of ``slots`` layers something is held ahead. With ``streams_output`` the output matrix is
-    read for every token too; it is counted in ``disk_bytes_per_token`` alone. That counts all that streams, less what the
-    room of compute buffers holds then, but of layers with experts at most those that a row uses.
+    the same share of each streams; of ``streamed_bytes`` are ``ahead_bytes`` in memory at most. ``disk_bytes_per_token``
+    counts all that streams, less what the room of compute buffers holds then, but of layers with experts at most those that
+    a row uses.
     """
 
     name: str
@@ -42,8 +42,7 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     gpu_layers: int
     resident_layers: int
     streamed_layers: int
-    streams_output: bool
-    slots: int
+    ahead_bytes: int
     ram_bytes: int
     ram_limit_bytes: int
     vram_bytes: int

@@ -18,9 +18,9 @@ _PLAIN_WIDTH: Final = 160
 """Columns where no terminal says how many there are."""
 _WIDE: Final = 130
 """Columns that the whole table of devices takes; on fewer it comes in two."""
-_WHERE: Final = ("windows", "GPU", "resident", "streamed", "slots", "RAM", "VRAM")
+_WHERE: Final = ("windows", "GPU", "resident", "streamed", "ahead", "RAM", "VRAM")
 _WHEN: Final = ("disk", "compute", "hops", "stall")
-_STREAMING: Final = ("slots", "disk", "stall")
+_STREAMING: Final = ("ahead", "disk", "stall")
 """Columns that say nothing where no layer streams."""
 _UNDER: Final = {
     **dict.fromkeys(("windows", "GPU", "resident", "streamed"), "layers"),
@@ -77,8 +77,8 @@ def _cells(device: DeviceJson) -> dict[str, str]:
         "windows": _runs(window.layers for window in device.windows),
         "GPU": _runs(window.gpu_layers for window in device.windows) if device.gpu_layers else "-",
         "resident": str(device.resident_layers),
-        "streamed": _streamed(device) or "-",
-        "slots": str(device.slots or "-"),
+        "streamed": str(device.streamed_layers or "-"),
+        "ahead": show_bytes(device.ahead_bytes) if device.streamed_layers else "-",
         "RAM": show_bytes(device.ram_bytes),
         "VRAM": show_bytes(device.vram_bytes),
         "disk": show_bytes(device.disk_bytes_per_token),
@@ -90,13 +90,6 @@ def _cells(device: DeviceJson) -> dict[str, str]:
 
 def _streams(answer: RingJson) -> bool:
     return any(device.streamed_layers for device in answer.devices)
-
-
-def _streamed(device: DeviceJson) -> str:
-    """``12``, and ``12 + output`` where the output matrix is read too; empty for none."""
-    if not device.streamed_layers:
-        return ""
-    return f"{device.streamed_layers} + output" if device.streams_output else str(device.streamed_layers)
 
 
 def _facts(answer: Explanation) -> Table:
@@ -126,10 +119,9 @@ def _facts(answer: Explanation) -> Table:
 def _reading(answer: Explanation) -> str:
     """All that streams, what is read for a token, and how long a token waits for it."""
     found, layers = answer.predicted, sum(device.streamed_layers for device in answer.devices)
-    output = " and the output matrix" if any(device.streams_output for device in answer.devices) else ""
     waits = f"of which it waits {show_ms(found.stall_ms)}" if found.stall_ms else "while others compute"
     return (
-        f"{layers} of {answer.model.layers} layers{output}: {show_bytes(found.disk_bytes_per_token)} read a token, "
+        f"{layers} of {answer.model.layers} layers: {show_bytes(found.disk_bytes_per_token)} read a token, "
         f"{show_ms(found.disk_ms)} by the slowest disk, {waits}"
     )
 
@@ -175,7 +167,7 @@ def _compared(halda: RingJson, shown: Predicted) -> str:
 
 def _share(device: DeviceJson) -> str:
     notes = [f"{device.gpu_layers} on the GPU"] * bool(device.gpu_layers)
-    notes += [f"{_streamed(device)} streamed"] * bool(device.streamed_layers)
+    notes += [f"{device.streamed_layers} streamed"] * bool(device.streamed_layers)
     return f"{device.name} {device.layers}" + (f" ({', '.join(notes)})" if notes else "")
 
 

@@ -356,17 +356,17 @@ class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="pressed"):
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What of a ring process's weights is in memory, and what reading the rest cost since it was opened last.
 
-    ``resident`` and ``streamed`` count layers' worth, since a share of each may stream, and ``slots`` the layers of which
-    something is read ahead: as assigned, or what memory pressure left of it. ``streams_output``: so does the output matrix,
-    which is no layer. The bytes are those of now: while tokens are drawn, more stays in the room of scratch memory.
-    ``read_bytes`` were read from disk, and steps waited ``stall_s`` seconds for it. ``pressure`` is the level of memory
-    pressure on this device: calm, some or high.
+    ``resident`` and ``streamed`` count layers' worth, since a share of each may stream: as assigned, or what memory
+    pressure left of it, and so ``ahead_bytes``, which are held ahead of what streams. ``streams_output``: so does the
+    output matrix, which is no layer. The other bytes are those of now: while tokens are drawn, more stays in the room of
+    scratch memory. ``read_bytes`` were read from disk, and steps waited ``stall_s`` seconds for it. ``pressure`` is the level
+    of memory pressure on this device: calm, some or high.
     """
 
     resident: int
     streamed: int
     streams_output: bool
-    slots: int
+    ahead_bytes: int
     resident_bytes: int
     streamed_bytes: int
     read_bytes: int

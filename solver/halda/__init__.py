@@ -7,7 +7,7 @@ second to load, is imported when something is solved.
 from typing import TYPE_CHECKING, Any
 
 from halda.arrange import arrange
-from halda.assignment import Assignment, WindowAssignment, as_run, assignments
+from halda.assignment import Assignment, WindowAssignment, assignments
 from halda.evaluate import OBJECTIVES, DevicePrediction, Objective, Prediction, Short, evaluate, residency
 from halda.instance import Instance, instance
 from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
@@ -76,7 +76,6 @@ __all__ = [
     "WindowAssignment",
     "Workload",
     "arrange",
-    "as_run",
     "assignments",
     "evaluate",
     "instance",

@@ -6,8 +6,8 @@ rows (1 for decode, a chunk of the prompt for prefill).
 
 What the paper (prima.cpp, section 3) models and we take over: time by weights and quantisation type, KV reads, hops, copies
 between CPU and GPU as a fixed cost of a window, the output matrix on the head. What we add: rows between 1 and 512 by
-interpolation between measurements, experts of which a row uses few, fixed costs of a layer and of a window, slots of
-streamed layers (``evaluate.py``).
+interpolation between measurements, experts of which a row uses few, fixed costs of a layer and of a window, what is held of
+weights that stream (``streaming.py``).
 """
 
 from __future__ import annotations
@@ -99,14 +99,6 @@ def experts_s(speeds: Sequence[TypeSpeed], layer: LayerProfile, model: ModelProf
     touched: float = 1 - (1 - picked) ** rows
     rows_each = max(1.0, rows * picked / touched)
     return touched * weights_s(speeds, layer.expert_bytes_by_type, rows_each)
-
-
-def picked_bytes(layer: LayerProfile, model: ModelProfile) -> int:
-    """The most that is read of a layer that streams for one row once its router has picked: the experts that a row uses.
-
-    0 for a dense layer, which is read whole and before it is computed.
-    """
-    return -(-layer.expert_bytes * model.experts_used // model.experts) if layer.expert_bytes else 0
 
 
 def attention_s(

@@ -4,9 +4,9 @@ Every search begins with such plans. Where layers differ they also stand in for 
 knows how many layers a device should have, but not which, and a real window may then not fit.
 
 The devices stand in a fixed order, and each window range is priced by itself: as many layers on the GPU as fit, or none;
-what overflows the RAM streams through as few slots as can be, or through so many that nothing waits; the hops are shared
+what overflows the RAM streams with as little held ahead as can be, or so much that nothing waits; the hops are shared
 out among the devices. The cheapest chain of windows is found exactly under these prices, and it leaves out whom it does
-without. Which layers then stream is left to an integer program.
+without. How much is then held ahead is left to a program.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halda.evaluate import Objective
-from halda.instance import MIN_SLOTS, Instance, Member, Phase
+from halda.instance import Instance, Member, Phase
 from halda.orders import hops_around, ring_order
 from halda.plan import Window
+from halda.streaming import RESERVE_BYTES
 
 Floats = NDArray[np.float64]
 _DISK_TRIALS: Final = 6
@@ -116,9 +117,8 @@ class _Pricing:
         self._sizes = np.array([kind.size_bytes for kind in instance.kinds], np.float64)
         self._held = self._sizes + np.array(instance.kv_bytes, np.float64)
         self._by_column, self._tail = by_column, kinds[tail:]
+        self._streamable = np.array(instance.streamable, np.float64)
         self._at = np.arange(columns + 1)
-        # Two slots with the output matrix among what streams take so much more than without.
-        self._output_bytes = instance.output_excess_bytes if instance.output_streams else instance.model.output_bytes
 
     def cheapest(
         self, order: Sequence[int], required: frozenset[int]
@@ -213,13 +213,14 @@ class _Pricing:
         gpu = self._at[None, :] - start
         uses_gpu = (gpu > 0) | tail_on_gpu
         fixed = instance.runtime_bytes(windows)
-        fixed += (instance.head_bytes(windows) + (0 if tail_on_gpu else self._output_bytes)) * is_head
+        fixed += (instance.head_bytes(windows) + (0 if tail_on_gpu else model.output_bytes)) * is_head
         on_cpu = self._sum(self._held, self._at[:, None], start) + (0 if tail_on_gpu else self._held[tail].sum())
         in_vram = self._sum(self._held, start, self._at[None, :]) + instance.gpu_runtime_bytes(windows) * uses_gpu
         if tail_on_gpu:
             in_vram = in_vram + model.output_bytes + self._held[tail].sum()
         overflow = fixed + on_cpu + (in_vram if member.shares_memory else 0) - member.ram_limit
-        layers = self._rounds * (start - self._at[:, None]) + (0 if tail_on_gpu else len(tail))
+        streamable = self._sum(self._streamable, self._at[:, None], start)
+        streamable = streamable + (0 if tail_on_gpu else self._streamable[tail].sum())
         price, disk_s = np.zeros((size, size)), np.zeros((size, size))
         for weight, phase, output in (
             (self._weights.decode, member.decode, True),
@@ -233,31 +234,34 @@ class _Pricing:
                     of_tail = np.array(phase.gpu if tail_on_gpu else phase.cpu)[tail].sum()
                     rest = rest + (member.gpu_output_s if tail_on_gpu else member.cpu_output_s) * output
                     compute = compute + of_tail
-                seconds, reading_s = self._streamed(member, phase, compute, rest, overflow, layers)
+                seconds, reading_s = self._streamed(member, phase, compute, rest, overflow, streamable)
                 price = price + weight * seconds
                 disk_s = reading_s if output else disk_s
         return _Priced(price, disk_s, gpu, np.full((size, size), tail_gpu))
 
     def _streamed(
-        self, member: Member, phase: Phase, compute: Floats, rest: Floats, overflow: Floats, layers: Any
+        self, member: Member, phase: Phase, compute: Floats, rest: Floats, overflow: Floats, streamable: Floats
     ) -> tuple[Floats, Floats]:
         """Seconds of the windows and of the disk when ``overflow`` bytes do not fit; infinite where nothing helps."""
-        slot, k, rate = float(self._instance.slot_bytes), self._rounds, member.disk_bytes_per_s
-        kinds = np.array(self._instance.kind_of)
-        mean = float(self._sizes[kinds].mean())
-        ahead, picked = (float(np.array(sizes)[kinds].mean()) for sizes in (phase.ahead, phase.picked))
-        edge = phase.edge_s(rate)
+        instance, k, rate = self._instance, self._rounds, member.disk_bytes_per_s
+        over, most = overflow + RESERVE_BYTES, streamable - instance.pool_bytes
         best, best_disk = np.full(compute.shape, math.inf), np.zeros(compute.shape)
-        ways = [np.full(compute.shape, float(MIN_SLOTS))]
-        if k > 1:
-            ways.append(np.maximum(MIN_SLOTS, np.ceil(np.maximum(overflow, 0) / ((k - 1) * slot))))
-        for slots in ways:
-            count = np.ceil((overflow + slots * slot) / mean)
-            waiting = (count * ahead - k * slots * slot) / rate
-            seconds = np.maximum(compute + rest, rest + k * edge + waiting) + count * picked / rate
-            seconds = np.where((count <= layers) & (count > slots), seconds, math.inf)
-            best_disk = np.where(seconds < best, count * (ahead + picked) / rate, best_disk)
-            best = np.minimum(best, seconds)
+        for step in instance.ahead_steps:
+            ways = [np.full(compute.shape, float(step.ahead_bytes))]
+            if k > 1 and not instance.by_expert:
+                ways.append(np.maximum(step.ahead_bytes, over / (k - 1)))
+            for ahead in ways:
+                streamed = over + ahead
+                read = np.maximum(streamed - phase.spare_bytes, 0) * phase.read_share
+                waiting = read - k * ahead
+                if instance.by_expert:
+                    seconds = compute + rest + read / rate
+                else:
+                    waits = rest + k * phase.edge_s + waiting / rate
+                    seconds = np.where(waiting > 0, np.maximum(compute + rest, waits), compute + rest)
+                seconds = np.where(streamed <= np.minimum(step.share * streamable, most), seconds, math.inf)
+                best_disk = np.where(seconds < best, read / rate, best_disk)
+                best = np.minimum(best, seconds)
         fits = overflow <= 0
         return np.where(fits, compute + rest, best), np.where(fits, 0.0, best_disk)
 

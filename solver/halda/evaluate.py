@@ -1,70 +1,47 @@
 """What a plan costs: the one evaluator that every plan is judged by, whoever made it.
 
-Streaming. In each of k rounds a device's loader fills at most ``slots`` buffers while the other devices compute; what a
-round needs beyond that is read during the device's own window. That reading cannot begin before the first streamed layer is
-computed and gives its slot back, and what comes behind the last streamed layer waits for it. So the windows of device m
-take a token at least
+Each device takes for the windows of a token what they compute or wait for its disk (``streaming.py``), so a token takes
 
-    V_m >= compute_m          and          V_m >= rest_m + k * edge_m + waiting_m,
+    TPOT = max(sum of V_m + hops, what the slowest disk reads).
 
-where ``waiting`` is the reading of what k times the slots do not hold, ``edge`` the first streamed layer and the shorter of
-computing and reading the last, ``rest`` what is not computed by the CPU's layers. A token as a whole takes
-
-    TPOT = max(sum of V_m + hops, streamed_m / disk_m of the slowest disk).
-
-With streamed/k slots nothing waits: that many slots make streaming free as long as the disk keeps up, and more rounds need
-fewer of them.
-
-A layer with experts streams by expert in decode. Its memory is that of whole layers (what is resident, and the slots), but
-it holds the experts used most of all such layers and what else these have; a token reads at most the experts that the router
-of a streamed layer picks, ``picked``. They are known only when the layer's turn has come, so nothing is computed while they
-are read, no slot holds them before, and both bounds of V_m get ``picked_m`` more. (Less is read where the experts in memory
-are among the picked ones; more where there is no memory for what these layers have besides experts.) Since a device may
-then have no layer that is read ahead, ``edge`` is left out.
-
-Prefill is the same for a chunk of rows, which together use all experts: every streamed layer is read whole, ahead. Chunks
-follow each other through the ring, so after the first each costs what the busiest machine, disk or link needs for one, and
-the output matrix is computed once. A head that streams the output matrix reads it with its layers, for each token and each
-chunk. Devices on one machine share cores and disk.
+Prefill is the same for a chunk of rows. Chunks follow each other through the ring, so after the first each costs what the
+busiest machine, disk or link needs for one, and the output matrix is computed once. Devices on one machine share cores and
+disk.
 ``halda_research.simulate`` plays the same ring event by event and says where the two part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from halda.instance import MIN_SLOTS, Instance, Member, Phase, ahead_bytes
+from halda.instance import Instance, Member, Phase
 from halda.plan import Plan, Streaming, Window
-from halda.profile import ModelProfile
+from halda.streaming import RESERVE_BYTES, least_ahead_bytes
 
 Objective = Literal["latency", "ttft", "throughput", "balanced"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("latency", "ttft", "throughput", "balanced")
+_AHEAD_TRIALS: Final = (0.25, 0.5, 0.75, 1.0)
+"""Of what makes waiting needless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePrediction:
-    """One device under a plan. Seconds and disk bytes are those of one token in decode: of layers with experts at most
-    those that are picked are read.
+    """One device under a plan. Seconds and disk bytes are those of one token in decode.
 
     ``window_s`` is compute and stall; ``hop_s`` belongs to what the device sends; ``shard_bytes`` is what its disk holds.
     Where a token takes as long as a disk reads, what others do not take of it is the stall of the device that reads longest.
-    ``streams_output``: the output matrix is read with the ``streamed_layers``. ``room_bytes`` of RAM are left over, less
-    than another layer takes in most plans that stream.
     """
 
     device: str
     windows: int
     layers: int
     gpu_layers: int
-    resident_layers: int
-    streamed_layers: int
-    streams_output: bool
-    slots: int
+    streamed_bytes: int
+    ahead_bytes: int
     ram_bytes: int
-    room_bytes: int
     vram_bytes: int
     shard_bytes: int
     disk_bytes_per_token: int
@@ -138,27 +115,16 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one device has under a plan: layers on CPU and GPU and streamed ones by kind, windows, streamed bytes and slots.
-
-    ``output_bytes`` are those of the output matrix where it streams, else 0; they are in ``streamed_bytes`` too.
-    """
+    """What one device has under a plan: layers on CPU and GPU by kind, windows, and what of the CPU's layers streams."""
 
     member: Member
     is_head: bool
     windows: int
     cpu: tuple[int, ...]
     gpu: tuple[int, ...]
-    streamed: tuple[int, ...]
     streamed_bytes: int
-    output_bytes: int
-    streams_output: bool
-    slots: int
+    ahead_bytes: int
     tail_gpu: int
-
-    @property
-    def streamed_layers(self) -> int:
-        """How many layers stream."""
-        return sum(self.streamed)
 
     def uses_gpu(self, plan: Plan) -> bool:
         """Whether anything of this device is on its GPU."""
@@ -178,36 +144,24 @@ class _Share:
         """Seconds of all windows, the output matrix aside."""
         return _dot(self.cpu, phase.cpu) + _dot(self.gpu, phase.gpu) + self.windows * self.step_s(plan)
 
-    def ahead_bytes(self, phase: Phase) -> int:
-        """Bytes that are read ahead for a token or a chunk."""
-        return _total(self.streamed, phase.ahead) + self.output_bytes
-
-    def picked_bytes(self, phase: Phase) -> int:
-        """Bytes that are read for it only when a router has picked."""
-        return _total(self.streamed, phase.picked)
-
-    def read_bytes(self, phase: Phase) -> int:
-        """All that is read for it."""
-        return self.ahead_bytes(phase) + self.picked_bytes(phase)
+    def read_bytes(self, phase: Phase) -> float:
+        """What is read for a token or a chunk."""
+        return phase.streamed_bytes(self.streamed_bytes) * phase.read_share
 
     def window_s(self, phase: Phase, plan: Plan, instance: Instance, output_s: float) -> float:
         """Seconds of all windows and of the output matrix, computing or waiting for the disk."""
         compute_s = self.compute_s(phase, plan) + output_s
-        if not self.streamed_bytes:
+        read, disk = self.read_bytes(phase), self.member.disk_bytes_per_s
+        if instance.by_expert:
+            return compute_s + read / disk
+        waiting = read - plan.rounds * self.ahead_bytes
+        if waiting <= 0:
             return compute_s
-        if self.streams_output:
-            output_s = 0.0  # reading goes on while it is computed
         rest_s = _dot(self.gpu, phase.gpu) + self.windows * self.step_s(plan) + output_s
         if self.is_head and len(plan.route) > 1:
             # Reading may go on behind the tail, so nothing of it is sure to add up.
             rest_s -= self.tail_gpu * max(phase.gpu) + self.step_s(plan) + output_s
-        disk = self.member.disk_bytes_per_s
-        passes = plan.rounds * self.slots
-        held = passes * instance.slot_bytes + self.streams_output * plan.rounds * instance.output_excess_bytes
-        layers = sum(count for count, size in zip(self.streamed, phase.ahead, strict=True) if size)
-        waiting = max(self.ahead_bytes(phase) - held, (layers - passes) * phase.smallest_ahead)
-        beside_s = rest_s + plan.rounds * phase.edge_s(disk) + waiting / disk
-        return max(compute_s, beside_s) + self.picked_bytes(phase) / disk
+        return max(compute_s, rest_s + plan.rounds * phase.edge_s + waiting / disk)
 
 
 def evaluate(plan: Plan, instance: Instance) -> Prediction:
@@ -233,7 +187,6 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
     busy = max(sum(decode[i] for i in host) for host in hosts)
     period_s = max(tpot_s / instance.workload.sequences, busy, disk_s, occupied[0])
     ram, vram, short = _memory(plan, instance, shares, hosts)
-    room = _room(shares, hosts, ram)
     slowest = max(range(len(shares)), key=lambda i: disk[i])
     compute = [share.compute_s(share.member.decode, plan) + out for share, out in zip(shares, outputs, strict=True)]
     late_s = max(0.0, disk_s - sum(decode) - sum(hops))
@@ -253,15 +206,12 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
                 windows=share.windows,
                 layers=sum(share.cpu) + sum(share.gpu),
                 gpu_layers=sum(share.gpu),
-                resident_layers=sum(share.cpu) + sum(share.gpu) - share.streamed_layers,
-                streamed_layers=share.streamed_layers,
-                streams_output=share.streams_output,
-                slots=share.slots,
+                streamed_bytes=share.streamed_bytes,
+                ahead_bytes=share.ahead_bytes,
                 ram_bytes=ram[i],
-                room_bytes=room[i],
                 vram_bytes=vram[i],
                 shard_bytes=_shard_bytes(plan, instance, share),
-                disk_bytes_per_token=read[i],
+                disk_bytes_per_token=round(read[i]),
                 compute_s=compute[i],
                 stall_s=decode[i] - compute[i] + (late_s if i == slowest else 0.0),
                 hop_s=hops[i],
@@ -275,57 +225,58 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
 
 
 def residency(plan: Plan, instance: Instance) -> Plan:
-    """``plan`` with as little streaming as its memory needs, for a plan that was made without a thought of it.
+    """``plan`` with the streaming that its memory needs, for a plan that was made without a thought of it.
 
-    Each device streams just enough layers, evenly spread, and gives what memory is left to slots; the head streams the
-    output matrix too where it cannot hold that with all layers streaming. The result may still break limits.
+    What is held ahead is the least, or in several rounds so much more that a token is quickest, as far as a few trials
+    show. The result may still break limits.
     """
-    plan = replace(plan, streaming=())
-    found = []
+    bare = replace(plan, streaming=())
+    over = {
+        share.member.name: _ram_bytes(bare, instance, share) - share.member.ram_limit
+        for share in _shares(bare, instance)
+    }
+    if max(over.values()) <= 0:
+        return bare
+    tried = [stream(bare, instance, {})]
+    if plan.rounds > 1 and not instance.by_expert:
+        for part in _AHEAD_TRIALS:
+            more = {name: int(part * size / (plan.rounds - 1)) for name, size in over.items() if size > 0}
+            tried.append(stream(bare, instance, more))
+    return min(tried, key=lambda each: _shortage_and_s(evaluate(each, instance)))
+
+
+def _shortage_and_s(prediction: Prediction) -> tuple[int, float]:
+    return sum(short.short_bytes for short in prediction.short), prediction.tpot_s
+
+
+def stream(plan: Plan, instance: Instance, ahead: Mapping[str, int], least: Mapping[str, int] | None = None) -> Plan:
+    """``plan`` with each device streaming what its memory does not hold, and ``least`` in any case.
+
+    Of what streams ``ahead`` is held ahead by name, or what the engine needs where that is more. All streams where that is
+    not enough.
+    """
+    plan, found = replace(plan, streaming=()), []
     for share in _shares(plan, instance):
-        overflow = _ram_bytes(plan, instance, share) - share.member.ram_limit
-        if overflow > 0:
-            found += _least_streaming(plan, instance, share, overflow)
+        name = share.member.name
+        over = _ram_bytes(plan, instance, share) - share.member.ram_limit
+        wanted = (least or {}).get(name, 0)
+        if over <= 0 and not wanted:
+            continue
+        most = _total(share.cpu, instance.streamable)
+        for step in instance.ahead_steps:
+            held = max(step.ahead_bytes, 0 if instance.by_expert else ahead.get(name, 0))
+            streamed = max(over + RESERVE_BYTES + held, wanted)
+            if step.holds(streamed, most):
+                break
+        streamed = min(streamed, most - instance.pool_bytes)
+        if streamed > held + RESERVE_BYTES:
+            found.append(Streaming(device=name, streamed_bytes=streamed, ahead_bytes=held))
     return replace(plan, streaming=tuple(found))
-
-
-def _least_streaming(plan: Plan, instance: Instance, share: _Share, overflow: int) -> list[Streaming]:
-    """The least that frees ``overflow`` bytes, or all that can; nothing where there is too little to stream."""
-    layers = [layer for _, window in plan.windows_of(share.member.name) for layer in cpu_layers(window)]
-    sizes = [kind.size_bytes for kind in instance.kinds]
-    ways = [(count, False) for count in range(MIN_SLOTS + 1, len(layers) + 1)]
-    if share.is_head and not plan.output_on_gpu:
-        ways += [(count, True) for count in range(MIN_SLOTS, len(layers) + 1)]
-
-    def units(count: int, output: bool) -> tuple[int, ...]:
-        return (*spread(layers, count), *([plan.layer_count] if output else []))
-
-    for count, output in ways:
-        outside = instance.model.output_bytes if output else 0
-        least = overflow + ahead_bytes(instance.model, MIN_SLOTS, output=output)
-        if count * instance.slot_bytes + outside < least:
-            continue  # too few, whichever they are
-        chosen = units(count, output)
-        freed = outside + sum(sizes[instance.kind_of[layer]] for layer in chosen[:count])
-        if freed >= least:
-            slots = min(len(chosen) - 1, (freed - overflow) // instance.slot_bytes)
-            return [Streaming(device=share.member.name, layers=chosen, slots=slots)]
-    return [Streaming(device=share.member.name, layers=units(*ways[-1]), slots=MIN_SLOTS)] if ways else []
-
-
-def unit_bytes(model: ModelProfile, unit: int) -> int:
-    """Bytes of what a plan streams as ``unit``: a layer, or behind the last one the output matrix."""
-    return model.layers[unit].size_bytes if unit < len(model.layers) else model.output_bytes
 
 
 def cpu_layers(window: Window) -> range:
     """The layers of a window that the CPU computes: all but the last ``gpu_layers``."""
     return range(window.first, window.last - window.gpu_layers)
-
-
-def spread(layers: Sequence[int], count: int) -> list[int]:
-    """``count`` of ``layers`` at even distances."""
-    return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
 
 
 def _shares(plan: Plan, instance: Instance) -> list[_Share]:
@@ -338,10 +289,10 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
     streaming = plan.streaming_of(member.name)
     on_cpu = [layer for window in windows for layer in cpu_layers(window)]
     on_gpu = [layer for window in windows for layer in window.layers[len(cpu_layers(window)) :]]
-    streams_output = member.name == plan.head and plan.streams_output
-    streamed = [layer for layer in streaming.layers if layer < plan.layer_count]
-    assert len(streaming.layers) > streams_output or not streaming.layers, "alone it would only be held anew"
-    assert not streaming.layers or streaming.slots >= MIN_SLOTS
+    cpu = _by_kind(on_cpu, instance)
+    streamable = _total(cpu, instance.streamable)
+    assert streaming.streamed_bytes <= max(0, streamable - instance.pool_bytes)
+    assert streaming.ahead_bytes >= least_ahead_bytes(instance.model, streaming.streamed_bytes, streamable)
     assert not on_gpu or member.has_gpu
     assert member.has_gpu or member.name != plan.head or not plan.output_on_gpu
     assert plan.output_on_gpu or member.name != plan.head or not windows[-1].gpu_layers, (
@@ -351,13 +302,10 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
         member=member,
         is_head=member.name == plan.head,
         windows=len(windows),
-        cpu=_by_kind(on_cpu, instance),
+        cpu=cpu,
         gpu=_by_kind(on_gpu, instance),
-        streamed=_by_kind(streamed, instance),
-        streamed_bytes=sum(unit_bytes(instance.model, layer) for layer in streaming.layers),
-        output_bytes=instance.model.output_bytes if streams_output else 0,
-        streams_output=streams_output,
-        slots=streaming.slots,
+        streamed_bytes=streaming.streamed_bytes,
+        ahead_bytes=streaming.ahead_bytes,
         tail_gpu=windows[-1].gpu_layers,
     )
 
@@ -407,8 +355,9 @@ def _kv(counts: Sequence[int], instance: Instance) -> int:
 
 
 def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
-    ahead = ahead_bytes(instance.model, share.slots, output=share.streams_output)
-    total = _weights(share.cpu, instance) - share.streamed_bytes + ahead + _kv(share.cpu, instance)
+    total = _weights(share.cpu, instance) + _kv(share.cpu, instance)
+    if share.streamed_bytes:
+        total += share.ahead_bytes + RESERVE_BYTES - share.streamed_bytes
     total += instance.runtime_bytes(share.windows)
     if share.is_head:
         total += instance.head_bytes(share.windows) + (0 if plan.output_on_gpu else instance.model.output_bytes)
@@ -429,17 +378,6 @@ def _shard_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
     if len(plan.route) == 1:
         return 0
     return _weights(share.cpu, instance) + _weights(share.gpu, instance)
-
-
-def _room(shares: Sequence[_Share], hosts: Sequence[Sequence[int]], ram: Sequence[int]) -> list[int]:
-    """RAM that each device has left; of what is left of a machine its devices get equal shares."""
-    room = [0] * len(shares)
-    for host in hosts:
-        there = max(shares[i].member.profile.ram_available_bytes for i in host) - sum(ram[i] for i in host)
-        for i in host:
-            own = shares[i].member.ram_limit - ram[i]
-            room[i] = max(0, own if len(host) == 1 else min(own, there // len(host)))
-    return room
 
 
 def _memory(

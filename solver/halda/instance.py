@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from halda import cost
+from halda import cost, streaming
 from halda.profile import DeviceProfile, LayerProfile, Limits, LinkProfile, ModelProfile, Workload
 
-MIN_SLOTS: Final = 2
-"""A device that streams computes from one slot while it reads into another."""
 DEFAULT_ROUND_TRIP_S: Final = 0.002
 DEFAULT_LINK_BYTES_PER_S: Final = 100e6
 """What a link is taken for that was not measured: a home network of 1 Gbit/s."""
@@ -27,36 +25,26 @@ NO_LIMITS: Final = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Seconds of decode (one row) or of prefill (one chunk of a prompt), and bytes that streaming reads for it.
-
-    A chunk's rows together use all of a layer, so a streamed layer is read whole, ahead of its computation. So is a dense
-    layer in decode; of a layer with experts only those that its router picks are read, not before, and the rest of it stays.
-    """
+    """Seconds of decode (one row) or of prefill (one chunk of a prompt), and what streaming reads for it."""
 
     rows: float
     cpu: tuple[float, ...]
     """One layer of each kind on the CPU."""
     gpu: tuple[float, ...]
     """One layer of each kind on the GPU."""
-    ahead: tuple[int, ...]
-    """Bytes that are read ahead of one streamed layer of each kind; 0 where the router decides."""
-    picked: tuple[int, ...]
-    """Bytes that are read of one streamed layer of each kind when its router has picked; 0 where it is read ahead."""
+    spare_bytes: int
+    """So much less streams than the plan says: room that is free meanwhile keeps it."""
+    read_share: float
+    """The share of what streams that is read."""
 
     @property
-    def smallest_ahead(self) -> int:
-        """Bytes of the smallest layer that is read ahead; 0 where none is."""
-        return min((size for size in self.ahead if size), default=0)
+    def edge_s(self) -> float:
+        """Seconds of a stop that waits for its disk beside reading."""
+        return streaming.edge_s(self.cpu)
 
-    def edge_s(self, disk_bytes_per_s: float) -> float:
-        """Seconds that a round which streams takes at its ends at the least: the first streamed layer is computed before it
-        gives its slot back, the last is computed or read.
-
-        0 where layers are read by expert, since there may be none that is read ahead.
-        """
-        if any(self.picked):
-            return 0.0
-        return min(self.cpu) + min(*self.cpu, self.smallest_ahead / disk_bytes_per_s)
+    def streamed_bytes(self, plan_bytes: float) -> float:
+        """What streams in this phase where ``plan_bytes`` do in a plan."""
+        return max(0.0, plan_bytes - self.spare_bytes)
 
 
 @dataclass(frozen=True)
@@ -88,7 +76,7 @@ class Member:
 
     @property
     def disk_bytes_per_s(self) -> float:
-        """Rate at which layers stream."""
+        """Rate at which weights stream."""
         return self.profile.disk.prefetch_bytes_per_s
 
     @property
@@ -103,17 +91,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Instance:
-    """Devices (the first is the head), links, model, workload and the owners' limits.
-
-    ``output_streams``: a plan may have the head read the output matrix from disk for each token, too.
-    """
+    """Devices (the first is the head), links, model, workload and the owners' limits."""
 
     devices: tuple[DeviceProfile, ...]
     links: Mapping[tuple[str, str], LinkProfile]
     model: ModelProfile
     workload: Workload
     limits: Mapping[str, Limits]
-    output_streams: bool = False
 
     @cached_property
     def kinds(self) -> tuple[LayerProfile, ...]:
@@ -140,14 +124,24 @@ class Instance:
         return tuple(cost.kv_bytes(kind, self.workload) for kind in self.kinds)
 
     @cached_property
-    def slot_bytes(self) -> int:
-        """Size of a slot: every layer of the model fits."""
-        return self.model.slot_bytes
+    def by_expert(self) -> bool:
+        """Whether what streams are experts, one by one."""
+        return streaming.by_expert(self.model)
 
     @cached_property
-    def output_excess_bytes(self) -> int:
-        """What the output matrix takes beyond a slot, where it streams: at the least it and a layer have room."""
-        return max(0, self.model.output_bytes - self.slot_bytes)
+    def streamable(self) -> tuple[int, ...]:
+        """What of a layer of each kind may stream."""
+        return tuple(streaming.streamable_bytes(kind, self.model) for kind in self.kinds)
+
+    @cached_property
+    def pool_bytes(self) -> int:
+        """What of it a device that streams keeps in any case."""
+        return streaming.pool_bytes(self.model) if self.by_expert else 0
+
+    @cached_property
+    def ahead_steps(self) -> tuple[streaming.AheadStep, ...]:
+        """What has to be held ahead, by the share that streams."""
+        return streaming.ahead_steps(self.model)
 
     @cached_property
     def members(self) -> tuple[Member, ...]:
@@ -248,10 +242,7 @@ class Instance:
         gpu = device.gpu
         _, chunk = cost.prefill_chunks(work)
 
-        sizes = tuple(kind.size_bytes for kind in self.kinds)
-        picked = tuple(cost.picked_bytes(kind, model) for kind in self.kinds)
-
-        def phase(rows: float, kv: float, picked: tuple[int, ...]) -> Phase:
+        def phase(rows: float, kv: float, spare_bytes: int) -> Phase:
             return Phase(
                 rows=rows,
                 cpu=tuple(
@@ -264,14 +255,14 @@ class Instance:
                     else 0.0
                     for kind in self.kinds
                 ),
-                ahead=tuple(0 if size else whole for size, whole in zip(picked, sizes, strict=True)),
-                picked=picked,
+                spare_bytes=spare_bytes,
+                read_share=streaming.read_share(model, rows),
             )
 
         return Member(
             profile=device,
-            decode=phase(1, cost.decode_kv_tokens(work), picked),
-            prefill=phase(chunk, work.prompt_tokens / 2, (0,) * len(sizes)),
+            decode=phase(1, cost.decode_kv_tokens(work), self.buffer_bytes),
+            prefill=phase(chunk, work.prompt_tokens / 2, 0),
             ram_limit=_least(device.ram_available_bytes, limits.ram_bytes),
             vram_limit=_least(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
             disk_limit=_least(device.disk.free_bytes, limits.disk_bytes),
@@ -300,13 +291,6 @@ def instance(
         workload=workload,
         limits=limits,
     )
-
-
-def ahead_bytes(model: ModelProfile, slots: int, *, output: bool) -> int:
-    """What may be held of what streams through ``slots``; an output matrix and a layer have room where both stream."""
-    slot = model.slot_bytes
-    least = (MIN_SLOTS - 1) * slot + max(slot, model.output_bytes) if output else 0
-    return max(slots * slot, least)
 
 
 def _least(available: int, limit: int | None) -> int:

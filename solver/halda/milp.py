@@ -1,9 +1,9 @@
 """The integer program: which device computes how many layers a round, on what, which stream, and who takes part.
 
 One program for one number of rounds k. Per device m and kind of layer g it has layers on the CPU ``C[m,g]`` and on the GPU
-``G[m,g]`` (paper: k*w = C + G, k*n = G), streamed layers ``S[m,g]`` through ``q[m]`` slots, and whether it streams and uses
-its GPU at all; ``z`` picks one ring order of one set of devices, so who takes part and in which order is decided with the
-rest. A layout says how C and G come about:
+``G[m,g]`` (paper: k*w = C + G, k*n = G). Per device it has the bytes that stream and those that are held ahead of them,
+which are no whole numbers (``streaming.py``), and whether it streams and uses its GPU at all; ``z`` picks one ring order of
+one set of devices, so who takes part and in which order is decided with the rest. A layout says how C and G come about:
 
 - ``even_layout``: w layers a round for each device, the tail takes the rest. Exact where all layers are alike; where
   they are not it does not know which layers a device gets, so its optimum is a lower bound. ``loose`` lets go of the
@@ -12,7 +12,7 @@ rest. A layout says how C and G come about:
   bytes of every window are exact.
 - ``alone_layout``: the head computes the model alone.
 
-Times are in milliseconds and memory in slots, to keep the numbers near one.
+Times are in milliseconds and memory in units of the largest layer, to keep the numbers near one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from typing import Any, Final
 import pulp
 
 from halda.evaluate import Objective
-from halda.instance import MIN_SLOTS, Instance, Member, Phase
+from halda.instance import Instance, Member, Phase
 from halda.orders import HopShare, RingOrder, ring_order
 from halda.plan import Plan
+from halda.streaming import RESERVE_BYTES
 
 MS: Final = 1000.0
 TIE: Final = 1e-8
 """Of plans with the same time to the first token or between tokens, the one with the quicker token is better."""
+READ_TIE: Final = 1e-8
+"""A millisecond of reading counts so much besides: of plans that take the same time, the one that reads less is better."""
 EVEN_MS: Final = 2e-6
 """Of plans that take the same time, the one that leaves the fullest device the most memory is better."""
 Expression = Any
@@ -61,31 +64,27 @@ class Layout:
 
 
 @dataclass(slots=True)
+class StreamVariables:
+    """Per member: ``streams`` is 1 where it streams, ``bytes`` of them with ``ahead`` held ahead (in units of memory).
+
+    ``decode`` is what streams while tokens are drawn.
+    """
+
+    streams: list[Any] = field(default_factory=list)
+    bytes: list[Any] = field(default_factory=list)
+    ahead: list[Any] = field(default_factory=list)
+    decode: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Program:
     """The program with the variables that a plan is read from."""
 
     problem: Any
     layout: Layout
-    streamed: list[list[Any]]
-    slots: list[Any]
+    streams: StreamVariables
     output_on_gpu: Any
-    output_streams: Expression
     objective: Expression
-
-
-@dataclass(slots=True)
-class StreamVariables:
-    """Per member: ``streams`` is 1 where it streams, ``layers`` by kind, through ``slots``.
-
-    ``output`` is 1 where the head streams the output matrix: 0 where the question does not allow it. What the head then
-    holds beside its slots, to have room for the output matrix and a layer, is ``beside_slots`` (in slots).
-    """
-
-    streams: list[Any] = field(default_factory=list)
-    layers: list[list[Any]] = field(default_factory=list)
-    slots: list[Any] = field(default_factory=list)
-    output: Expression = 0
-    beside_slots: Expression = 0
 
 
 def new_problem(name: str) -> Any:
@@ -341,8 +340,6 @@ def build(
         "the output is behind the tail's GPU layers",
     )
     problem += output_on_gpu <= uses_gpu[0], "the head uses its GPU for the output"
-    if instance.output_streams:
-        problem += streams.output + output_on_gpu <= 1, "the output streams from RAM only"
     for m in required - {0}:
         problem += layout.used[m] == 1, f"{m} is required"
     fullest = positive(problem, "fullest")
@@ -351,40 +348,38 @@ def build(
         wanted: Expression = pulp.lpSum(short)
     else:
         time = _Time(problem, instance, layout, uses_gpu, output_on_gpu, streams)
-        wanted = time.objective(objective) + EVEN_MS * fullest
+        wanted = time.objective(objective) + READ_TIE * time.reading() + EVEN_MS * fullest
     problem += wanted
-    return Program(problem, layout, streams.layers, streams.slots, output_on_gpu, streams.output, wanted)
+    return Program(problem, layout, streams, output_on_gpu, wanted)
 
 
 def _streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariables:
-    """Who streams how many layers through how many slots."""
-    total, found = len(instance.model.layers), StreamVariables()
+    """Who streams how much, with how much held ahead."""
+    unit, found = instance.model.largest_layer_bytes, StreamVariables()
+    streamable = [size / unit for size in instance.streamable]
+    total = sum(count * size for count, size in zip(instance.kind_totals, streamable, strict=True))
+    first, *further = instance.ahead_steps
     for m in range(len(instance.devices)):
-        s = [integer(problem, f"s_{m}_{g}", 0, most) for g, most in enumerate(instance.kind_totals)]
-        q = integer(problem, f"q_{m}", 0, total)
         streams = integer(problem, f"streams_{m}", 0, 1)
-        for g, count in enumerate(s):
-            problem += count <= layout.cpu[m][g], f"{m} streams CPU layers {g}"
-        problem += pulp.lpSum(s) <= total * streams, f"{m} streams"
-        problem += q >= MIN_SLOTS * streams, f"{m} has slots to stream through"
-        if m or not instance.output_streams:
-            problem += q <= pulp.lpSum(s) - streams, f"{m} streams more than its slots hold"
-        if m == 0 and instance.output_streams:
-            found.output, found.beside_slots = _output(problem, instance, streams, q)
-            problem += q <= pulp.lpSum(s) + found.output - streams, "the head streams more than its slots hold"
+        size, ahead, decode = (positive(problem, f"{name}_{m}") for name in ("streamed", "ahead", "in_decode"))
+        most = _dot(layout.cpu[m], streamable)
+        problem += size <= most - streams * (instance.pool_bytes / unit), f"{m} streams what its CPU computes"
+        problem += size <= total * streams, f"{m} streams"
+        least: Expression = streams * (first.ahead_bytes / unit)
+        below, above = first, streams
+        for i, step in enumerate(further, 1):
+            beyond = integer(problem, f"beyond_{m}_{i}", 0, 1)
+            problem += size <= below.share * most + (1 - below.share) * total * beyond, f"{m} streams a share {i}"
+            problem += beyond <= above, f"{m} streams less than share {i} before"
+            least += beyond * ((step.ahead_bytes - below.ahead_bytes) / unit)
+            below, above = step, beyond
+        problem += ahead >= least, f"{m} reads ahead"
+        problem += decode >= size - instance.members[m].decode.spare_bytes / unit, f"{m} streams less in decode"
         found.streams.append(streams)
-        found.layers.append(s)
-        found.slots.append(q)
+        found.bytes.append(size)
+        found.ahead.append(ahead)
+        found.decode.append(decode)
     return found
-
-
-def _output(problem: Any, instance: Instance, streams: Any, slots: Any) -> tuple[Any, Any]:
-    """Whether the head streams the output matrix with its layers, and what it then holds beside its slots (in slots)."""
-    output, beside = integer(problem, "output_streams", 0, 1), positive(problem, "beside_slots")
-    problem += output <= streams, "the output matrix streams with layers"
-    needed = output * (MIN_SLOTS + instance.output_excess_bytes / instance.slot_bytes)
-    problem += beside >= needed - slots, "the output matrix and a layer have room"
-    return output, beside
 
 
 def _memory(
@@ -398,26 +393,23 @@ def _memory(
     *,
     elastic: bool,
 ) -> list[Expression]:
-    """RAM, VRAM and disk of every device and machine are hard limits; the slacks where ``elastic``. Unit: slots.
+    """RAM, VRAM and disk of every device and machine are hard limits; the slacks where ``elastic``. Unit: largest layers.
 
     ``fullest`` is at least the share of its RAM that each device gives.
     """
-    unit = instance.slot_bytes
+    unit = instance.model.largest_layer_bytes
     sizes = [kind.size_bytes / unit for kind in instance.kinds]
     with_kv = [size + kv / unit for size, kv in zip(sizes, instance.kv_bytes, strict=True)]
     output, ram, vram, disk = instance.model.output_bytes / unit, [], [], []
     for m, member in enumerate(instance.members):
         windows = layout.windows[m]
         on_gpu = _dot(layout.gpu[m], with_kv) + uses_gpu[m] * (instance.gpu_runtime_bytes(windows) / unit)
-        on_cpu = _dot(layout.cpu[m], with_kv) - _dot(streams.layers[m], sizes) + streams.slots[m]
+        on_cpu = _dot(layout.cpu[m], with_kv) - streams.bytes[m] + streams.ahead[m]
+        on_cpu += streams.streams[m] * (RESERVE_BYTES / unit)
         on_cpu += layout.used[m] * (instance.runtime_bytes(windows) / unit)
         if m == 0:
             on_gpu += output_on_gpu * output
-            on_cpu += (
-                instance.head_bytes(windows) / unit
-                + (1 - output_on_gpu - streams.output) * output
-                + streams.beside_slots
-            )
+            on_cpu += instance.head_bytes(windows) / unit + (1 - output_on_gpu) * output
         vram.append(on_gpu)
         ram.append(on_cpu + on_gpu if member.shares_memory else on_cpu)
         disk.append(_dot(layout.cpu[m], sizes) + _dot(layout.gpu[m], sizes) if len(instance.devices) > 1 else 0)
@@ -465,6 +457,7 @@ class _Time:
         self._uses_gpu = uses_gpu
         self._output_on_gpu = output_on_gpu
         self._streams = streams
+        self._total = sum(layer.size_bytes for layer in instance.model.layers) / instance.model.largest_layer_bytes
         self._decode = [member.decode for member in instance.members]
         self._prefill = [member.prefill for member in instance.members]
 
@@ -480,9 +473,13 @@ class _Time:
             case "balanced":
                 return self._first_token() + work.answer_tokens * self._token()
 
+    def reading(self) -> Expression:
+        """Milliseconds that all disks read for a token."""
+        return pulp.lpSum(self._disks(self._decode))
+
     def _token(self) -> Expression:
         token = positive(self._problem, "token")
-        windows = self._windows("decode", self._decode, self._output())
+        windows = self._decode_ms = self._windows("decode", self._decode, self._output())
         hops = self._hops(lambda order: order.hops_s, lambda share: share.hops_s)
         self._problem += token >= pulp.lpSum(windows) + hops, "a token passes all windows and hops"
         for i, disk in enumerate(self._disks(self._decode)):
@@ -501,8 +498,8 @@ class _Time:
 
     def _period(self) -> Expression:
         period = positive(self._problem, "period")
-        windows = self._windows("pass", self._decode, self._output())
         self._problem += period * self._instance.workload.sequences >= self._token(), "sequences take turns"
+        windows = self._decode_ms
         self._busiest("token", period, windows, self._decode, lambda order: order.link_s)
         return period
 
@@ -527,44 +524,40 @@ class _Time:
             window, phase = positive(self._problem, f"{name}_ms_{m}"), phases[m]
             rest = _dot(self._layout.gpu[m], [s * MS for s in phase.gpu]) + self._steps(m, self._layout.windows[m])
             layers = _dot(self._layout.cpu[m], [s * MS for s in phase.cpu])
-            picked = self._picked(m, member, phase)
-            self._problem += window >= layers + rest + picked + (0 if m else output), f"{name}: {m} computes"
-            if not self._layout.loose:
-                least = self._edges(m, member, phase) + self._sure_rest(m, member, phase, rest, output) + picked
-                for i, waiting in enumerate(self._waiting(m, member, phase)):
-                    self._problem += window >= least + waiting, f"{name}: {m} waits for its disk {i}"
+            computing = layers + rest + (0 if m else output)
+            if self._instance.by_expert:
+                computing += self._read(m, member, phase)
+            self._problem += window >= computing, f"{name}: {m} computes"
+            if not (self._layout.loose or self._instance.by_expert):
+                waiting = self._waiting(name, m, member, phase)
+                sure = self._sure_rest(m, member, phase, rest, output)
+                self._problem += window >= sure + waiting, f"{name}: {m} waits for its disk"
             windows.append(window)
         return windows
 
-    def _ahead(self, m: int, member: Member, phase: Phase) -> Expression:
-        """Milliseconds in which the disk of ``m`` reads what it reads ahead."""
-        per_byte = MS / member.disk_bytes_per_s
-        layers = _dot(self._streams.layers[m], [size * per_byte for size in phase.ahead])
-        return layers if m else layers + self._streams.output * (self._instance.model.output_bytes * per_byte)
+    def _read(self, m: int, member: Member, phase: Phase) -> Expression:
+        """Milliseconds in which ``m`` reads what a pass needs of what streams."""
+        size = self._streams.decode[m] if phase.spare_bytes else self._streams.bytes[m]
+        return size * (phase.read_share * self._unit_ms(member))
 
-    def _picked(self, m: int, member: Member, phase: Phase) -> Expression:
-        """Milliseconds in which it reads what routers have picked: nothing is computed meanwhile."""
-        if not any(phase.picked):
-            return 0
-        return _dot(self._streams.layers[m], [size * MS / member.disk_bytes_per_s for size in phase.picked])
+    def _unit_ms(self, member: Member) -> float:
+        """Milliseconds of reading a unit of memory."""
+        return self._instance.model.largest_layer_bytes / member.disk_bytes_per_s * MS
 
     def _disks(self, phases: Sequence[Phase]) -> list[Expression]:
         """Milliseconds that the disk of each machine reads."""
-        members = self._instance.members
-        reads = [
-            self._ahead(m, members[m], phases[m]) + self._picked(m, members[m], phases[m]) for m in range(len(members))
-        ]
+        reads = [self._read(m, member, phases[m]) for m, member in enumerate(self._instance.members)]
         return [pulp.lpSum(reads[m] for m in host) for host in self._instance.hosts]
 
-    def _waiting(self, m: int, member: Member, phase: Phase) -> tuple[Expression, Expression]:
-        """Two figures of which the larger is what no slot takes away: by bytes, and by layers of the smallest size."""
-        instance, rounds, slots = self._instance, self._layout.rounds, self._streams.slots[m]
-        per_byte = MS / member.disk_bytes_per_s
-        by_bytes = self._ahead(m, member, phase) - slots * (rounds * instance.slot_bytes * per_byte)
-        if m == 0:
-            by_bytes -= self._streams.output * (rounds * instance.output_excess_bytes * per_byte)
-        layers = pulp.lpSum(s for s, size in zip(self._streams.layers[m], phase.ahead, strict=True) if size)
-        return by_bytes, (layers - rounds * slots) * (phase.smallest_ahead * per_byte)
+    def _waiting(self, name: str, m: int, member: Member, phase: Phase) -> Expression:
+        """Milliseconds of reading that no time of others takes away, and the edges of the stops beside it."""
+        rounds, unit_ms = self._layout.rounds, self._unit_ms(member)
+        waits = integer(self._problem, f"{name}_waits_{m}", 0, 1)
+        unit = self._instance.model.largest_layer_bytes
+        size = self._streams.bytes[m] - self._streams.streams[m] * (phase.spare_bytes / unit)
+        size -= rounds * self._streams.ahead[m]
+        self._problem += size <= waits * self._total, f"{name}: {m} has no edges if it does not wait"
+        return size * unit_ms + waits * (rounds * phase.edge_s * MS)
 
     def _steps(self, m: int, windows: float) -> Expression:
         """What ``windows`` windows cost besides their layers."""
@@ -572,18 +565,12 @@ class _Time:
         per_window = self._layout.used[m] * (member.step_s * MS) + self._uses_gpu[m] * (member.gpu_step_s * MS)
         return windows * per_window
 
-    def _edges(self, m: int, member: Member, phase: Phase) -> Expression:
-        """Of each round of a device that streams: the first streamed layer, and the last, computed or read."""
-        return self._streams.streams[m] * (self._layout.rounds * phase.edge_s(member.disk_bytes_per_s) * MS)
-
     def _sure_rest(self, m: int, member: Member, phase: Phase, rest: Expression, output: Expression) -> Expression:
         """What adds to reading: all that is not a layer on the CPU, in a ring without the tail."""
         if m:
             return rest
         if len(self._instance.devices) == 1:
-            # Where the output matrix streams, reading goes on while it is computed.
-            beside = 0 if isinstance(output, int) else self._streams.output * (member.cpu_output_s * MS)
-            return rest + output - beside
+            return rest + output
         return rest - self._layout.tail_on_gpu * (max(phase.gpu) * MS) - self._steps(0, 1)
 
     def _output(self) -> Expression:

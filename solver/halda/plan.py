@@ -45,17 +45,15 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming:
-    """The ``layers`` of ``device`` that are read from disk each time they are used, in order.
+    """Of what the CPU of ``device`` computes ``streamed_bytes`` are read from disk each time they are used.
 
-    The number of the model's layers, as an index, stands for the output matrix. They pass through ``slots`` buffers of the
-    size of the largest of these layers; the output matrix needs room for itself and such a layer. So the device may hold
-    ``max(slots * layer, largest + layer)`` bytes of what streams, where ``layer`` is the largest layer and ``largest`` the
-    larger of that and, if it streams, the output matrix. (Plans reckon with the largest layer of the whole model.)
+    The same share of each layer. At most ``ahead_bytes`` of them are in memory at a time, read ahead of their use. (0 where
+    layers have experts, which stream one by one: what is read of a layer is known only when its router has picked.)
     """
 
     device: str
-    layers: tuple[int, ...]
-    slots: int
+    streamed_bytes: int
+    ahead_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +63,8 @@ class Plan:
     ``route`` holds the windows in the order a step visits them, without gaps; the first and the last are the head's. A
     route of one window is the whole model on one device. ``rounds`` is the number of laps a token makes (paper: k).
     ``output_on_gpu``: the output matrix is on the GPU of the head; llama.cpp puts it there before any layer of the tail
-    window, and may put it there alone. ``streaming`` names the devices that stream; all layers of the others are resident.
-    The output matrix streams from the head's RAM only.
+    window, and may put it there alone. ``streaming`` names the devices that stream; all layers of the others are resident,
+    and the output matrix always is.
     """
 
     rounds: int
@@ -85,8 +83,8 @@ class Plan:
         assert all(window.first < window.last for window in self.route)
         assert len({streaming.device for streaming in self.streaming}) == len(self.streaming)
         for streaming in self.streaming:
-            assert list(streaming.layers) == sorted(set(streaming.layers))
-            assert set(streaming.layers) <= self._may_stream(streaming.device)
+            assert streaming.streamed_bytes > 0
+            assert streaming.ahead_bytes >= 0
 
     @property
     def head(self) -> str:
@@ -95,13 +93,8 @@ class Plan:
 
     @property
     def layer_count(self) -> int:
-        """The number of the model's layers; as the index of something that streams, the output matrix."""
+        """The number of the model's layers."""
         return self.route[-1].last
-
-    @property
-    def streams_output(self) -> bool:
-        """Whether the output matrix is read from disk for each token."""
-        return self.layer_count in self.streaming_of(self.head).layers
 
     def output_place(self, device: str) -> OutputPlace:
         """Where ``device`` has the output matrix: the head's tail window ends in it."""
@@ -127,16 +120,7 @@ class Plan:
         for streaming in self.streaming:
             if streaming.device == device:
                 return streaming
-        return Streaming(device=device, layers=(), slots=0)
-
-    def _may_stream(self, device: str) -> set[int]:
-        """What ``device`` computes on its CPU."""
-        layers = {
-            layer
-            for _, window in self.windows_of(device)
-            for layer in range(window.first, window.last - window.gpu_layers)
-        }
-        return layers | {self.layer_count} if device == self.head and not self.output_on_gpu else layers
+        return Streaming(device=device, streamed_bytes=0, ahead_bytes=0)
 
     def after(self, device: str) -> str:
         """The device that receives what ``device`` sends: the next one in the ring."""

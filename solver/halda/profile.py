@@ -180,8 +180,8 @@ class ModelProfile:
     cut_multiple: int
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot: the largest layer fits."""
+    def largest_layer_bytes(self) -> int:
+        """Bytes of the largest layer."""
         return max(layer.size_bytes for layer in self.layers)
 
     @property

@@ -7,9 +7,6 @@ open is settled by cutting exactly, one ring order at a time.
 
 Before all rings come the plans that are quick to make (``cuts.py``): a program looks only for what is better than they
 are.
-
-Where no plan fits, the same search is made once more for plans whose head also streams the output matrix. Streaming it saves
-at most the bytes of one slot, so such plans are looked for only when there is no other.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import pulp
 
 from halda import milp
 from halda.cuts import good_cuts
-from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, residency, spread, unit_bytes
+from halda.evaluate import Objective, Prediction, evaluate, residency, stream
 from halda.instance import Instance, instance
 from halda.orders import (
     EXACT_DEVICES,
@@ -36,7 +33,7 @@ from halda.orders import (
     induced_orders,
     least_hops,
 )
-from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
+from halda.plan import Infeasible, LeftOut, Plan, Window
 from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
 from halda.solution import Solution
 from halda.solving import Outcome, run
@@ -116,10 +113,6 @@ def _with_head(
 
     def search(question: Instance) -> _Search:
         search = _Search(question, objective, require, time_limit_s)
-        if search.run():
-            return search
-        # Whoever has less memory than any plan needs may still read the output matrix with the layers.
-        search = _Search(replace(question, output_streams=True), objective, require, time_limit_s)
         search.run()
         return search
 
@@ -219,9 +212,7 @@ class _Search:
                 break  # more rounds take more memory
             for price, route in sorted(cuts, key=lambda cut: cut[0])[:_KEPT_OF_ROUNDS]:
                 found.append((price, rounds, route))
-                plan = residency(_plan(rounds, route), question)
-                if question.output_streams or not plan.streams_output:
-                    self._keep(plan, is_quick=True)
+                self._keep(residency(_plan(rounds, route), question), is_quick=True)
             best_s = min((price for price, _ in cuts), default=math.inf)
             worse = 0 if best_s < best_before_s else worse + 1
             best_before_s = min(best_s, best_before_s)
@@ -257,7 +248,7 @@ class _Search:
         that need not work shall not.
         """
         value = self._objective_s(evaluate(plan, self._instance))
-        least = residency(plan, self._instance)
+        least = stream(plan, self._instance, {})
         for device in [streaming.device for streaming in plan.streaming]:
             others = [streaming for streaming in plan.streaming if streaming.device != device]
             own = [streaming for streaming in least.streaming if streaming.device == device]
@@ -270,7 +261,7 @@ class _Search:
         return plan
 
     def _read_bytes(self, plan: Plan) -> int:
-        return sum(unit_bytes(self._instance.model, unit) for each in plan.streaming for unit in each.layers)
+        return sum(each.streamed_bytes for each in plan.streaming)
 
     def _left_out(self, plan: Plan) -> tuple[LeftOut, ...]:
         return tuple(
@@ -450,16 +441,20 @@ class _Search:
         outcome, program = self._run(problem, milp.fixed_layout(members, plan), members, required=frozenset())
         if not outcome.found:
             return
-        streaming = []
+        unit = self._instance.model.largest_layer_bytes
+        plan = replace(plan, output_on_gpu=bool(round(program.output_on_gpu.value())))
+        ahead, least = ({}, {})
         for m, name in enumerate(plan.devices):
-            counts = [round(count.value()) for count in program.streamed[m]]
-            if sum(counts):
-                layers = self._streamed(name, route, counts)
-                if m == 0 and round(pulp.value(program.output_streams)):
-                    layers = (*layers, plan.layer_count)
-                streaming.append(Streaming(device=name, layers=layers, slots=round(program.slots[m].value())))
-        output_on_gpu = bool(round(program.output_on_gpu.value()))
-        self._keep(replace(plan, output_on_gpu=output_on_gpu, streaming=tuple(streaming)), is_quick=False)
+            if round(program.streams.streams[m].value()):
+                ahead[name] = math.ceil(program.streams.ahead[m].value() * unit)
+                if self._is_on_shared_machine(name):
+                    least[name] = math.ceil(program.streams.bytes[m].value() * unit)
+        self._keep(stream(plan, self._instance, ahead, least), is_quick=False)
+
+    def _is_on_shared_machine(self, name: str) -> bool:
+        """Whether what ``name`` holds is bounded by what others of its machine hold."""
+        host = next(device.host for device in self._instance.devices if device.device == name)
+        return sum(device.host == host for device in self._instance.devices) > 1
 
     def _only(self, members: Sequence[int]) -> Instance:
         """The question with these members alone."""
@@ -482,13 +477,6 @@ class _Search:
 
     def _objective_s(self, prediction: Prediction) -> float:
         return prediction.objective_s(self._objective, self._instance.workload.answer_tokens)
-
-    def _streamed(self, device: str, route: Sequence[Window], counts: Sequence[int]) -> tuple[int, ...]:
-        layers = [layer for window in route if window.device == device for layer in cpu_layers(window)]
-        chosen: list[int] = []
-        for kind, count in enumerate(counts):
-            chosen += spread([layer for layer in layers if self._instance.kind_of[layer] == kind], count)
-        return tuple(sorted(chosen))
 
     def _note(self, outcome: Outcome) -> None:
         """Remember what an unfinished program leaves open."""
@@ -554,7 +542,7 @@ class _Search:
         outcome = run(problem, max(_FIRST_S, self._limit_s))
         if not outcome.found:
             return None
-        unit = self._instance.slot_bytes
+        unit = self._instance.model.largest_layer_bytes
         names = [device.device for device in self._instance.devices]
         shortages = []
         for variable in problem.variables():

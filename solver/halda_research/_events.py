@@ -17,6 +17,8 @@ from heapq import heappop, heappush
 from typing import Final, Literal
 
 Kind = Literal["compute", "stall", "load", "hop"]
+_LEAST_SHARE: Final = 1e-9
+"""Less of what may be held ahead is no room: sums of parts are not exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +34,17 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Layers that are computed without a break in ``seconds``; a streamed one is alone. ``ends`` the step.
+    """Layers that are computed without a break in ``seconds``; one of which a part streams is alone. ``ends`` the step.
 
-    ``streamed``: the loader reads it ahead. ``picked_bytes`` are read of a layer that streams by expert, not before the step
-    has come to it; it takes no slot. The number of the model's layers stands for an output matrix that streams.
+    ``ahead_bytes`` of it are read ahead; ``picked_bytes`` are read of a layer that streams by expert, not before the step
+    has come to it.
     """
 
     layers: tuple[int, ...]
     seconds: float
-    streamed: bool
+    ahead_bytes: float
     ends: bool
-    picked_bytes: int
+    picked_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +58,11 @@ class Visit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixture:
-    """What a station has: its machine's number, slots, bytes and seconds of a read, and its outgoing link.
-
-    ``unit_bytes`` and ``unit_slots`` are bytes of each layer and of the output matrix behind them, and the slots they take.
-    """
+    """What a station has: its machine's number, the bytes that it may hold ahead, its disk and its outgoing link."""
 
     device: str
     host: int
-    slots: int
-    unit_bytes: Sequence[int]
-    unit_slots: Sequence[int]
+    ahead_bytes: float
     disk_bytes_per_s: float
     transfer_s: float
     delay_s: float
@@ -82,7 +79,7 @@ class Tally:
     link_s: float = 0.0
     hop_s: float = 0.0
     layers: int = 0
-    disk_bytes: int = 0
+    disk_bytes: float = 0.0
 
 
 @dataclass(slots=True)
@@ -101,8 +98,9 @@ class _Station:
 
     fixture: Fixture
     host: _Host
-    reads: Iterator[int]
-    free_slots: int
+    reads: Iterator[tuple[int, float]]
+    """Layers with their bytes in the order of use."""
+    free_bytes: float
     tally: Tally = field(default_factory=Tally)
     queue: deque[tuple[int, int]] = field(default_factory=deque)
     visit: tuple[int, int] | None = None
@@ -111,11 +109,11 @@ class _Station:
     stall_since: float | None = None
     picked_since: float | None = None
     """When the reading of what the router picked began, as long as it lasts."""
-    wanted: int | None = None
-    """What is read next, as soon as slots are free."""
+    wanted: tuple[int, float] | None = None
+    """The layer that is read next or now, and what is missing of it."""
     read: deque[int] = field(default_factory=deque)
-    """Layers in slots, in the order of use."""
-    reading: int | None = None
+    """Layers in memory, in the order of use."""
+    reading_bytes: float = 0.0
     read_since: float | None = None
     link_free_s: float = 0.0
     arrival_s: float = 0.0
@@ -128,7 +126,8 @@ class SimulatedRing:
     """Steps of ``sequences`` on their way over ``stops``, again and again if ``cyclic``, else once.
 
     ``jitter`` is the share of every hop's delay that is random: exponentially distributed, the mean kept. Links keep the
-    order. ``filled``: the slots are full at the start. ``through(sequence)`` is called whenever a step is through.
+    order. ``filled``: all that may be held ahead is in memory at the start. ``through(sequence)`` is called whenever a step
+    is through.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class SimulatedRing:
                 fixture=fixture,
                 host=hosts[fixture.host],
                 reads=_order_of_use([stop for stop in stops if stop.station == i], sequences, cyclic=cyclic),
-                free_slots=fixture.slots,
+                free_bytes=fixture.ahead_bytes,
             )
             for i, fixture in enumerate(fixtures)
         ]
@@ -188,8 +187,8 @@ class SimulatedRing:
         """What goes on right now, as if it ended now."""
         found = []
         for station in self._stations:
-            if station.read_since is not None and station.reading is not None:
-                found.append(self._interval(station, "load", station.read_since, self.now, (station.reading,)))
+            if station.read_since is not None and station.wanted is not None:
+                found.append(self._interval(station, "load", station.read_since, self.now, (station.wanted[0],)))
             if station.picked_since is not None:
                 layers = self._piece(station).layers
                 found.append(self._interval(station, "load", station.picked_since, self.now, layers))
@@ -202,11 +201,9 @@ class SimulatedRing:
         return found
 
     def _fill(self, station: _Station) -> None:
-        """As much as its slots take is there from the start."""
-        while self._take_slots(station):
-            assert station.reading is not None
-            station.read.append(station.reading)
-            station.reading = None
+        """As much as may be held ahead is there from the start."""
+        while self._take_room(station):
+            self._have(station)
 
     def _at(self, time_s: float, happen: Callable[[_Station], None], station: _Station) -> None:
         self._count += 1
@@ -234,7 +231,7 @@ class SimulatedRing:
         if self._piece(station).picked_bytes:
             station.stall_since = self.now
             self._occupy_disk(station, lambda: self._read_picked(station))
-        elif self._piece(station).streamed and not station.read:
+        elif self._piece(station).ahead_bytes and not station.read:
             station.stall_since = self.now
         else:
             self._compute_in_turn(station)
@@ -261,9 +258,9 @@ class SimulatedRing:
         station.host.computing = False
         if station.host.to_compute:
             self._compute(station.host.to_compute.popleft())
-        if piece.streamed:
+        if piece.ahead_bytes:
             assert station.read.popleft() == piece.layers[0], "layers are read in the order of use"
-            station.free_slots += station.fixture.unit_slots[piece.layers[0]]
+            station.free_bytes += piece.ahead_bytes
             self._read(station)
         sequence, stop = station.visit
         station.at += 1
@@ -278,8 +275,8 @@ class SimulatedRing:
     # ---- disk ------------------------------------------------------------------------------------------------------
 
     def _read(self, station: _Station) -> None:
-        """Have the next layer in the order of use read, if a slot is free."""
-        if station.reading is not None or not self._take_slots(station):
+        """Have what is next in the order of use read, as far as there is room."""
+        if station.reading_bytes or not self._take_room(station):
             return
         self._occupy_disk(station, lambda: self._start_read(station))
 
@@ -319,34 +316,47 @@ class SimulatedRing:
         self._note(station, "stall", station.stall_since, self.now, self._piece(station).layers)
         station.stall_since = None
 
-    def _take_slots(self, station: _Station) -> bool:
-        """Make the next layer in the order of use the one that is read, if it finds slots."""
+    def _take_room(self, station: _Station) -> bool:
+        """Make what is next in the order of use what is read, as far as it finds room."""
         if station.wanted is None:
             station.wanted = next(station.reads, None)
-        if station.wanted is None or station.fixture.unit_slots[station.wanted] > station.free_slots:
+        if station.wanted is None:
             return False
-        station.free_slots -= station.fixture.unit_slots[station.wanted]
-        station.reading, station.wanted = station.wanted, None
+        missing = station.wanted[1]
+        size = min(missing, station.free_bytes)
+        if size < min(missing, _LEAST_SHARE * station.fixture.ahead_bytes):
+            return False
+        station.free_bytes -= size
+        station.reading_bytes = size
         return True
 
     def _start_read(self, station: _Station) -> None:
-        assert station.reading is not None
         station.read_since = self.now
-        fixture = station.fixture
-        self._at(self.now + fixture.unit_bytes[station.reading] / fixture.disk_bytes_per_s, self._was_read, station)
+        self._at(self.now + station.reading_bytes / station.fixture.disk_bytes_per_s, self._was_read, station)
+
+    def _have(self, station: _Station) -> None:
+        """What was read is in memory."""
+        assert station.wanted is not None
+        layer, missing = station.wanted
+        station.tally.disk_bytes += station.reading_bytes
+        missing -= station.reading_bytes
+        station.reading_bytes = 0.0
+        station.wanted = (layer, missing)
+        if missing <= 0:
+            station.read.append(layer)
+            station.wanted = None
 
     def _was_read(self, station: _Station) -> None:
-        layer, since, tally = station.reading, station.read_since, station.tally
-        assert layer is not None
+        since, tally, wanted = station.read_since, station.tally, station.wanted
         assert since is not None
+        assert wanted is not None
         tally.disk_s += self.now - since
-        tally.disk_bytes += station.fixture.unit_bytes[layer]
-        self._note(station, "load", since, self.now, (layer,))
-        station.read.append(layer)
-        station.reading = station.read_since = None
+        self._note(station, "load", since, self.now, (wanted[0],))
+        station.read_since = None
+        self._have(station)
         self._leave_disk(station)
         self._read(station)
-        if station.stall_since is not None and self._piece(station).streamed:
+        if station.stall_since is not None and self._piece(station).ahead_bytes and station.read:
             self._end_stall(station)
             self._go_on(station)
 
@@ -388,11 +398,12 @@ class SimulatedRing:
         return Interval(device=station.fixture.device, kind=kind, start_s=since, end_s=until, layers=layers)
 
 
-def _order_of_use(stops: Sequence[Visit], sequences: int, *, cyclic: bool) -> Iterator[int]:
-    """The streamed layers of one station in the order of use: all sequences at a stop, then all at the next."""
+def _order_of_use(stops: Sequence[Visit], sequences: int, *, cyclic: bool) -> Iterator[tuple[int, float]]:
+    """The layers of one station that stream, with their bytes in the order of use: all sequences at a stop, then all at
+    the next."""
 
-    def streamed(pieces: Sequence[Segment]) -> list[int]:
-        return [piece.layers[0] for piece in pieces if piece.streamed]
+    def streamed(pieces: Sequence[Segment]) -> list[tuple[int, float]]:
+        return [(piece.layers[0], piece.ahead_bytes) for piece in pieces if piece.ahead_bytes]
 
     for stop in stops:
         for _ in range(sequences):

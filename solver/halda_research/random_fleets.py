@@ -31,10 +31,11 @@ from halda import (
     Window,
     Workload,
 )
-from halda.evaluate import cpu_layers, spread
-from halda.instance import MIN_SLOTS, Instance
+from halda.evaluate import cpu_layers
+from halda.instance import Instance
 from halda.instance import instance as ask
 from halda.quantisation import bytes_per_weight
+from halda.streaming import least_ahead_bytes
 
 Memory = Literal["short", "about", "ample"]
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16")
@@ -190,13 +191,11 @@ def random_instance(
     return ask(fleet, links, model, workload or random_workload(rng), limits)
 
 
-def random_plan(
-    rng: random.Random, question: Instance, *, rounds: int | None = None, streams: float = 0.6, even: bool = False
-) -> Plan:
+def random_plan(rng: random.Random, question: Instance, *, rounds: int | None = None, streams: float = 0.6) -> Plan:
     """A legal plan: the head first and last, equal windows in every round, then the tail.
 
-    Some devices are left out, the others come in any order behind the head; each streams with probability ``streams``,
-    evenly spread layers (always with ``even``) or any.
+    Some devices are left out, the others come in any order behind the head; each streams with probability ``streams``, any
+    part of its layers with any legal part of that held ahead.
     """
     route, k = _route(rng, question, rounds)
     names = list(dict.fromkeys(window.device for window in route))
@@ -204,10 +203,12 @@ def random_plan(
     streaming = []
     for name in names:
         layers = [layer for window in route if window.device == name for layer in cpu_layers(window)]
-        if len(layers) > MIN_SLOTS and rng.random() < streams:
-            count = rng.randint(MIN_SLOTS + 1, len(layers))
-            chosen = spread(layers, count) if even or rng.random() < 0.7 else sorted(rng.sample(layers, count))
-            streaming.append(Streaming(device=name, layers=tuple(chosen), slots=rng.randint(MIN_SLOTS, count)))
+        most = sum(question.streamable[question.kind_of[layer]] for layer in layers)
+        streamed = round(rng.uniform(0.02, 1) * (most - question.pool_bytes))
+        least = least_ahead_bytes(question.model, streamed, most)
+        if rng.random() < streams and streamed > least:
+            ahead = 0 if question.by_expert else round(rng.choice([least, rng.uniform(least, streamed), streamed]))
+            streaming.append(Streaming(device=name, streamed_bytes=streamed, ahead_bytes=ahead))
     left_out = [device.device for device in question.devices if device.device not in names]
     return Plan(
         rounds=k,

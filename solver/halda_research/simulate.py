@@ -1,35 +1,11 @@
 """A ring played event by event: it checks the closed form of ``evaluate.py`` and fleets larger than anyone here owns.
 
-A window computes layer by layer, CPU layers first: a streamed one as soon as it is in a slot, which it frees when it is
-computed. The loader reads in the order of use, whenever a slot is free, over windows and tokens. A hop is the transfer,
-which occupies the link, and half the round trip. A layer that streams by expert is read when its turn has come, and computed
-then. Devices on one machine wait for each other's layers and reads. Steps are
-served in the order of their arrival; several sequences follow each other, each reads for itself. No formula is used here.
-
-Where the closed form of a token coincides, for one sequence without jitter:
-
-- nothing is streamed but by expert, and the loaders share no disk, whatever else (exact to rounding), or
-- layers are of one size, every device that streams has as many streamed layers at each of its stops (windows between two
-  hops; the tail and the next first window are one), the loaders share no disk, and
-  - its slots hold all of its streamed layers (exact), or
-  - what is computed at a stop up to the first streamed layer and behind the last one takes little of the token, and so
-    does the tail, which makes the stops' distances uneven (3 % off at most where both together take up to 4 % of it).
-
-Elsewhere the closed form is a lower bound. Of 729 random plans that stream from disks of their own, 44 cost over 5 % more,
-33 % at most; of 35 with a shared disk 2, 30 % at most. The reasons (1 to 3 explain four of five such plans, 4 the others):
-
-1. A slot is free only when the first streamed layer of the stop is computed, and what is behind the last one (GPU layers
-   above all) cannot begin before it: a stop that lacks slots takes both and the reading between, not the larger one.
-2. Slots are filled once a stop: a stop with fewer streamed layers than slots leaves credit that others cannot use. The
-   tail and the next first window have no pause between them; a head whose CPU layers are all in its tail fills once.
-3. Slots hold layers, not bytes: small layers in large slots leave more to read than ``slots * slot_bytes`` says.
-4. Behind a long tail a loader with few slots is idle while they are full, and late in the short rounds.
-
-With several sequences and nothing streamed the closed form is exact for one round. In more rounds steps keep their order,
-and a tail makes one stop of the head longer than the others: of 300 plans (2 to 16 sequences) 59 cost over 5 % more, 46 %
-at most. The chunks of a prompt follow each other window by window, not pass by pass: with nothing streamed a prompt costs
-up to 46 % less than the closed form says (20 % less for k = 1) or up to 16 % more. Slots that were filled before it came
-count for nothing there: a prompt of one chunk may take a fifth of the reading that is foreseen.
+A window computes layer by layer, CPU layers first; one of which a part streams as soon as that is in memory, and lets it go
+when it is computed. The loader reads in the order of use whatever finds room, bytes of the next part too, over windows and
+tokens. A hop is the transfer, which occupies the link, and half the round trip. Of a layer that streams by expert what is
+picked is read when its turn has come, and it is computed then. Devices on one machine wait for each other's layers and
+reads. Steps are served in the order of their arrival; several sequences follow each other, each reads for itself. No formula
+is used here.
 """
 
 from __future__ import annotations
@@ -39,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from halda import cost
-from halda.evaluate import cpu_layers, unit_bytes
+from halda.evaluate import cpu_layers
 from halda.instance import Instance, Member, Phase
 from halda.plan import Plan, Window
 from halda_research._events import Fixture, Interval, Segment, SimulatedRing, Tally, Visit
@@ -108,9 +84,9 @@ def simulate(
 
 
 def simulate_prefill(plan: Plan, instance: Instance, *, jitter: float = 0.0, seed: int = 0) -> float:
-    """Seconds from a typical prompt to its first token, the ring idle and the slots full before.
+    """Seconds from a typical prompt to its first token, the ring idle and all that is held ahead in memory before.
 
-    All chunks enter at once; each reads the streamed layers anew. Only the last one passes the output matrix.
+    All chunks enter at once; each reads anew what streams. Only the last one passes the output matrix.
     """
     last = 0.0
     through = 0
@@ -233,11 +209,7 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Visit]:
             gpu_step_s = member.gpu_step_s if device in uses_gpu else 0.0
             output_s = member.gpu_output_s if plan.output_on_gpu else member.cpu_output_s
             tail_s = output_s if last and decode else 0.0
-            streams_output = last and plan.streams_output
-            more_s = gpu_step_s + (0.0 if streams_output else tail_s)
-            pieces.extend(_pieces(window, plan, instance, phase, member.step_s, more_s))
-            if streams_output:
-                pieces.append(Segment((plan.layer_count,), tail_s, True, False, 0))
+            pieces.extend(_pieces(window, plan, instance, phase, member.step_s, gpu_step_s + tail_s))
             pieces[-1] = replace(pieces[-1], ends=last)
         stops.append(Visit(stations[device], tuple(pieces), 0))
     if decode and len(stops) > 1:
@@ -250,17 +222,21 @@ def _pieces(
     window: Window, plan: Plan, instance: Instance, phase: Phase, step_s: float, more_s: float
 ) -> list[Segment]:
     """A window in pieces: ``step_s`` before its CPU layers, ``more_s`` with the GPU layers behind them."""
-    streamed = set(plan.streaming_of(window.device).layers)
+    name = window.device
+    all_layers = [layer for _, each in plan.windows_of(name) for layer in cpu_layers(each)]
+    most = sum(instance.streamable[instance.kind_of[layer]] for layer in all_layers)
+    share = phase.streamed_bytes(plan.streaming_of(name).streamed_bytes) * phase.read_share / max(most, 1)
     pieces: list[Segment] = []
     layers: list[int] = []
     seconds = step_s
     for layer in cpu_layers(window):
         kind = instance.kind_of[layer]
-        layer_s, picked = phase.cpu[kind], phase.picked[kind]
-        if layer in streamed:
+        layer_s, size = phase.cpu[kind], share * instance.streamable[kind]
+        if size:
             if seconds or layers:
-                pieces.append(Segment(tuple(layers), seconds, False, False, 0))
-            pieces.append(Segment((layer,), layer_s, not picked, False, picked))
+                pieces.append(Segment(tuple(layers), seconds, 0.0, False, 0.0))
+            ahead, picked = (0.0, size) if instance.by_expert else (size, 0.0)
+            pieces.append(Segment((layer,), layer_s, ahead, False, picked))
             layers, seconds = [], 0.0
         else:
             layers.append(layer)
@@ -268,26 +244,22 @@ def _pieces(
     on_gpu = window.layers[len(cpu_layers(window)) :]
     seconds += sum(phase.gpu[instance.kind_of[layer]] for layer in on_gpu) + more_s
     if seconds or layers or on_gpu:
-        pieces.append(Segment((*layers, *on_gpu), seconds, False, False, 0))
+        pieces.append(Segment((*layers, *on_gpu), seconds, 0.0, False, 0.0))
     return pieces
 
 
 def _fixtures(plan: Plan, instance: Instance, *, rows: float) -> list[Fixture]:
     index = {device.device: i for i, device in enumerate(instance.devices)}
     hosts = {i: number for number, host in enumerate(instance.hosts) for i in host}
-    unit_sizes = [unit_bytes(instance.model, unit) for unit in range(plan.layer_count + 1)]
     fixtures = []
     for name in plan.devices:
         member: Member = instance.members[index[name]]
-        slots = plan.streaming_of(name).slots
         link = instance.link(index[name], index[plan.after(name)])
         fixtures.append(
             Fixture(
                 device=name,
                 host=hosts[index[name]],
-                slots=slots,
-                unit_slots=[min(max(1, slots - 1), -(-size // instance.slot_bytes)) for size in unit_sizes],
-                unit_bytes=unit_sizes,
+                ahead_bytes=plan.streaming_of(name).ahead_bytes,
                 disk_bytes_per_s=member.disk_bytes_per_s,
                 transfer_s=cost.transfer_s(link, rows, instance.model.width),
                 delay_s=link.round_trip_s / 2,

@@ -1,0 +1,103 @@
+"""What streaming asks of memory and takes in time: the terms that program, evaluator, simulator and engine share.
+
+Of the L bytes that a device's CPU computes, s do not stay. They are read in the order of their use, the same share of each
+layer, and at most a of them are in memory, so the device holds L - s + a. A token makes k stops at the device (a round each;
+the tail and the next token's first window are one). While others compute, the disk fills a; the stop then waits for the
+rest of its s/k, and can take the first bytes of it only when its first layer was computed and let its part go. What was read
+last is computed behind it. So the stops of a token take at least
+
+    V >= compute        and, where s/k > a,        V >= rest + k * edge + (s - k * a) / disk,
+
+where ``edge`` is the first and the last layer and ``rest`` what is not computed by the CPU's layers. A token as a whole
+takes at least s / disk, of all devices of a machine together. A byte more of a costs a byte more of s, and saves k in what
+is waited for: with one round a is as small as can be, with more it is worth its room.
+
+While tokens are drawn, the compute buffer lies idle, and as much of s stays in its room: ``decode_bytes``.
+
+A layer with experts streams by expert. What a pass needs of them is known when the layer's router has picked, so nothing is
+read ahead: V gets s times ``read_share`` over disk, the share of the experts that the rows of a pass pick.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+from halda.profile import LayerProfile, ModelProfile
+
+LEAST_AHEAD_BYTES: Final = 16 << 20
+"""So much is held ahead at least, or two layers where they are smaller: with less the disk waits between small parts."""
+RESERVE_BYTES: Final = 16 << 20
+"""So much a device that streams leaves free: the system reads a little behind a part, and must not run dry over it."""
+_SHARES: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+_SAME: Final = 1e-6
+
+
+class AheadStep(NamedTuple):
+    """Where at most ``share`` of what may stream does, at least ``ahead_bytes`` are held ahead."""
+
+    share: float
+    ahead_bytes: int
+
+    def holds(self, streamed_bytes: float, streamable_bytes: float) -> bool:
+        """Whether this is enough where ``streamed_bytes`` of ``streamable_bytes`` stream."""
+        return streamed_bytes <= self.share * streamable_bytes * (1 + _SAME) + 1
+
+
+def ahead_steps(model: ModelProfile) -> tuple[AheadStep, ...]:
+    """What the engine needs to read a part while it computes another: two parts of layers, in steps of the share.
+
+    In steps, so that a program of whole numbers can count it; the last step is that all streams. One step where experts
+    stream.
+    """
+    if by_expert(model):
+        return (AheadStep(1.0, 0),)
+    two, least = 2 * model.largest_layer_bytes, smallest_ahead_bytes(model)
+    found: list[AheadStep] = []
+    for share in _SHARES:
+        step = AheadStep(share, max(least, int(share * two)))
+        if found and found[-1].ahead_bytes == step.ahead_bytes:
+            found.pop()
+        found.append(step)
+    return tuple(found)
+
+
+def smallest_ahead_bytes(model: ModelProfile) -> int:
+    """What is held ahead at least, however little streams."""
+    return min(LEAST_AHEAD_BYTES, 2 * model.largest_layer_bytes)
+
+
+def least_ahead_bytes(model: ModelProfile, streamed_bytes: float, streamable_bytes: float) -> int:
+    """What has to be held ahead where ``streamed_bytes`` of ``streamable_bytes`` stream; 0 where nothing does."""
+    if streamed_bytes <= 0:
+        return 0
+    steps = ahead_steps(model)
+    enough = (step.ahead_bytes for step in steps if step.holds(streamed_bytes, streamable_bytes))
+    return next(enough, steps[-1].ahead_bytes)
+
+
+def by_expert(model: ModelProfile) -> bool:
+    """Whether layers have experts: then they stream alone, one by one."""
+    return any(layer.expert_bytes for layer in model.layers)
+
+
+def streamable_bytes(layer: LayerProfile, model: ModelProfile) -> int:
+    """What of a layer may stream: all, but where a model has experts only those."""
+    return layer.expert_bytes if by_expert(model) else layer.size_bytes
+
+
+def pool_bytes(model: ModelProfile) -> int:
+    """What a device that streams by expert holds of them at the least: the experts of a layer, which a prompt needs."""
+    return max(layer.expert_bytes for layer in model.layers)
+
+
+def read_share(model: ModelProfile, rows: float) -> float:
+    """The share of what streams that a pass of ``rows`` rows reads."""
+    if not by_expert(model):
+        return 1.0
+    return 1 - math.pow(1 - model.experts_used / model.experts, rows)
+
+
+def edge_s(layers_s: tuple[float, ...]) -> float:
+    """Seconds of a stop that waits for its disk beside reading, where layers of the kinds take ``layers_s``."""
+    return 2 * min(layers_s)
