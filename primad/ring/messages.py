@@ -359,8 +359,8 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``resident`` and ``streamed`` count layers' worth, since a share of each may stream: as assigned, or what memory
     pressure left of it, and so ``ahead_bytes``, which are held ahead of what streams. ``streams_output``: so does the
     output matrix, which is no layer. The other bytes are those of now: while tokens are drawn, more stays in the room of
-    scratch memory. ``read_bytes`` were read from disk, and steps waited ``stall_s`` seconds for it. ``pressure`` is the level
-    of memory pressure on this device: calm, some or high.
+    scratch memory. ``read_bytes`` were read from disk, and steps waited ``stall_s`` seconds for it. ``pressure`` is the
+    level of memory pressure on this device: calm, some or high.
     """
 
     resident: int

@@ -124,7 +124,8 @@ class _Share:
     gpu: tuple[int, ...]
     streamed_bytes: int
     ahead_bytes: int
-    tail_gpu: int
+    tail_cpu: tuple[int, ...]
+    tail_gpu: tuple[int, ...]
 
     def uses_gpu(self, plan: Plan) -> bool:
         """Whether anything of this device is on its GPU."""
@@ -157,11 +158,21 @@ class _Share:
         waiting = read - plan.rounds * self.ahead_bytes
         if waiting <= 0:
             return compute_s
+        return max(compute_s, self.rest_s(phase, plan, output_s) + plan.rounds * phase.edge_s + waiting / disk)
+
+    def rest_s(self, phase: Phase, plan: Plan, output_s: float) -> float:
+        """What is computed beside the CPU's layers and adds to reading for sure."""
         rest_s = _dot(self.gpu, phase.gpu) + self.windows * self.step_s(plan) + output_s
         if self.is_head and len(plan.route) > 1:
             # Reading may go on behind the tail, so nothing of it is sure to add up.
-            rest_s -= self.tail_gpu * max(phase.gpu) + self.step_s(plan) + output_s
-        return max(compute_s, rest_s + plan.rounds * phase.edge_s + waiting / disk)
+            rest_s -= sum(self.tail_gpu) * max(phase.gpu) + self.step_s(plan) + output_s
+        return rest_s
+
+    def tail_s(self, phase: Phase, plan: Plan) -> float:
+        """Seconds of the head's last window, if that is not its only one."""
+        if len(plan.route) == 1:
+            return 0.0
+        return _dot(self.tail_cpu, phase.cpu) + _dot(self.tail_gpu, phase.gpu) + self.step_s(plan)
 
 
 def evaluate(plan: Plan, instance: Instance) -> Prediction:
@@ -175,15 +186,14 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
     prefill = [share.window_s(share.member.prefill, plan, instance, 0.0) for share in shares]
     read = [share.read_bytes(share.member.decode) for share in shares]
     disk = [size / share.member.disk_bytes_per_s for size, share in zip(read, shares, strict=True)]
-    chunk_disk = [share.read_bytes(share.member.prefill) / share.member.disk_bytes_per_s for share in shares]
     hops, chunk_hops, occupied = _hops(plan, instance)
     hosts = _by_host(shares)
     disk_s = max(sum(disk[i] for i in host) for host in hosts)
-    chunk_disk_s = max(sum(chunk_disk[i] for i in host) for host in hosts)
     tpot_s = max(sum(decode) + sum(hops), disk_s)
-    chunk_s = max(sum(prefill) + chunk_hops, chunk_disk_s)
-    busiest = max(sum(prefill[i] for i in host) for host in hosts)
-    ttft_s = chunk_s + (instance.chunks - 1) * max(busiest, chunk_disk_s, occupied[1]) + sum(outputs)
+    chunk_s, ttft_s = (
+        _prompt_s(plan, instance, shares, prefill, chunk_hops, occupied[1], chunks) for chunks in (1, instance.chunks)
+    )
+    ttft_s += sum(outputs)
     busy = max(sum(decode[i] for i in host) for host in hosts)
     period_s = max(tpot_s / instance.workload.sequences, busy, disk_s, occupied[0])
     ram, vram, short = _memory(plan, instance, shares, hosts)
@@ -222,6 +232,36 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
         ),
         short=short,
     )
+
+
+def _prompt_s(
+    plan: Plan,
+    instance: Instance,
+    shares: Sequence[_Share],
+    windows_s: Sequence[float],
+    hops_s: float,
+    occupied_s: float,
+    chunks: int,
+) -> float:
+    """Seconds in which ``chunks`` chunks of a prompt pass the ring, the output matrix aside."""
+    rounds, tail_s = plan.rounds, shares[0].tail_s(shares[0].member.prefill, plan)
+    lap_s = (sum(windows_s) + hops_s - tail_s) / rounds
+    stops = [(window - tail_s * (i == 0)) / rounds for i, window in enumerate(windows_s)]
+    once_more_s = max(tail_s, occupied_s / rounds)
+    laps_s, last_s, least = max(lap_s, chunks * occupied_s / rounds), (chunks - 1) * once_more_s, 0.0
+    for host in _by_host(shares):
+        stop_s, reading_s = sum(stops[i] for i in host), 0.0
+        train_s = chunks * stop_s
+        least = max(least, rounds * train_s + chunks * tail_s if 0 in host else 0.0)
+        for i in host:
+            share, phase = shares[i], shares[i].member.prefill
+            read, disk = chunks * share.read_bytes(phase), share.member.disk_bytes_per_s
+            reading_s += max(0.0, read - share.ahead_bytes) / disk
+            if read and i and not instance.by_expert:
+                late_s = (read / rounds - share.ahead_bytes) / disk
+                train_s = max(train_s, chunks * share.rest_s(phase, plan, 0.0) / rounds + late_s)
+        laps_s, last_s, least = max(laps_s, train_s), max(last_s, train_s - stop_s), max(least, reading_s)
+    return max(least, (rounds - 1) * laps_s + lap_s + tail_s + last_s)
 
 
 def residency(plan: Plan, instance: Instance) -> Plan:
@@ -306,7 +346,8 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
         gpu=_by_kind(on_gpu, instance),
         streamed_bytes=streaming.streamed_bytes,
         ahead_bytes=streaming.ahead_bytes,
-        tail_gpu=windows[-1].gpu_layers,
+        tail_cpu=_by_kind(cpu_layers(windows[-1]), instance),
+        tail_gpu=_by_kind(windows[-1].layers[len(cpu_layers(windows[-1])) :], instance),
     )
 
 

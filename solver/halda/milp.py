@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import pulp
 
-from halda.evaluate import Objective
+from halda.evaluate import Objective, cpu_layers
 from halda.instance import Instance, Member, Phase
 from halda.orders import HopShare, RingOrder, ring_order
 from halda.plan import Plan
@@ -46,8 +46,9 @@ class Layout:
     """How many layers each member has, as expressions. Lists run over members, inner lists over kinds of layers.
 
     ``used[m]`` is 1 for a member that takes part; ``windows[m]`` is its number of windows a token, where ``loose`` the least
-    that it may be. ``tail_on_gpu`` counts the layers of the head's last window that are on its GPU. ``orders`` with
-    ``picked``: which ring.
+    that it may be. ``tail_on_gpu`` counts the layers of the head's last window that are on its GPU. ``tail`` are its layers
+    on the CPU and on the GPU, by kind, or one count where it is not known of which kinds they are; None without a ring.
+    ``orders`` with ``picked``: which ring.
     """
 
     rounds: int
@@ -57,6 +58,7 @@ class Layout:
     used: list[Expression]
     windows: list[int]
     tail_on_gpu: Expression
+    tail: tuple[list[Expression], list[Expression]] | None
     orders: Sequence[RingOrder]
     picked: list[Expression]
     shares: Sequence[HopShare] = ()
@@ -154,6 +156,7 @@ def even_layout(
         used=used,
         windows=windows,
         tail_on_gpu=tail_gpu,
+        tail=([tail - tail_gpu], [tail_gpu]),
         orders=orders or (),
         picked=picked,
         shares=shares or (),
@@ -219,13 +222,11 @@ def cut_layout(
     has_gpu = instance.members[0].has_gpu
     every = [1] * len(tail_columns)
     tail_start = _staircase(problem, "gpu_tail", len(every), 1, tail_before, every) if has_gpu else every
-    for g, (on_cpu, on_gpu) in enumerate(
-        zip(
-            _counts(instance, tail_columns, tail_before, tail_start),
-            _counts(instance, tail_columns, tail_start, every),
-            strict=True,
-        )
-    ):
+    tail = (
+        _counts(instance, tail_columns, tail_before, tail_start),
+        _counts(instance, tail_columns, tail_start, every),
+    )
+    for g, (on_cpu, on_gpu) in enumerate(zip(*tail, strict=True)):
         cpu[0][g] += on_cpu
         gpu[0][g] += on_gpu
     return Layout(
@@ -236,6 +237,7 @@ def cut_layout(
         used=used,
         windows=[rounds + (m == 0) for m in range(len(sequence))],
         tail_on_gpu=len(every) - pulp.lpSum(tail_start),
+        tail=tail,
         orders=orders,
         picked=picked,
         variables={"end": ends, "start": starts, "tail_start": tail_start, "columns": columns},
@@ -263,9 +265,22 @@ def fixed_layout(instance: Instance, plan: Plan) -> Layout:
         used=[pulp.lpSum([int(n > 0)]) for n in windows],
         windows=windows,
         tail_on_gpu=pulp.lpSum([plan.route[-1].gpu_layers]),
+        tail=_tail(instance, plan),
         orders=(order,),
         picked=[pulp.lpSum([1])],
     )
+
+
+def _tail(instance: Instance, plan: Plan) -> tuple[list[Expression], list[Expression]] | None:
+    """The layers of the last window of ``plan`` by kind."""
+    if len(plan.route) == 1:
+        return None
+    on_cpu = cpu_layers(plan.route[-1])
+    on_gpu = plan.route[-1].layers[len(on_cpu) :]
+    one, zero = [1] * len(on_cpu), [0] * len(on_cpu)
+    more, none = [1] * len(on_gpu), [0] * len(on_gpu)
+    kinds = [[instance.kind_of[layer]] for layer in on_cpu], [[instance.kind_of[layer]] for layer in on_gpu]
+    return _counts(instance, kinds[0], zero, one), _counts(instance, kinds[1], none, more)
 
 
 def alone_layout(problem: Any, instance: Instance) -> Layout:
@@ -282,6 +297,7 @@ def alone_layout(problem: Any, instance: Instance) -> Layout:
         used=[1],
         windows=[1],
         tail_on_gpu=total - pulp.lpSum(start),
+        tail=None,
         orders=(),
         picked=[],
         variables={"start": start},
@@ -374,6 +390,7 @@ def _streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariab
             least += beyond * ((step.ahead_bytes - below.ahead_bytes) / unit)
             below, above = step, beyond
         problem += ahead >= least, f"{m} reads ahead"
+        problem += ahead <= size, f"{m} reads ahead what streams"
         problem += decode >= size - instance.members[m].decode.spare_bytes / unit, f"{m} streams less in decode"
         found.streams.append(streams)
         found.bytes.append(size)
@@ -487,35 +504,64 @@ class _Time:
         return token
 
     def _first_token(self) -> Expression:
-        chunk, period = positive(self._problem, "chunk"), positive(self._problem, "chunk_period")
-        windows = self._windows("prefill", self._prefill, 0)
+        """As ``evaluate`` counts it; where layouts know less of it, no more than that."""
+        problem, chunks, rounds = self._problem, self._instance.chunks, self._layout.rounds
+        prompt, windows = positive(problem, "prompt"), self._windows("prefill", self._prefill, 0)
         hops = self._hops(lambda order: order.chunk_hops_s, lambda share: share.chunk_hops_s)
-        self._problem += chunk >= pulp.lpSum(windows) + hops, "a chunk passes all windows and hops"
-        for i, disk in enumerate(self._disks(self._prefill)):
-            self._problem += chunk >= disk, f"a chunk waits for disk {i}"
-        self._busiest("chunk", period, windows, self._prefill, lambda order: order.chunk_link_s)
-        return chunk + (self._instance.chunks - 1) * period + self._output()
+        link = self._hops(lambda order: order.chunk_link_s, lambda _: 0.0)
+        tail, most_tail = self._tail(min), self._tail(max)
+        once = pulp.lpSum(windows) + hops
+        problem += prompt >= once, "a chunk passes all windows and hops"
+        problem += prompt >= chunks * link, "a link is busy"
+        laps, last = positive(problem, "laps"), positive(problem, "last_lap")
+        problem += laps >= (once - most_tail) * (1 / rounds), "laps of one chunk"
+        problem += laps >= link * (chunks / rounds), "laps over the busiest link"
+        problem += last >= (chunks - 1) * tail, "chunks in the tail"
+        problem += last >= link * ((chunks - 1) / rounds), "chunks on a link"
+        for i, host in enumerate(self._instance.hosts):
+            busy = pulp.lpSum(windows[m] for m in host)
+            problem += prompt >= chunks * busy, f"machine {i} is busy"
+            problem += prompt >= pulp.lpSum(self._first_read(m, chunks, 1) for m in host), f"disk {i} is busy"
+            least = (busy - most_tail * (0 in host)) * (1 / rounds)
+            problem += laps >= chunks * least, f"laps of machine {i}"
+            problem += last >= (chunks - 1) * least, f"chunks at machine {i}"
+            for m in host:
+                if m and not self._instance.by_expert:
+                    rest = _dot(self._layout.gpu[m], [s * MS for s in self._prefill[m].gpu])
+                    rest += self._steps(m, self._layout.windows[m])
+                    train = rest * (chunks / rounds) + self._first_read(m, chunks, rounds)
+                    problem += laps >= train, f"laps of the disk of {m}"
+                    problem += last >= train - (busy - tail * (0 in host)) * (1 / rounds), f"chunks at the disk of {m}"
+        if not self._layout.loose:
+            passing = (rounds - 1) * laps + once * (1 / rounds) + tail * (1 - 1 / rounds) + last
+            problem += prompt >= passing, "chunks follow each other"
+        return prompt + self._output()
+
+    def _first_read(self, m: int, chunks: int, rounds: int) -> Expression:
+        """Milliseconds of reading of a stop, if there are as many as ``rounds``, for all chunks of a prompt that begins."""
+        member, phase = self._instance.members[m], self._prefill[m]
+        return self._read(m, member, phase) * (chunks / rounds) - self._streams.ahead[m] * self._unit_ms(member)
+
+    def _tail(self, least: Callable[[tuple[float, ...]], float]) -> Expression:
+        """Milliseconds of the tail for a chunk; where it is unknown which layers it has, of the ``least`` of all kinds."""
+        if self._layout.tail is None:
+            return 0
+        phase, found = self._prefill[0], self._steps(0, 1)
+        for counts, seconds in zip(self._layout.tail, (phase.cpu, phase.gpu), strict=True):
+            each = seconds if len(counts) == len(seconds) else (least(seconds),)
+            found += _dot(counts, [s * MS for s in each])
+        return found
 
     def _period(self) -> Expression:
         period = positive(self._problem, "period")
         self._problem += period * self._instance.workload.sequences >= self._token(), "sequences take turns"
-        windows = self._decode_ms
-        self._busiest("token", period, windows, self._decode, lambda order: order.link_s)
-        return period
-
-    def _busiest(
-        self,
-        name: str,
-        period: Any,
-        windows: Sequence[Expression],
-        phases: Sequence[Phase],
-        link_s: Callable[[RingOrder], float],
-    ) -> None:
         for i, host in enumerate(self._instance.hosts):
-            self._problem += period >= pulp.lpSum(windows[m] for m in host), f"{name}: machine {i} is busy"
-        for i, disk in enumerate(self._disks(phases)):
-            self._problem += period >= disk, f"{name}: disk {i} is busy"
-        self._problem += period >= self._hops(link_s, lambda _: 0.0), f"{name}: a link is busy"
+            self._problem += period >= pulp.lpSum(self._decode_ms[m] for m in host), f"machine {i} is busy with tokens"
+        for i, disk in enumerate(self._disks(self._decode)):
+            self._problem += period >= disk, f"disk {i} is busy with tokens"
+        link = self._hops(lambda order: order.link_s, lambda _: 0.0)
+        self._problem += period >= link, "a link is busy with tokens"
+        return period
 
     def _windows(self, name: str, phases: Sequence[Phase], output: Expression) -> list[Any]:
         """V_m: the milliseconds of all windows of each member, computing or waiting for the disk."""

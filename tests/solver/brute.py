@@ -1,117 +1,138 @@
 """Every plan of a small question, tried: the answer that the integer program must give.
 
-Written apart from the solver: its own sums from the costs of ``instance.py``, no integer program, no bounds. Devices are
-added to the ring one by one; of two ways to give them the same layers, one that is worse in every respect that the
-objective looks at is dropped, which loses nothing. Each device has a machine of its own.
+Written apart from the solver: its own sums from the costs of ``instance.py``, all ways to share out layers one by one, no
+bounds but one: a way of which even what it computes takes longer than the best one found is not looked at further. Of two
+ways to hold the same layers on a device, one that is worse in every respect is dropped, which loses nothing. How much is
+held ahead is no whole number: for each way that is left a small program finds the best. Each device has a machine of its
+own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import permutations, product
-from operator import le, mul
-from typing import NamedTuple, TypeVar
+from operator import le
+
+import pulp
 
 from halda import Instance, Objective, Plan, Streaming, Window, cost
-from halda.evaluate import spread
-from halda.instance import MIN_SLOTS
+from halda.streaming import RESERVE_BYTES
 
-Figures = tuple[float, ...]
-Item = TypeVar("Item")
+CLOSE = 1e-9
+UNIT = 1e6
+"""Bytes of the small program's unit, a megabyte."""
+MS = 1e3
+"""Its times are milliseconds."""
+SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
 
-class Option(NamedTuple):
-    """One way for a device to hold its layers: seconds of decode, prefill, output and disk (for a token and for a chunk of a
-    prompt, which reads whole layers where a token reads some experts); GPU layers, streamed, slots.
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of decode or of a chunk: seconds of all layers, of what is sure to add to reading, of the tail."""
 
-    The output matrix streams only in a question that allows it.
-    """
+    compute_s: float
+    rest_s: float
+    tail_s: float
+    edge_s: float
+    spare: int
+    share: float
 
-    decode_s: float
-    prefill_s: float
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way for a device to hold its layers: ``over`` bytes do not fit, of ``most`` that may stream."""
+
+    decode: Times
+    chunk: Times
     output_s: float
-    disk_s: float
-    chunk_disk_s: float
+    over: int
+    most: int
+    pool: int
+    disk: float
     gpu: int
     tail_gpu: int
     output_on_gpu: bool
-    streamed: tuple[int, ...]
-    streams_output: bool
-    slots: int
+    is_head: bool
+
+    @property
+    def streams(self) -> bool:
+        return self.over > 0
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """What is better when it is smaller; equal where another tail would change what is counted."""
+        both = (self.decode, self.chunk)
+        times = [value for each in both for value in (each.compute_s, each.rest_s, each.tail_s, -each.tail_s)]
+        return (*times, self.output_s, float(max(self.over, 0)), -float(self.most) if self.streams else -1e30)
 
 
-class Partial(NamedTuple):
-    """The devices so far: figures that add up or are the largest, and how it was done."""
+def undominated(found: list[Option]) -> list[Option]:
+    """Those that no other matches or beats in every figure."""
+    kept: list[Option] = []
+    for option in sorted(found, key=lambda each: each.figures):
+        if not any(all(map(le, other.figures, option.figures)) for other in kept):
+            kept.append(option)
+    return kept
 
-    decode_s: float
-    prefill_s: float
-    output_s: float
-    decode_max_s: float
-    prefill_max_s: float
-    disk_s: float
-    chunk_disk_s: float
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """All of a plan but how much is held ahead: members in ring order, rounds, boundaries of a round and of the tail."""
+
+    members: tuple[int, ...]
+    rounds: int
+    bounds: tuple[tuple[int, int], ...]
+    columns: int
     options: tuple[Option, ...]
 
-    def plus(self, option: Option) -> Partial:
-        return Partial(
-            self.decode_s + option.decode_s,
-            self.prefill_s + option.prefill_s,
-            self.output_s + option.output_s,
-            max(self.decode_max_s, option.decode_s),
-            max(self.prefill_max_s, option.prefill_s),
-            max(self.disk_s, option.disk_s),
-            max(self.chunk_disk_s, option.chunk_disk_s),
-            (*self.options, option),
-        )
 
+@dataclass(frozen=True, slots=True)
+class Hops:
+    """Seconds of all hops of a token and of a chunk, and of the busiest link."""
 
-NOTHING = Partial(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
-
-
-def undominated(found: list[tuple[Figures, Item]]) -> list[Item]:
-    """Those that no other matches or beats in every figure."""
-    kept: list[tuple[Figures, Item]] = []
-    for figures, item in sorted(found, key=lambda pair: pair[0]):
-        if not any(all(map(le, other, figures)) for other, _ in kept):
-            kept.append((figures, item))
-    return [item for _, item in kept]
+    one: float = 0.0
+    chunk: float = 0.0
+    link: float = 0.0
+    chunk_link: float = 0.0
 
 
 class Brute:
     """The best plan by trying all."""
 
     def __init__(self, instance: Instance, objective: Objective) -> None:
-        self._instance = instance
-        self._objective = objective
+        self._instance, self._objective = instance, objective
         self._options = cache(self._find_options)
-        self._sizes = [layer.size_bytes for layer in instance.model.layers]
-        self._kv = [instance.kv_bytes[kind] for kind in instance.kind_of]
-        self._buffer = cost.compute_buffer_bytes(instance.model, instance.workload)
-        self._window = cost.window_bytes(instance.model, instance.workload)
-        self._besides = cost.RUNTIME_BYTES + cost.hidden_bytes(instance.model, instance.workload) + self._buffer
+        self._hops = cache(self._find_hops)
         model = instance.model
-        self._kind_sizes = [kind.size_bytes for kind in instance.kinds]
-        experts = [sum(kind.expert_bytes_by_type.values()) for kind in instance.kinds]
-        self._picked = [-(-size * model.experts_used // model.experts) if size else 0 for size in experts]
-        self._dense = [0 if size else whole for size, whole in zip(experts, self._kind_sizes, strict=True)]
-        self._any_experts = any(experts)
-        self._least_dense = min(filter(None, self._dense), default=0)
+        self._sizes = [layer.size_bytes for layer in model.layers]
+        self._kv = [instance.kv_bytes[kind] for kind in instance.kind_of]
+        self._experts = [layer.expert_bytes for layer in model.layers]
+        self._by_expert = any(self._experts)
+        self._buffer = cost.compute_buffer_bytes(model, instance.workload)
+        self._window = cost.window_bytes(model, instance.workload)
+        self._besides = cost.RUNTIME_BYTES + cost.hidden_bytes(model, instance.workload) + self._buffer
+        two = 2 * max(self._sizes)
+        self._steps = [(1.0, 0)] if self._by_expert else [(x, max(min(16 << 20, two), int(x * two))) for x in SHARES]
 
     def best(self) -> tuple[float, Plan] | None:
         """The smallest objective in seconds and its plan; None when nothing fits."""
-        found: tuple[float, Plan] | None = None
-        for value, plan in self._plans():
-            if found is None or value < found[0]:
-                found = (value, plan())
-        return found
+        found: tuple[float, Way, list[float]] | None = None
+        ways = sorted(((self._at_least(way), i, way) for i, way in enumerate(self._ways())), key=lambda each: each[:2])
+        for least, _, way in ways:
+            if found is not None and least >= found[0] * (1 - CLOSE):
+                break
+            answer = self._settled(way)
+            if answer is not None and (found is None or answer[0] < found[0]):
+                found = (answer[0], way, answer[1])
+        return None if found is None else (found[0], self._plan(found[1], found[2]))
 
-    def _plans(self) -> Iterator[tuple[float, object]]:
+    def _ways(self) -> Iterator[Way]:
         instance, total = self._instance, len(self._instance.model.layers)
         cut = instance.model.cut_multiple
         for option in self._options(0, (), (0, total), 1):
-            part = NOTHING.plus(option)
-            yield self._value(part, (0,), 1), lambda part=part: self._plan(part, (0,), 1, ((0, 0), (0, total)), total)
+            yield Way((0,), 1, ((0, 0),), 0, (option,))
         for members in self._rings():
             for rounds in range(1, (total - 1) // (cut * len(members)) + 1):
                 for columns in range(cut * len(members), (total - 1) // rounds + 1, cut):
@@ -123,38 +144,32 @@ class Brute:
             for order in permutations(others, count):
                 yield (0, *order)
 
-    def _ring(self, members: Sequence[int], rounds: int, columns: int) -> Iterator[tuple[float, object]]:
+    def _ring(self, members: tuple[int, ...], rounds: int, columns: int) -> Iterator[Way]:
         """All ways to give ``members`` the ``columns`` layers of a round; the head also has the tail."""
         cut, total = self._instance.model.cut_multiple, len(self._instance.model.layers)
-        tail = (rounds * columns, total)
-        fronts: dict[tuple[int, ...], list[Partial]] = {}
-        for end in range(cut, columns - cut * (len(members) - 1) + 1, cut):
-            ranges = tuple((r * columns, r * columns + end) for r in range(rounds))
-            fronts[(end,)] = [NOTHING.plus(option) for option in self._options(0, ranges, tail, len(members))]
-        for place, member in enumerate(members[1:], 1):
-            left = len(members) - 1 - place
-            longer: dict[tuple[int, ...], list[Partial]] = {}
-            for ends, front in fronts.items():
-                stops = [columns] if not left else range(ends[-1] + cut, columns - cut * left + 1, cut)
-                for end in stops:
-                    ranges = tuple((r * columns + ends[-1], r * columns + end) for r in range(rounds))
-                    options = self._options(member, ranges, None, len(members))
-                    parts = [part.plus(option) for part in front for option in options]
-                    longer[(*ends, end)] = self._undominated(parts)
-            fronts = longer
-        for ends, front in fronts.items():
-            for part in front:
-                value = self._value(part, members, rounds)
-                bounds = tuple(zip((0, *ends), ends, strict=False))
-                yield (
-                    value,
-                    lambda part=part, bounds=bounds: self._plan(part, members, rounds, bounds, tail[0], columns),
-                )
+        for ends in self._ends(len(members), cut, columns):
+            bounds = tuple(zip((0, *ends), ends, strict=False))
+            choices = []
+            for place, (member, (a, b)) in enumerate(zip(members, bounds, strict=True)):
+                ranges = tuple((r * columns + a, r * columns + b) for r in range(rounds))
+                tail = (rounds * columns, total) if place == 0 else None
+                choices.append(self._options(member, ranges, tail, len(members)))
+            for options in product(*choices):
+                yield Way(members, rounds, bounds, columns, options)
+
+    @staticmethod
+    def _ends(count: int, cut: int, columns: int) -> Iterator[tuple[int, ...]]:
+        if count == 1:
+            yield (columns,)
+            return
+        for first in range(cut, columns - cut * (count - 1) + 1, cut):
+            for rest in Brute._ends(count - 1, cut, columns - first):
+                yield (first, *(first + end for end in rest))
 
     def _find_options(
         self, m: int, ranges: tuple[tuple[int, int], ...], tail: tuple[int, int] | None, ring: int
     ) -> list[Option]:
-        """What of it fits into the memory of member ``m``, without what is worse in every respect."""
+        """How member ``m`` may hold these layers, without what is worse in every respect."""
         member = self._instance.members[m]
         width = ranges[0][1] - ranges[0][0] if ranges else 0
         tail_width = tail[1] - tail[0] if tail else 0
@@ -163,171 +178,204 @@ class Brute:
             range(width + 1 if member.has_gpu else 1), range(tail_width + 1 if member.has_gpu else 1)
         ):
             for output_on_gpu in (True,) if tail_gpu else (False, True) if tail and member.has_gpu else (False,):
-                on_cpu = [layer for a, b in ranges for layer in range(a, b - gpu)]
-                on_gpu = [layer for a, b in ranges for layer in range(b - gpu, b)]
-                if tail:
-                    on_cpu += range(tail[0], tail[1] - tail_gpu)
-                    on_gpu += range(tail[1] - tail_gpu, tail[1])
-                windows = len(ranges) + bool(tail)
-                found += self._fitting(m, on_cpu, on_gpu, windows, bool(tail), output_on_gpu, gpu, tail_gpu, ring)
-        return undominated([((o.decode_s, o.prefill_s, o.output_s, o.disk_s, o.chunk_disk_s), o) for o in found])
+                option = self._option(m, ranges, tail, ring, gpu, tail_gpu, output_on_gpu)
+                found += [] if option is None else [option]
+        return undominated(found)
 
-    def _fitting(
+    def _option(
         self,
         m: int,
-        on_cpu: list[int],
-        on_gpu: list[int],
-        windows: int,
-        is_head: bool,
-        output_on_gpu: bool,
+        ranges: tuple[tuple[int, int], ...],
+        tail: tuple[int, int] | None,
+        ring: int,
         gpu: int,
         tail_gpu: int,
-        ring: int,
-    ) -> Iterator[Option]:
+        output_on_gpu: bool,
+    ) -> Option | None:
         instance, member, sizes, kv = self._instance, self._instance.members[m], self._sizes, self._kv
-        output = instance.model.output_bytes if is_head else 0
+        on_cpu = [layer for a, b in ranges for layer in range(a, b - gpu)]
+        on_gpu = [layer for a, b in ranges for layer in range(b - gpu, b)]
+        of_tail = (range(tail[0], tail[1] - tail_gpu), range(tail[1] - tail_gpu, tail[1])) if tail else ((), ())
+        on_cpu += of_tail[0]
+        on_gpu += of_tail[1]
+        windows = len(ranges) + (tail is not None)
+        output = instance.model.output_bytes if tail else 0
+        uses_gpu = bool(on_gpu) or output_on_gpu
         vram = sum(sizes[i] + kv[i] for i in on_gpu) + (output if output_on_gpu else 0)
-        if on_gpu or output_on_gpu:
-            vram += cost.GPU_RUNTIME_BYTES + windows * self._buffer  # each stays there
-        if vram > member.vram_limit:
-            return
-        fixed = sum(sizes[i] + kv[i] for i in on_cpu) + self._besides + windows * self._window
-        fixed += (instance.head_bytes(windows) if is_head else 0) + (0 if output_on_gpu else output)
-        fixed += vram if member.shares_memory else 0
-        if ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit:
-            return
-        gpu_step_s = member.gpu_step_s if on_gpu or output_on_gpu else 0
-        output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if is_head else 0.0
-        slot_bytes, disk_bytes_per_s, rounds = instance.slot_bytes, member.disk_bytes_per_s, max(1, windows - is_head)
-        kind_sizes, picked, dense = self._kind_sizes, self._picked, self._dense
-        read_s = min(kind_sizes) / disk_bytes_per_s
-        phases = []  # seconds that computing takes, and those that go by beside reading
-        for phase, out in ((member.decode, output_s), (member.prefill, 0.0)):
-            rest = sum(phase.gpu[instance.kind_of[i]] for i in on_gpu) + out
-            rest += windows * (member.step_s + gpu_step_s)
-            compute = rest + sum(phase.cpu[instance.kind_of[i]] for i in on_cpu)
-            if is_head and ring > 1:
-                rest -= out + member.step_s + gpu_step_s + tail_gpu * max(phase.gpu)
-            layer_s = min(phase.cpu)
-            by_expert = phase is member.decode and self._any_experts
-            phases.append((compute, rest + (0 if by_expert else rounds * (layer_s + min(layer_s, read_s)))))
-        of_kind = [sum(instance.kind_of[i] == kind for i in on_cpu) for kind in range(len(instance.kinds))]
-        ways = product(*(range(most + 1) for most in of_kind))
-        may_stream_output = instance.output_streams and is_head and not output_on_gpu
-        for counts, streams_output in product(ways, (False, True) if may_stream_output else (False,)):
-            layers = sum(counts)
-            if streams_output and not layers:
-                continue
-            streamed = sum(map(mul, counts, kind_sizes)) + (output if streams_output else 0)
-            for slots in range(MIN_SLOTS, layers + 1) if layers else (0,):
-                held = slots * slot_bytes
-                if streams_output:
-                    held = max(held, output + slot_bytes, 2 * slot_bytes)
-                if fixed - streamed + held > member.ram_limit:
-                    break
-                ahead = rounds * (slots * slot_bytes + (max(0, output - slot_bytes) if streams_output else 0))
-                unread = max((streamed - ahead) / disk_bytes_per_s, (layers - rounds * slots) * read_s)
-                prefill_s = max(phases[1][0], phases[1][1] + unread) if slots else phases[1][0]
-                # A token waits for the experts of each streamed layer, and reads ahead what has none.
-                read_then = sum(map(mul, counts, picked)) / disk_bytes_per_s
-                read_before = sum(map(mul, counts, dense)) + (output if streams_output else 0)
-                few = sum(count for count, size in zip(counts, dense, strict=True) if size) - rounds * slots
-                unread = max((read_before - ahead) / disk_bytes_per_s, few * self._least_dense / disk_bytes_per_s)
-                hidden = output_s if streams_output and ring == 1 else 0  # it is computed while layers are read
-                decode_s = (max(phases[0][0], phases[0][1] + unread - hidden) if slots else phases[0][0]) + read_then
-                yield Option(
-                    decode_s=decode_s,
-                    prefill_s=prefill_s,
-                    output_s=output_s,
-                    disk_s=read_before / disk_bytes_per_s + read_then,
-                    chunk_disk_s=streamed / disk_bytes_per_s,
-                    gpu=gpu,
-                    tail_gpu=tail_gpu,
-                    output_on_gpu=output_on_gpu,
-                    streamed=tuple(counts),
-                    streams_output=streams_output,
-                    slots=slots,
-                )
+        vram += (cost.GPU_RUNTIME_BYTES + windows * self._buffer) if uses_gpu else 0
+        if vram > member.vram_limit or (ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit):
+            return None
+        ram = sum(sizes[i] + kv[i] for i in on_cpu) + self._besides + windows * self._window
+        ram += (instance.head_bytes(windows) if tail else 0) + (0 if output_on_gpu else output)
+        over = ram + (vram if member.shares_memory else 0) - member.ram_limit
+        most = sum(self._experts[i] if self._by_expert else sizes[i] for i in on_cpu)
+        pool = max(self._experts) if self._by_expert else 0
+        if over > 0 and over + RESERVE_BYTES + self._steps[0][1] > most - pool:
+            return None
+        output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if tail else 0.0
+        step_s = member.step_s + (member.gpu_step_s if uses_gpu else 0.0)
+        kinds, both = instance.kind_of, []
+        for phase, out, spare in ((member.decode, output_s, self._buffer), (member.prefill, 0.0, 0)):
+            rest = sum(phase.gpu[kinds[i]] for i in on_gpu) + out + windows * step_s
+            compute = rest + sum(phase.cpu[kinds[i]] for i in on_cpu)
+            tail_s = 0.0
+            if tail and ring > 1:
+                tail_s = sum(phase.cpu[kinds[i]] for i in of_tail[0]) + sum(phase.gpu[kinds[i]] for i in of_tail[1])
+                tail_s += step_s
+                rest -= out + step_s + tail_gpu * max(phase.gpu)
+            model = instance.model
+            share = 1 - (1 - model.experts_used / model.experts) ** phase.rows if self._by_expert else 1.0
+            both.append(Times(compute, rest, tail_s, 2 * min(phase.cpu), spare, share))
+        disk = member.disk_bytes_per_s
+        return Option(*both, output_s, over, most, pool, disk, gpu, tail_gpu, output_on_gpu, tail is not None)
 
-    def _figures(self, part: Partial) -> Figures:
-        match self._objective:
-            case "latency":
-                return (part.decode_s, part.disk_s)
-            case "ttft":
-                return (part.prefill_s, part.output_s, part.prefill_max_s, part.chunk_disk_s)
-            case "throughput":
-                return (part.decode_s, part.decode_max_s, part.disk_s)
-            case "balanced":
-                disks = (part.disk_s, part.chunk_disk_s)
-                return (part.decode_s, part.prefill_s, part.output_s, part.prefill_max_s, *disks)
-
-    def _undominated(self, parts: list[Partial]) -> list[Partial]:
-        return undominated([(self._figures(part), part) for part in parts])
-
-    def _value(self, part: Partial, members: Sequence[int], rounds: int) -> float:
+    def _find_hops(self, members: tuple[int, ...], rounds: int) -> Hops:
         instance = self._instance
+        if len(members) == 1:
+            return Hops()
         hops = chunk_hops = link = chunk_link = 0.0
-        if len(members) > 1:
-            rows = instance.members[0].prefill.rows
-            for a, b in zip(members, (*members[1:], members[0]), strict=True):
-                way = instance.link(a, b)
-                one = instance.model.width * 4 / way.bytes_per_s
-                hops += rounds * (way.round_trip_s / 2 + one)
-                chunk_hops += rounds * (way.round_trip_s / 2 + rows * one)
-                link, chunk_link = max(link, rounds * one), max(chunk_link, rounds * rows * one)
-        token = max(part.decode_s + hops, part.disk_s)
-        first = max(part.prefill_s + chunk_hops, part.chunk_disk_s)
-        first += (instance.chunks - 1) * max(part.prefill_max_s, part.chunk_disk_s, chunk_link) + part.output_s
+        rows = instance.members[0].prefill.rows
+        for a, b in zip(members, (*members[1:], members[0]), strict=True):
+            way = instance.link(a, b)
+            one = instance.model.width * 4 / way.bytes_per_s
+            hops += rounds * (way.round_trip_s / 2 + one)
+            chunk_hops += rounds * (way.round_trip_s / 2 + rows * one)
+            link, chunk_link = max(link, rounds * one), max(chunk_link, rounds * rows * one)
+        return Hops(hops, chunk_hops, link, chunk_link)
+
+    def _at_least(self, way: Way) -> float:
+        """The objective of ``way`` if no device ever waited for a disk."""
+        hops, k, n = self._hops(way.members, way.rounds), way.rounds, self._instance.chunks
+        token = sum(option.decode.compute_s for option in way.options) + hops.one
+        first = self._first_of(way, [option.chunk.compute_s for option in way.options], hops, k, n)
+        output_s = sum(option.output_s for option in way.options)
+        busiest = max(option.decode.compute_s for option in way.options)
+        period = max(token / self._instance.workload.sequences, busiest, hops.link)
+        return self._value(token, first + output_s, period)
+
+    def _value(self, token: float, first: float, period: float) -> float:
         match self._objective:
             case "latency":
                 return token
             case "ttft":
                 return first
             case "throughput":
-                return max(token / instance.workload.sequences, part.decode_max_s, part.disk_s, link)
+                return period
             case "balanced":
-                return first + instance.workload.answer_tokens * token
+                return first + self._instance.workload.answer_tokens * token
 
-    def _plan(
-        self,
-        part: Partial,
-        members: Sequence[int],
-        rounds: int,
-        bounds: Sequence[tuple[int, int]],
-        tail: int,
-        columns: int = 0,
-    ) -> Plan:
-        instance, total = self._instance, len(self._instance.model.layers)
-        names = [instance.devices[m].device for m in members]
-        route = (
-            [
-                Window(device=name, first=r * columns + a, last=r * columns + b, gpu_layers=option.gpu)
-                for r in range(rounds)
-                for name, (a, b), option in zip(names, bounds, part.options, strict=True)
-            ]
-            if len(members) > 1
-            else []
+    @staticmethod
+    def _first_of(way: Way, windows: Sequence[float], hops: Hops, k: int, n: int) -> float:
+        """A prompt of ``n`` chunks that pass windows of these seconds, none of which streams."""
+        tail = way.options[0].chunk.tail_s
+        once = sum(windows) + hops.chunk
+        stops = [(window - tail * option.is_head) / k for window, option in zip(windows, way.options, strict=True)]
+        lap = (once - tail) / k
+        laps = max(lap, n * hops.chunk_link / k, n * max(stops))
+        last = (n - 1) * max(tail, hops.chunk_link / k, *stops)
+        return max((k - 1) * laps + lap + tail + last, n * (stops[0] * k + tail))
+
+    def _settled(self, way: Way) -> tuple[float, list[float]] | None:
+        """The objective of ``way`` with the best of what may be held ahead, in bytes by device; None where it fits nowhere."""
+        if not any(option.streams for option in way.options):
+            return self._at_least(way), [0.0] * len(way.options)
+        problem = pulp.LpProblem("ahead", pulp.LpMinimize)
+        hops, k, n = self._hops(way.members, way.rounds), way.rounds, self._instance.chunks
+        names = ("token", "first", "period", "laps", "last")
+        token, first, period, laps, last = (problem.add_variable(name, 0) for name in names)
+        held = [self._held(problem, i, option) for i, option in enumerate(way.options)]
+        ms = [UNIT / option.disk * MS for option in way.options]
+        decode, chunk = (
+            [self._waits(problem, f"{name}_{i}", times, k, held[i], ms[i]) for i, times in enumerate(phase)]
+            for name, phase in (
+                ("decode", [option.decode for option in way.options]),
+                ("chunk", [option.chunk for option in way.options]),
+            )
         )
-        first = tail if route else 0
-        route.append(Window(device=names[0], first=first, last=total, gpu_layers=part.options[0].tail_gpu))
-        streaming = []
-        for name, option in zip(names, part.options, strict=True):
-            if option.slots:
-                chosen: list[int] = []
-                on_cpu = [
-                    layer
-                    for window in route
-                    if window.device == name
-                    for layer in range(window.first, window.last - window.gpu_layers)
-                ]
-                for kind, count in enumerate(option.streamed):
-                    chosen += spread([layer for layer in on_cpu if instance.kind_of[layer] == kind], count)
-                chosen += [total] * option.streams_output
-                streaming.append(Streaming(device=name, layers=tuple(sorted(chosen)), slots=option.slots))
+        tail, link = way.options[0].chunk.tail_s * MS, hops.chunk_link * MS
+        once = pulp.lpSum(chunk) + hops.chunk * MS
+        lap = (once - tail) * (1 / k)
+        problem += token >= pulp.lpSum(decode) + hops.one * MS
+        problem += period * self._instance.workload.sequences >= token
+        problem += period >= hops.link * MS
+        problem += laps >= lap
+        problem += laps >= n * link / k
+        problem += last >= (n - 1) * max(tail, link / k)
+        problem += first >= n * chunk[0]
+        problem += first >= (k - 1) * laps + lap + tail + last
+        for i, option in enumerate(way.options):
+            stop = (chunk[i] - tail * (i == 0)) * (1 / k)
+            problem += laps >= n * stop
+            problem += last >= (n - 1) * stop
+            problem += period >= decode[i]
+            if held[i] is None:
+                continue
+            streamed, ahead, in_decode = held[i]
+            problem += token >= in_decode * (option.decode.share * ms[i])
+            problem += period >= in_decode * (option.decode.share * ms[i])
+            read = streamed * (option.chunk.share * ms[i])
+            problem += first >= n * read - ahead * ms[i]
+            if i and not self._by_expert:
+                train = read * (n / k) - ahead * ms[i] + n * option.chunk.rest_s * MS / k
+                problem += laps >= train
+                problem += last >= train - stop
+        output = sum(option.output_s for option in way.options) * MS
+        problem += self._value(token, first + output, period)
+        tight = {"mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9}
+        problem.solve(pulp.HiGHS(msg=False, gapRel=1e-10, gapAbs=1e-9, threads=1, **tight))
+        if problem.sol_status != pulp.LpSolutionOptimal:
+            return None
+        return float(pulp.value(problem.objective)) / MS, [0.0 if h is None else pulp.value(h[1]) * UNIT for h in held]
+
+    def _waits(self, problem: pulp.LpProblem, name: str, times: Times, k: int, held: tuple | None, ms: float) -> object:
+        """Milliseconds of all windows of a device."""
+        window = problem.add_variable(name, 0)
+        if held is None:
+            problem += window >= times.compute_s * MS
+        elif self._by_expert:
+            problem += window >= times.compute_s * MS + held[2 if times.spare else 0] * (times.share * ms)
+        else:
+            waits = problem.add_variable(f"{name}_waits", 0, 1, pulp.LpInteger)
+            late = held[0] - times.spare / UNIT - k * held[1]
+            problem += late <= 1e6 * waits
+            problem += window >= times.compute_s * MS
+            problem += window >= (times.rest_s + k * times.edge_s * waits) * MS + late * ms
+        return window
+
+    def _held(self, problem: pulp.LpProblem, i: int, option: Option) -> tuple | None:
+        """What streams, is held ahead and streams in decode; in bytes, as expressions of megabytes."""
+        if not option.streams:
+            return None
+        ahead, in_decode = (problem.add_variable(f"{name}_{i}", 0) for name in ("ahead", "decode"))
+        streamed = ahead + (option.over + RESERVE_BYTES) / UNIT
+        picked = [problem.add_variable(f"step_{i}_{j}", 0, 1, pulp.LpInteger) for j in range(len(self._steps))]
+        problem += pulp.lpSum(picked) == 1
+        problem += ahead >= pulp.lpSum(z * (least / UNIT) for z, (_, least) in zip(picked, self._steps, strict=True))
+        most = pulp.lpSum(z * (share * option.most / UNIT) for z, (share, _) in zip(picked, self._steps, strict=True))
+        problem += streamed <= most
+        problem += streamed <= (option.most - option.pool) / UNIT
+        if self._by_expert:
+            problem += ahead == 0
+        problem += in_decode >= streamed - option.decode.spare / UNIT
+        return streamed, ahead, in_decode
+
+    def _plan(self, way: Way, held: Sequence[float]) -> Plan:
+        names = [self._instance.devices[m].device for m in way.members]
+        total, first, route = len(self._instance.model.layers), way.rounds * way.columns, []
+        for r in range(way.rounds if len(names) > 1 else 0):
+            for name, (a, b), option in zip(names, way.bounds, way.options, strict=True):
+                at = r * way.columns
+                route.append(Window(device=name, first=at + a, last=at + b, gpu_layers=option.gpu))
+        route.append(Window(device=names[0], first=first, last=total, gpu_layers=way.options[0].tail_gpu))
+        streaming = tuple(
+            Streaming(device=name, streamed_bytes=option.over + RESERVE_BYTES + round(ahead), ahead_bytes=round(ahead))
+            for name, option, ahead in zip(names, way.options, held, strict=True)
+            if option.streams
+        )
         return Plan(
-            rounds=rounds,
+            rounds=way.rounds,
             route=tuple(route),
-            output_on_gpu=part.options[0].output_on_gpu,
-            streaming=tuple(streaming),
+            output_on_gpu=way.options[0].output_on_gpu,
+            streaming=streaming,
             left_out=(),
         )
