@@ -28,6 +28,8 @@ from halda.streaming import RESERVE_BYTES
 
 Floats = NDArray[np.float64]
 _DISK_TRIALS: Final = 6
+_AHEAD_TRIALS: Final = (0.5, 1.0)
+"""Of what makes waiting needless, in several rounds."""
 _MOST_TAILS: Final = 6
 _MOST_TAILS_OF_ROUNDS: Final = 3
 
@@ -249,7 +251,7 @@ class _Pricing:
         for step in instance.ahead_steps:
             ways = [np.full(compute.shape, float(step.ahead_bytes))]
             if k > 1 and not instance.by_expert:
-                ways.append(np.maximum(step.ahead_bytes, over / (k - 1)))
+                ways += [np.maximum(step.ahead_bytes, part * over / (k - 1)) for part in _AHEAD_TRIALS]
             for ahead in ways:
                 streamed = over + ahead
                 read = np.maximum(streamed - phase.spare_bytes, 0) * phase.read_share

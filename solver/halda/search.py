@@ -446,9 +446,9 @@ class _Search:
         ahead, least = ({}, {})
         for m, name in enumerate(plan.devices):
             if round(program.streams.streams[m].value()):
-                ahead[name] = math.ceil(program.streams.ahead[m].value() * unit)
+                ahead[name] = round(program.streams.ahead[m].value() * unit)
                 if self._is_on_shared_machine(name):
-                    least[name] = math.ceil(program.streams.bytes[m].value() * unit)
+                    least[name] = math.ceil(program.streams.bytes[m].value() * unit) + 1
         self._keep(stream(plan, self._instance, ahead, least), is_quick=False)
 
     def _is_on_shared_machine(self, name: str) -> bool:

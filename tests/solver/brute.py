@@ -276,7 +276,7 @@ class Brute:
         return max((k - 1) * laps + lap + tail + last, n * (stops[0] * k + tail))
 
     def _settled(self, way: Way) -> tuple[float, list[float]] | None:
-        """The objective of ``way`` with the best of what may be held ahead, in bytes by device; None where it fits nowhere."""
+        """The objective of ``way`` with the best of what may be held ahead, in bytes by device; None where nothing fits."""
         if not any(option.streams for option in way.options):
             return self._at_least(way), [0.0] * len(way.options)
         problem = pulp.LpProblem("ahead", pulp.LpMinimize)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import pytest
 
@@ -25,7 +23,7 @@ from halda import (
     Workload,
     cost,
 )
-from halda.evaluate import cpu_layers, evaluate, spread
+from halda.evaluate import evaluate
 from halda.instance import Instance
 from halda.instance import instance as ask
 from halda_research.random_fleets import random_instance, random_plan
@@ -41,10 +39,15 @@ HOP_S = 0.5
 
 @pytest.fixture(autouse=True)
 def _tokens_of_toys_cost_nothing_besides(monkeypatch):
-    """So that times of toys are whole seconds."""
-    real = cost.output_s
+    """So that times of toys are whole seconds, and nothing stays in the room of a buffer."""
+    real, buffer = cost.output_s, cost.compute_buffer_bytes
     monkeypatch.setattr(
         cost, "output_s", lambda processor, model: 0.0 if model.name == "toy" else real(processor, model)
+    )
+    monkeypatch.setattr(
+        cost,
+        "compute_buffer_bytes",
+        lambda model, work: 0 if model.name == "toy" else buffer(model, work),
     )
 
 
@@ -114,8 +117,9 @@ def ring(*sizes: tuple[str, int], rounds: int = 1, streaming: tuple[Streaming, .
     return Plan(rounds=rounds, route=tuple(route), output_on_gpu=False, streaming=streaming, left_out=())
 
 
-def streams(device: str, *layers: int, slots: int) -> tuple[Streaming, ...]:
-    return (Streaming(device=device, layers=layers, slots=slots),)
+def streams(device: str, layers: int, *, ahead: int) -> tuple[Streaming, ...]:
+    """So many layers' bytes stream, and so many are held ahead."""
+    return (Streaming(device=device, streamed_bytes=layers * LAYER, ahead_bytes=ahead * LAYER),)
 
 
 def test_a_token_takes_its_layers_and_its_hops():
@@ -128,30 +132,30 @@ def test_a_token_takes_its_layers_and_its_hops():
     assert [use.stall_s + use.disk_s for use in result.devices] == [0, 0]
 
 
-def test_enough_slots_hide_a_disk_that_keeps_up():
+def test_enough_held_ahead_hides_a_disk_that_keeps_up():
     """6 s of reading in a token of 7 s: nobody waits."""
-    plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 2, 3, 4, slots=3))
+    plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 3, ahead=3))
     result = simulate(plan, toy(6, 2, read_s=2), tokens=8)
     assert result.tpot_s == pytest.approx(7)
     assert result.devices[1].disk_s == pytest.approx(6)
     assert result.devices[1].stall_s == 0
 
 
-def test_a_layer_beyond_the_slots_is_read_while_its_window_waits():
-    """Two slots of three are full when the window begins; the first is free after 1 s, then 2 s of reading, then 1 s."""
-    plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 2, 3, 4, slots=2))
+def test_a_layer_beyond_what_is_held_ahead_is_read_while_its_window_waits():
+    """Two layers of three are there when the window begins; the first goes after 1 s, then 2 s of reading, then 1 s."""
+    plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 3, ahead=2))
     result = simulate(plan, toy(6, 2, read_s=2), tokens=8)
     assert result.devices[1].stall_s == pytest.approx(1)
     assert result.tpot_s == pytest.approx(8)
 
 
 def test_a_disk_that_does_not_keep_up_sets_the_pace():
-    plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 2, 3, 4, slots=3))
+    plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 3, ahead=3))
     assert simulate(plan, toy(6, 2, read_s=5), tokens=8).tpot_s == pytest.approx(15)
 
 
 def test_one_device_reads_while_it_computes():
-    plan = ring(("d0", 4), streaming=streams("d0", 0, 2, slots=2))
+    plan = ring(("d0", 4), streaming=streams("d0", 2, ahead=2))
     assert simulate(plan, toy(4, 1, read_s=1.9), tokens=8).tpot_s == pytest.approx(4)
     assert simulate(plan, toy(4, 1, read_s=3), tokens=8).tpot_s == pytest.approx(6)
 
@@ -169,14 +173,14 @@ def test_chunks_follow_each_other():
     assert simulate_prefill(plan, toy(5, 2, chunks=4)) == pytest.approx(6 + 3 * 3)
 
 
-def test_the_slots_are_full_when_a_prompt_comes():
-    plan = ring(("d0", 1), ("d1", 2), ("d0", 1), streaming=streams("d1", 1, 2, slots=2))
+def test_what_may_be_held_ahead_is_there_when_a_prompt_comes():
+    plan = ring(("d0", 1), ("d1", 2), ("d0", 1), streaming=streams("d1", 2, ahead=2))
     assert simulate_prefill(plan, toy(4, 2, read_s=50)) == pytest.approx(5)
     assert simulate_prefill(plan, toy(4, 2, read_s=50, chunks=2)) > 100
 
 
 def test_the_timeline_is_that_of_one_token():
-    plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 2, 3, 4, slots=2))
+    plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 3, ahead=2))
     shown = simulate(plan, toy(6, 2, read_s=2), tokens=8, timeline=True).timeline
     rows = [
         (i.device, i.kind, pytest.approx(i.start_s), pytest.approx(i.end_s), i.layers)
@@ -194,7 +198,7 @@ def test_the_timeline_is_that_of_one_token():
         ("d0", "compute", 7, 8, (5,)),
     ]
     loads = [(round(i.start_s, 6), round(i.end_s, 6), i.layers) for i in shown if i.kind == "load"]
-    # Layer 2 of the next token from 5.5 on, into the slot that layer 3 gave back at 4.5.
+    # Layer 2 of the next token from 5.5 on, into the room that layer 3 gave back at 4.5.
     assert loads == [(0, 1.5, (3,)), (3.5, 5.5, (4,)), (5.5, 7.5, (2,)), (7.5, 8, (3,))]
     assert simulate(plan, toy(6, 2), tokens=2).timeline == ()
 
@@ -205,7 +209,7 @@ def test_devices_on_one_machine_take_turns_at_its_disk():
         ("d1", 3),
         ("d2", 3),
         ("d0", 1),
-        streaming=streams("d1", 1, 2, 3, slots=3) + streams("d2", 4, 5, 6, slots=3),
+        streaming=streams("d1", 3, ahead=3) + streams("d2", 3, ahead=3),
     )
     apart = toy(8, 3, read_s=3)
     shared = replace(apart, devices=(apart.devices[0], *(replace(d, host="box") for d in apart.devices[1:])))
@@ -213,79 +217,46 @@ def test_devices_on_one_machine_take_turns_at_its_disk():
     assert simulate(plan, shared, tokens=8).tpot_s == pytest.approx(6 * 3)
 
 
+def test_the_beginning_of_a_part_is_read_into_what_room_is_left():
+    """Of three layers with 2 s of reading each 2.5 are there: the last needs 1 s more, from when the first was computed."""
+    plan = ring(("d0", 2), ("d1", 3), ("d0", 1))
+    streaming = (Streaming(device="d1", streamed_bytes=3 * LAYER, ahead_bytes=5 * LAYER // 2),)
+    result = simulate(replace(plan, streaming=streaming), toy(6, 2, read_s=2), tokens=8)
+    assert result.devices[1].stall_s == pytest.approx(0)
+    assert result.devices[1].disk_bytes == pytest.approx(3 * LAYER)
+    assert result.tpot_s == pytest.approx(7)
+
+
 # ---- the closed form ------------------------------------------------------------------------------------------------
 
 
-def stops(plan: Plan, device: str) -> list[list[int]]:
-    """CPU layers of ``device`` between two hops; the tail and the next token's first window are one stop."""
-    runs = [(name, list(windows)) for name, windows in groupby(plan.route, key=lambda window: window.device)]
-    if len(runs) > 1:
-        name, tail = runs.pop()
-        runs[0] = (name, tail + runs[0][1])
-    return [[layer for window in run for layer in cpu_layers(window)] for name, run in runs if name == device]
+def streaming_plans(count: int, **options: bool) -> Iterator[tuple[Plan, Instance]]:
+    """Random plans of one to eight rounds of which something streams."""
+    seed = 0
+    while count:
+        seed += 1
+        rng = random.Random(seed)
+        question = random_instance(rng, **options)
+        plan = random_plan(rng, question, rounds=rng.choice([1, 2, 3, 4, 6, 8]))
+        if plan.streaming:
+            yield plan, replace(question, workload=replace(question.workload, sequences=1))
+            count -= 1
 
 
-def coinciding(rng: random.Random) -> tuple[Plan, Instance] | None:
-    """A plan to which the assumptions of the closed form apply, or None.
-
-    Layers of one size, nothing shared, and each device that streams has as many streamed layers at every stop, evenly
-    spread. Either its slots hold all of them, or: computing up to the first streamed layer and from the last on, GPU layers
-    and output among it, takes less than 4 % of the token, all such devices and the tail (that makes stops uneven) together.
-    """
-    question = random_instance(rng, shared_hosts=False)
-    bare = random_plan(rng, question, streams=0)
-    token_s = evaluate(bare, question).tpot_s
-    members = {member.name: member for member in question.members}
-    streaming, edges_s = [], 0.0
-    for name in bare.devices:
-        places = stops(bare, name)
-        least = min(len(place) for place in places)
-        if least == 0 or len(question.kinds) > 1 or rng.random() < 0.5:
-            continue
-        count = rng.randint(1, least)
-        layers = sorted(layer for place in places for layer in spread(place, count))
-        if len(layers) < 2:
-            continue
-        slots = len(layers) if rng.random() < 0.4 else rng.randint(2, max(2, count))
-        streaming.append(Streaming(device=name, layers=tuple(layers), slots=slots))
-        if slots < len(layers):
-            use = next(use for use in evaluate(bare, question).devices if use.device == name)
-            cpu_s = members[name].decode.cpu[0]
-            edges_s += use.compute_s - sum(len(place) for place in places) * cpu_s
-            edges_s += cpu_s * sum(place.index(spread(place, count)[0]) + 1 for place in places)
-            edges_s += cpu_s * sum(len(place) - place.index(spread(place, count)[-1]) for place in places)
-            edges_s += tail_s(bare, question)
-    plan = replace(bare, streaming=tuple(streaming))
-    if edges_s > 0.04 * max(token_s, evaluate(plan, question).tpot_s):
-        return None
-    return plan, question
-
-
-def tail_s(plan: Plan, question: Instance) -> float:
-    """Seconds of the tail window and the output."""
-    head, tail = question.members[0], plan.route[-1]
-    layers_s = len(cpu_layers(tail)) * head.decode.cpu[0] + tail.gpu_layers * head.decode.gpu[0]
-    return layers_s + (head.gpu_output_s if plan.output_on_gpu else head.cpu_output_s)
-
-
-def test_the_closed_form_agrees_where_its_assumptions_hold():
-    rng = random.Random(1)
-    wanted = Counter({"all resident": 80, "all in slots": 160, "few slots": 60})
-    paced = 0
-    while wanted.total():
-        sampled = coinciding(rng)
-        if sampled is None:
-            continue
-        plan, question = sampled
-        few_slots = any(streaming.slots < len(streaming.layers) for streaming in plan.streaming)
-        kind = "few slots" if few_slots else "all in slots" if plan.streaming else "all resident"
-        if not wanted[kind]:
-            continue
-        wanted[kind] -= 1
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.matrix)])
+def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
+    """A token is never sooner, and in 99 of 100 plans within 5 %; a first token within 5 % in 93 of 100."""
+    tokens, firsts = [], []
+    for plan, question in streaming_plans(count, shared_hosts=False):
         closed = evaluate(plan, question)
-        assert simulate(plan, question, tokens=12).tpot_s == pytest.approx(closed.tpot_s, rel=0.05)
-        paced += closed.tpot_s == closed.disk_s
-    assert 30 < paced < 270
+        tokens.append(simulate(plan, question, tokens=6).tpot_s / closed.tpot_s)
+        firsts.append(simulate_prefill(plan, question) / closed.ttft_s)
+    assert min(tokens) > 1 - 1e-9
+    assert sum(ratio > 1.05 for ratio in tokens) <= 0.01 * count
+    assert max(tokens) < 1.25
+    assert sum(abs(ratio - 1) > 0.05 for ratio in firsts) <= 0.07 * count
+    assert min(firsts) > 0.85
+    assert max(firsts) < 1.6
 
 
 def test_without_streaming_the_closed_form_is_exact():
@@ -296,16 +267,13 @@ def test_without_streaming_the_closed_form_is_exact():
         assert simulate(plan, question, tokens=2).tpot_s == pytest.approx(evaluate(plan, question).tpot_s)
 
 
-def test_the_closed_form_is_a_lower_bound_and_seldom_far_off():
-    """For any plan, on shared machines and with layers of several sizes, too."""
-    rng = random.Random(3)
-    ratios = []
-    for _ in range(100):
-        question = random_instance(rng)
-        plan = random_plan(rng, question, streams=0.8)
-        ratios.append(simulate(plan, question, tokens=12).tpot_s / evaluate(plan, question).tpot_s)
+def test_the_closed_form_is_a_lower_bound_on_shared_machines_too():
+    ratios = [
+        simulate(plan, question, tokens=12).tpot_s / evaluate(plan, question).tpot_s
+        for plan, question in streaming_plans(100)
+    ]
     assert min(ratios) > 0.999
-    assert sum(ratio > 1.05 for ratio in ratios) <= 15
+    assert sum(ratio > 1.05 for ratio in ratios) <= 5
     assert max(ratios) < 1.5
 
 
@@ -320,7 +288,7 @@ def case(seed: int, **options: float) -> tuple[Plan, Instance]:
 
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("seed", range(12))
-def test_every_layer_is_computed_once_a_token_and_every_streamed_one_read_once(seed, sequences):
+def test_every_layer_is_computed_once_a_token_and_what_streams_read_once(seed, sequences):
     plan, question = case(seed, streams=0.9)
     tokens = 12
     result = simulate(plan, question, tokens=tokens, sequences=sequences)
@@ -328,19 +296,12 @@ def test_every_layer_is_computed_once_a_token_and_every_streamed_one_read_once(s
         # The sums are taken at a moment; with several sequences others are on their way at both ends.
         slack = 0 if sequences == 1 else plan.layers_of(use.device) / tokens
         assert use.layers == pytest.approx(plan.layers_of(use.device), abs=slack)
+        member = next(member for member in question.members if member.name == use.device)
         streaming = plan.streaming_of(use.device)
-        streamed = sum(token_bytes(question.model, layer) for layer in streaming.layers)
-        read_ahead = (streaming.slots + 1) * question.slot_bytes / tokens / sequences
+        streamed = max(0, streaming.streamed_bytes - question.buffer_bytes) * member.decode.read_share
+        read_ahead = 2 * max(streaming.ahead_bytes, streamed if question.by_expert else 0) / tokens / sequences
         assert use.disk_bytes == pytest.approx(streamed, abs=read_ahead)
     assert result.tokens_per_s == pytest.approx(sequences / result.tpot_s)
-
-
-def token_bytes(model: ModelProfile, layer: int) -> int:
-    """What a token reads of a streamed layer: of one with experts those that a row uses."""
-    experts = sum(model.layers[layer].expert_bytes_by_type.values())
-    if not experts:
-        return model.layers[layer].size_bytes
-    return math.ceil(Fraction(experts * model.experts_used, model.experts))
 
 
 def test_the_same_seed_gives_the_same_run():
@@ -375,7 +336,8 @@ def test_a_prompt_costs_at_least_one_pass_and_what_the_busiest_device_computes()
         plan, question = case(seed, streams=0)
         ttft_s = simulate_prefill(plan, question)
         closed = evaluate(plan, question)
-        assert ttft_s <= closed.ttft_s * 1.25
+        assert ttft_s >= closed.ttft_s * 0.95
+        assert ttft_s <= closed.ttft_s * 1.4
         assert ttft_s >= closed.prefill_chunk_s * 0.999
         if question.chunks == 1:
             assert ttft_s == pytest.approx(closed.ttft_s)
@@ -388,7 +350,8 @@ def test_a_thousand_devices():
     fleet = replace(question, devices=devices, links={}, limits={})
     order = [(f"d{i}", 3) for i in range(1000)]
     plan = ring(*order, ("d0", 1))
-    layers = tuple(Streaming(device=f"d{i}", layers=(3 * i, 3 * i + 1, 3 * i + 2), slots=2) for i in range(0, 1000, 2))
-    result = simulate(replace(plan, streaming=layers), fleet, tokens=4, timeline=True)
+    size = 3 * question.model.largest_layer_bytes
+    streaming = tuple(Streaming(device=f"d{i}", streamed_bytes=size, ahead_bytes=size) for i in range(0, 1000, 2))
+    result = simulate(replace(plan, streaming=streaming), fleet, tokens=4, timeline=True)
     assert len(result.devices) == 1000
     assert result.tpot_s > sum(use.compute_s for use in result.devices)

@@ -1,9 +1,8 @@
-"""Plans for very little memory: down to the KV cache, the buffers and what two slots take there is one, below that none."""
+"""Plans for very little memory: down to the output matrix, the KV cache, the buffers and what two layers take there is one,
+below that none."""
 
 from __future__ import annotations
 
-import random
-import statistics
 from dataclasses import replace
 
 import pytest
@@ -16,21 +15,15 @@ from halda import (
     Plan,
     Prediction,
     Streaming,
-    Window,
     arrange,
     evaluate,
     instance,
     residency,
     solve,
 )
-from halda.instance import ahead_bytes
 from halda.profile import KV_TYPES, ModelProfile, Workload
-from halda_research.random_fleets import random_instance, random_plan
-from halda_research.simulate import simulate, simulate_prefill
+from halda.streaming import LEAST_AHEAD_BYTES, RESERVE_BYTES
 from tests.fakes import planning
-from tests.solver.brute import Brute
-from tests.solver.small_fleets import small_instance
-from tests.solver.test_solve import check_against_brute_force
 
 MB = 10**6
 LAYER = 50 * MB
@@ -56,8 +49,7 @@ def smallest_ram(toy: ModelProfile, work: Workload = WORK) -> int:
     """What a device alone needs at the least, summed up apart from the solver."""
     asked = question(toy, 0, work=work)
     kv = sum(asked.kv_bytes[kind] for kind in asked.kind_of)
-    slots = max(2 * LAYER, toy.output_bytes + LAYER)
-    return asked.runtime_bytes(1) + asked.head_bytes(1) + kv + slots
+    return asked.runtime_bytes(1) + asked.head_bytes(1) + kv + toy.output_bytes + 2 * LAYER + RESERVE_BYTES
 
 
 @pytest.mark.parametrize("output", [20 * MB, LAYER, 180 * MB])
@@ -66,10 +58,9 @@ def test_the_smallest_memory_that_runs_gets_a_plan_and_a_byte_less_none(output, 
     toy = model(output=output)
     asked = question(toy, smallest_ram(toy))
     plan, prediction = solved(asked, objective)
-    assert plan.streaming_of("d0").layers == tuple(range(13))
-    assert plan.streams_output
+    assert plan.streaming == (Streaming(device="d0", streamed_bytes=12 * LAYER, ahead_bytes=2 * LAYER),)
     assert prediction.devices[0].ram_bytes == smallest_ram(toy)
-    assert prediction.devices[0].disk_bytes_per_token == 12 * LAYER + output
+    assert prediction.devices[0].disk_bytes_per_token == 12 * LAYER - asked.buffer_bytes
     with pytest.raises(Infeasible, match=r"RAM of d0 is short of 0\.\d MB") as caught:
         solved(question(toy, smallest_ram(toy) - 1), objective)
     assert caught.value.short_bytes <= 2
@@ -86,135 +77,43 @@ def test_at_every_budget_from_there_on_no_more_is_read_than_does_not_fit(output)
         assert not prediction.short
         assert prediction.devices[0].disk_bytes_per_token <= before, "more memory, more to read"
         before = prediction.devices[0].disk_bytes_per_token
-        streaming = plan.streaming_of("d0")
-        held = ahead_bytes(asked.model, streaming.slots, output=plan.streams_output)
-        assert before <= max(0, whole - ram) + held + LAYER, "the overflow, the slots, and a layer that is not split"
-        by_rule = evaluate(residency(arrange(["d0"], [12], rounds=1, model=toy), asked), asked)
-        assert not by_rule.short
-        assert by_rule.devices[0].disk_bytes_per_token <= max(0, whole - ram) + 3 * LAYER + output
+        streaming, over = plan.streaming_of("d0"), max(0, whole - ram)
+        assert streaming.streamed_bytes == (over + streaming.ahead_bytes + RESERVE_BYTES if over else 0)
+        share = streaming.streamed_bytes / (12 * LAYER)
+        # Two parts of layers, which are at most twice as large as they have to be.
+        assert streaming.ahead_bytes <= max(LEAST_AHEAD_BYTES, 2 * share * 2 * LAYER)
+        by_rule = residency(arrange(["d0"], [12], rounds=1, model=toy), asked)
+        assert by_rule.streaming == plan.streaming
     assert before == 0
 
 
-def test_the_output_matrix_streams_only_where_nothing_else_helps():
-    toy = model(output=180 * MB)
-    enough = smallest_ram(toy) + LAYER
-    assert not solved(question(toy, enough))[0].streams_output
-    assert solved(question(toy, enough - 1))[0].streams_output
-
-
-def test_in_a_ring_the_head_streams_it():
+def test_in_a_ring_as_well():
     toy = model(layers=40, output=400 * MB)
     toys = question(toy, 0)
     # The head's other window in a ring, where it does without the vocabulary.
     second = toys.runtime_bytes(2) + toys.head_bytes(2) - toys.runtime_bytes(1) - toys.head_bytes(1)
     small = smallest_ram(toy) + second - 20 * toys.kv_bytes[0]
-    asked = question(toy, small, toys.runtime_bytes(1) + 2 * LAYER + 20 * toys.kv_bytes[0])
+    other = toys.runtime_bytes(1) + 2 * LAYER + RESERVE_BYTES + 20 * toys.kv_bytes[0]
     with pytest.raises(Infeasible, match="RAM of d0 is short"):
         solved(question(toy, small))
-    plan, prediction = solved(asked)
+    plan, prediction = solved(question(toy, small, other))
     assert plan.devices == ("d0", "d1")
-    assert plan.streams_output
     assert not prediction.short
-    assert 40 not in plan.streaming_of("d1").layers
+    with pytest.raises(Infeasible, match="RAM of d"):
+        solved(question(toy, small, other - 1))
 
 
-def test_a_head_with_its_output_matrix_on_the_gpu_does_not_stream_it():
-    toy = model(output=180 * MB)
-    head = planning.device("d0", ram=smallest_ram(toy), vram=256 * (1 << 20) + 300 * MB)
-    found = solve([head], [], toy, WORK)
-    assert found.plan.output_on_gpu
-    assert not found.plan.streams_output
-
-
-def test_a_plan_streams_what_its_device_computes_on_its_cpu_and_nothing_else():
-    route = (
-        Window(device="a", first=0, last=4, gpu_layers=1),
-        Window(device="b", first=4, last=8, gpu_layers=0),
-        Window(device="a", first=8, last=10, gpu_layers=0),
-    )
-
-    def plan(device: str, *layers: int, on_gpu: bool = False) -> Plan:
-        streaming = Streaming(device=device, layers=layers, slots=2)
-        return Plan(rounds=1, route=route, output_on_gpu=on_gpu, streaming=(streaming,), left_out=())
-
-    assert plan("a", 0, 2, 9, 10).streams_output
-    assert not plan("b", 4, 5, 6).streams_output
-    for device, layers, on_gpu in (
-        ("a", (0, 3), False),
-        ("a", (0, 4), False),
-        ("a", (2, 0), False),
-        ("b", (4, 5, 10), False),
-        ("a", (0, 1, 10), True),
-        ("a", (0, 1, 11), False),
-    ):
-        with pytest.raises(AssertionError):
-            plan(device, *layers, on_gpu=on_gpu)
-
-
-@pytest.mark.parametrize("output", [20 * MB, 180 * MB])
-def test_the_simulation_reads_the_output_matrix_once_a_token(output):
-    toy = model(output=output)
-    asked = question(toy, smallest_ram(toy))
-    plan, prediction = solved(asked)
-    played = simulate(plan, asked, tokens=8)
-    assert played.devices[0].disk_bytes == pytest.approx(12 * LAYER + output)
-    assert played.devices[0].layers == 13
-    # Here the disk is all that takes time.
-    assert played.tpot_s == pytest.approx(prediction.tpot_s, rel=0.1)
-    assert played.tpot_s >= prediction.tpot_s * (1 - 1e-9)
-    assert simulate_prefill(plan, asked) > 0
-
-
-def streaming_output(rng: random.Random) -> tuple[Plan, Instance] | None:
-    """A random plan whose head streams the output matrix with some layers; None by chance."""
-    question = random_instance(rng, devices=rng.randint(1, 4), shared_hosts=False)
-    plan = random_plan(rng, question, even=True)
-    if plan.output_on_gpu or not plan.streaming_of(plan.head).layers:
-        return None
-    with_output = [
-        replace(streaming, layers=(*streaming.layers, plan.layer_count)) if streaming.device == plan.head else streaming
-        for streaming in plan.streaming
-    ]
-    return replace(plan, streaming=tuple(with_output)), question
-
-
-def test_no_ring_that_is_played_reads_an_output_matrix_sooner_than_predicted():
-    ratios = []
-    for seed in range(150):
-        found = streaming_output(random.Random(seed))
-        if found is None:
-            continue
-        plan, asked = found
-        predicted, played = evaluate(plan, asked), simulate(plan, asked, tokens=6)
-        ratios.append(played.tpot_s / predicted.tpot_s)
-        assert ratios[-1] >= 1 - 1e-9, seed
-    assert len(ratios) > 40
-    assert statistics.median(ratios) < 1.01
-
-
-def test_of_plans_that_stream_the_output_matrix_none_is_better():
-    found = []
-    for seed in range(20):
-        rng = random.Random(9000 + seed)
-        asked, objective = small_instance(rng)
-        head, *others = (replace(device, gpu=None) for device in asked.devices)
-        asked = replace(asked, devices=(replace(head, ram_available_bytes=1), *others), limits={})
-        with pytest.raises(Infeasible) as caught:
-            solve(asked.devices, list(asked.links.values()), asked.model, asked.workload, objective=objective)
-        # So little is missing at the least, and without the output matrix that streams more.
-        enough = 1 + caught.value.short_bytes + int(rng.uniform(0, 0.9) * asked.slot_bytes)
-        asked = replace(asked, devices=(replace(head, ram_available_bytes=enough), *others))
-        if Brute(asked, objective).best() is None:
-            found.append(check_against_brute_force(asked, objective))
-    plans = [answer.plan for answer in found if answer is not None]
-    assert len(plans) >= 6
-    assert any(len(plan.devices) > 1 for plan in plans)
-    assert all(plan.streams_output for plan in plans)
+def test_two_layers_do_not_stream_since_both_are_held():
+    toy = model(layers=2, output=20 * MB)
+    whole = evaluate(arrange(["d0"], [2], rounds=1, model=toy), question(toy, 0)).devices[0].ram_bytes
+    assert not solved(question(toy, whole))[0].streaming
+    with pytest.raises(Infeasible, match=r"RAM of d0 is short of 0\.1 MB"):
+        solved(question(toy, whole - 1))
 
 
 def test_a_stall_is_laid_to_the_device_that_reads_longest():
     toy = model(output=20 * MB)
-    asked = question(toy, smallest_ram(toy) + 4 * LAYER)
+    asked = question(toy, smallest_ram(toy) + LAYER)
     _, prediction = solved(asked)
     assert prediction.disk_s > prediction.compute_s
     assert sum(device.stall_s for device in prediction.devices) == pytest.approx(prediction.stall_s)

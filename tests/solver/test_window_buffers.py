@@ -181,7 +181,7 @@ def test_a_plan_of_several_rounds_is_made_with_one_buffer_a_device_and_not_with_
     assert wanted.plan.rounds > 1
     assert wanted.plan.streaming
     rams = [part.ram_bytes for part in wanted.prediction.devices]
-    assert sum(rams) < 660 * MB
+    assert sum(rams) <= 660 * MB
     found = check_against_brute_force(question(roomy.model, *rams), "latency")
     assert found is not None
     assert found.objective_s == pytest.approx(wanted.objective_s, rel=1e-9)
