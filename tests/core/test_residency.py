@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from primad.engine.streaming.residency import Residency, Spread, ladder, two_slots
+from primad.engine.streaming.residency import _STEPS, Residency, Spread, ladder, two_slots
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=24)
 
@@ -173,7 +173,7 @@ def test_under_pressure_less_and_less_is_held_down_to_nothing_resident(base):
     # The last level holds the least there is: with everything streamed nothing less is held.
     sizes = base.sizes
     everything = frozenset(range(len(sizes)))
-    least = Residency.whole(sizes, everything, max(base.ahead_bytes, two_slots(sizes, everything)))
+    least = Residency.whole(sizes, everything, max(base.ahead_bytes, two_slots(sizes)))
     assert levels[-1].held_bytes <= max(base.held_bytes if len(levels) == 1 else 0, least.held_bytes)
 
 
@@ -221,7 +221,7 @@ def steps(spread: Spread) -> int:
     for size, cuts in zip(spread.sizes, spread.cuts, strict=True):
         places = sorted({0, size, *(cuts[-1] - cut for cut in cuts)})
         longest = max(longest, *(after - before for before, after in pairwise(places)))
-    return sum(spread.sizes) // 512 + 2 * longest + 2
+    return sum(spread.sizes) // _STEPS + 2 * longest + 2
 
 
 @given(spreads(), st.integers(0, 1200))
@@ -232,7 +232,7 @@ def test_a_spread_holds_no_more_than_it_may_unless_everything_streams(spread, he
     for (begin, end), cuts in zip(found.parts, spread.cuts, strict=True):
         if spread.in_groups and len(cuts) > 1 and begin < end:
             assert cuts[0] <= begin < end <= cuts[-1], "what it shares with its neighbours stays"
-    assert found.room_bytes <= max(spread.ahead_bytes, two_slots(found.part_sizes, found.streamed))
+    assert found.room_bytes <= max(spread.ahead_bytes, two_slots(found.part_sizes))
 
 
 @given(spreads(), st.integers(0, 1200))
@@ -243,6 +243,27 @@ def test_a_spread_keeps_what_it_is_told_and_hardly_less(spread, resident):
     else:
         large = sum(size for size in spread.sizes if size > 1.5 * statistics.median(spread.sizes))
         assert found.resident_bytes >= min(resident, sum(spread.sizes)) - steps(spread) - large
+
+
+@given(
+    st.integers(4, 400),
+    st.integers(8, 80),
+    st.integers(0, 4),
+    st.floats(0.001, 1),
+    st.integers(0, 20),
+)
+def test_what_streams_of_real_layers_is_what_is_planned(megabytes, layers, heads, share, header):
+    """To about a cut, or a layer so small that it has one cut at most; whatever share, with an output matrix or without."""
+    cut = 2 << 20
+    sizes = [megabytes * 1_000_000 * (8 if layer % 3 else 7) // 8 for layer in range(layers)]
+    sizes += [2 * megabytes * 1_000_000 * heads] if heads else []
+    cuts = [tuple(range(cut - header * 100_000 % cut, size + 1, cut)) for size in sizes]
+    streamed = int(sum(sizes[:layers]) * share)
+    ahead = int(2 * max(sizes[:layers]) * share)
+    found = Spread(tuple(sizes), tuple(cuts), ahead).keeping(sum(sizes) - streamed)
+    assert 0 <= found.streamed_bytes - streamed <= sum(sizes) // _STEPS + 2 * cut
+    assert found.room_bytes <= max(ahead + 2 * cut, min(2 * max(sizes[:layers]), 4 * cut))
+    assert share == 1 or not any(found.part_sizes[layers:]), "nothing of the output matrix"
 
 
 @given(spreads())
@@ -258,9 +279,9 @@ def test_a_spread_reads_the_overflow_and_two_small_parts(count, size, cut, perce
     held = total * percent // 100
     found = spread.within(held)
     assume(found.held_bytes <= held)
-    parts = two_slots(found.part_sizes, found.streamed)
+    parts = two_slots(found.part_sizes)
     assert found.read_bytes <= total - held + parts + steps(spread)
-    assert max(found.part_sizes) - min(found.part_sizes) <= 2 * cut + size // 512 + 2, "the same share of each"
+    assert max(found.part_sizes) - min(found.part_sizes) <= 2 * cut + size // _STEPS + 2, "the same share of each"
 
 
 @given(st.lists(st.integers(7, 10), min_size=3, max_size=20), st.integers(0, 300))

@@ -24,11 +24,12 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Final
 
 LARGE: Final = 1.5
 """A unit so many times the median is large."""
-_STEPS: Final = 512
+_STEPS: Final = 1 << 14
 """Shares of the layers, and then of the large units, that are tried."""
 
 
@@ -142,7 +143,8 @@ class Residency:
 class Spread:
     """Units of ``sizes`` that may be parted at ``cuts``, bytes within each in ascending order.
 
-    ``ahead_bytes`` are held ahead of what streams, or two parts where that is more: one is computed, the next one read.
+    ``ahead_bytes`` are held ahead of what streams, or two layers' parts where that is more: one is computed, the next one
+    read.
     ``in_groups``: what lies before the first cut of a unit and behind its last one stays in any case, as the system gives it
     back only with what is beside it; else all of a unit may stream.
     """
@@ -175,16 +177,16 @@ class Spread:
         ordinary = LARGE * statistics.median(self.sizes)
         shares = min(step, _STEPS) / _STEPS, max(step - _STEPS, 0) / _STEPS
         parts: list[tuple[int, int]] = []
-        due = 0.0
+        due = [0.0, 0.0]
         for size, cuts in zip(self.sizes, self.cuts, strict=True):
-            share = shares[size > ordinary]
-            due += share * size
+            is_large = size > ordinary
+            due[is_large] += shares[is_large] * size
             most = (cuts[0], cuts[-1]) if self.in_groups and len(cuts) > 1 else (0, size)
-            part = most if share == 1 else _part(most, cuts, due)
+            part = most if shares[is_large] == 1 else _part(most, cuts, due[is_large])
             parts.append(part)
-            due -= part[1] - part[0]
-        sizes = [end - begin for begin, end in parts]
-        ahead = max(self.ahead_bytes, sum(sorted(sizes)[-2:]))
+            due[is_large] -= part[1] - part[0]
+        layers = [end - begin for size, (begin, end) in zip(self.sizes, parts, strict=True) if size <= ordinary]
+        ahead = max(self.ahead_bytes, two_slots(layers))
         return Residency(self.sizes, tuple(parts), ahead, cuts=self.cuts)
 
 
@@ -219,7 +221,7 @@ def ladder(base: Residency, spread: Spread | None) -> tuple[Residency, ...]:
     while now.resident:
         unit = _next_to_stream(now)
         now = replace(now, parts=(*now.parts[:unit], (0, now.sizes[unit]), *now.parts[unit + 1 :]))
-        now = replace(now, ahead_bytes=max(base.ahead_bytes, two_slots(now.sizes, now.streamed)))
+        now = replace(now, ahead_bytes=max(base.ahead_bytes, two_slots(now.part_sizes)))
         if now.held_bytes < levels[-1].held_bytes:
             levels.append(now)
     return tuple(levels)
@@ -241,10 +243,10 @@ def by_expert(sizes: Sequence[int], experts: Mapping[int, int], held_bytes: int)
     return replace(level, pool_bytes=min(pool, sum(experts.values())), layer_pool_bytes=layer)
 
 
-def two_slots(sizes: Sequence[int], streamed: Collection[int]) -> int:
-    """Bytes to hold ahead so that the next unit can be read while one is computed."""
-    largest = sorted((sizes[unit] for unit in streamed), reverse=True)[:2]
-    return sum(largest)
+def two_slots(parts: Sequence[int]) -> int:
+    """Bytes to hold ahead so that the next part of so many bytes can be read while one is computed."""
+    found = [size for size in parts if size]
+    return max((sum(pair) for pair in pairwise([*found, *found[:1]])), default=0) if len(found) > 1 else sum(found)
 
 
 def _next_to_stream(residency: Residency) -> int:
