@@ -87,11 +87,12 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction of a link."""
+    """One direction of a link. One message of twenty comes ``late_ms`` later than usual, or more."""
 
     source: str
     target: str
     round_trip_ms: float
+    late_ms: float
     mbit_per_s: float
 
 

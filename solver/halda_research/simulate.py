@@ -280,7 +280,9 @@ def _fixtures(plan: Plan, instance: Instance, *, rows: float) -> list[Fixture]:
     for name in plan.devices:
         member: Member = instance.members[index[name]]
         slots = plan.streaming_of(name).slots
-        link = instance.link(index[name], index[plan.after(name)])
+        here, there = index[name], index[plan.after(name)]
+        link = instance.link(here, there)
+        transfer_s = cost.transfer_s(link, rows, instance.model.width)
         fixtures.append(
             Fixture(
                 device=name,
@@ -289,8 +291,9 @@ def _fixtures(plan: Plan, instance: Instance, *, rows: float) -> list[Fixture]:
                 unit_slots=[min(max(1, slots - 1), -(-size // instance.slot_bytes)) for size in unit_sizes],
                 unit_bytes=unit_sizes,
                 disk_bytes_per_s=member.disk_bytes_per_s,
-                transfer_s=cost.transfer_s(link, rows, instance.model.width),
-                delay_s=link.round_trip_s / 2,
+                in_air=instance.in_air(here, there),
+                transfer_s=transfer_s,
+                delay_s=cost.hop_s(link, rows, instance.model.width) - transfer_s,
             )
         )
     return fixtures

@@ -187,7 +187,9 @@ def test_who_holds_copies_of_all_its_weights_streams_and_reads_nothing():
 
 
 def test_the_body_says_whether_it_serves_and_what_the_ring_says():
-    link = LinkProfile(source="desk", target="lap", address="10.0.0.2", round_trip_s=0.002, bytes_per_s=1e6)
+    link = LinkProfile(
+        source="desk", target="lap", address="10.0.0.2", round_trip_s=0.002, bytes_per_s=1e6, late_s=0.003
+    )
     found = device_status(PLAN, PREDICTION, KEPT["lap"], "lap", None, Costs(), daemon_rss_bytes=0)
     ring = {
         "epoch": 4,
@@ -207,7 +209,7 @@ def test_the_body_says_whether_it_serves_and_what_the_ring_says():
     )
     assert body.devices == [found]
     assert body.predicted == Promises(tokens_per_s=4, tpot_ms=250, ttft_ms=2000)
-    assert (body.links[0].round_trip_ms, body.links[0].mbit_per_s) == (2, 8)
+    assert (body.links[0].round_trip_ms, body.links[0].late_ms, body.links[0].mbit_per_s) == (2, 3, 8)
     assert body.cluster[0].phase == "serving"
 
 

@@ -266,15 +266,20 @@ class Brute:
 
     def _value(self, part: Partial, members: Sequence[int], rounds: int) -> float:
         instance = self._instance
-        hops = chunk_hops = link = chunk_link = 0.0
+        hops = chunk_hops = link = chunk_link = air = chunk_air = 0.0
         if len(members) > 1:
             rows = instance.members[0].prefill.rows
             for a, b in zip(members, (*members[1:], members[0]), strict=True):
                 way = instance.link(a, b)
                 one = instance.model.width * 4 / way.bytes_per_s
-                hops += rounds * (way.round_trip_s / 2 + one)
-                chunk_hops += rounds * (way.round_trip_s / 2 + rows * one)
+                late = way.round_trip_s / 2 + 0.185 * way.late_s
+                hops += rounds * (late + one)
+                chunk_hops += rounds * (late + rows * one)
+                ends = instance.devices[a], instance.devices[b]
+                if ends[0].host != ends[1].host and any(end.wireless for end in ends):
+                    air, chunk_air = air + rounds * one, chunk_air + rounds * rows * one
                 link, chunk_link = max(link, rounds * one), max(chunk_link, rounds * rows * one)
+            link, chunk_link = max(link, air), max(chunk_link, chunk_air)
         token = max(part.decode_s + hops, part.disk_s)
         first = max(part.prefill_s + chunk_hops, part.chunk_disk_s)
         first += (instance.chunks - 1) * max(part.prefill_max_s, part.chunk_disk_s, chunk_link) + part.output_s
