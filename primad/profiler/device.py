@@ -145,5 +145,5 @@ def _check(profile: DeviceProfile) -> None:
         check_profile(profile)
     except Implausible as exc:
         raise ConfigError(
-            f"this device was measured, but {exc}; let the machine come to rest and run 'primad profile --again'"
+            f"this device was measured, but {exc}; let the machine come to rest and run 'primad profile --remeasure'"
         ) from exc
