@@ -170,14 +170,8 @@ def _question(count: int, cpu: CpuProfile, rate: float, links: Sequence[LinkProf
         )
         for name in names
     ]
-    round_trip_s = statistics.median(link.round_trip_s for link in links)
-    bytes_per_s = statistics.median(link.bytes_per_s for link in links)
-    between = [
-        LinkProfile(source=a, target=b, address="", round_trip_s=round_trip_s, bytes_per_s=bytes_per_s)
-        for a in names
-        for b in names
-        if a != b
-    ]
+    link = sorted(links, key=lambda link: link.round_trip_s)[len(links) // 2]
+    between = [replace(link, source=a, target=b, address="") for a in names for b in names if a != b]
     work = Workload(
         context_tokens=CONTEXT,
         kv_type="f16",

@@ -7,11 +7,13 @@ has none of that, and a plan that was set by hand promises nothing. Before the f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from primad.api.backend import Health, ServedModel
+from primad.errors import printable
+from primad.settings.quantities import show_ms
 
 
 class RingFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,12 +87,34 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float
 
 
+class WrongTerm(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a token's time that is wrong by most: compute or disk (waiting for it) of a device, or all hops.
+
+    ``is_beyond``: by more than plans may be corrected by, so something is amiss there.
+    """
+
+    term: str
+    device: str | None
+    predicted_ms: float
+    measured_ms: float
+    is_beyond: bool
+
+
+class AnswerFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a token took in the latest answer that was long enough; ``wrong`` is there where the plan is off by over 25 %."""
+
+    tpot_ms: float
+    predicted_tpot_ms: float
+    wrong: WrongTerm | None
+
+
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction of a link."""
+    """One direction of a link. One message of twenty comes ``late_ms`` later than usual, or more."""
 
     source: str
     target: str
     round_trip_ms: float
+    late_ms: float
     mbit_per_s: float
 
 
@@ -111,6 +135,7 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int | None = None
     rounds: int | None = None
     predicted: Promises | None = None
+    measured: AnswerFigures | None = None
     devices: list[DeviceStatus] = []
     links: list[LinkStatus] = []
     cluster: list[ClusterMember] = []
@@ -120,6 +145,21 @@ def status_body(health: Health, served: ServedModel | None, ring: Mapping[str, A
     """The whole status out of ``ring``, the backend's part of it."""
     own = {"serving": health.serving, "detail": health.detail, "model": served.id if served is not None else None}
     return msgspec.convert({**ring, **own}, StatusBody)
+
+
+_TERMS: Final = {"compute": "computing on {}", "disk": "waiting for the disk of {}", "hops": "the hops between devices"}
+
+
+def wrong_line(measured: AnswerFigures) -> str:
+    """For people: by how much a plan is off, and which of its terms is wrong."""
+    wrong = measured.wrong
+    assert wrong is not None
+    term = _TERMS.get(wrong.term, "{}").format(printable(wrong.device or "all devices"))
+    beyond = "; that is more than a profile is wrong by, so look what else runs there" if wrong.is_beyond else ""
+    return (
+        f"a token takes {show_ms(measured.tpot_ms)}, not {show_ms(measured.predicted_tpot_ms)} as the plan says; most wrong "
+        f"is {term}: {show_ms(wrong.measured_ms)}, not {show_ms(wrong.predicted_ms)}{beyond}"
+    )
 
 
 decoder = msgspec.json.Decoder(StatusBody)

@@ -78,7 +78,9 @@ def profile(
     home: Home = None,
     name: Name = None,
     threads: Threads = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew what was measured before.")] = False,
+    remeasure: Annotated[
+        bool, typer.Option("--remeasure", help="Measure anew, and forget what answers have taught.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="In 8 seconds at most, and less exactly.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the profile as it is stored.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write it to this file.", show_default=False)] = None,
@@ -89,16 +91,17 @@ def profile(
 
         primad profile
 
-        primad profile --again --save desk.json
+        primad profile --remeasure --save desk.json
     """
     from primad.daemon.run import profile as run_profile
+    from primad.head.learning import correction_line
     from primad.profiler.device import how_measured
     from primad.profiler.effort import QUICK, Effort
     from primad.profiler.store import encode_profile, save_profile
     from primad.profiler.table import profile_table
 
     config = load_config({"home": home, "name": name, "threads": threads})
-    device = run_profile(config, RichReporter(err), again=again, effort=QUICK if quick else Effort())
+    device = run_profile(config, RichReporter(err), again=remeasure, effort=QUICK if quick else Effort())
     measured, how = how_measured(config.home, config.threads)
     if save is not None:
         save_profile(save, device, how, measured)
@@ -108,6 +111,9 @@ def profile(
         for part in profile_table(device):
             out.print(part)
         out.print(f"measured {measured}")
+        learnt = correction_line(config.home, device)
+        if learnt is not None:
+            out.print(learnt)
 
 
 app.command()(plan)

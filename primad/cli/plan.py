@@ -52,8 +52,8 @@ class FleetOptions:
     link: Annotated[
         list[str] | None,
         typer.Option(
-            help="Links that nothing measured [default: 100MB/s,2ms]: rate and round trip. "
-            "A:B=300Mbit/s,4ms sets that between two devices; may be repeated.",
+            help="Links that nothing measured [default: 100MB/s,2ms]: rate and round trip; a third "
+            "figure is how late one message of twenty is. A:B=300Mbit/s,4ms sets that between two devices; may be repeated.",
             show_default=False,
         ),
     ] = None

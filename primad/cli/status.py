@@ -127,7 +127,9 @@ def _title(status: StatusBody) -> str:
 
 
 def _notes(status: StatusBody) -> list[str]:
-    """What the table does not say: who did not answer, and who is not in the ring."""
+    """What the table does not say: who did not answer, who is not in the ring, and where the plan is wrong."""
+    from primad.api.status import wrong_line
+
     silent = [f"{printable(device.name)}: did not answer in time" for device in status.devices if device.ring is None]
     there = {device.name for device in status.devices}
     others = [
@@ -136,7 +138,9 @@ def _notes(status: StatusBody) -> list[str]:
         for member in status.cluster
         if member.device not in there
     ]
-    return silent + others
+    measured = status.measured
+    wrong = [wrong_line(measured)] if measured is not None and measured.wrong is not None else []
+    return silent + others + wrong
 
 
 def _table(status: StatusBody) -> Table:

@@ -132,7 +132,7 @@ def warn_if_disturbed(profile: DeviceProfile, reporter: Reporter) -> None:
     if statistics.median(speed.decode_spread for speed in profile.cpu.speeds) > DISTURBED_SPREAD:
         reporter.say(
             f"{profile.device}: something else ran while this device was measured, so its figures are too low; "
-            "run 'primad profile --again' when it is idle"
+            "run 'primad profile --remeasure' when it is idle"
         )
 
 

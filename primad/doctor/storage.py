@@ -87,7 +87,7 @@ def _judge_speed(rate: float | None) -> list[Finding]:
     speed = f"layers are read at {rate / 1e6:.0f} MB/s"
     if rate < _SLOW_BYTES_PER_S:
         text = f"{speed}: slow for layers that do not fit into memory; use another disk, if there is one"
-        return [finding("disk", "note", text, "primad profile --again --home FOLDER")]
+        return [finding("disk", "note", text, "primad profile --remeasure --home FOLDER")]
     return [finding("disk", "ok", speed)]
 
 

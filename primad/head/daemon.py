@@ -22,6 +22,7 @@ from primad.daemon.station import Station
 from primad.errors import ClusterError
 from primad.head.backend import RingBackend, StatusOf
 from primad.head.devices import Devices
+from primad.head.learning import Learning
 from primad.head.own_device import OwnDevice
 from primad.head.planner import Planner
 from primad.head.rings import Rings
@@ -83,13 +84,15 @@ class HeadDaemon:
         )
         self._profile = profile
         own = OwnDevice(lambda: profile.now(config.name), self._memory_watch)
-        self._planner = Planner(service, own, self._devices)
+        learning = Learning(config.home)
+        self._planner = Planner(service, own, self._devices, learning)
         self._rings = Rings(
             station,
             service,
             own=own,
             devices=self._devices,
             planner=self._planner,
+            learning=learning,
             backend=backend,
             core=self,
             reporter=reporter,

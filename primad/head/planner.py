@@ -10,7 +10,9 @@ from typing import Final
 from halda import DeviceProfile, Infeasible
 from primad.errors import PlanError, PrimadError
 from primad.gguf.architectures import cuttable
+from primad.head.corrections import Corrections
 from primad.head.devices import Devices
+from primad.head.learning import Learning
 from primad.head.options import plan_by_hand, stream_by_hand
 from primad.head.own_device import OwnDevice
 from primad.head.promise import Promise
@@ -27,23 +29,25 @@ MOST_FORESEEN: Final = 8
 
 PlanResult = tuple[Promise, float]
 """A plan with what it promises, and its objective."""
+_Basis = tuple[list[DeviceProfile], Corrections]
+"""What a plan was made from: the workers, and what was learnt of all."""
 
 
 class Planner:
-    """Plans for ``service`` on ``own`` and the workers among ``devices``."""
+    """Plans for ``service`` on ``own`` and the workers among ``devices``, with what ``learning`` knows of them."""
 
-    def __init__(self, service: Service, own: OwnDevice, devices: Devices) -> None:
-        self._service, self._own, self._devices = service, own, devices
-        self._foreseen: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
+    def __init__(self, service: Service, own: OwnDevice, devices: Devices, learning: Learning) -> None:
+        self._service, self._own, self._devices, self._learning = service, own, devices, learning
+        self._foreseen: dict[frozenset[str], tuple[_Basis, PlanResult]] = {}
         self.foreseeing: asyncio.Task[None] | None = None
         """The planning for losses that is under way."""
 
     async def plan(self, candidates: frozenset[str]) -> PlanResult:
         """The plan for the head and ``candidates``. Raises ``PlanError`` or ``Infeasible`` when there is none."""
         workers = self._devices.present(candidates)
-        profiles, foreseen = self._foreseen.get(candidates, ([], None))
-        # A device that is short of memory now has another profile than it had then.
-        if foreseen is not None and profiles == [worker.profile for worker in workers]:
+        basis, foreseen = self._foreseen.get(candidates, (None, None))
+        # A device that is short of memory now has another profile than it had then, and one that turned out slower factors.
+        if foreseen is not None and basis == ([worker.profile for worker in workers], self._learning.corrections):
             return foreseen
         return await self._solve(workers)
 
@@ -65,7 +69,8 @@ class Planner:
             workers = self._devices.present(rest)
             profiles = [worker.profile for worker in workers]
             try:
-                self._foreseen[rest] = profiles, await self._solve(workers, background=True)
+                result = await self._solve(workers, background=True)
+                self._foreseen[rest] = (profiles, result[0].corrections), result
             except (PrimadError, Infeasible) as exc:
                 logger.info("without %s there is no plan: %s", lost, exc)
 
@@ -76,8 +81,9 @@ class Planner:
         """
         model, options, workload = self._service.model, self._service.options, self._service.workload
         windows = options.windows
-        own = await self._own.profile()
-        devices = [own, *(worker.profile for worker in workers)]
+        measured = [await self._own.profile(), *(worker.profile for worker in workers)]
+        corrections = self._learning.planned(measured)
+        devices = [corrections.apply(each) for each in measured]
         if windows is not None:
             if len(windows) > len(devices):
                 raise PlanError(
@@ -94,7 +100,7 @@ class Planner:
         solution = await solve_apart(
             SolverRequest(
                 devices=list(devices),
-                links=self._devices.book.between(names),
+                links=[corrections.apply_link(link) for link in self._devices.book.between(names)],
                 model=model.profile,
                 workload=workload,
                 objective=options.objective,
@@ -103,4 +109,5 @@ class Planner:
             ),
             background=background,
         )
-        return Promise.of(solution.plan, model.profile, solution.prediction), solution.objective_s
+        promise = Promise.of(solution.plan, model.profile, solution.prediction, corrections)
+        return promise, solution.objective_s

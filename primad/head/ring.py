@@ -15,6 +15,7 @@ import msgspec
 import psutil
 
 from halda import Plan, Prediction
+from primad.api.status import AnswerFigures
 from primad.daemon.layer_files import distrust, release_files
 from primad.daemon.loaded_process import LoadedProcess
 from primad.errors import ClusterError, NextDeviceError, PrimadError, RingError, WeightsError
@@ -69,6 +70,9 @@ class HeadRing:
         self._broken: asyncio.Future[PrimadError] = loop.create_future()
         self._status: asyncio.Queue[Status] = asyncio.Queue(8)
         self._costs: dict[str, Costs] = {}
+        self._latest: dict[str, Status | None] = {}
+        self.measured: AnswerFigures | None = None
+        """What its latest answer that was long enough took, as whoever learns from it says."""
         self._asking: asyncio.Task[dict[str, Any]] | None = None
         self._finding_fault: asyncio.Task[None] | None = None
         self._computed: list[int] | None = None
@@ -201,9 +205,15 @@ class HeadRing:
         await asyncio.wait([asking])  # who is cancelled over it leaves the others their answer
         return {} if asking.cancelled() else asking.result()
 
+    async def statuses(self) -> Mapping[str, Status | None]:
+        """What the ring process of every device says now; None for one that does not answer in time."""
+        await self.status()
+        return self._latest
+
     async def _ask_all(self) -> dict[str, Any]:
         names = self.plan.devices
         answers = await asyncio.gather(*(self._ask(name) for name in names))
+        self._latest = {name: status for name, (status, _) in zip(names, answers, strict=True)}
         devices = []
         for name, (status, daemon_rss_bytes) in zip(names, answers, strict=True):
             costs = self._costs.get(name, Costs())
@@ -224,6 +234,7 @@ class HeadRing:
             "epoch": self.epoch,
             "rounds": self.plan.rounds,
             "predicted": None if self.prediction is None else msgspec.to_builtins(promises(self.prediction)),
+            "measured": None if self.measured is None else msgspec.to_builtins(self.measured),
             "devices": msgspec.to_builtins(devices),
             "links": [msgspec.to_builtins(link_status(link)) for link in self._inputs.devices.links.between(names)],
         }

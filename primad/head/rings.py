@@ -19,7 +19,9 @@ from primad.errors import ModelError, PlanError, PrimadError
 from primad.head.backend import RingBackend
 from primad.head.blame import blamed
 from primad.head.core import Core
+from primad.head.corrections import LEAST_TOKENS
 from primad.head.devices import Devices
+from primad.head.learning import Learning
 from primad.head.own_device import OwnDevice
 from primad.head.planner import Planner
 from primad.head.promise import Promise
@@ -49,18 +51,20 @@ class Rings:
         own: OwnDevice,
         devices: Devices,
         planner: Planner,
+        learning: Learning,
         backend: RingBackend,
         core: Core,
         reporter: Reporter,
     ) -> None:
         self._station, self._service, self._model = station, service, service.model
         self._own, self._devices, self._planner, self._backend = own, devices, planner, backend
-        self._core, self._reporter = core, reporter
+        self._learning, self._core, self._reporter = learning, core, reporter
         self.layer_port = 0
         self._candidates: dict[int, frozenset[str]] = {}
         self._plans: dict[int, Promise] = {}
         self._rings: dict[int, HeadRing] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._learner: asyncio.Task[None] | None = None
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
         self._tasks = Tasks()
 
@@ -162,6 +166,22 @@ class Rings:
     def deliver(self, epoch: int, event: Sampled | Finished) -> None:
         """An event of a generation that ring ``epoch`` computes."""
         self._backend.deliver(epoch, event)
+        is_long = isinstance(event, Finished) and event.completion_tokens >= LEAST_TOKENS
+        if is_long and (self._learner is None or self._learner.done()):
+            self._learner = self._tasks.start(self._learn(epoch))
+
+    async def _learn(self, epoch: int) -> None:
+        """Learn from an answer of ring ``epoch``, unless something else was computed beside it."""
+        ring, promise, planning = self._rings.get(epoch), self._plans.get(epoch), self._planner.foreseeing
+        is_disturbed = len(self._rings) > 1 or bool(self._jobs) or (planning is not None and not planning.done())
+        if ring is None or promise is None or is_disturbed:
+            return
+        measured = self._learning.answered(epoch, promise, await ring.statuses())
+        if measured is None:
+            return
+        ring.measured = measured
+        if self._learning.is_worth_a_plan(epoch, promise):
+            self._foresee(epoch)
 
     def broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
         """A ring broke, while it was formed or later."""
@@ -191,6 +211,7 @@ class Rings:
             await asyncio.wait([job])
         self._plans.pop(epoch, None)
         self._candidates.pop(epoch, None)
+        self._learning.forget(epoch)
         ring = self._rings.pop(epoch, None)
         if ring is not None:
             await to_its_end(ring.close())  # nobody else would end its process

@@ -110,6 +110,7 @@ def link_status(link: LinkProfile) -> LinkStatus:
         source=link.source,
         target=link.target,
         round_trip_ms=link.round_trip_s * 1e3,
+        late_ms=link.late_s * 1e3,
         mbit_per_s=link.bytes_per_s * 8 / 1e6,
     )
 

@@ -1,22 +1,30 @@
-"""Measure the links between devices: small messages there and back for the round trip, large ones for the throughput.
+"""Measure the links between devices: empty messages there and back for the round trip, and messages of the sizes that a ring
+sends, one way after the other.
 
 The device that measures sends ``Echo`` to the control port of the other, which answers with as many bytes as it was asked
 for; so one device measures both directions. Every address of the other is tried, the fastest that works is kept.
+
+Hidden states of one row are messages of some kB, and a token waits for each, so they are sent one by one, often enough for a
+95th percentile. A chunk of a prompt is a message of some MB that comes after a silence: TCP begins it slowly, with some
+packets a round trip, and passes the rest at the rate of the link. So the first large message of a connection is timed, and
+then several that follow each other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import zmq
 import zmq.asyncio
 
-from halda import LinkProfile
+from halda import LinkProfile, MessageTime
 from primad.errors import ClusterError, ProtocolError
 from primad.network.contacts import Contact
 from primad.network.messages import MAX_ECHO_BYTES, Echo, Echoed, decode_from_worker
@@ -30,13 +38,55 @@ UNREACHABLE_S: Final = 60.0
 CONNECT_S: Final = 1.0
 MOST_ADDRESSES: Final = 3
 """So many of a device's addresses are measured, of those that answer first."""
-_ROUND_TRIPS: Final = 15
-_SMALL_BYTES: Final = 8 << 10
-"""About a row of hidden states."""
-_WARM_BYTES: Final = 256 << 10
+_EMPTY_MESSAGES: Final = 15
+_ROW_BYTES: Final = 8 << 10
+"""A row of hidden states of a model of 2,048 channels."""
+_WIDE_ROW_BYTES: Final = 32 << 10
+"""A row of 8,192 channels."""
+_LARGE_BYTES: Final = 256 << 10
+"""TCP is as quick as it gets when it has passed so many."""
+_ROWS: Final = 100
+_WIDE_ROWS: Final = 15
+_LARGE_MESSAGES: Final = 3
+_ROWS_S: Final = 0.25
+"""After so long no more messages of a size are sent, ``_FEWEST`` aside."""
+_FEWEST: Final = 3
+_LATE: Final = 0.95
+_SLOW_START_ROUND_TRIPS: Final = 4
+"""TCP sends 10 packets at first and twice as many each round trip: four pass before 256 kB are on their way."""
 _BULK_MESSAGES: Final = 4
 _FAST_S: Final = 0.02
-"""A link that carries the warming message in less is worth more messages for a figure that holds."""
+"""A link that carries ``_LARGE_BYTES`` in less is worth larger messages for a figure that holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """One direction, as ``LinkProfile`` has it."""
+
+    bytes_per_s: float
+    late_s: float
+    messages: tuple[MessageTime, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """A link there and back, by one address."""
+
+    round_trip_s: float
+    there: _Way
+    back: _Way
+
+    @property
+    def both_s(self) -> float:
+        """Seconds of a megabyte each way when both are late: what addresses are compared by."""
+        ways = (self.there, self.back)
+        return self.round_trip_s + sum(way.late_s + MAX_ECHO_BYTES / way.bytes_per_s for way in ways)
+
+
+_NO_WAY: Final = _Way(bytes_per_s=1.0, late_s=0.0, messages=())
+_UNREACHED: Final = _Measured(round_trip_s=UNREACHABLE_S, there=_NO_WAY, back=_NO_WAY)
+Exchange = Callable[[int, int, int], Awaitable[float]]
+"""Seconds until so many messages, of so many bytes there and back, sent at once, are answered."""
 
 
 async def measure_links(
@@ -54,15 +104,18 @@ async def measure_links(
     """
     links = []
     for target in targets:
-        best: tuple[float, float, float, str] | None = None
+        best, by = _UNREACHED, ""
         for address in await _quickest(target):
             try:
-                found = (*await _measure(context, identity, address, target, timeout_s), address)
+                found = await _measure(context, identity, address, target, timeout_s)
             except ClusterError:
                 continue
-            if best is None or _there_and_back_s(*found) < _there_and_back_s(*best):
-                best = found
-        links += _profiles(source, target.device, best)
+            if not by or found.both_s < best.both_s:
+                best, by = found, address
+        links += [
+            _profile(source, target.device, by, best.round_trip_s, best.there),
+            _profile(target.device, source, "", best.round_trip_s, best.back),
+        ]
     return links
 
 
@@ -86,24 +139,22 @@ async def _quickest(target: Contact) -> list[str]:
     return answered[:MOST_ADDRESSES] or target.addresses
 
 
-def _there_and_back_s(round_trip_s: float, there: float, back: float, address: str) -> float:
-    """Seconds of a megabyte each way: what addresses are compared by."""
-    del address
-    return round_trip_s + MAX_ECHO_BYTES / there + MAX_ECHO_BYTES / back
-
-
-def _profiles(source: str, target: str, found: tuple[float, float, float, str] | None) -> list[LinkProfile]:
-    round_trip_s, there, back, address = found if found is not None else (UNREACHABLE_S, 1.0, 1.0, "")
-    return [
-        LinkProfile(source=source, target=target, address=address, round_trip_s=round_trip_s, bytes_per_s=there),
-        LinkProfile(source=target, target=source, address="", round_trip_s=round_trip_s, bytes_per_s=back),
-    ]
+def _profile(source: str, target: str, address: str, round_trip_s: float, way: _Way) -> LinkProfile:
+    return LinkProfile(
+        source=source,
+        target=target,
+        address=address,
+        round_trip_s=round_trip_s,
+        bytes_per_s=way.bytes_per_s,
+        late_s=way.late_s,
+        messages=way.messages,
+    )
 
 
 async def _measure(
     context: zmq.asyncio.Context, identity: Identity, host: str, target: Contact, timeout_s: float
-) -> tuple[float, float, float]:
-    """Round trip in seconds, bytes per second there and back. Raises ``ClusterError`` when it does not answer in time."""
+) -> _Measured:
+    """The link to ``host``. Raises ``ClusterError`` when it does not answer in time."""
     try:
         socket = open_socket(context, zmq.DEALER, identity=identity, server=target.key)
     except zmq.ZMQError as exc:  # as where no more sockets can be had
@@ -115,17 +166,60 @@ async def _measure(
 
     try:
         _connect(socket, host, target.port)
-        await exchange(1, _SMALL_BYTES, 0)
-        round_trip_s = statistics.median([await exchange(1, _SMALL_BYTES, _SMALL_BYTES) for _ in range(_ROUND_TRIPS)])
-        rates = []
-        for there in (True, False):
-            warm_s = await exchange(1, *_directed(_WARM_BYTES, there=there))
-            size = MAX_ECHO_BYTES if warm_s < _FAST_S else _WARM_BYTES
-            bulk_s = await exchange(_BULK_MESSAGES, *_directed(size, there=there))
-            rates.append(_BULK_MESSAGES * size / max(1e-6, bulk_s - round_trip_s / 2))
-        return round_trip_s, rates[0], rates[1]
+        await exchange(1, 0, 0)
+        round_trip_s = statistics.median([await exchange(1, 0, 0) for _ in range(_EMPTY_MESSAGES)])
+        there, back = [await _way(exchange, round_trip_s, there=there) for there in (True, False)]
+        return _Measured(round_trip_s=round_trip_s, there=there, back=back)
     finally:
         socket.close()
+
+
+async def _way(exchange: Exchange, round_trip_s: float, *, there: bool) -> _Way:
+    """One direction: what is sent the other way is empty, so it takes what it does in ``round_trip_s``."""
+
+    async def times(size: int, most: int) -> list[float]:
+        found, end = list[float](), time.perf_counter() + _ROWS_S
+        while len(found) < _FEWEST or (len(found) < most and time.perf_counter() < end):
+            found.append(await exchange(1, *_directed(size, there=there)))
+        return found
+
+    rows = await times(_ROW_BYTES, _ROWS)
+    wide = await times(_WIDE_ROW_BYTES, _WIDE_ROWS)
+    first, *others = await times(_LARGE_BYTES, _LARGE_MESSAGES)
+    usual = statistics.median(others)
+    size = MAX_ECHO_BYTES if usual < _FAST_S else _LARGE_BYTES
+    bulk_s = await exchange(_BULK_MESSAGES, *_directed(size, there=there))
+    # What a slow start does not explain was something else, such as a machine that was busy.
+    large_s = min(first, usual + _SLOW_START_ROUND_TRIPS * round_trip_s)
+    return _Way(
+        bytes_per_s=_BULK_MESSAGES * size / max(1e-6, bulk_s - round_trip_s, bulk_s / 2),
+        late_s=late_one_way_s(rows),
+        messages=beyond_empty(
+            round_trip_s,
+            {_ROW_BYTES: statistics.median(rows), _WIDE_ROW_BYTES: statistics.median(wide), _LARGE_BYTES: large_s},
+        ),
+    )
+
+
+def late_one_way_s(there_and_back_s: Sequence[float]) -> float:
+    """How much later than the median the 95th percentile comes, of one way.
+
+    Half of what it is there and back: the delays of both ways add up, and so do their means, for which this figure is used.
+    """
+    ordered = sorted(there_and_back_s)
+    return (ordered[math.ceil(_LATE * len(ordered)) - 1] - statistics.median(ordered)) / 2
+
+
+def beyond_empty(round_trip_s: float, times: Mapping[int, float]) -> tuple[MessageTime, ...]:
+    """What messages take beyond an empty one, of the seconds by size until they are answered by an empty one.
+
+    A larger message takes at least as long as a smaller one; where it was measured otherwise, chance had a part in it.
+    """
+    found, least_s = list[MessageTime](), 0.0
+    for size, seconds in sorted(times.items()):
+        least_s = max(least_s, seconds - round_trip_s)
+        found.append(MessageTime(size_bytes=size, beyond_s=least_s))
+    return tuple(found)
 
 
 def _connect(socket: zmq.asyncio.Socket, host: str, port: int) -> None:

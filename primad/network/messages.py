@@ -19,12 +19,14 @@ any more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from halda import DeviceProfile, LinkProfile, WindowAssignment
+from halda import DeviceProfile, LinkProfile, MessageTime, WindowAssignment
 from primad.engine.protocol import KvType
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
@@ -43,9 +45,11 @@ MAX_PARTICIPATIONS: Final = 64
 MAX_REVISION: Final = 1 << 62
 MAX_DEVICES: Final = 1024
 MAX_ECHO_BYTES: Final = 1 << 20
-ECHO_BYTES: Final = (0, 8 << 10, 256 << 10, MAX_ECHO_BYTES)
+ECHO_BYTES: Final = (0, 8 << 10, 32 << 10, 256 << 10, MAX_ECHO_BYTES)
 """The answers to ``Echo`` that there are, so that they can lie ready and a flood of questions takes no memory."""
 MAX_CONTACTS: Final = 1024
+MAX_MESSAGE_TIMES: Final = 16
+"""Sizes of messages that a link is said to have been measured with."""
 MAX_ROUND_TRIP_S: Final = 3600.0
 MAX_LINK_BYTES_PER_S: Final = 1e13
 MAX_MEMORY_BYTES: Final = 1 << 50
@@ -386,8 +390,18 @@ def _check_links(links: list[LinkProfile]) -> None:
             raise ProtocolError(
                 f"link from {link.source} to {link.target} of {link.round_trip_s} s and {link.bytes_per_s} bytes/s"
             )
+        if not 0 <= link.late_s < MAX_ROUND_TRIP_S or not _are_times(link.messages):
+            raise ProtocolError(f"link from {link.source} to {link.target} with impossible times of messages")
         if link.address and not is_address(link.address):
             raise ProtocolError(f"link to {link.target} at {printable(link.address, 50)!r}, which is no address")
+
+
+def _are_times(messages: Sequence[MessageTime]) -> bool:
+    """Whether larger messages take at least as long, as the cost of a hop takes it."""
+    sizes = [0, *(message.size_bytes for message in messages), MAX_MESSAGE_BYTES]
+    times = [0.0, *(message.beyond_s for message in messages), MAX_ROUND_TRIP_S]
+    grows = all(a < b for a, b in pairwise(sizes)) and all(a <= b for a, b in pairwise(times))
+    return grows and len(messages) <= MAX_MESSAGE_TIMES
 
 
 def _check_profile(profile: DeviceProfile) -> None:

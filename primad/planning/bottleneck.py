@@ -42,10 +42,11 @@ def _hops(plan: Plan, prediction: Prediction, instance: Instance) -> str:
     index = {device.device: i for i, device in enumerate(instance.devices)}
     target = plan.after(slowest.device)
     link = instance.link(index[slowest.device], index[target])
+    late = f", one message of twenty {show_ms(link.late_s * 1e3)} late" if link.late_s > link.round_trip_s / 2 else ""
     return (
         f"hops between devices ({_percent(prediction.hop_s, prediction)} of a token: {count} hops; the slowest, from "
         f"{slowest.device} to {target}, takes {show_ms(slowest.hop_s / plan.rounds * 1e3)} at "
-        f"{show_ms(link.round_trip_s * 1e3)} round trip)"
+        f"{show_ms(link.round_trip_s * 1e3)} round trip{late})"
     )
 
 

@@ -28,10 +28,12 @@ DEFAULT_ANSWER_TOKENS: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """Throughput in bytes per second and round trip in seconds, of links in both directions."""
+    """Throughput in bytes per second, and seconds of the round trip and that one message of twenty is late, of links in both
+    directions."""
 
     bytes_per_s: float
     round_trip_s: float
+    late_s: float = 0.0
 
 
 DEFAULT_LINK: Final = LinkSpeed(bytes_per_s=DEFAULT_LINK_BYTES_PER_S, round_trip_s=DEFAULT_ROUND_TRIP_S)
@@ -200,11 +202,16 @@ def default_workload(
 
 
 def parse_link(text: str, source: str) -> LinkSpeed:
-    """A link as in ``1Gbit/s,2ms`` (rate, round trip); the round trip may be left out. Raises ``ConfigError``."""
-    rate, comma, trip = text.partition(",")
+    """A link as in ``1Gbit/s,2ms``, or ``300Mbit/s,4ms,10ms``: rate, round trip, how late one message of twenty is.
+
+    The times may be left out. Raises ``ConfigError``.
+    """
+    rate, comma, times = text.partition(",")
+    trip, and_late, late = times.partition(",")
     return LinkSpeed(
         bytes_per_s=parse_rate(rate, source),
         round_trip_s=parse_seconds(trip, source) if comma else DEFAULT_LINK.round_trip_s,
+        late_s=parse_seconds(late, source) if and_late else 0.0,
     )
 
 
@@ -221,7 +228,12 @@ def with_links(links: Iterable[LinkProfile], chosen: Iterable[LinkProfile]) -> t
 
 def _link(source: str, target: str, speed: LinkSpeed) -> LinkProfile:
     return LinkProfile(
-        source=source, target=target, address="", round_trip_s=speed.round_trip_s, bytes_per_s=speed.bytes_per_s
+        source=source,
+        target=target,
+        address="",
+        round_trip_s=speed.round_trip_s,
+        bytes_per_s=speed.bytes_per_s,
+        late_s=speed.late_s,
     )
 
 

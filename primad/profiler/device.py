@@ -25,6 +25,7 @@ from primad.settings.config import layer_folder
 from primad.settings.limits import NO_LIMITS, OwnerLimits
 from primad.system.measuring_lock import measuring
 from primad.system.memory import children, memory
+from primad.system.wireless import is_wireless
 
 if TYPE_CHECKING:
     from primad.profiler.processors import Advance
@@ -102,6 +103,7 @@ def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord) ->
         ram_read_bytes_per_s=machine.ram_read_bytes_per_s,
         disk=replace(disk.disk, free_bytes=shutil.disk_usage(home).free),
         gpu=None if machine.gpu is None else gpu_now(machine.gpu, list_gpus()),
+        wireless=is_wireless(),
     )
 
 
@@ -143,5 +145,5 @@ def _check(profile: DeviceProfile) -> None:
         check_profile(profile)
     except Implausible as exc:
         raise ConfigError(
-            f"this device was measured, but {exc}; let the machine come to rest and run 'primad profile --again'"
+            f"this device was measured, but {exc}; let the machine come to rest and run 'primad profile --remeasure'"
         ) from exc

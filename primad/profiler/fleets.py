@@ -39,6 +39,7 @@ class _Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     round_trip_s: float
     bytes_per_s: float
+    late_s: float = 0.0
 
 
 class _OwnLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +49,7 @@ class _OwnLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: str
     round_trip_s: float
     bytes_per_s: float
+    late_s: float = 0.0
 
 
 class _FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,7 +107,7 @@ def _links(path: Path, found: _FleetFile, names: list[str]) -> tuple[LinkProfile
             if source == target:
                 continue
             figures = own.get((source, target)) or found.link
-            if figures.round_trip_s < 0 or not figures.bytes_per_s > 0:
+            if min(figures.round_trip_s, figures.late_s) < 0 or not figures.bytes_per_s > 0:
                 raise ConfigError(
                     f"{path}: the link from {source} to {target} needs a rate above 0 and no negative time"
                 )
@@ -116,6 +118,7 @@ def _links(path: Path, found: _FleetFile, names: list[str]) -> tuple[LinkProfile
                     address="",
                     round_trip_s=figures.round_trip_s,
                     bytes_per_s=figures.bytes_per_s,
+                    late_s=figures.late_s,
                 )
             )
     return tuple(links)

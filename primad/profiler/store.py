@@ -24,7 +24,7 @@ from primad.profiles import Implausible, check_profile, shown
 
 VERSION: Final = 2
 MAX_FILE_BYTES: Final = 1 << 20
-_CURE: Final = "correct it there, or write the file anew with 'primad profile --again --save FILE'"
+_CURE: Final = "correct it there, or write the file anew with 'primad profile --remeasure --save FILE'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,8 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
                 f"{gpu.step_s * 1e6:.0f} us a window, {gpu.layer_s * 1e6:.0f} us a layer",
             )
         )
+    if profile.wireless:
+        rows.append(("network", "Wi-Fi, whose air it shares with the other devices on it"))
     for label, text in rows:
         facts.add_row(label, Text(text))
     yield facts

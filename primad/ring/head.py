@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -48,9 +48,10 @@ HeadEvent = Sampled | Finished | Serving | Overdue | Drained
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Give ``events`` to the daemon."""
+    """Give ``events`` to the daemon; ``rows`` were computed for them."""
 
     events: Sequence[HeadEvent]
+    rows: int = field(default=0, compare=False)
 
 
 TurnOutcome = Send | Tell
@@ -223,7 +224,7 @@ class Head:
         draw = self._draw(generate, step.rows - 1) if generate is not None and step.outputs[-1] else None
         events = self._announce(self._scheduler.commit(step.step, draw, self._clock()))
         self._tell_drained()
-        return Tell(events)
+        return Tell(events, step.rows)
 
     def _announce(self, events: list[Sampled | Finished]) -> list[HeadEvent]:
         """The warm-up's own events become one ``Serving``."""

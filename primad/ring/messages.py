@@ -374,6 +374,20 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     pressure: str
 
 
+class DecodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a token costs this device: of the latest ``tokens`` steps of one row, prompts left out.
+
+    ``compute_s`` is the median, ``stall_s`` (waiting for the disk) and ``read_bytes`` are means, over all windows.
+    ``token_s`` is the median time from one token of an answer to the next, which the head alone knows.
+    """
+
+    tokens: int
+    token_s: float | None
+    compute_s: float
+    stall_s: float
+    read_bytes: float
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """What this ring process did and holds since it was opened, or reopened, last.
 
@@ -389,6 +403,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     private_bytes: int
     refused: int
     memory: MemoryStatus | None = None
+    decode: DecodeStatus | None = None
 
 
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
+from dataclasses import dataclass
 from typing import Final
 
 import psutil
 
 from halda.assignment import layers_worth
 from primad.engine.streaming.streams import Streams
-from primad.ring.messages import MemoryStatus, Status
+from primad.ring.messages import DecodeStatus, MemoryStatus, Status
 
 HOPS_KEPT: Final = 4096
+TOKENS_KEPT: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """One row in one window: seconds of computing and of waiting for the disk, and what was read since the visit before."""
+
+    compute_s: float
+    stall_s: float
+    read_bytes: int
 
 
 class Meter:
@@ -22,6 +34,40 @@ class Meter:
         self.rows = 0
         self.compute_s = 0.0
         self.hop_s: deque[float] = deque(maxlen=HOPS_KEPT)
+        self._visits: dict[int, deque[_Visit]] = {}
+        self._token_s: deque[float] = deque(maxlen=TOKENS_KEPT)
+        self._drawn: tuple[int, float] | None = None
+        self._stall_s, self._read_bytes = 0.0, 0
+
+    def computed(self, visit: int, rows: int, seconds: float, streams: Streams) -> None:
+        """A step of ``rows`` was computed in ``seconds``; ``visit`` tells the visits of a step to this device apart."""
+        self.steps += 1
+        self.rows += rows
+        self.compute_s += seconds
+        streamer = streams.streamer
+        stall_s, read_bytes = (0.0, 0) if streamer is None else (streamer.stall_s, streamer.read_bytes)
+        if rows == 1:
+            waited_s = stall_s - self._stall_s
+            kept = self._visits.setdefault(visit, deque(maxlen=TOKENS_KEPT))
+            kept.append(_Visit(seconds - waited_s, waited_s, read_bytes - self._read_bytes))
+        self._stall_s, self._read_bytes = stall_s, read_bytes
+
+    def drew(self, request: int, now: float) -> None:
+        """A token of ``request`` was drawn."""
+        if self._drawn is not None and self._drawn[0] == request:
+            self._token_s.append(now - self._drawn[1])
+        self._drawn = request, now
+
+    def decode(self) -> DecodeStatus:
+        """What the latest tokens cost."""
+        visits = self._visits.values()
+        return DecodeStatus(
+            tokens=min(map(len, visits), default=0),
+            token_s=statistics.median(self._token_s) if self._token_s else None,
+            compute_s=sum(statistics.median(each.compute_s for each in kept) for kept in visits),
+            stall_s=sum(statistics.fmean(each.stall_s for each in kept) for kept in visits),
+            read_bytes=sum(statistics.fmean(each.read_bytes for each in kept) for kept in visits),
+        )
 
     def status(self, refused: int, streams: Streams) -> Status:
         """The figures until now; ``streams`` looks after the weights."""
@@ -35,6 +81,7 @@ class Meter:
             private_bytes=memory.rss - getattr(memory, "shared", 0),
             refused=refused,
             memory=_memory(streams),
+            decode=self.decode(),
         )
 
 

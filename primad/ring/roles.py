@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import zmq
 
@@ -32,11 +32,14 @@ from primad.ring.messages import (
     ProcessMemoryLow,
     Reopen,
     Report,
+    Sampled,
 )
 from primad.ring.meter import Meter
 from primad.ring.worker import Worker
 from primad.settings.timings import RingTimings
 
+TAIL: Final = -1
+"""The visit of a step to the head that ends it, whatever the number of windows."""
 Watched = list[tuple[zmq.Socket[bytes], int]]
 RoleCommand = Reopen | Connect | Generate | Cancel | Drain | Report
 
@@ -142,9 +145,7 @@ class WorkerRole:
         end = time.perf_counter()
         self._links.send(following, out)
         sent = time.perf_counter()
-        self._meter.steps += 1
-        self._meter.rows += step.rows
-        self._meter.compute_s += end - start
+        self._meter.computed(step.window, step.rows, end - start, self._streams)
         if step.rows == 1:
             self._meter.hop_s.append(start - received + sent - end)
         return True
@@ -209,16 +210,20 @@ class HeadRole:
             return bool(events)
         start = time.perf_counter()
         outcome = self._head.turn()
+        visit, rows = TAIL, 0
         match outcome:
             case None:
                 return False
             case Send(step, hidden):
                 assert self._links is not None
                 self._links.send(step, hidden)
-            case Tell(events):
+                visit, rows = step.window, step.rows
+            case Tell(events, rows):
                 self._channel.tell(*events)
-        self._meter.steps += 1
-        self._meter.compute_s += time.perf_counter() - start
+                for event in events:
+                    if isinstance(event, Sampled):
+                        self._meter.drew(event.request, start)
+        self._meter.computed(visit, rows, time.perf_counter() - start, self._streams)
         return True
 
     def _receive(self) -> None:

@@ -374,7 +374,7 @@ def _by_host(shares: Sequence[_Share]) -> list[list[int]]:
 
 
 def _hops(plan: Plan, instance: Instance) -> tuple[list[float], float, tuple[float, float]]:
-    """Seconds of each device's hops for a token; of all for a chunk; of the busiest link for a token and a chunk."""
+    """Seconds of each device's hops for a token; of all for a chunk; of the busiest link or the air, too."""
     index = {device.device: i for i, device in enumerate(instance.devices)}
     order = [index[name] for name in plan.devices]
     if len(order) == 1:
@@ -383,7 +383,7 @@ def _hops(plan: Plan, instance: Instance) -> tuple[list[float], float, tuple[flo
     rows, rounds = instance.members[0].prefill.rows, plan.rounds
     decode = [rounds * instance.hops_s[a][b] for a, b in pairs]
     chunk = math.fsum(rounds * instance.chunk_hops_s[a][b] for a, b in pairs)
-    one = max(rounds * instance.transfers_s[a][b] for a, b in pairs)
+    one = rounds * instance.occupied_s(order)
     return decode, chunk, (one, rows * one)
 
 

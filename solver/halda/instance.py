@@ -232,6 +232,24 @@ class Instance:
         """Seconds that a hop with one row occupies each link."""
         return self._hops(lambda link: cost.transfer_s(link, 1, self.model.width))
 
+    def in_air(self, source: int, target: int) -> bool:
+        """Whether what one member sends to another passes the air that all wireless devices share."""
+        here, there = self.devices[source], self.devices[target]
+        return here.host != there.host and (here.wireless or there.wireless)
+
+    def occupied_s(self, ring: Sequence[int]) -> float:
+        """Seconds that one round of one row around ``ring`` occupies the medium that is occupied longest.
+
+        A wire carries every hop of a ring apart, and both directions at once. The air carries one message at a time, whoever
+        sends it: hops from and to wireless devices add up. Between two of them a message passes the air twice, to the access
+        point and from it; so did those that the link was measured with, so that its rate has both in it.
+        """
+        if len(ring) == 1:
+            return 0.0
+        pairs = list(zip(ring, (*ring[1:], ring[0]), strict=True))
+        air = math.fsum(self.transfers_s[a][b] for a, b in pairs if self.in_air(a, b))
+        return max([air, *(self.transfers_s[a][b] for a, b in pairs if not self.in_air(a, b))])
+
     def _hops(self, seconds: Callable[[LinkProfile], float]) -> list[list[float]]:
         members = range(len(self.devices))
         return [[seconds(self.link(a, b)) if a != b else math.inf for b in members] for a in members]

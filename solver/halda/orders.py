@@ -23,7 +23,7 @@ class RingOrder:
     """The members of a ring in order, the head (0) first; seconds of one round.
 
     ``hops_s`` and ``chunk_hops_s`` are the sums of all hops for one row and for a chunk; ``link_s`` and
-    ``chunk_link_s`` what the busiest link is occupied.
+    ``chunk_link_s`` what the busiest link, or the air, is occupied.
     """
 
     members: tuple[int, ...]
@@ -57,7 +57,7 @@ class HopShare(NamedTuple):
 def ring_order(instance: Instance, members: Sequence[int]) -> RingOrder:
     """The costs of the ring ``members``; a ring of the head alone has no hop."""
     pairs = list(zip(members, [*members[1:], members[0]], strict=True)) if len(members) > 1 else []
-    link_s = max((instance.transfers_s[a][b] for a, b in pairs), default=0.0)
+    link_s = instance.occupied_s(members)
     return RingOrder(
         members=tuple(members),
         hops_s=sum(instance.hops_s[a][b] for a, b in pairs),
@@ -150,7 +150,7 @@ def hops_around(instance: Instance, ring: RingOrder) -> list[HopShare]:
 def _links_are_alike(instance: Instance) -> bool:
     members = range(len(instance.devices))
     pairs = [(a, b) for a in members for b in members if a != b]
-    return len({(instance.hops_s[a][b], instance.transfers_s[a][b]) for a, b in pairs}) <= 1
+    return len({(instance.hops_s[a][b], instance.transfers_s[a][b], instance.in_air(a, b)) for a, b in pairs}) <= 1
 
 
 def _undominated(orders: Sequence[RingOrder], objective: Objective, chunks: int) -> list[RingOrder]:

@@ -95,6 +95,7 @@ class DeviceProfile:
 
     ``host`` is equal for devices that are processes on one machine: they share its memory and its disk.
     ``ram_available_bytes`` respects limits of cgroups; ``ram_read_bytes_per_s`` is what all cores together read.
+    ``wireless`` devices of a cluster share one air: a cluster is one subnet, and so, as a rule, one access point.
     """
 
     device: str
@@ -107,13 +108,26 @@ class DeviceProfile:
     ram_read_bytes_per_s: float
     disk: DiskProfile
     gpu: GpuProfile | None
+    wireless: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageTime:
+    """What a message of ``size_bytes`` takes one way beyond an empty one, as a rule (the median)."""
+
+    size_bytes: int
+    beyond_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProfile:
-    """The link from ``source`` to ``target``: round trip in seconds, throughput in bytes per second.
+    """The link from ``source`` to ``target``; that from ``target`` to ``source`` has figures of its own.
 
     ``address`` is the address of ``target`` that ``source`` reaches it by best; empty where nothing was measured.
+    ``round_trip_s`` is an empty message there and back, as a rule (the median). ``bytes_per_s`` is the rate of large
+    messages that follow each other, and so what a byte occupies of the link. ``late_s``: one message of twenty comes so much
+    later than the median or more (the 95th percentile). ``messages`` were measured, by size; without them a message takes
+    its bytes at ``bytes_per_s`` beyond an empty one.
     """
 
     source: str
@@ -121,6 +135,8 @@ class LinkProfile:
     address: str
     round_trip_s: float
     bytes_per_s: float
+    late_s: float = 0.0
+    messages: tuple[MessageTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

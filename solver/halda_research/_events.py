@@ -64,6 +64,7 @@ class Fixture:
     host: int
     ahead_bytes: float
     disk_bytes_per_s: float
+    in_air: bool
     transfer_s: float
     delay_s: float
     """From the end of the transfer to the arrival."""
@@ -153,6 +154,7 @@ class SimulatedRing:
         self._through: Final = through
         self._events: list[tuple[float, int, Callable[[_Station], None], _Station]] = []
         self._count = 0
+        self._air_free_s = 0.0
         hosts = {fixture.host: _Host() for fixture in fixtures}
         self._stations = [
             _Station(
@@ -373,10 +375,13 @@ class SimulatedRing:
             station.queue.append((sequence, stop))
             return
         fixture, tally = station.fixture, station.tally
-        sent = max(self.now, station.link_free_s) + fixture.transfer_s
+        free_s = self._air_free_s if fixture.in_air else station.link_free_s
+        sent = max(self.now, free_s) + fixture.transfer_s
         delay = fixture.delay_s
         if self._jitter:
             delay *= 1 - self._jitter + self._jitter * self._random.expovariate(1)
+        if fixture.in_air:
+            self._air_free_s = sent
         station.link_free_s = sent
         station.arrival_s = max(sent + delay, station.arrival_s)
         tally.link_s += fixture.transfer_s

@@ -254,15 +254,18 @@ def _fixtures(plan: Plan, instance: Instance, *, rows: float) -> list[Fixture]:
     fixtures = []
     for name in plan.devices:
         member: Member = instance.members[index[name]]
-        link = instance.link(index[name], index[plan.after(name)])
+        here, there = index[name], index[plan.after(name)]
+        link = instance.link(here, there)
+        transfer_s = cost.transfer_s(link, rows, instance.model.width)
         fixtures.append(
             Fixture(
                 device=name,
                 host=hosts[index[name]],
                 ahead_bytes=plan.streaming_of(name).ahead_bytes,
                 disk_bytes_per_s=member.disk_bytes_per_s,
-                transfer_s=cost.transfer_s(link, rows, instance.model.width),
-                delay_s=link.round_trip_s / 2,
+                in_air=instance.in_air(here, there),
+                transfer_s=transfer_s,
+                delay_s=cost.hop_s(link, rows, instance.model.width) - transfer_s,
             )
         )
     return fixtures

@@ -96,6 +96,7 @@ def test_a_device_beside_the_fleet_comes_first(tmp_path: Path) -> None:
         ({"devices": ["paper-d1", "paper-d1"]}, "different names"),
         ({"devices": [7]}, "devices"),
         ({"link": {"round_trip_s": 0.1, "bytes_per_s": 0}}, "above 0"),
+        ({"link": {"round_trip_s": 0.1, "bytes_per_s": 1, "late_s": -1}}, "no negative time"),
         ({"links": [{"source": "x", "target": "desk", "round_trip_s": 1, "bytes_per_s": 1}]}, "names x"),
         ({"extra": 1}, "extra"),
     ],

@@ -13,7 +13,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from halda import DeviceProfile, LinkProfile
+from halda import DeviceProfile, LinkProfile, MessageTime
 from halda.assignment import in_memory
 from primad.errors import ProtocolError
 from primad.gguf.layers import HEADER_BYTES, LayerRef, LayerTensor, check_ref, layer_header
@@ -69,6 +69,21 @@ def a_load(**changes: Any) -> cluster.Load:
 
 def a_window(**changes: Any) -> WindowSpec:
     return msgspec.structs.replace(a_load().windows[0], **changes)
+
+
+IMPOSSIBLE_TIMES = [
+    [(0, 0.0)],
+    [(8192, -0.1)],
+    [(8192, math.nan)],
+    [(8192, 0.2), (8192, 0.3)],
+    [(8192, 0.2), (9000, 0.1)],
+    [(1 << 40, 0.1)],
+    [(i + 1, 0.1) for i in range(cluster.MAX_MESSAGE_TIMES + 1)],
+]
+
+
+def message_times(*times: tuple[int, float]) -> tuple[MessageTime, ...]:
+    return tuple(MessageTime(size_bytes=size, beyond_s=seconds) for size, seconds in times)
 
 
 def a_link(**changes: Any) -> LinkProfile:
@@ -315,6 +330,8 @@ def test_an_echo_that_is_too_large_is_refused(echo):
         {"address": "lap.local"},
         {"address": "192.168.1.20:80"},
         *({"round_trip_s": value} for value in (0.0, -1e-3, math.nan, math.inf, cluster.MAX_ROUND_TRIP_S)),
+        *({"late_s": value} for value in (-1e-3, math.nan, math.inf)),
+        *({"messages": message_times(*times)} for times in IMPOSSIBLE_TIMES),
         *({"bytes_per_s": value} for value in (0.0, -1e8, math.nan, math.inf, cluster.MAX_LINK_BYTES_PER_S)),
     ],
     ids=str,

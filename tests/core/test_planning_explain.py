@@ -143,6 +143,11 @@ def test_the_head_that_was_named_is_the_head():
             ("1Mbit/s,1s",),
             "hops between devices (",
         ),
+        (
+            (device("a", ram=4 * GB, disk=0.01e9), device("b", ram=4 * GB, disk=0.01e9)),
+            ("1Gbit/s,2ms,20s",),
+            "at 2.00 ms round trip, one message of twenty 20.0 s late)",
+        ),
     ],
 )
 def test_the_bottleneck_is_one_sentence(devices, links, words):

@@ -49,6 +49,14 @@ def test_links_of_the_owner_win():
     assert (both["desk", "pi"].bytes_per_s, both["desk", "pi"].round_trip_s) == (125e6, 0.001)
 
 
+def test_a_link_may_say_how_late_one_message_of_twenty_is():
+    question = ask(
+        Wishes(links=("1Gbit/s,1ms", "laptop:desk=300Mbit/s,4ms,10ms")), (DESK, LAPTOP, device("pi")), (), model()
+    )
+    both = {(one.source, one.target): one.late_s for one in question.all_links}
+    assert (both["desk", "laptop"], both["laptop", "desk"], both["desk", "pi"]) == (0.01, 0.01, 0)
+
+
 def test_processes_of_one_machine_are_near():
     question = asked(devices=(device("a", host="h"), device("b", host="h")))
     assert {one.bytes_per_s for one in question.all_links} == {SAME_MACHINE.bytes_per_s}
@@ -73,6 +81,7 @@ def test_limits_are_those_of_the_devices():
         ({"prompt": 4000, "answer": 200}, "--prompt 4000 and --answer 200 take more than the context of 4096"),
         ({"links": ("fast",)}, "--link: 'fast' is no rate"),
         ({"links": ("desk:pi=1Gbit/s",)}, "--link: no device is called 'pi'"),
+        ({"links": ("1Gbit/s,1ms,late",)}, "--link: 'late' is no time"),
         ({"links": ("desk=1Gbit/s",)}, "--link desk=1Gbit/s: give two devices"),
         ({"links": ("desk:desk=1Gbit/s",)}, "give two devices"),
         ({"max_ram": ("4GB",)}, "--max-ram 4GB: give a device and a size, as in --max-ram desk=16GiB"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,8 +14,8 @@ from primad.api.backend import Health
 from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.head.status import Costs, device_status, link_status, plan_lines, promises
-from primad.ring.messages import MemoryStatus, Status
-from primad.ring.meter import Meter
+from primad.ring.messages import DecodeStatus, MemoryStatus, Status
+from primad.ring.meter import TOKENS_KEPT, Meter
 from tests.fakes.planning import model
 
 PLAN = Plan(
@@ -187,7 +188,9 @@ def test_who_holds_copies_of_all_its_weights_streams_and_reads_nothing():
 
 
 def test_the_body_says_whether_it_serves_and_what_the_ring_says():
-    link = LinkProfile(source="desk", target="lap", address="10.0.0.2", round_trip_s=0.002, bytes_per_s=1e6)
+    link = LinkProfile(
+        source="desk", target="lap", address="10.0.0.2", round_trip_s=0.002, bytes_per_s=1e6, late_s=0.003
+    )
     found = device_status(PLAN, PREDICTION, KEPT["lap"], "lap", None, Costs(), daemon_rss_bytes=0)
     ring = {
         "epoch": 4,
@@ -207,7 +210,7 @@ def test_the_body_says_whether_it_serves_and_what_the_ring_says():
     )
     assert body.devices == [found]
     assert body.predicted == Promises(tokens_per_s=4, tpot_ms=250, ttft_ms=2000)
-    assert (body.links[0].round_trip_ms, body.links[0].mbit_per_s) == (2, 8)
+    assert (body.links[0].round_trip_ms, body.links[0].late_ms, body.links[0].mbit_per_s) == (2, 3, 8)
     assert body.cluster[0].phase == "serving"
 
 
@@ -221,10 +224,51 @@ def test_the_body_without_a_ring():
         "epoch": None,
         "rounds": None,
         "predicted": None,
+        "measured": None,
         "devices": [],
         "links": [],
         "cluster": [],
     }
+
+
+def streams(stall_s: float = 0.0, read_bytes: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(streamer=SimpleNamespace(stall_s=stall_s, read_bytes=read_bytes))
+
+
+def test_a_token_costs_what_its_windows_do_one_beside_the_other():
+    meter = Meter()
+    meter.computed(1, 16, 9.0, streams(5.0, 1000))  # a chunk of a prompt
+    for seconds in (0.01, 0.5, 0.02):
+        meter.computed(1, 1, seconds, streams(5.0, 1000))
+        meter.computed(3, 1, 0.1, streams(5.0, 1000))
+    assert meter.decode() == DecodeStatus(
+        tokens=3, token_s=None, compute_s=pytest.approx(0.12), stall_s=0.0, read_bytes=0.0
+    )
+    assert (meter.steps, meter.rows) == (7, 22)
+    assert meter.compute_s == pytest.approx(9.83)
+
+
+def test_waiting_for_the_disk_is_no_computing():
+    meter = Meter()
+    for token in (1, 2):
+        meter.computed(1, 1, 0.5, streams(0.25 * token, 600 * token))
+    decode = meter.decode()
+    assert (decode.compute_s, decode.stall_s, decode.read_bytes) == (0.25, 0.25, 600)
+
+
+def test_only_the_latest_tokens_count():
+    meter = Meter()
+    for token in range(3 * TOKENS_KEPT):
+        meter.computed(1, 1, 1.0 if token < 2 * TOKENS_KEPT else 0.5, SimpleNamespace(streamer=None))
+    assert (meter.decode().tokens, meter.decode().compute_s) == (TOKENS_KEPT, 0.5)
+
+
+def test_the_time_of_a_token_is_that_between_two_of_one_answer():
+    meter = Meter()
+    for request, now in ((1, 10.0), (1, 10.5), (2, 20.0), (2, 20.5), (2, 21.5), (2, 22.0)):
+        meter.drew(request, now)
+    assert meter.decode().token_s == 0.5
+    assert Meter().decode().token_s is None
 
 
 def test_the_owner_is_told_who_streams():

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from halda import Infeasible, Plan, Window
+from halda import Infeasible, Plan, Prediction, Window
+from primad.api.status import AnswerFigures
 from primad.errors import PrimadError, RingError
 from primad.head.ring import RingInputs
 from primad.head.solver_process import SolverRequest
 from primad.network.peer import Peer
-from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled
+from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled, Status
 from primad.settings.timings import DiscoveryTimings
 from tests.fakes.control import HOST, FakeDevice
 
@@ -23,15 +24,17 @@ class FakeSolver:
     """In place of ``solve_apart``: every device offered gets layers, if there are at least ``least`` of them.
 
     ``value`` gives the objective for a number of devices, ``layers`` how many each window of a worker has, if not one.
-    ``memory`` is what each device had available when it was asked last; ``prediction`` is what each plan promises.
+    ``memory`` is what each device had available when it was asked last, ``step_s`` what a window cost it besides its layers;
+    ``prediction`` is what each plan promises.
     """
 
     def __init__(self) -> None:
         self.least = 1
         self.value: Callable[[int], float] = lambda count: 10.0
         self.layers: dict[str, int] = {}
-        self.prediction: SimpleNamespace | None = None
+        self.prediction: Prediction | SimpleNamespace | None = None
         self.memory: dict[str, int] = {}
+        self.step_s: dict[str, float] = {}
         self.asked: list[tuple[str, ...]] = []
         self.foreseen: list[tuple[str, ...]] = []
         self._news = asyncio.Condition()
@@ -46,6 +49,7 @@ class FakeSolver:
         (self.foreseen if background else self.asked).append(tuple(names))
         if not background:
             self.memory = {device.device: device.ram_available_bytes for device in question.devices}
+            self.step_s = {device.device: device.cpu.step_s for device in question.devices}
         async with self._news:
             self._news.notify_all()
         if len(names) < self.least:
@@ -73,6 +77,8 @@ class FakeRing:
         self.inputs, self._rings = inputs, rings
         self.told: list[RingCommand] = []
         self.formed = self.drained = self.closed = False
+        self.says: dict[str, Status | None] = {}
+        self.measured: AnswerFigures | None = None
         self.broken_by: PrimadError | None = None
         self.error: PrimadError | None = rings.errors.pop(0) if rings.errors else None
         self.may_form = asyncio.Event()
@@ -128,6 +134,9 @@ class FakeRing:
     async def status(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
 
+    async def statuses(self) -> dict[str, Status | None]:
+        return self.says
+
     @property
     def generates(self) -> list[Generate]:
         """The generations that it was given."""
@@ -138,14 +147,14 @@ class FakeRing:
         for token in tokens:
             self.inputs.listener.deliver(self.epoch, Sampled(request=request, token=token, logprob=None, top=()))
 
-    def finish(self, request: int) -> None:
-        """``request`` is over."""
+    def finish(self, request: int, tokens: int = 1) -> None:
+        """``request`` is over, after so many ``tokens``."""
         end = Finished(
             request=request,
             reason="stop",
             error=None,
             prompt_tokens=1,
-            completion_tokens=1,
+            completion_tokens=tokens,
             prompt_s=0,
             decode_s=0,
         )

@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import zmq.asyncio
 
+from halda import DevicePrediction, Prediction
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
 from primad.daemon.station import Station
@@ -27,6 +28,7 @@ from primad.head import rings as rings_module
 from primad.head import service as service_module
 from primad.head.backend import RingBackend
 from primad.head.blame import ParticipationError
+from primad.head.corrections import LEAST_TOKENS
 from primad.head.daemon import HeadDaemon
 from primad.head.link_book import LinkBook
 from primad.head.options import ServeOptions
@@ -36,7 +38,7 @@ from primad.membership.transitions import GREET_S
 from primad.membership.types import DeviceRefused, Effect, Event, State
 from primad.network.discovery import MulticastError
 from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, MemoryRecovered
-from primad.ring.messages import Finished, Sampled
+from primad.ring.messages import DecodeStatus, Finished, Sampled, Status
 from primad.settings.config import load_config, open_home
 from primad.settings.timings import HeadTimings, MembershipTimings, NetworkTimings, Timings
 from primad.system.memory import Memory
@@ -91,6 +93,26 @@ class Stream:
         await self.task
         assert self.end is not None, "a stream ended without a word"
         return self.end
+
+
+def decoded(compute_s: float, *, token_s: float | None = None) -> Status:
+    """What a ring process says whose latest tokens took ``compute_s`` each."""
+    figures = DecodeStatus(tokens=LEAST_TOKENS, token_s=token_s, compute_s=compute_s, stall_s=0.0, read_bytes=0.0)
+    return Status(steps=9, rows=9, compute_s=1.0, hop_s=[], rss_bytes=1, private_bytes=1, refused=0, decode=figures)
+
+
+def prediction(*, desk_s: float, nas_s: float) -> Prediction:
+    """A token that takes so long on two devices, and nothing in between."""
+    zeros = dict.fromkeys((each.name for each in fields(DevicePrediction)), 0)
+    devices = [
+        DevicePrediction(**zeros | {"device": name, "compute_s": compute_s})
+        for name, compute_s in (("desk", desk_s), ("nas", nas_s))
+    ]
+    token_s = desk_s + nas_s
+    return Prediction(
+        **dict.fromkeys((each.name for each in fields(Prediction)), 0.0)
+        | {"tpot_s": token_s, "period_s": token_s, "chunk_rows": 16, "devices": tuple(devices), "short": ()}
+    )
 
 
 class Lab:
@@ -274,6 +296,56 @@ def test_the_devices_in_sight_serve_together(lab):
             ("lap", "serving"),
             ("nas", "serving"),
         ]
+
+    run(lab, test)
+
+
+def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(lab, caplog):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.solver.prediction = prediction(desk_s=0.02, nas_s=0.03)
+        here.start()
+        ring = await here.serves("nas")
+        await here.daemon._planner.foreseeing
+        as_measured = here.solver.step_s
+        ring.says = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
+        stream, request = await here.stream(ring)
+        ring.finish(request, LEAST_TOKENS)
+        await stream.ends()
+        await here.daemon._rings._learner
+        assert ring.measured.wrong.device == "nas"
+        assert "most wrong is computing on nas: 60.0 ms, not 30.0 ms" in caplog.text
+        await here.daemon._planner.foreseeing  # with what was learnt: the head alone
+        here.device("lap")
+        await here.solver.wait(lambda: here.solver.asked[-1] == ("desk", "lap", "nas"))
+        assert here.solver.step_s["desk"] == as_measured["desk"]
+        assert here.solver.step_s["nas"] == pytest.approx(1.5 * as_measured["nas"])
+
+    run(lab, test)
+
+
+def test_short_answers_and_those_beside_other_work_teach_nothing(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.solver.prediction = prediction(desk_s=0.02, nas_s=0.03)
+        here.start()
+        ring = await here.serves("nas")
+        await here.daemon._planner.foreseeing
+        ring.says = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
+        stream, request = await here.stream(ring)
+        ring.finish(request, LEAST_TOKENS - 1)
+        await stream.ends()
+        assert here.daemon._rings._learner is None
+        here.rings.holds_back = True
+        here.solver.value = lambda count: 10.0 / count
+        here.device("lap")
+        shadow = await here.rings.find(lambda each: each is not ring)
+        stream, request = await here.stream(ring)
+        ring.finish(request, LEAST_TOKENS)
+        await stream.ends()
+        await here.daemon._rings._learner
+        assert ring.measured is None
+        shadow.may_form.set()
 
     run(lab, test)
 

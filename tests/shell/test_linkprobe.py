@@ -19,7 +19,8 @@ from primad.membership import types
 from primad.network import linkprobe
 from primad.network.contacts import MAX_ADDRESSES, Contact
 from primad.network.linkprobe import UNREACHABLE_S, measure_links
-from primad.network.messages import MAX_ECHO_BYTES
+from primad.network.messages import MAX_ECHO_BYTES, LinksMeasured, decode_from_worker
+from primad.ring.messages import encode
 from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity, new_identity
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated, head_end
@@ -91,7 +92,7 @@ def dead(monkeypatch) -> set[str]:
 
     async def measure_one(
         context: zmq.asyncio.Context, identity: Identity, host: str, target: Contact, timeout_s: float
-    ) -> tuple[float, float, float]:
+    ) -> linkprobe._Measured:
         is_dead = found & {host, target.key, target.device}
         return await measure(context, identity, host, target, 0.3 if is_dead else PATIENCE_S)
 
@@ -104,7 +105,10 @@ def dead(monkeypatch) -> set[str]:
 
 
 def plausible(link: LinkProfile) -> bool:
-    return 0 < link.round_trip_s < PATIENCE_S and MAX_ECHO_BYTES / PATIENCE_S < link.bytes_per_s < math.inf
+    """Of figures that a message may hold, and of the sizes that a ring sends."""
+    decode_from_worker(encode(LinksMeasured(links=[link])))
+    sizes = [message.size_bytes for message in link.messages]
+    return sizes == [8 << 10, 32 << 10, 256 << 10] and MAX_ECHO_BYTES / PATIENCE_S < link.bytes_per_s < math.inf
 
 
 def test_both_ways_are_measured():

@@ -572,7 +572,7 @@ def test_what_a_killed_measurement_left_is_removed(tmp_path, measured):
 def test_figures_that_make_no_sense_are_not_kept(tmp_path, measured, monkeypatch):
     home = a_home(tmp_path)
     monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: 3e13)
-    with pytest.raises(ConfigError, match="primad profile --again"):
+    with pytest.raises(ConfigError, match="primad profile --remeasure"):
         profile_device("desk", home, None, lambda _: None)
     assert not is_profiled(home, None, QUICK)
 

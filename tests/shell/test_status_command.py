@@ -13,7 +13,15 @@ import msgspec
 import pytest
 
 from primad.api.backend import Health
-from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
+from primad.api.status import (
+    AnswerFigures,
+    MemoryFigures,
+    PlannedFigures,
+    Promises,
+    WrongTerm,
+    status_body,
+    wrong_line,
+)
 from primad.cli import main as cli
 from primad.cli import status as status_command
 from tests.fakes.status import MEMORY, PLANNED, device, ring
@@ -123,6 +131,22 @@ def test_what_is_not_known_is_a_question_mark(primad, endpoint):
     assert row(out, "desk ") == ["26", *"???????"]
     assert "planned" not in out
     assert "desk: did not answer in time" in out
+
+
+def test_a_plan_that_is_wrong_is_said_with_its_term(primad, endpoint):
+    wrong = WrongTerm(term="hops", device=None, predicted_ms=1, measured_ms=80, is_beyond=True)
+    measured = AnswerFigures(tpot_ms=320, predicted_tpot_ms=238, wrong=wrong)
+    endpoint.says(ring(device("desk", role="head")) | {"measured": msgspec.to_builtins(measured)})
+    _, out, _ = primad("status", "--url", endpoint.url)
+    assert out.splitlines()[-1] == f"{wrong_line(measured)}"
+    assert "320 ms, not 238 ms" in out
+    assert "the hops between devices: 80.0 ms, not 1.00 ms" in out
+
+
+def test_a_plan_that_comes_true_is_not_told_of(primad, endpoint):
+    measured = AnswerFigures(tpot_ms=240, predicted_tpot_ms=238, wrong=None)
+    endpoint.says(ring(device("desk", role="head")) | {"measured": msgspec.to_builtins(measured)})
+    assert "240" not in primad("status", "--url", endpoint.url)[1]
 
 
 def test_who_is_not_in_the_ring_is_said(primad, endpoint):

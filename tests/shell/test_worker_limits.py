@@ -103,4 +103,6 @@ def test_echoes_are_answered_with_what_was_asked_for(lab):
 
 
 def test_links_are_measured_with_answers_that_there_are():
-    assert {linkprobe._SMALL_BYTES, linkprobe._WARM_BYTES, linkprobe.MAX_ECHO_BYTES} < set(ECHO_BYTES)
+    assert {linkprobe._ROW_BYTES, linkprobe._WIDE_ROW_BYTES, linkprobe._LARGE_BYTES, linkprobe.MAX_ECHO_BYTES} < set(
+        ECHO_BYTES
+    )

@@ -233,14 +233,19 @@ class Brute:
         instance = self._instance
         if len(members) == 1:
             return Hops()
-        hops = chunk_hops = link = chunk_link = 0.0
+        hops = chunk_hops = link = chunk_link = air = chunk_air = 0.0
         rows = instance.members[0].prefill.rows
         for a, b in zip(members, (*members[1:], members[0]), strict=True):
             way = instance.link(a, b)
             one = instance.model.width * 4 / way.bytes_per_s
-            hops += rounds * (way.round_trip_s / 2 + one)
-            chunk_hops += rounds * (way.round_trip_s / 2 + rows * one)
+            late = way.round_trip_s / 2 + 0.185 * way.late_s
+            hops += rounds * (late + one)
+            chunk_hops += rounds * (late + rows * one)
+            ends = instance.devices[a], instance.devices[b]
+            if ends[0].host != ends[1].host and any(end.wireless for end in ends):
+                air, chunk_air = air + rounds * one, chunk_air + rounds * rows * one
             link, chunk_link = max(link, rounds * one), max(chunk_link, rounds * rows * one)
+        link, chunk_link = max(link, air), max(chunk_link, chunk_air)
         return Hops(hops, chunk_hops, link, chunk_link)
 
     def _at_least(self, way: Way) -> float:

@@ -3,7 +3,8 @@
 The computing thread says at each border between units where it stands (``reach``), and waits there only for a unit that is
 not in memory yet. The loader thread follows: it first gives back what is not wanted any more, then reads what is wanted,
 nearest first, a piece at a time, so that it can turn to something nearer in between. It never reads more than the residency
-allows to be held, and never gives back a resident unit.
+allows to be held, and never gives back a resident unit. What is held of a part is its beginning, of so many bytes; so a part
+that was begun is read on where it was left.
 
 Resident weights are looked after as well: those of one unit a step, and all of a window where the ring was idle; what the
 system took back meanwhile is read again by range. While no prompt is read more stays than otherwise, in the room that
@@ -77,7 +78,7 @@ class Streamer:
         self._verify = verify
         self._condition = threading.Condition()
         self._position = 0
-        self._held: set[int] = set()
+        self._held: dict[int, int] = {}
         # Of a surplus unit more may be in memory than stays and is held; of a lacking one not all that stays of a place.
         self._surplus: set[int] = set()
         self._lacking: dict[int, tuple[int, int]] = {}
@@ -162,7 +163,7 @@ class Streamer:
         if self.experts is not None:
             self.experts.start()
         if not residency.streams:
-            self._held = set(residency.streamed)
+            self._held = residency.wanted(0)
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
 
@@ -197,7 +198,7 @@ class Streamer:
     def _is_there(self, unit: int) -> bool:
         if unit in self._lacking:
             return False
-        return unit in self._held or unit not in self._residency.streamed  # it may come to stay while it is waited for
+        return self._held.get(unit, 0) >= self._residency.part_sizes[unit]  # it may come to stay while it is waited for
 
     def depart(self, first: int, last: int) -> None:
         """A window was computed, and its results may leave if no weight file changed. Raises ``EngineError`` if one did."""
@@ -267,23 +268,32 @@ class Streamer:
         assert residency.sizes == self._residency.sizes
         with self._condition:
             before, self._residency = self._residency, residency
-            for unit, (was, now) in enumerate(zip(before.part_sizes, residency.part_sizes, strict=True)):
-                is_there = unit not in self._lacking and (was == 0 or unit in self._held)
-                if now > was and is_there:
-                    self._held.add(unit)  # all of it is in memory; the loader gives back what is not wanted
-                elif now > was:
-                    self._held.discard(unit)
-                    self._surplus.add(unit)
-                elif now < was and (self._may_lock or not is_there):
-                    old = before.parts[unit]
-                    known = self._lacking.get(unit, old)
-                    self._lacking[unit] = min(known[0], old[0]), max(known[1], old[1])
-                if now > was and self._lock_resident:
-                    self._units[unit].part(*residency.parts[unit]).unlock()
-            self._held &= residency.streamed
+            for unit, sizes in enumerate(zip(before.part_sizes, residency.part_sizes, strict=True)):
+                if sizes[0] != sizes[1]:
+                    self._move(unit, before.parts[unit], residency.parts[unit])
             self._condition.notify_all()
         if self.experts is not None and residency.pool_bytes != before.pool_bytes:
             self.experts.resize(residency.pool_bytes)
+
+    def _move(self, unit: int, was: tuple[int, int], now: tuple[int, int]) -> None:
+        """What streams of ``unit`` is another part than it was, inside or around that; with the lock held."""
+        before, behind = was[1] - was[0], now[1] - now[0]
+        held = self._held.pop(unit, 0)
+        is_there = unit not in self._lacking and held >= before
+        if behind > before and is_there:
+            held = behind  # all of it is in memory; the loader gives back what is not wanted
+        elif behind > before:
+            held = 0 if unit in self._lacking else held + was[0] - now[0]
+            self._surplus.add(unit)
+        else:
+            held = min(max(held + was[0] - now[0], 0), behind)
+            if self._may_lock or not is_there:
+                known = self._lacking.get(unit, was)
+                self._lacking[unit] = min(known[0], was[0]), max(known[1], was[1])
+        if held:
+            self._held[unit] = held
+        if behind > before and self._lock_resident:
+            self._units[unit].part(*now).unlock()
 
     def close(self) -> None:
         """End the loader thread and let the files go."""
@@ -319,21 +329,16 @@ class Streamer:
     def _turn(self) -> None:
         self._attend_to_pressure()
         with self._condition:
-            wanted = self._residency.wanted(self._position)
-            stale = self._held.difference(wanted) if self._residency.streams else set()
-            self._held -= stale
-            stale |= self._surplus.difference(self._held, wanted)
-            self._surplus &= set(wanted) - self._held
-            released = [self._part(unit) for unit in stale]  # another thread may change what streams at any time
-            first = self._first()
-        for part in released:
+            stale = self._let_go()  # as ranges: another thread may change what streams at any time
+            due = self._first()
+        for part in stale:
             part.release()
-        if first is not None:
-            unit, is_lacking = first
-            if is_lacking:
+        if due is not None:
+            unit, until = due
+            if until is None:
                 self._complete(unit)
             else:
-                self._load(unit)
+                self._load(unit, until)
             return
         if stale:
             return
@@ -344,19 +349,34 @@ class Streamer:
         with self._condition:
             wanted = self._residency.wanted(self._position)
             is_due = self._surplus or self._first() is not None
-            is_due = is_due or (self._residency.streams and not self._held.issubset(wanted))
+            is_due = is_due or any(held > wanted.get(unit, 0) for unit, held in self._held.items())
             if not (self._closing or is_due):
                 self._condition.wait(IDLE_S)
 
-    def _first(self) -> tuple[int, bool] | None:
-        """The unit that is to be read next, and whether that is because it is lacking; with the lock held."""
+    def _let_go(self) -> list[ByteRange]:
+        """What is not wanted any more and was held, or may be in memory; with the lock held."""
+        wanted, found = self._residency.wanted(self._position), []
+        for unit in self._surplus.union(self._held):
+            begin, end = self._residency.parts[unit]
+            keep, held = wanted.get(unit, 0), self._held.pop(unit, 0)
+            last = end if unit in self._surplus else begin + held
+            if begin + keep < last:
+                found.append(self._units[unit].part(begin + keep, last))
+            if held := min(held, keep):
+                self._held[unit] = held
+            if held == keep:
+                self._surplus.discard(unit)
+        return found
+
+    def _first(self) -> tuple[int, int | None] | None:
+        """What is to be read next: of a unit so much of its part, or None what is lacking; with the lock held."""
         count, position = len(self._units), self._position
         wanted = self._residency.wanted(position)
-        load = next((unit for unit in wanted if unit not in self._held), None)
+        load = next((unit for unit, size in wanted.items() if self._held.get(unit, 0) < size), None)
         lacking = min(self._lacking, key=lambda unit: (unit - position) % count, default=None)
         if lacking is not None and (load is None or (lacking - position) % count <= (load - position) % count):
-            return lacking, True
-        return None if load is None else (load, False)
+            return lacking, None
+        return None if load is None else (load, wanted[load])
 
     def _attend_to_pressure(self) -> None:
         """Step down or up the ladder as the watch says."""
@@ -396,18 +416,21 @@ class Streamer:
         self._level = level
         self.change(now)
 
-    def _load(self, unit: int) -> None:
-        """Read what streams of ``unit``, unless it turns out meanwhile that another one is needed first."""
-        place = self._residency.parts[unit]
-        for piece in self._units[unit].part(*place).pieces():
-            if self._closing or not self._is_still_first(unit, False):
-                with self._condition:
-                    self._surplus.add(unit)
+    def _load(self, unit: int, until: int) -> None:
+        """Read what streams of ``unit`` up to there, unless it turns out meanwhile that something else is needed first."""
+        with self._condition:
+            place, held = self._residency.parts[unit], self._held.get(unit, 0)
+        for piece in self._units[unit].part(place[0] + held, place[0] + until).pieces():
+            if self._closing or not self._is_still_first(unit, until):
                 return
             self._read(piece)
-        with self._condition:
-            (self._held if self._residency.parts[unit] == place else self._surplus).add(unit)
-            self._condition.notify_all()
+            held += piece.size
+            with self._condition:
+                if self._residency.parts[unit] != place:
+                    self._surplus.add(unit)
+                    return
+                self._held[unit] = held
+                self._condition.notify_all()
 
     def _complete(self, unit: int) -> None:
         """Read what came to stay of ``unit``, as ``_load`` does."""
@@ -416,7 +439,7 @@ class Streamer:
         came = self._rest(unit, now, was)
         for part in came:
             for piece in part.pieces():
-                if self._closing or self._residency.parts[unit] != now or not self._is_still_first(unit, True):
+                if self._closing or self._residency.parts[unit] != now or not self._is_still_first(unit, None):
                     return
                 self._read(piece)
         with self._condition:
@@ -434,9 +457,9 @@ class Streamer:
             logger.warning("%s; layers that come to stay are not locked from now on", exc)
             self._may_lock = False
 
-    def _is_still_first(self, unit: int, is_lacking: bool) -> bool:
+    def _is_still_first(self, unit: int, until: int | None) -> bool:
         with self._condition:
-            return self._first() == (unit, is_lacking)
+            return self._first() == (unit, until)
 
     def _read(self, piece: ReadCall) -> None:
         self._asked_bytes += piece.read()

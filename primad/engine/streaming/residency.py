@@ -1,15 +1,17 @@
 """Which of a device's layers stay in memory, which stream, and what is to be held when: values in, values out.
 
-A *unit* is one layer of a window, or the output matrix. Units stand in the order in which a step visits them, the windows
-of all rounds one behind the other; a token visits each once, so the order is a circle. Of each unit a *part* streams, all
-of it, some or nothing; the rest stays. The parts pass through ``ahead_bytes``: at each place of the circle the next parts
-that fit together are wanted, each is released when its unit was computed and is not among them, and the loader fills up
-what is wanted, nearest first. That the loader may run ahead by bytes and not by whole rounds makes the same rule good for
-any number of rounds: while other devices compute, it fills for this device's next window.
+A *unit* is one layer of a window, or the output matrix. Units stand in the order in which a step visits them, the windows of
+all rounds one behind the other; a token visits each once, so the order is a circle. Of each unit a *part* streams, all of
+it, some or nothing; the rest stays. The parts pass through ``ahead_bytes``: at each place of the circle the next parts that
+fit together are wanted, and of the part behind them the beginning, up to the last place where a unit may be parted; each is
+released when its unit was computed and is not among them, and the loader fills up what is wanted, nearest first. That the
+loader may run ahead by bytes and not by whole rounds makes the same rule good for any number of rounds: while other devices
+compute, it fills for this device's next window.
 
-A part is read at most once a lap of the circle, and none is read twice before it was used; a lap therefore reads no more
+A part is read at most once a lap of the circle, and nothing is read twice before it was used; a lap therefore reads no more
 than the parts together, which are the overflow, rounded up to the next place where a unit may be parted, and what is held
-ahead. If all parts fit into ``ahead_bytes``, nothing is released and nothing is read.
+ahead. If all parts fit into ``ahead_bytes``, nothing is released and nothing is read; where all but some of one do, only
+that is read again.
 
 The same share of each layer streams (``Spread``): between two parts resident weights are computed while the disk works,
 and the part of a layer is a small buffer where a whole one is a large one, which leaves more room for what stays.
@@ -22,11 +24,12 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Final
 
 LARGE: Final = 1.5
 """A unit so many times the median is large."""
-_STEPS: Final = 512
+_STEPS: Final = 1 << 14
 """Shares of the layers, and then of the large units, that are tried."""
 
 
@@ -36,7 +39,8 @@ class Residency:
 
     At most ``ahead_bytes`` of what streams is held, or one part where that is larger. Where layers stream by expert,
     their experts are no part of the units but share a pool of ``pool_bytes``; ``layer_pool_bytes`` are those of one layer,
-    the least that a pool holds. Both are 0 without.
+    the least that a pool holds. Both are 0 without. Reading may stop at the ``cuts`` of a unit, bytes within it in ascending
+    order; without any a part is read as a whole.
     """
 
     sizes: tuple[int, ...]
@@ -44,11 +48,13 @@ class Residency:
     ahead_bytes: int
     pool_bytes: int = 0
     layer_pool_bytes: int = 0
+    cuts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.parts) == len(self.sizes)
         assert all(0 <= begin <= end <= size for (begin, end), size in zip(self.parts, self.sizes, strict=True))
         assert self.ahead_bytes >= 0
+        assert len(self.cuts) in (0, len(self.sizes))
 
     @classmethod
     def whole(cls, sizes: Sequence[int], streamed: Collection[int], ahead_bytes: int) -> Residency:
@@ -100,29 +106,45 @@ class Residency:
     @property
     def read_bytes(self) -> int:
         """Bytes that a lap reads when every unit is visited once, in order."""
-        return self.streamed_bytes if self.streams else 0
+        if not self.streams:
+            return 0
+        more = self.streamed_bytes - self.ahead_bytes
+        return sum(size - self._beginning(unit, size - more) for unit, size in enumerate(self.part_sizes))
 
-    def wanted(self, position: int) -> tuple[int, ...]:
-        """The units whose parts to hold while a step stands at unit ``position``, the one that is needed first in front."""
-        count = len(self.sizes)
-        chosen: list[int] = []
-        held = 0
+    def wanted(self, position: int) -> dict[int, int]:
+        """How much to hold of which parts, from their beginnings, while a step stands at unit ``position``.
+
+        The one that is needed first is in front, all of it; only the last one may be wanted in part.
+        """
+        count, room = len(self.sizes), self.ahead_bytes
+        found: dict[int, int] = {}
         for unit in ((position + i) % count for i in range(count)):
             size = self.part_sizes[unit]
             if not size:
                 continue
-            if chosen and held + size > self.ahead_bytes:
+            if found and size > room:
+                if beginning := self._beginning(unit, room):
+                    found[unit] = beginning
                 break
-            chosen.append(unit)
-            held += size
-        return tuple(chosen)
+            found[unit] = size
+            room -= size
+        return found
+
+    def _beginning(self, unit: int, room: int) -> int:
+        """How much of a part, which is larger, to hold in so much room."""
+        if room <= 0 or not self.cuts:
+            return 0
+        begin, cuts = self.parts[unit][0], self.cuts[unit]
+        place = bisect.bisect_right(cuts, begin + room)
+        return max(0, cuts[place - 1] - begin) if place else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
     """Units of ``sizes`` that may be parted at ``cuts``, bytes within each in ascending order.
 
-    ``ahead_bytes`` are held ahead of what streams, or two parts where that is more: one is computed, the next one read.
+    ``ahead_bytes`` are held ahead of what streams, or two layers' parts where that is more: one is computed, the next one
+    read.
     ``in_groups``: what lies before the first cut of a unit and behind its last one stays in any case, as the system gives it
     back only with what is beside it; else all of a unit may stream.
     """
@@ -155,16 +177,17 @@ class Spread:
         ordinary = LARGE * statistics.median(self.sizes)
         shares = min(step, _STEPS) / _STEPS, max(step - _STEPS, 0) / _STEPS
         parts: list[tuple[int, int]] = []
-        due = 0.0
+        due = [0.0, 0.0]
         for size, cuts in zip(self.sizes, self.cuts, strict=True):
-            share = shares[size > ordinary]
-            due += share * size
+            is_large = size > ordinary
+            due[is_large] += shares[is_large] * size
             most = (cuts[0], cuts[-1]) if self.in_groups and len(cuts) > 1 else (0, size)
-            part = most if share == 1 else _part(most, cuts, due)
+            part = most if shares[is_large] == 1 else _part(most, cuts, due[is_large])
             parts.append(part)
-            due -= part[1] - part[0]
-        sizes = [end - begin for begin, end in parts]
-        return Residency(self.sizes, tuple(parts), max(self.ahead_bytes, sum(sorted(sizes)[-2:])))
+            due[is_large] -= part[1] - part[0]
+        layers = [end - begin for size, (begin, end) in zip(self.sizes, parts, strict=True) if size <= ordinary]
+        ahead = max(self.ahead_bytes, two_slots(layers))
+        return Residency(self.sizes, tuple(parts), ahead, cuts=self.cuts)
 
 
 def _part(most: tuple[int, int], cuts: Sequence[int], due: float) -> tuple[int, int]:
@@ -198,7 +221,7 @@ def ladder(base: Residency, spread: Spread | None) -> tuple[Residency, ...]:
     while now.resident:
         unit = _next_to_stream(now)
         now = replace(now, parts=(*now.parts[:unit], (0, now.sizes[unit]), *now.parts[unit + 1 :]))
-        now = replace(now, ahead_bytes=max(base.ahead_bytes, two_slots(now.sizes, now.streamed)))
+        now = replace(now, ahead_bytes=max(base.ahead_bytes, two_slots(now.part_sizes)))
         if now.held_bytes < levels[-1].held_bytes:
             levels.append(now)
     return tuple(levels)
@@ -220,10 +243,10 @@ def by_expert(sizes: Sequence[int], experts: Mapping[int, int], held_bytes: int)
     return replace(level, pool_bytes=min(pool, sum(experts.values())), layer_pool_bytes=layer)
 
 
-def two_slots(sizes: Sequence[int], streamed: Collection[int]) -> int:
-    """Bytes to hold ahead so that the next unit can be read while one is computed."""
-    largest = sorted((sizes[unit] for unit in streamed), reverse=True)[:2]
-    return sum(largest)
+def two_slots(parts: Sequence[int]) -> int:
+    """Bytes to hold ahead so that the next part of so many bytes can be read while one is computed."""
+    found = [size for size in parts if size]
+    return max((sum(pair) for pair in pairwise([*found, *found[:1]])), default=0) if len(found) > 1 else sum(found)
 
 
 def _next_to_stream(residency: Residency) -> int:

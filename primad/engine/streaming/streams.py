@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from halda import Assignment, WindowAssignment
 from primad.engine.streaming.expert_loader import ExpertFiles, ExpertLoader
 from primad.engine.streaming.expert_usage import UsageFolder
-from primad.engine.streaming.pages import KNOWS_GROUPS, FileRange, Pages
+from primad.engine.streaming.pages import GROUP_BYTES, KNOWS_GROUPS, FileRange, Pages
 from primad.engine.streaming.prefetch import Follower, Streamer, WindowStream
 from primad.engine.streaming.pressure import PressureWatch
 from primad.engine.streaming.readings import Sources
@@ -98,12 +98,17 @@ class Streams:
             loader = ExpertLoader(experts, residency.pool_bytes, UsageFolder(self._usage), lock=self._lock)
         pages = [Pages(unit) for unit in units]
         if loader is None:
-            in_groups = KNOWS_GROUPS and statistics.median(sizes) >= LEAST_IN_GROUPS_BYTES
-            spread = Spread(sizes, tuple(each.cuts() for each in pages), self.assigned.ahead_bytes, in_groups)
+            spread = Spread(sizes, tuple(each.cuts() for each in pages), self.assigned.ahead_bytes)
             residency = spread.keeping(resident_bytes)
-            if in_groups and residency.resident_bytes > resident_bytes:
-                spread = replace(spread, in_groups=False)
-                residency = spread.keeping(resident_bytes)
+            if KNOWS_GROUPS and statistics.median(sizes) >= LEAST_IN_GROUPS_BYTES:
+                groups = replace(spread, in_groups=True)
+                found = groups.keeping(resident_bytes)
+                # Else more of an output matrix would stream, for what stays of layers between groups.
+                if (
+                    max(found.resident_bytes - resident_bytes, found.room_bytes - residency.room_bytes - GROUP_BYTES)
+                    <= 0
+                ):
+                    spread, residency = groups, found
         return Streamer(
             pages,
             residency,

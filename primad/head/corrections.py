@@ -1,0 +1,285 @@
+"""What answers taught about devices and links: factors on the seconds that their profiles give, within bounds.
+
+A prediction was made with some factors already, so a term that took r times what was predicted asks for r times the factor
+that it was made with. A factor goes half of the way there after each answer, and not at all where it is near enough. What
+would need more than the bounds is no speed to plan with but a fault, which the verdict says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Final, Literal
+
+from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, LinkProfile, Plan, Prediction, TypeSpeed
+from primad.ring.messages import DecodeStatus, Status
+
+LEAST: Final = 0.5
+MOST: Final = 2.0
+STEP: Final = 0.5
+"""The share of the way that one answer moves a factor."""
+NEAR: Final = 0.05
+"""A factor that is off by no more stays, so that plans do not change for what is chance."""
+LEAST_TOKENS: Final = 16
+"""Answers with fewer tokens teach nothing."""
+OFF: Final = 0.25
+"""A plan that is off by more is told of."""
+_STALL_SHARE: Final = 0.05
+"""Of a token: where a device waits less for its disk, what it read says nothing of how fast that is."""
+Pair = tuple[str, str]
+TermKind = Literal["compute", "disk", "hops"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFactors:
+    """Factors on the seconds of one device; ``stamp`` names the measurement that they correct."""
+
+    stamp: str
+    compute: float = 1.0
+    disk: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corrections:
+    """The factors of devices by name, and those of links by source and target."""
+
+    devices: Mapping[str, DeviceFactors] = field(default_factory=dict)
+    links: Mapping[Pair, float] = field(default_factory=dict)
+
+    def of(self, profile: DeviceProfile) -> DeviceFactors:
+        """The factors of a device; those of another measurement of it are forgotten."""
+        stamp = stamp_of(profile)
+        kept = self.devices.get(profile.device)
+        return kept if kept is not None and kept.stamp == stamp else DeviceFactors(stamp=stamp)
+
+    def noted(self, profiles: Iterable[DeviceProfile]) -> Corrections:
+        """With an entry for each of ``profiles``, as they are measured now."""
+        return replace(self, devices={**self.devices} | {each.device: self.of(each) for each in profiles})
+
+    def apply(self, profile: DeviceProfile) -> DeviceProfile:
+        """``profile`` with the speeds that its answers showed. Those of prompts stay, as answers say nothing of them."""
+        factors = self.of(profile)
+        if factors.compute == factors.disk == 1.0:
+            return profile
+        gpu = profile.gpu
+        return replace(
+            profile,
+            cpu=_slower(profile.cpu, factors.compute),
+            ram_read_bytes_per_s=profile.ram_read_bytes_per_s / factors.compute,
+            gpu=None if gpu is None else _slower_gpu(gpu, factors.compute),
+            disk=_slower_disk(profile.disk, factors.disk),
+        )
+
+    def apply_link(self, link: LinkProfile) -> LinkProfile:
+        """``link`` as fast as answers showed it to be."""
+        factor = self.links.get((link.source, link.target), 1.0)
+        if factor == 1.0:
+            return link
+        messages = tuple(replace(each, beyond_s=each.beyond_s * factor) for each in link.messages)
+        return replace(
+            link,
+            round_trip_s=link.round_trip_s * factor,
+            bytes_per_s=link.bytes_per_s / factor,
+            late_s=link.late_s * factor,
+            messages=messages,
+        )
+
+    def largest_step(self, before: Corrections, plan: Plan) -> float:
+        """By which share any factor of what ``plan`` uses differs from what it was ``before``."""
+        steps = [abs(self.links.get(pair, 1.0) / before.links.get(pair, 1.0) - 1) for pair in hops_of(plan)]
+        for name in self.devices.keys() & before.devices.keys() & set(plan.devices):
+            now, then = self.devices[name], before.devices[name]
+            if now.stamp == then.stamp:
+                steps += [abs(now.compute / then.compute - 1), abs(now.disk / then.disk - 1)]
+        return max(steps, default=0.0)
+
+
+NOTHING_LEARNT: Final = Corrections()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """A part of a token's time: of one ``device``, or of the hops between all. ``factor`` is what it asks for."""
+
+    kind: TermKind
+    device: str | None
+    predicted_s: float
+    measured_s: float
+    factor: float | None
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it needs more than a factor may correct."""
+        return self.factor is not None and not LEAST <= self.factor <= MOST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a token took in an answer beside what was predicted, and in what it went."""
+
+    predicted_s: float
+    measured_s: float
+    terms: tuple[Term, ...]
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the plan is wrong by so much that it is told of."""
+        return abs(self.measured_s / self.predicted_s - 1) > OFF
+
+    @property
+    def worst(self) -> Term:
+        """The term that is wrong by most seconds."""
+        return max(self.terms, key=lambda term: abs(term.measured_s - term.predicted_s))
+
+
+def verdict_of(
+    plan: Plan, prediction: Prediction, used: Corrections, statuses: Mapping[str, Status | None]
+) -> Verdict | None:
+    """What the latest tokens took on ``plan``, whose ``prediction`` was made with the factors ``used``.
+
+    None where that was not measured cleanly: a device did not answer, is short of memory, or has computed too few tokens.
+    """
+    decodes = {name: _clean(statuses.get(name)) for name in plan.devices}
+    found = {name: decode for name, decode in decodes.items() if decode is not None}
+    head = found.get(plan.head)
+    if len(found) < len(decodes) or head is None or head.token_s is None or not 0 < head.token_s < math.inf:
+        return None
+    if not 0 < prediction.tpot_s < math.inf:
+        return None
+    terms = list[Term]()
+    for device in prediction.devices:
+        decode = found[device.device]
+        factors = used.devices[device.device]
+        ratio = decode.compute_s / device.compute_s if device.compute_s > 0 else None
+        terms.append(
+            Term(
+                kind="compute",
+                device=device.device,
+                predicted_s=device.compute_s,
+                measured_s=decode.compute_s,
+                factor=None if ratio is None else factors.compute * ratio,
+            )
+        )
+        factor = None
+        waits = decode.stall_s + device.stall_s > _STALL_SHARE * head.token_s
+        if waits and device.disk_bytes_per_token > 0 and decode.read_bytes > 0 and device.disk_s > 0:
+            # What is read while something is computed is not waited for; as much as was planned counts as that.
+            read_s = decode.stall_s + max(0.0, device.disk_s - device.stall_s)
+            factor = factors.disk * (read_s / decode.read_bytes) / (device.disk_s / device.disk_bytes_per_token)
+        terms.append(
+            Term(
+                kind="disk",
+                device=device.device,
+                predicted_s=device.stall_s,
+                measured_s=decode.stall_s,
+                factor=factor,
+            )
+        )
+    if len(plan.devices) > 1:
+        between_s = head.token_s - sum(decode.compute_s + decode.stall_s for decode in found.values())
+        terms.append(_hops(plan, prediction, used, max(0.0, between_s)))
+    return Verdict(predicted_s=prediction.tpot_s, measured_s=head.token_s, terms=tuple(terms))
+
+
+def _hops(plan: Plan, prediction: Prediction, used: Corrections, between_s: float) -> Term:
+    """What is left of a token goes into its hops: all links of the ring get one factor, as nobody times them apart."""
+    known = [used.links.get(pair, 1.0) for pair in hops_of(plan)]
+    ratio = between_s / prediction.hop_s if prediction.hop_s > 0 and between_s > 0 else None
+    return Term(
+        kind="hops",
+        device=None,
+        predicted_s=prediction.hop_s,
+        measured_s=between_s,
+        factor=None if ratio is None else ratio * math.prod(known) ** (1 / len(known)),
+    )
+
+
+def learnt(before: Corrections, verdict: Verdict, plan: Plan, used: Corrections) -> Corrections:
+    """What is known after an answer on ``plan``, which was made with the factors ``used``.
+
+    Of a device that was measured anew since then nothing is learnt.
+    """
+    devices, links = dict(before.devices), dict(before.links)
+    for term in verdict.terms:
+        if term.factor is None:
+            continue
+        if term.device is None:
+            for pair in hops_of(plan):
+                links[pair] = moved(links.get(pair, 1.0), term.factor)
+            continue
+        factors = devices.get(term.device)
+        if factors is None or factors.stamp != used.devices[term.device].stamp:
+            continue
+        if term.kind == "compute":
+            devices[term.device] = replace(factors, compute=moved(factors.compute, term.factor))
+        else:
+            devices[term.device] = replace(factors, disk=moved(factors.disk, term.factor))
+    return Corrections(devices=devices, links=links)
+
+
+def moved(factor: float, wanted: float) -> float:
+    """``factor`` after an answer that asks for ``wanted``."""
+    target = min(MOST, max(LEAST, wanted))
+    return factor if abs(target / factor - 1) <= NEAR else factor + STEP * (target - factor)
+
+
+def hops_of(plan: Plan) -> list[Pair]:
+    """The links that a token crosses."""
+    return [(name, plan.after(name)) for name in plan.devices] if len(plan.devices) > 1 else []
+
+
+def stamp_of(profile: DeviceProfile) -> str:
+    """Names one measurement of a device: another one has other figures. What changes by the minute is left out."""
+    measured = (profile.host, profile.cpu, profile.ram_read_bytes_per_s, replace(profile.disk, free_bytes=0))
+    gpu = None if profile.gpu is None else replace(profile.gpu, vram_available_bytes=0)
+    return blake2b(repr((*measured, gpu)).encode(), digest_size=8).hexdigest()
+
+
+def _clean(status: Status | None) -> DecodeStatus | None:
+    """What a device says of its latest tokens, if that is enough and nothing disturbed it."""
+    decode = None if status is None else status.decode
+    if status is None or decode is None or decode.tokens < LEAST_TOKENS:
+        return None
+    if status.memory is not None and status.memory.pressure != "calm":
+        return None
+    figures = (decode.compute_s, decode.stall_s, decode.read_bytes)
+    return decode if all(0 <= figure < math.inf for figure in figures) else None
+
+
+def _slower(cpu: CpuProfile, factor: float) -> CpuProfile:
+    return replace(
+        cpu, step_s=cpu.step_s * factor, layer_s=cpu.layer_s * factor, speeds=_slower_speeds(cpu.speeds, factor)
+    )
+
+
+def _slower_gpu(gpu: GpuProfile, factor: float) -> GpuProfile:
+    return replace(
+        gpu,
+        step_s=gpu.step_s * factor,
+        layer_s=gpu.layer_s * factor,
+        vram_read_bytes_per_s=gpu.vram_read_bytes_per_s / factor,
+        speeds=_slower_speeds(gpu.speeds, factor),
+    )
+
+
+def _slower_speeds(speeds: tuple[TypeSpeed, ...], factor: float) -> tuple[TypeSpeed, ...]:
+    """A device that takes longer for one row takes longer for a few."""
+    return tuple(
+        replace(
+            speed,
+            decode_bytes_per_s=speed.decode_bytes_per_s / factor,
+            batch_bytes_per_s=speed.batch_bytes_per_s / factor,
+        )
+        for speed in speeds
+    )
+
+
+def _slower_disk(disk: DiskProfile, factor: float) -> DiskProfile:
+    return replace(
+        disk,
+        prefetch_bytes_per_s=disk.prefetch_bytes_per_s / factor,
+        fault_bytes_per_s=disk.fault_bytes_per_s / factor,
+        random_bytes_per_s=disk.random_bytes_per_s / factor,
+    )

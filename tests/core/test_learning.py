@@ -1,0 +1,323 @@
+"""What answers teach a head: factors within bounds, kept with the measurement that they correct, and what is said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halda import DevicePrediction, Plan, Prediction, Window
+from primad.api.status import AnswerFigures, wrong_line
+from primad.head.corrections import (
+    LEAST,
+    LEAST_TOKENS,
+    MOST,
+    NEAR,
+    NOTHING_LEARNT,
+    Corrections,
+    DeviceFactors,
+    learnt,
+    moved,
+    stamp_of,
+    verdict_of,
+)
+from primad.head.learning import Learning, correction_line, corrections_file, read_corrections
+from primad.head.promise import Promise
+from primad.ring.messages import DecodeStatus, MemoryStatus, Status
+from tests.fakes.planning import device, link, model
+
+PLAN = Plan(
+    rounds=1,
+    route=tuple(
+        Window(device=name, first=first, last=last, gpu_layers=0)
+        for name, first, last in (("desk", 0, 5), ("lap", 5, 15), ("desk", 15, 20))
+    ),
+    output_on_gpu=False,
+    streaming=(),
+    left_out=(),
+)
+PROFILES = [device("desk"), device("lap", vram=1 << 30)]
+USED = NOTHING_LEARNT.noted(PROFILES)
+MEMORY = MemoryStatus(
+    resident=5,
+    streamed=0,
+    streams_output=False,
+    slots=0,
+    resident_bytes=1,
+    streamed_bytes=0,
+    read_bytes=0,
+    stall_s=0.0,
+    pressure="calm",
+)
+
+
+def device_prediction(name: str, **figures: float) -> DevicePrediction:
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(DevicePrediction)), 0) | figures
+    return DevicePrediction(**fields | {"device": name})
+
+
+def prediction(desk: DevicePrediction, lap: DevicePrediction, *, hop_s: float = 0.004) -> Prediction:
+    both = (desk, lap)
+    return Prediction(
+        tpot_s=sum(each.compute_s + each.stall_s for each in both) + hop_s,
+        ttft_s=1.0,
+        period_s=0.1,
+        compute_s=0.1,
+        stall_s=0.0,
+        hop_s=hop_s,
+        disk_s=0.0,
+        prefill_chunk_s=1.0,
+        chunk_rows=512,
+        devices=both,
+        short=(),
+    )
+
+
+PREDICTED = prediction(device_prediction("desk", compute_s=0.02), device_prediction("lap", compute_s=0.03))
+PROMISE = Promise(plan=PLAN, prediction=PREDICTED, assignments={}, corrections=USED)
+
+
+def status(
+    compute_s: float,
+    *,
+    token_s: float | None = None,
+    tokens: int = LEAST_TOKENS,
+    stall_s: float = 0.0,
+    read_bytes: float = 0.0,
+    pressure: str = "calm",
+) -> Status:
+    return Status(
+        steps=0,
+        rows=0,
+        compute_s=0.0,
+        hop_s=[],
+        rss_bytes=0,
+        private_bytes=0,
+        refused=0,
+        memory=msgspec.structs.replace(MEMORY, pressure=pressure),
+        decode=DecodeStatus(
+            tokens=tokens, token_s=token_s, compute_s=compute_s, stall_s=stall_s, read_bytes=read_bytes
+        ),
+    )
+
+
+AS_PLANNED = {"desk": status(0.02, token_s=0.054), "lap": status(0.03)}
+LAP_SLOW = {"desk": status(0.02, token_s=0.084), "lap": status(0.06)}
+
+
+# ---- factors --------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(LEAST, MOST), st.floats(0, 1e6))
+def test_no_factor_leaves_its_bounds_and_each_step_leads_nearer(factor, wanted):
+    target = min(MOST, max(LEAST, wanted))
+    after = moved(factor, wanted)
+    assert LEAST <= after <= MOST
+    assert abs(target - after) <= abs(target - factor)
+
+
+@given(st.floats(LEAST, MOST))
+def test_a_factor_comes_near_in_a_few_answers_and_stays(wanted):
+    factor = 1.0
+    for _ in range(8):
+        factor = moved(factor, wanted)
+    assert abs(wanted / factor - 1) <= NEAR
+    assert moved(factor, wanted) == factor
+
+
+def test_a_slow_device_is_planned_with_slower_from_then_on():
+    verdict = verdict_of(PLAN, PREDICTED, USED, LAP_SLOW)
+    known = learnt(USED, verdict, PLAN, USED)
+    assert known.devices["lap"].compute == pytest.approx(1.5)
+    assert known.devices["desk"].compute == 1.0
+    assert known.links == {("desk", "lap"): 1.0, ("lap", "desk"): 1.0}
+    before, after = PROFILES[1], known.apply(PROFILES[1])
+    assert after.cpu.speeds[0].decode_bytes_per_s == pytest.approx(before.cpu.speeds[0].decode_bytes_per_s / 1.5)
+    assert after.gpu.layer_s == pytest.approx(before.gpu.layer_s * 1.5)
+    assert after.cpu.speeds[0].prefill_flop_per_s == before.cpu.speeds[0].prefill_flop_per_s
+    assert (after.disk, after.ram_available_bytes) == (before.disk, before.ram_available_bytes)
+    assert known.apply(PROFILES[0]) == PROFILES[0]
+
+
+def test_what_a_plan_was_made_with_is_not_corrected_twice():
+    used = dataclasses.replace(
+        USED, devices=USED.devices | {"lap": dataclasses.replace(USED.devices["lap"], compute=1.5)}
+    )
+    assert learnt(used, verdict_of(PLAN, PREDICTED, used, AS_PLANNED), PLAN, used) == dataclasses.replace(
+        used, links={("desk", "lap"): 1.0, ("lap", "desk"): 1.0}
+    )
+
+
+def test_what_is_left_of_a_token_are_its_hops():
+    statuses = {"desk": status(0.02, token_s=0.056), "lap": status(0.03)}
+    known = learnt(USED, verdict_of(PLAN, PREDICTED, USED, statuses), PLAN, USED)
+    assert known.links == {pair: pytest.approx(1.25) for pair in (("desk", "lap"), ("lap", "desk"))}
+    before, after = link("desk", "lap"), known.apply_link(link("desk", "lap"))
+    assert after.round_trip_s == pytest.approx(before.round_trip_s * 1.25)
+    assert after.bytes_per_s == pytest.approx(before.bytes_per_s / 1.25)
+    assert known.apply_link(link("lap", "nas")) == link("lap", "nas")
+
+
+def test_a_slow_disk_shows_in_what_is_waited_for():
+    lap = device_prediction("lap", compute_s=0.03, stall_s=0.03, disk_s=0.04, disk_bytes_per_token=1000)
+    promised = prediction(device_prediction("desk", compute_s=0.02), lap)
+    statuses = {
+        "desk": status(0.02, token_s=0.124),
+        "lap": status(0.03, stall_s=0.07, read_bytes=1000),
+    }
+    verdict = verdict_of(PLAN, promised, USED, statuses)
+    assert (verdict.worst.kind, verdict.worst.device) == ("disk", "lap")
+    known = learnt(USED, verdict, PLAN, USED)
+    assert known.devices["lap"].disk == pytest.approx(1.5)
+    assert known.devices["lap"].compute == 1.0
+    after = known.apply(PROFILES[1]).disk
+    assert after.prefetch_bytes_per_s == pytest.approx(PROFILES[1].disk.prefetch_bytes_per_s / 1.5)
+    assert after.free_bytes == PROFILES[1].disk.free_bytes
+
+
+def test_a_disk_that_nobody_waits_for_teaches_nothing():
+    lap = device_prediction("lap", compute_s=0.03, disk_s=0.01, disk_bytes_per_token=1000)
+    promised = prediction(device_prediction("desk", compute_s=0.02), lap)
+    statuses = AS_PLANNED | {"lap": status(0.03, read_bytes=10)}
+    assert learnt(USED, verdict_of(PLAN, promised, USED, statuses), PLAN, USED).devices == USED.devices
+
+
+@pytest.mark.parametrize(
+    "lap",
+    [
+        None,
+        status(0.06, tokens=LEAST_TOKENS - 1),
+        status(0.06, pressure="some"),
+        status(float("nan")),
+        status(float("inf")),
+        status(-1.0),
+        msgspec.structs.replace(status(0.06), decode=None),
+    ],
+)
+def test_what_was_not_measured_cleanly_teaches_nothing(lap):
+    assert verdict_of(PLAN, PREDICTED, USED, LAP_SLOW | {"lap": lap}) is None
+
+
+def test_nothing_is_learnt_without_the_time_of_a_token():
+    assert verdict_of(PLAN, PREDICTED, USED, LAP_SLOW | {"desk": status(0.02)}) is None
+
+
+# ---- measurements ---------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_was_measured_anew_begins_at_nothing():
+    known = Corrections(devices={"lap": DeviceFactors(stamp=stamp_of(PROFILES[1]), compute=1.5)})
+    free = dataclasses.replace(PROFILES[1], ram_available_bytes=1)
+    assert known.of(free).compute == 1.5, "what is free is not measured"
+    anew = device("lap", vram=1 << 30, rate=19e9)
+    assert known.apply(anew) == anew
+    assert known.noted([anew]).devices["lap"] == DeviceFactors(stamp=stamp_of(anew))
+
+
+def test_an_answer_of_a_plan_with_older_figures_teaches_nothing_of_that_device():
+    anew = USED.noted([device("lap", rate=19e9)])
+    known = learnt(anew, verdict_of(PLAN, PREDICTED, USED, LAP_SLOW), PLAN, USED)
+    assert known.devices == anew.devices
+
+
+def test_what_was_learnt_is_kept(tmp_path):
+    learning = Learning(tmp_path)
+    assert learning.planned(PROFILES) == USED
+    learning.answered(1, PROMISE, LAP_SLOW)
+    assert Learning(tmp_path).corrections == learning.corrections
+    assert learning.corrections.devices["lap"].compute == pytest.approx(1.5)
+    assert correction_line(tmp_path, PROFILES[1]) == "corrected by answers: computing takes 1.50 times as long"
+    assert correction_line(tmp_path, PROFILES[0]) is None
+    assert correction_line(tmp_path, device("lap", rate=19e9)) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[:-9],
+        lambda text: b"",
+        lambda text: b"[" * 100_000,
+        lambda text: b"\xff\xfe",
+        lambda text: text.replace(b'"version": 1', b'"version": 2'),
+        lambda text: text.replace(b"1.5", b"150"),
+        lambda text: text.replace(b"1.5", b'"fast"'),
+    ],
+)
+def test_a_file_that_is_damaged_counts_as_none(tmp_path, change):
+    learning = Learning(tmp_path)
+    learning.planned(PROFILES)
+    learning.answered(1, PROMISE, LAP_SLOW)
+    file = corrections_file(tmp_path)
+    assert b"1.5" in file.read_bytes()
+    file.write_bytes(change(file.read_bytes()))
+    assert read_corrections(tmp_path) == NOTHING_LEARNT
+    assert Learning(tmp_path).planned(PROFILES) == USED
+
+
+def test_a_home_that_cannot_be_written_is_no_reason_to_end(tmp_path, caplog):
+    learning = Learning(tmp_path / "gone")
+    learning.planned(PROFILES)
+    assert learning.answered(1, PROMISE, LAP_SLOW) is not None
+    assert "cannot be kept" in caplog.text
+    assert learning.corrections.devices["lap"].compute == pytest.approx(1.5)
+
+
+# ---- what is said ---------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_comes_true_is_not_told_of(tmp_path, caplog):
+    measured = Learning(tmp_path).answered(1, PROMISE, AS_PLANNED)
+    assert measured == AnswerFigures(tpot_ms=pytest.approx(54), predicted_tpot_ms=pytest.approx(54), wrong=None)
+    assert not caplog.records
+
+
+def test_a_plan_that_is_off_is_told_of_with_its_term_once(tmp_path, caplog):
+    learning = Learning(tmp_path)
+    learning.planned(PROFILES)
+    with caplog.at_level(logging.WARNING):
+        measured = learning.answered(1, PROMISE, LAP_SLOW)
+        learning.answered(1, PROMISE, LAP_SLOW)
+    assert measured.wrong.term == "compute"
+    assert measured.wrong.device == "lap"
+    assert not measured.wrong.is_beyond
+    assert [record.getMessage() for record in caplog.records] == [
+        "epoch 1: a token takes 84.0 ms, not 54.0 ms as the plan says; "
+        "most wrong is computing on lap: 60.0 ms, not 30.0 ms"
+    ]
+    learning.answered(1, PROMISE, LAP_SLOW | {"desk": status(0.05, token_s=0.114)})
+    assert len(caplog.records) == 2, "it became much worse"
+    learning.answered(2, PROMISE, LAP_SLOW)
+    assert len(caplog.records) == 3, "another plan"
+
+
+def test_what_no_factor_may_make_up_for_is_called_amiss(tmp_path):
+    statuses = {"desk": status(0.02, token_s=0.224), "lap": status(0.2)}
+    learning = Learning(tmp_path)
+    learning.planned(PROFILES)
+    for _ in range(9):
+        measured = learning.answered(1, PROMISE, statuses)
+    assert measured.wrong.is_beyond
+    assert wrong_line(measured).endswith("look what else runs there")
+    assert learning.corrections.devices["lap"].compute <= MOST
+
+
+def test_what_a_plan_by_hand_took_is_not_judged(tmp_path):
+    by_hand = Promise.of(PLAN, model(), None)
+    assert Learning(tmp_path).answered(1, by_hand, LAP_SLOW) is None
+
+
+def test_another_plan_is_worth_a_look_once_much_was_learnt(tmp_path):
+    learning = Learning(tmp_path)
+    learning.planned(PROFILES)
+    assert not learning.is_worth_a_plan(1, PROMISE)
+    learning.answered(1, PROMISE, LAP_SLOW)
+    assert learning.is_worth_a_plan(1, PROMISE)
+    assert not learning.is_worth_a_plan(1, PROMISE), "as much was known then"
+    for _ in range(9):
+        learning.answered(1, PROMISE, LAP_SLOW)
+    assert learning.is_worth_a_plan(1, PROMISE)
+    assert not learning.is_worth_a_plan(2, dataclasses.replace(PROMISE, corrections=learning.corrections))
