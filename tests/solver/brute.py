@@ -9,6 +9,7 @@ own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -60,22 +61,6 @@ class Option:
     def streams(self) -> bool:
         return self.over > 0
 
-    @property
-    def figures(self) -> tuple[float, ...]:
-        """What is better when it is smaller; equal where another tail would change what is counted."""
-        both = (self.decode, self.chunk)
-        times = [value for each in both for value in (each.compute_s, each.rest_s, each.tail_s, -each.tail_s)]
-        return (*times, self.output_s, float(max(self.over, 0)), -float(self.most) if self.streams else -1e30)
-
-
-def undominated(found: list[Option]) -> list[Option]:
-    """Those that no other matches or beats in every figure."""
-    kept: list[Option] = []
-    for option in sorted(found, key=lambda each: each.figures):
-        if not any(all(map(le, other.figures, option.figures)) for other in kept):
-            kept.append(option)
-    return kept
-
 
 @dataclass(frozen=True, slots=True)
 class Way:
@@ -119,9 +104,9 @@ class Brute:
     def best(self) -> tuple[float, Plan] | None:
         """The smallest objective in seconds and its plan; None when nothing fits."""
         found: tuple[float, Way, list[float]] | None = None
-        ways = sorted(((self._at_least(way), i, way) for i, way in enumerate(self._ways())), key=lambda each: each[:2])
+        ways = sorted(((self._bound(way), i, way) for i, way in enumerate(self._ways())), key=lambda each: each[:2])
         for least, _, way in ways:
-            if found is not None and least >= found[0] * (1 - CLOSE):
+            if math.isinf(least) or (found is not None and least >= found[0] * (1 - CLOSE)):
                 break
             answer = self._settled(way)
             if answer is not None and (found is None or answer[0] < found[0]):
@@ -179,8 +164,25 @@ class Brute:
         ):
             for output_on_gpu in (True,) if tail_gpu else (False, True) if tail and member.has_gpu else (False,):
                 option = self._option(m, ranges, tail, ring, gpu, tail_gpu, output_on_gpu)
-                found += [] if option is None else [option]
-        return undominated(found)
+                if option is not None and self._least_ahead(option) is not None:
+                    found.append(option)
+        kept: list[tuple[tuple[float, ...], Option]] = []
+        for figures, option in sorted(((self._figures(option), option) for option in found), key=lambda each: each[0]):
+            if not any(all(map(le, other, figures)) for other, _ in kept):
+                kept.append((figures, option))
+        return [option for _, option in kept]
+
+    def _figures(self, option: Option) -> tuple[float, ...]:
+        """What is better when it is smaller, for the objective; equal where another tail would change what is counted."""
+        found = [option.output_s, float(max(option.over, 0))]
+        if self._objective != "ttft":
+            found += [option.decode.compute_s] + [option.decode.rest_s] * (not self._by_expert)
+        if self._objective in ("ttft", "balanced"):
+            found += [option.chunk.compute_s] + [option.chunk.rest_s] * (not self._by_expert)
+            found += [option.chunk.tail_s, -option.chunk.tail_s]
+        if not self._by_expert:
+            found.append(-float(option.most) if option.streams else -math.inf)
+        return tuple(found)
 
     def _option(
         self,
@@ -210,8 +212,6 @@ class Brute:
         over = ram + (vram if member.shares_memory else 0) - member.ram_limit
         most = sum(self._experts[i] if self._by_expert else sizes[i] for i in on_cpu)
         pool = max(self._experts) if self._by_expert else 0
-        if over > 0 and over + RESERVE_BYTES + self._steps[0][1] > most - pool:
-            return None
         output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if tail else 0.0
         step_s = member.step_s + (member.gpu_step_s if uses_gpu else 0.0)
         kinds, both = instance.kind_of, []
@@ -248,15 +248,53 @@ class Brute:
         link, chunk_link = max(link, air), max(chunk_link, chunk_air)
         return Hops(hops, chunk_hops, link, chunk_link)
 
-    def _at_least(self, way: Way) -> float:
-        """The objective of ``way`` if no device ever waited for a disk."""
+    def _least_ahead(self, option: Option) -> int | None:
+        """The least that may be held ahead; None where it does not fit."""
+        for share, ahead in self._steps if option.streams else [(1.0, -RESERVE_BYTES - option.over)]:
+            streamed = option.over + RESERVE_BYTES + ahead
+            if streamed <= share * option.most and streamed <= option.most - option.pool:
+                return ahead
+        return None if option.streams else 0
+
+    def _bound(self, way: Way) -> float:
+        return self._priced(way, waits=way.rounds == 1)
+
+    def _priced(self, way: Way, *, waits: bool) -> float:
+        """The objective of ``way`` with the least held ahead; without ``waits`` a bound for more of it."""
         hops, k, n = self._hops(way.members, way.rounds), way.rounds, self._instance.chunks
-        token = sum(option.decode.compute_s for option in way.options) + hops.one
-        first = self._first_of(way, [option.chunk.compute_s for option in way.options], hops, k, n)
-        output_s = sum(option.output_s for option in way.options)
-        busiest = max(option.decode.compute_s for option in way.options)
-        period = max(token / self._instance.workload.sequences, busiest, hops.link)
-        return self._value(token, first + output_s, period)
+        token_s, read_s, busy_s = hops.one, 0.0, hops.link
+        tail, windows, trains, reading = way.options[0].chunk.tail_s, [], [], 0.0
+        for i, option in enumerate(way.options):
+            ahead = self._least_ahead(option)
+            if ahead is None:
+                return math.inf
+            streamed = option.over + RESERVE_BYTES + ahead if option.streams else 0
+            both = []
+            for times in (option.decode, option.chunk):
+                read = max(0, streamed - times.spare) * times.share
+                window = times.compute_s
+                if self._by_expert:
+                    window += read / option.disk
+                elif waits and read > k * ahead:
+                    window = max(window, times.rest_s + k * times.edge_s + (read - k * ahead) / option.disk)
+                both.append((window, read / option.disk))
+            token_s, read_s, busy_s = token_s + both[0][0], max(read_s, both[0][1]), max(busy_s, both[0][0])
+            windows.append(both[1][0])
+            stop = (windows[-1] - tail * (i == 0)) / k
+            trains.append((n * stop, stop))
+            if option.streams:
+                reading = max(reading, n * both[1][1] - ahead / option.disk)
+                if waits and i and not self._by_expert:
+                    late = n * option.chunk.rest_s / k + n * both[1][1] / k - ahead / option.disk
+                    trains.append((late, stop))
+        once = sum(windows) + hops.chunk
+        lap = (once - tail) / k
+        laps = max(lap, n * hops.chunk_link / k, *(train for train, _ in trains))
+        last = max((n - 1) * max(tail, hops.chunk_link / k), *(train - stop for train, stop in trains))
+        first = max((k - 1) * laps + lap + tail + last, n * windows[0], reading)
+        token_s = max(token_s, read_s)
+        period = max(token_s / self._instance.workload.sequences, busy_s, read_s)
+        return self._value(token_s, first + sum(option.output_s for option in way.options), period)
 
     def _value(self, token: float, first: float, period: float) -> float:
         match self._objective:
@@ -269,21 +307,11 @@ class Brute:
             case "balanced":
                 return first + self._instance.workload.answer_tokens * token
 
-    @staticmethod
-    def _first_of(way: Way, windows: Sequence[float], hops: Hops, k: int, n: int) -> float:
-        """A prompt of ``n`` chunks that pass windows of these seconds, none of which streams."""
-        tail = way.options[0].chunk.tail_s
-        once = sum(windows) + hops.chunk
-        stops = [(window - tail * option.is_head) / k for window, option in zip(windows, way.options, strict=True)]
-        lap = (once - tail) / k
-        laps = max(lap, n * hops.chunk_link / k, n * max(stops))
-        last = (n - 1) * max(tail, hops.chunk_link / k, *stops)
-        return max((k - 1) * laps + lap + tail + last, n * (stops[0] * k + tail))
-
     def _settled(self, way: Way) -> tuple[float, list[float]] | None:
         """The objective of ``way`` with the best of what may be held ahead, in bytes by device; None where nothing fits."""
-        if not any(option.streams for option in way.options):
-            return self._at_least(way), [0.0] * len(way.options)
+        if way.rounds == 1 or self._by_expert or not any(option.streams for option in way.options):
+            # What is held ahead saves nothing here: as little as can be is the best.
+            return self._priced(way, waits=True), [float(self._least_ahead(option) or 0) for option in way.options]
         problem = pulp.LpProblem("ahead", pulp.LpMinimize)
         hops, k, n = self._hops(way.members, way.rounds), way.rounds, self._instance.chunks
         names = ("token", "first", "period", "laps", "last")
