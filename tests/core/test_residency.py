@@ -232,7 +232,7 @@ def test_a_spread_holds_no_more_than_it_may_unless_everything_streams(spread, he
     for (begin, end), cuts in zip(found.parts, spread.cuts, strict=True):
         if spread.in_groups and len(cuts) > 1 and begin < end:
             assert cuts[0] <= begin < end <= cuts[-1], "what it shares with its neighbours stays"
-    assert found.room_bytes <= max(spread.ahead_bytes, two_slots(found.part_sizes))
+    assert found.room_bytes == max(spread.ahead_bytes, *found.part_sizes)
 
 
 @given(spreads(), st.integers(0, 1200))
@@ -272,15 +272,14 @@ def test_everything_stays_where_everything_fits(spread):
 
 
 @given(st.integers(1, 40), st.integers(10, 200), st.integers(1, 10), st.integers(0, 100))
-def test_a_spread_reads_the_overflow_and_two_small_parts(count, size, cut, percent):
+def test_a_spread_reads_the_overflow_and_one_small_part(count, size, cut, percent):
     """Of equal units that may be parted often: the buffer shrinks with the share that streams."""
     spread = Spread((size,) * count, (tuple(range(0, size + 1, cut)),) * count, 0)
     total = size * count
     held = total * percent // 100
     found = spread.within(held)
     assume(found.held_bytes <= held)
-    parts = two_slots(found.part_sizes)
-    assert found.read_bytes <= total - held + parts + steps(spread)
+    assert found.read_bytes <= total - held + max(found.part_sizes) + steps(spread)
     assert max(found.part_sizes) - min(found.part_sizes) <= 2 * cut + size // _STEPS + 2, "the same share of each"
 
 
@@ -302,7 +301,7 @@ def test_under_pressure_a_spread_is_stepped_down_to_nothing_resident(spread, hel
 
 def test_parts_begin_at_a_cut_and_end_at_the_last_one():
     cuts = (5, 25, 45, 65, 85)
-    parts = Spread((100,) * 10, (cuts,) * 10, 0).within(840).parts
+    parts = Spread((100,) * 10, (cuts,) * 10, 0).within(820).parts
     assert parts == ((65, 85),) * 10
     for begin, end in Spread((100,) * 10, (cuts,) * 10, 0).within(700).parts:
         assert begin in cuts

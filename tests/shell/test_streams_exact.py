@@ -151,7 +151,7 @@ def check(made: Streaming, chunks: Sequence[Sequence[int]], expected: Sequence[n
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_with_everything_streamed_through_two_slots_logits_are_the_same(architecture, tmp_path):
+def test_with_everything_streamed_logits_are_the_same(architecture, tmp_path):
     """As the whole file, as windows that one process computes one after the other, and with every layer a window."""
     header = model(tmp_path, architecture)
     chunks, expected = whole_logits(header)
