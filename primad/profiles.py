@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, TypeSpeed
@@ -74,6 +74,20 @@ class Implausible(Exception):  # noqa: N818
 def shown(value: object) -> str:
     """A value of a profile as part of a line."""
     return f"'{printable(value, 70)}'" if isinstance(value, str) else printable(value, 70)
+
+
+def with_speeds(profile: DeviceProfile, better: DeviceProfile) -> DeviceProfile:
+    """``profile`` with the speeds of ``better``, a later measurement of the same device; what is free stays what it was."""
+    gpu = better.gpu
+    if gpu is not None and profile.gpu is not None:
+        gpu = replace(gpu, vram_available_bytes=min(profile.gpu.vram_available_bytes, gpu.vram_total_bytes))
+    return replace(
+        profile,
+        cpu=better.cpu,
+        ram_read_bytes_per_s=better.ram_read_bytes_per_s,
+        disk=replace(better.disk, free_bytes=profile.disk.free_bytes),
+        gpu=gpu,
+    )
 
 
 def check_profile(profile: DeviceProfile) -> None:

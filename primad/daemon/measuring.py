@@ -72,11 +72,13 @@ class OwnProfile:
             self._reporter.settle()
         warn_if_disturbed(await asyncio.to_thread(self.now, self._config.name), self._reporter)
 
-    async def refine(self) -> None:
-        """Measure with all effort once this machine is idle; what is computed meanwhile goes first.
+    async def refine(self) -> bool:
+        """Measure with all effort once this machine is idle, unless it was; what is computed meanwhile goes first.
 
-        The figures count from the next time that a head greets this device, or is started here.
+        Whether there are better figures now.
         """
+        if is_profiled(self._config.home, self._config.threads, Effort()):
+            return False
         while not is_profiled(self._config.home, self._config.threads, Effort()):
             await _idle()
             measuring = asyncio.create_task(self._ask(Effort(), lambda _: None))
@@ -88,7 +90,8 @@ class OwnProfile:
                 measuring.cancel()
                 await asyncio.wait([measuring])
             if not measuring.cancelled() and measuring.exception() is not None:
-                return  # it was measured before and serves as it is
+                return False  # it was measured before and serves as it is
+        return True
 
     async def _ask(self, effort: Effort, advance: Callable[[str], None]) -> None:
         """Have a child measure; it ends with this task."""

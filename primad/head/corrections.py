@@ -86,14 +86,18 @@ class Corrections:
             messages=messages,
         )
 
-    def largest_step(self, before: Corrections, plan: Plan) -> float:
-        """By which share any factor of what ``plan`` uses differs from what it was ``before``."""
-        steps = [abs(self.links.get(pair, 1.0) / before.links.get(pair, 1.0) - 1) for pair in hops_of(plan)]
+    def changed(self, before: Corrections, plan: Plan, share: float) -> set[str]:
+        """The devices of ``plan`` of which, or of a link from which, a factor differs by ``share`` from ``before``."""
+        found = set[str]()
+        for pair in hops_of(plan):
+            if abs(self.links.get(pair, 1.0) / before.links.get(pair, 1.0) - 1) >= share:
+                found.add(pair[0])
         for name in self.devices.keys() & before.devices.keys() & set(plan.devices):
             now, then = self.devices[name], before.devices[name]
-            if now.stamp == then.stamp:
-                steps += [abs(now.compute / then.compute - 1), abs(now.disk / then.disk - 1)]
-        return max(steps, default=0.0)
+            step = max(abs(now.compute / then.compute - 1), abs(now.disk / then.disk - 1))
+            if now.stamp == then.stamp and step >= share:
+                found.add(name)
+        return found
 
 
 NOTHING_LEARNT: Final = Corrections()

@@ -147,7 +147,7 @@ class HeadDaemon:
                         await self._devices.greet_named()
                         services.append(group.create_task(self._devices.watch_trust()))
                     await measuring
-                    services.append(group.create_task(self._profile.refine()))
+                    services.append(group.create_task(self._refine()))
                     await self._drive()
                 finally:
                     for service in services:
@@ -190,6 +190,12 @@ class HeadDaemon:
             solo=options.alone or options.wait == 0,
             timings=self._station.timings.membership,
         )
+
+    async def _refine(self) -> None:
+        """Measure this device better when it is idle; plans from then on know."""
+        if await self._profile.refine():
+            self._planner.forget()
+            self.post(types.DeviceCorrected(self._config.name))
 
     async def _memory_recovered(self, _: int) -> None:
         """This device was short of memory and has room again."""

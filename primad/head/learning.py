@@ -118,13 +118,13 @@ class Learning:
             logger.warning("epoch %d: %s", epoch, wrong_line(measured))
         return measured
 
-    def is_worth_a_plan(self, epoch: int, promise: Promise) -> bool:
-        """Whether so much was learnt since ring ``epoch`` was planned, or since this was true, that plans may differ."""
+    def worth_a_plan(self, epoch: int, promise: Promise) -> set[str]:
+        """The devices of which so much was learnt since ring ``epoch`` was planned that plans may differ, once each time."""
         before = self._looked.get(epoch, promise.corrections)
-        if self.corrections.largest_step(before, promise.plan) < WORTH_A_PLAN:
-            return False
-        self._looked[epoch] = self.corrections
-        return True
+        changed = self.corrections.changed(before, promise.plan, WORTH_A_PLAN)
+        if changed:
+            self._looked[epoch] = self.corrections
+        return changed
 
     def forget(self, epoch: int) -> None:
         """Ring ``epoch`` is over."""

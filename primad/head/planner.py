@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from halda import DeviceProfile, Infeasible
+from halda import DeviceProfile, Infeasible, LinkProfile, evaluate, instance
 from primad.errors import PlanError, PrimadError
 from primad.gguf.architectures import cuttable
 from primad.head.corrections import Corrections
@@ -74,6 +74,24 @@ class Planner:
             except (PrimadError, Infeasible) as exc:
                 logger.info("without %s there is no plan: %s", lost, exc)
 
+    async def value(self, promise: Promise) -> float | None:
+        """The objective of a plan that was solved, with what is known now; None where a device of it is not spoken to."""
+        before, options = promise.prediction, self._service.options
+        workers = self._devices.present(promise.plan.devices)
+        own = await self._own.profile()
+        if before is None or len(workers) + 1 < len(promise.plan.devices):
+            return None
+        devices, links = self._known([own, *(worker.profile for worker in workers)])
+        known = instance(devices, links, self._service.model.profile, self._service.workload, {}, head=own.device)
+        prediction = evaluate(promise.plan, known.with_rows(before.chunk_rows))
+        return prediction.objective_s(options.objective, self._service.workload.answer_tokens)
+
+    def _known(self, measured: Sequence[DeviceProfile]) -> tuple[list[DeviceProfile], list[LinkProfile]]:
+        """Devices and the links between them, with what was learnt of them."""
+        corrections = self._learning.planned(measured)
+        links = self._devices.book.between(each.device for each in measured)
+        return [corrections.apply(each) for each in measured], [corrections.apply_link(link) for link in links]
+
     async def _solve(self, workers: Sequence[WorkerLink], *, background: bool = False) -> PlanResult:
         """The plan for the head and ``workers``, what it promises and its objective.
 
@@ -81,9 +99,8 @@ class Planner:
         """
         model, options, workload = self._service.model, self._service.options, self._service.workload
         windows = options.windows
-        measured = [await self._own.profile(), *(worker.profile for worker in workers)]
-        corrections = self._learning.planned(measured)
-        devices = [corrections.apply(each) for each in measured]
+        devices, links = self._known([await self._own.profile(), *(worker.profile for worker in workers)])
+        corrections = self._learning.corrections
         if windows is not None:
             if len(windows) > len(devices):
                 raise PlanError(
@@ -99,8 +116,8 @@ class Planner:
         names = [device.device for device in devices]
         solution = await solve_apart(
             SolverRequest(
-                devices=list(devices),
-                links=[corrections.apply_link(link) for link in self._devices.book.between(names)],
+                devices=devices,
+                links=links,
                 model=model.profile,
                 workload=workload,
                 objective=options.objective,

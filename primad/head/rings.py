@@ -64,6 +64,7 @@ class Rings:
         self._plans: dict[int, Promise] = {}
         self._rings: dict[int, HeadRing] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._serving = 0
         self._learner: asyncio.Task[None] | None = None
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
         self._tasks = Tasks()
@@ -103,6 +104,8 @@ class Rings:
         try:
             await asyncio.to_thread(self._model.check)
             promise, value = await self._planner.plan(candidates)
+            serving = self._plans.get(self._serving)
+            serving_value = None if serving is None else await self._planner.value(serving)
         except (ModelError, PlanError, Infeasible) as exc:
             self._no_plan(epoch, str(exc), instead)
             return
@@ -118,7 +121,8 @@ class Rings:
             self._no_plan(epoch, "the best one has the same windows", instead)
             return
         self._plans[epoch] = promise
-        self._core.post(types.Solved(epoch, frozenset(promise.plan.devices) - {promise.plan.head}, value))
+        members = frozenset(promise.plan.devices) - {promise.plan.head}
+        self._core.post(types.Solved(epoch, members, value, serving_value))
 
     def _no_plan(self, epoch: int, reason: str, instead: int | None) -> None:
         self._core.post(types.NoPlan(epoch, reason))
@@ -180,8 +184,11 @@ class Rings:
         if measured is None:
             return
         ring.measured = measured
-        if self._learning.is_worth_a_plan(epoch, promise):
+        changed = self._learning.worth_a_plan(epoch, promise)
+        if changed:
             self._foresee(epoch)
+        for device in changed:
+            self._core.post(types.DeviceCorrected(device))
 
     def broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
         """A ring broke, while it was formed or later."""
@@ -230,7 +237,7 @@ class Rings:
                     self._reporter.say(f"nothing can be served: {reason}; waiting for devices")
 
     async def _serve(self, epoch: int, instead: int | None) -> None:
-        ring = self._rings[epoch]
+        ring, self._serving = self._rings[epoch], epoch
         if instead is not None and instead in self._rings:
             self._backend.hand_over()
             await self._rings[instead].drain()

@@ -42,11 +42,13 @@ from primad.network.messages import (
     Progress,
     Refused,
     Release,
+    Remeasured,
     Welcome,
     WorkerMessage,
     WorkerStatus,
 )
 from primad.network.versions import OURS, Versions, version_gap
+from primad.profiles import with_speeds
 from primad.settings.config import split_address
 from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity
@@ -315,6 +317,9 @@ class WorkerLink:
                     available = min(available, self.profile.ram_total_bytes)
                     self.profile = replace(self.profile, ram_available_bytes=available)
                     self._post(types.DeviceMemoryRecovered(self.name))
+            case Remeasured(profile=profile) if with_speeds(self.profile, profile) != self.profile:
+                self.profile = with_speeds(self.profile, profile)
+                self._post(types.DeviceCorrected(self.name))
             case LinksMeasured(links=links):
                 if self._links is not None and not self._links.done():
                     self._links.set_result(links)

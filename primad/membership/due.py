@@ -65,7 +65,7 @@ def wake_at(state: State, now: float) -> float | None:
             times.append(state.again_at_s)
     if state.memory_low:
         times.append(state.recover_at_s)
-    if state.memory_recovered:
+    if state.memory_recovered or state.corrected:
         times.append(state.regain_at_s)
     if state.holding_s is not None:
         times.append(state.holding_s + settings.hold_s)
@@ -182,11 +182,13 @@ def _attempt(state: State, now: float, effects: list[Effect]) -> State:
         effects.append(SayLine(f"{names}: other programs need the memory; looking for a plan that asks less of it"))
         instead, state = state.serving.epoch, replace(state, recover_at_s=now + RELIEVE_S)
     attempt = Attempt(epoch=epoch, why=why, candidates=candidates)
-    if why is Purpose.GAIN and state.memory_recovered:
-        names = ", ".join(sorted(state.memory_recovered))
-        effects.append(SayLine(f"{names}: there is memory again; looking for a better plan"))
-        attempt = replace(attempt, memory_recovered=state.memory_recovered)
-        state = replace(state, memory_recovered=frozenset(), regain_at_s=now + REGAIN_S)
+    if why is Purpose.GAIN and (state.memory_recovered or state.corrected):
+        reasons = {"there is memory again": state.memory_recovered, "its figures are corrected": state.corrected}
+        for reason, devices in reasons.items():
+            if devices:
+                effects.append(SayLine(f"{', '.join(sorted(devices))}: {reason}; looking for a better plan"))
+        attempt = replace(attempt, memory_recovered=state.memory_recovered, corrected=state.corrected)
+        state = replace(state, memory_recovered=frozenset(), corrected=frozenset(), regain_at_s=now + REGAIN_S)
     effects.append(Solve(epoch, candidates, instead))
     return replace(state, epoch=epoch, attempt=attempt)
 
@@ -212,8 +214,8 @@ def _why_another(state: State, candidates: frozenset[str], now: float) -> Purpos
     if _measures(state, now) or now < max(settled_s(state, serving), state.retry_at_s):
         return None
     is_new = candidates - serving.candidates and state.tried.get(Purpose.GAIN) != candidates
-    has_room = state.memory_recovered & (candidates | {state.settings.head}) and now >= state.regain_at_s
-    return Purpose.GAIN if is_new or has_room else None
+    changed = (state.memory_recovered | state.corrected) & (candidates | {state.settings.head})
+    return Purpose.GAIN if is_new or (changed and now >= state.regain_at_s) else None
 
 
 def _gathered(state: State, now: float) -> bool:

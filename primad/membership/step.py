@@ -44,6 +44,7 @@ from primad.membership.transitions import (
 from primad.membership.types import (
     Attempt,
     Device,
+    DeviceCorrected,
     DeviceLeaving,
     DeviceMemoryLow,
     DeviceMemoryRecovered,
@@ -128,6 +129,8 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
             return _pressed(state, device)
         case DeviceMemoryRecovered(device):
             return _memory_recovered(state, device)
+        case DeviceCorrected(device):
+            return _corrected(state, device)
         case Solved():
             return _solved(state, event, effects)
         case NoPlan(epoch, reason):
@@ -264,6 +267,17 @@ def _memory_recovered(state: State, name: str) -> State:
     return replace(state, memory_recovered=state.memory_recovered | {name})
 
 
+def _corrected(state: State, name: str) -> State:
+    """A head that is alone has nothing to plan anew with."""
+    if (
+        state.serving is None
+        or name not in state.devices.keys() | {state.settings.head}
+        or not state.serving.candidates
+    ):
+        return state
+    return replace(state, corrected=state.corrected | {name})
+
+
 # ---- attempts and rings ---------------------------------------------------------------------------------------------
 
 
@@ -273,19 +287,25 @@ def _solved(state: State, event: Solved, effects: list[Effect]) -> State:
         return state
     assert event.members <= attempt.candidates, "a plan with devices that nobody offered"
     if attempt.why is Purpose.GAIN and serving is not None:
-        is_enough = event.value <= (1 - state.settings.gain) * serving.value
+        present = serving.value if event.serving_value is None else event.serving_value
+        is_enough = event.value <= (1 - state.settings.gain) * present
         is_due = state.settings.use_all and not event.members <= serving.members
-        if serving.value <= 0 or not (is_enough or is_due):
+        if present <= 0 or not (is_enough or is_due):
             state = _in_vain(state, attempt)
-            return abandon(replace(state, attempt=replace(attempt, memory_recovered=frozenset())), effects)
+            return abandon(replace(state, attempt=_granted(attempt)), effects)
         names = ", ".join(sorted(event.members)) or "the head alone"
-        better = 1 - event.value / serving.value
+        better = 1 - event.value / present
         how = (
             f"is {better:.0%} better; changing to it" if better > 0 else "takes over, as every device is to have layers"
         )
         effects.append(SayLine(f"a plan with {names} {how}"))
     effects.append(Form(event.epoch))
     return replace(state, attempt=replace(attempt, members=event.members, value=event.value))
+
+
+def _granted(attempt: Attempt) -> Attempt:
+    """What it was tried for is no reason any more."""
+    return replace(attempt, memory_recovered=frozenset(), corrected=frozenset())
 
 
 def _no_plan(state: State, epoch: int, reason: str, now: float, effects: list[Effect]) -> State:
@@ -330,7 +350,7 @@ def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float
     blamed = event.device in attempt.candidates
     if attempt.why is not Purpose.GAIN or not blamed:
         # Whoever broke a better plan is barred, and the plan worth trying again when that is over.
-        state = replace(_in_vain(state, attempt), attempt=replace(attempt, memory_recovered=frozenset()))
+        state = replace(_in_vain(state, attempt), attempt=_granted(attempt))
     state = abandon(state, effects)
     failures = state.failures + 1
     if not state.has_served and (not blamed or _is_hopeless(state, attempt, event.device, failures)):

@@ -80,7 +80,12 @@ def abandon(state: State, effects: list[Effect]) -> State:
     """Forget the attempt that is under way."""
     assert state.attempt is not None
     effects.append(Abandon(state.attempt.epoch))
-    return replace(state, attempt=None, memory_recovered=state.memory_recovered | state.attempt.memory_recovered)
+    return replace(
+        state,
+        attempt=None,
+        memory_recovered=state.memory_recovered | state.attempt.memory_recovered,
+        corrected=state.corrected | state.attempt.corrected,
+    )
 
 
 def give_up(state: State, reason: str, effects: list[Effect]) -> State:
@@ -98,9 +103,11 @@ def close(state: State, reason: str, now: float, effects: list[Effect]) -> State
     effects.append(Close(state.serving.epoch, reason))
     effects += dismissals(state)
     attempt = (
-        None if state.attempt is None else replace(state.attempt, why=Purpose.RECOVERY, memory_recovered=frozenset())
+        None
+        if state.attempt is None
+        else replace(state.attempt, why=Purpose.RECOVERY, memory_recovered=frozenset(), corrected=frozenset())
     )
-    state = replace(state, memory_low=frozenset(), memory_recovered=frozenset())
+    state = replace(state, memory_low=frozenset(), memory_recovered=frozenset(), corrected=frozenset())
     return replace(state, serving=None, attempt=attempt, holding_s=now, tried={}, failures=0)
 
 
@@ -124,7 +131,11 @@ def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]
     effects.append(Drop(name))
     left = device.leaving
     device = replace(device, phase=DevicePhase.GONE, leaving=False, reason=reason, greet_at_s=now + GREET_S, greets=1)
-    state = replace(put(state, name, device), memory_recovered=state.memory_recovered - {name})
+    state = replace(
+        put(state, name, device),
+        memory_recovered=state.memory_recovered - {name},
+        corrected=state.corrected - {name},
+    )
     serves = state.serving is not None and name in state.serving.members
     if state.has_served:
         effects.append(SayLine(f"{name} {'left' if left else 'is gone'}: {reason}"))

@@ -98,13 +98,15 @@ class Purpose(StrEnum):
 class Attempt:
     """A ring on its way: of the workers ``candidates``, of ``members`` once it is solved; ``formed`` when it could serve.
 
-    ``memory_recovered`` are the devices that it is tried for since they have room again.
+    ``memory_recovered`` are the devices that it is tried for since they have room again, ``corrected`` those whose figures
+    are others than the serving ring was planned with.
     """
 
     epoch: int
     why: Purpose
     candidates: frozenset[str]
     memory_recovered: frozenset[str] = frozenset()
+    corrected: frozenset[str] = frozenset()
     members: frozenset[str] | None = None
     value: float = 0.0
     formed: bool = False
@@ -132,8 +134,8 @@ class State:
     Until ``retry_at_s`` the candidates that were tried are not tried again; ``failures`` is the number of attempts in a row
     that broke, ``breaks`` that of rings in a row that broke soon after they began to serve. ``memory_low``: devices of the
     serving ring that are short of memory; from ``recover_at_s`` on another plan may be looked for.
-    ``memory_recovered``: devices that were and have room again; from ``regain_at_s`` on a better plan may be looked
-    for. ``ended``: the core gave up.
+    ``memory_recovered``: devices that were and have room again, ``corrected``: those of which other figures are known than
+    the serving ring was planned with; from ``regain_at_s`` on a better plan may be looked for. ``ended``: the core gave up.
     """
 
     settings: Settings
@@ -156,6 +158,7 @@ class State:
     memory_low: frozenset[str] = frozenset()
     recover_at_s: float = 0.0
     memory_recovered: frozenset[str] = frozenset()
+    corrected: frozenset[str] = frozenset()
     regain_at_s: float = 0.0
     ended: bool = False
 
@@ -244,12 +247,23 @@ class DeviceMemoryRecovered:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceCorrected:
+    """Other figures of a worker or of the head itself are known than plans had; those from now on have them."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
 class Solved:
-    """The plan of attempt ``epoch`` gives work to the workers ``members`` and has the objective ``value``."""
+    """The plan of attempt ``epoch`` gives work to the workers ``members`` and has the objective ``value``.
+
+    ``serving_value`` is that of the plan that serves, with what is known now; None where that is not known.
+    """
 
     epoch: int
     members: frozenset[str]
     value: float
+    serving_value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +310,7 @@ Event = (
     | DeviceLeaving
     | DeviceMemoryLow
     | DeviceMemoryRecovered
+    | DeviceCorrected
     | Solved
     | NoPlan
     | Formed

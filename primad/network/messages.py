@@ -229,6 +229,15 @@ class MemoryRecovered(msgspec.Struct, frozen=True, tag="relieved"):
     ram_available_bytes: MemoryBytes
 
 
+class Remeasured(msgspec.Struct, frozen=True, tag="remeasured"):
+    """The device was measured better: plans from now on have the speeds of this profile. What is free is told as ever.
+
+    An older head does not know this and has them from the next time that it meets the device.
+    """
+
+    profile: DeviceProfile
+
+
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``."""
 
@@ -298,6 +307,7 @@ WorkerMessage = (
     | Leaving
     | MemoryLow
     | MemoryRecovered
+    | Remeasured
     | Pong
     | WorkerStatus
     | LinksMeasured
@@ -339,6 +349,8 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             _check_profile(profile)
             version, build = printable(message.version, 40), printable(message.build, 200)
             return msgspec.structs.replace(message, version=version, build=build)
+        case Remeasured(profile=profile):
+            _check_profile(profile)
         case Probed():
             return msgspec.structs.replace(message, version=printable(message.version, 40))
         case ParticipationStates():

@@ -59,11 +59,13 @@ from primad.network.messages import (
     Probed,
     Refused,
     Release,
+    Remeasured,
     Welcome,
     WorkerMessage,
 )
 from primad.network.scopes import bare
 from primad.network.versions import OURS, Versions, build_gap, version_gap
+from primad.profiles import with_speeds
 from primad.settings.config import DEFAULT_CONTROL_PORT, is_loopback
 from primad.system.tasks import Tasks
 from primad.worker.introductions import Introductions
@@ -209,7 +211,12 @@ class WorkerDaemon:
             self._is_measured = True
             if self._discovery is not None:
                 await self._discovery.end_measuring()
-        await self._profile.refine()
+        if await self._profile.refine() and self._lease is not None:
+            better = await asyncio.to_thread(self._profile.now, self._name)
+            lease = self._lease
+            if lease is not None:  # still, or again: then it has them already
+                lease.profile = with_speeds(lease.profile, better)
+                await self._tell(Remeasured(lease.profile))
 
     def _new_discovery(self) -> Discovery:
         try:

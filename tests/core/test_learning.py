@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
+from collections.abc import Collection
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halda import DevicePrediction, Plan, Prediction, Window
+from halda import DevicePrediction, DeviceProfile, Plan, Prediction, Window, Workload
 from primad.api.status import AnswerFigures, wrong_line
 from primad.head.corrections import (
     LEAST,
@@ -26,6 +29,7 @@ from primad.head.corrections import (
     verdict_of,
 )
 from primad.head.learning import Learning, correction_line, corrections_file, read_corrections
+from primad.head.planner import Planner
 from primad.head.promise import Promise
 from primad.ring.messages import DecodeStatus, MemoryStatus, Status
 from tests.fakes.planning import device, link, model
@@ -313,11 +317,39 @@ def test_what_a_plan_by_hand_took_is_not_judged(tmp_path):
 def test_another_plan_is_worth_a_look_once_much_was_learnt(tmp_path):
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
-    assert not learning.is_worth_a_plan(1, PROMISE)
+    assert learning.worth_a_plan(1, PROMISE) == set()
     learning.answered(1, PROMISE, LAP_SLOW)
-    assert learning.is_worth_a_plan(1, PROMISE)
-    assert not learning.is_worth_a_plan(1, PROMISE), "as much was known then"
+    assert learning.worth_a_plan(1, PROMISE) == {"lap"}
+    assert learning.worth_a_plan(1, PROMISE) == set(), "as much was known then"
     for _ in range(9):
         learning.answered(1, PROMISE, LAP_SLOW)
-    assert learning.is_worth_a_plan(1, PROMISE)
-    assert not learning.is_worth_a_plan(2, dataclasses.replace(PROMISE, corrections=learning.corrections))
+    assert learning.worth_a_plan(1, PROMISE) == {"lap"}
+    assert learning.worth_a_plan(2, dataclasses.replace(PROMISE, corrections=learning.corrections)) == set()
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
+    profiles = {each.device: each for each in PROFILES}
+
+    async def own() -> DeviceProfile:
+        return profiles["desk"]
+
+    def present(names: Collection[str]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(profile=profile) for name, profile in profiles.items() if name in set(names) - {"desk"}]
+
+    work = Workload(context_tokens=512, kv_type="f16", sequences=1, prompt_tokens=16, answer_tokens=100, chunk_rows=16)
+    service = SimpleNamespace(
+        model=SimpleNamespace(profile=model()), workload=work, options=SimpleNamespace(objective="latency")
+    )
+    book = SimpleNamespace(between=lambda names: [link("desk", "lap"), link("lap", "desk")])
+    learning = Learning(tmp_path)
+    planner = Planner(service, SimpleNamespace(profile=own), SimpleNamespace(present=present, book=book), learning)
+    promise = dataclasses.replace(PROMISE, prediction=dataclasses.replace(PREDICTED, chunk_rows=16))
+    before = asyncio.run(planner.value(promise))
+    learning.corrections = learnt(learning.corrections, verdict_of(PLAN, PREDICTED, USED, LAP_SLOW), PLAN, USED)
+    assert before < asyncio.run(planner.value(promise)) < 1.5 * before
+    del profiles["lap"]
+    assert asyncio.run(planner.value(promise)) is None
+    assert asyncio.run(planner.value(Promise.of(PLAN, model(), None))) is None

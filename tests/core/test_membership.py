@@ -922,6 +922,70 @@ def test_a_ring_that_breaks_is_formed_with_what_everybody_has_now():
     assert live(shell, 1000.0, "ada", "bo") == []
 
 
+# ---- figures that were corrected ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ada", "head"])
+def test_when_figures_are_corrected_a_plan_that_gains_enough_is_taken(name):
+    shell = serving("ada", "bo")
+    assert shell.tell(m.DeviceCorrected(name)) == [
+        m.SayLine(f"{name}: its figures are corrected; looking for a better plan"),
+        m.Solve(2, frozenset({"ada", "bo"})),
+    ]
+    assert solve(shell, value=0.5) == [m.Form(2)]
+    assert form(shell) == [m.Serve(2, 1)]
+    assert live(shell, 1000.0, "ada", "bo") == []
+
+
+@pytest.mark.parametrize(("value", "is_taken"), [(1.75, True), (1.85, False)])
+def test_a_plan_is_better_than_what_serves_is_known_to_take_now(value, is_taken):
+    shell = serving("ada", "bo")
+    shell.tell(m.DeviceCorrected("ada"))
+    told = acts(shell.tell(m.Solved(2, frozenset({"bo"}), value, serving_value=2.0)))
+    assert told == ([m.Form(2)] if is_taken else [m.Abandon(2)])
+
+
+def test_better_plans_are_not_looked_for_after_each_answer():
+    shell = serving("ada")
+    shell.tell(m.DeviceCorrected("ada"))
+    solve(shell, value=1.0)
+    assert acts(shell.tell(m.DeviceCorrected("ada"))) == []
+    assert live(shell, REGAIN_S - 0.5, "ada") == []
+    assert solves(live(shell, 1.0, "ada")) == [{"ada"}]
+    solve(shell, value=1.0)
+    assert live(shell, 1000.0, "ada") == []
+
+
+def test_figures_of_nobody_or_of_a_head_alone_are_no_reason():
+    shell = serving("ada")
+    assert shell.tell(m.DeviceCorrected("nobody")) == []
+    alone = head(solo=True)
+    solve(alone)
+    form(alone)
+    assert acts(alone.tell(m.DeviceCorrected("head"))) == []
+    assert live(alone, 1000.0) == []
+
+
+def test_a_plan_for_corrected_figures_that_breaks_by_somebodys_fault_is_tried_again():
+    shell = serving("ada", "bo")
+    shell.tell(m.DeviceCorrected("ada"))
+    solve(shell, value=0.5)
+    assert broken(shell, "bo") == [m.Abandon(2)]
+    assert shell.state.corrected == {"ada"}
+    assert solves(live(shell, REGAIN_S + 1.0, "ada", "bo")) == [{"ada", "bo"}]
+
+
+def test_corrected_figures_of_a_device_that_is_lost_are_no_reason():
+    shell = serving("ada", "bo")
+    shell.tell(m.DeviceCorrected("bo"))
+    solve(shell, value=1.0)
+    shell.tell(m.DeviceCorrected("ada"))
+    shell.tell(m.Lost("ada", "unplugged"))
+    solve(shell)
+    form(shell)
+    assert solves(live(shell, 1000.0, "bo")) == []
+
+
 # ---- links that did not work ----------------------------------------------------------------------------------------
 
 

@@ -145,6 +145,7 @@ FROM_WORKER = [
     cluster.Leaving("paused"),
     cluster.MemoryLow(epoch=1, needed_bytes=1, ram_available_bytes=0),
     cluster.MemoryRecovered(0),
+    cluster.Remeasured(PROFILE),
     cluster.Pong(),
     cluster.Pong(7, cluster.MAX_REVISION),
     cluster.WorkerStatus(epoch=1, status=STATUS, daemon_rss_bytes=1),
@@ -521,6 +522,8 @@ def test_a_device_without_a_proper_name_is_refused(name):
     profile = dataclasses.replace(PROFILE, device=name)
     with pytest.raises(ProtocolError, match="no device name"):
         cluster.decode_from_worker(encode(a_welcome(profile)))
+    with pytest.raises(ProtocolError, match="impossible"):
+        cluster.decode_from_worker(encode(cluster.Remeasured(profile)))
 
 
 @pytest.mark.parametrize(

@@ -101,13 +101,17 @@ def seed(home: Path, speed: float = 1.0) -> Path:
 
 
 class KnownProfile(OwnProfile):
-    """A profile that ``of`` gives, measured as soon as ``measured`` is set, as it is at first; ``used`` from then on."""
+    """A profile that ``of`` gives, measured as soon as ``measured`` is set, as it is at first; ``used`` from then on.
+
+    It is measured better once ``refined`` is set.
+    """
 
     def __init__(self, of: Callable[[str], DeviceProfile]) -> None:
-        self._of = of
+        self.of = of
         self.measured = asyncio.Event()
         self.measured.set()
         self.used = asyncio.Event()
+        self.refined = asyncio.Event()
 
     @property
     def is_known(self) -> bool:
@@ -115,10 +119,12 @@ class KnownProfile(OwnProfile):
 
     def now(self, name: str) -> DeviceProfile:
         assert self.is_known, "asked before it was measured"
-        return self._of(name)
+        return self.of(name)
 
     async def measure(self) -> None:
         await self.measured.wait()
 
-    async def refine(self) -> None:
+    async def refine(self) -> bool:
         self.used.set()
+        await self.refined.wait()
+        return True

@@ -32,6 +32,8 @@ from primad.head.corrections import LEAST_TOKENS
 from primad.head.daemon import HeadDaemon
 from primad.head.link_book import LinkBook
 from primad.head.options import ServeOptions
+from primad.head.planner import Planner
+from primad.head.promise import Promise
 from primad.head.service import service_of
 from primad.layers.cache import LayerCache
 from primad.membership.transitions import GREET_S
@@ -300,7 +302,12 @@ def test_the_devices_in_sight_serve_together(lab):
     run(lab, test)
 
 
-def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(lab, caplog):
+def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(lab, caplog, monkeypatch):
+    async def value(_: Planner, promise: Promise) -> float:
+        return 10.0
+
+    monkeypatch.setattr(Planner, "value", value)
+
     async def test(here: Lab) -> None:
         here.device("nas")
         here.solver.prediction = prediction(desk_s=0.02, nas_s=0.03)
@@ -315,16 +322,32 @@ def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(la
         await here.daemon._rings._learner
         assert ring.measured.wrong.device == "nas"
         assert "most wrong is computing on nas: 60.0 ms, not 30.0 ms" in caplog.text
-        await here.daemon._planner.foreseeing  # with what was learnt: the head alone
-        here.device("lap")
-        await here.solver.wait(lambda: here.solver.asked[-1] == ("desk", "lap", "nas"))
+        assert await here.says("nas: its figures are corrected; looking for a better plan")
+        await here.solver.wait(lambda: here.solver.asked == [("desk", "nas")] * 2)
         assert here.solver.step_s["desk"] == as_measured["desk"]
         assert here.solver.step_s["nas"] == pytest.approx(1.5 * as_measured["nas"])
 
     run(lab, test)
 
 
-def test_short_answers_and_those_beside_other_work_teach_nothing(lab):
+def test_a_head_that_was_measured_better_looks_for_a_better_plan(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.start()
+        await here.serves("nas")
+        here.profile.refined.set()
+        assert await here.says("desk: its figures are corrected; looking for a better plan")
+        await here.solver.wait(lambda: here.solver.asked == [("desk", "nas")] * 2)
+
+    run(lab, test)
+
+
+def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monkeypatch):
+    async def value(_: Planner, promise: Promise) -> float:
+        return 10.0 / len(promise.plan.devices)
+
+    monkeypatch.setattr(Planner, "value", value)
+
     async def test(here: Lab) -> None:
         here.device("nas")
         here.solver.prediction = prediction(desk_s=0.02, nas_s=0.03)

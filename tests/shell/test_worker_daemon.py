@@ -57,6 +57,7 @@ from primad.network.messages import (
     Probed,
     Refused,
     Release,
+    Remeasured,
     Welcome,
 )
 from primad.network.scopes import Scopes
@@ -311,6 +312,32 @@ def test_a_device_that_is_measured_answers_at_once_and_takes_a_head_when_it_is_d
             lap.profile.measured.set()
             await lap.profile.used.wait()
             assert (await desk.takes()).profile.device == "lap"
+
+    asyncio.run(once())
+
+
+def test_a_device_that_was_measured_better_tells_its_head(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            welcome = await desk.takes()
+            better = dataclasses.replace(welcome.profile, ram_read_bytes_per_s=2e10, ram_available_bytes=1)
+            lap.profile.of = lambda name: better
+            lap.profile.refined.set()
+            told = (await desk.hear(Remeasured)).profile
+            assert told == dataclasses.replace(welcome.profile, ram_read_bytes_per_s=2e10)
+            await desk.loads(a_load(1))
+
+    asyncio.run(once())
+
+
+def test_a_device_that_is_measured_better_without_a_head_keeps_it_for_the_next(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            better = dataclasses.replace(PROFILE, device="lap", ram_read_bytes_per_s=2e10)
+            lap.profile.of = lambda name: better
+            lap.profile.refined.set()
+            assert (await lap.head().takes()).profile == better
 
     asyncio.run(once())
 

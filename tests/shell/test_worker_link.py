@@ -42,6 +42,7 @@ from primad.network.messages import (
     Progress,
     Refused,
     Release,
+    Remeasured,
     WorkerStatus,
 )
 from primad.network.versions import OURS, Versions
@@ -62,6 +63,7 @@ class Heard:
         self.gone: list[tuple[str, str]] = []
         self.short: list[str] = []
         self.roomy: list[str] = []
+        self.better: list[str] = []
         self.news = asyncio.Event()
 
     def __call__(self, event: types.Event) -> None:
@@ -76,6 +78,8 @@ class Heard:
                 self.roomy.append(device)
             case types.DeviceMemoryLow(device):
                 self.short.append(device)
+            case types.DeviceCorrected(device):
+                self.better.append(device)
             case _:
                 raise AssertionError(event)
         self.news.set()
@@ -484,6 +488,35 @@ def test_a_device_that_has_room_again_has_more_for_the_next_plan(available, left
             total = before.ram_total_bytes
             assert link.profile == dataclasses.replace(before, ram_available_bytes=left or total)
             assert not part.broken.done()
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_device_that_was_measured_better_is_planned_with_that_from_then_on():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            link = await link_to(context, device, heard)
+            before = link.profile
+            await device.tell(Remeasured(dataclasses.replace(before, ram_available_bytes=0)))  # no other speeds
+            cpu = dataclasses.replace(before.cpu, step_s=2 * before.cpu.step_s)
+            disk = dataclasses.replace(before.disk, random_bytes_per_s=before.disk.random_bytes_per_s / 2)
+            better = dataclasses.replace(
+                before,
+                device="another",
+                host="another",
+                cpu=cpu,
+                disk=dataclasses.replace(disk, free_bytes=0),
+                ram_available_bytes=0,
+                gpu=None if before.gpu is None else dataclasses.replace(before.gpu, vram_available_bytes=0),
+            )
+            await device.tell(Remeasured(better))
+            while not heard.better:
+                heard.news.clear()
+                await heard.news.wait()
+            assert heard.better == ["nas"]
+            assert link.profile == dataclasses.replace(before, cpu=cpu, disk=disk), "what is free is told as ever"
             link.close()
 
     asyncio.run(once())
