@@ -248,7 +248,7 @@ class _Pricing:
         instance, k, rate = self._instance, self._rounds, member.disk_bytes_per_s
         over, most = overflow + RESERVE_BYTES, streamable - instance.pool_bytes
         best, best_disk = np.full(compute.shape, math.inf), np.zeros(compute.shape)
-        for step in instance.ahead_steps:
+        for step in member.ahead_steps:
             ways = [np.full(compute.shape, float(step.ahead_bytes))]
             if k > 1 and not instance.by_expert:
                 ways += [np.maximum(step.ahead_bytes, part * over / (k - 1)) for part in _AHEAD_TRIALS]

@@ -303,7 +303,7 @@ def stream(plan: Plan, instance: Instance, ahead: Mapping[str, int], least: Mapp
         if over <= 0 and not wanted:
             continue
         most = _total(share.cpu, instance.streamable)
-        for step in instance.ahead_steps:
+        for step in share.member.ahead_steps:
             held = max(step.ahead_bytes, 0 if instance.by_expert else ahead.get(name, 0))
             streamed = max(over + RESERVE_BYTES + held, wanted)
             if step.holds(streamed, most):
@@ -332,7 +332,7 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
     cpu = _by_kind(on_cpu, instance)
     streamable = _total(cpu, instance.streamable)
     assert streaming.streamed_bytes <= max(0, streamable - instance.pool_bytes)
-    assert streaming.ahead_bytes >= least_ahead_bytes(instance.model, streaming.streamed_bytes, streamable)
+    assert streaming.ahead_bytes >= least_ahead_bytes(member.ahead_steps, streaming.streamed_bytes, streamable)
     assert not on_gpu or member.has_gpu
     assert member.has_gpu or member.name != plan.head or not plan.output_on_gpu
     assert plan.output_on_gpu or member.name != plan.head or not windows[-1].gpu_layers, (

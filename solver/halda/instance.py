@@ -59,6 +59,8 @@ class Member:
     disk_limit: int
     cpu_output_s: float
     gpu_output_s: float
+    ahead_steps: tuple[streaming.AheadStep, ...]
+    """What has to be held ahead, by the share that streams."""
 
     @property
     def name(self) -> str:
@@ -137,11 +139,6 @@ class Instance:
     def pool_bytes(self) -> int:
         """What of it a device that streams keeps in any case."""
         return streaming.pool_bytes(self.model) if self.by_expert else 0
-
-    @cached_property
-    def ahead_steps(self) -> tuple[streaming.AheadStep, ...]:
-        """What has to be held ahead, by the share that streams."""
-        return streaming.ahead_steps(self.model)
 
     @cached_property
     def members(self) -> tuple[Member, ...]:
@@ -277,15 +274,17 @@ class Instance:
                 read_share=streaming.read_share(model, rows),
             )
 
+        decode = phase(1, cost.decode_kv_tokens(work), self.buffer_bytes)
         return Member(
             profile=device,
-            decode=phase(1, cost.decode_kv_tokens(work), self.buffer_bytes),
+            decode=decode,
             prefill=phase(chunk, work.prompt_tokens / 2, 0),
             ram_limit=_least(device.ram_available_bytes, limits.ram_bytes),
             vram_limit=_least(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
             disk_limit=_least(device.disk.free_bytes, limits.disk_bytes),
             cpu_output_s=cost.output_s(device.cpu, model),
             gpu_output_s=cost.output_s(gpu, model) if gpu is not None else 0.0,
+            ahead_steps=streaming.ahead_steps(model, max(decode.cpu), device.disk.prefetch_bytes_per_s),
         )
 
 

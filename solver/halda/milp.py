@@ -374,8 +374,8 @@ def _streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariab
     unit, found = instance.model.largest_layer_bytes, StreamVariables()
     streamable = [size / unit for size in instance.streamable]
     total = sum(count * size for count, size in zip(instance.kind_totals, streamable, strict=True))
-    first, *further = instance.ahead_steps
-    for m in range(len(instance.devices)):
+    for m, member in enumerate(instance.members):
+        first, *further = member.ahead_steps
         streams = integer(problem, f"streams_{m}", 0, 1)
         size, ahead, decode = (positive(problem, f"{name}_{m}") for name in ("streamed", "ahead", "in_decode"))
         most = _dot(layout.cpu[m], streamable)
@@ -391,7 +391,7 @@ def _streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariab
             below, above = step, beyond
         problem += ahead >= least, f"{m} reads ahead"
         problem += ahead <= size, f"{m} reads ahead what streams"
-        problem += decode >= size - instance.members[m].decode.spare_bytes / unit, f"{m} streams less in decode"
+        problem += decode >= size - member.decode.spare_bytes / unit, f"{m} streams less in decode"
         found.streams.append(streams)
         found.bytes.append(size)
         found.ahead.append(ahead)
@@ -474,7 +474,8 @@ class _Time:
         self._uses_gpu = uses_gpu
         self._output_on_gpu = output_on_gpu
         self._streams = streams
-        self._total = sum(layer.size_bytes for layer in instance.model.layers) / instance.model.largest_layer_bytes
+        self._unit = instance.model.largest_layer_bytes
+        self._total = sum(layer.size_bytes for layer in instance.model.layers) / self._unit
         self._decode = [member.decode for member in instance.members]
         self._prefill = [member.prefill for member in instance.members]
 
@@ -588,7 +589,7 @@ class _Time:
 
     def _unit_ms(self, member: Member) -> float:
         """Milliseconds of reading a unit of memory."""
-        return self._instance.model.largest_layer_bytes / member.disk_bytes_per_s * MS
+        return self._unit / member.disk_bytes_per_s * MS
 
     def _disks(self, phases: Sequence[Phase]) -> list[Expression]:
         """Milliseconds that the disk of each machine reads."""
@@ -599,8 +600,7 @@ class _Time:
         """Milliseconds of reading that no time of others takes away, and the edges of the stops beside it."""
         rounds, unit_ms = self._layout.rounds, self._unit_ms(member)
         waits = integer(self._problem, f"{name}_waits_{m}", 0, 1)
-        unit = self._instance.model.largest_layer_bytes
-        size = self._streams.bytes[m] - self._streams.streams[m] * (phase.spare_bytes / unit)
+        size = self._streams.bytes[m] - self._streams.streams[m] * (phase.spare_bytes / self._unit)
         size -= rounds * self._streams.ahead[m]
         self._problem += size <= waits * self._total, f"{name}: {m} has no edges if it does not wait"
         return size * unit_ms + waits * (rounds * phase.edge_s * MS)

@@ -12,6 +12,10 @@ where ``edge`` is the first and the last layer and ``rest`` what is not computed
 takes at least s / disk, of all devices of a machine together. A byte more of a costs a byte more of s, and saves k in what
 is waited for: with one round a is as small as can be, with more it is worth its room.
 
+Beside the part of a layer that is computed, only a less that part may be read meanwhile. For one row that is as much as the
+disk reads in that time (``ahead_steps``). A chunk of a prompt takes longer and may wait a little for each part, which is
+not counted.
+
 While tokens are drawn, the compute buffer lies idle, and as much of s stays in its room: ``decode_bytes``.
 
 A layer with experts streams by expert. What a pass needs of them is known when the layer's router has picked, so nothing is
@@ -21,6 +25,7 @@ read ahead: V gets s times ``read_share`` over disk, the share of the experts th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from halda.profile import LayerProfile, ModelProfile
@@ -29,7 +34,7 @@ LEAST_AHEAD_BYTES: Final = 16 << 20
 """So much is held ahead at least, or two layers where they are smaller: with less the disk waits between small parts."""
 RESERVE_BYTES: Final = 16 << 20
 """So much a device that streams leaves free: the system reads a little behind a part, and must not run dry over it."""
-_SHARES: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+_SHARES: Final = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 _SAME: Final = 1e-6
 
 
@@ -44,18 +49,19 @@ class AheadStep(NamedTuple):
         return streamed_bytes <= self.share * streamable_bytes * (1 + _SAME) + 1
 
 
-def ahead_steps(model: ModelProfile) -> tuple[AheadStep, ...]:
-    """What the engine needs to read a part while it computes another: two parts of layers, in steps of the share.
+def ahead_steps(model: ModelProfile, layer_s: float, disk_bytes_per_s: float) -> tuple[AheadStep, ...]:
+    """What the engine needs: the part of a layer that is computed, and beside it what is read meanwhile.
 
-    In steps, so that a program of whole numbers can count it; the last step is that all streams. One step where experts
-    stream.
+    More than another part it cannot use, nor more than the disk reads while a layer is computed for one row, ``layer_s``. In
+    steps of the share that streams, so that a program of whole numbers can count it; the last step is that all streams. One
+    step where experts stream.
     """
     if by_expert(model):
         return (AheadStep(1.0, 0),)
-    two, least = 2 * model.largest_layer_bytes, smallest_ahead_bytes(model)
-    found: list[AheadStep] = []
+    least, found = smallest_ahead_bytes(model), list[AheadStep]()
     for share in _SHARES:
-        step = AheadStep(share, max(least, int(share * two)))
+        part = share * model.largest_layer_bytes
+        step = AheadStep(share, max(least, math.ceil(part + min(part, layer_s * disk_bytes_per_s))))
         if found and found[-1].ahead_bytes == step.ahead_bytes:
             found.pop()
         found.append(step)
@@ -67,11 +73,10 @@ def smallest_ahead_bytes(model: ModelProfile) -> int:
     return min(LEAST_AHEAD_BYTES, 2 * model.largest_layer_bytes)
 
 
-def least_ahead_bytes(model: ModelProfile, streamed_bytes: float, streamable_bytes: float) -> int:
+def least_ahead_bytes(steps: Sequence[AheadStep], streamed_bytes: float, streamable_bytes: float) -> int:
     """What has to be held ahead where ``streamed_bytes`` of ``streamable_bytes`` stream; 0 where nothing does."""
     if streamed_bytes <= 0:
         return 0
-    steps = ahead_steps(model)
     enough = (step.ahead_bytes for step in steps if step.holds(streamed_bytes, streamable_bytes))
     return next(enough, steps[-1].ahead_bytes)
 

@@ -205,7 +205,8 @@ def random_plan(rng: random.Random, question: Instance, *, rounds: int | None = 
         layers = [layer for window in route if window.device == name for layer in cpu_layers(window)]
         most = sum(question.streamable[question.kind_of[layer]] for layer in layers)
         streamed = round(rng.uniform(0.02, 1) * (most - question.pool_bytes))
-        least = least_ahead_bytes(question.model, streamed, most)
+        member = next(member for member in question.members if member.name == name)
+        least = least_ahead_bytes(member.ahead_steps, streamed, most)
         if rng.random() < streams and streamed > least:
             ahead = 0 if question.by_expert else round(rng.choice([least, rng.uniform(least, streamed), streamed]))
             streaming.append(Streaming(device=name, streamed_bytes=streamed, ahead_bytes=ahead))

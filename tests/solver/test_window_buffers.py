@@ -195,7 +195,7 @@ def test_a_plan_of_several_rounds_is_made_with_one_buffer_a_device_and_not_with_
 
 def test_less_memory_means_fewer_rounds_or_more_reading_and_no_plan_is_better():
     rounds = set()
-    for ram in range(240, 380, 30):
+    for ram in range(240, 720, 80):
         answer = check_against_brute_force(question(model(layers=12), (ram + 60) * MB, ram * MB), "latency")
         if answer is not None:
             rounds.add(answer.plan.rounds)
