@@ -13,7 +13,7 @@ SHAPES = [(2, 6), (2, 8), (2, 10), (2, 13), (2, 16), (3, 6), (3, 7), (3, 8), (3,
 
 def small_instance(rng: random.Random) -> tuple[Instance, Objective]:
     """A question and what to make small. Half of them have links and disks so fast that several rounds may pay."""
-    devices, layers = rng.choice(SHAPES) if rng.random() < 0.98 else (4, 16)
+    devices, layers = rng.choice(SHAPES) if rng.random() < 0.98 else (4, 12)
     context = rng.choice([256, 1024, 4096])
     work = Workload(
         context_tokens=context,
