@@ -15,7 +15,6 @@ from primad.api.status import AnswerFigures, WrongTerm, wrong_line
 from primad.head.corrections import (
     LEAST,
     MOST,
-    OFF,
     Corrections,
     DeviceFactors,
     Verdict,
@@ -105,7 +104,7 @@ class Learning:
     def answered(self, epoch: int, promise: Promise, statuses: Mapping[str, Status | None]) -> AnswerFigures | None:
         """Learn from an answer of ring ``epoch``, whose devices say ``statuses``; what a token of it took.
 
-        Says so in the log where the plan is wrong, once, and again when it has become much more or less so. None where
+        Says so in the log where the plan is wrong, once, and again when it is off by twice or half as much time. None where
         nothing was measured cleanly.
         """
         plan, prediction, used = promise.plan, promise.prediction, promise.corrections
@@ -133,7 +132,7 @@ class Learning:
 
     def _is_news(self, epoch: int, verdict: Verdict) -> bool:
         before = self._told.get(epoch)
-        if before is not None and abs(math.log(verdict.measured_s / before)) <= math.log(1 + OFF):
+        if before is not None and abs(math.log2(verdict.measured_s / before)) < 1:
             return False
         self._told[epoch] = verdict.measured_s
         return True
