@@ -93,6 +93,7 @@ class Learning:
     def __init__(self, home: Path) -> None:
         self._home = home
         self.corrections = read_corrections(home)
+        self._is_settled = True
         self._told: dict[int, float] = {}
         self._looked: dict[int, Corrections] = {}
 
@@ -111,14 +112,21 @@ class Learning:
         verdict = None if prediction is None else verdict_of(plan, prediction, used, statuses)
         if verdict is None:
             return None
-        self._keep(learnt(self.corrections, verdict, plan, used))
+        now = learnt(self.corrections, verdict, plan, used)
+        self._is_settled = now == self.corrections
+        self._keep(now)
         measured = _told(verdict)
         if measured.wrong is not None and self._is_news(epoch, verdict):
             logger.warning("epoch %d: %s", epoch, wrong_line(measured))
         return measured
 
     def worth_a_plan(self, epoch: int, promise: Promise) -> set[str]:
-        """The devices of which so much was learnt since ring ``epoch`` was planned that plans may differ, once each time."""
+        """The devices of which so much was learnt since ring ``epoch`` was planned that plans may differ, once each time.
+
+        None while answers still move factors: what one of them took may be chance.
+        """
+        if not self._is_settled:
+            return set()
         before = self._looked.get(epoch, promise.corrections)
         changed = self.corrections.changed(before, promise.plan, WORTH_A_PLAN)
         if changed:
