@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, Final
 
-from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, TypeSpeed
+from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, RowSpeed, TypeSpeed, WidthCost
 from halda.quantisation import BYTES_PER_WEIGHT, bytes_per_weight
 from primad.errors import printable
 from primad.settings.config import NAME
@@ -31,7 +31,12 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
         "batch_threads": (1, 1024),
         "step_s": (1e-6, 0.05),
         "layer_s": (2e-7, 0.01),
+        "token_s": (1e-7, 0.05),
+        "value_s": (1e-13, 1e-6),
+        "wake_s": (0, 0.05),
     },
+    RowSpeed: {"rows": (2, 511), "bytes_per_s": _RATE},
+    WidthCost: {"weights": (1, 1e12), "ratio": (0.1, 10)},
     GpuProfile: {
         "vram_total_bytes": (1e6, 1e14),
         "vram_available_bytes": (0, 1e14),
@@ -112,6 +117,8 @@ def check_profile(profile: DeviceProfile) -> None:
 def check_cpu(cpu: CpuProfile, ram_read_bytes_per_s: float) -> None:
     """Judge a processor and the memory it reads. Raises ``Implausible``."""
     _check_bounds(cpu, "cpu.")
+    for number, width in enumerate(cpu.widths):
+        _check_bounds(width, f"cpu.widths[{number}].")
     _check_speeds(cpu.speeds, "cpu.speeds", ram_read_bytes_per_s, "ram_read_bytes_per_s")
 
 
@@ -166,6 +173,8 @@ def _check_speeds(speeds: Sequence[TypeSpeed], path: str, read: float, read_path
             raise Implausible(f"{at}type", shown(speed.type), "the type stands there twice; keep one of the two")
         seen.add(speed.type)
         _check_bounds(speed, at)
+        for place, each in enumerate(speed.rows):
+            _check_bounds(each, f"{at}rows[{place}].")
         decode = speed.decode_bytes_per_s
         _ratio(f"{at}decode_bytes_per_s", decode, read_path, read, _DECODE_OF_READ)
         _ratio(

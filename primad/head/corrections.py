@@ -26,8 +26,8 @@ LEAST_TOKENS: Final = 16
 """Answers with fewer tokens teach nothing."""
 OFF: Final = 0.25
 """A plan that is off by more is told of."""
-_STALL_SHARE: Final = 0.05
-"""Of a token: where a device waits less for its disk, what it read says nothing of how fast that is."""
+_LEAST_SHARE: Final = 0.05
+"""Of a token: what took less, and was to take less, says nothing of how fast anything is."""
 Pair = tuple[str, str]
 TermKind = Literal["compute", "disk", "hops"]
 
@@ -156,18 +156,19 @@ def verdict_of(
     for device in prediction.devices:
         decode = found[device.device]
         factors = used.devices[device.device]
-        ratio = decode.compute_s / device.compute_s if device.compute_s > 0 else None
+        least_s = _LEAST_SHARE * head.token_s
+        says = device.compute_s > 0 and max(decode.compute_s, device.compute_s) >= least_s
         terms.append(
             Term(
                 kind="compute",
                 device=device.device,
                 predicted_s=device.compute_s,
                 measured_s=decode.compute_s,
-                factor=None if ratio is None else factors.compute * ratio,
+                factor=factors.compute * decode.compute_s / device.compute_s if says else None,
             )
         )
         factor = None
-        waits = decode.stall_s + device.stall_s > _STALL_SHARE * head.token_s
+        waits = max(decode.stall_s, device.stall_s) >= least_s
         if waits and device.disk_bytes_per_token > 0 and decode.read_bytes > 0 and device.disk_s > 0:
             # What is read while something is computed is not waited for; as much as was planned counts as that.
             read_s = decode.stall_s + max(0.0, device.disk_s - device.stall_s)
@@ -183,14 +184,15 @@ def verdict_of(
         )
     if len(plan.devices) > 1:
         between_s = head.token_s - sum(decode.compute_s + decode.stall_s for decode in found.values())
-        terms.append(_hops(plan, prediction, used, max(0.0, between_s)))
+        says = max(between_s, prediction.hop_s) >= _LEAST_SHARE * head.token_s
+        terms.append(_hops(plan, prediction, used, max(0.0, between_s), says=says))
     return Verdict(predicted_s=prediction.tpot_s, measured_s=head.token_s, terms=tuple(terms))
 
 
-def _hops(plan: Plan, prediction: Prediction, used: Corrections, between_s: float) -> Term:
+def _hops(plan: Plan, prediction: Prediction, used: Corrections, between_s: float, *, says: bool) -> Term:
     """What is left of a token goes into its hops: all links of the ring get one factor, as nobody times them apart."""
     known = [used.links.get(pair, 1.0) for pair in hops_of(plan)]
-    ratio = between_s / prediction.hop_s if prediction.hop_s > 0 and between_s > 0 else None
+    ratio = between_s / prediction.hop_s if says and prediction.hop_s > 0 and between_s > 0 else None
     return Term(
         kind="hops",
         device=None,

@@ -15,7 +15,6 @@ from primad.api.status import AnswerFigures, WrongTerm, wrong_line
 from primad.head.corrections import (
     LEAST,
     MOST,
-    OFF,
     Corrections,
     DeviceFactors,
     Verdict,
@@ -94,6 +93,7 @@ class Learning:
     def __init__(self, home: Path) -> None:
         self._home = home
         self.corrections = read_corrections(home)
+        self._is_settled = True
         self._told: dict[int, float] = {}
         self._looked: dict[int, Corrections] = {}
 
@@ -105,21 +105,28 @@ class Learning:
     def answered(self, epoch: int, promise: Promise, statuses: Mapping[str, Status | None]) -> AnswerFigures | None:
         """Learn from an answer of ring ``epoch``, whose devices say ``statuses``; what a token of it took.
 
-        Says so in the log where the plan is wrong, once, and again when it has become much more or less so. None where
+        Says so in the log where the plan is wrong, once, and again when it is off by twice or half as much time. None where
         nothing was measured cleanly.
         """
         plan, prediction, used = promise.plan, promise.prediction, promise.corrections
         verdict = None if prediction is None else verdict_of(plan, prediction, used, statuses)
         if verdict is None:
             return None
-        self._keep(learnt(self.corrections, verdict, plan, used))
+        now = learnt(self.corrections, verdict, plan, used)
+        self._is_settled = now == self.corrections
+        self._keep(now)
         measured = _told(verdict)
         if measured.wrong is not None and self._is_news(epoch, verdict):
             logger.warning("epoch %d: %s", epoch, wrong_line(measured))
         return measured
 
     def worth_a_plan(self, epoch: int, promise: Promise) -> set[str]:
-        """The devices of which so much was learnt since ring ``epoch`` was planned that plans may differ, once each time."""
+        """The devices of which so much was learnt since ring ``epoch`` was planned that plans may differ, once each time.
+
+        None while answers still move factors: what one of them took may be chance.
+        """
+        if not self._is_settled:
+            return set()
         before = self._looked.get(epoch, promise.corrections)
         changed = self.corrections.changed(before, promise.plan, WORTH_A_PLAN)
         if changed:
@@ -133,7 +140,7 @@ class Learning:
 
     def _is_news(self, epoch: int, verdict: Verdict) -> bool:
         before = self._told.get(epoch)
-        if before is not None and abs(math.log(verdict.measured_s / before)) <= math.log(1 + OFF):
+        if before is not None and abs(math.log2(verdict.measured_s / before)) < 1:
             return False
         self._told[epoch] = verdict.measured_s
         return True

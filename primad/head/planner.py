@@ -10,7 +10,6 @@ from typing import Final
 from halda import DeviceProfile, Infeasible, LinkProfile, evaluate, instance
 from primad.errors import PlanError, PrimadError
 from primad.gguf.architectures import cuttable
-from primad.head.corrections import Corrections
 from primad.head.devices import Devices
 from primad.head.learning import Learning
 from primad.head.options import plan_by_hand, stream_by_hand
@@ -29,8 +28,6 @@ MOST_FORESEEN: Final = 8
 
 PlanResult = tuple[Promise, float]
 """A plan with what it promises, and its objective."""
-_Basis = tuple[list[DeviceProfile], Corrections]
-"""What a plan was made from: the workers, and what was learnt of all."""
 
 
 class Planner:
@@ -38,16 +35,16 @@ class Planner:
 
     def __init__(self, service: Service, own: OwnDevice, devices: Devices, learning: Learning) -> None:
         self._service, self._own, self._devices, self._learning = service, own, devices, learning
-        self._foreseen: dict[frozenset[str], tuple[_Basis, PlanResult]] = {}
+        self._foreseen: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
         self.foreseeing: asyncio.Task[None] | None = None
         """The planning for losses that is under way."""
 
     async def plan(self, candidates: frozenset[str]) -> PlanResult:
         """The plan for the head and ``candidates``. Raises ``PlanError`` or ``Infeasible`` when there is none."""
         workers = self._devices.present(candidates)
-        basis, foreseen = self._foreseen.get(candidates, (None, None))
-        # A device that is short of memory now has another profile than it had then, and one that turned out slower factors.
-        if foreseen is not None and basis == ([worker.profile for worker in workers], self._learning.corrections):
+        profiles, foreseen = self._foreseen.get(candidates, ([], None))
+        # A device that is short of memory now has another profile than it had then.
+        if foreseen is not None and profiles == [worker.profile for worker in workers]:
             return foreseen
         return await self._solve(workers)
 
@@ -69,8 +66,7 @@ class Planner:
             workers = self._devices.present(rest)
             profiles = [worker.profile for worker in workers]
             try:
-                result = await self._solve(workers, background=True)
-                self._foreseen[rest] = (profiles, result[0].corrections), result
+                self._foreseen[rest] = profiles, await self._solve(workers, background=True)
             except (PrimadError, Infeasible) as exc:
                 logger.info("without %s there is no plan: %s", lost, exc)
 

@@ -17,6 +17,7 @@ from primad.daemon.reporter import Reporter
 from primad.daemon.run import profile, run
 from primad.engine.build import build_id
 from primad.errors import ClusterError
+from primad.head.learning import read_corrections
 from primad.head.link_book import LinkBook
 from primad.head.worker_link import Caller, WorkerLink, greet, greet_named, probe
 from primad.membership import types
@@ -38,6 +39,8 @@ class Survey:
 def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
     """The profiles of this device (measured if it never was) and of the others that are free, and the links between them.
 
+    They are as a head of this home takes them: corrected by what its answers took.
+
     ``seconds`` is how long to look for devices that are not named in ``config.devices``; 0 does not look. Raises
     ``ClusterError`` for a named device that does not answer, ``ConfigError`` when the home folder cannot be used.
     """
@@ -58,7 +61,8 @@ def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
 
     if seconds > 0 or config.devices:
         run(main())
-    return Survey(devices=tuple(devices), links=tuple(links))
+    known = read_corrections(config.home)
+    return Survey(devices=tuple(map(known.apply, devices)), links=tuple(map(known.apply_link, links)))
 
 
 class _Visit:

@@ -48,6 +48,10 @@ class Budget:
         """What is left; below 0 where it was overdrawn."""
         return self._until - self._clock()
 
+    def less(self, seconds: float) -> Budget:
+        """What is left without the last ``seconds``."""
+        return Budget(self.left_s - seconds, self._clock)
+
     def part(self, share: float) -> Budget:
         """A budget of a ``share`` of what is left."""
         return Budget(max(0.0, self.left_s) * share, self._clock)

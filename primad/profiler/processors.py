@@ -8,14 +8,16 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import psutil
 
 from halda import CpuProfile, GpuProfile
 from primad.engine.devices import GpuDevice
 from primad.errors import EngineError
+from primad.profiler.beside import VOCABULARIES, head_costs, measure_wake
 from primad.profiler.effort import Budget, Effort
 from primad.profiler.gpus import gpu_now
 from primad.profiler.speeds import (
@@ -25,13 +27,23 @@ from primad.profiler.speeds import (
     answered,
     measure_step,
     measure_types,
+    measure_widths,
     together,
 )
 from primad.profiler.synthetic import BIG
+from primad.profiler.trial import HeadTimes, TimeHead
 from primad.profiler.trials import child_trials
 from primad.system.processors import usable_cores
 
 logger = logging.getLogger(__name__)
+
+
+class HeadTrials(Protocol):
+    """Times a head's work in a process of its own; text says how that ended."""
+
+    def head(self, task: TimeHead) -> HeadTimes | str:
+        """Time what a head does besides computing."""
+
 
 Advance = Callable[[str], None]
 """Called before each step with what is measured now."""
@@ -47,6 +59,13 @@ _OF_THREADS: Final = 0.02
 """Share of all time in which each of four trials is run that say how many threads are best."""
 _OF_PATIENCE: Final = 0.15
 """Share of all time in which trials are repeated that something disturbed."""
+_OF_BESIDE: Final = 0.025
+"""Share of all time for a head's work besides computing, and for what it costs that another process computed before."""
+_OF_WIDE: Final = 0.08
+"""Share of the time of types that wide layers get."""
+_ENOUGH: Final = 0.6
+"""Share of all time that must be left for them."""
+_TOKENS: Final = 40
 _WORTH: Final = 0.95
 """Fewer threads leave cores to the owner, but must be faster by so much: timings are noisy."""
 
@@ -74,10 +93,16 @@ def measure_cpu(
         batch_threads = fastest(
             {count: statistics.median(timings.prefill_s) / timings.prefill_rows for count, timings in tried.items()}
         )
+    # What a quick effort or a slow device has no time for counts as it is typical.
+    has_time = not effort.is_quick and budget.left_s > _ENOUGH * effort.seconds
+    beside = _measure_beside(folder, threads, _OF_BESIDE * effort.seconds) if has_time else {}
     with _cpu_bench(folder, threads, batch_threads, effort, budget, patience) as bench:
         advance("layers")
         step_s = measure_step(bench)
-        layer_s, speeds = measure_types(bench, step_s, advance)
+        reserve = 0.0 if effort.is_quick else _OF_WIDE * budget.left_s
+        types = replace(bench, budget=budget.less(reserve))
+        layer_s, speeds = measure_types(types, step_s, advance)
+        widths = measure_widths(bench, speeds[0], step_s, layer_s)
     return CpuProfile(
         name=cpu_name(),
         cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
@@ -86,7 +111,31 @@ def measure_cpu(
         step_s=step_s,
         layer_s=layer_s,
         speeds=speeds,
+        widths=widths,
+        **beside,
     )
+
+
+def _measure_beside(folder: Path, threads: int, seconds: float) -> dict[str, float]:
+    """What a ``CpuProfile`` knows of a head's work and of cores that are shared."""
+    with child_trials(threads) as one:
+        token_s, value_s = _measure_head(one, seconds)
+        with child_trials(threads, place=1) as other:
+            wake_s = measure_wake(folder, one, other, threads, sweep_bytes(), Budget(seconds))
+    return {"token_s": token_s, "value_s": value_s, "wake_s": wake_s}
+
+
+def _measure_head(trials: HeadTrials, seconds: float) -> tuple[float, float]:
+    """Seconds of a token and of each token of the vocabulary. Raises ``EngineError`` where the child ends without."""
+    medians = []
+    for vocabulary in VOCABULARIES:
+        answer = trials.head(
+            TimeHead(vocabulary=vocabulary, tokens=_TOKENS, sweep_bytes=sweep_bytes(), seconds=seconds / 2)
+        )
+        if isinstance(answer, str):
+            raise EngineError(f"a head's work cannot be timed on this device: {answer}")
+        medians.append(statistics.median(answer.token_s))
+    return head_costs((medians[0], medians[1]))
 
 
 @contextlib.contextmanager

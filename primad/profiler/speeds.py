@@ -14,17 +14,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
 import msgspec
 
-from halda import TypeSpeed
+from halda import BATCH_ROWS, RowSpeed, TypeSpeed, WidthCost
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget, Effort
-from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
+from primad.profiler.synthetic import BIG, MIDDLE, SMALL, WIDE, LayerShape, write_window
 from primad.profiler.trial import TimeWindow, TrialTimes
 from primad.profiler.trials import Trials
 
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 MAIN: Final = TYPES[0]
 SMALL_LAYERS: Final = (2, 12)
+ROW_COUNTS: Final = (2, 4, 16)
+"""Counts of rows that the main type is measured with besides 1, ``BATCH_ROWS`` and a chunk of a prompt."""
 PROMPT_ROWS: Final = 512
 ANSWER_TOKENS: Final = 128
 WORTH: Final = 0.97
@@ -47,7 +49,11 @@ _OF_ROWS: Final = 0.2
 """Shares of a type's time in which one of its three trials with one row is run, and one of two with many; their windows are
 written and loaded besides."""
 _OF_STEP: Final = 0.03
-"""Share of all time in which a window of tiny layers is run."""
+"""Share of all time in which a window of tiny layers is run, or one of wide ones."""
+_OF_WIDTH: Final = 0.06
+"""Share of all time that must be left for wide layers; their window is written and loaded besides."""
+_RATIO: Final = (0.8, 1.25)
+"""Bounds of what a wide layer may take beside the rates; only a disturbed trial says otherwise."""
 
 
 class RetryBudget:
@@ -140,6 +146,7 @@ class Bench:
                         sweep_bytes=sweep_bytes,
                         many_rows=many_rows,
                         seconds=seconds,
+                        counts=ROW_COUNTS if many_rows and kind == MAIN and not self.effort.is_quick else (),
                     )
                 )
                 for setting in extra
@@ -161,6 +168,7 @@ class Bench:
                 batch_s=_better(best.batch_s, more.batch_s),
                 prefill_s=_better(best.prefill_s, more.prefill_s),
                 prefill_rows=best.prefill_rows,
+                counts_s=tuple(map(min, zip(best.counts_s, more.counts_s, strict=True))),
             )
         return best
 
@@ -238,9 +246,8 @@ def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -
         fit_layer(bench, trial.kind, step_s, trial.middle, trial.big) for trial in trials if trial.middle is not None
     ]
     layer_s = max(_LEAST_S, statistics.median(lines)) if lines else _LEAST_S
-    return layer_s, tuple(
-        speed(bench, trial.kind, trial.big, step_s, layer_s, extra_buffers=trial.extra) for trial in trials
-    )
+    speeds = [speed(bench, trial.kind, trial.big, step_s, layer_s, extra_buffers=trial.extra) for trial in trials]
+    return layer_s, tuple(with_rows_of(speeds[0], each) for each in speeds)
 
 
 def fit_layer(bench: Bench, kind: str, step_s: float, middle: TrialTimes, big: TrialTimes) -> float:
@@ -263,7 +270,11 @@ def together(decode: TrialTimes | str, rows: TrialTimes | str) -> TrialTimes | s
     if isinstance(rows, str):
         return rows
     return TrialTimes(
-        decode_s=decode.decode_s, batch_s=rows.batch_s, prefill_s=rows.prefill_s, prefill_rows=rows.prefill_rows
+        decode_s=decode.decode_s,
+        batch_s=rows.batch_s,
+        prefill_s=rows.prefill_s,
+        prefill_rows=rows.prefill_rows,
+        counts_s=rows.counts_s,
     )
 
 
@@ -304,6 +315,45 @@ def speed(
         extra_buffers=extra_buffers,
         decode_spread=spread(timings.decode_s),
         prefill_spread=spread(timings.prefill_s),
+        rows=tuple(
+            RowSpeed(rows=count, bytes_per_s=to_compute * layer_bytes / weights_s((seconds,), to_compute))
+            for count, seconds in zip(ROW_COUNTS, timings.counts_s, strict=False)
+        ),
+    )
+
+
+def with_rows_of(main: TypeSpeed, other: TypeSpeed) -> TypeSpeed:
+    """``other`` with the counts of rows that only ``main`` was measured with: each as far between what one row and
+    ``BATCH_ROWS`` take, or beyond that, as with ``main``."""
+    if other.rows or not main.rows:
+        return other
+    one, batch = 1 / other.decode_bytes_per_s, 1 / other.batch_bytes_per_s
+    main_one, main_batch = 1 / main.decode_bytes_per_s, 1 / main.batch_bytes_per_s
+
+    def seconds(at: RowSpeed) -> float:
+        if at.rows > BATCH_ROWS or main_batch <= main_one:
+            return batch / at.bytes_per_s / main_batch
+        return one + (batch - one) * min(1.0, max(0.0, (1 / at.bytes_per_s - main_one) / (main_batch - main_one)))
+
+    return replace(other, rows=tuple(RowSpeed(rows=at.rows, bytes_per_s=1 / seconds(at)) for at in main.rows))
+
+
+def measure_widths(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> tuple[WidthCost, ...]:
+    """What a wide layer takes of a byte, where memory and time are left for one; of a big one it is what the rates say."""
+    if bench.effort.is_quick or bench.budget.left_s < _OF_WIDTH * bench.effort.seconds:
+        return ()
+    extra = (main.extra_buffers,)
+    timings = bench.time_decode(WIDE, main.type, extra, _OF_STEP * bench.effort.seconds)[0]
+    if isinstance(timings, str):
+        logger.warning("wide layers are not measured: %s", timings)
+        return ()
+    layers = bench.layers_to_read(WIDE, main.type)
+    of_layer_s = (min(timings.decode_s) - step_s) / layers - layer_s
+    ratio = of_layer_s * main.decode_bytes_per_s / WIDE.weight_bytes(main.type)
+    least, most = _RATIO
+    return (
+        WidthCost(weights=BIG.weights, ratio=1.0),
+        WidthCost(weights=WIDE.weights, ratio=min(most, max(least, ratio))),
     )
 
 

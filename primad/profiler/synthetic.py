@@ -73,6 +73,8 @@ class LayerShape:
 
 BIG: Final = LayerShape(width=2048, feed_forward=8192, heads=32, heads_kv=8)
 """A layer as those of models of a billion weights and more."""
+WIDE: Final = LayerShape(width=4096, feed_forward=14336, heads=32, heads_kv=8)
+"""A layer as those of models of eight billion weights."""
 MIDDLE: Final = LayerShape(width=768, feed_forward=2560, heads=12, heads_kv=4)
 """A layer as those of models of some hundred million weights."""
 SMALL: Final = LayerShape(width=256, feed_forward=256, heads=4, heads_kv=1)

@@ -7,6 +7,7 @@ never do, and with the pause that the sweep makes, after which compute threads s
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -32,18 +33,21 @@ class TrialTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step by run: with 1 row, with ``BATCH_ROWS`` and with ``prefill_rows``; empty where not asked for.
 
     ``prefill_rows`` are ``PREFILL_ROWS``, fewer where those take too long.
+    ``counts_s`` are of the counts that were asked for.
     """
 
     decode_s: tuple[float, ...]
     batch_s: tuple[float, ...]
     prefill_s: tuple[float, ...]
     prefill_rows: int
+    counts_s: tuple[float, ...] = ()
 
 
 class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     """Time ``window``; ``sweep_bytes`` are read between two steps (0: the window itself is larger than caches).
 
-    One row, or where ``many_rows`` several and a chunk of a prompt: runs for ``seconds``, one in any case.
+    One row, or where ``many_rows`` several and a chunk of a prompt: runs for ``seconds``, one in any case. ``counts`` are
+    more counts of rows, of which one run is made each.
     """
 
     window: WindowSource
@@ -53,6 +57,41 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     sweep_bytes: int
     many_rows: bool
     seconds: float
+    counts: tuple[int, ...] = ()
+
+
+class HoldWindow(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
+    """Load ``window``, compute a step of one row, and keep it."""
+
+    window: WindowSource
+    width: int
+    threads: int
+
+
+class StepWindow(msgspec.Struct, frozen=True, tag="step"):
+    """Compute another step of the window that is held."""
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+    """What that took."""
+
+    seconds: float
+
+
+class TimeHead(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
+    """Time what a head does for a token besides computing it, as in ``beside.time_head``: ``tokens`` of them, fewer where
+    that takes longer than ``seconds``."""
+
+    vocabulary: int
+    tokens: int
+    sweep_bytes: int
+    seconds: float
+
+
+class HeadTimes(msgspec.Struct, frozen=True, tag="head"):
+    """The answer."""
+
+    token_s: tuple[float, ...]
 
 
 class ListGpus(msgspec.Struct, frozen=True, tag="gpus"):
@@ -65,15 +104,30 @@ class Gpus(msgspec.Struct, frozen=True, tag="gpus"):
     gpus: tuple[GpuDevice, ...]
 
 
-Task = TimeWindow | ListGpus
+Task = TimeWindow | HoldWindow | StepWindow | TimeHead | ListGpus
 
 
 def main() -> None:
     """Answer tasks until standard input ends."""
     decoder = msgspec.json.Decoder(Task)
+    step: Callable[[], float] | None = None
     for line in sys.stdin.buffer:
-        task = decoder.decode(line)
-        answer: TrialTimes | Gpus = _gpus() if isinstance(task, ListGpus) else _time(task)
+        answer: TrialTimes | Stepped | HeadTimes | Gpus
+        match decoder.decode(line):
+            case HoldWindow() as task:
+                step = _hold(task)
+                answer = Stepped(step())
+            case StepWindow():
+                assert step is not None
+                answer = Stepped(step())
+            case TimeHead() as task:
+                from primad.profiler.beside import time_head
+
+                answer = HeadTimes(time_head(task))
+            case ListGpus():
+                answer = _gpus()
+            case TimeWindow() as task:
+                answer = _time(task)
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
 
@@ -84,21 +138,45 @@ def _gpus() -> Gpus:
     return Gpus(tuple(list_gpus()))
 
 
+def _options(threads: int, batch_threads: int) -> EngineOptions:
+    return EngineOptions(
+        context=CONTEXT,
+        sequences=1,
+        rows=PREFILL_ROWS,
+        threads=threads,
+        batch_threads=batch_threads,
+        kv_type="f16",
+        lock=False,
+    )
+
+
+def _hold(task: HoldWindow) -> Callable[[], float]:
+    """Loads the window; each call computes a step and says what it took."""
+    import numpy as np
+
+    from primad.engine.llama import MiddleWindow
+
+    window = MiddleWindow(task.window, _options(task.threads, task.threads), width=task.width)
+    hidden = np.random.default_rng(0).standard_normal((1, task.width), np.float32)
+    positions = itertools.count()
+
+    def step() -> float:
+        rows = Rows(content=hidden, positions=[next(positions) % CONTEXT], sequences=[[0]], outputs=[True])
+        if rows.positions[0] == 0:
+            window.kv_remove(0, 0, -1)
+        start = time.perf_counter()
+        window.forward(rows)
+        return time.perf_counter() - start
+
+    return step
+
+
 def _time(task: TimeWindow) -> TrialTimes:
     import numpy as np  # only the child loads it and llama.cpp
 
     from primad.engine.llama import MiddleWindow
 
-    options = EngineOptions(
-        context=CONTEXT,
-        sequences=1,
-        rows=PREFILL_ROWS,
-        threads=task.threads,
-        batch_threads=task.batch_threads,
-        kv_type="f16",
-        lock=False,
-    )
-    window = MiddleWindow(task.window, options, width=task.width)
+    window = MiddleWindow(task.window, _options(task.threads, task.batch_threads), width=task.width)
     sweep = np.ones(task.sweep_bytes // 8, np.uint64)
     hidden = np.random.default_rng(0).standard_normal((PREFILL_ROWS, task.width), np.float32)
 
@@ -132,13 +210,14 @@ def _time(task: TimeWindow) -> TrialTimes:
     else:
         start = time.perf_counter()
         batch_s = _several(lambda: run(BATCH_ROWS), task.seconds / 4)
+        counts_s = tuple(run(count) for count in task.counts)
         left_s = task.seconds - (time.perf_counter() - start)
         prefill(FEWEST_ROWS)  # what is done once is done
         few_s = prefill(FEWEST_ROWS)
         rows = affordable_rows(few_s / FEWEST_ROWS, left_s)
         first_s = few_s if rows == FEWEST_ROWS else prefill(rows)
         prefill_s = (first_s, *_more(lambda: prefill(rows), first_s, left_s - first_s))
-        timings = TrialTimes(decode_s=(), batch_s=batch_s, prefill_s=prefill_s, prefill_rows=rows)
+        timings = TrialTimes(decode_s=(), batch_s=batch_s, prefill_s=prefill_s, prefill_rows=rows, counts_s=counts_s)
     window.release()
     return timings
 

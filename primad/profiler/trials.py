@@ -17,7 +17,18 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 
 from primad.engine.devices import GpuDevice
-from primad.profiler.trial import Gpus, ListGpus, Task, TimeWindow, TrialTimes
+from primad.profiler.trial import (
+    Gpus,
+    HeadTimes,
+    HoldWindow,
+    ListGpus,
+    Stepped,
+    StepWindow,
+    Task,
+    TimeHead,
+    TimeWindow,
+    TrialTimes,
+)
 from primad.ring.spawn import environment
 
 TIMEOUT_S: Final = 90.0
@@ -35,9 +46,10 @@ class Trials(Protocol):
 
 
 class ChildTrials:
-    """``Trials`` in children with the environment of a ring process of ``threads`` compute threads."""
+    """``Trials`` in children with the environment of a ring process of ``threads`` compute threads at ``place``."""
 
-    def __init__(self, threads: int, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, threads: int, *, place: int = 0, timeout_s: float = TIMEOUT_S) -> None:
+        self._place = place
         self._timeout_s = timeout_s
         self._threads = threads
         self._child: subprocess.Popen[bytes] | None = None
@@ -46,6 +58,18 @@ class ChildTrials:
     def time(self, task: TimeWindow) -> TrialTimes | str:
         """As in ``Trials``."""
         return self._ask(task, TrialTimes)
+
+    def hold(self, task: HoldWindow) -> Stepped | str:
+        """Load the window of ``task`` and compute a step of it; the child keeps it."""
+        return self._ask(task, Stepped)
+
+    def step(self) -> Stepped | str:
+        """Compute another step of the window that the child keeps."""
+        return self._ask(StepWindow(), Stepped)
+
+    def head(self, task: TimeHead) -> HeadTimes | str:
+        """Time what a head does besides computing."""
+        return self._ask(task, HeadTimes)
 
     def gpus(self) -> tuple[GpuDevice, ...] | str:
         """As in ``Trials``."""
@@ -66,7 +90,7 @@ class ChildTrials:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=environment(os.environ, self._threads, 0),
+            env=environment(os.environ, self._threads, self._place),
             start_new_session=True,
         )
 
@@ -115,9 +139,9 @@ class ChildTrials:
 
 
 @contextlib.contextmanager
-def child_trials(threads: int, *, timeout_s: float = TIMEOUT_S) -> Iterator[ChildTrials]:
-    """``ChildTrials`` that end with the block."""
-    trials = ChildTrials(threads, timeout_s=timeout_s)
+def child_trials(threads: int, *, place: int = 0, timeout_s: float = TIMEOUT_S) -> Iterator[ChildTrials]:
+    """``ChildTrials`` that end with the block; ``place`` is the core of the first thread, as in ``environment``."""
+    trials = ChildTrials(threads, place=place, timeout_s=timeout_s)
     try:
         yield trials
     finally:

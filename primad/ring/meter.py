@@ -37,20 +37,18 @@ class Meter:
         self._visits: dict[int, deque[_Visit]] = {}
         self._token_s: deque[float] = deque(maxlen=TOKENS_KEPT)
         self._drawn: tuple[int, float] | None = None
-        self._stall_s, self._read_bytes = 0.0, 0
+        self._disk: tuple[float, int] | None = None
 
     def computed(self, visit: int, rows: int, seconds: float, streams: Streams) -> None:
         """A step of ``rows`` was computed in ``seconds``; ``visit`` tells the visits of a step to this device apart."""
         self.steps += 1
         self.rows += rows
         self.compute_s += seconds
-        streamer = streams.streamer
-        stall_s, read_bytes = (0.0, 0) if streamer is None else (streamer.stall_s, streamer.read_bytes)
-        if rows == 1:
-            waited_s = stall_s - self._stall_s
+        before, self._disk = self._disk, _disk(streams)
+        if rows == 1 and before is not None:  # what was read before the first visit was read to load
+            waited_s, read_bytes = self._disk[0] - before[0], max(0, self._disk[1] - before[1])
             kept = self._visits.setdefault(visit, deque(maxlen=TOKENS_KEPT))
-            kept.append(_Visit(seconds - waited_s, waited_s, read_bytes - self._read_bytes))
-        self._stall_s, self._read_bytes = stall_s, read_bytes
+            kept.append(_Visit(seconds - waited_s, waited_s, read_bytes))
 
     def drew(self, request: int, now: float) -> None:
         """A token of ``request`` was drawn."""
@@ -83,6 +81,15 @@ class Meter:
             memory=_memory(streams),
             decode=self.decode(),
         )
+
+
+def _disk(streams: Streams) -> tuple[float, int]:
+    """Seconds waited for the disk and bytes read until now; to ask for these takes a while, so only where layers stream."""
+    streamer = streams.streamer
+    if streamer is None:
+        return 0.0, 0
+    reads = streamer.residency.streams or streamer.experts is not None
+    return streamer.stall_s, streamer.read_bytes if reads else 0
 
 
 def _memory(streams: Streams) -> MemoryStatus:

@@ -26,7 +26,9 @@ from halda.profile import (
     LinkProfile,
     MessageTime,
     ModelProfile,
+    RowSpeed,
     TypeSpeed,
+    WidthCost,
     Workload,
 )
 from halda.solution import Solution
@@ -70,10 +72,12 @@ __all__ = [
     "Objective",
     "Plan",
     "Prediction",
+    "RowSpeed",
     "Short",
     "Solution",
     "Streaming",
     "TypeSpeed",
+    "WidthCost",
     "Window",
     "WindowAssignment",
     "Workload",

@@ -27,6 +27,7 @@ from halda.profile import (
     LinkProfile,
     ModelProfile,
     TypeSpeed,
+    WidthCost,
     Workload,
 )
 from halda.quantisation import bytes_per_weight
@@ -59,17 +60,12 @@ LOGIT_ROWS: Final = 64
 """Rows of a step that may want logits."""
 TWO_MASKS: Final = frozenset(("cohere2", "gemma3", "gpt-oss", "olmo2"))
 """Architectures with layers that attend to a sliding window only: they have a mask of their own, as large."""
-TOKEN_S: Final = 0.00025
-"""What the head does for a token besides: sample it, tell the daemon, begin the next step. (Measured as what a ring of one
-process takes more than plain llama.cpp.)"""
 KV_VALUE_BYTES: Final[Mapping[CacheType, Fraction]] = {
     "f16": Fraction(2),
     "q8_0": Fraction(34, 32),
     "q4_0": Fraction(18, 32),
 }
 """Bytes of a value in the KV cache: those of a block over its values."""
-SAMPLED_VALUE_S: Final = 1.2e-9
-"""What a token of the vocabulary costs between the output matrix and the sampled token."""
 
 
 def speed_of(speeds: Sequence[TypeSpeed], kind: str) -> TypeSpeed:
@@ -78,21 +74,40 @@ def speed_of(speeds: Sequence[TypeSpeed], kind: str) -> TypeSpeed:
     return min(speeds, key=lambda speed: (speed.type != kind, abs(math.log(bytes_per_weight(speed.type) / size))))
 
 
-def seconds_per_byte(speed: TypeSpeed, rows: float) -> float:
-    """Seconds that a byte of weights takes with ``rows`` rows: straight lines between what was measured."""
-    one = 1 / speed.decode_bytes_per_s
-    batch = 1 / speed.batch_bytes_per_s
+def seconds_per_byte(speed: TypeSpeed, rows: float, ratio: float = 1.0) -> float:
+    """Seconds that a byte of weights takes with ``rows`` rows: straight lines between what was measured, and never less than
+    fewer rows take. ``ratio`` corrects what one row takes."""
     many = 2 * PREFILL_ROWS / bytes_per_weight(speed.type) / speed.prefill_flop_per_s
-    if rows <= BATCH_ROWS:
-        return one + (batch - one) * (rows - 1) / (BATCH_ROWS - 1)
-    if rows <= PREFILL_ROWS:
-        return batch + (many - batch) * (rows - BATCH_ROWS) / (PREFILL_ROWS - BATCH_ROWS)
-    return many * rows / PREFILL_ROWS
+    between = sorted([(BATCH_ROWS, 1 / speed.batch_bytes_per_s), *((at.rows, 1 / at.bytes_per_s) for at in speed.rows)])
+    count, taken_s = 1, ratio / speed.decode_bytes_per_s
+    for more, seconds in (*between, (PREFILL_ROWS, many)):
+        seconds = max(taken_s, seconds)
+        if rows <= more:
+            return taken_s + (seconds - taken_s) * (rows - count) / (more - count)
+        count, taken_s = more, seconds
+    return max(taken_s, many * rows / PREFILL_ROWS)
 
 
-def weights_s(speeds: Sequence[TypeSpeed], bytes_by_type: Mapping[str, int], rows: float) -> float:
-    """Seconds that weights take which every row uses."""
-    return sum(size * seconds_per_byte(speed_of(speeds, kind), rows) for kind, size in bytes_by_type.items())
+def width_ratio(widths: Sequence[WidthCost], weights: float) -> float:
+    """What a layer of so many weights takes of a byte over what the rates say: even in the logarithm between the sizes that
+    were measured, as at the nearest beyond them; 1 where none was."""
+    if not widths or weights <= 0:
+        return 1.0
+    ordered = sorted(widths, key=lambda each: each.weights)
+    before = ordered[0]
+    for after in ordered:
+        if weights <= after.weights:
+            if after is before:
+                return after.ratio
+            share = math.log(weights / before.weights) / math.log(after.weights / before.weights)
+            return before.ratio + share * (after.ratio - before.ratio)
+        before = after
+    return before.ratio
+
+
+def weights_s(speeds: Sequence[TypeSpeed], bytes_by_type: Mapping[str, int], rows: float, ratio: float = 1.0) -> float:
+    """Seconds that weights take which every row uses; ``ratio`` as in ``seconds_per_byte``."""
+    return sum(size * seconds_per_byte(speed_of(speeds, kind), rows, ratio) for kind, size in bytes_by_type.items())
 
 
 def experts_s(speeds: Sequence[TypeSpeed], layer: LayerProfile, model: ModelProfile, rows: float) -> float:
@@ -130,18 +145,26 @@ def layer_s(
     kv: float,
     kv_type: CacheType,
 ) -> float:
-    """Seconds of one layer on one processor (paper: alpha, of which beta is the difference between GPU and CPU)."""
+    """Seconds of one layer on one processor (paper: alpha, of which beta is the difference between GPU and CPU).
+
+    This is C(b), the cost of ``b`` rows: more rows never take less.
+    """
+    widths = processor.widths if isinstance(processor, CpuProfile) else ()
+    ratio = width_ratio(widths, _weights(layer.bytes_by_type))
     return (
         processor.layer_s
-        + weights_s(processor.speeds, layer.bytes_by_type, rows)
+        + weights_s(processor.speeds, layer.bytes_by_type, rows, ratio)
         + experts_s(processor.speeds, layer, model, rows)
         + attention_s(processor.speeds, read_bytes_per_s, layer, model, rows, kv, kv_type)
     )
 
 
-def output_s(processor: CpuProfile | GpuProfile, model: ModelProfile) -> float:
-    """Seconds from the last hidden state to a token; prefill wants the logits of one row only (paper: part of kappa)."""
-    return weights_s(processor.speeds, model.output_bytes_by_type, 1) + SAMPLED_VALUE_S * model.vocabulary + TOKEN_S
+def output_s(cpu: CpuProfile, processor: CpuProfile | GpuProfile, model: ModelProfile) -> float:
+    """Seconds from the last hidden state to a token; prefill wants the logits of one row only (paper: part of kappa).
+
+    ``processor`` has the output matrix; the ``cpu`` draws the token and tells it.
+    """
+    return weights_s(processor.speeds, model.output_bytes_by_type, 1) + cpu.value_s * model.vocabulary + cpu.token_s
 
 
 def hop_s(link: LinkProfile, rows: float, width: int) -> float:

@@ -17,9 +17,6 @@ from halda.profile import DeviceProfile, LayerProfile, Limits, LinkProfile, Mode
 DEFAULT_ROUND_TRIP_S: Final = 0.002
 DEFAULT_LINK_BYTES_PER_S: Final = 100e6
 """What a link is taken for that was not measured: a home network of 1 Gbit/s."""
-SAME_HOST_WAKE_S: Final = 0.0004
-"""What a hop between two processes of one machine costs besides the link: the compute threads of the next one are woken on
-cores that the last one has just used. (Measured: about 0.7 ms a hop in all, of which the link takes 0.3.)"""
 NO_LIMITS: Final = Limits()
 
 
@@ -201,7 +198,7 @@ class Instance:
         return logits + (cost.RING_HEAD_BYTES if windows > 1 else cost.VOCABULARY_BYTES * self.model.vocabulary)
 
     def link(self, source: int, target: int) -> LinkProfile:
-        """The link between two members; on one machine with what it costs to change between processes."""
+        """The link between two members; on one machine with what it costs that the cores change between processes."""
         here, there = self.devices[source], self.devices[target]
         found = self.links.get((here.device, there.device)) or LinkProfile(
             source=here.device,
@@ -212,7 +209,7 @@ class Instance:
         )
         if here.host != there.host:
             return found
-        return replace(found, round_trip_s=found.round_trip_s + 2 * SAME_HOST_WAKE_S)
+        return replace(found, round_trip_s=found.round_trip_s + 2 * there.cpu.wake_s)
 
     @cached_property
     def hops_s(self) -> list[list[float]]:
@@ -282,8 +279,8 @@ class Instance:
             ram_limit=_least(device.ram_available_bytes, limits.ram_bytes),
             vram_limit=_least(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
             disk_limit=_least(device.disk.free_bytes, limits.disk_bytes),
-            cpu_output_s=cost.output_s(device.cpu, model),
-            gpu_output_s=cost.output_s(gpu, model) if gpu is not None else 0.0,
+            cpu_output_s=cost.output_s(device.cpu, device.cpu, model),
+            gpu_output_s=cost.output_s(device.cpu, gpu, model) if gpu is not None else 0.0,
             ahead_steps=streaming.ahead_steps(model, max(decode.cpu), device.disk.prefetch_bytes_per_s),
         )
 

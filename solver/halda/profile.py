@@ -23,13 +23,29 @@ KV_BLOCK: Final = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowSpeed:
+    """Bytes of weights a second with so many ``rows``, between one and ``PREFILL_ROWS``."""
+
+    rows: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WidthCost:
+    """What one row of a layer of ``weights`` takes of each byte, over what the rates say, which hold for middling layers."""
+
+    weights: int
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TypeSpeed:
     """How fast weights of one quantisation type are computed, as measured on windows of llama.cpp layers.
 
     ``decode_bytes_per_s``: bytes of weights a second with 1 row; ``batch_bytes_per_s``: with ``BATCH_ROWS`` rows;
     ``prefill_flop_per_s``: 2 FLOP a weight and row, with ``PREFILL_ROWS`` rows. ``extra_buffers``: whether these figures
     hold with llama.cpp's repacked or AMX copies. The spreads are (largest - smallest) / median of the runs, 0 where
-    nothing was measured.
+    nothing was measured. ``rows`` are more counts of rows; without them costs lie on straight lines between the three.
     """
 
     type: str
@@ -39,6 +55,7 @@ class TypeSpeed:
     extra_buffers: bool
     decode_spread: float
     prefill_spread: float
+    rows: tuple[RowSpeed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +63,9 @@ class CpuProfile:
     """The processor. ``threads`` and ``batch_threads`` are the counts that the speeds hold for (decode, prefill).
 
     ``step_s`` is what a window costs a step besides its layers, ``layer_s`` what a layer costs a step besides its bytes.
+    ``token_s`` is what a head does for a token besides computing it (plan the step, draw, tell the daemon), ``value_s`` more
+    for each token of the vocabulary. ``wake_s`` is what it costs that the cores computed for another process just before:
+    of use only where devices share a machine. ``widths`` corrects the rates for layers of other sizes.
     """
 
     name: str
@@ -55,6 +75,10 @@ class CpuProfile:
     step_s: float
     layer_s: float
     speeds: tuple[TypeSpeed, ...]
+    token_s: float = 0.00025
+    value_s: float = 1.2e-9
+    wake_s: float = 0.0004
+    widths: tuple[WidthCost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

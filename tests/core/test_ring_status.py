@@ -232,7 +232,10 @@ def test_the_body_without_a_ring():
 
 
 def streams(stall_s: float = 0.0, read_bytes: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(streamer=SimpleNamespace(stall_s=stall_s, read_bytes=read_bytes))
+    residency = SimpleNamespace(streams=read_bytes > 0)
+    return SimpleNamespace(
+        streamer=SimpleNamespace(stall_s=stall_s, read_bytes=read_bytes, residency=residency, experts=None)
+    )
 
 
 def test_a_token_costs_what_its_windows_do_one_beside_the_other():
@@ -250,7 +253,7 @@ def test_a_token_costs_what_its_windows_do_one_beside_the_other():
 
 def test_waiting_for_the_disk_is_no_computing():
     meter = Meter()
-    for token in (1, 2):
+    for token in (40, 41, 42):
         meter.computed(1, 1, 0.5, streams(0.25 * token, 600 * token))
     decode = meter.decode()
     assert (decode.compute_s, decode.stall_s, decode.read_bytes) == (0.25, 0.25, 600)

@@ -316,16 +316,18 @@ def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(la
         await here.daemon._planner.foreseeing
         as_measured = here.solver.step_s
         ring.says = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
-        stream, request = await here.stream(ring)
-        ring.finish(request, LEAST_TOKENS)
-        await stream.ends()
-        await here.daemon._rings._learner
+        answers = 5  # until what they took is certain
+        for _ in range(answers):
+            stream, request = await here.stream(ring)
+            ring.finish(request, LEAST_TOKENS)
+            await stream.ends()
+            await here.daemon._rings._learner
         assert ring.measured.wrong.device == "nas"
         assert "most wrong is computing on nas: 60.0 ms, not 30.0 ms" in caplog.text
         assert await here.says("nas: its figures are corrected; looking for a better plan")
         await here.solver.wait(lambda: here.solver.asked == [("desk", "nas")] * 2)
         assert here.solver.step_s["desk"] == as_measured["desk"]
-        assert here.solver.step_s["nas"] == pytest.approx(1.5 * as_measured["nas"])
+        assert here.solver.step_s["nas"] == pytest.approx(1.9375 * as_measured["nas"])
 
     run(lab, test)
 

@@ -475,6 +475,24 @@ def test_the_next_epoch_goes_on_with_the_same_workers_and_another_head(model, wi
         assert finished.completion_tokens == 9
 
 
+def test_every_device_tells_what_a_token_costs_it_and_the_head_how_long_one_takes(windows, head_windows):
+    with ExitStack() as stack:
+        worker, opened = stack.enter_context(started(opening_of_two()))
+        head, head_opened = stack.enter_context(started(a_head()))
+        link([(head, head_opened), (worker, opened)])
+        head.expect(Serving)
+        assert head.status().decode.token_s is None, "nobody has asked anything"
+        answer(head, generate(1, [1, 2, 3], tokens=9))
+        ours, theirs = head.status(), worker.status()
+        assert ours.decode.tokens == theirs.decode.tokens == 8, "all but the first, which ends the prompt"
+        assert ours.decode.token_s > 0
+        assert theirs.decode.token_s is None
+        for each in (ours, theirs):
+            assert 0 < each.decode.compute_s <= each.compute_s
+            assert (each.decode.stall_s, each.decode.read_bytes) == (0, 0)
+        assert ours.rows == 2 * (1 + 3 + 8), "the head has two windows"
+
+
 def test_a_head_alone_drains_and_has_no_ring(model, head_windows):
     with started(a_head(route=1)) as (head, opened):
         assert opened == Opened("", "")

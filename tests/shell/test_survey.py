@@ -9,6 +9,7 @@ import pytest
 from primad.errors import ClusterError
 from primad.head import survey as survey_module
 from primad.head import worker_link as worker_link_module
+from primad.head.corrections import Corrections, DeviceFactors, stamp_of
 from primad.head.survey import survey
 from primad.network.peer import Peer
 from primad.settings.config import load_config
@@ -131,6 +132,19 @@ def test_this_device_comes_first_and_the_others_are_let_go(around, tmp_path):
     assert around.knocks == [(2, {key_of("b")}), (1, {key_of("a")})], "each by its own key"
     assert around.introduced == {"a": {"b"}, "b": {"a"}}
     assert not lines.said
+
+
+def test_what_the_answers_of_a_head_here_taught_is_planned_with(around, tmp_path, monkeypatch):
+    slow = DeviceFactors(stamp=stamp_of(device("a")), disk=2.0)
+    known = Corrections(devices={"a": slow}, links={("me", "a"): 1.5})
+    monkeypatch.setattr(survey_module, "read_corrections", {tmp_path: known}.__getitem__)
+    around.sight += [peer("a", 1)]
+    around.answers.update({1: "a"})
+    found = survey(config(tmp_path), 0.1, Lines())
+    assert found.devices == (device("me"), known.apply(device("a")))
+    assert found.links == (known.apply_link(link("me", "a")),)
+    assert found.links[0] != link("me", "a")
+    assert found.devices[1] != device("a")
 
 
 def test_a_device_that_is_not_paired_is_left_out_and_not_spoken_to(around, tmp_path):

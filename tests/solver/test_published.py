@@ -20,7 +20,6 @@ from halda import (
     TypeSpeed,
     Workload,
 )
-from halda.cost import SAMPLED_VALUE_S, TOKEN_S
 from halda.evaluate import evaluate
 from halda.instance import instance
 from halda_research.published import PublishedPlan, solve_published
@@ -111,7 +110,8 @@ def published(*devices: DeviceProfile, of: ModelProfile, limits: dict[str, Limit
     return solve_published(devices, links(list(devices)), of, WORK, limits=limits)
 
 
-OUTPUT_S = 0.1 + 100 * SAMPLED_VALUE_S + TOKEN_S
+DRAW_S = 100 * device("a").cpu.value_s + device("a").cpu.token_s
+OUTPUT_S = 0.1 + DRAW_S
 ROW_BYTES = 1000
 
 
@@ -131,7 +131,7 @@ def test_gpu_layers_are_as_many_as_its_memory_holds() -> None:
 def test_a_device_alone_with_room_for_all_has_the_output_on_its_gpu() -> None:
     answer = published(with_gpu(device("a"), 6 * GB), of=model(4))
     assert answer.plan.output_on_gpu
-    assert answer.predicted_s == pytest.approx(5 * 0.01 + 100 * SAMPLED_VALUE_S + TOKEN_S + ROW_BYTES / GB)
+    assert answer.predicted_s == pytest.approx(5 * 0.01 + DRAW_S + ROW_BYTES / GB)
 
 
 def test_an_overloaded_device_reads_what_its_memory_lacks_from_disk() -> None:

@@ -1,0 +1,95 @@
+"""What a token costs besides computing it, and rows and widths: with fakes, and once in real children."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from halda import RowSpeed
+from primad.errors import EngineError
+from primad.profiler.beside import FEWEST_TURNS, VOCABULARIES, head_costs, measure_wake
+from primad.profiler.effort import Budget
+from primad.profiler.speeds import with_rows_of
+from primad.profiler.synthetic import LayerShape, write_window
+from primad.profiler.trial import HeadTimes, HoldWindow, Stepped, TimeHead
+from primad.profiler.trials import child_trials
+from tests.fakes.profile import speeds
+
+MAIN, OTHER, *_ = speeds(1e10, 1e11)
+
+
+class Cores:
+    """Two processes on the same cores: who computes after the other takes longer."""
+
+    def __init__(self, wake_s: float) -> None:
+        self.wake_s = wake_s
+        self.last: object = None
+
+    def computed(self, who: object) -> Stepped:
+        more = 0.0 if self.last is who else self.wake_s
+        self.last = who
+        return Stepped(0.01 + more)
+
+
+class Process:
+    """A child on ``cores``."""
+
+    def __init__(self, cores: Cores) -> None:
+        self.cores = cores
+
+    def hold(self, task: HoldWindow) -> Stepped | str:
+        return self.cores.computed(self)
+
+    def step(self) -> Stepped | str:
+        return self.cores.computed(self)
+
+
+@pytest.mark.parametrize("wake_s", [0.0, 0.0005])
+def test_what_waking_costs_is_what_steps_take_longer_after_another_process(tmp_path, wake_s):
+    cores = Cores(wake_s)
+    found = measure_wake(tmp_path, Process(cores), Process(cores), 2, 1, Budget(0.0))
+    assert found == pytest.approx(wake_s)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_child_that_ends_is_one_clear_error(tmp_path):
+    class Dead(Process):
+        def step(self) -> str:
+            return "a trial ended with code -9"
+
+    cores = Cores(0.0)
+    with pytest.raises(EngineError, match="ended with code -9"):
+        measure_wake(tmp_path, Dead(cores), Process(cores), 2, 1, Budget(0.0))
+
+
+def test_a_token_costs_the_same_and_more_for_each_of_the_vocabulary():
+    few, many = VOCABULARIES
+    assert head_costs((3e-4 + few * 1e-9, 3e-4 + many * 1e-9)) == pytest.approx((3e-4, 1e-9))
+    assert min(head_costs((5e-4, 1e-4))) > 0
+
+
+def test_another_type_has_the_rows_of_the_main_one_in_its_own_measure():
+    main = replace(MAIN, decode_bytes_per_s=8e9, batch_bytes_per_s=2e9)
+    between = 1 / (0.5 / 8e9 + 0.5 / 2e9)
+    main = replace(main, rows=(RowSpeed(rows=4, bytes_per_s=between), RowSpeed(rows=16, bytes_per_s=1e9)))
+    other = with_rows_of(main, replace(OTHER, decode_bytes_per_s=4e9, batch_bytes_per_s=1e9))
+    assert [(at.rows, 1 / at.bytes_per_s) for at in other.rows] == [
+        (4, pytest.approx(0.5 / 4e9 + 0.5 / 1e9)),
+        (16, pytest.approx(2 / 1e9)),
+    ]
+    assert all(a.bytes_per_s > b.bytes_per_s for a, b in pairwise(other.rows))
+
+
+def test_children_hold_windows_and_time_a_head(tmp_path):
+    shape = LayerShape(width=256, feed_forward=512, heads=4, heads_kv=2)
+    task = HoldWindow(window=write_window(tmp_path, shape, "Q4_K", 1, 0), width=shape.width, threads=1)
+    with child_trials(1) as one:
+        for answer in (one.hold(task), one.step()):
+            assert isinstance(answer, Stepped), answer
+            assert answer.seconds > 0
+        head = one.head(TimeHead(vocabulary=300, tokens=20, sweep_bytes=8, seconds=0.0))
+        assert isinstance(head, HeadTimes), head
+        assert len(head.token_s) >= FEWEST_TURNS
+        assert min(head.token_s) > 0

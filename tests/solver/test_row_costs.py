@@ -1,0 +1,56 @@
+"""C(b): what b rows of a layer cost, between and beyond what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halda import CpuProfile, LayerProfile, RowSpeed, TypeSpeed, WidthCost
+from halda.cost import layer_s, seconds_per_byte, width_ratio
+from tests.fakes.planning import model
+
+RATES = st.floats(1e8, 1e11)
+SPEED = TypeSpeed(
+    type="Q4_K",
+    decode_bytes_per_s=1e10,
+    batch_bytes_per_s=2e9,
+    prefill_flop_per_s=1e11,
+    extra_buffers=False,
+    decode_spread=0.0,
+    prefill_spread=0.0,
+)
+CPU = CpuProfile(name="a cpu", cores=1, threads=1, batch_threads=1, step_s=0, layer_s=1e-5, speeds=(SPEED,))
+LAYER = LayerProfile(bytes_by_type={"Q4_K": 9_000_000}, expert_bytes_by_type={}, kv_bytes_per_token=1024)
+
+
+@given(
+    rates=st.lists(RATES, min_size=5, max_size=5),
+    flop=st.floats(1e9, 1e13),
+    ratio=st.floats(0.5, 2.0),
+    rows=st.lists(st.integers(1, 2048), min_size=2, max_size=2),
+)
+def test_more_rows_never_cost_less(rates, flop, ratio, rows):
+    one, batch, *more = rates
+    between = tuple(RowSpeed(rows=n, bytes_per_s=rate) for n, rate in zip((2, 4, 16), more, strict=True))
+    speed = replace(SPEED, decode_bytes_per_s=one, batch_bytes_per_s=batch, prefill_flop_per_s=flop, rows=between)
+    cpu = replace(CPU, speeds=(speed,), widths=(WidthCost(weights=10**7, ratio=ratio),))
+    few, many = (layer_s(cpu, 1e10, LAYER, model(), n, 64, "f16") for n in sorted(rows))
+    assert few <= many * (1 + 1e-9)
+
+
+def test_what_was_measured_is_what_it_costs():
+    between = (RowSpeed(rows=2, bytes_per_s=8e9), RowSpeed(rows=4, bytes_per_s=5e9), RowSpeed(rows=16, bytes_per_s=1e9))
+    speed = replace(SPEED, rows=between)
+    found = [1 / seconds_per_byte(speed, rows) for rows in (1, 2, 4, 8, 16)]
+    assert found == pytest.approx([1e10, 8e9, 5e9, 2e9, 1e9])
+    assert seconds_per_byte(speed, 3) == pytest.approx((1 / 8e9 + 1 / 5e9) / 2)
+
+
+def test_layers_of_other_sizes_cost_what_lies_between_those_measured():
+    widths = (WidthCost(weights=10**8, ratio=1.2), WidthCost(weights=10**6, ratio=1.0))
+    assert [width_ratio(widths, n) for n in (10, 10**6, 10**7, 10**8, 10**12)] == pytest.approx([1, 1, 1.1, 1.2, 1.2])
+    assert width_ratio((), 10**7) == 1
+    assert width_ratio(widths, 0) == 1
