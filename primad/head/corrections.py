@@ -28,6 +28,8 @@ OFF: Final = 0.25
 """A plan that is off by more is told of."""
 _LEAST_SHARE: Final = 0.05
 """Of a token: what took less, and was to take less, says nothing of how fast anything is."""
+_FEW_ROWS: Final = 16
+"""What is learnt of one row counts for so many; more are a prompt's."""
 Pair = tuple[str, str]
 TermKind = Literal["compute", "disk", "hops"]
 
@@ -256,7 +258,12 @@ def _clean(status: Status | None) -> DecodeStatus | None:
 
 def _slower(cpu: CpuProfile, factor: float) -> CpuProfile:
     return replace(
-        cpu, step_s=cpu.step_s * factor, layer_s=cpu.layer_s * factor, speeds=_slower_speeds(cpu.speeds, factor)
+        cpu,
+        step_s=cpu.step_s * factor,
+        layer_s=cpu.layer_s * factor,
+        token_s=cpu.token_s * factor,
+        value_s=cpu.value_s * factor,
+        speeds=_slower_speeds(cpu.speeds, factor),
     )
 
 
@@ -277,6 +284,10 @@ def _slower_speeds(speeds: tuple[TypeSpeed, ...], factor: float) -> tuple[TypeSp
             speed,
             decode_bytes_per_s=speed.decode_bytes_per_s / factor,
             batch_bytes_per_s=speed.batch_bytes_per_s / factor,
+            rows=tuple(
+                replace(each, bytes_per_s=each.bytes_per_s / factor) if each.rows <= _FEW_ROWS else each
+                for each in speed.rows
+            ),
         )
         for speed in speeds
     )

@@ -195,7 +195,7 @@ class HeadDaemon:
         """Measure this device better when it is idle; plans from then on know."""
         if await self._profile.refine():
             self._planner.forget()
-            self.post(types.DeviceCorrected(self._config.name))
+            self.post(types.DevicesCorrected(frozenset({self._config.name})))
 
     async def _memory_recovered(self, _: int) -> None:
         """This device was short of memory and has room again."""

@@ -187,8 +187,7 @@ class Rings:
         changed = self._learning.worth_a_plan(epoch, promise)
         if changed:
             self._foresee(epoch)
-        for device in changed:
-            self._core.post(types.DeviceCorrected(device))
+            self._core.post(types.DevicesCorrected(frozenset(changed)))
 
     def broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
         """A ring broke, while it was formed or later."""

@@ -319,7 +319,7 @@ class WorkerLink:
                     self._post(types.DeviceMemoryRecovered(self.name))
             case Remeasured(profile=profile) if with_speeds(self.profile, profile) != self.profile:
                 self.profile = with_speeds(self.profile, profile)
-                self._post(types.DeviceCorrected(self.name))
+                self._post(types.DevicesCorrected(frozenset({self.name})))
             case LinksMeasured(links=links):
                 if self._links is not None and not self._links.done():
                     self._links.set_result(links)

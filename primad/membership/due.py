@@ -183,7 +183,7 @@ def _attempt(state: State, now: float, effects: list[Effect]) -> State:
         instead, state = state.serving.epoch, replace(state, recover_at_s=now + RELIEVE_S)
     attempt = Attempt(epoch=epoch, why=why, candidates=candidates)
     if why is Purpose.GAIN and (state.memory_recovered or state.corrected):
-        reasons = {"there is memory again": state.memory_recovered, "its figures are corrected": state.corrected}
+        reasons = {"there is memory again": state.memory_recovered, "figures are corrected": state.corrected}
         for reason, devices in reasons.items():
             if devices:
                 effects.append(SayLine(f"{', '.join(sorted(devices))}: {reason}; looking for a better plan"))

@@ -44,12 +44,12 @@ from primad.membership.transitions import (
 from primad.membership.types import (
     Attempt,
     Device,
-    DeviceCorrected,
     DeviceLeaving,
     DeviceMemoryLow,
     DeviceMemoryRecovered,
     DevicePhase,
     DeviceRefused,
+    DevicesCorrected,
     Drop,
     Effect,
     Event,
@@ -129,8 +129,8 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
             return _pressed(state, device)
         case DeviceMemoryRecovered(device):
             return _memory_recovered(state, device)
-        case DeviceCorrected(device):
-            return _corrected(state, device)
+        case DevicesCorrected(devices):
+            return _corrected(state, devices)
         case Solved():
             return _solved(state, event, effects)
         case NoPlan(epoch, reason):
@@ -267,15 +267,11 @@ def _memory_recovered(state: State, name: str) -> State:
     return replace(state, memory_recovered=state.memory_recovered | {name})
 
 
-def _corrected(state: State, name: str) -> State:
+def _corrected(state: State, names: frozenset[str]) -> State:
     """A head that is alone has nothing to plan anew with."""
-    if (
-        state.serving is None
-        or name not in state.devices.keys() | {state.settings.head}
-        or not state.serving.candidates
-    ):
+    if state.serving is None or not state.serving.candidates:
         return state
-    return replace(state, corrected=state.corrected | {name})
+    return replace(state, corrected=state.corrected | (names & (state.devices.keys() | {state.settings.head})))
 
 
 # ---- attempts and rings ---------------------------------------------------------------------------------------------

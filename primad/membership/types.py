@@ -247,10 +247,10 @@ class DeviceMemoryRecovered:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceCorrected:
-    """Other figures of a worker or of the head itself are known than plans had; those from now on have them."""
+class DevicesCorrected:
+    """Other figures of workers or of the head itself are known than plans had; those from now on have them."""
 
-    device: str
+    devices: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ Event = (
     | DeviceLeaving
     | DeviceMemoryLow
     | DeviceMemoryRecovered
-    | DeviceCorrected
+    | DevicesCorrected
     | Solved
     | NoPlan
     | Formed

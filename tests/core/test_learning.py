@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halda import DevicePrediction, DeviceProfile, Plan, Prediction, Window, Workload
+from halda import DevicePrediction, DeviceProfile, Plan, Prediction, RowSpeed, Window, Workload
 from primad.api.status import AnswerFigures, wrong_line
 from primad.head.corrections import (
     LEAST,
@@ -145,6 +145,18 @@ def test_a_slow_device_is_planned_with_slower_from_then_on():
     assert after.cpu.speeds[0].prefill_flop_per_s == before.cpu.speeds[0].prefill_flop_per_s
     assert (after.disk, after.ram_available_bytes) == (before.disk, before.ram_available_bytes)
     assert known.apply(PROFILES[0]) == PROFILES[0]
+
+
+def test_a_few_rows_are_corrected_with_one_and_those_of_prompts_are_not():
+    rows = tuple(RowSpeed(rows=count, bytes_per_s=1e9) for count in (2, 16, 64))
+    cpu = PROFILES[0].cpu
+    measured = dataclasses.replace(
+        PROFILES[0], cpu=dataclasses.replace(cpu, speeds=(dataclasses.replace(cpu.speeds[0], rows=rows),))
+    )
+    known = Corrections(devices={"desk": DeviceFactors(stamp=stamp_of(measured), compute=2.0)})
+    after = known.apply(measured).cpu
+    assert [each.bytes_per_s for each in after.speeds[0].rows] == [5e8, 5e8, 1e9]
+    assert (after.token_s, after.value_s, after.wake_s) == (2 * cpu.token_s, 2 * cpu.value_s, cpu.wake_s)
 
 
 def test_what_a_plan_was_made_with_is_not_corrected_twice():

@@ -928,8 +928,8 @@ def test_a_ring_that_breaks_is_formed_with_what_everybody_has_now():
 @pytest.mark.parametrize("name", ["ada", "head"])
 def test_when_figures_are_corrected_a_plan_that_gains_enough_is_taken(name):
     shell = serving("ada", "bo")
-    assert shell.tell(m.DeviceCorrected(name)) == [
-        m.SayLine(f"{name}: its figures are corrected; looking for a better plan"),
+    assert shell.tell(m.DevicesCorrected(frozenset({name}))) == [
+        m.SayLine(f"{name}: figures are corrected; looking for a better plan"),
         m.Solve(2, frozenset({"ada", "bo"})),
     ]
     assert solve(shell, value=0.5) == [m.Form(2)]
@@ -940,16 +940,16 @@ def test_when_figures_are_corrected_a_plan_that_gains_enough_is_taken(name):
 @pytest.mark.parametrize(("value", "is_taken"), [(1.75, True), (1.85, False)])
 def test_a_plan_is_better_than_what_serves_is_known_to_take_now(value, is_taken):
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceCorrected("ada"))
+    shell.tell(m.DevicesCorrected(frozenset({"ada"})))
     told = acts(shell.tell(m.Solved(2, frozenset({"bo"}), value, serving_value=2.0)))
     assert told == ([m.Form(2)] if is_taken else [m.Abandon(2)])
 
 
 def test_better_plans_are_not_looked_for_after_each_answer():
     shell = serving("ada")
-    shell.tell(m.DeviceCorrected("ada"))
+    shell.tell(m.DevicesCorrected(frozenset({"ada"})))
     solve(shell, value=1.0)
-    assert acts(shell.tell(m.DeviceCorrected("ada"))) == []
+    assert acts(shell.tell(m.DevicesCorrected(frozenset({"ada"})))) == []
     assert live(shell, REGAIN_S - 0.5, "ada") == []
     assert solves(live(shell, 1.0, "ada")) == [{"ada"}]
     solve(shell, value=1.0)
@@ -958,17 +958,17 @@ def test_better_plans_are_not_looked_for_after_each_answer():
 
 def test_figures_of_nobody_or_of_a_head_alone_are_no_reason():
     shell = serving("ada")
-    assert shell.tell(m.DeviceCorrected("nobody")) == []
+    assert shell.tell(m.DevicesCorrected(frozenset({"nobody"}))) == []
     alone = head(solo=True)
     solve(alone)
     form(alone)
-    assert acts(alone.tell(m.DeviceCorrected("head"))) == []
+    assert acts(alone.tell(m.DevicesCorrected(frozenset({"head"})))) == []
     assert live(alone, 1000.0) == []
 
 
 def test_a_plan_for_corrected_figures_that_breaks_by_somebodys_fault_is_tried_again():
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceCorrected("ada"))
+    shell.tell(m.DevicesCorrected(frozenset({"ada"})))
     solve(shell, value=0.5)
     assert broken(shell, "bo") == [m.Abandon(2)]
     assert shell.state.corrected == {"ada"}
@@ -977,9 +977,9 @@ def test_a_plan_for_corrected_figures_that_breaks_by_somebodys_fault_is_tried_ag
 
 def test_corrected_figures_of_a_device_that_is_lost_are_no_reason():
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceCorrected("bo"))
+    shell.tell(m.DevicesCorrected(frozenset({"bo"})))
     solve(shell, value=1.0)
-    shell.tell(m.DeviceCorrected("ada"))
+    shell.tell(m.DevicesCorrected(frozenset({"ada"})))
     shell.tell(m.Lost("ada", "unplugged"))
     solve(shell)
     form(shell)

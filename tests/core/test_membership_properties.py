@@ -261,7 +261,7 @@ events = st.one_of(
     st.builds(m.DeviceLeaving, names, reasons),
     st.builds(m.DeviceMemoryLow, st.one_of(names, st.just("head"))),
     st.builds(m.DeviceMemoryRecovered, st.one_of(names, st.just("head"))),
-    st.builds(m.DeviceCorrected, st.one_of(names, st.just("head"))),
+    st.builds(m.DevicesCorrected, st.frozensets(st.one_of(names, st.just("head")))),
     st.builds(m.Solved, epochs, subsets, values),
     st.builds(m.NoPlan, epochs, reasons),
     st.builds(m.Formed, epochs),

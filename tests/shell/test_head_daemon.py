@@ -324,7 +324,7 @@ def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(la
             await here.daemon._rings._learner
         assert ring.measured.wrong.device == "nas"
         assert "most wrong is computing on nas: 60.0 ms, not 30.0 ms" in caplog.text
-        assert await here.says("nas: its figures are corrected; looking for a better plan")
+        assert await here.says("nas: figures are corrected; looking for a better plan")
         await here.solver.wait(lambda: here.solver.asked == [("desk", "nas")] * 2)
         assert here.solver.step_s["desk"] == as_measured["desk"]
         assert here.solver.step_s["nas"] == pytest.approx(1.9375 * as_measured["nas"])
@@ -338,7 +338,7 @@ def test_a_head_that_was_measured_better_looks_for_a_better_plan(lab):
         here.start()
         await here.serves("nas")
         here.profile.refined.set()
-        assert await here.says("desk: its figures are corrected; looking for a better plan")
+        assert await here.says("desk: figures are corrected; looking for a better plan")
         await here.solver.wait(lambda: here.solver.asked == [("desk", "nas")] * 2)
 
     run(lab, test)

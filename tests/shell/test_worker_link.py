@@ -78,8 +78,8 @@ class Heard:
                 self.roomy.append(device)
             case types.DeviceMemoryLow(device):
                 self.short.append(device)
-            case types.DeviceCorrected(device):
-                self.better.append(device)
+            case types.DevicesCorrected(devices):
+                self.better += devices
             case _:
                 raise AssertionError(event)
         self.news.set()
