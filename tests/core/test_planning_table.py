@@ -95,10 +95,10 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
 def test_what_is_read_from_disk_is_shown_where_something_is():
     slow = explain(ask(Wishes(), (device("desk", ram=2 * GB, disk=1e9),), (), model()))
     text = shown(slow)
-    for words in ("slots", "disk", "stall", "layers: ", "read a token", "by the slowest disk, of which it waits"):
+    for words in ("ahead", "disk", "stall", "layers: ", "read a token", "by the slowest disk, of which it waits"):
         assert words in text, words
     fast = shown(explain(ask(Wishes(), (device("desk", ram=20 * GB),), (), model())))
-    for words in ("slots", "disk", "stall"):
+    for words in ("ahead", "disk", "stall"):
         assert words not in fast, words
     least = explain(ask(Wishes(), (device("desk", ram=9 * GB // 8),), (), model()))
     assert "20 + output" in shown(least)

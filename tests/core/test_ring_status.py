@@ -26,15 +26,15 @@ PLAN = Plan(
     ),
     output_on_gpu=False,
     streaming=(
-        Streaming(device="desk", layers=(2, 3, 12), slots=2),
-        Streaming(device="lap", layers=(6, 8, 16), slots=2),
+        Streaming(device="desk", streamed_bytes=300, ahead_bytes=200),
+        Streaming(device="lap", streamed_bytes=300, ahead_bytes=200),
     ),
     left_out=(),
 )
 
 
 MODEL = dataclasses.replace(model(layers=25, layer_bytes=100), output_bytes_by_type={"Q4_K": 100})
-KEPT = assignments(PLAN, MODEL, None)
+KEPT = assignments(PLAN, MODEL)
 
 
 def predicted(device: str, **figures: float) -> DevicePrediction:
@@ -43,8 +43,8 @@ def predicted(device: str, **figures: float) -> DevicePrediction:
     return DevicePrediction(**fields | {"device": device})
 
 
-LAP = predicted("lap", layers=10, slots=2, ram_bytes=900, disk_bytes_per_token=300, stall_s=0.02)
-DESK = predicted("desk", layers=15, slots=3, ram_bytes=800, disk_bytes_per_token=50, stall_s=0.01)
+LAP = predicted("lap", layers=10, ahead_bytes=200, ram_bytes=900, disk_bytes_per_token=300, stall_s=0.02)
+DESK = predicted("desk", layers=15, ahead_bytes=250, ram_bytes=800, disk_bytes_per_token=50, stall_s=0.01)
 PREDICTION = Prediction(
     tpot_s=0.25,
     ttft_s=2.0,
@@ -65,7 +65,7 @@ def memory(read_bytes: int = 0, stall_s: float = 0.0, pressure: str = "calm") ->
         resident=7,
         streamed=3,
         streams_output=False,
-        slots=2,
+        ahead_bytes=200,
         resident_bytes=700,
         streamed_bytes=300,
         read_bytes=read_bytes,
@@ -132,7 +132,7 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
         resident=7,
         streamed=3,
         streams_output=False,
-        slots=2,
+        ahead_bytes=200,
         resident_bytes=700,
         streamed_bytes=300,
         read_bytes=6000,
@@ -144,8 +144,7 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
     assert found.predicted == PlannedFigures(
         resident=7,
         streamed=3,
-        streams_output=False,
-        slots=6,
+        ahead_bytes=200,
         ram_bytes=900,
         bytes_read_per_token=300,
         stall_ms_per_token=20,
@@ -156,16 +155,16 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
 
 
 def test_the_output_matrix_is_no_layer():
-    """It streams when all layers do; a ring process tells it apart as well."""
-    units = Streaming(device="desk", layers=(*range(5), *range(10, 15), *range(20, 26)), slots=2)
-    kept = assignments(dataclasses.replace(PLAN, streaming=(units,)), MODEL, None)["desk"]
+    """It streams only where memory pressure asks for it; a ring process tells it apart, and no plan counts it."""
+    units = Streaming(device="desk", streamed_bytes=1500, ahead_bytes=200)
+    kept = assignments(dataclasses.replace(PLAN, streaming=(units,)), MODEL)["desk"]
     said = status(3, msgspec.structs.replace(memory(), streams_output=True))
     found = device_status(PLAN, PREDICTION, kept, "desk", said, Costs(), daemon_rss_bytes=0)
-    assert (found.predicted.resident, found.predicted.streamed, found.predicted.streams_output) == (0, 15, True)
+    assert (found.predicted.resident, found.predicted.streamed) == (0, 15)
     assert (found.memory.resident, found.memory.streamed, found.memory.streams_output) == (7, 3, True)
-    kept = assignments(dataclasses.replace(PLAN, streaming=()), MODEL, None)["desk"]
+    kept = assignments(dataclasses.replace(PLAN, streaming=()), MODEL)["desk"]
     found = device_status(PLAN, PREDICTION, kept, "desk", None, Costs(), daemon_rss_bytes=0)
-    assert (found.predicted.resident, found.predicted.streamed, found.predicted.streams_output) == (15, 0, False)
+    assert (found.predicted.resident, found.predicted.streamed) == (15, 0)
 
 
 def test_what_is_not_known_is_null():
@@ -183,7 +182,7 @@ def test_who_holds_copies_of_all_its_weights_streams_and_reads_nothing():
     streams = Streams([StreamedWindow(index=1, assignment=window, units=None)], ahead_bytes=0, lock=False, usage=None)
     said = Meter().status(0, streams)
     figures = device_status(PLAN, None, KEPT["desk"], "desk", said, Costs(), daemon_rss_bytes=0).memory
-    assert (figures.resident, figures.streamed, figures.slots, figures.streams_output) == (4, 0, 0, False)
+    assert (figures.resident, figures.streamed, figures.ahead_bytes, figures.streams_output) == (4, 0, 0, False)
     assert (figures.resident_bytes, figures.streamed_bytes, figures.read_bytes, figures.stall_s) == (400, 0, 0, 0)
 
 
@@ -275,10 +274,10 @@ def test_the_time_of_a_token_is_that_between_two_of_one_answer():
 
 
 def test_the_owner_is_told_who_streams():
-    units = Streaming(device="desk", layers=(*range(5), *range(10, 15), *range(20, 26)), slots=2)
+    units = Streaming(device="desk", streamed_bytes=1500, ahead_bytes=200)
     plan = dataclasses.replace(PLAN, streaming=(units,))
-    assert plan_lines(plan, assignments(plan, MODEL, None)) == [
-        "desk: 15 layers (0-4, 10-14, 20-24), 15 of them and the output matrix streamed",
+    assert plan_lines(plan, assignments(plan, MODEL)) == [
+        "desk: 15 layers (0-4, 10-14, 20-24), 15 of them streamed",
         "lap: 10 layers (5-9, 15-19)",
     ]
     assert plan_lines(PLAN, KEPT) == [

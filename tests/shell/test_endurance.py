@@ -78,7 +78,7 @@ def status(steps: int, read_bytes: int, stall_s: float) -> Status:
         resident=20,
         streamed=8,
         streams_output=False,
-        slots=2,
+        ahead_bytes=2,
         resident_bytes=0,
         streamed_bytes=0,
         read_bytes=read_bytes,

@@ -178,7 +178,7 @@ def test_what_a_device_says():
         "resident_layers": 23,
         "streamed_layers": 3,
         "streams_output": 0,
-        "slots": 2,
+        "ahead_bytes": 2e8,
         "resident_bytes": 2.3e9,
         "streamed_bytes": 3e8,
         "read_bytes_total": 1.2e10,

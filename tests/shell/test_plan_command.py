@@ -64,7 +64,7 @@ def test_json_keeps_its_schema(plan):
     assert answer.schema == schema.SCHEMA
     content = json.loads(out)
     assert {"rounds", "devices", "left_out", "predicted"} <= set(content)
-    assert {"name", "windows", "layers", "gpu_layers", "resident_layers", "streamed_layers"} <= set(
+    assert {"name", "windows", "layers", "gpu_layers", "resident_layers", "streamed_layers", "ahead_bytes"} <= set(
         content["devices"][0]
     )
     assert {"tpot_ms", "ttft_ms", "tokens_per_s", "bottleneck"} <= set(content["predicted"])

@@ -79,7 +79,7 @@ def test_all_windows_together_keep_what_they_are_assigned_and_say_it(tmp_path, s
         assert residency.read_bytes in (residency.streamed_bytes, 0 if residency.streamed_bytes <= LAYER else None)
         said = Meter().status(0, streams).memory
         assert (said.streamed, said.resident, said.streams_output) == (layers, 2 * LAYERS - layers, output)
-        assert (said.streamed, said.slots) == (streams.assigned.streamed_layers, streams.assigned.slots)
+        assert (said.streamed, said.ahead_bytes) == (streams.assigned.streamed_layers, LAYER if layers else 0)
         assert said.resident_bytes + said.streamed_bytes == sum(residency.sizes)
 
 
