@@ -5,13 +5,11 @@
 
 ``prompt``: a prompt of 8,192 tokens and 200 tokens behind it. ``neighbour``: a short prompt and 200 tokens, while another
 program in the same cgroup takes and frees up to 500 MB at random. Each under 75, 50 and 30 % of the model. The KV cache is
-of the first of F16, Q8_0 and Q4_0 with which there is a plan that need not stream the output matrix, else of the first with
-which there is a plan; the plan does not know of the other program.
+of the first of F16, Q8_0 and Q4_0 with which there is a plan; the plan does not know of the other program.
 
 What must hold, and is judged in each run: nobody is killed, by the limit or otherwise; nothing is swapped; the tokens are
 those that plain llama.cpp draws with the whole model in memory, the same KV cache and as many rows a step; and a token
-reads from disk at most 1.10 times what model, KV cache, buffers and slots exceed the limit by. The other program counts
-there with the most that it takes. (Where that is more than the whole model, only reading twice breaks it.) Where not even
+reads from disk at most 1.05 times what the plan says. The other program is added there with the most that it takes. (Where that is more than the whole model, only reading twice breaks it.) Where not even
 the smallest KV cache leaves room for the prompt, or the other program and the ring cannot both be there, the run is made
 with less, and what was asked for counts as not held. The exit status says whether all of it held.
 
@@ -50,7 +48,6 @@ from tools.lab.memory_runs import (
     plan_alone,
     prefetch_rate,
     reserved_bytes,
-    slot_bytes,
 )
 
 KINDS: Final[dict[str, tuple[Kind, ...]]] = {
@@ -63,7 +60,6 @@ TOKENS: Final = 200
 CONTEXT_STEP: Final = 256
 LESS: Final = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125, 0.0625)
 """Shares of the prompt that was asked for, in the order in which they are tried."""
-LEAST_SLOTS: Final = 2
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
@@ -150,7 +146,7 @@ class _Bench:
             except Infeasible as exc:
                 refused = refused or exc
                 continue
-            room = limit - reserved_bytes(solution, self.model) - LEAST_SLOTS * self._largest_bytes
+            room = limit - reserved_bytes(solution, self.model) - 2 * self.model.largest_layer_bytes
             return Question(
                 solution=solution,
                 workload=workload,
@@ -164,27 +160,15 @@ class _Bench:
         raise refused
 
     def _planned(self, device: DeviceProfile, context: int, prompt: int) -> tuple[Solution, Workload]:
-        """A plan with the first KV type that leaves room for the output matrix, or where none does, with the first that
-        has a plan. Raises ``Infeasible``."""
+        """A plan with the first KV type that has one. Raises ``Infeasible``."""
         failure: Infeasible | None = None
-        streaming: list[tuple[Solution, Workload]] = []
         for kv_type in self._kv_types:
             try:
-                found = plan_alone(device, self.model, context, kv_type=kv_type, prompt_tokens=prompt)
+                return plan_alone(device, self.model, context, kv_type=kv_type, prompt_tokens=prompt)
             except Infeasible as exc:
                 failure = exc
-                continue
-            if not found[0].prediction.devices[0].streams_output:
-                return found
-            streaming.append(found)
-        if streaming:
-            return streaming[0]
         assert failure is not None
         raise failure
-
-    @property
-    def _largest_bytes(self) -> int:
-        return max(layer.size_bytes for layer in self.model.layers)
 
     def _whole(self, question: Question) -> Whole:
         """Computed once for each KV type, number of rows and prompt."""
@@ -258,7 +242,7 @@ class _Bench:
             error=ran.error,
         )
         if question is not None:
-            self._add_plan(row, question, limit, ran)
+            self._add_plan(row, question, ran)
         if answer is not None:
             row.baseline_tokens_per_s = answer.tokens_per_s
             row.baseline_prompt_tokens_per_s = answer.prompt_tokens_per_s
@@ -269,19 +253,16 @@ class _Bench:
         row.broken = list(broken(row, None if question is None else question.refused))
         return row
 
-    def _add_plan(self, row: Row, question: Question, limit: int, ran: Ran) -> None:
+    def _add_plan(self, row: Row, question: Question, ran: Ran) -> None:
         solution, work = question.solution, question.workload
         prediction, streaming = solution.prediction, solution.plan.streaming_of(DEVICE)
-        reserved, slots = reserved_bytes(solution, self.model), slot_bytes(solution.plan, self.model)
         row.kv_type, row.rows, row.context = work.kv_type, work.chunk_rows, question.context
         row.prompt_tokens, row.neighbour_bytes = question.prompt_tokens, question.neighbour_bytes
         row.predicted_tokens_per_s, row.predicted_prompt_s = prediction.tokens_per_s, prediction.ttft_s
         row.predicted_bytes_per_token = prediction.devices[0].disk_bytes_per_token
-        row.reserved_bytes, row.streamed_layers, row.slots = reserved, len(streaming.layers), streaming.slots
-        row.most_read_bytes = most_read_bytes(self.size_bytes, reserved + ran.others_bytes, limit, slots)
-        if row.private_bytes is not None:
-            measured = row.private_bytes + ran.others_bytes
-            row.most_read_bytes_measured = most_read_bytes(self.size_bytes, measured, limit, slots)
+        row.reserved_bytes = reserved_bytes(solution, self.model)
+        row.streamed_bytes, row.ahead_bytes = streaming.streamed_bytes, streaming.ahead_bytes
+        row.most_read_bytes = most_read_bytes(solution, ran.others_bytes)
         if row.prompt_s is not None:
             row.prompt_tokens_per_s = question.prompt_tokens / row.prompt_s
 
@@ -294,7 +275,7 @@ def _say(path: Path, share: float, question: Question) -> None:
     streaming = question.solution.plan.streaming_of(DEVICE)
     out.print(
         f"{path.stem} at {share:g}, {what}: KV cache {work.kv_type}, {work.chunk_rows} rows a step, "
-        f"{len(streaming.layers)} streamed, {streaming.slots} slots; the plan promises a first token after "
+        f"{_mega(streaming.streamed_bytes)} MB streamed, {_mega(streaming.ahead_bytes)} held ahead; the plan promises a first token after "
         f"{prediction.ttft_s:.0f} s and {prediction.tokens_per_s:.2f} tokens/s"
     )
 
@@ -304,7 +285,17 @@ def show(rows: Sequence[Row]) -> None:
     table = Table(
         "limit", "run", "KV", "rows", "prompt tok/s (whole model)", "tok/s (whole model)", "MB/token (first, last)"
     )
-    for column in ("at most MB", "stall ms", "streamed", "anonymous MB", "OOM", "swap", "tokens", "busy", "holds"):
+    for column in (
+        "at most MB",
+        "stall ms",
+        "streamed MB (ahead)",
+        "anonymous MB",
+        "OOM",
+        "swap",
+        "tokens",
+        "busy",
+        "holds",
+    ):
         table.add_column(column)
     for row in rows:
         what = f"prompt {row.prompt_tokens}"
@@ -318,9 +309,9 @@ def show(rows: Sequence[Row]) -> None:
             f"{_number(row.prompt_tokens_per_s, 1)} ({_number(row.baseline_prompt_tokens_per_s, 1)})",
             f"{_number(row.tokens_per_s, 2)} ({_number(row.baseline_tokens_per_s, 2)})",
             f"{_mega(row.bytes_read_per_token)} ({_mega(row.bytes_read_first)}, {_mega(row.bytes_read_last)})",
-            f"{_mega(row.most_read_bytes)} ({_mega(row.most_read_bytes_measured)})",
+            _mega(row.most_read_bytes),
             _number(row.stall_ms_per_token, 0),
-            f"{row.streamed_layers}, {row.slots} slots",
+            f"{_mega(row.streamed_bytes)} ({_mega(row.ahead_bytes)})",
             f"{_mega(row.anonymous_bytes)} (peak {_mega(row.most_anonymous_bytes)})",
             "-" if row.oom_kills is None else str(row.oom_kills),
             _mega(row.swap_bytes),

@@ -15,7 +15,7 @@ A model of ``--preset`` is written to ``--folder`` where the disk has room for i
 ``--rounds`` and ``--ring`` make several devices of this machine: each has a cgroup with memory, CPU time and a disk speed
 of its own, and the network is loopback. Since one device computes at a time, each may have all the cores; but all disks
 together are this machine's one disk, so to show where rounds help, ``--rounds`` makes the processors slow, not the disks
-fast: one thread and half a processor each, and a model of many small layers, so that slots hold a small part of it.
+fast: one thread and half a processor each, and a model of many small layers, so that little of it is held ahead.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from halda import (
     ModelProfile,
     Plan,
     arrange,
-    as_run,
     assignments,
     evaluate,
     instance,
     residency,
     solve,
 )
+from halda.streaming import RESERVE_BYTES
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.planning.question import default_workload
@@ -59,13 +59,10 @@ from tools.lab.memory_runs import (
     Run,
     busy_share,
     device_in,
-    most_read_bytes,
     plan_alone,
     prefetch_rate,
-    reserved_bytes,
     run_plain,
     run_ring,
-    slot_bytes,
 )
 from tools.loopback import loopback_links
 from tools.synth import PRESETS
@@ -94,10 +91,9 @@ class Row:
     """One model under one limit; medians of all runs. What begins with ``baseline`` is of plain llama.cpp.
 
     ``ratio`` is the median of runs that stood side by side. ``disk_limit_share``: the time that the bytes read would take at
-    the rate that the disk was measured at meanwhile, over the time that a token took. ``most_read_bytes`` is what a token
-    may read: 1.10 times what weights, KV cache, buffers (both as the plan reckons) and slots exceed the limit by;
-    ``most_read_bytes_measured`` is the same with all memory that belongs to no file, as measured, for the two.
-    ``told_bytes_per_token`` is what primad itself counts. The output matrix counts as a layer. ``busy_share`` is the most
+    the rate that the disk was measured at meanwhile, over the time that a token took. ``read_ratio`` is what was read
+    over what the plan says, which should be at most 1.05. ``told_bytes_per_token`` is what primad itself counts;
+    ``streamed_bytes`` and ``ahead_bytes``, which are held ahead, are the plan's. ``busy_share`` is the most
     that others used of the processors before a run.
     """
 
@@ -112,16 +108,16 @@ class Row:
     bytes_read_per_token: float | None
     baseline_bytes_read_per_token: float | None
     told_bytes_per_token: float | None
-    most_read_bytes: float
-    most_read_bytes_measured: float
     predicted_bytes_per_token: int
+    read_ratio: float | None
     predicted_tokens_per_s: float
     disk_bytes_per_s: float
     disk_limit_share: float | None
     stall_ms_per_token: float | None
     streamed_layers: int
     resident_layers: int
-    slots: int
+    streamed_bytes: int
+    ahead_bytes: int
     anonymous_bytes: int
     peak_bytes: int
     oom_kills: int
@@ -186,17 +182,14 @@ def _limit(
         rates.append(prefetch_rate(path))
         busy.append(busy_share())
         with LimitedGroup(limit) as group:
-            ours.append(
-                asyncio.run(run_ring(path, solution.plan, {"d0": group}, prediction=solution.prediction, **chosen))
-            )
-    asked = instance([device], [], model, workload, {}).with_rows(solution.prediction.chunk_rows)
-    told_before = as_run(solution.plan, solution.prediction, asked)
+            ours.append(asyncio.run(run_ring(path, solution.plan, {"d0": group}, **chosen)))
+    (planned,) = solution.prediction.devices
     rate, speed = statistics.median(rates), _median(ours, "tokens_per_s")
     reads = _median_read(ours)
     counters = [each for run in ours for each in run.counters]
     told = any(status.memory is not None for run in ours for status in run.statuses)
     anonymous = max(each.anonymous_bytes for each in counters)
-    kept, slots = assignments(solution.plan, model, solution.prediction)["d0"], slot_bytes(solution.plan, model)
+    kept = assignments(solution.plan, model)["d0"]
     return Row(
         model=path.stem,
         model_bytes=size_bytes,
@@ -209,16 +202,16 @@ def _limit(
         bytes_read_per_token=reads,
         baseline_bytes_read_per_token=_median_read(plain),
         told_bytes_per_token=_median(ours, "told_bytes_per_token") if told else None,
-        most_read_bytes=most_read_bytes(size_bytes, reserved_bytes(solution, model), limit, slots),
-        most_read_bytes_measured=most_read_bytes(size_bytes, anonymous, limit, slots),
-        predicted_bytes_per_token=told_before.devices[0].disk_bytes_per_token,
-        predicted_tokens_per_s=told_before.tokens_per_s,
+        predicted_bytes_per_token=planned.disk_bytes_per_token,
+        read_ratio=reads / planned.disk_bytes_per_token if reads is not None and planned.streamed_bytes else None,
+        predicted_tokens_per_s=solution.prediction.tokens_per_s,
         disk_bytes_per_s=rate,
         disk_limit_share=None if reads is None else reads / rate * speed,
         stall_ms_per_token=_median(ours, "stall_s_per_token") * 1e3 if told else None,
         streamed_layers=kept.streamed_layers,
         resident_layers=kept.resident_layers,
-        slots=kept.slots,
+        streamed_bytes=planned.streamed_bytes,
+        ahead_bytes=planned.ahead_bytes,
         anonymous_bytes=anonymous,
         peak_bytes=max(each.peak_bytes for each in counters),
         oom_kills=sum(each.oom_kills for each in counters),
@@ -252,12 +245,13 @@ def show(rows: Sequence[Row]) -> None:
     """Print the result."""
     table = Table("model", "limit", "plain tok/s", "primad tok/s", "ratio", "plain MB/token", "primad MB/token")
     for column in (
-        "at most MB",
+        "planned MB",
+        "of the plan",
         "disk MB/s",
         "of disk limit",
         "stall ms",
         "streamed",
-        "slots",
+        "ahead MB",
         "rows",
         "tokens",
         "busy",
@@ -272,12 +266,13 @@ def show(rows: Sequence[Row]) -> None:
             f"{row.ratio:.2f}",
             _mega(row.baseline_bytes_read_per_token),
             _mega(row.bytes_read_per_token),
-            f"{row.most_read_bytes / 1e6:.0f} ({row.most_read_bytes_measured / 1e6:.0f})",
+            _mega(row.predicted_bytes_per_token),
+            "-" if row.read_ratio is None else f"{row.read_ratio:.2f}",
             f"{row.disk_bytes_per_s / 1e6:.0f}",
             NOT_MEASURED if row.disk_limit_share is None else f"{row.disk_limit_share:.2f}",
             "-" if row.stall_ms_per_token is None else f"{row.stall_ms_per_token:.0f}",
             f"{row.streamed_layers} of {row.streamed_layers + row.resident_layers}",
-            str(row.slots),
+            _mega(row.ahead_bytes),
             str(row.rows),
             "same" if row.same_tokens else "DIFFERENT",
             f"{row.busy_share:.0%}" + (" (not idle)" if row.busy_share > QUIET else ""),
@@ -301,7 +296,7 @@ class RingRow:
     rounds: int
     chosen: bool
     windows: list[int]
-    slots: list[int]
+    ahead_bytes: list[int]
     streamed_layers: list[int]
     limit_bytes: list[int]
     disk_bytes_per_s: float | None
@@ -392,8 +387,8 @@ class _Fleet:
         layers = len(self.model.layers)
         held = sum(layer.size_bytes for layer in self.model.layers) + layers * max(question.kv_bytes)
         share = -(-layers // devices) / layers
-        slots = 2 * question.slot_bytes if streamed else 0
-        each = int(share * held * (1 - streamed)) + slots
+        ahead = 2 * self.model.largest_layer_bytes + RESERVE_BYTES if streamed else 0
+        each = int(share * held * (1 - streamed)) + ahead
         head = self.model.output_bytes + question.head_bytes(2)
         windows = [1 + (i == 0 and devices > 1) for i in range(devices)]  # of one round
         self.limits = [
@@ -505,8 +500,8 @@ async def _rings(fleet: _Fleet, plans: Sequence[tuple[Plan, bool]], *, runs: int
             rounds=plan.rounds,
             chosen=chosen,
             windows=[len(window.layers) for window in plan.route],
-            slots=[kept.slots for kept in assignments(plan, fleet.model, None).values()],
-            streamed_layers=[kept.streamed_layers for kept in assignments(plan, fleet.model, None).values()],
+            ahead_bytes=[plan.streaming_of(name).ahead_bytes for name in plan.devices],
+            streamed_layers=[kept.streamed_layers for kept in assignments(plan, fleet.model).values()],
             limit_bytes=fleet.limits,
             disk_bytes_per_s=fleet.disk_bytes_per_s,
             tokens_per_s=_median(ran, "tokens_per_s"),
@@ -523,7 +518,7 @@ async def _rings(fleet: _Fleet, plans: Sequence[tuple[Plan, bool]], *, runs: int
 
 def show_rings(rows: Sequence[RingRow]) -> None:
     """Print the result."""
-    table = Table("model", "devices", "rounds", "windows", "streamed", "slots", "tok/s", "predicted", "MB/token")
+    table = Table("model", "devices", "rounds", "windows", "streamed", "ahead MB", "tok/s", "predicted", "MB/token")
     for column in ("plain tok/s", "factor", "busy"):
         table.add_column(column)
     for row in rows:
@@ -533,7 +528,7 @@ def show_rings(rows: Sequence[RingRow]) -> None:
             f"{row.rounds}" + (" (the plan's)" if row.chosen else ""),
             "+".join(map(str, row.windows)),
             "/".join(map(str, row.streamed_layers)),
-            "/".join(map(str, row.slots)),
+            "/".join(map(_mega, row.ahead_bytes)),
             f"{row.tokens_per_s:.2f}",
             f"{row.predicted_tokens_per_s:.2f}",
             _mega(row.bytes_read_per_token),

@@ -84,8 +84,8 @@ class Pressure:
     ``before_bytes``, which the group held with nobody in it; ``drawing_share`` is the same of what the group held while
     tokens were drawn, behind the prompt. ``with_kernel_share`` adds ``kernel_bytes``,
     ``with_daemon_share`` adds ``daemon_bytes`` instead. Part of what is held is the KV cache, ``kv_bytes``;
-    ``reserved_bytes`` is what the plan keeps for it and all else that is neither weights nor slots. ``streamed_layers``
-    count the output matrix where ``streams_output``. ``bytes_read_per_token`` is decode alone. ``machine_loss_share`` is
+    ``reserved_bytes`` is what the plan keeps for it and all else that is neither weights nor held
+    ahead. ``bytes_read_per_token`` is decode alone. ``machine_loss_share`` is
     the loss of what the whole machine has available as a share of all limits, other programs included, at the end.
     """
 
@@ -111,9 +111,8 @@ class Pressure:
     oom_kills: int
     swap_bytes: int
     layers: int
-    streams_output: bool
-    streamed_layers: int
-    slots: int
+    streamed_bytes: int
+    ahead_bytes: int
     rounds: int
     context: int
     rows: int
@@ -232,7 +231,7 @@ def _say(solution: Solution, workload: Workload) -> None:
         f"{workload.context_tokens}{sure}; it promises a first token after {prediction.ttft_s:.0f} s and "
         f"{prediction.tokens_per_s:.2f} tokens/s"
     )
-    if still := [name for name in plan.devices if not plan.streaming_of(name).layers]:
+    if still := [name for name in plan.devices if not plan.streaming_of(name).streamed_bytes]:
         out.print(
             f"{', '.join(still)}: all layers fit, nothing streams; the figures are not those of a model too large"
         )
@@ -290,7 +289,6 @@ async def _run(
             fleet.path,
             None,
             plan=plan,
-            prediction=solution.prediction,
             groups=groups,
             context=workload.context_tokens,
             rows=workload.chunk_rows,
@@ -335,7 +333,6 @@ async def _run(
     rows = []
     for predicted in solution.prediction.devices:
         name = predicted.device
-        streaming = plan.streaming_of(name)
         held = max(watch.held[name], watch.processes[name])
 
         def share(bytes_held: int, empty: int = before[name].held_bytes) -> float:
@@ -366,9 +363,8 @@ async def _run(
                 oom_kills=last[name].oom_kills,
                 swap_bytes=watch.swap[name],
                 layers=predicted.layers,
-                streams_output=predicted.streams_output,
-                streamed_layers=len(streaming.layers),
-                slots=streaming.slots,
+                streamed_bytes=predicted.streamed_bytes,
+                ahead_bytes=predicted.ahead_bytes,
                 rounds=plan.rounds,
                 context=workload.context_tokens,
                 rows=workload.chunk_rows,
@@ -393,15 +389,11 @@ def _kv_bytes(model: ModelProfile, workload: Workload, solution: Solution, name:
 
 
 def _reserved_bytes(model: ModelProfile, solution: Solution, predicted: DevicePrediction) -> int:
-    """What the plan keeps on a device besides weights and slots."""
-    plan = solution.plan
-    sizes = [*(layer.size_bytes for layer in model.layers), model.output_bytes]
-    units = {layer for _, window in plan.windows_of(predicted.device) for layer in window.layers}
-    if predicted.device == plan.head:
-        units.add(plan.layer_count)
-    streaming = plan.streaming_of(predicted.device)
-    resident = sum(sizes[unit] for unit in units.difference(streaming.layers))
-    return predicted.ram_bytes - resident - streaming.slots * max(sizes[:-1])
+    """What the plan keeps on a device besides weights and what is held ahead."""
+    plan, name = solution.plan, predicted.device
+    layers = [layer for _, window in plan.windows_of(name) for layer in window.layers]
+    weights = sum(model.layers[layer].size_bytes for layer in layers) + (model.output_bytes if name == plan.head else 0)
+    return predicted.ram_bytes - (weights - predicted.streamed_bytes) - predicted.ahead_bytes
 
 
 def _daemon_bytes() -> int:
@@ -452,8 +444,8 @@ def show(rows: list[Pressure]) -> None:
         "peak MB",
         "OOM kills",
         "swap MB",
-        "streamed",
-        "slots",
+        "streamed MB",
+        "ahead MB",
         "MB/token",
     ):
         table.add_column(column)
@@ -474,8 +466,8 @@ def show(rows: list[Pressure]) -> None:
             f"{row.peak_bytes / 1e6:.0f}",
             str(row.oom_kills),
             f"{row.swap_bytes / 1e6:.0f}",
-            f"{row.streamed_layers} of {row.layers + row.streams_output}",
-            str(row.slots),
+            f"{row.streamed_bytes / 1e6:.0f}",
+            f"{row.ahead_bytes / 1e6:.0f}",
             f"{row.bytes_read_per_token / 1e6:.0f}",
         )
     out.print(table)

@@ -160,7 +160,6 @@ async def endure(path: Path, question: Question, limit_bytes: int, *, threads: i
             path,
             None,
             plan=question.solution.plan,
-            prediction=question.solution.prediction,
             groups={DEVICE: group},
             context=question.context,
             rows=question.workload.chunk_rows,

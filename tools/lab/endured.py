@@ -18,9 +18,7 @@ class Row:
     ``asked_prompt_tokens`` and ``asked_neighbour_bytes`` were asked for; ``prompt_tokens`` and ``neighbour_bytes`` are
     what there was room for, and ``neighbour_takes`` how often the other program took some. ``rows`` are those of a step.
 
-    ``most_read_bytes`` is what a token may read, with KV cache and buffers as the plan reckons;
-    ``most_read_bytes_measured`` with the memory of the ring process that belongs to no file, measured at the end. The first
-    is judged. ``bytes_read_per_token`` is counted by the kernel between the first token and the last, for the whole group,
+    ``most_read_bytes`` is what a token may read. ``bytes_read_per_token`` is counted by the kernel between the first token and the last, for the whole group,
     with ``bytes_read_first`` and ``bytes_read_last`` those of its first and last quarter; ``told_bytes_per_token`` and
     ``stall_ms_per_token`` are what the ring process counts for itself behind the prompt. ``prompt_...`` are of the prompt.
     ``baseline_...`` are of plain llama.cpp with the whole model in memory.
@@ -69,11 +67,10 @@ class Row:
     context: int | None = None
     prompt_tokens: int | None = None
     neighbour_bytes: int | None = None
-    streamed_layers: int | None = None
-    slots: int | None = None
+    streamed_bytes: int | None = None
+    ahead_bytes: int | None = None
     reserved_bytes: int | None = None
     most_read_bytes: float | None = None
-    most_read_bytes_measured: float | None = None
     predicted_bytes_per_token: int | None = None
     predicted_tokens_per_s: float | None = None
     predicted_prompt_s: float | None = None

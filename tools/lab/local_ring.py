@@ -13,7 +13,7 @@ from types import TracebackType
 
 import msgspec
 
-from halda import CpuProfile, ModelProfile, Plan, Prediction, arrange, assignments
+from halda import CpuProfile, ModelProfile, Plan, arrange, assignments
 from primad.daemon.layer_files import Workspace, copy_layers, place_windows
 from primad.engine.build import build_id
 from primad.engine.protocol import EngineOptions, KvType, Sampling, WindowSource
@@ -56,7 +56,7 @@ def types_of(model: ModelProfile) -> tuple[str, ...]:
 class LocalRing:
     """``windows[i]`` layers a round for device ``i``; ``windows=None`` is the whole model in one process.
 
-    ``plan`` takes the place of ``windows`` and ``rounds``, and may stream; ``prediction`` says what memory it leaves.
+    ``plan`` takes the place of ``windows`` and ``rounds``, and may stream.
     ``groups`` limits the memory of the process of a device; then no process finds anything of its files in the page cache
     when it starts. Extra buffers are used where ``cpu`` says that they are faster; without it they are off.
 
@@ -70,7 +70,6 @@ class LocalRing:
         *,
         rounds: int = 1,
         plan: Plan | None = None,
-        prediction: Prediction | None = None,
         groups: Mapping[str, LimitedGroup] | None = None,
         context: int = 2048,
         rows: int = 512,
@@ -87,7 +86,7 @@ class LocalRing:
         layers = len(profile.layers)
         self.plan = plan or arrange(names, windows or [layers], rounds=rounds, model=profile)
         self._threads = [threads] * len(self.plan.devices) if isinstance(threads, int) else list(threads)
-        self.assignments = assignments(self.plan, profile, prediction)
+        self.assignments = assignments(self.plan, profile)
         self._groups = groups or {}
         self._context = context
         self._rows = rows

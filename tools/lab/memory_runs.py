@@ -19,8 +19,7 @@ from typing import Final
 
 import psutil
 
-from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Prediction, Solution, Workload, solve
-from halda.evaluate import unit_bytes
+from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Solution, Workload, solve
 from primad.engine.protocol import KvType
 from primad.engine.streaming.pages import FileRange, Pages
 from primad.planning.question import default_workload
@@ -38,8 +37,8 @@ WARM_TOKENS: Final = 3
 """Drawn before anything is measured: by then the page cache is what it stays."""
 ROWS: Final = (512, 256, 128, 64, 32)
 """Rows of a step, in the order in which they are tried: where memory is least, the compute buffer must be small."""
-SLACK: Final = 1.10
-"""What may be read besides what does not fit."""
+SLACK: Final = 1.05
+"""What may be read, of what the plan says."""
 STEP_TIMEOUT_S: Final = 600.0
 _RATE_RANGES: Final = 6
 _RATE_BYTES: Final = 64 << 20
@@ -104,23 +103,17 @@ def plan_alone(
     raise AssertionError
 
 
-def slot_bytes(plan: Plan, model: ModelProfile) -> int:
-    """Bytes of all slots of the plan."""
-    largest = max(layer.size_bytes for layer in model.layers)
-    return sum(streaming.slots * largest for streaming in plan.streaming)
-
-
 def reserved_bytes(solution: Solution, model: ModelProfile) -> int:
-    """What the plan for one device keeps for KV cache and buffers: all that is neither weights nor slots."""
+    """What the plan for one device keeps that is neither weights nor held ahead: KV cache, buffers, what is left free."""
     (device,) = solution.prediction.devices
     weights = sum(layer.size_bytes for layer in model.layers) + model.output_bytes
-    streamed = sum(unit_bytes(model, unit) for unit in solution.plan.streaming_of(device.device).layers)
-    return device.ram_bytes - (weights - streamed) - slot_bytes(solution.plan, model)
+    return device.ram_bytes - (weights - device.streamed_bytes) - device.ahead_bytes
 
 
-def most_read_bytes(weights: int, besides: int, limit: int, slots: int, *, slack: float = SLACK) -> float:
-    """What a token may read: by how much weights, what is held ``besides`` and slots exceed the limit, and a little more."""
-    return slack * max(0, weights + besides - limit + slots)
+def most_read_bytes(solution: Solution, others: int = 0, *, slack: float = SLACK) -> float:
+    """What a token may read: what the plan for one device says and what ``others`` take of its memory, and a little more."""
+    (device,) = solution.prediction.devices
+    return slack * (device.disk_bytes_per_token + others)
 
 
 def prefetch_rate(path: Path) -> float:
@@ -185,7 +178,6 @@ async def run_ring(
     context: int,
     rows: int,
     tokens: int,
-    prediction: Prediction | None = None,
     folder: Path | None = None,
 ) -> Run:
     """A ring of processes, one a group."""
@@ -193,7 +185,6 @@ async def run_ring(
         model,
         None,
         plan=plan,
-        prediction=prediction,
         groups=groups,
         context=context,
         rows=rows,

@@ -137,12 +137,16 @@ def one_device_s(asked: Instance) -> float:
 
 
 def layout(plan: Plan) -> str:
-    """Layers of each device: those on the CPU, on the GPU, and how many stream; the head first."""
+    """Layers of each device: those on the CPU and on the GPU, and how many bytes stream; the head first."""
 
     def of(name: str) -> str:
         gpu = sum(window.gpu_layers for _, window in plan.windows_of(name))
-        cpu, streamed = plan.layers_of(name) - gpu, len(plan.streaming_of(name).layers)
-        places = [f"{cpu} CPU" if cpu else "", f"{gpu} GPU" if gpu else "", f"{streamed} streamed" if streamed else ""]
+        cpu, streamed = plan.layers_of(name) - gpu, plan.streaming_of(name).streamed_bytes / GB
+        places = [
+            f"{cpu} CPU" if cpu else "",
+            f"{gpu} GPU" if gpu else "",
+            f"{streamed:.1f} GB streamed" if streamed else "",
+        ]
         return f"{name.removeprefix('paper-').upper()} " + " + ".join(place for place in places if place)
 
     return ", ".join(of(name) for name in plan.devices) + (f"; k = {plan.rounds}" if plan.rounds > 1 else "")
