@@ -9,7 +9,8 @@ of the first of F16, Q8_0 and Q4_0 with which there is a plan; the plan does not
 
 What must hold, and is judged in each run: nobody is killed, by the limit or otherwise; nothing is swapped; the tokens are
 those that plain llama.cpp draws with the whole model in memory, the same KV cache and as many rows a step; and a token
-reads from disk at most 1.05 times what the plan says. The other program is added there with the most that it takes. (Where that is more than the whole model, only reading twice breaks it.) Where not even
+reads from disk at most 1.05 times what the plan says. The other program is added
+there with the most that it takes. (Where that is more than the whole model, only reading twice breaks it.) Where not even
 the smallest KV cache leaves room for the prompt, or the other program and the ring cannot both be there, the run is made
 with less, and what was asked for counts as not held. The exit status says whether all of it held.
 
@@ -275,7 +276,8 @@ def _say(path: Path, share: float, question: Question) -> None:
     streaming = question.solution.plan.streaming_of(DEVICE)
     out.print(
         f"{path.stem} at {share:g}, {what}: KV cache {work.kv_type}, {work.chunk_rows} rows a step, "
-        f"{_mega(streaming.streamed_bytes)} MB streamed, {_mega(streaming.ahead_bytes)} held ahead; the plan promises a first token after "
+        f"{_mega(streaming.streamed_bytes)} MB streamed, {_mega(streaming.ahead_bytes)} held ahead; "
+        f"the plan promises a first token after "
         f"{prediction.ttft_s:.0f} s and {prediction.tokens_per_s:.2f} tokens/s"
     )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from halda import evaluate, instance
+from halda import evaluate, instance, residency
+from halda.streaming import RESERVE_BYTES
 from primad.errors import PlanError
 from primad.head.options import plan_by_hand, stream_by_hand
 from primad.planning.question import default_workload
@@ -37,12 +38,16 @@ def test_who_is_short_of_memory_streams_just_enough(rounds):
     assert 2 * GB - 4096 <= prediction.devices[1].ram_bytes <= 2 * GB
 
 
-def test_the_least_memory_streams_the_output_matrix_too():
-    needs = instance([device("d0")], [], model(), WORK, {})
-    least = needs.runtime_bytes(1) + needs.head_bytes(1) + 20 * needs.kv_bytes[0] + 2 * needs.slot_bytes
+def test_the_least_memory_streams_all_layers():
+    needs = instance([device("d0", ram=GB)], [], model(), WORK, {})
+    bare = plan_by_hand(["d0"], (20,), 1, model())
+    (short,) = evaluate(residency(bare, needs), needs).short
+    least = short.needed_bytes
     plan, prediction = by_hand(least, windows=(20,))
-    assert plan.streams_output
+    assert plan.streaming_of("d0").streamed_bytes == 20 * GB // 4
     assert not prediction.short
+    held = plan.streaming_of("d0").ahead_bytes + RESERVE_BYTES + model().output_bytes
+    assert least == needs.runtime_bytes(1) + needs.head_bytes(1) + 20 * needs.kv_bytes[0] + held
     with pytest.raises(PlanError, match="d0 is short of"):
         by_hand(least - 1, windows=(20,))
 

@@ -89,7 +89,6 @@ def test_the_owner_may_decide_for_all(wish):
 
 @pytest.mark.parametrize("wish", ["auto", "on"])
 def test_of_a_window_that_streams_there_are_no_copies(wish):
-    of_lap = next(window for window in PLAN.route if window.device == "lap")
     streaming = Streaming(device="lap", streamed_bytes=1, ahead_bytes=1)
     devices = [profiled("desk", "Q4_K"), profiled("lap", "Q4_K")]
     assert chosen(devices, wish=wish, plan=replace(PLAN, streaming=(streaming,))) == {"desk": True, "lap": False}

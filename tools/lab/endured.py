@@ -18,7 +18,8 @@ class Row:
     ``asked_prompt_tokens`` and ``asked_neighbour_bytes`` were asked for; ``prompt_tokens`` and ``neighbour_bytes`` are
     what there was room for, and ``neighbour_takes`` how often the other program took some. ``rows`` are those of a step.
 
-    ``most_read_bytes`` is what a token may read. ``bytes_read_per_token`` is counted by the kernel between the first token and the last, for the whole group,
+    ``most_read_bytes`` is what a token may read.
+    ``bytes_read_per_token`` is counted by the kernel between the first token and the last, for the whole group,
     with ``bytes_read_first`` and ``bytes_read_last`` those of its first and last quarter; ``told_bytes_per_token`` and
     ``stall_ms_per_token`` are what the ring process counts for itself behind the prompt. ``prompt_...`` are of the prompt.
     ``baseline_...`` are of plain llama.cpp with the whole model in memory.

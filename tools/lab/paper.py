@@ -141,7 +141,7 @@ def layout(plan: Plan) -> str:
 
     def of(name: str) -> str:
         gpu = sum(window.gpu_layers for _, window in plan.windows_of(name))
-        cpu, streamed = plan.layers_of(name) - gpu, plan.streaming_of(name).streamed_bytes / GB
+        cpu, streamed = plan.layers_of(name) - gpu, plan.streaming_of(name).streamed_bytes / 1e9
         places = [
             f"{cpu} CPU" if cpu else "",
             f"{gpu} GPU" if gpu else "",
