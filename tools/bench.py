@@ -3,7 +3,7 @@
     tools/bench ring [--json FILE] [--quick] [--model FILE.gguf ...]
     tools/bench memory [--json FILE] [--quick] [--model FILE.gguf ... | --preset NAME ...] [--limits SHARE ...]
                        [--rounds | --ring | --pressure | --endure]
-    tools/bench predict [--json FILE] [--rounds N]
+    tools/bench predict [--json FILE] [--rounds N] [--model FILE.gguf ...] [--limited FILE.gguf] [--limits SHARE ...]
     tools/bench solve [--json FILE] [--sizes N ...]
     tools/bench paper [--json FILE] [--fleets N]
 
@@ -46,7 +46,7 @@ from primad.gguf.profile import model_profile  # noqa: E402
 from primad.profiler.effort import Effort  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
-from tools import bench_memory, bench_solver  # noqa: E402
+from tools import bench_limited, bench_memory, bench_solver  # noqa: E402
 from tools.lab import LabError  # noqa: E402
 from tools.lab.local_ring import LocalRing, types_of  # noqa: E402
 from tools.lab.plain_child import PlainChild  # noqa: E402
@@ -262,15 +262,19 @@ def write_json(path: str | None, bench: str, facts: dict[str, Any], rows: list[d
 
 
 def predict(options: argparse.Namespace) -> int:
-    models = options.model or [
-        SMALL,
-        MIDDLE,
-        synthesise(LARGE, "1b-q4k"),
-        synthesise(LARGER, "3b-q4k"),
-    ]
+    models, limited = options.model or [], options.limited
+    if not models and limited is None:
+        models = [SMALL, MIDDLE, synthesise(LARGE, "1b-q4k")]
+        limited = synthesise(LARGER, "3b-q4k")
     facts = machine()
     warn_if_busy(facts)
     rows = bench_solver.predict(models, options.processes, options.rounds, options.threads)
+    try:
+        if limited is not None:
+            rows += bench_limited.predict(limited, options.limits, options.processes, options.threads)
+    except LabError as exc:
+        out.print(f"tools/bench predict: error: {exc}")
+    bench_solver.show_predicted(rows)
     write_json(options.json, "predict", facts, bench_solver.as_rows(rows))
     return 0
 

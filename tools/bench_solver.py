@@ -1,8 +1,9 @@
 """``tools/bench predict``, ``solve``, ``paper``: is the cost model right, how long does solving take, is it worth it?
 
-``predict``: rings of 1 to 4 local processes for four models. In each round the device is profiled (the types that the model
-has), then every ring decodes; profiles and rings take turns, since this machine may change its speed from minute to minute.
-Prediction from the medians of the profiles against the medians of the measurements.
+``predict``: rings of 1 to 4 local processes for four models, of which the largest has less memory than it needs
+(``bench_limited.py``). In each round the device is profiled (the types that the model has), then every ring decodes;
+profiles and rings take turns, since this machine may change its speed from minute to minute. Prediction from the medians of
+the profiles against the medians of the measurements.
 
 ``solve``: median seconds for random fleets, over their size. ``paper``: our plans beside Halda as published.
 """
@@ -26,6 +27,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import zmq.asyncio
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +42,7 @@ from halda import (  # noqa: E402
     Instance,
     LinkProfile,
     ModelProfile,
+    Prediction,
     TypeSpeed,
     Workload,
     evaluate,
@@ -75,20 +78,55 @@ out = Console(highlight=False)
 
 @dataclass
 class Predicted:
-    """One line of the result, milliseconds a token; ``error`` is predicted / measured - 1."""
+    """One line of the result: milliseconds a token and to the first one. ``limit_share``: memory of all processes, of the
+    model's size; None where nothing limits it."""
 
     model: str
     processes: int
+    limit_share: float | None
     measured_ms: float
     predicted_ms: float
-    error: float
+    measured_first_ms: float
+    predicted_first_ms: float
     measured_rounds_ms: list[float]
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_ms / self.measured_ms - 1
+
+    @property
+    def first_error(self) -> float:
+        """The same of the first token."""
+        return self.predicted_first_ms / self.measured_first_ms - 1
+
+
+def predicted_row(
+    model: str,
+    processes: int,
+    share: float | None,
+    found: Prediction,
+    decode_s: Sequence[float],
+    first_s: Sequence[float],
+) -> Predicted:
+    """What was ``found`` beside the seconds of a token and to the first one, by run."""
+    return Predicted(
+        model=model,
+        processes=processes,
+        limit_share=share,
+        measured_ms=statistics.median(decode_s) * 1e3,
+        predicted_ms=found.tpot_s * 1e3,
+        measured_first_ms=statistics.median(first_s) * 1e3,
+        predicted_first_ms=found.ttft_s * 1e3,
+        measured_rounds_ms=[seconds * 1e3 for seconds in decode_s],
+    )
 
 
 async def predict_model(path: Path, processes: Sequence[int], rounds: int, threads: int) -> list[Predicted]:
     model = model_profile(open_model(path))
     kinds = types_of(model)
     measured: dict[int, list[float]] = {count: [] for count in processes}
+    first: dict[int, list[float]] = {count: [] for count in processes}
     profiles, rates, links = [], [], []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-predict-")))
@@ -105,24 +143,23 @@ async def predict_model(path: Path, processes: Sequence[int], rounds: int, threa
             )
             rings[count] = await stack.enter_async_context(ring)
             await ring.generate(PROMPT[:PROMPT_TOKENS], 8)
-        for _ in range(rounds):
+        for number in range(rounds):
             with measuring():
-                profiles.append(
-                    await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, Effort(types=kinds))
-                )
+                if number:
+                    cpu = await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, Effort(types=kinds))
+                profiles.append(cpu)
                 rates.append(await asyncio.to_thread(ram_read_bytes_per_s, threads))
-            links.append(await _loopback())
+            links.append(await loopback())
             for count, ring in rings.items():
                 sampled, finished = await ring.generate(PROMPT[:PROMPT_TOKENS], ANSWER_TOKENS + 1)
                 measured[count].append(finished.decode_s / (len(sampled) - 1))
+                first[count].append(finished.prompt_s)
         cpu = _median_cpu(profiles)
         rows = []
         for count, ring in rings.items():
             question = _question(count, cpu, statistics.median(rates), links, model)
-            predicted = evaluate(ring.plan, question).tpot_s
-            real = statistics.median(measured[count])
-            rounds_ms = [seconds * 1e3 for seconds in measured[count]]
-            rows.append(Predicted(path.stem, count, real * 1e3, predicted * 1e3, predicted / real - 1, rounds_ms))
+            found = evaluate(ring.plan, question)
+            rows.append(predicted_row(path.stem, count, None, found, measured[count], first[count]))
         return rows
 
 
@@ -145,6 +182,8 @@ def _median_cpu(profiles: Sequence[CpuProfile]) -> CpuProfile:
 
     return replace(
         profiles[0],
+        token_s=statistics.median(profile.token_s for profile in profiles),
+        wake_s=statistics.median(profile.wake_s for profile in profiles),
         step_s=statistics.median(profile.step_s for profile in profiles),
         layer_s=statistics.median(profile.layer_s for profile in profiles),
         speeds=tuple(speed(speeds.type) for speeds in profiles[0].speeds),
@@ -153,26 +192,40 @@ def _median_cpu(profiles: Sequence[CpuProfile]) -> CpuProfile:
 
 def _question(count: int, cpu: CpuProfile, rate: float, links: Sequence[LinkProfile], model: ModelProfile) -> Instance:
     names = [f"d{i}" for i in range(count)]
-    devices = [
-        DeviceProfile(
-            device=name,
-            host="here",
-            system="Linux",
-            machine="",
-            cpu=cpu,
-            ram_total_bytes=64 * GIB,
-            ram_available_bytes=64 * GIB,
-            ram_read_bytes_per_s=rate,
-            disk=DiskProfile(
-                prefetch_bytes_per_s=1e9, fault_bytes_per_s=1e9, random_bytes_per_s=1e8, free_bytes=64 * GIB
-            ),
-            gpu=None,
-        )
-        for name in names
-    ]
+    devices = [device_here(name, cpu, rate, 1e9) for name in names]
+    between = links_between(names, links)
+    return instance(devices, between, model, _work(), {})
+
+
+def device_here(name: str, cpu: CpuProfile, rate: float, disk_bytes_per_s: float) -> DeviceProfile:
+    """A process of this machine as a device, with more memory than any model of this bench needs."""
+    return DeviceProfile(
+        device=name,
+        host="here",
+        system="Linux",
+        machine="",
+        cpu=cpu,
+        ram_total_bytes=64 * GIB,
+        ram_available_bytes=64 * GIB,
+        ram_read_bytes_per_s=rate,
+        disk=DiskProfile(
+            prefetch_bytes_per_s=disk_bytes_per_s,
+            fault_bytes_per_s=disk_bytes_per_s,
+            random_bytes_per_s=1e8,
+            free_bytes=64 * GIB,
+        ),
+        gpu=None,
+    )
+
+
+def links_between(names: Sequence[str], links: Sequence[LinkProfile]) -> list[LinkProfile]:
+    """The middle one of ``links`` between any two devices."""
     link = sorted(links, key=lambda link: link.round_trip_s)[len(links) // 2]
-    between = [replace(link, source=a, target=b, address="") for a in names for b in names if a != b]
-    work = Workload(
+    return [replace(link, source=a, target=b, address="") for a in names for b in names if a != b]
+
+
+def _work() -> Workload:
+    return Workload(
         context_tokens=CONTEXT,
         kv_type="f16",
         sequences=1,
@@ -180,10 +233,9 @@ def _question(count: int, cpu: CpuProfile, rate: float, links: Sequence[LinkProf
         answer_tokens=ANSWER_TOKENS,
         chunk_rows=512,
     )
-    return instance(devices, between, model, work, {})
 
 
-async def _loopback() -> LinkProfile:
+async def loopback() -> LinkProfile:
     """The link between two processes here, as daemons measure it."""
     with _echo_process() as (port, key):
         context = zmq.asyncio.Context()
@@ -224,16 +276,37 @@ async def _echo() -> None:
 
 
 def predict(models: Sequence[Path], processes: Sequence[int], rounds: int, threads: int) -> list[Predicted]:
-    """Measure and predict; prints a table with the median error."""
-    rows = [row for path in models for row in asyncio.run(predict_model(path, processes, rounds, threads))]
-    table = Table("model", "processes", "measured ms", "rounds", "predicted ms", "error")
+    """Measure and predict, nothing limited."""
+    return [row for path in models for row in asyncio.run(predict_model(path, processes, rounds, threads))]
+
+
+def show_predicted(rows: Sequence[Predicted]) -> None:
+    """Print the rows, the median errors and the largest."""
+    table = Table(
+        *("model", "limit", "n", "ms", "rounds", "told", "error", "first", "told", "error"),
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for row in rows:
-        spread = f"{min(row.measured_rounds_ms):.1f}-{max(row.measured_rounds_ms):.1f}"
-        cells = (f"{row.measured_ms:.2f}", spread, f"{row.predicted_ms:.2f}", f"{row.error:+.1%}")
-        table.add_row(row.model, str(row.processes), *cells)
+        table.add_row(
+            row.model,
+            "-" if row.limit_share is None else f"{row.limit_share:g}",
+            str(row.processes),
+            f"{row.measured_ms:.1f}",
+            f"{min(row.measured_rounds_ms):.1f}-{max(row.measured_rounds_ms):.1f}",
+            f"{row.predicted_ms:.1f}",
+            f"{row.error:+.1%}",
+            f"{row.measured_first_ms:.0f}",
+            f"{row.predicted_first_ms:.0f}",
+            f"{row.first_error:+.1%}",
+        )
     out.print(table)
-    out.print(f"median error {statistics.median(abs(row.error) for row in rows):.1%}")
-    return rows
+    for what, errors in (
+        ("a token", [abs(row.error) for row in rows]),
+        ("the first token", [abs(row.first_error) for row in rows]),
+    ):
+        out.print(f"{len(rows)} cases, {what}: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
 
 
 @dataclass
@@ -329,9 +402,13 @@ def beside_paper(fleets: int) -> list[Beside]:
 def add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``predict`` and ``solve`` to the command line."""
     one = benches.add_parser("predict", help="predicted against measured milliseconds a token")
-    one.add_argument("--model", type=Path, action="append", help="GGUF file (default: four models)")
+    one.add_argument("--model", type=Path, action="append", help="GGUF file with all memory (default: three models)")
+    one.add_argument(
+        "--limited", type=Path, help="GGUF file with little memory (default: a synthetic 3B without --model)"
+    )
+    one.add_argument("--limits", type=float, nargs="+", default=[0.9, 0.7, 0.5], help="memory, of the size of that")
     one.add_argument("--processes", type=int, nargs="+", default=[1, 2, 3, 4])
-    one.add_argument("--rounds", type=int, default=3)
+    one.add_argument("--rounds", type=int, default=2)
     one.add_argument("--threads", type=int, default=2)
     one.add_argument("--json", help="also write the figures to this file")
     three = benches.add_parser("paper", help="our plans beside the paper's on random fleets")

@@ -63,7 +63,7 @@ _OF_BESIDE: Final = 0.025
 """Share of all time for a head's work besides computing, and for what it costs that another process computed before."""
 _OF_WIDE: Final = 0.08
 """Share of the time of types that wide layers get."""
-_ENOUGH: Final = 0.6
+_ENOUGH: Final = 0.4
 """Share of all time that must be left for them."""
 _TOKENS: Final = 40
 _WORTH: Final = 0.95

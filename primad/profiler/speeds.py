@@ -348,7 +348,7 @@ def measure_widths(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float)
         logger.warning("wide layers are not measured: %s", timings)
         return ()
     layers = bench.layers_to_read(WIDE, main.type)
-    of_layer_s = (min(timings.decode_s) - step_s) / layers - layer_s
+    of_layer_s = (statistics.median(timings.decode_s) - step_s) / layers - layer_s
     ratio = of_layer_s * main.decode_bytes_per_s / WIDE.weight_bytes(main.type)
     least, most = _RATIO
     return (

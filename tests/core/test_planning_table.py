@@ -100,7 +100,7 @@ def test_what_is_read_from_disk_is_shown_where_something_is():
     fast = shown(explain(ask(Wishes(), (device("desk", ram=20 * GB),), (), model())))
     for words in ("ahead", "disk", "stall"):
         assert words not in fast, words
-    least = explain(ask(Wishes(), (device("desk", ram=6 * GB // 5),), (), model()))
+    least = explain(ask(Wishes(), (device("desk", ram=GB),), (), model()))
     assert "20 of 20 layers: " in shown(least)
     assert "at a time" not in fast
     assert f"for a prompt of 512 tokens, {least.chunk_rows} at a time" in shown(least)
