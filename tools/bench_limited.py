@@ -99,7 +99,6 @@ async def _run(
         path,
         None,
         plan=solution.plan,
-        prediction=solution.prediction,
         groups=groups,
         context=CONTEXT,
         rows=rows,
