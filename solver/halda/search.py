@@ -21,7 +21,7 @@ import pulp
 
 from halda import milp
 from halda.cuts import good_cuts
-from halda.evaluate import Objective, Prediction, evaluate, residency, stream
+from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, residency, stream
 from halda.instance import Instance, instance
 from halda.orders import (
     EXACT_DEVICES,
@@ -53,6 +53,7 @@ _CUTS_TRIED: Final = 5
 _ORDERS_OF: Final = 5
 _LEAST_S: Final = 0.05
 _FIRST_S: Final = 5.0
+_HURRIED_S: Final = 1e-3
 _ELASTIC_ORDERS: Final = 6
 _LEAST_BYTES: Final = 0.5
 """What is less is what the solver takes for nothing."""
@@ -126,11 +127,22 @@ def _with_head(
         raise first.infeasible()
     found = first.solution()
     other = _other_chunks(found, question, chunks)
+    if other is None and fewest < question.workload.chunk_rows and _is_short(found.plan, question):
+        # Smaller buffers may also let other windows, or more layers of a GPU, be the best.
+        hurried = _Search(question.with_rows(fewest), objective, require, _HURRIED_S)
+        if hurried.run() and hurried.solution().objective_s < found.objective_s * (1 - FEWER_GAIN):
+            other = question.with_rows(fewest)
     if other is None:
         return found
     # With another buffer other layers may be the best ones to stream, so it is worth another search.
     again = search(other)
     return again.solution() if again.found and again.solution().objective_s < found.objective_s else found
+
+
+def _is_short(plan: Plan, question: Instance) -> bool:
+    """Whether more memory would be of use: something streams, or is computed beside a GPU."""
+    has_gpu = any(member.has_gpu for member in question.members)
+    return bool(plan.streaming) or (has_gpu and any(len(cpu_layers(window)) for window in plan.route))
 
 
 def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) -> Instance | None:
