@@ -24,7 +24,6 @@ from halda.evaluate import Objective
 from halda.instance import Instance, Member, Phase
 from halda.orders import hops_around, ring_order
 from halda.plan import Window
-from halda.streaming import RESERVE_BYTES
 
 Floats = NDArray[np.float64]
 _DISK_TRIALS: Final = 6
@@ -246,7 +245,7 @@ class _Pricing:
     ) -> tuple[Floats, Floats]:
         """Seconds of the windows and of the disk when ``overflow`` bytes do not fit; infinite where nothing helps."""
         instance, k, rate = self._instance, self._rounds, member.disk_bytes_per_s
-        over, most = overflow + RESERVE_BYTES, streamable - instance.pool_bytes
+        over, most = overflow + instance.reserve_bytes, streamable - instance.pool_bytes
         best, best_disk = np.full(compute.shape, math.inf), np.zeros(compute.shape)
         for step in member.ahead_steps:
             ways = [np.full(compute.shape, float(step.ahead_bytes))]

@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 from halda.instance import Instance, Member, Phase
 from halda.plan import Plan, Streaming, Window
-from halda.streaming import RESERVE_BYTES, least_ahead_bytes
+from halda.streaming import least_ahead_bytes
 
 Objective = Literal["latency", "ttft", "throughput", "balanced"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("latency", "ttft", "throughput", "balanced")
@@ -305,11 +305,11 @@ def stream(plan: Plan, instance: Instance, ahead: Mapping[str, int], least: Mapp
         most = _total(share.cpu, instance.streamable)
         for step in share.member.ahead_steps:
             held = max(step.ahead_bytes, 0 if instance.by_expert else ahead.get(name, 0))
-            streamed = max(over + RESERVE_BYTES + held, wanted)
+            streamed = max(over + instance.reserve_bytes + held, wanted)
             if step.holds(streamed, most):
                 break
         streamed = min(streamed, most - instance.pool_bytes)
-        if streamed > held + RESERVE_BYTES:
+        if streamed > held + instance.reserve_bytes:
             found.append(Streaming(device=name, streamed_bytes=streamed, ahead_bytes=held))
     return replace(plan, streaming=tuple(found))
 
@@ -398,7 +398,7 @@ def _kv(counts: Sequence[int], instance: Instance) -> int:
 def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
     total = _weights(share.cpu, instance) + _kv(share.cpu, instance)
     if share.streamed_bytes:
-        total += share.ahead_bytes + RESERVE_BYTES - share.streamed_bytes
+        total += share.ahead_bytes + instance.reserve_bytes - share.streamed_bytes
     total += instance.runtime_bytes(share.windows)
     if share.is_head:
         total += instance.head_bytes(share.windows) + (0 if plan.output_on_gpu else instance.model.output_bytes)

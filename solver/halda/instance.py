@@ -133,6 +133,11 @@ class Instance:
         return tuple(streaming.streamable_bytes(kind, self.model) for kind in self.kinds)
 
     @cached_property
+    def reserve_bytes(self) -> int:
+        """What a device that streams leaves free."""
+        return streaming.reserve_bytes(self.model)
+
+    @cached_property
     def pool_bytes(self) -> int:
         """What of it a device that streams keeps in any case."""
         return streaming.pool_bytes(self.model) if self.by_expert else 0

@@ -28,7 +28,6 @@ from halda.evaluate import Objective, cpu_layers
 from halda.instance import Instance, Member, Phase
 from halda.orders import HopShare, RingOrder, ring_order
 from halda.plan import Plan
-from halda.streaming import RESERVE_BYTES
 
 MS: Final = 1000.0
 TIE: Final = 1e-8
@@ -422,7 +421,7 @@ def _memory(
         windows = layout.windows[m]
         on_gpu = _dot(layout.gpu[m], with_kv) + uses_gpu[m] * (instance.gpu_runtime_bytes(windows) / unit)
         on_cpu = _dot(layout.cpu[m], with_kv) - streams.bytes[m] + streams.ahead[m]
-        on_cpu += streams.streams[m] * (RESERVE_BYTES / unit)
+        on_cpu += streams.streams[m] * (instance.reserve_bytes / unit)
         on_cpu += layout.used[m] * (instance.runtime_bytes(windows) / unit)
         if m == 0:
             on_gpu += output_on_gpu * output

@@ -33,7 +33,7 @@ from halda.profile import LayerProfile, ModelProfile
 LEAST_AHEAD_BYTES: Final = 16 << 20
 """So much is held ahead at least, or two layers where they are smaller: with less the disk waits between small parts."""
 RESERVE_BYTES: Final = 16 << 20
-"""So much a device that streams leaves free: the system reads a little behind a part, and must not run dry over it."""
+"""So much a device that streams leaves free, or two layers where they are smaller."""
 _SHARES: Final = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 _SAME: Final = 1e-6
 
@@ -71,6 +71,11 @@ def ahead_steps(model: ModelProfile, layer_s: float, disk_bytes_per_s: float) ->
 def smallest_ahead_bytes(model: ModelProfile) -> int:
     """What is held ahead at least, however little streams."""
     return min(LEAST_AHEAD_BYTES, 2 * model.largest_layer_bytes)
+
+
+def reserve_bytes(model: ModelProfile) -> int:
+    """What a device that streams leaves free: the system reads a little behind a part, and must not run dry over it."""
+    return min(RESERVE_BYTES, 2 * model.largest_layer_bytes)
 
 
 def least_ahead_bytes(steps: Sequence[AheadStep], streamed_bytes: float, streamable_bytes: float) -> int:

@@ -49,7 +49,7 @@ def test_what_llama_cpp_cannot_do_is_our_mistake():
 def test_a_plan_of_one_window_says_what_of_the_whole_model_is_on_the_gpu(gpu_layers, output):
     window = Window(device="desk", first=0, last=8, gpu_layers=gpu_layers)
     plan = Plan(rounds=1, route=(window,), output_on_gpu=output, streaming=(), left_out=())
-    (assignment,) = assignments(plan, model(layers=8), None)["desk"].windows
+    (assignment,) = assignments(plan, model(layers=8))["desk"].windows
     assert (assignment.gpu_layers, assignment.output) == (gpu_layers, "gpu" if output else "cpu")
 
 

@@ -19,7 +19,6 @@ from operator import le
 import pulp
 
 from halda import Instance, Objective, Plan, Streaming, Window, cost
-from halda.streaming import RESERVE_BYTES
 
 CLOSE = 1e-9
 UNIT = 1e6
@@ -92,6 +91,7 @@ class Brute:
         self._hops = cache(self._find_hops)
         model = instance.model
         self._sizes = [layer.size_bytes for layer in model.layers]
+        self._reserve = min(16 << 20, 2 * max(self._sizes))
         self._kv = [instance.kv_bytes[kind] for kind in instance.kind_of]
         self._experts = [layer.expert_bytes for layer in model.layers]
         self._by_expert = any(self._experts)
@@ -260,7 +260,7 @@ class Brute:
         if not option.streams:
             return 0
         for share, ahead in option.steps:
-            streamed = option.over + RESERVE_BYTES + ahead
+            streamed = option.over + self._reserve + ahead
             if streamed <= share * option.most and streamed <= option.most - option.pool:
                 return ahead
         return None
@@ -277,7 +277,7 @@ class Brute:
             ahead = self._least_ahead(option)
             if ahead is None:
                 return math.inf
-            streamed = option.over + RESERVE_BYTES + ahead if option.streams else 0
+            streamed = option.over + self._reserve + ahead if option.streams else 0
             both = []
             for times in (option.decode, option.chunk):
                 read = max(0, streamed - times.spare) * times.share
@@ -389,7 +389,7 @@ class Brute:
         if not option.streams:
             return None
         ahead, in_decode = (problem.add_variable(f"{name}_{i}", 0) for name in ("ahead", "decode"))
-        streamed = ahead + (option.over + RESERVE_BYTES) / UNIT
+        streamed = ahead + (option.over + self._reserve) / UNIT
         picked = [problem.add_variable(f"step_{i}_{j}", 0, 1, pulp.LpInteger) for j in range(len(option.steps))]
         problem += pulp.lpSum(picked) == 1
         problem += ahead >= pulp.lpSum(z * (least / UNIT) for z, (_, least) in zip(picked, option.steps, strict=True))
@@ -410,7 +410,7 @@ class Brute:
                 route.append(Window(device=name, first=at + a, last=at + b, gpu_layers=option.gpu))
         route.append(Window(device=names[0], first=first, last=total, gpu_layers=way.options[0].tail_gpu))
         streaming = tuple(
-            Streaming(device=name, streamed_bytes=option.over + RESERVE_BYTES + round(ahead), ahead_bytes=round(ahead))
+            Streaming(device=name, streamed_bytes=option.over + self._reserve + round(ahead), ahead_bytes=round(ahead))
             for name, option, ahead in zip(names, way.options, held, strict=True)
             if option.streams
         )

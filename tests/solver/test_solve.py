@@ -179,6 +179,18 @@ def test_a_required_device_takes_part_and_costs_what_it_costs(seed):
         assert forced.objective_s >= best.objective_s * (1 - CLOSE)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_best_for_another_objective_is_no_better_for_this_one(seed):
+    """The time that is made small is the one that is forecast, so no plan that is found has less of it."""
+    question, _ = feasible(seed, devices=3, layers=16, memory="short")
+    found = {objective: solved(question, objective) for objective in OBJECTIVES}
+    for objective, best in found.items():
+        assert best.proven
+        for other in found.values():
+            value = other.prediction.objective_s(objective, question.workload.answer_tokens)
+            assert best.objective_s <= value * (1 + CLOSE)
+
+
 def test_what_is_short_is_named_with_its_bytes():
     question, _ = feasible(3, devices=2, memory="ample", shared_hosts=False)
     head = question.devices[0]
