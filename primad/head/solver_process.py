@@ -7,6 +7,7 @@ standard input and answers on standard output. It has a session of its own: Ctrl
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from typing import Final
@@ -104,4 +105,6 @@ def _answer(question: SolverRequest) -> _Solved | _Unsolvable:
 
 if __name__ == "__main__":
     asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=SolverRequest)
-    sys.stdout.buffer.write(msgspec.msgpack.encode(_answer(asked)))
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library says there is no part of the answer
+        answers.write(msgspec.msgpack.encode(_answer(asked)))

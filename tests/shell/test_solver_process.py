@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -59,6 +60,14 @@ def test_the_answer_is_the_solvers(require):
     assert answer.plan == expected.plan
     assert answer.prediction == expected.prediction
     assert require <= set(answer.plan.devices)
+
+
+def test_what_a_library_writes_to_standard_output_is_no_part_of_the_answer(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit\natexit.register(print, 'Running a library', flush=True)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    assert asyncio.run(solve_apart(question(2, ram=8 * GB))).plan.devices
 
 
 def test_where_layers_stream_it_may_take_larger_chunks():
