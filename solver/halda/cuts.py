@@ -258,8 +258,10 @@ class _Pricing:
                 if instance.by_expert:
                     seconds = compute + rest + read / rate
                 else:
+                    meanwhile = np.maximum(waiting, 0) if member.is_alone else read
+                    slowed = compute + rest + member.slows_s_per_byte * meanwhile
                     waits = rest + k * phase.edge_s + waiting / rate
-                    seconds = np.where(waiting > 0, np.maximum(compute + rest, waits), compute + rest)
+                    seconds = np.where(waiting > 0, np.maximum(slowed, waits), slowed)
                 seconds = np.where(streamed <= np.minimum(step.share * streamable, most), seconds, math.inf)
                 best_disk = np.where(seconds < best, read / rate, best_disk)
                 best = np.minimum(best, seconds)

@@ -154,10 +154,16 @@ class _Share:
         read, disk = self.read_bytes(phase), self.member.disk_bytes_per_s
         if instance.by_expert:
             return compute_s + read / disk
+        compute_s += self.slowed_s(phase, plan)
         waiting = read - plan.rounds * self.ahead_bytes
         if waiting <= 0:
             return compute_s
         return max(compute_s, self.rest_s(phase, plan, output_s) + plan.rounds * phase.edge_s + waiting / disk)
+
+    def slowed_s(self, phase: Phase, plan: Plan) -> float:
+        """Seconds that computing takes longer because of what is read meanwhile, experts aside."""
+        away = plan.rounds * self.ahead_bytes if self.member.is_alone else 0
+        return self.member.slows_s_per_byte * max(0.0, self.read_bytes(phase) - away)
 
     def rest_s(self, phase: Phase, plan: Plan, output_s: float) -> float:
         """What is computed beside the CPU's layers and adds to reading for sure."""
@@ -197,7 +203,10 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
     period_s = max(tpot_s / instance.workload.sequences, busy, disk_s, occupied[0])
     ram, vram, short = _memory(plan, instance, shares, hosts)
     slowest = max(range(len(shares)), key=lambda i: disk[i])
-    compute = [share.compute_s(share.member.decode, plan) + out for share, out in zip(shares, outputs, strict=True)]
+    compute = [
+        min(window, share.compute_s(share.member.decode, plan) + out + share.slowed_s(share.member.decode, plan))
+        for window, share, out in zip(decode, shares, outputs, strict=True)
+    ]
     late_s = max(0.0, disk_s - sum(decode) - sum(hops))
     return Prediction(
         tpot_s=tpot_s,

@@ -58,6 +58,8 @@ class Member:
     gpu_output_s: float
     ahead_steps: tuple[streaming.AheadStep, ...]
     """What has to be held ahead, by the share that streams."""
+    is_alone: bool
+    """Whether no other device of the question is on its machine."""
 
     @property
     def name(self) -> str:
@@ -79,6 +81,11 @@ class Member:
         return self.profile.disk.prefetch_bytes_per_s
 
     @property
+    def slows_s_per_byte(self) -> float:
+        """What each byte that is read meanwhile adds to the time of computing."""
+        return self.profile.disk.slows_s_per_byte
+
+    @property
     def has_gpu(self) -> bool:
         return self.profile.gpu is not None
 
@@ -90,13 +97,17 @@ class Member:
 
 @dataclass(frozen=True)
 class Instance:
-    """Devices (the first is the head), links, model, workload and the owners' limits."""
+    """Devices (the first is the head), links, model, workload and the owners' limits.
+
+    ``crowded`` are the machines of which a part of a question does not have every device.
+    """
 
     devices: tuple[DeviceProfile, ...]
     links: Mapping[tuple[str, str], LinkProfile]
     model: ModelProfile
     workload: Workload
     limits: Mapping[str, Limits]
+    crowded: frozenset[str] = frozenset()
 
     @cached_property
     def kinds(self) -> tuple[LayerProfile, ...]:
@@ -146,6 +157,15 @@ class Instance:
     def members(self) -> tuple[Member, ...]:
         """The devices with their costs; the head first."""
         return tuple(self._member(device) for device in self.devices)
+
+    @cached_property
+    def shared_hosts(self) -> frozenset[str]:
+        """The machines with several devices of the question."""
+        return self.crowded | {self.devices[host[0]].host for host in self.hosts if len(host) > 1}
+
+    def only(self, members: Sequence[int]) -> Instance:
+        """The part of the question with these members alone."""
+        return replace(self, devices=tuple(self.devices[m] for m in members), crowded=self.shared_hosts)
 
     @cached_property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -287,6 +307,7 @@ class Instance:
             cpu_output_s=cost.output_s(device.cpu, device.cpu, model),
             gpu_output_s=cost.output_s(device.cpu, gpu, model) if gpu is not None else 0.0,
             ahead_steps=streaming.ahead_steps(model, max(decode.cpu), device.disk.prefetch_bytes_per_s),
+            is_alone=device.host not in self.shared_hosts,
         )
 
 

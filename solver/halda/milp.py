@@ -574,6 +574,9 @@ class _Time:
             if self._instance.by_expert:
                 computing += self._read(m, member, phase)
             self._problem += window >= computing, f"{name}: {m} computes"
+            if member.slows_s_per_byte and not self._instance.by_expert and not (member.is_alone and self._layout.loose):
+                slowed = self._meanwhile(m, member, phase) * (member.slows_s_per_byte * self._unit * MS)
+                self._problem += window >= computing + slowed, f"{name}: {m} reads and computes"
             if not (self._layout.loose or self._instance.by_expert):
                 waiting = self._waiting(name, m, member, phase)
                 sure = self._sure_rest(m, member, phase, rest, output)
@@ -583,8 +586,11 @@ class _Time:
 
     def _read(self, m: int, member: Member, phase: Phase) -> Expression:
         """Milliseconds in which ``m`` reads what a pass needs of what streams."""
-        size = self._streams.decode[m] if phase.spare_bytes else self._streams.bytes[m]
-        return size * (phase.read_share * self._unit_ms(member))
+        return self._streamed(m, phase) * (phase.read_share * self._unit_ms(member))
+
+    def _streamed(self, m: int, phase: Phase) -> Expression:
+        """What of ``m`` streams, in units of memory."""
+        return self._streams.decode[m] if phase.spare_bytes else self._streams.bytes[m]
 
     def _unit_ms(self, member: Member) -> float:
         """Milliseconds of reading a unit of memory."""
@@ -599,10 +605,18 @@ class _Time:
         """Milliseconds of reading that no time of others takes away, and the edges of the stops beside it."""
         rounds, unit_ms = self._layout.rounds, self._unit_ms(member)
         waits = integer(self._problem, f"{name}_waits_{m}", 0, 1)
-        size = self._streams.bytes[m] - self._streams.streams[m] * (phase.spare_bytes / self._unit)
-        size -= rounds * self._streams.ahead[m]
+        size = self._at_stops(m, phase)
         self._problem += size <= waits * self._total, f"{name}: {m} has no edges if it does not wait"
         return size * unit_ms + waits * (rounds * phase.edge_s * MS)
+
+    def _at_stops(self, m: int, phase: Phase) -> Expression:
+        """What of ``m`` is not read while others compute, in units of memory; below 0 where they leave time for more."""
+        size = self._streams.bytes[m] - self._streams.streams[m] * (phase.spare_bytes / self._unit)
+        return size - self._layout.rounds * self._streams.ahead[m]
+
+    def _meanwhile(self, m: int, member: Member, phase: Phase) -> Expression:
+        """What is read while the machine of ``m`` computes, in units of memory."""
+        return self._at_stops(m, phase) if member.is_alone else self._streamed(m, phase)
 
     def _steps(self, m: int, windows: float) -> Expression:
         """What ``windows`` windows cost besides their layers."""

@@ -104,13 +104,15 @@ class DiskProfile:
     """The file system that holds the layer cache, the page cache bypassed.
 
     ``prefetch_bytes_per_s``: large ranges with the call that the engine prefetches with; ``fault_bytes_per_s``: the same
-    ranges by page faults; ``random_bytes_per_s``: 4 kB reads at random places.
+    ranges by page faults; ``random_bytes_per_s``: 4 kB reads at random places. ``slows_s_per_byte``: what each byte that is
+    read meanwhile adds to the time of computing, as memory and cores serve both.
     """
 
     prefetch_bytes_per_s: float
     fault_bytes_per_s: float
     random_bytes_per_s: float
     free_bytes: int
+    slows_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -283,7 +283,7 @@ class _Search:
         )
 
     def _alone(self) -> None:
-        problem, head = milp.new_problem("alone"), self._only([0])
+        problem, head = milp.new_problem("alone"), self._instance.only([0])
         outcome, program = self._run(problem, milp.alone_layout(problem, head), head, required=frozenset())
         self._note(outcome)
         if outcome.found:
@@ -449,7 +449,7 @@ class _Search:
         """Keep the plan with these windows, and the streaming that suits them best, if it is the best so far."""
         plan, problem = _plan(rounds, route), milp.new_problem("fixed")
         index = {device.device: m for m, device in enumerate(self._instance.devices)}
-        members = self._only([index[name] for name in plan.devices])
+        members = self._instance.only([index[name] for name in plan.devices])
         outcome, program = self._run(problem, milp.fixed_layout(members, plan), members, required=frozenset())
         if not outcome.found:
             return
@@ -467,10 +467,6 @@ class _Search:
         """Whether what ``name`` holds is bounded by what others of its machine hold."""
         host = next(device.host for device in self._instance.devices if device.device == name)
         return sum(device.host == host for device in self._instance.devices) > 1
-
-    def _only(self, members: Sequence[int]) -> Instance:
-        """The question with these members alone."""
-        return replace(self._instance, devices=tuple(self._instance.devices[m] for m in members))
 
     def _keep(self, plan: Plan, *, is_quick: bool) -> None:
         """Keep ``plan`` if it holds all limits and is the best so far, or as good and better to have."""
@@ -534,7 +530,7 @@ class _Search:
     def _elastic_layouts(self) -> Iterator[tuple[Any, milp.Layout, Instance]]:
         instance = self._instance
         if not self._required - {0}:
-            problem, head = milp.new_problem("short_alone"), self._only([0])
+            problem, head = milp.new_problem("short_alone"), self._instance.only([0])
             yield problem, milp.alone_layout(problem, head), head
         if len(instance.devices) == 1 or len(instance.model.layers) <= instance.model.cut_multiple:
             return

@@ -17,6 +17,8 @@ from heapq import heappop, heappush
 from typing import Final, Literal
 
 Kind = Literal["compute", "stall", "load", "hop"]
+_NOTHING_S: Final = 1e-9
+"""What computing is slowed by less is not followed further."""
 _LEAST_SHARE: Final = 1e-9
 """Less of what may be held ahead is no room: sums of parts are not exact."""
 
@@ -58,12 +60,16 @@ class Visit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixture:
-    """What a station has: its machine's number, the bytes that it may hold ahead, its disk and its outgoing link."""
+    """What a station has: its machine's number, the bytes that it may hold ahead, its disk and its outgoing link.
+
+    Each second of reading makes what the machine computes meanwhile ``slowed_share`` of a second longer.
+    """
 
     device: str
     host: int
     ahead_bytes: float
     disk_bytes_per_s: float
+    slowed_share: float
     in_air: bool
     transfer_s: float
     delay_s: float
@@ -89,8 +95,15 @@ class _Host:
 
     computing: bool = False
     reading: bool = False
+    read_s: float = 0.0
+    """What its disk has read until now, or until the present reading began."""
+    reading_since: float = 0.0
     to_compute: deque[_Station] = field(default_factory=deque)
     to_read: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def has_read_s(self, now: float) -> float:
+        """Seconds that its disk has read until ``now``."""
+        return self.read_s + (now - self.reading_since if self.reading else 0.0)
 
 
 @dataclass(slots=True)
@@ -107,6 +120,8 @@ class _Station:
     visit: tuple[int, int] | None = None
     at: int = 0
     compute_since: float | None = None
+    read_before_s: float = 0.0
+    """What the disk of its machine had read when it was last looked at how far reading slows what is computed."""
     stall_since: float | None = None
     picked_since: float | None = None
     """When the reading of what the router picked began, as long as it lasts."""
@@ -247,13 +262,20 @@ class SimulatedRing:
     def _compute(self, station: _Station) -> None:
         station.host.computing = True
         station.compute_since = self.now
+        station.read_before_s = station.host.has_read_s(self.now)
         self._at(self.now + self._piece(station).seconds, self._computed, station)
 
     def _computed(self, station: _Station) -> None:
         piece, tally, since = self._piece(station), station.tally, station.compute_since
         assert since is not None
         assert station.visit is not None
-        tally.compute_s += piece.seconds
+        read_s = station.host.has_read_s(self.now)
+        slowed_s = (read_s - station.read_before_s) * station.fixture.slowed_share
+        if slowed_s > _NOTHING_S:
+            station.read_before_s = read_s
+            self._at(self.now + slowed_s, self._computed, station)
+            return
+        tally.compute_s += self.now - since
         tally.layers += len(piece.layers)
         self._note(station, "compute", since, self.now, piece.layers)
         station.compute_since = None
@@ -287,14 +309,16 @@ class SimulatedRing:
         if station.host.reading:
             station.host.to_read.append(read)
         else:
-            station.host.reading = True
+            station.host.reading, station.host.reading_since = True, self.now
             read()
 
     def _leave_disk(self, station: _Station) -> None:
-        if station.host.to_read:
-            station.host.to_read.popleft()()
+        host = station.host
+        if host.to_read:
+            host.to_read.popleft()()
         else:
-            station.host.reading = False
+            host.read_s = host.has_read_s(self.now)
+            host.reading = False
 
     def _read_picked(self, station: _Station) -> None:
         station.picked_since = self.now

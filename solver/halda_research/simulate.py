@@ -263,6 +263,7 @@ def _fixtures(plan: Plan, instance: Instance, *, rows: float) -> list[Fixture]:
                 host=hosts[index[name]],
                 ahead_bytes=plan.streaming_of(name).ahead_bytes,
                 disk_bytes_per_s=member.disk_bytes_per_s,
+                slowed_share=member.slows_s_per_byte * member.disk_bytes_per_s,
                 in_air=instance.in_air(here, there),
                 transfer_s=transfer_s,
                 delay_s=cost.hop_s(link, rows, instance.model.width) - transfer_s,

@@ -51,6 +51,7 @@ class Option:
     most: int
     pool: int
     disk: float
+    slows: float
     gpu: int
     tail_gpu: int
     output_on_gpu: bool
@@ -224,8 +225,8 @@ class Brute:
             model = instance.model
             share = 1 - (1 - model.experts_used / model.experts) ** phase.rows if self._by_expert else 1.0
             both.append(Times(compute, rest, tail_s, 2 * min(phase.cpu), spare, share))
-        disk = member.disk_bytes_per_s
-        return Option(*both, output_s, over, most, pool, disk, gpu, tail_gpu, output_on_gpu, self._steps(m))
+        disk, slows = member.disk_bytes_per_s, member.profile.disk.slows_s_per_byte
+        return Option(*both, output_s, over, most, pool, disk, slows, gpu, tail_gpu, output_on_gpu, self._steps(m))
 
     def _steps(self, m: int) -> tuple[tuple[float, int], ...]:
         """Shares that may stream with what is then held ahead: a part, and what is read while a layer is computed."""
@@ -285,6 +286,7 @@ class Brute:
                 if self._by_expert:
                     window += read / option.disk
                 elif waits and read > k * ahead:
+                    window += option.slows * (read - k * ahead)
                     window = max(window, times.rest_s + k * times.edge_s + (read - k * ahead) / option.disk)
                 both.append((window, read / option.disk))
             token_s, read_s, busy_s = token_s + both[0][0], max(read_s, both[0][1]), max(busy_s, both[0][0])
@@ -327,8 +329,9 @@ class Brute:
         token, first, period, laps, last = (problem.add_variable(name, 0) for name in names)
         held = [self._held(problem, i, option) for i, option in enumerate(way.options)]
         ms = [UNIT / option.disk * MS for option in way.options]
+        slows = [option.slows * UNIT * MS for option in way.options]
         decode, chunk = (
-            [self._waits(problem, f"{name}_{i}", times, k, held[i], ms[i]) for i, times in enumerate(phase)]
+            [self._waits(problem, f"{name}_{i}", times, k, held[i], ms[i], slows[i]) for i, times in enumerate(phase)]
             for name, phase in (
                 ("decode", [option.decode for option in way.options]),
                 ("chunk", [option.chunk for option in way.options]),
@@ -369,7 +372,9 @@ class Brute:
             return None
         return float(pulp.value(problem.objective)) / MS, [0.0 if h is None else pulp.value(h[1]) * UNIT for h in held]
 
-    def _waits(self, problem: pulp.LpProblem, name: str, times: Times, k: int, held: tuple | None, ms: float) -> object:
+    def _waits(
+        self, problem: pulp.LpProblem, name: str, times: Times, k: int, held: tuple | None, ms: float, slows: float
+    ) -> object:
         """Milliseconds of all windows of a device."""
         window = problem.add_variable(name, 0)
         if held is None:
@@ -381,6 +386,7 @@ class Brute:
             late = held[0] - times.spare / UNIT - k * held[1]
             problem += late <= 1e6 * waits
             problem += window >= times.compute_s * MS
+            problem += window >= times.compute_s * MS + late * slows
             problem += window >= (times.rest_s + k * times.edge_s * waits) * MS + late * ms
         return window
 

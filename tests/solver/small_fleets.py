@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from halda import Instance, Objective, Workload
+from halda import DiskProfile, Instance, Objective, Workload
 from halda_research.random_fleets import log_uniform, random_instance
 
 SHAPES = [(2, 6), (2, 8), (2, 10), (2, 13), (2, 16), (3, 6), (3, 7), (3, 8), (3, 10), (3, 12), (4, 6), (4, 8), (4, 9)]
@@ -42,6 +42,12 @@ def small_instance(rng: random.Random) -> tuple[Instance, Objective]:
             replace(device, disk=replace(device.disk, prefetch_bytes_per_s=log_uniform(rng, 2e9, 2e10)))
             for device in fleet
         )
-    question = Instance(fleet, links, question.model, question.workload, question.limits)
     objective: Objective = rng.choice(["latency", "latency", "ttft", "throughput", "balanced"])
-    return question, objective
+    if rng.random() < 0.5:
+        fleet = tuple(replace(device, disk=slowing(device.disk, rng.uniform(0, 0.5))) for device in fleet)
+    return Instance(fleet, links, question.model, question.workload, question.limits), objective
+
+
+def slowing(disk: DiskProfile, share: float) -> DiskProfile:
+    """``disk``, beside whose reading computing gets as much slower."""
+    return replace(disk, slows_s_per_byte=share / disk.prefetch_bytes_per_s)
