@@ -34,6 +34,8 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
         "token_s": (1e-7, 0.05),
         "value_s": (1e-13, 1e-6),
         "wake_s": (0, 0.05),
+        "row_s": (0, 1e-5),
+        "attention_s": (0, 1e-6),
     },
     RowSpeed: {"rows": (2, 511), "bytes_per_s": _RATE},
     WidthCost: {"weights": (1, 1e12), "ratio": (0.1, 10)},
@@ -49,6 +51,7 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
         "fault_bytes_per_s": (1e5, 2e11),
         "random_bytes_per_s": (1e4, 1e11),
         "free_bytes": _BYTES,
+        "slows_s_per_byte": (0, 1e-6),
     },
     TypeSpeed: {
         "decode_bytes_per_s": _RATE,

@@ -18,13 +18,13 @@ from halda import DeviceProfile, Infeasible, Limits, LinkProfile, ModelProfile, 
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.profiler.effort import Effort
-from primad.profiler.measure import ram_read_bytes_per_s
+from primad.profiler.measure import measure_home, ram_read_bytes_per_s
 from primad.profiler.processors import measure_cpu
 from primad.system.measuring_lock import measuring
 from tools.bench_solver import CONTEXT, Predicted, device_here, links_between, loopback, out, predicted_row
 from tools.lab.local_ring import LocalRing, types_of
 from tools.lab.memory import LimitedGroup
-from tools.lab.memory_runs import ROWS, available, prefetch_rate
+from tools.lab.memory_runs import ROWS, available
 from tools.lab.plain_llama import PROMPT
 
 PROCESS_BYTES: Final = 256 << 20
@@ -52,7 +52,7 @@ def predict(path: Path, shares: Sequence[float], processes: Sequence[int], threa
                 with ExitStack() as stack:
                     groups = {each: stack.enter_context(LimitedGroup(limit)) for each in names}
                     limits = {each: Limits(ram_bytes=available(group)[1]) for each, group in groups.items()}
-                    disk = prefetch_rate(path)
+                    disk = measure_home(Path(name), lambda _: None, Effort()).disk
                     devices = [device_here(each, cpu, rate, disk) for each in names]
                     found = _solved(devices, links_between(names, links), model, limits)
                     if isinstance(found, str):

@@ -72,6 +72,9 @@ ANSWER_TOKENS = 96
 BETTER = 1.01
 CONTEXT = 1024
 GIB = 1 << 30
+_CPU_FIGURES = ("step_s", "layer_s", "token_s", "value_s", "wake_s", "row_s", "attention_s")
+_SOME_DISK = DiskProfile(prefetch_bytes_per_s=1e9, fault_bytes_per_s=1e9, random_bytes_per_s=1e8, free_bytes=64 * GIB)
+"""Of devices that read nothing."""
 
 out = Console(highlight=False)
 
@@ -182,22 +185,19 @@ def _median_cpu(profiles: Sequence[CpuProfile]) -> CpuProfile:
 
     return replace(
         profiles[0],
-        token_s=statistics.median(profile.token_s for profile in profiles),
-        wake_s=statistics.median(profile.wake_s for profile in profiles),
-        step_s=statistics.median(profile.step_s for profile in profiles),
-        layer_s=statistics.median(profile.layer_s for profile in profiles),
+        **{name: statistics.median(getattr(profile, name) for profile in profiles) for name in _CPU_FIGURES},
         speeds=tuple(speed(speeds.type) for speeds in profiles[0].speeds),
     )
 
 
 def _question(count: int, cpu: CpuProfile, rate: float, links: Sequence[LinkProfile], model: ModelProfile) -> Instance:
     names = [f"d{i}" for i in range(count)]
-    devices = [device_here(name, cpu, rate, 1e9) for name in names]
+    devices = [device_here(name, cpu, rate, _SOME_DISK) for name in names]
     between = links_between(names, links)
     return instance(devices, between, model, _work(), {})
 
 
-def device_here(name: str, cpu: CpuProfile, rate: float, disk_bytes_per_s: float) -> DeviceProfile:
+def device_here(name: str, cpu: CpuProfile, rate: float, disk: DiskProfile) -> DeviceProfile:
     """A process of this machine as a device, with more memory than any model of this bench needs."""
     return DeviceProfile(
         device=name,
@@ -208,12 +208,7 @@ def device_here(name: str, cpu: CpuProfile, rate: float, disk_bytes_per_s: float
         ram_total_bytes=64 * GIB,
         ram_available_bytes=64 * GIB,
         ram_read_bytes_per_s=rate,
-        disk=DiskProfile(
-            prefetch_bytes_per_s=disk_bytes_per_s,
-            fault_bytes_per_s=disk_bytes_per_s,
-            random_bytes_per_s=1e8,
-            free_bytes=64 * GIB,
-        ),
+        disk=disk,
         gpu=None,
     )
 

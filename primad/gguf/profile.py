@@ -64,6 +64,10 @@ def model_profile(header: Header) -> ModelProfile:
         experts_used=_first(header, f"{name}.expert_used_count", 0, 0),
         kv_head_width=math.gcd(*(width for layer in range(layers) for width in _head_widths(header, name, layer))),
         cut_multiple=SUPPORTED[name].cut_multiple if name in SUPPORTED else 1,
+        query_width=max(
+            _first(header, f"{name}.attention.head_count", layer) * _head_widths(header, name, layer)[0]
+            for layer in range(layers)
+        ),
     )
 
 

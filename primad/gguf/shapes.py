@@ -109,6 +109,7 @@ def _profile(model: Shape, matrix: str, output: str) -> ModelProfile:
         experts_used=model.experts_used,
         kv_head_width=model.head_width,
         cut_multiple=1,
+        query_width=model.heads * model.head_width,
     )
 
 

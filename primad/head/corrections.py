@@ -71,7 +71,7 @@ class Corrections:
             cpu=_slower(profile.cpu, factors.compute),
             ram_read_bytes_per_s=profile.ram_read_bytes_per_s / factors.compute,
             gpu=None if gpu is None else _slower_gpu(gpu, factors.compute),
-            disk=_slower_disk(profile.disk, factors.disk),
+            disk=_slower_disk(profile.disk, factors),
         )
 
     def apply_link(self, link: LinkProfile) -> LinkProfile:
@@ -263,6 +263,8 @@ def _slower(cpu: CpuProfile, factor: float) -> CpuProfile:
         layer_s=cpu.layer_s * factor,
         token_s=cpu.token_s * factor,
         value_s=cpu.value_s * factor,
+        row_s=cpu.row_s * factor,
+        attention_s=cpu.attention_s * factor,
         speeds=_slower_speeds(cpu.speeds, factor),
     )
 
@@ -293,10 +295,11 @@ def _slower_speeds(speeds: tuple[TypeSpeed, ...], factor: float) -> tuple[TypeSp
     )
 
 
-def _slower_disk(disk: DiskProfile, factor: float) -> DiskProfile:
+def _slower_disk(disk: DiskProfile, factors: DeviceFactors) -> DiskProfile:
     return replace(
         disk,
-        prefetch_bytes_per_s=disk.prefetch_bytes_per_s / factor,
-        fault_bytes_per_s=disk.fault_bytes_per_s / factor,
-        random_bytes_per_s=disk.random_bytes_per_s / factor,
+        prefetch_bytes_per_s=disk.prefetch_bytes_per_s / factors.disk,
+        fault_bytes_per_s=disk.fault_bytes_per_s / factors.disk,
+        random_bytes_per_s=disk.random_bytes_per_s / factors.disk,
+        slows_s_per_byte=disk.slows_s_per_byte * factors.compute,
     )

@@ -130,8 +130,8 @@ class _Nothing:
         """There is nothing."""
 
 
-def measure_wake(folder: Path, one: Stepper, other: Stepper, threads: int, model_bytes: int, budget: Budget) -> float:
-    """Seconds that a step takes longer where another process computed just before: least of 0, and as far as time reaches.
+def hold_window(folder: Path, steppers: Sequence[Stepper], threads: int, model_bytes: int) -> None:
+    """Have each of ``steppers`` load a window of big layers of so many bytes or more.
 
     Raises ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
     """
@@ -139,8 +139,16 @@ def measure_wake(folder: Path, one: Stepper, other: Stepper, threads: int, model
     with TemporaryDirectory(prefix="window-", dir=folder) as name:
         window = write_window(Path(name), BIG, TYPES[0], layers, gpu_layers=0)
         task = HoldWindow(window=window, width=BIG.width, threads=threads)
-        for worker in (one, other):
-            _stepped(worker.hold(task))
+        for stepper in steppers:
+            _stepped(stepper.hold(task))
+
+
+def measure_wake(folder: Path, one: Stepper, other: Stepper, threads: int, model_bytes: int, budget: Budget) -> float:
+    """Seconds that a step takes longer where another process computed just before: least of 0, and as far as time reaches.
+
+    Raises as ``hold_window``.
+    """
+    hold_window(folder, (one, other), threads, model_bytes)
     alone, after = [], []
     for turn in range(_ROUNDS):
         alone.append(_stepped(one.step()))

@@ -1,5 +1,7 @@
 """Measure the disk that holds the layer cache: as the engine reads ahead, by page faults, and at random places.
 
+Reading ahead goes on while the processor computes, and is measured so: the disk gives less then, and computing takes longer.
+
 Three systems, three ways to have a file outside the page cache: Linux forgets it on request (``posix_fadvise``), macOS does
 not take it in (``F_NOCACHE``), Windows offers neither to an ordinary program, and what is measured there may be its cache.
 """
@@ -13,13 +15,16 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
 import numpy as np
 
 from halda import DiskProfile
 from primad.engine.streaming.pages import FileRange, Pages
+from primad.errors import EngineError
+from primad.profiler.trial import SteppedOn
 
 try:
     import fcntl
@@ -34,27 +39,71 @@ _RANGE_BYTES: Final = 32 << 20
 _RUNS: Final = 3
 _RANDOM_READS: Final = 512
 _PAGE_BYTES: Final = 4096
+_MOST_LOST: Final = 0.8
+"""Share of its time that computing may lose beside reading; only a disturbed trial says more."""
 _F_NOCACHE: Final = 48
 """``fcntl`` command of macOS."""
 
 
-def measure_disk(folder: Path, seconds: float) -> DiskProfile:
+class Computing(Protocol):
+    """A child that computes; text says how it ended."""
+
+    def step_on(self, seconds: float) -> SteppedOn | str:
+        """Compute steps of a window for so long."""
+
+
+def measure_disk(folder: Path, seconds: float, beside: Computing | None = None) -> DiskProfile:
     """The file system under ``folder`` in about ``seconds``, a slow one with a smaller file.
 
-    Raises ``OSError`` when the trial cannot be written there.
+    As layers stream while others are computed, reading ahead is measured while ``beside`` computes, and what it costs that;
+    without it reading has the machine for itself. Raises ``OSError`` when the trial cannot be written there,
+    ``EngineError`` when ``beside`` ends.
     """
     path = folder / "disk.trial"
     quarter_s = seconds / 4
     try:
         size = _write(path, quarter_s)
+        if beside is None:
+            rate, slows_s_per_byte = _rate(path, size, _read_ahead, quarter_s), 0.0
+        else:
+            rate, slows_s_per_byte = _beside(path, size, beside, quarter_s)
         return DiskProfile(
-            prefetch_bytes_per_s=_rate(path, size, _read_ahead, quarter_s),
+            prefetch_bytes_per_s=rate,
             fault_bytes_per_s=_rate(path, size, _fault, quarter_s),
             random_bytes_per_s=_random(path, size, quarter_s),
             free_bytes=shutil.disk_usage(folder).free,
+            slows_s_per_byte=slows_s_per_byte,
         )
     finally:
         path.unlink(missing_ok=True)
+
+
+def _beside(path: Path, size: int, computing: Computing, seconds: float) -> tuple[float, float]:
+    """The rate of reading ahead while ``computing`` does, and the seconds that each byte costs it.
+
+    It computes alone for a third of ``seconds``, then beside reading, which goes on until it is through.
+    """
+    alone_s = statistics.median(_steps(computing.step_on(seconds / 3)))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(computing.step_on, seconds * 2 / 3)
+        read, taken_s = 0, 0.0
+        while not read or not answer.done():
+            with path.open("rb", buffering=0) as file:
+                _uncached(file)
+                start = time.perf_counter()
+                _read_ahead(file, size)
+                taken_s += time.perf_counter() - start
+                read += size
+        steps = _steps(answer.result())
+    rate = read / taken_s
+    lost_share = max(0.0, 1 - alone_s / statistics.median(steps))
+    return rate, min(_MOST_LOST, lost_share) / rate
+
+
+def _steps(answer: SteppedOn | str) -> tuple[float, ...]:
+    if isinstance(answer, str):
+        raise EngineError(f"llama.cpp cannot compute a window on this device: {answer}")
+    return answer.steps_s
 
 
 def _write(path: Path, seconds: float) -> int:
@@ -91,13 +140,15 @@ def _rate(path: Path, size: int, read: Callable[[BinaryIO, int], None], seconds:
 
 
 def _read_ahead(file: BinaryIO, size: int) -> None:
-    """As the engine does: it finds the mapping, and reads it range by range."""
+    """As the engine does: it finds the mapping, reads it range by range and gives each back."""
     pages = Pages([FileRange(file.name, 0, size)])
     with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ):
         pages.find()
         pages.in_groups()
         for start in range(0, size, _RANGE_BYTES):
-            pages.part(start, min(start + _RANGE_BYTES, size)).read()
+            part = pages.part(start, min(start + _RANGE_BYTES, size))
+            part.read()
+            part.release()
     pages.close()
 
 

@@ -16,12 +16,14 @@ import numpy as np
 
 from primad.engine.build import build_id
 from primad.errors import ConfigError
+from primad.profiler.beside import hold_window
 from primad.profiler.disk import measure_disk
 from primad.profiler.effort import Budget, Effort
 from primad.profiler.gpus import list_gpus
-from primad.profiler.processors import Advance, measure_cpu, measure_gpu
+from primad.profiler.processors import Advance, measure_cpu, measure_gpu, sweep_bytes
 from primad.profiler.records import VERSION, HomeRecord, MachineRecord, host_id
 from primad.profiler.store import utc_now
+from primad.profiler.trials import child_trials
 from primad.system.processors import usable_cores
 
 _OF_DISK: Final = 0.12
@@ -56,14 +58,25 @@ def measure_machine(folder: Path, threads: int | None, advance: Advance, effort:
 
 
 def measure_home(folder: Path, advance: Advance, effort: Effort) -> HomeRecord:
-    """The disk under ``folder``, measured now. Raises ``OSError`` when the trial cannot be written there."""
+    """The disk under ``folder``, measured now while the processor computes, unless time is short.
+
+    Raises ``OSError`` when the trial cannot be written there, ``EngineError`` when llama.cpp fails.
+    """
     advance("disk")
+    seconds = effort.seconds * _OF_DISK
+    if effort.is_quick:
+        disk = measure_disk(folder, seconds)
+    else:
+        threads = usable_cores()
+        with child_trials(threads) as computing:
+            hold_window(folder, (computing,), threads, sweep_bytes())
+            disk = measure_disk(folder, seconds, computing)
     return HomeRecord(
         version=VERSION,
         measured=utc_now(),
         host=host_id(),
         is_quick=effort.is_quick,
-        disk=measure_disk(folder, effort.seconds * _OF_DISK),
+        disk=disk,
     )
 
 

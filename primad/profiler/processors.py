@@ -20,6 +20,7 @@ from primad.errors import EngineError
 from primad.profiler.beside import VOCABULARIES, head_costs, measure_wake
 from primad.profiler.effort import Budget, Effort
 from primad.profiler.gpus import gpu_now
+from primad.profiler.shapes import measure_attention, measure_rows, measure_widths
 from primad.profiler.speeds import (
     MAIN,
     Bench,
@@ -27,7 +28,6 @@ from primad.profiler.speeds import (
     answered,
     measure_step,
     measure_types,
-    measure_widths,
     together,
 )
 from primad.profiler.synthetic import BIG
@@ -61,8 +61,8 @@ _OF_PATIENCE: Final = 0.15
 """Share of all time in which trials are repeated that something disturbed."""
 _OF_BESIDE: Final = 0.025
 """Share of all time for a head's work besides computing, and for what it costs that another process computed before."""
-_OF_WIDE: Final = 0.08
-"""Share of the time of types that wide layers get."""
+_OF_SHAPES: Final = 0.16
+"""Share of the time of types that layers of other shapes get."""
 _ENOUGH: Final = 0.4
 """Share of all time that must be left for them."""
 _TOKENS: Final = 40
@@ -99,10 +99,12 @@ def measure_cpu(
     with _cpu_bench(folder, threads, batch_threads, effort, budget, patience) as bench:
         advance("layers")
         step_s = measure_step(bench)
-        reserve = 0.0 if effort.is_quick else _OF_WIDE * budget.left_s
+        reserve = 0.0 if effort.is_quick else _OF_SHAPES * budget.left_s
         types = replace(bench, budget=budget.less(reserve))
         layer_s, speeds = measure_types(types, step_s, advance)
         widths = measure_widths(bench, speeds[0], step_s, layer_s)
+        row_s = measure_rows(bench, speeds[0], step_s, layer_s)
+        attention_s = measure_attention(bench, speeds[0])
     return CpuProfile(
         name=cpu_name(),
         cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
@@ -112,6 +114,8 @@ def measure_cpu(
         layer_s=layer_s,
         speeds=speeds,
         widths=widths,
+        row_s=row_s,
+        attention_s=attention_s,
         **beside,
     )
 

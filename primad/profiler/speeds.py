@@ -17,18 +17,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
-from halda import BATCH_ROWS, RowSpeed, TypeSpeed, WidthCost
+from halda import BATCH_ROWS, RowSpeed, TypeSpeed
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget, Effort
-from primad.profiler.synthetic import BIG, MIDDLE, SMALL, WIDE, LayerShape, write_window
+from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
 from primad.profiler.trial import TimeWindow, TrialTimes
 from primad.profiler.trials import Trials
 
 logger = logging.getLogger(__name__)
+_Times = TypeVar("_Times", TrialTimes, TrialTimes | None)
 
 MAIN: Final = TYPES[0]
 SMALL_LAYERS: Final = (2, 12)
@@ -49,11 +50,11 @@ _OF_ROWS: Final = 0.2
 """Shares of a type's time in which one of its three trials with one row is run, and one of two with many; their windows are
 written and loaded besides."""
 _OF_STEP: Final = 0.03
-"""Share of all time in which a window of tiny layers is run, or one of wide ones."""
-_OF_WIDTH: Final = 0.06
-"""Share of all time that must be left for wide layers; their window is written and loaded besides."""
-_RATIO: Final = (0.8, 1.25)
-"""Bounds of what a wide layer may take beside the rates; only a disturbed trial says otherwise."""
+"""Share of all time in which a window of tiny layers is run."""
+_OF_FIRST: Final = 0.6
+"""Share of the time of all types for their first trials; in the rest those with one row are run again."""
+_MOST_AGAIN: Final = 5
+"""More often no type is timed again."""
 
 
 class RetryBudget:
@@ -123,6 +124,10 @@ class Bench:
             BIG, kind, self.layers_to_compute, extra, seconds, sweep_bytes=self.sweep_bytes, many_rows=True
         )
 
+    def time_cached(self, shape: LayerShape, kind: str, layers: int, cached: int, seconds: float) -> TrialTimes | str:
+        """Time one row behind ``cached`` tokens through a few layers, which may stay in caches."""
+        return self._time(shape, kind, layers, (False,), seconds, sweep_bytes=0, many_rows=False, cached=cached)[0]
+
     def _time(
         self,
         shape: LayerShape,
@@ -133,6 +138,7 @@ class Bench:
         *,
         sweep_bytes: int,
         many_rows: bool,
+        cached: int = 0,
     ) -> list[TrialTimes | str]:
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
             window = write_window(Path(name), shape, kind, layers, gpu_layers=layers if self.on_gpu else 0)
@@ -147,6 +153,7 @@ class Bench:
                         many_rows=many_rows,
                         seconds=seconds,
                         counts=ROW_COUNTS if many_rows and kind == MAIN and not self.effort.is_quick else (),
+                        cached=cached,
                     )
                 )
                 for setting in extra
@@ -216,16 +223,27 @@ def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -
     Each type has extra buffers where they are worth it, which takes more than a quick effort to find out. The first one is
     measured in any case. Raises ``EngineError`` when none is computed, ``OSError`` when the files cannot be written.
     """
+    trials = _again(bench, _first_trials(bench, advance))
+    lines = [
+        fit_layer(bench, trial.kind, step_s, trial.middle, trial.big) for trial in trials if trial.middle is not None
+    ]
+    layer_s = max(_LEAST_S, statistics.median(lines)) if lines else _LEAST_S
+    speeds = [speed(bench, trial.kind, trial.big, step_s, layer_s, extra_buffers=trial.extra) for trial in trials]
+    return layer_s, tuple(with_rows_of(speeds[0], each) for each in speeds)
+
+
+def _first_trials(bench: Bench, advance: Callable[[str], None]) -> list[_Trial]:
+    """Each type once, as far as time lasts."""
     trials: list[_Trial] = []
     types = bench.effort.types
     settings = (False,) if bench.on_gpu or bench.effort.is_quick else (False, True)
-    took_s = 0.0
+    took_s, later_s = 0.0, (1 - _OF_FIRST) * max(0.0, bench.budget.left_s)
     for number, kind in enumerate(types):
         left_s = bench.budget.left_s
         if trials and left_s < took_s:
             break
         advance(kind)
-        share_s = max(0.0, left_s) / (len(types) - number)
+        share_s = max(0.0, left_s - later_s) / (len(types) - number)
         decode = bench.time_decode(BIG, kind, settings, _OF_ROW * share_s)
         rows = bench.time_rows(kind, settings, _OF_ROWS * share_s)
         plain, *more = [together(one, many) for one, many in zip(decode, rows, strict=True)]
@@ -242,23 +260,48 @@ def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -
         raise EngineError(
             "llama.cpp cannot compute any quantisation type on this device; install llama-cpp-python anew"
         )
-    lines = [
-        fit_layer(bench, trial.kind, step_s, trial.middle, trial.big) for trial in trials if trial.middle is not None
+    return trials
+
+
+def _again(bench: Bench, trials: list[_Trial]) -> list[_Trial]:
+    """``trials`` with what one row took each time that it was timed, again and again while time is left.
+
+    What else a machine does slows it for seconds, and so would be taken for the speed of the type that was timed then.
+    """
+    seconds = _OF_ROW * _OF_FIRST * max(0.0, bench.budget.left_s) / len(trials)
+    found = [([trial.big], [trial.middle]) for trial in trials]
+    took_s = 0.0
+    for _ in range(0 if bench.effort.is_quick else _MOST_AGAIN):
+        for trial, (big, middle) in zip(trials, found, strict=True):
+            left_s = bench.budget.left_s
+            if left_s <= took_s:
+                break
+            for shape, times in ((BIG, big), (MIDDLE, middle)):
+                timings = bench.time_decode(shape, trial.kind, (trial.extra,), seconds)[0]
+                if isinstance(timings, TrialTimes) and times[0] is not None:
+                    times.append(timings)
+            took_s = max(took_s, left_s - bench.budget.left_s)
+    return [
+        replace(trial, big=_all_through(big), middle=_all_through(middle))
+        for trial, (big, middle) in zip(trials, found, strict=True)
     ]
-    layer_s = max(_LEAST_S, statistics.median(lines)) if lines else _LEAST_S
-    speeds = [speed(bench, trial.kind, trial.big, step_s, layer_s, extra_buffers=trial.extra) for trial in trials]
-    return layer_s, tuple(with_rows_of(speeds[0], each) for each in speeds)
+
+
+def _all_through(times: Sequence[_Times]) -> _Times:
+    """The first of ``times`` with the median of each in place of its runs with one row."""
+    first, *more = times
+    if first is None or not more:
+        return first
+    medians = tuple(statistics.median(each.decode_s) for each in times if each is not None)
+    return msgspec.structs.replace(first, decode_s=medians)
 
 
 def fit_layer(bench: Bench, kind: str, step_s: float, middle: TrialTimes, big: TrialTimes) -> float:
-    """Seconds of a layer of type ``kind`` without bytes, from the times of middle-sized and of big layers.
-
-    A difference again, so the least of the runs counts.
-    """
+    """Seconds of a layer of type ``kind`` without bytes, from the times of middle-sized and of big layers."""
     points = []
     for shape, timings in ((MIDDLE, middle), (BIG, big)):
         layers = bench.layers_to_read(shape, kind)
-        points.append((shape.weight_bytes(kind), (min(timings.decode_s) - step_s) / layers))
+        points.append((shape.weight_bytes(kind), (statistics.median(timings.decode_s) - step_s) / layers))
     (few_bytes, few_s), (many_bytes, many_s) = points
     return few_s - few_bytes * max(0.0, many_s - few_s) / (many_bytes - few_bytes)
 
@@ -336,25 +379,6 @@ def with_rows_of(main: TypeSpeed, other: TypeSpeed) -> TypeSpeed:
         return one + (batch - one) * min(1.0, max(0.0, (1 / at.bytes_per_s - main_one) / (main_batch - main_one)))
 
     return replace(other, rows=tuple(RowSpeed(rows=at.rows, bytes_per_s=1 / seconds(at)) for at in main.rows))
-
-
-def measure_widths(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> tuple[WidthCost, ...]:
-    """What a wide layer takes of a byte, where memory and time are left for one; of a big one it is what the rates say."""
-    if bench.effort.is_quick or bench.budget.left_s < _OF_WIDTH * bench.effort.seconds:
-        return ()
-    extra = (main.extra_buffers,)
-    timings = bench.time_decode(WIDE, main.type, extra, _OF_STEP * bench.effort.seconds)[0]
-    if isinstance(timings, str):
-        logger.warning("wide layers are not measured: %s", timings)
-        return ()
-    layers = bench.layers_to_read(WIDE, main.type)
-    of_layer_s = (statistics.median(timings.decode_s) - step_s) / layers - layer_s
-    ratio = of_layer_s * main.decode_bytes_per_s / WIDE.weight_bytes(main.type)
-    least, most = _RATIO
-    return (
-        WidthCost(weights=BIG.weights, ratio=1.0),
-        WidthCost(weights=WIDE.weights, ratio=min(most, max(least, ratio))),
-    )
 
 
 def spread(times: Sequence[float]) -> float:

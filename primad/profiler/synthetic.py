@@ -65,6 +65,11 @@ class LayerShape:
         """Number of weights of all matrices."""
         return sum(math.prod(shape) for shape in self.matrices().values())
 
+    @property
+    def short_rows(self) -> int:
+        """Rows of ``width`` values that lead from it to feed-forward."""
+        return 2 * self.feed_forward
+
     def weight_bytes(self, kind: str) -> int:
         """Bytes of all matrices as ``kind``."""
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
@@ -77,6 +82,8 @@ WIDE: Final = LayerShape(width=4096, feed_forward=14336, heads=32, heads_kv=8)
 """A layer as those of models of eight billion weights."""
 MIDDLE: Final = LayerShape(width=768, feed_forward=2560, heads=12, heads_kv=4)
 """A layer as those of models of some hundred million weights."""
+NARROW: Final = LayerShape(width=512, feed_forward=65_536, heads=8, heads_kv=2)
+"""A layer of short rows, such as the output matrices of small models have."""
 SMALL: Final = LayerShape(width=256, feed_forward=256, heads=4, heads_kv=1)
 """A layer that costs little besides its fixed cost."""
 

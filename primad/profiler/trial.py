@@ -47,7 +47,7 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     """Time ``window``; ``sweep_bytes`` are read between two steps (0: the window itself is larger than caches).
 
     One row, or where ``many_rows`` several and a chunk of a prompt: runs for ``seconds``, one in any case. ``counts`` are
-    more counts of rows, of which one run is made each.
+    more counts of rows, of which one run is made each. One row comes behind ``cached`` tokens in the KV cache.
     """
 
     window: WindowSource
@@ -58,6 +58,7 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     many_rows: bool
     seconds: float
     counts: tuple[int, ...] = ()
+    cached: int = 0
 
 
 class HoldWindow(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
@@ -76,6 +77,18 @@ class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
     """What that took."""
 
     seconds: float
+
+
+class StepOn(msgspec.Struct, frozen=True, tag="on"):
+    """Compute steps of the window that is held for so many ``seconds``, two at least."""
+
+    seconds: float
+
+
+class SteppedOn(msgspec.Struct, frozen=True, tag="on"):
+    """What each step took."""
+
+    steps_s: tuple[float, ...]
 
 
 class TimeHead(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
@@ -104,7 +117,7 @@ class Gpus(msgspec.Struct, frozen=True, tag="gpus"):
     gpus: tuple[GpuDevice, ...]
 
 
-Task = TimeWindow | HoldWindow | StepWindow | TimeHead | ListGpus
+Task = TimeWindow | HoldWindow | StepWindow | StepOn | TimeHead | ListGpus
 
 
 def main() -> None:
@@ -112,7 +125,7 @@ def main() -> None:
     decoder = msgspec.json.Decoder(Task)
     step: Callable[[], float] | None = None
     for line in sys.stdin.buffer:
-        answer: TrialTimes | Stepped | HeadTimes | Gpus
+        answer: TrialTimes | Stepped | SteppedOn | HeadTimes | Gpus
         match decoder.decode(line):
             case HoldWindow() as task:
                 step = _hold(task)
@@ -120,6 +133,9 @@ def main() -> None:
             case StepWindow():
                 assert step is not None
                 answer = Stepped(step())
+            case StepOn(seconds):
+                assert step is not None
+                answer = SteppedOn(_step_on(step, seconds))
             case TimeHead() as task:
                 from primad.profiler.beside import time_head
 
@@ -171,6 +187,13 @@ def _hold(task: HoldWindow) -> Callable[[], float]:
     return step
 
 
+def _step_on(step: Callable[[], float], seconds: float) -> tuple[float, ...]:
+    until, times = time.perf_counter() + seconds, list[float]()
+    while len(times) < 2 or time.perf_counter() < until:
+        times.append(step())
+    return tuple(times)
+
+
 def _time(task: TimeWindow) -> TrialTimes:
     import numpy as np  # only the child loads it and llama.cpp
 
@@ -192,18 +215,20 @@ def _time(task: TimeWindow) -> TrialTimes:
         return time.perf_counter() - start
 
     def run(count: int) -> float:
-        window.kv_remove(0, 0, -1)
-        step(count, 0)  # llama.cpp builds its graph anew when the number of rows changes
+        window.kv_remove(0, task.cached, -1)
+        step(count, task.cached)  # llama.cpp builds its graph anew when the number of rows changes
         times = []
         for i in range(1, _RUN_STEPS + 1):
             sweep.sum()
-            times.append(step(count, i * count))
+            times.append(step(count, task.cached + i * count))
         return statistics.median(times)
 
     def prefill(count: int) -> float:
         window.kv_remove(0, 0, -1)
         return step(count, 0)
 
+    for first in range(0, task.cached, PREFILL_ROWS):
+        step(min(PREFILL_ROWS, task.cached - first), first)
     if not task.many_rows:
         decode_s = _several(lambda: run(1), task.seconds)
         timings = TrialTimes(decode_s=decode_s, batch_s=(), prefill_s=(), prefill_rows=0)

@@ -22,7 +22,9 @@ from primad.profiler.trial import (
     HeadTimes,
     HoldWindow,
     ListGpus,
+    StepOn,
     Stepped,
+    SteppedOn,
     StepWindow,
     Task,
     TimeHead,
@@ -66,6 +68,10 @@ class ChildTrials:
     def step(self) -> Stepped | str:
         """Compute another step of the window that the child keeps."""
         return self._ask(StepWindow(), Stepped)
+
+    def step_on(self, seconds: float) -> SteppedOn | str:
+        """Compute steps of the window that the child keeps."""
+        return self._ask(StepOn(seconds), SteppedOn)
 
     def head(self, task: TimeHead) -> HeadTimes | str:
         """Time what a head does besides computing."""

@@ -20,6 +20,7 @@ from typing import Final
 from halda.profile import (
     BATCH_ROWS,
     PREFILL_ROWS,
+    RATE_WIDTH,
     CacheType,
     CpuProfile,
     GpuProfile,
@@ -121,7 +122,7 @@ def experts_s(speeds: Sequence[TypeSpeed], layer: LayerProfile, model: ModelProf
 
 
 def attention_s(
-    speeds: Sequence[TypeSpeed],
+    processor: CpuProfile | GpuProfile,
     read_bytes_per_s: float,
     layer: LayerProfile,
     model: ModelProfile,
@@ -129,11 +130,16 @@ def attention_s(
     kv: float,
     kv_type: CacheType,
 ) -> float:
-    """Seconds of attention over ``kv`` tokens: the KV cache read once, and 4 FLOP a row, token and channel beyond it."""
+    """Seconds of attention over ``kv`` tokens: the KV cache read once, and what is computed for each row, token and channel.
+
+    That is measured for few rows on a CPU, and 4 FLOP for many.
+    """
     read = kv * kv_bytes_per_token(layer, kv_type) / read_bytes_per_s
+    of_row = kv * model.attention_width
+    few_s = min(rows, BATCH_ROWS) * of_row * (processor.attention_s if isinstance(processor, CpuProfile) else 0.0)
     if rows <= BATCH_ROWS:
-        return read
-    return read + 4 * rows * kv * model.width / speed_of(speeds, "F16").prefill_flop_per_s
+        return read + few_s
+    return read + max(few_s, 4 * rows * of_row / speed_of(processor.speeds, "F16").prefill_flop_per_s)
 
 
 def layer_s(
@@ -155,16 +161,25 @@ def layer_s(
         processor.layer_s
         + weights_s(processor.speeds, layer.bytes_by_type, rows, ratio)
         + experts_s(processor.speeds, layer, model, rows)
-        + attention_s(processor.speeds, read_bytes_per_s, layer, model, rows, kv, kv_type)
+        + attention_s(processor, read_bytes_per_s, layer, model, rows, kv, kv_type)
     )
 
 
 def output_s(cpu: CpuProfile, processor: CpuProfile | GpuProfile, model: ModelProfile) -> float:
     """Seconds from the last hidden state to a token; prefill wants the logits of one row only (paper: part of kappa).
 
-    ``processor`` has the output matrix; the ``cpu`` draws the token and tells it.
+    ``processor`` has the output matrix, whose rows cost more than their bytes where they are short; the ``cpu`` draws the
+    token and tells it.
     """
-    return weights_s(processor.speeds, model.output_bytes_by_type, 1) + cpu.value_s * model.vocabulary + cpu.token_s
+    matrix_s = weights_s(processor.speeds, model.output_bytes_by_type, 1)
+    if isinstance(processor, CpuProfile):
+        matrix_s += short_rows_s(processor, model.vocabulary, model.width)
+    return matrix_s + cpu.value_s * model.vocabulary + cpu.token_s
+
+
+def short_rows_s(cpu: CpuProfile, rows: float, width: int) -> float:
+    """Seconds that ``rows`` rows of a matrix of ``width`` values take besides what the rates say of their bytes."""
+    return cpu.row_s * rows * max(0.0, 1 - width / RATE_WIDTH)
 
 
 def hop_s(link: LinkProfile, rows: float, width: int) -> float:

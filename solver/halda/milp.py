@@ -574,7 +574,11 @@ class _Time:
             if self._instance.by_expert:
                 computing += self._read(m, member, phase)
             self._problem += window >= computing, f"{name}: {m} computes"
-            if member.slows_s_per_byte and not self._instance.by_expert and not (member.is_alone and self._layout.loose):
+            if (
+                member.slows_s_per_byte
+                and not self._instance.by_expert
+                and not (member.is_alone and self._layout.loose)
+            ):
                 slowed = self._meanwhile(m, member, phase) * (member.slows_s_per_byte * self._unit * MS)
                 self._problem += window >= computing + slowed, f"{name}: {m} reads and computes"
             if not (self._layout.loose or self._instance.by_expert):

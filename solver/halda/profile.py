@@ -18,6 +18,8 @@ CacheType = Literal["f16", "q8_0", "q4_0"]
 """What the KV cache holds its values in."""
 KV_TYPES: Final[tuple[CacheType, ...]] = get_args(CacheType)
 """The largest first."""
+RATE_WIDTH: Final = 2048
+"""Values of a row of the matrices that ``TypeSpeed`` is measured with."""
 KV_BLOCK: Final = 32
 """Values of a block of a quantised KV cache: the heads of a model must be whole blocks wide."""
 
@@ -65,7 +67,9 @@ class CpuProfile:
     ``step_s`` is what a window costs a step besides its layers, ``layer_s`` what a layer costs a step besides its bytes.
     ``token_s`` is what a head does for a token besides computing it (plan the step, draw, tell the daemon), ``value_s`` more
     for each token of the vocabulary. ``wake_s`` is what it costs that the cores computed for another process just before:
-    of use only where devices share a machine. ``widths`` corrects the rates for layers of other sizes.
+    of use only where devices share a machine. ``widths`` corrects the rates for layers of other sizes. ``row_s`` is what
+    each row of a matrix costs besides its bytes, of which rates hold for rows of ``RATE_WIDTH`` values; ``attention_s`` what
+    a token in the KV cache costs for each channel of the queries of one row.
     """
 
     name: str
@@ -79,6 +83,8 @@ class CpuProfile:
     value_s: float = 1.2e-9
     wake_s: float = 0.0004
     widths: tuple[WidthCost, ...] = ()
+    row_s: float = 0.0
+    attention_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +209,8 @@ class ModelProfile:
 
     ``embedding_bytes`` is the table that tokens are looked up in; ``output_bytes_by_type`` is the matrix that gives logits
     (the same bytes again where the two are tied). ``width`` is that of the hidden state, ``context_tokens`` what the model
-    was trained for, ``experts`` 0 for a dense model. ``kv_head_width`` divides the widths of all heads in the KV cache. A
+    was trained for, ``experts`` 0 for a dense model. ``query_width`` counts the channels of the queries of all heads of a
+    layer, 0 for as many as the hidden state has. ``kv_head_width`` divides the widths of all heads in the KV cache. A
     window may begin only at a multiple of ``cut_multiple`` layers.
     """
 
@@ -220,6 +227,12 @@ class ModelProfile:
     experts_used: int
     kv_head_width: int
     cut_multiple: int
+    query_width: int = 0
+
+    @property
+    def attention_width(self) -> int:
+        """Channels of all heads' queries: as many as the hidden state is wide where the model says nothing else."""
+        return self.query_width or self.width
 
     @property
     def largest_layer_bytes(self) -> int:

@@ -6,11 +6,12 @@ the tail and the next token's first window are one). While others compute, the d
 rest of its s/k, and can take the first bytes of it only when its first layer was computed and let its part go. What was read
 last is computed behind it. So the stops of a token take at least
 
-    V >= compute        and, where s/k > a,        V >= rest + k * edge + (s - k * a) / disk,
+    V >= compute + c * (s - k * a)     and, where s/k > a,     V >= rest + k * edge + (s - k * a) / disk,
 
-where ``edge`` is the first and the last layer and ``rest`` what is not computed by the CPU's layers. A token as a whole
-takes at least s / disk, of all devices of a machine together. A byte more of a costs a byte more of s, and saves k in what
-is waited for: with one round a is as small as can be, with more it is worth its room.
+where ``edge`` is the first and the last layer, ``rest`` what is not computed by the CPU's layers, and ``c`` what each byte
+costs computing that is read meanwhile (on a machine that several devices share all of s is, as one reads while another
+computes). A token as a whole takes at least s / disk, of all devices of a machine together. A byte more of a costs a byte
+more of s, and saves k in what is waited for: with one round a is as small as can be, with more it is worth its room.
 
 Beside the part of a layer that is computed, only a less that part may be read meanwhile. For one row that is as much as the
 disk reads in that time (``ahead_steps``). A chunk of a prompt takes longer and may wait a little for each part, which is

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from halda import RATE_WIDTH
 from primad.cli import main as cli
 from primad.engine.devices import GpuDevice, list_gpus
 from primad.errors import ConfigError, EngineError
@@ -24,6 +25,7 @@ from primad.profiler import disk, gpus, measure, processors, speeds
 from primad.profiler.device import is_profiled, profile_device
 from primad.profiler.effort import QUICK, TYPES, Budget, Effort
 from primad.profiler.records import VERSION, home_file, machine_file, read_home, read_machine, write
+from primad.profiler.shapes import CACHED, measure_attention, measure_rows, measure_widths
 from primad.profiler.speeds import (
     Bench,
     RetryBudget,
@@ -34,8 +36,8 @@ from primad.profiler.speeds import (
     speed,
 )
 from primad.profiler.store import load_profiles
-from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
-from primad.profiler.trial import TimeWindow, TrialTimes, affordable_rows
+from primad.profiler.synthetic import BIG, MIDDLE, NARROW, SMALL, WIDE, LayerShape, write_window
+from primad.profiler.trial import SteppedOn, TimeWindow, TrialTimes, affordable_rows
 from primad.profiler.trials import child_trials
 from primad.profiles import check_profile
 from primad.system.measuring_lock import measuring
@@ -51,7 +53,7 @@ def steady(decode_s: float, batch_s: float = 1.0, prefill_s: float = 1.0) -> Tri
 
 
 def shape_of(task: TimeWindow) -> LayerShape:
-    return next(shape for shape in (BIG, MIDDLE, SMALL) if shape.width == task.width)
+    return next(shape for shape in (BIG, WIDE, MIDDLE, NARROW, SMALL) if shape.width == task.width)
 
 
 class Machine:
@@ -59,6 +61,7 @@ class Machine:
 
     def __init__(self, step_s: float = 2e-4, layer_s: float = 3e-5, rate: float = 2e10) -> None:
         self.step_s, self.layer_s, self.rate = step_s, layer_s, rate
+        self.row_s = self.attention_s = 0.0
         self.extra_factor: float | None = 1.0
         self.disturbed = 0
         self.asked: list[TimeWindow] = []
@@ -74,6 +77,9 @@ class Machine:
         )
         factor = self.extra_factor or 1.0 if task.window.extra_buffers else 1.0
         step_s = self.step_s + task.window.assignment.layers * self.layer_s + factor * weights / self.rate
+        rows = shape.short_rows * task.window.assignment.layers * (shape is NARROW)
+        step_s += self.row_s * rows * (1 - shape.width / RATE_WIDTH)
+        step_s += self.attention_s * task.cached * shape.width * task.window.assignment.layers
         noise = 3.0 if self.disturbed else 1.0
         self.disturbed = max(0, self.disturbed - 1)
         return TrialTimes(
@@ -173,6 +179,42 @@ def test_a_quick_effort_tries_no_extra_buffers(tmp_path):
     measure_types(bench(tmp_path, machine, effort=QUICK), machine.step_s, lambda _: None)
     assert machine.asked
     assert not any(task.window.extra_buffers for task in machine.asked)
+
+
+def test_what_disturbs_a_type_for_a_while_does_not_count_as_its_speed(tmp_path):
+    class Slowed(Machine):
+        """The first type is timed while something else runs."""
+
+        def time(self, task: TimeWindow) -> TrialTimes | str:
+            found = super().time(task)
+            if len(self.asked) > 6 or isinstance(found, str):
+                return found
+            return msgspec.structs.replace(found, decode_s=tuple(3 * seconds for seconds in found.decode_s))
+
+    machine = Slowed()
+    _, found = measure_types(bench(tmp_path, machine, effort=Effort(types=TYPES[:2])), machine.step_s, lambda _: None)
+    assert [figures.decode_bytes_per_s for figures in found] == pytest.approx([machine.rate] * 2, rel=0.01)
+
+
+def test_other_shapes_cost_what_the_times_were_made_of(tmp_path):
+    machine = Machine()
+    machine.row_s, machine.attention_s = 8e-9, 5e-10
+    place = bench(tmp_path, machine)
+    layer_s, (main, *_) = measure_types(place, machine.step_s, lambda _: None)
+    assert measure_rows(place, main, machine.step_s, layer_s) == pytest.approx(8e-9, rel=0.05)
+    assert measure_attention(place, main) == pytest.approx(5e-10, rel=0.01)
+    assert [width.ratio for width in measure_widths(place, main, machine.step_s, layer_s)] == pytest.approx(
+        [1, 1], rel=0.01
+    )
+    assert {task.cached for task in machine.asked} == {0, CACHED}
+
+
+def test_who_has_no_time_measures_no_other_shapes(tmp_path):
+    machine = Machine()
+    for place in (bench(tmp_path, machine, effort=QUICK), bench(tmp_path, machine, budget=Budget(0.0, lambda: 0.0))):
+        _, (main, *_) = measure_types(place, machine.step_s, lambda _: None)
+        assert measure_rows(place, main, machine.step_s, 1e-5) == measure_attention(place, main) == 0
+        assert measure_widths(place, main, machine.step_s, 1e-5) == ()
 
 
 def test_a_crash_with_extra_buffers_leaves_them_out(tmp_path):
@@ -438,6 +480,30 @@ def test_a_disk_is_measured_and_nothing_is_left_on_it(tmp_path):
     assert found.fault_bytes_per_s > 0
     assert found.random_bytes_per_s > 0
     assert found.free_bytes > 0
+    assert found.slows_s_per_byte == 0, "nothing was computed beside it"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("beside_s", "lost"), [(0.02, 0.5), (0.0125, 0.2), (0.01, 0.0), (0.009, 0.0), (10.0, 0.8)])
+def test_reading_costs_what_computing_loses_beside_it(tmp_path, beside_s, lost):
+    class Computing:
+        steps = iter([(0.01, 0.01, 0.5), (beside_s,) * 3])
+
+        def step_on(self, seconds: float) -> SteppedOn:
+            return SteppedOn(next(self.steps))
+
+    found = disk.measure_disk(tmp_path, 0.0, Computing())
+    assert found.slows_s_per_byte * found.prefetch_bytes_per_s == pytest.approx(lost)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_ends_while_a_disk_is_measured_is_one_clear_error(tmp_path):
+    class Dead:
+        def step_on(self, seconds: float) -> str:
+            return "a trial ended with code -9"
+
+    with pytest.raises(EngineError, match="ended with code -9"):
+        disk.measure_disk(tmp_path, 0.0, Dead())
     assert not list(tmp_path.iterdir())
 
 
@@ -466,7 +532,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> list[str]:
     monkeypatch.setattr(measure, "measure_cpu", cpu)
     monkeypatch.setattr(measure, "list_gpus", lambda: ())
     monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: 3e10)
-    monkeypatch.setattr(measure, "measure_disk", lambda folder, seconds: (done.append("disk"), DISK)[1])
+    monkeypatch.setattr(measure, "hold_window", lambda *_: None)
+    monkeypatch.setattr(measure, "measure_disk", lambda folder, seconds, beside=None: (done.append("disk"), DISK)[1])
     return done
 
 

@@ -43,8 +43,9 @@ def small_instance(rng: random.Random) -> tuple[Instance, Objective]:
             for device in fleet
         )
     objective: Objective = rng.choice(["latency", "latency", "ttft", "throughput", "balanced"])
-    if rng.random() < 0.5:
-        fleet = tuple(replace(device, disk=slowing(device.disk, rng.uniform(0, 0.5))) for device in fleet)
+    own = random.Random(question.workload.prompt_tokens)  # who draws on goes on as ever
+    if own.random() < 0.5:
+        fleet = tuple(replace(device, disk=slowing(device.disk, own.uniform(0, 0.5))) for device in fleet)
     return Instance(fleet, links, question.model, question.workload, question.limits), objective
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halda import CpuProfile, LayerProfile, RowSpeed, TypeSpeed, WidthCost
-from halda.cost import layer_s, seconds_per_byte, width_ratio
+from halda import RATE_WIDTH, CpuProfile, LayerProfile, RowSpeed, TypeSpeed, WidthCost
+from halda.cost import layer_s, output_s, seconds_per_byte, width_ratio
 from tests.fakes.planning import model
 
 RATES = st.floats(1e8, 1e11)
@@ -39,6 +39,26 @@ def test_more_rows_never_cost_less(rates, flop, ratio, rows):
     cpu = replace(CPU, speeds=(speed,), widths=(WidthCost(weights=10**7, ratio=ratio),))
     few, many = (layer_s(cpu, 1e10, LAYER, model(), n, 64, "f16") for n in sorted(rows))
     assert few <= many * (1 + 1e-9)
+
+
+def test_tokens_in_the_cache_cost_what_is_computed_for_each_channel_of_the_queries():
+    plain, narrow = model(), replace(model(), query_width=model().width // 2)
+    cpu = replace(CPU, attention_s=5e-10)
+
+    def of_cached(asked, rows):
+        return layer_s(cpu, 1e10, LAYER, asked, rows, 100, "f16") - layer_s(CPU, 1e10, LAYER, asked, rows, 100, "f16")
+
+    assert of_cached(plain, 1) == pytest.approx(100 * plain.width * 5e-10)
+    assert of_cached(plain, 4) == pytest.approx(4 * of_cached(plain, 1))
+    assert of_cached(narrow, 1) == pytest.approx(of_cached(plain, 1) / 2)
+
+
+def test_short_rows_of_the_output_matrix_cost_more_than_their_bytes():
+    cpu = replace(CPU, row_s=1e-8)
+    asked = replace(model(), width=RATE_WIDTH // 4)
+    more = output_s(cpu, cpu, asked) - output_s(CPU, CPU, asked)
+    assert more == pytest.approx(0.75e-8 * asked.vocabulary)
+    assert output_s(cpu, cpu, replace(asked, width=4 * RATE_WIDTH)) == output_s(CPU, CPU, asked)
 
 
 def test_what_was_measured_is_what_it_costs():

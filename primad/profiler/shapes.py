@@ -1,0 +1,77 @@
+"""What layers and matrices cost whose shape is not that of the layers that rates hold for, and attention beside them.
+
+Each is a difference: what a window of such a shape takes, less what the rates say of it. Short rows are timed on layers that
+are little else, attention with and without tokens in the KV cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from typing import Final
+
+from halda import PREFILL_ROWS, RATE_WIDTH, TypeSpeed, WidthCost
+from primad.profiler.speeds import Bench, answered
+from primad.profiler.synthetic import BIG, MIDDLE, NARROW, WIDE, LayerShape
+
+logger = logging.getLogger(__name__)
+
+CACHED: Final = PREFILL_ROWS
+"""Tokens in the KV cache when attention is timed."""
+_LAYERS: Final = 4
+"""Layers of the window that attention is timed on: their weights are read in less time than so many tokens take."""
+_OF_SHAPE: Final = 0.02
+"""Share of all time in which one window is run; it is written and loaded besides."""
+_ENOUGH: Final = 0.06
+"""Share of all time that must be left for each."""
+_RATIO: Final = (0.8, 1.25)
+"""Bounds of what a wide layer may take beside the rates; only a disturbed trial says otherwise."""
+
+
+def measure_widths(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> tuple[WidthCost, ...]:
+    """What a wide layer takes of a byte, where memory and time are left for one; of a big one it is what the rates say."""
+    of_layer_s = _of_layer_s(bench, WIDE, main, step_s, layer_s)
+    if of_layer_s is None:
+        return ()
+    ratio = of_layer_s * main.decode_bytes_per_s / WIDE.weight_bytes(main.type)
+    least, most = _RATIO
+    return (
+        WidthCost(weights=BIG.weights, ratio=1.0),
+        WidthCost(weights=WIDE.weights, ratio=min(most, max(least, ratio))),
+    )
+
+
+def measure_rows(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> float:
+    """Seconds of a row of a matrix besides its bytes; 0 where no time is left for it."""
+    of_layer_s = _of_layer_s(bench, NARROW, main, step_s, layer_s)
+    if of_layer_s is None:
+        return 0.0
+    more_s = of_layer_s - NARROW.weight_bytes(main.type) / main.decode_bytes_per_s
+    return max(0.0, more_s) / NARROW.short_rows / (1 - NARROW.width / RATE_WIDTH)
+
+
+def measure_attention(bench: Bench, main: TypeSpeed) -> float:
+    """Seconds of a channel of a row for each token in the KV cache; 0 where no time is left for it."""
+    if not _has_time(bench):
+        return 0.0
+    seconds = _OF_SHAPE * bench.effort.seconds
+    without, with_cached = (
+        statistics.median(answered(bench.time_cached(MIDDLE, main.type, _LAYERS, cached, seconds)).decode_s)
+        for cached in (0, CACHED)
+    )
+    return max(0.0, with_cached - without) / (_LAYERS * CACHED * MIDDLE.width)
+
+
+def _of_layer_s(bench: Bench, shape: LayerShape, main: TypeSpeed, step_s: float, layer_s: float) -> float | None:
+    """Seconds of a layer besides its fixed cost; None where there is no memory or time for it."""
+    if not _has_time(bench):
+        return None
+    timings = bench.time_decode(shape, main.type, (main.extra_buffers,), _OF_SHAPE * bench.effort.seconds)[0]
+    if isinstance(timings, str):
+        logger.warning("layers %d wide are not measured: %s", shape.width, timings)
+        return None
+    return (statistics.median(timings.decode_s) - step_s) / bench.layers_to_read(shape, main.type) - layer_s
+
+
+def _has_time(bench: Bench) -> bool:
+    return not bench.effort.is_quick and bench.budget.left_s >= _ENOUGH * bench.effort.seconds

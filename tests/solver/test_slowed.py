@@ -1,0 +1,66 @@
+"""Reading slows computing: what is forecast and played is what each byte costs, on a machine alone and on a shared one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from halda import Instance, Plan, evaluate
+from halda_research.simulate import simulate
+from tests.solver.small_fleets import slowing
+from tests.solver.test_simulate import streaming_plans
+
+
+def slowed(question: Instance, share: float) -> Instance:
+    """Each second of reading takes ``share`` of a second from computing."""
+    devices = tuple(replace(device, disk=slowing(device.disk, share)) for device in question.devices)
+    return replace(question, devices=devices)
+
+
+def cases(count: int, *, shared: bool) -> list[tuple[Plan, Instance]]:
+    options = {} if shared else {"shared_hosts": False}
+    return [
+        (plan, slowed(asked, random.Random(i).uniform(0, 0.5)))
+        for i, (plan, asked) in enumerate(streaming_plans(count, **options))
+    ]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_closed_form_is_near_what_is_played(shared):
+    ratios = [
+        simulate(plan, asked, tokens=6).tpot_s / evaluate(plan, asked).tpot_s
+        for plan, asked in cases(100, shared=shared)
+    ]
+    assert sum(abs(ratio - 1) > 0.05 for ratio in ratios) <= 18
+    assert min(ratios) > 0.7
+    assert max(ratios) < 1.5
+
+
+def test_more_that_is_lost_to_reading_never_makes_a_token_quicker():
+    for plan, asked in streaming_plans(30):
+        played, told = [], []
+        for share in (0.0, 0.2, 0.4):
+            question = slowed(asked, share)
+            played.append(simulate(plan, question, tokens=6).tpot_s)
+            told.append(evaluate(plan, question).tpot_s)
+        assert told == sorted(told)
+        assert all(more >= less * (1 - 1e-9) for less, more in pairwise(played))
+
+
+def test_what_reading_costs_counts_as_computing():
+    for plan, asked in streaming_plans(30):
+        before, after = evaluate(plan, asked), evaluate(plan, slowed(asked, 0.3))
+        for one, other in zip(before.devices, after.devices, strict=True):
+            assert other.compute_s >= one.compute_s * (1 - 1e-9)
+            if not one.streamed_bytes:
+                assert other == one
+
+
+def test_a_part_of_a_question_knows_who_shares_a_machine():
+    for _, asked in streaming_plans(20):
+        for m, member in enumerate(asked.members):
+            (alone,) = asked.only([m]).members
+            assert alone.is_alone == member.is_alone
