@@ -8,7 +8,8 @@
     │   └── DiskError     this device's disk: full, over its limit, refusing to read or write layers
     ├── ProtocolError     bytes from a peer that are not a message of ours
     ├── EngineError       llama.cpp refused or failed
-    │   └── WeightsError  weights that are in use: their file is cut short, cannot be read or was written to
+    │   ├── WeightsError  weights that are in use: their file is cut short, cannot be read or was written to
+    │   └── GrammarError  a grammar that cannot be followed any further; one answer ends, the window goes on
     ├── RingError         the ring broke while serving: a device, a deadline, a process
     │   └── NextDeviceError  the device behind this one cannot be reached, or takes no steps
     └── RequestError      an HTTP request that cannot be served as asked (carries status, code, parameter)
@@ -71,6 +72,10 @@ class WeightsError(EngineError):
     def __init__(self, message: str, file: str | None) -> None:
         super().__init__(message)
         self.file = file
+
+
+class GrammarError(EngineError):
+    """An answer's grammar is wrong, or too much work; the answer ends with it, and nothing else does."""
 
 
 class RingError(PrimadError):

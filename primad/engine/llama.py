@@ -24,7 +24,7 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -33,7 +33,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halda import WindowAssignment
-from primad.engine.protocol import EngineOptions, Hidden, KvType, LogitsWindow, Rows, Sampling, WindowSource, draw_seed
+from primad.engine.masks import Allowed, GrammarMask, Words
+from primad.engine.protocol import EngineOptions, Hidden, KvType, Rows, Sampling, WindowSource
+from primad.engine.sampling import ChainSampler, GreedySampler
 from primad.engine.streaming.prefetch import WindowStream
 from primad.engine.streaming.residency import Residency
 from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
@@ -498,11 +500,20 @@ class MiddleWindow(_HiddenWindow):
 class _LogitsWindow(_Model):
     """A window that ends in logits."""
 
-    def __init__(self, source: WindowSource, options: EngineOptions, ends: frozenset[int], *, vocabulary: int) -> None:
+    def __init__(
+        self,
+        source: WindowSource,
+        options: EngineOptions,
+        ends: frozenset[int],
+        *,
+        vocabulary: int,
+        file: Path | None = None,
+    ) -> None:
         assert source.assignment.output == "gpu" or not source.assignment.gpu_layers
         super().__init__(source, options, tap=_Tap(None, 0), outputs=MAX_OUTPUT_ROWS)
         self._ends = ends
         self._vocabulary = vocabulary
+        self._words = Words(lambda: LlamaVocabulary(file or Path(source.metadata)))
 
     def forward(self, rows: Rows) -> None:
         self._decode(rows, every_row_out=False)
@@ -516,12 +527,18 @@ class _LogitsWindow(_Model):
     def sampler(
         self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]
     ) -> GreedySampler | ChainSampler:
+        mask = GrammarMask(self._words, sampling.grammar, sampled) if sampling.grammar is not None else None
+        allowed = Allowed(sampling, self._ends, len(sampled), mask, vocabulary=self._vocabulary)
         if sampling.is_greedy and not sampling.changes_logits:
-            return GreedySampler(self)
-        return ChainSampler(self._context, sampling, prompt, sampled, vocabulary=self._vocabulary)
+            return GreedySampler(self, allowed)
+        return ChainSampler(self._context, self, self._words, sampling, prompt, sampled, allowed)
 
     def is_end(self, token: int) -> bool:
         return token in self._ends
+
+    def release(self) -> None:
+        self._words.release()
+        super().release()
 
 
 class TailWindow(_LogitsWindow):
@@ -530,86 +547,6 @@ class TailWindow(_LogitsWindow):
 
 class WholeModel(_LogitsWindow):
     """The single window of a single-device plan: the user's file as it is, token ids in, logits out."""
-
-
-class GreedySampler:
-    """The most likely token; the first of equals, as llama.cpp's greedy sampler takes it."""
-
-    def __init__(self, window: LogitsWindow) -> None:
-        self._window = window
-
-    def sample(self, row: int) -> int:
-        return int(self._window.logits(row).argmax())
-
-    def release(self) -> None:
-        """Nothing to give back."""
-
-
-class ChainSampler:
-    """llama.cpp's sampler chain: bias, penalties, top-k, top-p, min-p, temperature, draw.
-
-    The chain's last sampler, which draws, is made anew for each token with the seed that ``draw_seed`` gives it.
-    """
-
-    def __init__(
-        self, context: Any, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int], *, vocabulary: int
-    ) -> None:
-        self._context = context
-        self._seed = None if sampling.is_greedy else sampling.seed
-        self._sampled = len(sampled)
-        self._draws = False
-        self._chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
-        for sampler in self._samplers(sampling, vocabulary):
-            self._add(sampler)
-        if sampling.changes_logits:
-            known = [*prompt, *sampled]
-            for token in known[-sampling.penalty_tokens :] if sampling.penalty_tokens > 0 else known:
-                llama.llama_sampler_accept(self._chain, token)
-
-    def _add(self, sampler: Any) -> None:
-        if not sampler:
-            raise EngineError("llama.cpp refused a sampler; check the sampling parameters")
-        llama.llama_sampler_chain_add(self._chain, sampler)
-
-    @staticmethod
-    def _samplers(sampling: Sampling, vocabulary: int) -> Iterable[Any]:
-        if sampling.logit_bias:
-            biases = (llama.llama_logit_bias * len(sampling.logit_bias))(
-                *(llama.llama_logit_bias(*bias) for bias in sampling.logit_bias)
-            )
-            yield llama.llama_sampler_init_logit_bias(vocabulary, len(biases), biases)
-        if sampling.changes_logits:
-            yield llama.llama_sampler_init_penalties(
-                vocabulary,
-                sampling.penalty_tokens,
-                sampling.repeat_penalty,
-                sampling.frequency_penalty,
-                sampling.presence_penalty,
-            )
-        if sampling.is_greedy:
-            yield llama.llama_sampler_init_greedy()
-            return
-        if sampling.top_k > 0:
-            yield llama.llama_sampler_init_top_k(sampling.top_k)
-        if sampling.top_p < 1:
-            yield llama.llama_sampler_init_top_p(sampling.top_p, 1)
-        if sampling.min_p > 0:
-            yield llama.llama_sampler_init_min_p(sampling.min_p, 1)
-        yield llama.llama_sampler_init_temp(sampling.temperature)
-
-    def sample(self, row: int) -> int:
-        if self._seed is not None:
-            if self._draws:
-                llama.llama_sampler_free(
-                    llama.llama_sampler_chain_remove(self._chain, llama.llama_sampler_chain_n(self._chain) - 1)
-                )
-            self._add(llama.llama_sampler_init_dist(draw_seed(self._seed, self._sampled)))
-            self._draws = True
-        self._sampled += 1
-        return int(llama.llama_sampler_sample(self._chain, self._context, row))
-
-    def release(self) -> None:
-        llama.llama_sampler_free(self._chain)
 
 
 class LlamaVocabulary:
@@ -625,6 +562,11 @@ class LlamaVocabulary:
         self.size = int(llama.llama_vocab_n_tokens(self._vocab))
         self.bos = self._special(llama.llama_vocab_bos(self._vocab))
         self.eos = self._special(llama.llama_vocab_eos(self._vocab))
+
+    @property
+    def handle(self) -> Any:
+        """llama.cpp's own, for its samplers; valid until ``release``."""
+        return self._vocab
 
     def _special(self, token: int) -> str:
         return self.name(token) if 0 <= token < self.size else ""

@@ -34,7 +34,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     ``temperature`` 0 is greedy; ``top_k`` 0 keeps every token; ``top_p`` 1 and ``min_p`` 0 keep everything;
     ``repeat_penalty`` 1 and the two other penalties 0 change nothing; penalties look at the last ``penalty_tokens``
-    tokens of prompt and answer. ``seed`` is 0 to 2**32 - 2.
+    tokens of prompt and answer. ``seed`` is 0 to 2**32 - 2. The others are llama.cpp's of those names: ``top_n_sigma`` 0,
+    ``typical_p`` 1, ``temperature_range`` 0, ``dry_multiplier`` 0, ``xtc_probability`` 0 and ``mirostat`` 0 (or 1 or 2, in
+    place of everything but bias and temperature) do nothing.
+
+    An answer ends at ``min_tokens`` tokens at the earliest, and with ``ignore_eos`` where it is full. ``grammar`` (as
+    llguidance reads it: Lark, or its JSON form) bounds what is sampled; where it says that the answer is over, it is.
     """
 
     temperature: float
@@ -47,17 +52,44 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     repeat_penalty: float
     penalty_tokens: int
     logit_bias: tuple[tuple[int, float], ...]
+    top_n_sigma: float = 0.0
+    typical_p: float = 1.0
+    temperature_range: float = 0.0
+    temperature_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_tokens: int = 0
+    dry_breakers: tuple[str, ...] = ()
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    grammar: str | None = None
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token of the (biased, penalised) model is always taken."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature == 0 or (self.top_k == 1 and not self.mirostat)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens of before are made rarer or more frequent, by how often they were there."""
+        penalised = self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalised and self.penalty_tokens != 0
+
+    @property
+    def breaks_loops(self) -> bool:
+        """Whether tokens that would repeat a run of before are made rarer (DRY)."""
+        return self.dry_multiplier != 0 and self.dry_base >= 1 and self.dry_tokens != 0
 
     @property
     def changes_logits(self) -> bool:
         """Whether bias or penalties change the order of the tokens."""
-        penalised = self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return bool(self.logit_bias) or (penalised and self.penalty_tokens != 0)
+        return bool(self.logit_bias) or self.penalises or self.breaks_loops
 
 
 KvType = Literal["f16", "q8_0", "q4_0"]

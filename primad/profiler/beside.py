@@ -113,7 +113,7 @@ class _Nothing:
         return self._logits
 
     def sampler(self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]) -> Sampler:
-        from primad.engine.llama import GreedySampler
+        from primad.engine.sampling import GreedySampler
 
         return GreedySampler(self)
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from primad.engine.protocol import Hidden, HiddenWindow, LogitsWindow, Sampler, Sampling, Tokens
-from primad.errors import ProtocolError, RingError
+from primad.errors import GrammarError, ProtocolError, RingError
 from primad.ring.lateness import Lateness
 from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import (
@@ -189,6 +189,8 @@ class Head:
         planned = self._scheduler.next_step(now)
         if planned is None:
             return None
+        if self._scheduler.running is not None:
+            self._sampler_for(self._scheduler.running)
         step = self._step(planned)
         self._deadlines[step.step] = now + self._step_timeout_s
         self._under_way[step.step] = step
@@ -238,17 +240,26 @@ class Head:
             self._news.append(Drained())
 
     def _draw(self, generate: Generate, row: int) -> Draw:
-        if self._sampler is None or self._sampler[0] != generate.request:
-            if self._sampler is not None:
-                self._sampler[1].release()
-            sampler = self._tail.sampler(generate.sampling, generate.prompt, generate.sampled)
-            self._sampler = (generate.request, sampler)
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
-        if generate.logprobs is not None:
-            logprobs = log_softmax(self._tail.logits(row))
-            top = most_likely(logprobs, generate.logprobs)
-        token = self._sampler[1].sample(row)
+        try:
+            sampler = self._sampler_for(generate)
+            if generate.logprobs is not None:
+                logprobs = log_softmax(self._tail.logits(row))
+                top = most_likely(logprobs, generate.logprobs)
+            token = sampler.sample(row)
+        except GrammarError as exc:
+            return Draw(token=0, ends=True, error=str(exc))
         if generate.logprobs is not None:
             logprob = float(logprobs[token])
         return Draw(token=token, ends=self._tail.is_end(token), logprob=logprob, top=top)
+
+    def _sampler_for(self, generate: Generate) -> Sampler:
+        """The sampler of ``generate``, made with its first step, so that what it has to prepare is ready in time."""
+        if self._sampler is None or self._sampler[0] != generate.request:
+            if self._sampler is not None:
+                self._sampler[1].release()
+                self._sampler = None
+            sampler = self._tail.sampler(generate.sampling, generate.prompt, generate.sampled)
+            self._sampler = (generate.request, sampler)
+        return self._sampler[1]

@@ -103,7 +103,7 @@ def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
                 embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
                 windows[0] = FirstWindow(window, options, embedding)
             elif window.window == opening.route - 1:
-                tail = TailWindow(window, options, ends, vocabulary=size)
+                tail = TailWindow(window, options, ends, vocabulary=size, file=header.path)
             else:
                 windows[window.window] = MiddleWindow(window, options, width=opening.width)
             loaded(len(windows) + (tail is not None))

@@ -39,10 +39,14 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """The token that was sampled for a step: ``ends`` when it ends the generation; ``top`` as in ``Sampled``."""
+    """The token that was sampled for a step: ``ends`` when it ends the generation; ``top`` as in ``Sampled``.
+
+    ``error``: none could be sampled, and the generation ends with it.
+    """
 
     token: int
     ends: bool
+    error: str | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
@@ -73,6 +77,11 @@ class Scheduler:
         self._in_flight: dict[int, int] = {}
         self._steps = 0
         self._drains = False
+
+    @property
+    def running(self) -> Generate | None:
+        """The generation that holds the sequence."""
+        return self._running.generate if self._running is not None else None
 
     @property
     def in_flight(self) -> int:
@@ -141,6 +150,8 @@ class Scheduler:
             return []
         if running.first_token_s is None:
             running.first_token_s = now
+        if draw.error is not None:
+            return [self._finish(running, "error", now, error=draw.error)]
         if draw.ends:
             return [self._finish(running, "stop", now)]
         running.sampled.append(draw.token)
@@ -176,13 +187,14 @@ class Scheduler:
         """Whether ``sampled`` tokens are all that ``generate`` may have."""
         return sampled >= generate.max_tokens or len(generate.prompt) + sampled >= self._context
 
-    def _finish(self, running: _Running, reason: str, now: float) -> Finished:
+    def _finish(self, running: _Running, reason: str, now: float, *, error: str | None = None) -> Finished:
         first_token_s = running.first_token_s if running.first_token_s is not None else now
         self._free()
         return _finished(
             running.generate,
             len(running.sampled),
             reason,
+            error=error,
             prompt_s=first_token_s - running.started_s,
             decode_s=now - first_token_s,
         )
@@ -192,11 +204,13 @@ class Scheduler:
         self._ops = [KvRemove(SEQUENCE, 0, -1)]
 
 
-def _finished(generate: Generate, sampled: int, reason: str, *, prompt_s: float, decode_s: float) -> Finished:
+def _finished(
+    generate: Generate, sampled: int, reason: str, *, prompt_s: float, decode_s: float, error: str | None = None
+) -> Finished:
     return Finished(
         request=generate.request,
         reason=reason,
-        error=None,
+        error=error,
         prompt_tokens=len(generate.prompt),
         completion_tokens=sampled,
         prompt_s=prompt_s,

@@ -114,6 +114,7 @@ class Plain:
         min_p: float = 0.0,
         repeat_penalty: float = 1.0,
         penalty_tokens: int = 0,
+        **more: Any,
     ) -> list[int]:
         """``count`` tokens sampled after ``prompt`` by one chain of llama.cpp's samplers; fewer where the model ends.
 
@@ -123,27 +124,56 @@ class Plain:
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
         for start in range(0, len(prompt), self._chunk):
             self._decode(prompt[start : start + self._chunk], start)
-        shaping = [
+        xtc = more.get("xtc_probability", 0.0)
+        keeping = [
             llama.llama_sampler_init_penalties(self.vocabulary, penalty_tokens, repeat_penalty, 0.0, 0.0),
+            self._dry(**{name: value for name, value in more.items() if name.startswith("dry_")}),
+            llama.llama_sampler_init_top_n_sigma(more.get("top_n_sigma", -1.0)),
             llama.llama_sampler_init_top_k(top_k),
+            llama.llama_sampler_init_typical(more.get("typical_p", 1.0), 1),
             llama.llama_sampler_init_top_p(top_p, 1),
             llama.llama_sampler_init_min_p(min_p, 1),
-            llama.llama_sampler_init_temp(temperature),
         ]
+        spread = more.get("temperature_range", 0.0), more.get("temperature_exponent", 1.0)
         for token in prompt:
-            llama.llama_sampler_accept(shaping[0], token)
+            for sampler in keeping[:2]:
+                llama.llama_sampler_accept(sampler, token)
         tokens: list[int] = []
         while len(tokens) < count:
-            token = self._sampled(shaping, splitmix64(seed, len(tokens)) >> 32)
+            once = splitmix64(seed, len(tokens)) >> 32
+            drawing = [
+                llama.llama_sampler_init_xtc(
+                    xtc, more.get("xtc_threshold", 0.1), 1, splitmix64(once, len(tokens)) >> 32
+                ),
+                llama.llama_sampler_init_temp_ext(temperature, *spread),
+            ]
+            token = self._sampled([*keeping, *drawing], once)
+            for sampler in drawing:
+                llama.llama_sampler_free(sampler)
             if self.is_end(token):
                 break
             tokens.append(token)
-            llama.llama_sampler_accept(shaping[0], token)
+            for sampler in keeping[:2]:
+                llama.llama_sampler_accept(sampler, token)
             if len(tokens) < count:
                 self._decode([token], len(prompt) + len(tokens) - 1)
-        for sampler in shaping:
+        for sampler in keeping:
             llama.llama_sampler_free(sampler)
         return tokens
+
+    def _dry(
+        self,
+        *,
+        dry_multiplier: float = 0.0,
+        dry_base: float = 1.75,
+        dry_allowed_length: int = 2,
+        dry_tokens: int = 0,
+        dry_breakers: tuple[str, ...] = (),
+    ) -> Any:
+        breakers = (ctypes.c_char_p * len(dry_breakers))(*(text.encode() for text in dry_breakers))
+        return llama.llama_sampler_init_dry(
+            self._vocab, dry_multiplier, dry_base, dry_allowed_length, dry_tokens, breakers, len(dry_breakers)
+        )
 
     def _sampled(self, shaping: list[Any], seed: int) -> int:
         """A token of the latest logits, shaped by ``shaping`` in turn and sampled by a generator of ``seed``."""

@@ -138,10 +138,17 @@ CHAINS = [
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
     {"temperature": 1.2, "top_p": 0.8, "repeat_penalty": 1.3, "penalty_tokens": 24},
+    {"temperature": 1.5, "top_n_sigma": 1.0},
+    {"temperature": 1.0, "top_k": 60, "typical_p": 0.5},
+    {"temperature": 1.0, "top_k": 60, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    {"temperature": 1.0, "temperature_range": 0.6, "temperature_exponent": 1.5},
+    {"temperature": 0.5, "dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_tokens": 64, "dry_breakers": ("\n", "*")},
 ]
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=["temperature", "truncated", "penalised"])
+@pytest.mark.parametrize(
+    "chain", CHAINS, ids=["temperature", "truncated", "penalised", "sigma", "typical", "xtc", "range", "dry"]
+)
 def test_every_draw_is_that_of_plain_llama_cpp(ring, model, chain):
     for seed in (0, 11, 2**32 - 2):
         plain = model.sampled(seed, chain)
@@ -204,3 +211,32 @@ def test_truncation_restricts_what_can_be_drawn(one, model):
         assert len(sampled) > 0.5 * len(support), f"{name} lets through less than it should"
     outside = one.draws(model.start, 100, temperature=2.0)
     assert not set(outside) <= set(map(int, nucleus)), "without truncation other tokens are sampled too"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_keeps_the_surprise_where_it_is_asked_for(one, model, version):
+    """A small tau makes the answer predictable: of the likeliest tokens, where temperature alone would draw others."""
+    calm, wild = (
+        [
+            token
+            for seed in range(6)
+            for token in one.tokens(
+                model.prompt, 24, DRAWN, seed=seed, temperature=2.0, mirostat=version, mirostat_tau=tau
+            )
+        ]
+        for tau in (0.5, 9.0)
+    )
+    assert len(set(calm)) < len(set(wild))
+    assert one.tokens(model.prompt, 24, DRAWN, temperature=0.0, mirostat=version) == model.greedy
+
+
+def test_loops_that_dry_sees_are_left(one, model):
+    dry = {"dry_multiplier": 5.0, "dry_allowed_length": 1, "dry_tokens": 64}
+    free = one.tokens(model.loop, 24)
+    assert len(set(one.tokens(model.loop, 24, **dry))) > len(set(free))
+
+
+def test_an_answer_ends_where_it_may(one, model):
+    for seed in range(4):
+        assert len(one.tokens(model.prompt, 64, DRAWN, seed=seed, temperature=1.5, min_tokens=40)) >= 40
+        assert len(one.tokens(model.prompt, 64, DRAWN, seed=seed, temperature=1.5, ignore_eos=True)) == 64

@@ -1,0 +1,128 @@
+"""What an answer must look like: a JSON schema or a grammar becomes the text that the tail's token mask is made from. Pure.
+
+llguidance reads it, here to see whether it can be followed, and again beside the sampler. What it cannot express is refused
+here, by the keyword, before anything is computed. Bounds keep a request from being much work.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final
+
+from primad.errors import RequestError, printable
+
+MAX_GRAMMAR_CHARS: Final = 128 << 10
+MAX_NESTING: Final = 64
+MAX_GBNF_RULES: Final = 512
+
+_WHITESPACE: Final = r" ?|\n{1,2}[ \t]{0,20}"
+"""Between the parts of JSON: a space, or lines that are indented. Without a bound a model may write nothing else."""
+_UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*\])")
+_KEYWORDS: Final = {
+    "Unknown format": "format",
+    "regex parse error": "pattern",
+    "invalid regex": "pattern",
+    "oneOf constraints": "oneOf",
+    "Invalid type": "type",
+    "properties must be": "properties",
+    "Resource ": "$ref",
+    "Pointer ": "$ref",
+    "'multipleOf'": "multipleOf",
+}
+"""Which keyword is meant when llguidance says what begins so."""
+
+
+def of_schema(schema: Any, *, param: str = "json_schema") -> str:
+    """The grammar of all JSON texts that fit ``schema``, a JSON schema as a value; ``param`` is the field it came from.
+
+    Raises ``RequestError`` (400) that names the keyword that cannot be expressed, or the bound that is met.
+    """
+    from llguidance import LLMatcher
+
+    if not isinstance(schema, dict):
+        raise RequestError(f"'{param}': a JSON schema is an object", param=param, code="invalid_value")
+    _check_nesting(schema, param)
+    text = json.dumps(schema)
+    _check_size(text, param)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
+    except ValueError as exc:
+        raise RequestError(f"'{param}': {_line(exc)}", param=param, code="invalid_value") from exc
+    wrong = _wrong(grammar)
+    if wrong is not None:
+        raise RequestError(_schema_complaint(wrong, param), param=param, code="unsupported_schema")
+    return grammar
+
+
+def of_text(text: str, *, param: str = "grammar") -> str:
+    """The grammar that ``text`` writes as GBNF (with a rule ``root``) or as Lark (with a rule ``start``).
+
+    Raises ``RequestError`` (400) that says where it is wrong, or which bound is met.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+    _check_size(text, param)
+    lark = text
+    if not is_lark_syntax(text):
+        if text.count("::=") > MAX_GBNF_RULES:
+            raise RequestError(f"'{param}' has more than {MAX_GBNF_RULES} rules", param=param, code="invalid_value")
+        try:
+            lark = gbnf_to_lark(text)
+        except Exception as exc:
+            detail = "it is nested too deeply" if isinstance(exc, RecursionError) else _line(exc)
+            raise RequestError(f"'{param}' is not GBNF: {detail}", param=param, code="invalid_value") from exc
+    grammar = LLMatcher.grammar_from_lark(lark)
+    wrong = _wrong(grammar)
+    if wrong is not None:
+        raise RequestError(f"'{param}': {_line(wrong)}", param=param, code="invalid_value")
+    return grammar
+
+
+def _wrong(grammar: str) -> str | None:
+    """What keeps ``grammar`` from being followed; None for nothing."""
+    from llguidance import LLMatcher
+
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    return messages[0] if is_error else None
+
+
+def _schema_complaint(wrong: str, param: str) -> str:
+    found = _UNIMPLEMENTED.search(wrong)
+    if found is not None:
+        named = ", ".join(f"'{printable(name, 40)}'" for name in json.loads(found[1])[:4])
+        return f"'{param}': the keyword {named} cannot be guaranteed; leave it out, or write it in another way"
+    keyword = next((keyword for begin, keyword in _KEYWORDS.items() if begin in wrong), None)
+    return f"'{param}': {f'{keyword!r}: ' if keyword is not None else ''}{_line(wrong)}"
+
+
+def _line(text: object) -> str:
+    """What llguidance says, as one line."""
+    lines = [line.strip() for line in str(text).splitlines()]
+    return printable(" ".join(line for line in lines if line and not set(line) <= {"^"}), 200)
+
+
+def _check_size(text: str, param: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise RequestError(
+            f"'{param}' has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def _check_nesting(schema: Any, param: str) -> None:
+    """Level by level, so that no depth is too much to look at."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_NESTING + 1):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+        if not inner:
+            return
+        level = inner
+    raise RequestError(f"'{param}' is nested more than {MAX_NESTING} deep", param=param, code="invalid_value")

@@ -1,0 +1,212 @@
+"""Which tokens may come next: a grammar, and the tokens that end an answer.
+
+A grammar's matcher (llguidance) stands where the answer stands. The mask of the next token is made in a thread as soon as a
+token was sampled, so that it is there when the ring has computed the logits: the token does not wait for it. The matcher's
+state is a function of the tokens so far; whoever takes an answer over is given those, and replays them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primad.engine.protocol import Sampling
+from primad.errors import GrammarError, printable
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MASK_TIMEOUT_S: Final = 60.0
+"""How long a mask may take; llguidance has bounds of its own, which are met in a fraction of it."""
+MAX_LEXER_STATES: Final = 50_000
+"""Some 2 kB each."""
+
+Candidates = NDArray[np.int64]
+"""Token ids, ascending."""
+
+
+class ModelTokens(Protocol):
+    """A vocabulary, as grammars and llama.cpp's samplers need it."""
+
+    size: int
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+
+    @property
+    def handle(self) -> Any:
+        """llama.cpp's own."""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that ``token`` adds to a text; none for control tokens."""
+
+    def name(self, token: int) -> str:
+        """A printable name of any token."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of ``text``."""
+
+    def release(self) -> None:
+        """Give back its memory."""
+
+
+class Words:
+    """The vocabulary of a model file, which is read when an answer needs it for the first time."""
+
+    def __init__(self, load: Callable[[], ModelTokens]) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._tokens: ModelTokens | None = None
+        self._tokenizer: LLTokenizer | None = None
+
+    def tokens(self) -> ModelTokens:
+        """The vocabulary. Raises ``EngineError`` when its file cannot be read."""
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = self._load()
+            return self._tokens
+
+    def tokenizer(self) -> LLTokenizer:
+        """The vocabulary as llguidance takes it. Raises ``EngineError`` when its file cannot be read."""
+        tokens = self.tokens()
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer(tokens)
+            return self._tokenizer
+
+    def release(self) -> None:
+        """Give back its memory; no sampler may be in use."""
+        with self._lock:
+            tokens, self._tokens, self._tokenizer = self._tokens, None, None
+        if tokens is not None:
+            tokens.release()
+
+
+class _Wrapped:
+    """A vocabulary in the shape that llguidance asks for. A token without text is a special one, which no grammar means."""
+
+    def __init__(self, tokens: ModelTokens) -> None:
+        pieces = [tokens.piece(token) for token in range(tokens.size)]
+        self.special_token_ids = [token for token, piece in enumerate(pieces) if not piece]
+        self.tokens = [piece or tokens.name(token).encode() for token, piece in enumerate(pieces)]
+        self.eos_token_id = min(tokens.ends)
+        self.bos_token_id = None
+        self._vocabulary = tokens
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        text = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
+        return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
+
+
+def _tokenizer(tokens: ModelTokens) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    if not tokens.ends:
+        raise GrammarError("the model has no token that ends an answer, so none can follow a grammar")
+    return LLTokenizer(TokenizerWrapper(_Wrapped(tokens)), eos_token=sorted(tokens.ends))
+
+
+class GrammarMask:
+    """Where one answer stands in its grammar. ``sampled`` are the tokens that it has already."""
+
+    def __init__(self, words: Words, grammar: str, sampled: Sequence[int]) -> None:
+        self._words = words
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._matcher: LLMatcher | None = None
+        self._next: Future[Candidates] = self._thread.submit(self._begin, grammar, list(sampled))
+
+    def allowed(self) -> Candidates:
+        """The tokens that may come next; those that end the answer are among them where it may end.
+
+        Raises ``GrammarError`` when the grammar is wrong, or too much work.
+        """
+        try:
+            return self._next.result(timeout=MASK_TIMEOUT_S)
+        except FutureTimeoutError as exc:
+            raise GrammarError(f"the grammar gave no token within {MASK_TIMEOUT_S:g} s; make it simpler") from exc
+
+    def took(self, token: int) -> None:
+        """``token``, one of those that were allowed, comes next."""
+        self._next = self._thread.submit(self._follow, token)
+
+    def release(self) -> None:
+        """End its thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, grammar: str, sampled: list[int]) -> Candidates:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._matcher = LLMatcher(self._words.tokenizer(), grammar, log_level=0, limits=limits)
+        self._check()
+        self._matcher.consume_tokens(sampled)
+        return self._compute()
+
+    def _follow(self, token: int) -> Candidates:
+        assert self._matcher is not None
+        self._matcher.consume_token(token)
+        return self._compute()
+
+    def _compute(self) -> Candidates:
+        assert self._matcher is not None
+        self._check()
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        if not len(allowed):
+            raise GrammarError("the grammar allows no token here, and does not end either")
+        return allowed
+
+    def _check(self) -> None:
+        assert self._matcher is not None
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar cannot be followed: {printable(self._matcher.get_error())}")
+
+
+class Allowed:
+    """Which tokens of an answer may come next, by its grammar and by when it may end. Where only its end may, it ends."""
+
+    def __init__(
+        self, sampling: Sampling, ends: frozenset[int], sampled: int, mask: GrammarMask | None, *, vocabulary: int
+    ) -> None:
+        self._min_tokens = sampling.min_tokens
+        self._ignores_ends = sampling.ignore_eos
+        self._ends = np.array(sorted(ends), np.int64)
+        self._sampled = sampled
+        self._mask = mask
+        self.vocabulary = vocabulary
+        self._all_but_ends: Candidates | None = None
+
+    def next(self) -> Candidates | None:
+        """The tokens that may come next, None for all. Raises ``GrammarError``."""
+        goes_on = len(self._ends) > 0 and (self._ignores_ends or self._sampled < self._min_tokens)
+        if self._mask is None:
+            return self._but_ends() if goes_on else None
+        allowed = self._mask.allowed()
+        if not goes_on:
+            return allowed
+        more = np.setdiff1d(allowed, self._ends, assume_unique=True)
+        return more if len(more) else allowed
+
+    def _but_ends(self) -> Candidates:
+        if self._all_but_ends is None:
+            self._all_but_ends = np.setdiff1d(np.arange(self.vocabulary), self._ends, assume_unique=True)
+        return self._all_but_ends
+
+    def took(self, token: int) -> None:
+        """``token`` was sampled."""
+        self._sampled += 1
+        if self._mask is not None and token not in self._ends:
+            self._mask.took(token)
+
+    def release(self) -> None:
+        """Give back what it holds."""
+        if self._mask is not None:
+            self._mask.release()

@@ -1,0 +1,198 @@
+"""Drawing tokens with llama.cpp's samplers, in the order in which its own programs use them.
+
+Bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC, temperature, draw; with mirostat bias, temperature,
+mirostat. Where not every token may come next, the samplers see only those that may.
+
+What draws (XTC and the last sampler) is made anew for each token with a seed of its own (``draw_seed``), so that the token
+depends on the text before it and on nothing that a ring process remembers. Mirostat alone has a memory: what it learnt of
+how surprising its tokens were is lost when another device takes an answer over, and learnt anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primad.engine.masks import Allowed, Candidates, Words
+from primad.engine.protocol import Sampling, draw_seed
+from primad.errors import EngineError
+from primad.system.allocator import without_top
+
+with without_top("llama_cpp"):
+    from llama_cpp import llama_cpp as llama
+
+MIROSTAT_WINDOW: Final = 100
+"""Tokens by which mirostat 1 estimates the distribution's shape; what llama.cpp's programs use."""
+_ENTRY: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+
+
+class HasLogits(Protocol):
+    """What has computed the logits."""
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Logits (vocabulary,) of row ``row``."""
+
+
+class GreedySampler:
+    """The most likely token; the first of equals, as llama.cpp's greedy sampler takes it."""
+
+    def __init__(self, window: HasLogits, allowed: Allowed | None = None) -> None:
+        self._window = window
+        self._allowed = allowed
+
+    def sample(self, row: int) -> int:
+        candidates = self._allowed.next() if self._allowed is not None else None
+        logits = self._window.logits(row)
+        token = int(logits.argmax()) if candidates is None else int(candidates[logits[candidates].argmax()])
+        if self._allowed is not None:
+            self._allowed.took(token)
+        return token
+
+    def release(self) -> None:
+        """Give back what it holds."""
+        if self._allowed is not None:
+            self._allowed.release()
+
+
+class ChainSampler:
+    """llama.cpp's sampler chain over the logits of ``window``, whose context is ``context``."""
+
+    def __init__(
+        self,
+        context: Any,
+        window: HasLogits,
+        words: Words,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        sampled: Sequence[int],
+        allowed: Allowed,
+    ) -> None:
+        self._context, self._window, self._allowed = context, window, allowed
+        self._sampling = sampling
+        self._sampled = len(sampled)
+        self._chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+        for sampler in self._shaping(allowed.vocabulary, words):
+            self._add(sampler)
+        self._kept = llama.llama_sampler_chain_n(self._chain)
+        known = [*prompt, *sampled]
+        reach = max(
+            sampling.penalty_tokens if sampling.penalises else 0, sampling.dry_tokens if sampling.breaks_loops else 0
+        )
+        for token in known[max(0, len(known) - reach) :]:
+            llama.llama_sampler_accept(self._chain, token)
+
+    def _add(self, sampler: Any) -> None:
+        if not sampler:
+            raise EngineError("llama.cpp refused a sampler; check the sampling parameters")
+        llama.llama_sampler_chain_add(self._chain, sampler)
+
+    def _shaping(self, vocabulary: int, words: Words) -> Iterable[Any]:
+        """What stays from token to token."""
+        sampling = self._sampling
+        if sampling.logit_bias:
+            biases = (llama.llama_logit_bias * len(sampling.logit_bias))(
+                *(llama.llama_logit_bias(*bias) for bias in sampling.logit_bias)
+            )
+            yield llama.llama_sampler_init_logit_bias(vocabulary, len(biases), biases)
+        if sampling.mirostat and not sampling.is_greedy:
+            yield self._temperature()
+            yield self._mirostat(vocabulary)
+            return
+        if sampling.penalises:
+            yield llama.llama_sampler_init_penalties(
+                vocabulary,
+                sampling.penalty_tokens,
+                sampling.repeat_penalty,
+                sampling.frequency_penalty,
+                sampling.presence_penalty,
+            )
+        if sampling.breaks_loops:
+            yield self._dry(words)
+        if sampling.is_greedy:
+            yield llama.llama_sampler_init_greedy()
+            return
+        if sampling.top_n_sigma > 0:
+            yield llama.llama_sampler_init_top_n_sigma(sampling.top_n_sigma)
+        if sampling.top_k > 0:
+            yield llama.llama_sampler_init_top_k(sampling.top_k)
+        if sampling.typical_p < 1:
+            yield llama.llama_sampler_init_typical(sampling.typical_p, 1)
+        if sampling.top_p < 1:
+            yield llama.llama_sampler_init_top_p(sampling.top_p, 1)
+        if sampling.min_p > 0:
+            yield llama.llama_sampler_init_min_p(sampling.min_p, 1)
+
+    def _drawing(self) -> Iterable[Any]:
+        """What is made for each token."""
+        sampling = self._sampling
+        if sampling.is_greedy or sampling.mirostat:
+            return
+        seed = draw_seed(sampling.seed, self._sampled)
+        if sampling.xtc_probability > 0:
+            yield llama.llama_sampler_init_xtc(
+                sampling.xtc_probability, sampling.xtc_threshold, 1, draw_seed(seed, self._sampled)
+            )
+        yield self._temperature()
+        yield llama.llama_sampler_init_dist(seed)
+
+    def _temperature(self) -> Any:
+        sampling = self._sampling
+        return llama.llama_sampler_init_temp_ext(
+            sampling.temperature, sampling.temperature_range, sampling.temperature_exponent
+        )
+
+    def _mirostat(self, vocabulary: int) -> Any:
+        sampling = self._sampling
+        seed = draw_seed(sampling.seed, self._sampled)
+        if sampling.mirostat == 1:
+            return llama.llama_sampler_init_mirostat(
+                vocabulary, seed, sampling.mirostat_tau, sampling.mirostat_eta, MIROSTAT_WINDOW
+            )
+        return llama.llama_sampler_init_mirostat_v2(seed, sampling.mirostat_tau, sampling.mirostat_eta)
+
+    def _dry(self, words: Words) -> Any:
+        sampling = self._sampling
+        breakers = (ctypes.c_char_p * len(sampling.dry_breakers))(*(text.encode() for text in sampling.dry_breakers))
+        return llama.llama_sampler_init_dry(
+            words.tokens().handle,
+            sampling.dry_multiplier,
+            sampling.dry_base,
+            sampling.dry_allowed_length,
+            sampling.dry_tokens,
+            breakers,
+            len(sampling.dry_breakers),
+        )
+
+    def sample(self, row: int) -> int:
+        candidates = self._allowed.next()
+        while (count := llama.llama_sampler_chain_n(self._chain)) > self._kept:
+            llama.llama_sampler_free(llama.llama_sampler_chain_remove(self._chain, count - 1))
+        for sampler in self._drawing():
+            self._add(sampler)
+        self._sampled += 1
+        if candidates is None:
+            token = int(llama.llama_sampler_sample(self._chain, self._context, row))
+        else:
+            token = self._choose(candidates, row)
+        self._allowed.took(token)
+        return token
+
+    def _choose(self, candidates: Candidates, row: int) -> int:
+        """One of ``candidates``, the only ones that the chain sees."""
+        entries = np.zeros(len(candidates), _ENTRY)
+        entries["id"], entries["logit"] = candidates, self._window.logits(row)[candidates]
+        data = ctypes.cast(entries.ctypes.data, ctypes.POINTER(llama.llama_token_data))
+        shown = llama.llama_token_data_array(data, len(entries), -1, False)
+        if len(entries) > 1:
+            llama.llama_sampler_apply(self._chain, ctypes.byref(shown))
+        token = int(shown.data[max(shown.selected, 0)].id)
+        llama.llama_sampler_accept(self._chain, token)
+        return token
+
+    def release(self) -> None:
+        self._allowed.release()
+        llama.llama_sampler_free(self._chain)
