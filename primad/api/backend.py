@@ -39,6 +39,26 @@ class Vocabulary(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNames:
+    """What else clients may call the model: ``aliases``, or with ``any_model`` whatever they like."""
+
+    aliases: tuple[str, ...] = ()
+    any_model: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the model file says of itself, for clients that show it; None and "" where it is not known."""
+
+    architecture: str = ""
+    quantization: str = ""
+    parameters: int | None = None
+    size_bytes: int | None = None
+    trained_context_tokens: int | None = None
+    width: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """The model behind the API. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus answer."""
 
@@ -46,6 +66,17 @@ class ServedModel:
     created: int
     context_tokens: int
     vocabulary: Vocabulary
+    facts: ModelFacts = ModelFacts()
+    names: ModelNames = ModelNames()
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Its own name, then its aliases."""
+        return (self.id, *self.names.aliases)
+
+    def is_called(self, name: str) -> bool:
+        """Whether a client that says ``name`` means this model."""
+        return self.names.any_model or name in self.all_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

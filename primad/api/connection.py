@@ -1,4 +1,4 @@
-"""The client's connection: its body within limits, its leaving noticed at once, and server-sent events to it.
+"""The client's connection: its body within limits, its leaving noticed at once, and streams to it.
 
 uvicorn says that a client left only to who is waiting in ``receive``, so everything that takes time runs beside a task
 that waits there. Leaving cancels the work; the generators it holds are closed on the way out, and with them the sequence
@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from primad.api.openai.errors import error_body
+from primad.api.dialect import Framing
 from primad.errors import PrimadError, RequestError
 from primad.settings.timings import ApiTimings
 
@@ -81,26 +81,20 @@ async def _wait_left(receive: Receive) -> None:
     raise ClientDisconnect
 
 
-_KEEPALIVE: Final[Message] = {
-    "type": "http.response.body",
-    "body": b": waiting for the next token\n\n",
-    "more_body": True,
-}
-
-
-class EventStream(Response):
-    """Server-sent events, one ``data:`` line for each message of a generator, then ``[DONE]``.
+class MessageStream(Response):
+    """The messages of a generator as bytes, as ``framing`` says.
 
     A ``PrimadError`` before the first message propagates, so that it becomes an ordinary answer with its status. A later
-    one is sent as a last event with an error object, without ``[DONE]``. The generator is closed in any case.
+    one is sent in the framing's shape, and nothing after it. The generator is closed in any case.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, messages: AsyncGenerator[msgspec.Struct, None], timings: ApiTimings = ApiTimings()) -> None:
+    def __init__(
+        self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing, timings: ApiTimings = ApiTimings()
+    ) -> None:
+        self.media_type = framing.media_type
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._messages, self._timings = messages, timings
+        self._messages, self._framing, self._timings = messages, framing, timings
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,10 +110,11 @@ class EventStream(Response):
             if not self._begun:
                 raise
             log.warning("a stream ends with an error: %s", exc)
-            last = msgspec.json.encode(error_body(exc))
+            last = self._framing.error(exc)
         else:
-            last = b"[DONE]"
-        await self._send_event(send, last)
+            last = self._framing.end
+        if last:
+            await self._send_bytes(send, last)
         await self._deliver(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_messages(self, send: Send) -> None:
@@ -129,23 +124,23 @@ class EventStream(Response):
                 if not self._begun:
                     self._begun = True
                     await self._deliver(send, start)
-                await self._send_event(send, msgspec.json.encode(message))
+                await self._send_bytes(send, self._framing.message(message))
 
     async def _next(self, messages: AsyncGenerator[msgspec.Struct, None], send: Send) -> msgspec.Struct | None:
-        """The next message, None at the end. While it is long in coming, a comment tells the client that we are here."""
+        """The next message, None at the end. While it is long in coming, the framing tells the client that we are here."""
         coming = asyncio.ensure_future(anext(messages, None))
         try:
             while not (await asyncio.wait([coming], timeout=self._timings.keepalive_s))[0]:
-                if self._begun:
-                    await self._deliver(send, _KEEPALIVE)
+                if self._begun and self._framing.waiting:
+                    await self._send_bytes(send, self._framing.waiting)
             return coming.result()
         finally:
             if not coming.done():
                 coming.cancel()
                 await asyncio.wait([coming])
 
-    async def _send_event(self, send: Send, data: bytes) -> None:
-        await self._deliver(send, {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+    async def _send_bytes(self, send: Send, data: bytes) -> None:
+        await self._deliver(send, {"type": "http.response.body", "body": data, "more_body": True})
 
     async def _deliver(self, send: Send, message: Message) -> None:
         """Raises ``ClientDisconnect`` when the client does not take it."""

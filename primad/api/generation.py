@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -23,6 +23,30 @@ class Written:
     tokens: tuple[Placed[Sampled], ...]
     sampled: int
     finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A choice that is written to its end; ``text`` is without the choice's echo."""
+
+    choice: Choice
+    text: str
+    tokens: tuple[Placed[Sampled], ...]
+    sampled: int
+    finish: FinishReason
+
+    @classmethod
+    def of(cls, choice: Choice, parts: Sequence[Written]) -> Answered:
+        """All ``parts`` of ``choice`` together."""
+        finish = parts[-1].finish
+        assert finish is not None, "the last part of a choice ends it"
+        return cls(
+            choice=choice,
+            text="".join(part.text for part in parts),
+            tokens=tuple(token for part in parts for token in part.tokens),
+            sampled=sum(part.sampled for part in parts),
+            finish=finish,
+        )
 
 
 async def write(backend: Backend, vocabulary: Vocabulary, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:

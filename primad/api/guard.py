@@ -9,20 +9,23 @@ this guard refuses host names that are not ours, so a page cannot become our own
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from primad.api.openai.errors import error_response
-from primad.errors import RequestError
+from primad.errors import PrimadError, RequestError
+
+Refusing = Callable[[str, PrimadError], Response]
+"""The answer that refuses a request of a path, in the shape of its dialect."""
 
 
 class HostGuard:
     """Refuses (403) requests whose ``Host`` is neither an IP address, ``localhost`` nor one of ``hosts``."""
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, hosts: Collection[str], refuse: Refusing) -> None:
+        self._app, self._refuse = app, refuse
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,7 +38,7 @@ class HostGuard:
             status=403,
             code="host_not_allowed",
         )
-        await error_response(refusal)(scope, receive, send)
+        await self._refuse(scope["path"], refusal)(scope, receive, send)
 
 
 def is_allowed(host: str, hosts: Collection[str]) -> bool:

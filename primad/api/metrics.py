@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from typing import Final
 
@@ -28,9 +28,6 @@ from primad.errors import PrimadError, RequestError
 MEDIA_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 LEFT: Final = 499
 """The status of a request whose client went away before it was answered."""
-PATHS: Final = frozenset(
-    {"/", "/health", "/status", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions"}
-)
 OTHER: Final = "other"
 """Every other path, so that a client cannot make series without end."""
 _FIRST_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
@@ -85,6 +82,7 @@ class Metrics:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
+        self._paths: frozenset[str] = frozenset()
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "primad_http_requests",
@@ -116,6 +114,10 @@ class Metrics:
         self._ring = _Ring()
         self._registry.register(self._ring)
 
+    def know(self, paths: Iterable[str]) -> None:
+        """Requests of these ``paths`` are counted by their name, all others as one."""
+        self._paths |= frozenset(paths)
+
     def render(self, status: StatusBody) -> bytes:
         """Everything, with what the ring says in ``status``."""
         self._ring.status = status
@@ -125,7 +127,7 @@ class Metrics:
         """A request was answered with status ``code``."""
         if path.startswith("/v1/models/"):
             path = "/v1/models/{id}"
-        elif path not in PATHS:
+        elif path not in self._paths:
             path = OTHER
         self._requests.labels(path, str(code)).inc()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import typer
 
@@ -21,12 +21,15 @@ from primad.cli.options import (
 )
 from primad.cli.output import err
 from primad.cli.progress import RichReporter
-from primad.errors import ConfigError
+from primad.errors import ConfigError, printable
 from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_host, is_loopback, load_config
 from primad.settings.quantities import parse_choice
 
 if TYPE_CHECKING:
     from primad.head.options import ServeOptions
+
+MAX_NAME_CHARS: Final = 512
+"""The longest name of a model that a client may say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,13 @@ class EndpointOptions:
 
     host: Annotated[str, typer.Option(help="Address of the HTTP server.")] = LOOPBACK
     port: Annotated[int, typer.Option(help="Port of the HTTP server.", min=0, max=65_535)] = DEFAULT_HTTP_PORT
+    alias: Annotated[
+        str | None,
+        typer.Option(help="Other names that clients may call the model by, as in A,B.", show_default=False),
+    ] = None
+    any_model: Annotated[
+        bool, typer.Option("--any-model", help="Answer with this model, whatever name a client says.")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +201,18 @@ def _serve_options(
         alone=others.alone,
         objective=parse_choice(plan.objective, OBJECTIVES, "--objective"),
         use_all=plan.use_all,
+        aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
+        any_model=endpoint.any_model,
     )
+
+
+def _aliases(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names) or max(map(len, names)) > MAX_NAME_CHARS:
+        raise ConfigError(
+            f"--alias {printable(text)}: give names of 1 to {MAX_NAME_CHARS} characters with commas between"
+        )
+    return tuple(dict.fromkeys(names))
 
 
 def _windows(text: str) -> tuple[int, ...]:

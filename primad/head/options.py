@@ -33,6 +33,7 @@ class ServeOptions:
 
     ``wait`` is the number of workers to wait for (None: take who is there), at most ``wait_timeout_s``. ``windows`` and
     ``rounds`` set the plan by hand; otherwise it makes ``objective`` small, with every device in it if ``use_all``.
+    Clients may also call the model by its ``aliases``, or with ``any_model`` whatever they like.
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
     with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are.
     """
@@ -51,6 +52,8 @@ class ServeOptions:
     alone: bool
     objective: Objective
     use_all: bool
+    aliases: tuple[str, ...] = ()
+    any_model: bool = False
 
 
 def plan_by_hand(names: Sequence[str], windows: tuple[int, ...], rounds: int | None, model: ModelProfile) -> Plan:

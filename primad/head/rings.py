@@ -21,6 +21,7 @@ from primad.head.blame import blamed
 from primad.head.core import Core
 from primad.head.corrections import LEAST_TOKENS
 from primad.head.devices import Devices
+from primad.head.facts import facts_of
 from primad.head.learning import Learning
 from primad.head.own_device import OwnDevice
 from primad.head.planner import Planner
@@ -261,6 +262,7 @@ class Rings:
             created=self._backend.created,
             context_tokens=self._service.workload.context_tokens,
             vocabulary=await self._model.vocabulary(),
+            facts=facts_of(self._model.header),
         )
 
     def _foresee(self, epoch: int) -> None:

@@ -13,6 +13,7 @@ import uvicorn
 
 from halda import ModelProfile
 from primad.api.app import create_app
+from primad.api.backend import ModelNames
 from primad.api.patience import Silent
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.reporter import Reporter
@@ -58,7 +59,7 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
                 reporter=reporter,
             )
             async with asyncio.TaskGroup() as group:
-                http = _http_server(backend, http_host, station.timings.api)
+                http = _http_server(backend, http_host, options, station.timings.api)
                 serving = group.create_task(http.serve(sockets=[listener]))
                 heading = asyncio.create_task(head.run())
                 try:
@@ -83,8 +84,9 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _http_server(backend: RingBackend, host: str, timings: ApiTimings) -> uvicorn.Server:
-    app = create_app(backend, hosts=(host, socket.gethostname()), timings=timings)
+def _http_server(backend: RingBackend, host: str, options: ServeOptions, timings: ApiTimings) -> uvicorn.Server:
+    names = ModelNames(aliases=options.aliases, any_model=options.any_model)
+    app = create_app(backend, hosts=(host, socket.gethostname()), timings=timings, names=names)
     config = uvicorn.Config(
         app,
         lifespan="off",

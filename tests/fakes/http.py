@@ -13,22 +13,24 @@ import httpx
 import uvicorn
 
 from primad.api.app import create_app
-from primad.api.backend import Backend
+from primad.api.backend import Backend, ModelNames
 
 PATIENCE_S = 180
 
 
-def in_memory(backend: Backend) -> httpx.AsyncClient:
+def in_memory(backend: Backend, names: ModelNames = ModelNames()) -> httpx.AsyncClient:
     """A client of the app without a socket."""
-    transport = httpx.ASGITransport(create_app(backend), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(create_app(backend, names=names), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080")
 
 
-def call(backend: Backend, method: str, path: str, **request: Any) -> httpx.Response:
+def call(
+    backend: Backend, method: str, path: str, *, names: ModelNames = ModelNames(), **request: Any
+) -> httpx.Response:
     """One request and its answer."""
 
     async def once() -> httpx.Response:
-        async with asyncio.timeout(PATIENCE_S), in_memory(backend) as client:
+        async with asyncio.timeout(PATIENCE_S), in_memory(backend, names) as client:
             return await client.request(method, path, **request)
 
     return asyncio.run(once())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from primad.api.backend import ModelNames
 from tests.fakes.backend import BOS, EOS, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import call, events, post
 
@@ -193,7 +194,14 @@ def test_without_a_seed_every_request_has_another():
 
 
 def test_models():
-    model = {"object": "model", "id": "toy", "created": 1_700_000_000, "owned_by": "primad"}
+    model = {
+        "object": "model",
+        "id": "toy",
+        "created": 1_700_000_000,
+        "owned_by": "primad",
+        "max_model_len": 4096,
+        "meta": {"n_ctx": 4096, "n_ctx_train": 4096},
+    }
     backend = FakeBackend(says())
     assert call(backend, "GET", "/v1/models").json() == {"object": "list", "data": [model]}
     assert call(backend, "GET", "/v1/models/toy").json() == model
@@ -219,3 +227,21 @@ def test_the_openapi_document_is_whole():
 def test_no_cors():
     response = call(FakeBackend(says()), "GET", "/v1/models", headers={"origin": "http://evil.example"})
     assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_a_model_is_served_by_its_names_and_by_any_where_that_was_asked_for():
+    backend = FakeBackend(says("x"))
+    aliased, any_name = ModelNames(aliases=("gpt-4", "local")), ModelNames(any_model=True)
+    listed = call(backend, "GET", "/v1/models", names=aliased).json()["data"]
+    assert [model["id"] for model in listed] == ["toy", "gpt-4", "local"]
+    assert call(backend, "GET", "/v1/models/local", names=aliased).json()["id"] == "local"
+    body = {"model": "gpt-4", "messages": HELLO}
+    assert call(backend, "POST", CHAT, json=body, names=aliased).json()["model"] == "toy"
+    assert call(backend, "POST", CHAT, json=body | {"model": "gpt-5"}, names=aliased).status_code == 404
+    assert call(backend, "POST", CHAT, json=body | {"model": "gpt-5"}, names=any_name).status_code == 200
+
+
+def test_paths_without_v1_are_those_with_it():
+    body = {"messages": HELLO, "prompt": "Hi"}
+    for path in (CHAT, COMPLETIONS):
+        assert post(FakeBackend(says("ab")), path.removeprefix("/v1"), **body).json()["usage"]["completion_tokens"] == 2

@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 from starlette.types import Message
 
-from primad.api.connection import EventStream
+from primad.api.connection import MessageStream
+from primad.api.openai.routes import EVENTS
 from primad.settings.timings import ApiTimings
 from tests.fakes.http import PATIENCE_S
 
@@ -47,7 +48,7 @@ def test_a_stream_that_waits_sends_comments_and_then_goes_on() -> None:
             yield Word("two")
 
         async with asyncio.timeout(PATIENCE_S):
-            await EventStream(words(), OFTEN)({"type": "http"}, client.receive, client.send)
+            await MessageStream(words(), EVENTS, OFTEN)({"type": "http"}, client.receive, client.send)
         return client.body
 
     body = asyncio.run(main())
@@ -72,7 +73,7 @@ def test_nothing_is_sent_before_the_first_message() -> None:
             yield Word("late")
 
         async with asyncio.timeout(PATIENCE_S):
-            await EventStream(late(), OFTEN)({"type": "http"}, client.receive, client.send)
+            await MessageStream(late(), EVENTS, OFTEN)({"type": "http"}, client.receive, client.send)
         return client.body
 
     assert asyncio.run(main())[0].startswith(b"data")

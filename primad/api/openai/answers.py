@@ -9,7 +9,7 @@ from typing import ClassVar
 from msgspec import UNSET, UnsetType
 
 from primad.api.backend import Vocabulary
-from primad.api.generation import Written
+from primad.api.generation import Answered, Written
 from primad.api.openai.job import Choice
 from primad.api.openai.logprobs import chat_logprobs, completion_logprobs
 from primad.api.openai.shapes import (
@@ -28,16 +28,6 @@ from primad.api.openai.shapes import (
 )
 from primad.api.text import Placed
 from primad.ring.messages import Sampled
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """A choice that is written to its end; ``text`` is without the choice's echo."""
-
-    choice: Choice
-    text: str
-    tokens: tuple[Placed[Sampled], ...]
-    finish: FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -41,12 +42,18 @@ def error_body(exc: PrimadError) -> ErrorBody:
     return ErrorBody(error=ErrorDetail(message=str(exc), type=kind, param=param, code=code))
 
 
-def error_response(exc: PrimadError, headers: dict[str, str] | None = None) -> Response:
-    """The whole answer to a request that failed before its first byte; 429 and 503 say when to try again."""
+def error_response(
+    exc: PrimadError,
+    headers: dict[str, str] | None = None,
+    *,
+    shape: Callable[[PrimadError], msgspec.Struct] = error_body,
+) -> Response:
+    """The whole answer to a request that failed before its first byte, in a dialect's ``shape``; 429 and 503 say when to
+    try again."""
     status = status_of(exc)
     retry = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
     return Response(
-        msgspec.json.encode(error_body(exc)),
+        msgspec.json.encode(shape(exc)),
         status_code=status,
         headers=retry | (headers or {}),
         media_type="application/json",

@@ -46,9 +46,9 @@ class Job:
 
 def check_model(name: str | None, served: Sequence[ServedModel]) -> None:
     """Raise ``RequestError`` (404), which lists the names of the ``served``, unless ``name`` is one of them or None."""
-    names = [model.id for model in served]
-    if name is not None and name not in names:
-        these = f"these are: {', '.join(names)}" if names else "nothing is yet"
+    names = [name for model in served for name in model.all_names]
+    if name is not None and not any(model.is_called(name) for model in served):
+        these = f"these are: {', '.join(names)}; --alias and --any-model give it others" if names else "nothing is yet"
         raise RequestError(
             f"the model '{printable(name, 200)}' is not served here; {these}",
             status=404,

@@ -273,15 +273,6 @@ def parse(model: type[R], body: bytes) -> R:
     raise RequestError(f"'{param}': {error['msg']}", param=param, code=code)
 
 
-def components(ref_template: str) -> dict[str, Any]:
-    """JSON schemas of the requests, by name, for the OpenAPI document."""
-    schemas: dict[str, Any] = {}
-    for model in (ChatRequest, CompletionRequest):
-        schema = model.model_json_schema(ref_template=ref_template)
-        schemas |= schema.pop("$defs", {}) | {model.__name__: schema}
-    return schemas
-
-
 def _path(loc: tuple[int | str, ...]) -> str:
     """``("messages", 0, "content")`` as ``messages[0].content``."""
     path = ""

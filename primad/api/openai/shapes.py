@@ -5,7 +5,7 @@ A field of type ``UnsetType`` is left out of the JSON while it is ``UNSET``, whi
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -140,12 +140,21 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", 
 # ---- the rest -------------------------------------------------------------------------------------------------------
 
 
+class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What llama-server says of a model's context, in tokens: as it is served, and as the model was trained."""
+
+    n_ctx: int
+    n_ctx_train: int
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
-    """A model that can be asked. ``created`` is in Unix seconds."""
+    """A model that can be asked. ``created`` is in Unix seconds; ``max_model_len`` is vLLM's word for the context."""
 
     id: str
     created: int
     owned_by: str
+    max_model_len: int
+    meta: ModelMeta
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
@@ -177,8 +186,5 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorDetail
 
 
-def components(ref_template: str) -> dict[str, Any]:
-    """JSON schemas of everything that a route answers with, by name, for the OpenAPI document."""
-    answers = [ChatCompletion, ChatChunk, Completion, Model, ModelList, HealthBody, StatusBody, ErrorBody]
-    _, schemas = msgspec.json.schema_components(answers, ref_template=ref_template)
-    return schemas
+ANSWERS = (ChatCompletion, ChatChunk, Completion, Model, ModelList, HealthBody, StatusBody, ErrorBody)
+"""Everything that a route answers with, for the OpenAPI document."""

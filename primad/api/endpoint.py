@@ -1,0 +1,71 @@
+"""What every dialect needs of the running server: the served model, bodies, answers as they are written, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.backend import Backend, ModelNames, ServedModel
+from primad.api.connection import MessageStream, read_json, while_connected
+from primad.api.dialect import Framing
+from primad.api.generation import Answered, Written, write
+from primad.api.metrics import Metrics
+from primad.api.openai.errors import RETRY_AFTER_S
+from primad.api.openai.job import Choice, Job
+from primad.errors import RingError
+from primad.settings.timings import ApiTimings
+
+
+class Endpoint:
+    """The server as a dialect sees it. It keeps nothing of its own but what it counts."""
+
+    def __init__(self, backend: Backend, metrics: Metrics, timings: ApiTimings, names: ModelNames) -> None:
+        self.backend = backend
+        self._metrics, self._timings, self._names = metrics, timings, names
+
+    def model(self) -> ServedModel | None:
+        """The served model under all its names, or None until it is known."""
+        served = self.backend.model()
+        return None if served is None else replace(served, names=self._names)
+
+    def serving(self) -> ServedModel:
+        """The model, when it can be asked. Raises ``RingError`` when it cannot."""
+        health, served = self.backend.health(), self.model()
+        if not health.serving or served is None:
+            raise RingError(f"not serving yet: {health.detail}")
+        return served
+
+    async def read(self, request: Request) -> bytes:
+        """The body of ``request``. Raises ``RequestError``, and ``ClientDisconnect`` when the client left."""
+        return await read_json(request, self._timings.body_timeout_s)
+
+    def write(self, served: ServedModel, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
+        """What is written for ``choice``, counted in the metrics; close it to stop."""
+        return self._metrics.metered(write(self.backend, served.vocabulary, job, choice), len(choice.prompt))
+
+    async def whole(self, request: Request, served: ServedModel, job: Job) -> list[Answered]:
+        """All choices of ``job``, written to their ends; it stops when the client leaves."""
+        return await while_connected(request.receive, self._answered(served, job))
+
+    async def _answered(self, served: ServedModel, job: Job) -> list[Answered]:
+        answered = []
+        for choice in job.choices:
+            async with aclosing(self.write(served, job, choice)) as written:
+                parts = [part async for part in written]
+            answered.append(Answered.of(choice, parts))
+        return answered
+
+    def stream(self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing) -> Response:
+        """``messages`` as they come; an error before the first one becomes an ordinary answer."""
+        return MessageStream(messages, framing, self._timings)
+
+
+def json_response(body: object, status: int = 200) -> Response:
+    """``body`` as JSON; a 503 says when to come back."""
+    retry = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
+    return Response(msgspec.json.encode(body), status_code=status, headers=retry, media_type="application/json")

@@ -1,0 +1,151 @@
+"""The routes of OpenAI's dialect (https://platform.openai.com/docs/api-reference)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from datetime import datetime
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.backend import ServedModel
+from primad.api.dialect import Dialect, Framing, Route
+from primad.api.endpoint import Endpoint, json_response
+from primad.api.openai import schema, shapes
+from primad.api.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
+from primad.api.openai.errors import error_body
+from primad.api.openai.job import SEEDS, Job, chat_job, check_model, completion_job
+from primad.api.openai.shapes import Model, ModelList, Usage
+from primad.errors import PrimadError
+
+
+def _event(message: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(message) + b"\n\n"
+
+
+def _error_event(exc: PrimadError) -> bytes:
+    return _event(error_body(exc))
+
+
+EVENTS: Final = Framing(
+    media_type="text/event-stream",
+    message=_event,
+    error=_error_event,
+    end=b"data: [DONE]\n\n",
+    waiting=b": waiting for the next token\n\n",
+)
+"""Server-sent events without names; ``[DONE]`` ends an answer that is whole."""
+
+
+class _Routes:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def models(self, request: Request) -> Response:
+        """The served model by its names; empty until it is known."""
+        served = self._endpoint.model()
+        names = served.all_names if served else ()
+        return json_response(ModelList(data=[_model(served, name) for name in names if served]))
+
+    async def model(self, request: Request) -> Response:
+        """The served model by one of its names."""
+        name, served = request.path_params["model_id"], self._endpoint.model()
+        check_model(name, [served] if served else [])
+        assert served is not None
+        return json_response(_model(served, served.id if served.names.any_model else name))
+
+    async def chat(self, request: Request) -> Response:
+        """Continue a conversation."""
+        served = self._endpoint.serving()
+        ask = schema.parse(schema.ChatRequest, await self._endpoint.read(request))
+        job = chat_job(ask, served, seed=secrets.randbelow(SEEDS), now=datetime.now().astimezone())
+        return await self._respond(request, ask, served, job, ChatAnswer)
+
+    async def complete(self, request: Request) -> Response:
+        """Continue a text."""
+        served = self._endpoint.serving()
+        ask = schema.parse(schema.CompletionRequest, await self._endpoint.read(request))
+        job = completion_job(ask, served, seed=secrets.randbelow(SEEDS))
+        return await self._respond(request, ask, served, job, CompletionAnswer)
+
+    async def _respond(
+        self, request: Request, ask: schema.SamplingRequest, served: ServedModel, job: Job, kind: type[ApiAnswer]
+    ) -> Response:
+        answer = kind(
+            id=f"{kind.PREFIX}-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=served.id,
+            vocabulary=served.vocabulary,
+            with_logprobs=job.logprobs is not None,
+            include_usage=ask.include_usage,
+        )
+        if ask.stream:
+            return self._endpoint.stream(self._stream(served, job, answer), EVENTS)
+        answered = await self._endpoint.whole(request, served, job)
+        return json_response(answer.whole(answered, _usage(job, sum(each.sampled for each in answered))))
+
+    async def _stream(self, served: ServedModel, job: Job, answer: ApiAnswer) -> AsyncGenerator[msgspec.Struct, None]:
+        sampled = 0
+        for choice in job.choices:
+            begun = False
+            async with aclosing(self._endpoint.write(served, job, choice)) as written:
+                async for part in written:
+                    sampled += part.sampled
+                    opening = None if begun else answer.opening(choice)
+                    if opening is not None:
+                        yield opening
+                    begun = True
+                    if part.text or part.tokens:
+                        yield answer.piece(choice, part)
+                    if part.finish is not None:
+                        yield answer.closing(choice, part.finish)
+        if answer.include_usage:
+            yield answer.counts(_usage(job, sampled))
+
+
+def _routes(endpoint: Endpoint) -> Sequence[Route]:
+    here = _Routes(endpoint)
+    return (
+        Route(path="/v1/models", handler=here.models, methods=("GET",), answers="ModelList"),
+        Route(path="/v1/models/{model_id:path}", handler=here.model, methods=("GET",), answers="Model"),
+        *(
+            Route(path=path, handler=here.chat, asks="ChatRequest", answers="ChatCompletion", streamed="ChatChunk")
+            for path in ("/v1/chat/completions", "/chat/completions")
+        ),
+        *(
+            Route(
+                path=path, handler=here.complete, asks="CompletionRequest", answers="Completion", streamed="Completion"
+            )
+            for path in ("/v1/completions", "/completions")
+        ),
+    )
+
+
+def _usage(job: Job, sampled: int) -> Usage:
+    return Usage(prompt_tokens=job.prompt_tokens, completion_tokens=sampled, total_tokens=job.prompt_tokens + sampled)
+
+
+def _model(served: ServedModel, name: str) -> Model:
+    context = served.context_tokens
+    return Model(
+        id=name,
+        created=served.created,
+        owned_by="primad",
+        max_model_len=context,
+        meta=shapes.ModelMeta(n_ctx=context, n_ctx_train=served.facts.trained_context_tokens or context),
+    )
+
+
+DIALECT: Final = Dialect(
+    routes=_routes,
+    prefixes=("/",),
+    error_body=error_body,
+    error_name="ErrorBody",
+    requests=(schema.ChatRequest, schema.CompletionRequest),
+    answers=shapes.ANSWERS,
+)
