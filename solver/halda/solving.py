@@ -1,10 +1,20 @@
-"""Run one integer program with HiGHS."""
+"""Run one integer program with HiGHS.
+
+Versions 1.13 to 1.15 call plans the best that are not (their presolve loses better ones), 1.16 does not. It writes a line
+about itself to the process's standard output, once, which is where callers print their answers.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
+import highspy
 import pulp
 
 _GAP: Final = 1e-9
@@ -28,6 +38,7 @@ class Outcome:
 
 def run(problem: Any, time_limit_s: float) -> Outcome:
     """Solve ``problem`` for at most ``time_limit_s``."""
+    _let_it_introduce_itself()
     problem.solve(_highs(time_limit_s, presolve="choose"))
     seconds = float(problem.solutionTime)
     if problem.solverModel.getModelStatus().name == "kSolveError":
@@ -40,6 +51,26 @@ def run(problem: Any, time_limit_s: float) -> Outcome:
         return Outcome(False, True, float("inf"), float("inf"), seconds)
     value = float(pulp.value(problem.objective)) if found else float("inf")
     return Outcome(found, solved, value, value if solved else _bound(problem), seconds)
+
+
+@cache
+def _let_it_introduce_itself() -> None:
+    """Have HiGHS write its line to nowhere, before anything is solved."""
+    if sys.platform == "win32":
+        highspy.Highs()  # another C library's buffer: the line comes through
+        return
+    library = ctypes.CDLL(None)
+    sys.stdout.flush()
+    with contextlib.ExitStack() as stack:
+        kept = os.dup(1)
+        stack.callback(os.close, kept)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        stack.callback(os.close, nowhere)
+        library.fflush(None)
+        os.dup2(nowhere, 1)
+        stack.callback(os.dup2, kept, 1)
+        highspy.Highs()
+        library.fflush(None)
 
 
 def _highs(time_limit_s: float, *, presolve: str) -> Any:
