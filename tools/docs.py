@@ -105,12 +105,14 @@ def _value(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
         kinds = [kind for kind in schema["anyOf"] if kind.get("type") != "null"]
         return ", or ".join(_value(kind, defs) for kind in kinds)
     if "enum" in schema or "const" in schema:
-        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+        values = schema.get("enum", [schema.get("const")])
+        return ", ".join(f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in values)
     match schema.get("type"):
         case "array":
             return f"list{_count(schema)} of: {_value(schema['items'], defs)}"
         case "object":
-            return f"object with values: {_value(schema['additionalProperties'], defs)}"
+            inner = schema.get("additionalProperties")
+            return f"object with values: {_value(inner, defs)}" if isinstance(inner, dict) else "object"
         case "boolean":
             return "`true` or `false`"
         case "string" if "maxLength" in schema:

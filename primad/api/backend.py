@@ -59,6 +59,23 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """How tokens are sampled where a request does not say; what llama.cpp's programs do, unless the model file says else."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    penalty_tokens: int = 64
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """The model behind the API. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus answer."""
 
@@ -66,6 +83,7 @@ class ServedModel:
     created: int
     context_tokens: int
     vocabulary: Vocabulary
+    sampling: SamplingDefaults = SamplingDefaults()
     facts: ModelFacts = ModelFacts()
     names: ModelNames = ModelNames()
 

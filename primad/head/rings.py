@@ -29,6 +29,7 @@ from primad.head.promise import Promise
 from primad.head.ring import HeadRing
 from primad.head.ring_inputs import RingDevices, RingInputs
 from primad.head.service import Service
+from primad.head.vocabulary import sampling_defaults
 from primad.layers.server import LayerSource
 from primad.membership import types
 from primad.ring.messages import Finished, Sampled
@@ -262,6 +263,7 @@ class Rings:
             created=self._backend.created,
             context_tokens=self._service.workload.context_tokens,
             vocabulary=await self._model.vocabulary(),
+            sampling=sampling_defaults(self._model.header),
             facts=facts_of(self._model.header),
         )
 

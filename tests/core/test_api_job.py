@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from datetime import datetime
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
-from primad.api.backend import ServedModel
+from primad.api.backend import SamplingDefaults, ServedModel
 from primad.api.openai.job import Job, chat_job, completion_job
 from primad.api.openai.logprobs import IMPOSSIBLE, chat_logprobs, completion_logprobs, token_text
 from primad.api.openai.schema import ChatRequest, CompletionRequest, parse
@@ -16,18 +19,21 @@ from primad.errors import RequestError
 from primad.ring.messages import Sampled, Sampling
 from tests.fakes.backend import BOS, EOS, ByteVocabulary
 
-NEUTRAL = Sampling(
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
+USUAL = Sampling(
+    temperature=0.8,
+    top_k=40,
+    top_p=0.95,
+    min_p=0.05,
     seed=7,
     presence_penalty=0.0,
     frequency_penalty=0.0,
     repeat_penalty=1.0,
     penalty_tokens=64,
     logit_bias=(),
+    dry_breakers=("\n", ":", '"', "*"),
 )
+
+BYTES = LLTokenizer("byte")
 
 
 def served(context_tokens: int = 100, **vocabulary) -> ServedModel:
@@ -51,42 +57,101 @@ def refusal(ask, *args, **fields) -> RequestError:
     return caught.value
 
 
-def test_the_defaults_are_openais():
+def test_the_defaults_are_those_of_llama_cpp():
     (choice,) = completion().choices
-    assert (choice.prompt, choice.max_tokens, choice.sampling, choice.echo) == ([BOS, *b"Hi"], 16, NEUTRAL, "")
+    assert (choice.prompt, choice.max_tokens, choice.sampling, choice.echo) == ([BOS, *b"Hi"], 16, USUAL, "")
     assert chat().choices[0].max_tokens == 100 - 3
 
 
-def test_every_sampler_is_passed_on():
-    fields = {
-        "temperature": 0,
-        "top_k": 5,
-        "top_p": 0.5,
-        "min_p": 0.25,
-        "seed": 3,
-        "presence_penalty": 1,
-        "frequency_penalty": -1,
-        "repeat_penalty": 1.25,
-        "repeat_last_n": 0,
-        "logit_bias": {"7": -100, "3": 5.5},
-    }
-    sampling = completion(**fields).choices[0].sampling
-    assert sampling == Sampling(
-        temperature=0,
-        top_k=5,
-        top_p=0.5,
-        min_p=0.25,
-        seed=3,
-        presence_penalty=1,
-        frequency_penalty=-1,
-        repeat_penalty=1.25,
-        penalty_tokens=0,
-        logit_bias=((3, 5.5), (7, -100.0)),
-    )
+def test_what_the_model_file_recommends_is_the_default():
+    recommended = SamplingDefaults(temperature=0.3, top_k=0, min_p=0.1, xtc_probability=0.5)
+    on = dataclasses.replace(served(), sampling=recommended)
+    sampling = completion(on).choices[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.3, 0, 0.95, 0.1)
+    assert sampling.xtc_probability == 0.5
+    assert completion(on, temperature=1.5, top_k=7).choices[0].sampling.temperature == 1.5
+
+
+SAMPLERS = [
+    ("temperature", 0, "temperature", 0),
+    ("top_k", 5, "top_k", 5),
+    ("top_p", 0.5, "top_p", 0.5),
+    ("min_p", 0.25, "min_p", 0.25),
+    ("seed", 3, "seed", 3),
+    ("presence_penalty", 1, "presence_penalty", 1),
+    ("frequency_penalty", -1, "frequency_penalty", -1),
+    ("repeat_penalty", 1.25, "repeat_penalty", 1.25),
+    ("repeat_last_n", 0, "penalty_tokens", 0),
+    ("repeat_last_n", -1, "penalty_tokens", 100),
+    ("logit_bias", {"7": -100, "3": 5.5}, "logit_bias", ((3, 5.5), (7, -100.0))),
+    ("logit_bias", {"ab": 2, "65": False}, "logit_bias", ((65, -math.inf), (97, 2.0), (98, 2.0))),
+    ("logit_bias", [[7, 1], ["b", -2.5], [3, False]], "logit_bias", ((3, -math.inf), (7, 1.0), (98, -2.5))),
+    ("top_n_sigma", 1.5, "top_n_sigma", 1.5),
+    ("top_n_sigma", -1, "top_n_sigma", 0),
+    ("typical_p", 0.5, "typical_p", 0.5),
+    ("dynatemp_range", 0.5, "temperature_range", 0.5),
+    ("dynatemp_exponent", 2, "temperature_exponent", 2),
+    ("mirostat", 2, "mirostat", 2),
+    ("mirostat_tau", 3, "mirostat_tau", 3),
+    ("mirostat_eta", 0.2, "mirostat_eta", 0.2),
+    ("dry_multiplier", 0.8, "dry_tokens", 100),
+    ("dry_base", 2, "dry_base", 2),
+    ("dry_allowed_length", 4, "dry_allowed_length", 4),
+    ("dry_penalty_last_n", 5, "dry_tokens", 0),
+    ("dry_sequence_breakers", ["x"], "dry_breakers", ("x",)),
+    ("xtc_probability", 0.5, "xtc_probability", 0.5),
+    ("xtc_threshold", 0.2, "xtc_threshold", 0.2),
+    ("min_tokens", 9, "min_tokens", 9),
+    ("ignore_eos", True, "ignore_eos", True),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "name", "expected"), SAMPLERS)
+def test_every_sampler_is_passed_on(field, value, name, expected):
+    sampling = completion(**{field: value}).choices[0].sampling
+    assert getattr(sampling, name) == expected
+    changed = {name, "dry_multiplier"} if field.startswith("dry") else {name}
+    assert {field for field in USUAL.__struct_fields__ if getattr(sampling, field) != getattr(USUAL, field)} <= changed
+
+
+def test_dry_looks_as_far_as_it_is_told():
+    assert completion(dry_multiplier=1, dry_penalty_last_n=5).choices[0].sampling.dry_tokens == 5
+
+
+def test_minus_one_is_no_bound_and_no_seed():
+    assert completion(max_tokens=-1).choices[0].max_tokens == 97
+    assert chat(max_completion_tokens=-1).choices[0].max_tokens == 97
+    assert completion(seed=-1).choices[0].sampling.seed == 7
 
 
 @pytest.mark.parametrize(
-    ("seed", "expected"), [(0, 0), (2**32 - 1, 0), (-1, 2**32 - 2), (2**63 - 1, (2**63 - 1) % (2**32 - 1))]
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}},
+        {"response_format": {"type": "json_object", "schema": {"type": "null"}}},
+        {"json_schema": {"type": "null"}},
+        {"grammar": 'root ::= "null"'},
+        {"grammar": 'start: "null"'},
+    ],
+)
+def test_every_way_to_say_what_an_answer_is(fields):
+    for ask in (chat, completion):
+        grammar = ask(**fields).choices[0].sampling.grammar
+        matcher = LLMatcher(BYTES, grammar, log_level=0)
+        assert not matcher.is_error()
+        assert matcher.consume_tokens(BYTES.tokenize_str("null"))
+        assert matcher.is_accepting()
+    assert chat(response_format={"type": "text"}).choices[0].sampling.grammar is None
+
+
+def test_what_an_answer_is_is_said_once():
+    error = refusal(chat, response_format={"type": "json_object"}, grammar='root ::= "x"')
+    assert error.param == "grammar"
+    assert refusal(chat, response_format={"type": "json_schema"}).param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("seed", "expected"), [(0, 0), (2**32 - 1, 0), (-2, 2**32 - 3), (2**63 - 1, (2**63 - 1) % (2**32 - 1))]
 )
 def test_a_seed_fits_llama_cpp(seed, expected):
     assert completion(seed=seed).choices[0].sampling.seed == expected
@@ -135,9 +200,15 @@ def test_a_token_outside_the_vocabulary_is_refused():
     assert refusal(completion, prompt=[65, 260]).param == "prompt"
 
 
-@pytest.mark.parametrize("key", ["260", "-1", "x", "", "1.0", " 1", "１", "9" * 5000, "1e2"])
+@pytest.mark.parametrize("key", ["260", "-1", "", "1.0", " 1", "１", "9" * 5000, "1e2"])
 def test_a_bias_for_no_token_is_refused(key):
     assert refusal(completion, logit_bias={key: 1}).param == "logit_bias"
+    assert refusal(completion, logit_bias=[[key, 1]]).param == "logit_bias"
+
+
+@pytest.mark.parametrize("pair", [[260, 1], [-1, 1], [1.5, 1], [True, 1], [7, "x"], [7, True], [7, 101]])
+def test_a_pair_that_is_no_bias_is_refused(pair):
+    assert refusal(completion, logit_bias=[pair]).param == "logit_bias"
 
 
 def test_too_many_choices_are_refused():

@@ -39,20 +39,40 @@ def refusal(parse_it, **fields) -> RequestError:
         ("presence_penalty", [-2.1, 2.1]),
         ("frequency_penalty", [-2.1, 2.1]),
         ("repeat_penalty", [0, -1, 11]),
-        ("repeat_last_n", [-1, "all"]),
-        ("max_tokens", [0, -1, 1.5, "9", 2**31]),
+        ("repeat_last_n", [-2, "all"]),
+        ("max_tokens", [0, -2, 1.5, "9", 2**31]),
         ("n", [0, 129, "2"]),
         ("stop", ["", [""], ["x"] * 17, "x" * 257, 7, [7], {}]),
         ("stream", [1, "true"]),
         ("stream_options", [{"include_usage": True}]),
         ("model", [7, []]),
-        ("logit_bias", [[], "x", 7, {"7": "x"}, {"7": 100.5}, {"7": True}]),
+        ("logit_bias", ["x", 7, {"7": "x"}, {"7": 100.5}, {"7": True}, [[7]], [7]]),
+        ("top_n_sigma", [-2, "1"]),
+        ("typical_p", [-0.1, 1.1]),
+        ("dynatemp_range", [-0.1, 3]),
+        ("mirostat", [3, -1, "2"]),
+        ("mirostat_tau", [-1]),
+        ("mirostat_eta", [-0.1, 1.1]),
+        ("dry_multiplier", [-1, "1"]),
+        ("dry_base", [-1]),
+        ("dry_allowed_length", [-1, 0.5]),
+        ("dry_penalty_last_n", [-2]),
+        ("dry_sequence_breakers", ["x", [""], ["x" * 41], ["x"] * 17]),
+        ("xtc_probability", [-0.1, 1.1]),
+        ("xtc_threshold", [-0.1, 1.1]),
+        ("min_tokens", [-1, 1.5]),
+        ("ignore_eos", [1, "true"]),
+        ("response_format", ["json", {"type": "xml"}, {}]),
+        ("json_schema", ["{}", [], True]),
+        ("grammar", [7, {}]),
+        ("id_slot", [-2, "0"]),
+        ("cache_prompt", [1]),
     ],
 )
 def test_a_value_out_of_range_or_type_is_refused(field, values):
     for value in values:
         for parse_it in (chat, completion):
-            assert refusal(parse_it, **{field: value}).param == field
+            assert refusal(parse_it, **{field: value}).param.partition(".")[0].partition("[")[0] == field
 
 
 @pytest.mark.parametrize(
@@ -63,7 +83,12 @@ def test_a_value_out_of_range_or_type_is_refused(field, values):
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"functions": [{"name": "f"}]},
         {"function_call": {"name": "f"}},
-        {"response_format": {"type": "json_object"}},
+        {"guided_json": {"type": "object"}},
+        {"samplers": ["top_k"]},
+        {"bad_words": ["x"]},
+        {"stop_token_ids": [7]},
+        {"lora": [{"id": 0}]},
+        {"use_beam_search": True},
         {"modalities": ["text", "audio"]},
         {"audio": {"voice": "alloy"}},
         {"prediction": {"type": "content", "content": "x"}},
@@ -85,6 +110,19 @@ def test_features_asked_for_in_no_way_are_fine():
 
 def test_unknown_fields_are_ignored():
     chat(user="me", store=True, metadata={"a": "b"}, service_tier="auto", parallel_tool_calls=True, made_up=[[[1]]])
+
+
+def test_unknown_fields_are_told_once_a_request(caplog):
+    with caplog.at_level("INFO"):
+        chat(user="me", **{f"made\nup{i}": i for i in range(20)}, **{"z" * 500: 1})
+    (line,) = caplog.messages
+    assert "made\\nup0" in line
+    assert "user" not in line.split(":")[1]
+    assert len(line) < 500
+
+
+def test_what_llama_cpps_server_takes_is_fine():
+    chat(cache_prompt=True, timings_per_token=True, return_progress=False, id_slot=-1, samplers=[], seed=-1)
 
 
 def test_null_means_the_default():

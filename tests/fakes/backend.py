@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -159,7 +160,7 @@ def check_sampling(sampling: Sampling) -> None:
     assert -2 <= sampling.frequency_penalty <= 2
     assert 0 < sampling.repeat_penalty <= 10
     assert 0 <= sampling.penalty_tokens < 2**31
-    assert all(0 <= token < SIZE and -100 <= bias <= 100 for token, bias in sampling.logit_bias)
+    assert all(0 <= token < SIZE and (bias == -math.inf or -100 <= bias <= 100) for token, bias in sampling.logit_bias)
 
 
 def says(*texts: str | bytes | Item) -> Callable[[Call], list[Item]]:

@@ -1,26 +1,19 @@
-"""From a valid request to the work it means for the served model: prompts as token ids, budgets and sampling. Pure.
-
-Sampling defaults are OpenAI's: temperature 1 and nothing cut or penalised. Penalties look at the last 64 tokens
-(llama.cpp's ``repeat_last_n``) unless the request says otherwise.
-"""
+"""From a valid request to the work it means for the served model: prompts as token ids, budgets and sampling. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+
+import msgspec
 
 from primad.api.backend import ServedModel, Vocabulary
 from primad.api.chat import tokenize_chat
+from primad.api.openai.sampling import SEEDS, first_seed, sampling_of
 from primad.api.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest, SamplingRequest
 from primad.errors import RequestError, printable
 from primad.ring.messages import Sampling
-
-PENALTY_TOKENS: Final = 64
-
-SEEDS: Final = 2**32 - 1
-"""llama.cpp seeds are 32 bits wide, and the largest means "choose one", so seeds are taken modulo this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +97,8 @@ def _job(
     if len(prompts) * n > MAX_CHOICES:
         raise RequestError(f"{len(prompts)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
     logprobs = None if logprobs is None else min(logprobs, served.vocabulary.size)
-    first_seed = seed if request.seed is None else request.seed
+    seed = first_seed(request, seed)
+    sampling = sampling_of(request, served, seed=seed)
     choices: list[Choice] = []
     for prompt, echo in prompts:
         room = _room(prompt, served, at)
@@ -113,7 +107,7 @@ def _job(
                 index=len(choices),
                 prompt=prompt,
                 max_tokens=room if limit is None else min(limit, room),
-                sampling=_sampling(request, served.vocabulary, seed=first_seed + number),
+                sampling=msgspec.structs.replace(sampling, seed=(seed + number) % SEEDS),
                 echo=echo,
             )
             choices.append(choice)
@@ -143,34 +137,3 @@ def _check_tokens(prompt: list[int], vocabulary: Vocabulary) -> None:
     largest = max(prompt)
     if largest >= vocabulary.size:
         raise RequestError(f"token id {largest} is outside the vocabulary of {vocabulary.size}", param="prompt")
-
-
-def _sampling(request: SamplingRequest, vocabulary: Vocabulary, *, seed: int) -> Sampling:
-    def given(value: float | None, default: float) -> float:
-        return default if value is None else value
-
-    return Sampling(
-        temperature=given(request.temperature, 1.0),
-        top_k=request.top_k or 0,
-        top_p=given(request.top_p, 1.0),
-        min_p=given(request.min_p, 0.0),
-        seed=seed % SEEDS,
-        presence_penalty=given(request.presence_penalty, 0.0),
-        frequency_penalty=given(request.frequency_penalty, 0.0),
-        repeat_penalty=given(request.repeat_penalty, 1.0),
-        penalty_tokens=PENALTY_TOKENS if request.repeat_last_n is None else request.repeat_last_n,
-        logit_bias=_logit_bias(request.logit_bias or {}, vocabulary),
-    )
-
-
-def _logit_bias(biases: dict[str, float], vocabulary: Vocabulary) -> tuple[tuple[int, float], ...]:
-    by_token = {}
-    for key, bias in biases.items():
-        token = int(key) if key.isascii() and key.isdigit() and len(key) <= 10 else None
-        if token is None or token >= vocabulary.size:
-            raise RequestError(
-                f"'logit_bias': {key[:40]!r} is not a token id; they go from 0 to {vocabulary.size - 1}",
-                param="logit_bias",
-            )
-        by_token[token] = float(bias)
-    return tuple(sorted(by_token.items()))

@@ -19,7 +19,8 @@ from primad.api.endpoint import Endpoint, json_response
 from primad.api.openai import schema, shapes
 from primad.api.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
 from primad.api.openai.errors import error_body
-from primad.api.openai.job import SEEDS, Job, chat_job, check_model, completion_job
+from primad.api.openai.job import Job, chat_job, check_model, completion_job
+from primad.api.openai.sampling import SEEDS
 from primad.api.openai.shapes import Model, ModelList, Usage
 from primad.errors import PrimadError
 

@@ -1,30 +1,24 @@
 """What a client may ask: the requests of OpenAI's API reference, and the samplers that local clients know beside them.
 
-The only file with pydantic. Everything is strict (no number in a string) and bounded; null means the default; a field we
-do not know is ignored, because clients send many that change nothing (``user``, ``store``, ``metadata``); a field we know
-and cannot honour is refused, because ignoring it would change the answer. What depends on the served model (token ids,
-context length) is checked in ``job``.
+Everything is strict (no number in a string) and bounded; null means the default; a field we do not know is ignored, with a
+line in the log, because clients send many that change nothing (``user``, ``store``, ``metadata``); a field we know and
+cannot honour is refused, because ignoring it would change the answer. What depends on the served model (token ids, context
+length) is checked in ``job``.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
-)
+from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from primad.errors import RequestError
+from primad.api.openai.fields import Strict, expecting, only
+from primad.api.openai.samplers import MAX_TOKENS, SamplerFields
+from primad.errors import RequestError, printable
+
+logger = logging.getLogger(__name__)
 
 MAX_CHOICES: Final = 128
 """Answers of one request: prompts times ``n``."""
@@ -32,70 +26,57 @@ MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_TOP_LOGPROBS: Final = 20
-MAX_TOKENS: Final = 2**31 - 1
+MAX_TOLD: Final = 8
+"""Fields that are ignored, of one request, by which they are told."""
+_HARMLESS: Final = frozenset(
+    {
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "verbosity",
+    }
+)
+"""Fields of OpenAI's that change nothing here; nobody needs to hear of them."""
 
 
-def _expecting(what: str) -> WrapValidator:
-    """One clear sentence in place of what each member of a union has to say."""
-
-    def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
-        try:
-            return handler(value)
-        except ValidationError as exc:
-            raise PydanticCustomError("expected", "expected {what}", {"what": what}) from exc
-
-    return WrapValidator(check)
-
-
-def _only(*allowed: object, why: str) -> AfterValidator:
-    """A feature that is known and not served: only the values that ask for nothing pass."""
-
-    def check(value: object) -> object:
-        if not any(type(value) is type(harmless) and value == harmless for harmless in allowed):
-            raise PydanticCustomError("unsupported", "not supported: {why}", {"why": why})
-        return value
-
-    return AfterValidator(check)
-
-
-_NoTools = Annotated[Any, _only(None, [], why="this server does not call tools")]
-_NoAudio = Annotated[Any, _only(None, why="this server answers with text only")]
+_NoTools = Annotated[Any, only(None, [], why="this server does not call tools")]
+_NoAudio = Annotated[Any, only(None, why="this server answers with text only")]
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)]
-_Bias = Annotated[float, Field(ge=-100, le=100)]
-_Penalty = Annotated[float, Field(ge=-2, le=2)]
-_TokenCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+_TokenCount = Annotated[
+    Literal[-1] | Annotated[int, Field(ge=1, le=MAX_TOKENS)], expecting("a count from 1, or -1 for as many as fit")
+]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """``include_usage``: a last chunk with the token counts of the whole request."""
 
     include_usage: bool | None = None
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+class Message(Strict):
     """One message of a conversation. Only an assistant's content may be null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | list[TextPart] | None,
-        _expecting("a string or a list of text parts (images, audio and files are not supported)"),
+        expecting("a string or a list of text parts (images, audio and files are not supported)"),
     ] = Field(default=None, validate_default=True)
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: _NoTools = None
-    function_call: Annotated[Any, _only(None, why="this server does not call functions")] = None
+    function_call: Annotated[Any, only(None, why="this server does not call functions")] = None
     audio: _NoAudio = None
 
     @field_validator("content")
@@ -118,25 +99,15 @@ class Message(_Strict):
         return {"role": self.role, "content": text} | {key: value for key, value in optional.items() if value}
 
 
-class SamplingRequest(_Strict):
+class SamplingRequest(SamplerFields):
     """What chat and completion requests share. ``model`` may be left out: there is only one."""
 
+    model_config = ConfigDict(extra="allow")  # so that what is ignored can be told
+
     model: Annotated[str, Field(max_length=512)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(
-        default=None, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
-    )
-    repeat_last_n: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
-    logit_bias: dict[str, _Bias] | None = None
     stop: Annotated[
         _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOPS)] | None,
-        _expecting(
+        expecting(
             f"a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters",
         ),
     ] = None
@@ -177,14 +148,13 @@ class ChatRequest(SamplingRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: _NoTools = None
-    tool_choice: Annotated[Any, _only(None, "none", "auto", why="this server does not call tools")] = None
+    tool_choice: Annotated[Any, only(None, "none", "auto", why="this server does not call tools")] = None
     functions: _NoTools = None
-    function_call: Annotated[Any, _only(None, "none", "auto", why="this server does not call functions")] = None
-    response_format: Annotated[Any, _only(None, {"type": "text"}, why="the answer is plain text")] = None
-    modalities: Annotated[Any, _only(None, ["text"], why="this server answers with text only")] = None
+    function_call: Annotated[Any, only(None, "none", "auto", why="this server does not call functions")] = None
+    modalities: Annotated[Any, only(None, ["text"], why="this server answers with text only")] = None
     audio: _NoAudio = None
-    prediction: Annotated[Any, _only(None, why="this server takes no predicted output")] = None
-    web_search_options: Annotated[Any, _only(None, why="this server does not search the web")] = None
+    prediction: Annotated[Any, only(None, why="this server takes no predicted output")] = None
+    web_search_options: Annotated[Any, only(None, why="this server does not search the web")] = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -196,7 +166,8 @@ class ChatRequest(SamplingRequest):
     @property
     def token_limit(self) -> int | None:
         """The most tokens of an answer, or None for what the context leaves."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return None if limit == -1 else limit
 
     @property
     def logprob_count(self) -> int | None:
@@ -212,12 +183,12 @@ class CompletionRequest(SamplingRequest):
         | _TokenIds
         | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
         | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
-        _expecting(f"a string, a list of token ids, or a list of 1 to {MAX_CHOICES} of either"),
+        expecting(f"a string, a list of token ids, or a list of 1 to {MAX_CHOICES} of either"),
     ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    suffix: Annotated[Any, _only(None, "", why="this server only continues a prompt")] = None
+    suffix: Annotated[Any, only(None, "", why="this server only continues a prompt")] = None
 
     @field_validator("best_of")
     @classmethod
@@ -234,9 +205,10 @@ class CompletionRequest(SamplingRequest):
         return value
 
     @property
-    def token_limit(self) -> int:
-        """The most tokens of an answer; OpenAI's default of 16."""
-        return 16 if self.max_tokens is None else self.max_tokens
+    def token_limit(self) -> int | None:
+        """The most tokens of an answer, by OpenAI's default 16, or None for what the context leaves."""
+        limit = 16 if self.max_tokens is None else self.max_tokens
+        return None if limit == -1 else limit
 
     @property
     def logprob_count(self) -> int | None:
@@ -258,7 +230,9 @@ R = TypeVar("R", bound=SamplingRequest)
 def parse(model: type[R], body: bytes) -> R:
     """A request body as ``model``. Raises ``RequestError`` (400) that names the first field that is wrong."""
     try:
-        return model.model_validate_json(body)
+        request = model.model_validate_json(body)
+        _tell_ignored(request)
+        return request
     except ValidationError as exc:
         error = exc.errors(include_url=False, include_input=False)[0]
     loc = error["loc"]
@@ -271,6 +245,14 @@ def parse(model: type[R], body: bytes) -> R:
         raise RequestError("the body must be a JSON object")
     code = "unsupported_parameter" if error["type"] == "unsupported" else "invalid_value"
     raise RequestError(f"'{param}': {error['msg']}", param=param, code=code)
+
+
+def _tell_ignored(request: SamplingRequest) -> None:
+    unknown = sorted((request.model_extra or {}).keys() - _HARMLESS)
+    if unknown:
+        named = ", ".join(printable(name, 40) for name in unknown[:MAX_TOLD])
+        more = f" and {len(unknown) - MAX_TOLD} more" if len(unknown) > MAX_TOLD else ""
+        logger.info("a request had fields that are not known here and were ignored: %s%s", named, more)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

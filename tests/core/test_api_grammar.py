@@ -1,0 +1,139 @@
+"""A schema or grammar is followed or refused by name, and none is much work."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from primad.api.grammar import MAX_GRAMMAR_CHARS, MAX_NESTING, of_schema, of_text
+from primad.errors import RequestError
+
+BYTES = LLTokenizer("byte")
+
+
+def fits(grammar: str, text: str) -> bool:
+    """Whether ``text`` is one of the grammar's."""
+    matcher = LLMatcher(BYTES, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.consume_tokens(BYTES.tokenize_str(text)) and matcher.is_accepting()
+
+
+def refusal(make, what) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        make(what, param="field")
+    error = caught.value
+    assert (error.status, error.param) == (400, "field")
+    assert "\n" not in str(error)
+    assert len(str(error)) < 400
+    return error
+
+
+SHIP = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1},
+        "masts": {"type": "integer", "minimum": 1, "maximum": 7},
+        "crew": {"type": "array", "items": {"$ref": "#/$defs/person"}},
+    },
+    "required": ["name", "masts"],
+    "additionalProperties": False,
+    "$defs": {"person": {"type": "object", "properties": {"age": {"type": "number"}}, "required": ["age"]}},
+}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"name": "x", "masts": 3},
+        {"name": "x", "masts": 8},
+        {"name": "", "masts": 3},
+        {"masts": 3},
+        {"name": "x", "masts": 3, "sails": 1},
+        {"name": "ß", "masts": 1, "crew": [{"age": 1.5}]},
+        {"name": "x", "masts": 1, "crew": [{}]},
+        [],
+        "x",
+    ],
+)
+def test_a_schemas_grammar_has_what_fits_and_nothing_else(value):
+    is_valid = jsonschema.Draft202012Validator(SHIP).is_valid(value)
+    grammar = of_schema(SHIP)
+    for text in (json.dumps(value, ensure_ascii=False), json.dumps(value, indent=2, ensure_ascii=False)):
+        assert fits(grammar, text) == is_valid
+
+
+def test_white_space_has_a_bound():
+    grammar = of_schema({"type": "array"})
+    assert fits(grammar, "[\n\n  1, 2]")
+    assert not fits(grammar, "[\n\n\n1]")
+    assert not fits(grammar, "[" + " " * 30 + "1]")
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"not": {"type": "string"}}, "not"),
+        ({"type": "object", "if": {"required": ["a"]}}, "if"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"contains": {"type": "null"}}, "contains"),
+        ({"properties": {"a": {"dependentSchemas": {}}}}, "dependentSchemas"),
+        ({"type": "string", "format": "made-up"}, "format"),
+        ({"type": "string", "pattern": "(?=a)b"}, "pattern"),
+        ({"type": "colour"}, "type"),
+        ({"$ref": "https://example.com/schema"}, "$ref"),
+        ({"$ref": "#/$defs/missing"}, "$ref"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}, "oneOf"),
+    ],
+)
+def test_a_keyword_that_cannot_be_expressed_is_named(schema, keyword):
+    error = refusal(of_schema, schema)
+    assert f"'{keyword}'" in str(error)
+    assert error.code == "unsupported_schema"
+
+
+def test_a_schema_that_nothing_fits_is_refused():
+    assert "minimum" in str(refusal(of_schema, {"type": "integer", "minimum": 5, "maximum": 3}))
+
+
+@pytest.mark.parametrize("schema", [None, [], "string", 7, True])
+def test_a_schema_is_an_object(schema):
+    assert "object" in str(refusal(of_schema, schema))
+
+
+def test_a_schema_that_is_too_deep_or_too_long_is_refused():
+    deep: dict[str, object] = {"type": "null"}
+    for _ in range(MAX_NESTING):
+        deep = {"items": deep}
+    assert str(MAX_NESTING) in str(refusal(of_schema, deep))
+    assert str(MAX_GRAMMAR_CHARS) in str(refusal(of_schema, {"description": "x" * MAX_GRAMMAR_CHARS}))
+
+
+def test_gbnf_and_lark():
+    gbnf = of_text('root ::= "a" [0-9]{2} tail?\n# a comment\ntail ::= "-" ("x" | "y")+')
+    lark = of_text('start: "a" /[0-9]{2}/ tail?\ntail: "-" ("x" | "y")+')
+    for text, is_one in [("a12", True), ("a12-xyx", True), ("a1", False), ("a12-", False)]:
+        assert fits(gbnf, text) == fits(lark, text) == is_one
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "nothing",
+        'foo ::= "a"',
+        "root ::= missing",
+        "root ::= (",
+        "root ::= " + "(" * 5000,
+        "start: )",
+        "start: missing",
+        "start: /[a/",
+        'root ::= "\x00',
+        "r" + "".join(f'ule{i} ::= "x"\nr' for i in range(600)),
+        "start: " + "x" * MAX_GRAMMAR_CHARS,
+    ],
+)
+def test_a_grammar_that_is_wrong_is_refused(text):
+    refusal(of_text, text)
