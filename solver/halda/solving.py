@@ -56,8 +56,9 @@ def run(problem: Any, time_limit_s: float) -> Outcome:
 @cache
 def _let_it_introduce_itself() -> None:
     """Have HiGHS write its line to nowhere, before anything is solved."""
+    begin: Any = highspy.Highs
     if sys.platform == "win32":
-        highspy.Highs()  # another C library's buffer: the line comes through
+        begin()  # another C library's buffer: the line comes through
         return
     library = ctypes.CDLL(None)
     sys.stdout.flush()
@@ -69,7 +70,7 @@ def _let_it_introduce_itself() -> None:
         library.fflush(None)
         os.dup2(nowhere, 1)
         stack.callback(os.dup2, kept, 1)
-        highspy.Highs()
+        begin()
         library.fflush(None)
 
 
