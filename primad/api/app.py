@@ -22,6 +22,7 @@ from primad.api.backend import Backend, ModelNames
 from primad.api.dialect import COMPONENT, Dialect, Route, schemas
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.guard import HostGuard
+from primad.api.llama_server import routes as llama_server
 from primad.api.metrics import MEDIA_TYPE, Counted, Metrics
 from primad.api.openai import routes as openai
 from primad.api.openai.errors import error_response
@@ -30,7 +31,10 @@ from primad.api.status import StatusBody, status_body
 from primad.errors import PrimadError, RequestError
 from primad.settings.timings import ApiTimings
 
-DIALECTS: Final = (openai.DIALECT,)
+DIALECTS: Final = (
+    openai.DIALECT,
+    llama_server.DIALECT,
+)
 
 
 def create_app(

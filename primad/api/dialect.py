@@ -30,10 +30,22 @@ class Framing:
     answer that is whole, and ``waiting`` while nothing else comes ("" for nothing)."""
 
     media_type: str
-    message: Callable[[msgspec.Struct], bytes]
+    message: Callable[[Any], bytes]
     error: Callable[[PrimadError], bytes]
     end: bytes
     waiting: bytes
+
+
+class NamedEvent(msgspec.Struct, frozen=True):
+    """A server-sent event that has a name besides its data."""
+
+    name: str
+    data: dict[str, Any]
+
+
+def named_event(event: NamedEvent) -> bytes:
+    """The bytes of ``event``."""
+    return f"event: {event.name}\ndata: ".encode() + msgspec.json.encode(event.data) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

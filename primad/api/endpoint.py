@@ -33,6 +33,11 @@ class Endpoint:
         served = self.backend.model()
         return None if served is None else replace(served, names=self._names)
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether an answer is being written, or waits."""
+        return self._metrics.is_answering
+
     def serving(self) -> ServedModel:
         """The model, when it can be asked. Raises ``RingError`` when it cannot."""
         health, served = self.backend.health(), self.model()

@@ -17,12 +17,13 @@ from primad.ring.messages import Finished, Sampled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """What one event of the backend adds to a choice: text that is certain, the tokens that begin in it, and how many
-    tokens were sampled. ``finish`` is there in the last one only."""
+    tokens were sampled. ``finish`` is there in the last one only, with the stop string if one ended the text."""
 
     text: str
     tokens: tuple[Placed[Sampled], ...]
     sampled: int
     finish: FinishReason | None
+    stopped_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Answered:
     tokens: tuple[Placed[Sampled], ...]
     sampled: int
     finish: FinishReason
+    stopped_by: str | None
 
     @classmethod
     def of(cls, choice: Choice, parts: Sequence[Written]) -> Answered:
@@ -46,6 +48,7 @@ class Answered:
             tokens=tuple(token for part in parts for token in part.tokens),
             sampled=sum(part.sampled for part in parts),
             finish=finish,
+            stopped_by=parts[-1].stopped_by,
         )
 
 
@@ -68,7 +71,7 @@ async def write(backend: Backend, vocabulary: Vocabulary, job: Job, choice: Choi
                 case Sampled():
                     released = transcript.feed(vocabulary.piece(event.token), event)
                     if transcript.stopped:
-                        last = _written(released, sampled=1, finish="stop")
+                        last = _written(released, sampled=1, finish="stop", stopped_by=transcript.stopped_by)
                         break
                     yield _written(released, sampled=1, finish=None)
                 case Finished(reason="error"):
@@ -76,11 +79,13 @@ async def write(backend: Backend, vocabulary: Vocabulary, job: Job, choice: Choi
                 case Finished():
                     released = transcript.finish()
                     finish: FinishReason = "length" if event.reason == "length" and not transcript.stopped else "stop"
-                    last = _written(released, sampled=0, finish=finish)
+                    last = _written(released, sampled=0, finish=finish, stopped_by=transcript.stopped_by)
                     break
     assert last is not None, "the backend ended without Finished"
     yield last
 
 
-def _written(released: Released[Sampled], *, sampled: int, finish: FinishReason | None) -> Written:
-    return Written(text=released.text, tokens=released.entries, sampled=sampled, finish=finish)
+def _written(
+    released: Released[Sampled], *, sampled: int, finish: FinishReason | None, stopped_by: str | None = None
+) -> Written:
+    return Written(text=released.text, tokens=released.entries, sampled=sampled, finish=finish, stopped_by=stopped_by)

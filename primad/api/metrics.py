@@ -118,6 +118,11 @@ class Metrics:
         """Requests of these ``paths`` are counted by their name, all others as one."""
         self._paths |= frozenset(paths)
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether an answer is being written, or waits."""
+        return bool(self._registry.get_sample_value("primad_answers_open"))
+
     def render(self, status: StatusBody) -> bytes:
         """Everything, with what the ring says in ``status``."""
         self._ring.status = status

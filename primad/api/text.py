@@ -53,8 +53,13 @@ class Transcript(Generic[T]):
         self._held = ""
         self._released_chars = 0
         self._waiting: deque[Placed[T]] = deque()
-        self.stopped = False
-        """Whether a stop string ended the text. Nothing may be fed any more."""
+        self.stopped_by: str | None = None
+        """The stop string that ended the text. Nothing may be fed any more."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self.stopped_by is not None
 
     def feed(self, piece: bytes, entry: T) -> Released[T]:
         """Add one token's bytes (b"" for a special token)."""
@@ -76,8 +81,8 @@ class Transcript(Generic[T]):
         text = self._held + decoded
         cut = self._first_stop(text)
         if cut is not None:
-            self.stopped = True
-            text, self._held = text[:cut], ""
+            at, self.stopped_by = cut
+            text, self._held = text[:at], ""
         else:
             keep = self._possible_stop(text) if held_back else len(text)
             text, self._held = text[:keep], text[keep:]
@@ -89,10 +94,10 @@ class Transcript(Generic[T]):
             self._waiting.clear()
         return Released(text, tuple(entries))
 
-    def _first_stop(self, text: str) -> int | None:
-        """Where the stop string begins that is completed first, or None."""
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+    def _first_stop(self, text: str) -> tuple[int, str] | None:
+        """Where the stop string begins that is completed first, and which it is; or None."""
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(found)[1:] if found else None
 
     def _possible_stop(self, text: str) -> int:
         """Where the longest end of ``text`` begins that could begin a stop string; its length when there is none."""

@@ -74,7 +74,7 @@ def completion_job(request: CompletionRequest, served: ServedModel, *, seed: int
         if isinstance(prompt, str):
             tokens, text = vocabulary.tokenize(prompt, add_special=True, parse_special=True), prompt
         else:
-            _check_tokens(prompt, vocabulary)
+            check_tokens(prompt, vocabulary, at="prompt")
             tokens = prompt
             text = b"".join(map(vocabulary.piece, prompt)).decode("utf-8", "replace") if request.echo else ""
         prompts.append((tokens, text if request.echo else ""))
@@ -133,7 +133,8 @@ def _room(prompt: list[int], served: ServedModel, at: str) -> int:
     return room
 
 
-def _check_tokens(prompt: list[int], vocabulary: Vocabulary) -> None:
-    largest = max(prompt)
+def check_tokens(tokens: list[int], vocabulary: Vocabulary, *, at: str) -> None:
+    """Raise ``RequestError`` that names the field ``at`` unless the model has all ``tokens``."""
+    largest = max(tokens, default=0)
     if largest >= vocabulary.size:
-        raise RequestError(f"token id {largest} is outside the vocabulary of {vocabulary.size}", param="prompt")
+        raise RequestError(f"token id {largest} is outside the vocabulary of {vocabulary.size}", param=at)

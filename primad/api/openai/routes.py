@@ -112,7 +112,10 @@ class _Routes:
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
     here = _Routes(endpoint)
     return (
-        Route(path="/v1/models", handler=here.models, methods=("GET",), answers="ModelList"),
+        *(
+            Route(path=path, handler=here.models, methods=("GET",), answers="ModelList")
+            for path in ("/v1/models", "/models")
+        ),
         Route(path="/v1/models/{model_id:path}", handler=here.model, methods=("GET",), answers="Model"),
         *(
             Route(path=path, handler=here.chat, asks="ChatRequest", answers="ChatCompletion", streamed="ChatChunk")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from primad.api.openai.fields import Strict, expecting, only
@@ -224,7 +224,7 @@ class CompletionRequest(SamplingRequest):
         return [whole] if isinstance(whole[0], int) else whole
 
 
-R = TypeVar("R", bound=SamplingRequest)
+R = TypeVar("R", bound=BaseModel)
 
 
 def parse(model: type[R], body: bytes) -> R:
@@ -234,20 +234,32 @@ def parse(model: type[R], body: bytes) -> R:
         _tell_ignored(request)
         return request
     except ValidationError as exc:
-        error = exc.errors(include_url=False, include_input=False)[0]
+        raise _refusal(exc) from exc
+
+
+def build(model: type[R], fields: dict[str, Any]) -> R:
+    """``fields``, which a dialect translated, as ``model``. Raises ``RequestError`` (400) as ``parse`` does."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as exc:
+        raise _refusal(exc) from exc
+
+
+def _refusal(exc: ValidationError) -> RequestError:
+    error = exc.errors(include_url=False, include_input=False)[0]
     loc = error["loc"]
     param = _path(loc[:1] if loc[:1] == ("logit_bias",) else loc)  # its keys are the client's, of any length
     if error["type"] == "json_invalid":
-        raise RequestError(f"the body is not valid JSON: {error['ctx']['error']}")
+        return RequestError(f"the body is not valid JSON: {error['ctx']['error']}")
     if error["type"] == "missing" and param:
-        raise RequestError(f"'{param}' is required", param=param, code="missing_required_parameter")
+        return RequestError(f"'{param}' is required", param=param, code="missing_required_parameter")
     if not param:
-        raise RequestError("the body must be a JSON object")
+        return RequestError("the body must be a JSON object")
     code = "unsupported_parameter" if error["type"] == "unsupported" else "invalid_value"
-    raise RequestError(f"'{param}': {error['msg']}", param=param, code=code)
+    return RequestError(f"'{param}': {error['msg']}", param=param, code=code)
 
 
-def _tell_ignored(request: SamplingRequest) -> None:
+def _tell_ignored(request: BaseModel) -> None:
     unknown = sorted((request.model_extra or {}).keys() - _HARMLESS)
     if unknown:
         named = ", ".join(printable(name, 40) for name in unknown[:MAX_TOLD])

@@ -1,0 +1,181 @@
+"""What llama-server's own paths answer, in its shapes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from primad import __version__
+from primad.api.backend import ServedModel, Vocabulary
+from primad.api.chat import CHATML
+from primad.api.generation import Answered, Written
+from primad.api.openai.job import Job
+
+
+class AnswerTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer took: its prompt until the first token, waiting included, then the tokens after it."""
+
+    prompt_n: int
+    prompt_ms: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float
+
+
+class CompletionPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a streamed ``/completion``, before the last."""
+
+    index: int = 0
+    content: str
+    tokens: list[int]
+    stop: Literal[False] = False
+    id_slot: int = 0
+    tokens_predicted: int
+    tokens_evaluated: int
+
+
+class CompletionEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole ``/completion``, or the last event of a streamed one (``content`` is empty then)."""
+
+    index: int = 0
+    content: str
+    tokens: list[int]
+    stop: Literal[True] = True
+    id_slot: int = 0
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    truncated: bool = False
+    stop_type: Literal["eos", "limit", "word"]
+    stopping_word: str
+    timings: AnswerTimings
+
+
+class TokenList(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /tokenize``: ids, or with pieces objects of ``id`` and ``piece`` (text, or bytes where it is no text)."""
+
+    tokens: list[Any]
+
+
+class DetokenizedText(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /detokenize``."""
+
+    content: str
+
+
+class TemplatedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /apply-template``."""
+
+    prompt: str
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True):
+    """The one place where answers are written, one after another."""
+
+    id: int = 0
+    n_ctx: int
+    speculative: bool = False
+    is_processing: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class RawAnswer:
+    """An answer of ``/completion`` as it is written; times are in seconds on any scale."""
+
+    served: ServedModel
+    job: Job
+    begun_s: float
+    first_s: float | None = None
+    predicted: int = 0
+
+    def part(self, written: Written, now_s: float) -> CompletionPart:
+        """What ``written`` adds."""
+        self._count(written.sampled, now_s)
+        return CompletionPart(
+            content=written.text,
+            tokens=[placed.entry.token for placed in written.tokens],
+            tokens_predicted=self.predicted,
+            tokens_evaluated=self.job.prompt_tokens,
+        )
+
+    def whole(self, answered: Answered, now_s: float) -> CompletionEnd:
+        """All of it at once."""
+        self._count(answered.sampled, now_s)
+        return self.end(
+            answered.finish,
+            answered.stopped_by,
+            now_s,
+            content=answered.text,
+            tokens=[placed.entry.token for placed in answered.tokens],
+        )
+
+    def end(
+        self,
+        finish: str,
+        stopped_by: str | None,
+        now_s: float,
+        *,
+        content: str = "",
+        tokens: list[int] | None = None,
+    ) -> CompletionEnd:
+        """The last event."""
+        first_s = now_s if self.first_s is None else self.first_s
+        return CompletionEnd(
+            content=content,
+            tokens=tokens or [],
+            model=self.served.id,
+            tokens_predicted=self.predicted,
+            tokens_evaluated=self.job.prompt_tokens,
+            tokens_cached=self.job.prompt_tokens + self.predicted,
+            stop_type="limit" if finish == "length" else "eos" if stopped_by is None else "word",
+            stopping_word=stopped_by or "",
+            timings=AnswerTimings(
+                prompt_n=self.job.prompt_tokens,
+                prompt_ms=1000 * (first_s - self.begun_s),
+                predicted_n=self.predicted,
+                predicted_ms=1000 * (now_s - first_s),
+                predicted_per_second=self.predicted / (now_s - first_s) if now_s > first_s else 0.0,
+            ),
+        )
+
+    def _count(self, sampled: int, now_s: float) -> None:
+        self.predicted += sampled
+        if sampled and self.first_s is None:
+            self.first_s = now_s
+
+
+def pieces(tokens: list[int], vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    """Each token with its text, or with its bytes where they are no text by themselves."""
+    return [{"id": token, "piece": _text_or_bytes(vocabulary.piece(token))} for token in tokens]
+
+
+def _text_or_bytes(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+def props(served: ServedModel) -> dict[str, Any]:
+    """``GET /props``. What a template can do is read off the names that it mentions."""
+    template = served.vocabulary.chat_template or CHATML
+    return {
+        "default_generation_settings": {"id": 0, "n_ctx": served.context_tokens, "params": {}},
+        "total_slots": 1,
+        "model_alias": served.id,
+        "model_path": f"{served.id}.gguf",
+        "chat_template": template,
+        "chat_template_caps": {
+            "supports_tools": "tools" in template,
+            "supports_tool_calls": "tool_calls" in template,
+            "supports_system_role": "system" in template,
+            "supports_parallel_tool_calls": "tool_calls" in template,
+        },
+        "bos_token": served.vocabulary.bos,
+        "eos_token": served.vocabulary.eos,
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"primad {__version__}",
+    }

@@ -1,0 +1,137 @@
+"""The routes of llama-server's own dialect. Its OpenAI paths are ``api/openai``'s."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from datetime import datetime
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.backend import ServedModel
+from primad.api.chat import render
+from primad.api.dialect import Dialect, Route
+from primad.api.endpoint import Endpoint, json_response
+from primad.api.llama_server.answers import (
+    CompletionEnd,
+    CompletionPart,
+    DetokenizedText,
+    RawAnswer,
+    Slot,
+    TemplatedPrompt,
+    TokenList,
+    pieces,
+    props,
+)
+from primad.api.llama_server.schema import DetokenizeRequest, RawCompletionRequest, TemplateRequest, TokenizeRequest
+from primad.api.openai.errors import error_body
+from primad.api.openai.job import Job, check_tokens, completion_job
+from primad.api.openai.routes import EVENTS
+from primad.api.openai.sampling import SEEDS
+from primad.api.openai.schema import parse
+
+_EVENTS: Final = replace(EVENTS, end=b"")
+
+
+class _Routes:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def tokenize(self, request: Request) -> Response:
+        """A text as token ids."""
+        vocabulary = self._endpoint.serving().vocabulary
+        ask = parse(TokenizeRequest, await self._endpoint.read(request))
+        tokens = vocabulary.tokenize(ask.content, add_special=ask.add_special, parse_special=ask.parse_special)
+        return json_response(TokenList(tokens=pieces(tokens, vocabulary) if ask.with_pieces else tokens))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Token ids as text."""
+        vocabulary = self._endpoint.serving().vocabulary
+        ask = parse(DetokenizeRequest, await self._endpoint.read(request))
+        check_tokens(ask.tokens, vocabulary, at="tokens")
+        text = b"".join(map(vocabulary.piece, ask.tokens)).decode("utf-8", "replace")
+        return json_response(DetokenizedText(content=text))
+
+    async def apply_template(self, request: Request) -> Response:
+        """Messages as the prompt that the model's template makes of them."""
+        served = self._endpoint.serving()
+        ask = parse(TemplateRequest, await self._endpoint.read(request))
+        messages = [message.for_template() for message in ask.messages]
+        prompt = render(served.vocabulary, messages, now=datetime.now().astimezone())
+        return json_response(TemplatedPrompt(prompt=prompt))
+
+    async def props(self, request: Request) -> Response:
+        """The context and the chat template."""
+        return json_response(props(self._endpoint.serving()))
+
+    async def slots(self, request: Request) -> Response:
+        """Whether an answer is being written."""
+        served = self._endpoint.serving()
+        return json_response([Slot(n_ctx=served.context_tokens, is_processing=self._endpoint.is_answering)])
+
+    async def complete(self, request: Request) -> Response:
+        """Continue a text."""
+        served = self._endpoint.serving()
+        ask = parse(RawCompletionRequest, await self._endpoint.read(request))
+        job = completion_job(_one_prompt(ask, served), served, seed=secrets.randbelow(SEEDS))
+        answer = RawAnswer(served=served, job=job, begun_s=time.perf_counter())
+        if ask.stream:
+            return self._endpoint.stream(self._stream(served, job, answer), _EVENTS)
+        answered = await self._endpoint.whole(request, served, job)
+        return json_response(answer.whole(answered[0], time.perf_counter()))
+
+    async def _stream(self, served: ServedModel, job: Job, answer: RawAnswer) -> AsyncGenerator[msgspec.Struct, None]:
+        async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
+            async for part in written:
+                event = answer.part(part, time.perf_counter())
+                if part.text or part.tokens:
+                    yield event
+                if part.finish is not None:
+                    yield answer.end(part.finish, part.stopped_by, time.perf_counter())
+
+
+def _one_prompt(ask: RawCompletionRequest, served: ServedModel) -> RawCompletionRequest:
+    """``ask`` with a prompt that mixes ids and texts as ids."""
+    if isinstance(ask.prompt, str):
+        return ask
+    tokens: list[int] = []
+    for part in ask.prompt:
+        if isinstance(part, str):
+            tokens += served.vocabulary.tokenize(part, add_special=not tokens, parse_special=True)
+        else:
+            tokens.append(part)
+    return ask.model_copy(update={"prompt": tokens})
+
+
+def _routes(endpoint: Endpoint) -> Sequence[Route]:
+    here = _Routes(endpoint)
+    return (
+        Route(path="/tokenize", handler=here.tokenize, asks="TokenizeRequest", answers="TokenList"),
+        Route(path="/detokenize", handler=here.detokenize, asks="DetokenizeRequest", answers="DetokenizedText"),
+        Route(path="/apply-template", handler=here.apply_template, asks="TemplateRequest", answers="TemplatedPrompt"),
+        Route(path="/props", handler=here.props, methods=("GET",)),
+        Route(path="/slots", handler=here.slots, methods=("GET",)),
+        Route(
+            path="/completion",
+            handler=here.complete,
+            asks="RawCompletionRequest",
+            answers="CompletionEnd",
+            streamed="CompletionPart",
+        ),
+    )
+
+
+DIALECT: Final = Dialect(
+    routes=_routes,
+    prefixes=(),
+    error_body=error_body,
+    error_name="ErrorBody",
+    requests=(TokenizeRequest, DetokenizeRequest, TemplateRequest, RawCompletionRequest),
+    answers=(TokenList, DetokenizedText, TemplatedPrompt, CompletionEnd, CompletionPart),
+)

@@ -1,0 +1,57 @@
+"""What llama-server's own paths are asked (its ``tools/server/README.md``). Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from primad.api.openai.fields import Strict, expecting, only
+from primad.api.openai.samplers import MAX_TOKENS
+from primad.api.openai.schema import CompletionRequest, Message
+
+_TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+
+
+class TokenizeRequest(Strict):
+    """``POST /tokenize``."""
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """``POST /detokenize``."""
+
+    tokens: Annotated[list[_TokenId], Field(fail_fast=True)]
+
+
+class TemplateRequest(Strict):
+    """``POST /apply-template``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+class RawCompletionRequest(CompletionRequest):
+    """``POST /completion``: samplers as in OpenAI's dialect, the limit and the prompt as llama-server has them."""
+
+    prompt: Annotated[  # type: ignore[assignment]
+        str | Annotated[list[_TokenId | str], Field(min_length=1, fail_fast=True)],
+        expecting("a string, or a list of token ids and strings that make one prompt"),
+    ]
+    n_predict: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
+    n_probs: Annotated[Any, only(None, 0, why="use logprobs of /v1/completions")] = None
+    logprobs: Annotated[Any, only(None, why="use logprobs of /v1/completions")] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of an answer, or None for what the context leaves."""
+        limit = self.max_tokens if self.n_predict is None else self.n_predict
+        return None if limit is None or limit < 1 else limit
+
+    @property
+    def logprob_count(self) -> int | None:
+        """None: log-probabilities are OpenAI's."""
+        return None

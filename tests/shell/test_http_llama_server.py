@@ -1,0 +1,67 @@
+"""llama-server's own paths over a fake backend."""
+
+from __future__ import annotations
+
+import pytest
+
+from primad.api.backend import Health
+from primad.errors import RingError
+from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
+from tests.fakes.http import call, events, post
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>"
+
+
+def test_tokens_and_back():
+    backend = FakeBackend(says())
+    assert post(backend, "/tokenize", content="Hé").json() == {"tokens": [72, 195, 169]}
+    assert post(backend, "/tokenize", content="a", add_special=True).json() == {"tokens": [BOS, 97]}
+    whole = post(backend, "/tokenize", content="aé", with_pieces=True).json()["tokens"]
+    assert whole == [{"id": 97, "piece": "a"}, {"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]
+    assert post(backend, "/detokenize", tokens=[BOS, 72, 195, 169]).json() == {"content": "Hé"}
+    assert post(backend, "/detokenize", tokens=[999]).json()["error"]["param"] == "tokens"
+
+
+def test_the_template_is_applied_and_told():
+    backend = FakeBackend(says(), vocabulary=ByteVocabulary(chat_template=TEMPLATE), context_tokens=77)
+    body = post(backend, "/apply-template", messages=[{"role": "user", "content": "Hi"}]).json()
+    assert body == {"prompt": "[user]Hi>"}
+    props = call(backend, "GET", "/props").json()
+    assert props["chat_template"] == TEMPLATE
+    assert props["chat_template_caps"]["supports_tools"] is False
+    assert props["default_generation_settings"]["n_ctx"] == 77
+    slots = call(backend, "GET", "/slots").json()
+    assert slots == [{"id": 0, "n_ctx": 77, "speculative": False, "is_processing": False}]
+    assert call(backend, "GET", "/models").json() == call(backend, "GET", "/v1/models").json()
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "word", "text"),
+    [({}, "eos", "", "one END"), ({"n_predict": 2}, "limit", "", "on"), ({"stop": ["END"]}, "word", "END", "one ")],
+)
+def test_a_completion_says_why_it_stopped(asked, kind, word, text):
+    whole = post(FakeBackend(says("one END")), "/completion", prompt="Hi", **asked).json()
+    assert (whole["content"], whole["stop"], whole["stop_type"], whole["stopping_word"]) == (text, True, kind, word)
+    assert (whole["tokens_evaluated"], whole["timings"]["prompt_n"]) == (3, 3)
+    *parts, end = events(post(FakeBackend(says("one END")), "/completion", prompt="Hi", stream=True, **asked))
+    assert "".join(part["content"] for part in parts) == text
+    assert not any(part["stop"] for part in parts)
+    assert (end["stop"], end["stop_type"], end["content"]) == (True, kind, "")
+    assert end["tokens_predicted"] == whole["tokens_predicted"]
+
+
+def test_a_prompt_of_ids_and_texts_is_one_prompt():
+    backend = FakeBackend(says("x"))
+    assert post(backend, "/completion", prompt=[72, "i", 33], n_predict=-1).json()["content"] == "x"
+    assert backend.calls[0].prompt == [72, 105, 33]
+    assert backend.calls[0].max_tokens == 4096 - 3
+
+
+def test_what_is_wrong_is_told():
+    assert "n_probs" in post(FakeBackend(says()), "/completion", prompt="Hi", n_probs=3).json()["error"]["message"]
+    assert post(FakeBackend(says()), "/tokenize").json()["error"]["param"] == "content"
+    got = events(post(FakeBackend(says("a", RingError("gone"))), "/completion", prompt="Hi", stream=True))
+    assert got[-1]["error"]["message"] == "gone"
+    backend = FakeBackend(says())
+    backend.state = Health(serving=False, detail="loading")
+    assert call(backend, "GET", "/props").status_code == 503
