@@ -1,4 +1,4 @@
-"""What llama-server's own paths are asked (its ``tools/server/README.md``). Pure."""
+"""What llama-server's own paths are asked, as its documentation has them. Pure."""
 
 from __future__ import annotations
 
