@@ -31,14 +31,17 @@ class Told:
     took_s: float
 
 
-def ask(head: Head, act: Callable[[], object] | None = None, *, tokens: int = TOKENS, middle: int = MIDDLE) -> Told:
-    """Stream a greedy answer; after ``middle`` pieces of it ``act``, beside the reading."""
+def ask(
+    head: Head, act: Callable[[], object] | None = None, *, tokens: int = TOKENS, middle: int = MIDDLE, **fields: Any
+) -> Told:
+    """Stream an answer, greedy unless ``fields`` say else; after ``middle`` pieces of it ``act``, beside the reading."""
     body = {
         "prompt": STORY,
         "max_tokens": tokens,
         "temperature": 0,
         "stream": True,
         "logit_bias": {"0": -100, "2": -100},
+        **fields,
     }
     text, finish, error, pieces, gap_s = "", None, None, 0, 0.0
     start = latest = time.monotonic()

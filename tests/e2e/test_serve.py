@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
+from typing import Annotated, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from tests.e2e.cluster import (
@@ -93,6 +95,28 @@ def test_who_computes_what_is_said(served):
     for device in ("head", "first", "second"):
         served.head.run.wait_for(rf"^{device}: \d+ layers \(")
     assert "Traceback" not in served.head.run.output
+
+
+def test_an_answer_fits_the_model_that_the_client_gave(served):
+    class Ship(pydantic.BaseModel):
+        name: Annotated[str, pydantic.Field(max_length=12)]
+        masts: Literal[1, 2, 3]
+        cargo: Annotated[list[Literal["tea", "silk"]], pydantic.Field(max_length=3)]
+
+    asked = {"model": MODEL, "messages": HELLO, "response_format": Ship, "max_tokens": 600, "seed": 3}
+    answer = served.client.chat.completions.parse(**asked)
+    for choice in (*answer.choices, *served.client.chat.completions.parse(**asked, n=2).choices):
+        assert choice.finish_reason == "stop"
+        assert choice.message.parsed.masts in (1, 2, 3)
+    with served.client.chat.completions.stream(**asked, logprobs=True) as stream:
+        assert stream.get_final_completion().choices[0].message.content == answer.choices[0].message.content
+
+
+def test_a_keyword_that_cannot_be_guaranteed_is_named(served):
+    schema = {"type": "array", "uniqueItems": True}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        served.chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    assert caught.value.param == "response_format"
 
 
 def test_what_the_plan_promises_is_said_and_stands_beside_what_is_measured(served):
