@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from primad import __version__
+from primad.api.anthropic import routes as anthropic
 from primad.api.backend import Backend, ModelNames
 from primad.api.dialect import COMPONENT, Dialect, Route, schemas
 from primad.api.endpoint import Endpoint, json_response
@@ -34,6 +35,7 @@ from primad.settings.timings import ApiTimings
 DIALECTS: Final = (
     openai.DIALECT,
     llama_server.DIALECT,
+    anthropic.DIALECT,
 )
 
 

@@ -1,0 +1,1 @@
+"""Anthropic's dialect: messages, their streams, and counts of their tokens."""

@@ -1,0 +1,139 @@
+"""What ``/v1/messages`` answers: a message of content blocks, whole or as named events; and its errors. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import msgspec
+
+from primad.api.anthropic.job import stop_reason
+from primad.api.dialect import NamedEvent
+from primad.api.generation import Answered, Written
+from primad.api.openai.errors import status_of
+from primad.errors import PrimadError
+
+_KINDS: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong, in one line."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
+    """Anthropic's error object."""
+
+    error: AnthropicErrorDetail
+    request_id: None = None
+
+
+class AnthropicUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    """A whole answer."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /v1/messages/count_tokens``."""
+
+    input_tokens: int
+
+
+def anthropic_error(exc: PrimadError) -> AnthropicError:
+    """Anthropic's error object for ``exc``."""
+    status = status_of(exc)
+    kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return AnthropicError(error=AnthropicErrorDetail(type=kind, message=str(exc)))
+
+
+def error_event(exc: PrimadError) -> NamedEvent:
+    """``exc`` as the last event of a stream."""
+    return NamedEvent("error", msgspec.to_builtins(anthropic_error(exc)))
+
+
+@dataclass(slots=True, kw_only=True)
+class MessageAnswer:
+    """One answer. A stream is ``opening``, then ``events`` of what is written, the last of which ends it."""
+
+    id: str
+    model: str
+    prompt_tokens: int
+    sampled: int = 0
+    blocks: int = field(default=0, init=False)
+    is_open: bool = field(default=False, init=False)
+
+    def whole(self, answered: Answered) -> AnthropicMessage:
+        """All of it at once."""
+        reason = stop_reason(answered.finish, answered.stopped_by)
+        content = [{"type": "text", "text": answered.text}] if answered.text else []
+        return self._message(content, reason, answered.stopped_by, answered.sampled)
+
+    def opening(self) -> NamedEvent:
+        """The message that the rest fills."""
+        message = msgspec.to_builtins(self._message([], None, None, 0))
+        return NamedEvent("message_start", {"type": "message_start", "message": message})
+
+    def events(self, written: Written) -> Iterator[NamedEvent]:
+        """What ``written`` adds."""
+        self.sampled += written.sampled
+        if written.text:
+            if not self.is_open:
+                self.is_open = True
+                yield self._of_block("content_block_start", content_block={"type": "text", "text": ""})
+            yield self._of_block("content_block_delta", delta={"type": "text_delta", "text": written.text})
+        if written.finish is not None:
+            if self.is_open:
+                yield self._of_block("content_block_stop")
+                self.is_open, self.blocks = False, self.blocks + 1
+            ended = {
+                "stop_reason": stop_reason(written.finish, written.stopped_by),
+                "stop_sequence": written.stopped_by,
+            }
+            usage = msgspec.to_builtins(self._usage(self.sampled))
+            yield NamedEvent("message_delta", {"type": "message_delta", "delta": ended, "usage": usage})
+            yield NamedEvent("message_stop", {"type": "message_stop"})
+
+    def _of_block(self, name: str, **data: Any) -> NamedEvent:
+        return NamedEvent(name, {"type": name, "index": self.blocks, **data})
+
+    def _usage(self, sampled: int) -> AnthropicUsage:
+        return AnthropicUsage(input_tokens=self.prompt_tokens, output_tokens=sampled)
+
+    def _message(
+        self, content: list[dict[str, Any]], reason: str | None, stopped_by: str | None, sampled: int
+    ) -> AnthropicMessage:
+        return AnthropicMessage(
+            id=self.id,
+            model=self.model,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=stopped_by,
+            usage=self._usage(sampled),
+        )
