@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primad.engine.protocol import EngineOptions, Hidden, Rows, Sampling, draw_seed
-from primad.errors import EngineError
+from primad.errors import EngineError, GrammarError
 
 WIDTH = 8
 VOCABULARY = 64
@@ -279,20 +279,20 @@ class _Draws:
     """The draws of one generation, each by a generator of its own; bias and presence penalty change the logits."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]) -> None:
-        self._sampling = sampling
+        self.sampling = sampling
         self._seen = [*prompt, *sampled]
         self._index = len(sampled)
 
     def draw(self, logits: NDArray[np.float32]) -> int:
         """The next token; remembers it."""
         scores = logits.astype(np.float64)
-        for token, bias in self._sampling.logit_bias:
+        for token, bias in self.sampling.logit_bias:
             scores[token] += bias
-        if self._sampling.penalty_tokens > 0:
-            scores[list(set(self._seen[-self._sampling.penalty_tokens :]))] -= self._sampling.presence_penalty
-        if not self._sampling.is_greedy:
-            random = np.random.default_rng(draw_seed(self._sampling.seed, self._index))
-            scores = scores / self._sampling.temperature + random.gumbel(size=len(scores))
+        if self.sampling.penalty_tokens > 0:
+            scores[list(set(self._seen[-self.sampling.penalty_tokens :]))] -= self.sampling.presence_penalty
+        if not self.sampling.is_greedy:
+            random = np.random.default_rng(draw_seed(self.sampling.seed, self._index))
+            scores = scores / self.sampling.temperature + random.gumbel(size=len(scores))
         token = int(scores.argmax())
         self._index += 1
         self._seen.append(token)
@@ -317,6 +317,8 @@ class FakeSampler:
 
     def sample(self, row: int) -> int:
         assert self._open, "a sampler was used after its release"
+        if self._draws.sampling.grammar is not None:
+            raise GrammarError("the fake follows no grammar")
         return self._draws.draw(self._window.logits(row))
 
     def release(self) -> None:

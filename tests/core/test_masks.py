@@ -1,0 +1,108 @@
+"""Where an answer stands in its grammar follows from its tokens alone, and it ends only where it may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from primad.engine.masks import Allowed, GrammarMask, Words
+from primad.errors import GrammarError
+from tests.fakes.backend import BOS, EOS, SIZE, ByteVocabulary
+from tests.fakes.ring import GREEDY
+
+ENDS = frozenset({EOS})
+
+
+class ByteTokens(ByteVocabulary):
+    """Every byte is a token; what is loaded is released once."""
+
+    ends = ENDS
+    handle = None
+    loaded = 0
+
+    def release(self) -> None:
+        type(self).loaded -= 1
+
+
+def load() -> ByteTokens:
+    ByteTokens.loaded += 1
+    return ByteTokens()
+
+
+@pytest.fixture
+def words() -> Iterator[Words]:
+    words = Words(load)
+    yield words
+    words.release()
+    assert ByteTokens.loaded == 0
+
+
+def text_of(candidates: np.ndarray) -> str:
+    return "".join("$" if token == EOS else chr(token) for token in candidates.tolist())
+
+
+def test_a_mask_follows_the_answer_to_its_end(words):
+    mask = GrammarMask(words, 'start: ("ab" | "ac") "d"?', [])
+    seen = []
+    for token in b"abd":
+        seen.append(text_of(mask.allowed()))
+        mask.took(token)
+    assert [*seen, text_of(mask.allowed())] == ["a", "bc", "d$", "$"]
+    mask.release()
+
+
+@pytest.mark.parametrize("cut", range(4))
+def test_whoever_takes_an_answer_over_is_where_it_was(words, cut):
+    grammar, answer = 'start: ("ab" | "ac") "d"?', b"abd"
+    mask = GrammarMask(words, grammar, answer[:cut])
+    assert text_of(mask.allowed()) == ["a", "bc", "d$", "$"][cut]
+    mask.release()
+
+
+@pytest.mark.parametrize(("grammar", "sampled"), [("start: )", b""), ('start: "ab"', b"x")])
+def test_what_cannot_be_followed_is_an_error_of_its_answer(words, grammar, sampled):
+    mask = GrammarMask(words, grammar, sampled)
+    with pytest.raises(GrammarError, match="grammar") as caught:
+        mask.allowed()
+    assert "\n" not in str(caught.value)
+    mask.release()
+
+
+def test_a_special_token_is_not_its_text(words):
+    mask = GrammarMask(words, 'start: "<s>" | "x"', [])
+    assert text_of(mask.allowed()) == "<x"
+    assert BOS not in mask.allowed()
+    mask.release()
+
+
+def allowed(words: Words, grammar: str | None, **changes) -> Allowed:
+    sampling = msgspec.structs.replace(GREEDY, grammar=grammar, **changes)
+    mask = GrammarMask(words, grammar, []) if grammar is not None else None
+    return Allowed(sampling, ENDS, 0, mask, vocabulary=SIZE)
+
+
+def test_without_bounds_every_token_may_come(words):
+    assert allowed(words, None).next() is None
+
+
+def test_an_answer_does_not_end_before_its_least_length(words):
+    bounds = allowed(words, None, min_tokens=2)
+    for _ in range(2):
+        assert set(range(SIZE)) - set(bounds.next().tolist()) == ENDS
+        bounds.took(65)
+    assert bounds.next() is None
+    assert EOS not in allowed(words, None, ignore_eos=True).next()
+
+
+def test_a_grammar_that_has_ended_ends_the_answer_all_the_same(words):
+    bounds = allowed(words, 'start: "a" "b"?', min_tokens=9)
+    assert text_of(bounds.next()) == "a"
+    bounds.took(ord("a"))
+    assert text_of(bounds.next()) == "b", "it might end here, and is too short"
+    bounds.took(ord("b"))
+    assert text_of(bounds.next()) == "$"
+    bounds.took(EOS)
+    bounds.release()
