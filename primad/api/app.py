@@ -25,6 +25,7 @@ from primad.api.endpoint import Endpoint, json_response
 from primad.api.guard import HostGuard
 from primad.api.llama_server import routes as llama_server
 from primad.api.metrics import MEDIA_TYPE, Counted, Metrics
+from primad.api.ollama import routes as ollama
 from primad.api.openai import routes as openai
 from primad.api.openai.errors import error_response
 from primad.api.openai.shapes import HealthBody
@@ -36,6 +37,7 @@ DIALECTS: Final = (
     openai.DIALECT,
     llama_server.DIALECT,
     anthropic.DIALECT,
+    ollama.DIALECT,
 )
 
 

@@ -1,0 +1,184 @@
+"""What Ollama's paths answer: lines of JSON, and what they say of models. Pure.
+
+Times of day are Unix seconds when they come in and ISO 8601 when they go out; durations go out in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from primad.api.backend import ServedModel
+from primad.api.chat import CHATML
+from primad.api.generation import Answered, Written
+from primad.api.ollama.job import LATEST
+from primad.errors import PrimadError
+
+API_VERSION: Final = "0.12.0"
+"""The Ollama whose paths these are: clients refuse to talk to one that is too old for them."""
+_UNITS: Final = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
+
+
+class OllamaError(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong, in one line."""
+
+    error: str
+
+
+class OllamaReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chat's answer adds, or all of it."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class OllamaLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of an answer, or all of it: ``message`` in a chat, ``response`` from generate; counts when it is done."""
+
+    model: str
+    created_at: str
+    message: OllamaReply | UnsetType = UNSET
+    response: str | UnsetType = UNSET
+    done: bool
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+def ollama_error(exc: PrimadError) -> OllamaError:
+    """Ollama's error object for ``exc``."""
+    return OllamaError(error=str(exc))
+
+
+@dataclass(slots=True, kw_only=True)
+class LinesAnswer:
+    """One answer; ``model`` is the name that the client said. Times are seconds on any scale, but ``created``."""
+
+    model: str
+    is_chat: bool
+    prompt_tokens: int
+    created: float
+    begun_s: float
+    first_s: float | None = None
+    sampled: int = 0
+
+    def part(self, written: Written, now_s: float) -> OllamaLine:
+        """What ``written`` adds; the last one ends the answer."""
+        self._count(written.sampled, now_s)
+        if written.finish is None:
+            return self._line(written.text)
+        return self._end(written.text, written.finish, now_s)
+
+    def whole(self, answered: Answered, now_s: float) -> OllamaLine:
+        """All of it at once."""
+        self._count(answered.sampled, now_s)
+        return self._end(answered.text, answered.finish, now_s)
+
+    def loaded(self) -> OllamaLine:
+        """The answer to who asks for nothing but the model."""
+        return self._line("", done=True, done_reason="load")
+
+    def _count(self, sampled: int, now_s: float) -> None:
+        self.sampled += sampled
+        if sampled and self.first_s is None:
+            self.first_s = now_s
+
+    def _end(self, text: str, finish: str, now_s: float) -> OllamaLine:
+        first_s = now_s if self.first_s is None else self.first_s
+        return self._line(
+            text,
+            done=True,
+            done_reason="length" if finish == "length" else "stop",
+            total_duration=_nanoseconds(now_s - self.begun_s),
+            load_duration=0,
+            prompt_eval_count=self.prompt_tokens,
+            prompt_eval_duration=_nanoseconds(first_s - self.begun_s),
+            eval_count=self.sampled,
+            eval_duration=_nanoseconds(now_s - first_s),
+        )
+
+    def _line(self, text: str, *, done: bool = False, **ended: Any) -> OllamaLine:
+        said: dict[str, Any] = {"message": OllamaReply(content=text)} if self.is_chat else {"response": text}
+        return OllamaLine(model=self.model, created_at=_iso(self.created), done=done, **said, **ended)
+
+
+def tags(served: ServedModel | None) -> dict[str, Any]:
+    """``GET /api/tags``: the served model by its names; empty until it is known."""
+    return {"models": [_entry(served, name) for name in served.all_names] if served else []}
+
+
+def running(served: ServedModel | None) -> dict[str, Any]:
+    """``GET /api/ps``: the served model, which never expires."""
+    models = []
+    if served is not None:
+        entry = _entry(served, served.id)
+        expires = "9999-12-31T23:59:59Z"
+        models.append(entry | {"expires_at": expires, "size_vram": 0, "context_length": served.context_tokens})
+    return {"models": models}
+
+
+def shown(served: ServedModel) -> dict[str, Any]:
+    """``POST /api/show``."""
+    facts = served.facts
+    architecture = facts.architecture or "llama"
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": served.vocabulary.chat_template or CHATML,
+        "details": _details(served),
+        "model_info": {
+            "general.architecture": architecture,
+            "general.parameter_count": facts.parameters,
+            f"{architecture}.context_length": served.context_tokens,
+            f"{architecture}.embedding_length": facts.width,
+        },
+        "capabilities": ["completion"],
+        "modified_at": _iso(served.created),
+    }
+
+
+def _entry(served: ServedModel, name: str) -> dict[str, Any]:
+    tagged = name if ":" in name else name + LATEST
+    digest = hashlib.sha256(f"{served.id} {served.facts.size_bytes}".encode()).hexdigest()
+    return {
+        "name": tagged,
+        "model": tagged,
+        "modified_at": _iso(served.created),
+        "size": served.facts.size_bytes or 0,
+        "digest": digest,
+        "details": _details(served),
+    }
+
+
+def _details(served: ServedModel) -> dict[str, Any]:
+    facts = served.facts
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": facts.architecture,
+        "families": [facts.architecture],
+        "parameter_size": _short(facts.parameters or 0),
+        "quantization_level": facts.quantization,
+    }
+
+
+def _short(count: int) -> str:
+    size, unit = next(((size, unit) for size, unit in _UNITS if count >= size), (1, ""))
+    return f"{count / size:.1f}{unit}"
+
+
+def _iso(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(1e9 * seconds)

@@ -1,0 +1,90 @@
+"""From Ollama's requests to the core's. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from primad.api.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, OllamaMessage, OllamaRequest
+from primad.api.openai.schema import ChatRequest, CompletionRequest, build
+
+LATEST: Final = ":latest"
+"""What Ollama's clients put behind a name without a tag."""
+_OPTIONS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repeat_penalty",
+    "repeat_last_n",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "stop",
+)
+"""Options that are the core's fields. Others say how Ollama loads a model (``num_ctx``, ``num_gpu``), and are ignored."""
+
+
+def plain(name: str) -> str:
+    """A model's name without the tag that says nothing."""
+    return name.removesuffix(LATEST)
+
+
+def chat_request(ask: OllamaChatRequest) -> ChatRequest:
+    """``ask`` as a chat request. Raises ``RequestError`` for what the core does not serve."""
+    fields: dict[str, Any] = {"messages": [_message(message) for message in ask.messages]}
+    if ask.tools:
+        fields["tools"] = ask.tools
+    return build(ChatRequest, _shared(ask) | fields)
+
+
+def generate_request(ask: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
+    """``ask`` as a chat request of one message, or with ``raw`` as a completion. Raises as ``chat_request`` does."""
+    if ask.raw:
+        return build(CompletionRequest, {"max_tokens": -1} | _shared(ask) | {"prompt": ask.prompt})
+    system = [{"role": "system", "content": ask.system}] if ask.system else []
+    return build(ChatRequest, _shared(ask) | {"messages": [*system, {"role": "user", "content": ask.prompt}]})
+
+
+def _shared(ask: OllamaRequest) -> dict[str, Any]:
+    options: Mapping[str, Any] = ask.options or {}
+    fields: dict[str, Any] = {"model": plain(ask.model)}
+    fields |= {name: options[name] for name in _OPTIONS if options.get(name) is not None}
+    limit = options.get("num_predict")
+    if limit is not None:
+        fields["max_tokens"] = -1 if limit == -2 else limit  # "until the context is full" is what -1 is here
+    if ask.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif isinstance(ask.format, dict):
+        fields["json_schema"] = ask.format
+    if ask.think is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": bool(ask.think)}
+        if isinstance(ask.think, str):
+            fields["reasoning_effort"] = ask.think
+    return fields
+
+
+def _message(message: OllamaMessage) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.thinking:
+        fields["reasoning_content"] = message.thinking
+    if message.tool_name:
+        fields["name"] = message.tool_name
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": json.dumps(call.function.arguments, ensure_ascii=False),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return fields

@@ -1,0 +1,146 @@
+"""The routes of Ollama's dialect (https://github.com/ollama/ollama, its API documentation)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from datetime import datetime
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.backend import ServedModel
+from primad.api.dialect import Dialect, Framing, Route
+from primad.api.endpoint import Endpoint, json_response
+from primad.api.ollama.answers import (
+    API_VERSION,
+    LinesAnswer,
+    OllamaError,
+    OllamaLine,
+    ollama_error,
+    running,
+    shown,
+    tags,
+)
+from primad.api.ollama.job import chat_request, generate_request, plain
+from primad.api.ollama.schema import ModelRequest, OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
+from primad.api.openai.job import Job, chat_job, check_model, completion_job
+from primad.api.openai.sampling import SEEDS
+from primad.api.openai.schema import ChatRequest, CompletionRequest, parse
+from primad.errors import PrimadError, RequestError
+
+
+def _line(message: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+def _error(exc: PrimadError) -> bytes:
+    return _line(ollama_error(exc))
+
+
+_LINES: Final = Framing(media_type="application/x-ndjson", message=_line, error=_error, end=b"", waiting=b"")
+"""JSON, a line each; clients take no other line, so nothing is said while nothing comes."""
+
+
+class _Routes:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def version(self, request: Request) -> Response:
+        """The version of Ollama whose paths these are."""
+        return json_response({"version": API_VERSION})
+
+    async def tags(self, request: Request) -> Response:
+        """The models that can be asked."""
+        return json_response(tags(self._endpoint.model()))
+
+    async def running(self, request: Request) -> Response:
+        """The models that are loaded."""
+        return json_response(running(self._endpoint.model()))
+
+    async def show(self, request: Request) -> Response:
+        """What is known of a model."""
+        served = self._endpoint.serving()
+        ask = parse(ModelRequest, await self._endpoint.read(request))
+        name = ask.name if ask.model is None else ask.model
+        if name is None:
+            raise RequestError("'model' is required", param="model")
+        check_model(plain(name), [served])
+        return json_response(shown(served))
+
+    async def chat(self, request: Request) -> Response:
+        """Continue a conversation."""
+        served = self._endpoint.serving()
+        ask = parse(OllamaChatRequest, await self._endpoint.read(request))
+        core = chat_request(ask) if ask.messages else None
+        return await self._respond(request, ask, served, core)
+
+    async def generate(self, request: Request) -> Response:
+        """Answer a prompt."""
+        served = self._endpoint.serving()
+        ask = parse(OllamaGenerateRequest, await self._endpoint.read(request))
+        core = generate_request(ask) if ask.prompt else None
+        return await self._respond(request, ask, served, core)
+
+    async def _respond(
+        self,
+        request: Request,
+        ask: OllamaRequest,
+        served: ServedModel,
+        core: ChatRequest | CompletionRequest | None,
+    ) -> Response:
+        check_model(plain(ask.model), [served])
+        job = None if core is None else _job(core, served)
+        answer = LinesAnswer(
+            model=ask.model,
+            is_chat=isinstance(ask, OllamaChatRequest),
+            prompt_tokens=0 if job is None else job.prompt_tokens,
+            created=time.time(),
+            begun_s=time.perf_counter(),
+        )
+        if job is None:
+            return json_response(answer.loaded())
+        if ask.stream is not False:
+            return self._endpoint.stream(self._stream(served, job, answer), _LINES)
+        answered = await self._endpoint.whole(request, served, job)
+        return json_response(answer.whole(answered[0], time.perf_counter()))
+
+    async def _stream(self, served: ServedModel, job: Job, answer: LinesAnswer) -> AsyncGenerator[msgspec.Struct, None]:
+        async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
+            async for part in written:
+                line = answer.part(part, time.perf_counter())
+                if part.text or part.finish is not None:
+                    yield line
+
+
+def _job(core: ChatRequest | CompletionRequest, served: ServedModel) -> Job:
+    seed = secrets.randbelow(SEEDS)
+    if isinstance(core, CompletionRequest):
+        return completion_job(core, served, seed=seed)
+    return chat_job(core, served, seed=seed, now=datetime.now().astimezone())
+
+
+def _routes(endpoint: Endpoint) -> Sequence[Route]:
+    here = _Routes(endpoint)
+    return (
+        Route(path="/api/version", handler=here.version, methods=("GET", "HEAD")),
+        Route(path="/api/tags", handler=here.tags, methods=("GET", "HEAD")),
+        Route(path="/api/ps", handler=here.running, methods=("GET", "HEAD")),
+        Route(path="/api/show", handler=here.show),
+        Route(path="/api/chat", handler=here.chat, asks="OllamaChatRequest", answers="OllamaLine"),
+        Route(path="/api/generate", handler=here.generate, asks="OllamaGenerateRequest", answers="OllamaLine"),
+    )
+
+
+DIALECT: Final = Dialect(
+    routes=_routes,
+    prefixes=("/api/",),
+    error_body=ollama_error,
+    error_name="OllamaError",
+    requests=(OllamaChatRequest, OllamaGenerateRequest),
+    answers=(OllamaLine, OllamaError),
+)

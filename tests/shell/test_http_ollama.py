@@ -1,0 +1,127 @@
+"""Ollama's dialect over a fake backend: shapes, lines and errors; then its official client over a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import ollama
+import pytest
+
+from primad.api.backend import Health, ModelNames
+from primad.errors import RingError
+from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
+from tests.fakes.http import call, post, served
+
+CHAT, GENERATE = "/api/chat", "/api/generate"
+HELLO = [{"role": "user", "content": "Hi"}]
+VOCABULARY = ByteVocabulary(chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>")
+VALID: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "toy:latest", "messages": HELLO},
+    GENERATE: {"model": "toy", "prompt": "Hi"},
+}
+both = pytest.mark.parametrize("path", [CHAT, GENERATE])
+
+
+def text_of(line: dict[str, Any]) -> str:
+    return line["message"]["content"] if "message" in line else line["response"]
+
+
+@both
+def test_an_answer_in_lines_and_whole(path):
+    response = post(FakeBackend(says("aéb"), vocabulary=VOCABULARY), path, **VALID[path])
+    assert response.headers["content-type"].startswith("application/x-ndjson")
+    *parts, last = [json.loads(line) for line in response.text.splitlines()]
+    assert [text_of(part) for part in parts] == ["a", "é", "b"]
+    assert not any(part["done"] or "eval_count" in part for part in parts)
+    whole = post(FakeBackend(says("aéb"), vocabulary=VOCABULARY), path, **VALID[path], stream=False).json()
+    assert (text_of(last), text_of(whole)) == ("", "aéb")
+    for end in (last, whole):
+        assert (end["done"], end["done_reason"], end["model"]) == (True, "stop", VALID[path]["model"])
+        assert (end["prompt_eval_count"], end["eval_count"]) == (10, 4)
+        assert end["total_duration"] >= end["eval_duration"] >= 0
+
+
+def test_options_and_format_reach_the_core():
+    backend = FakeBackend(says("{}"), vocabulary=VOCABULARY)
+    options = {"num_predict": 3, "temperature": 0, "seed": 7, "stop": ["x"], "num_ctx": 9, "top_k": 2}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for wanted in ("json", schema, ""):
+        post(backend, CHAT, **VALID[CHAT], options=options, format=wanted, keep_alive="5m", think=False)
+    call_ = backend.calls[0]
+    assert (call_.max_tokens, call_.sampling.temperature, call_.sampling.seed, call_.sampling.top_k) == (3, 0, 7, 2)
+    assert [each.sampling.grammar is None for each in backend.calls] == [False, False, True]
+
+
+def test_what_generate_makes_of_its_prompt():
+    backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+    post(backend, GENERATE, **VALID[GENERATE], system="S")
+    post(backend, GENERATE, **VALID[GENERATE], raw=True)
+    assert [each.prompt for each in backend.calls] == [[BOS, *b"[system]S[user]Hi>"], [BOS, *b"Hi"]]
+    assert backend.calls[1].max_tokens == 4096 - 3
+
+
+@both
+def test_without_a_prompt_the_model_is_there(path):
+    backend = FakeBackend(says("x"))
+    body = post(backend, path, model="toy").json()
+    assert (body["done"], body["done_reason"], text_of(body)) == (True, "load", "")
+    assert backend.calls == []
+
+
+def test_what_it_says_of_models():
+    backend = FakeBackend(says(), vocabulary=VOCABULARY)
+    listed = call(backend, "GET", "/api/tags", names=ModelNames(aliases=("b:7b",))).json()["models"]
+    assert [model["name"] for model in listed] == ["toy:latest", "b:7b"]
+    assert call(backend, "GET", "/api/ps").json()["models"][0]["context_length"] == 4096
+    assert tuple(map(int, call(backend, "GET", "/api/version").json()["version"].split("."))) > (0, 6, 4)
+    shown = post(backend, "/api/show", model="toy").json()
+    assert (shown["template"], shown["capabilities"]) == (VOCABULARY.chat_template, ["completion"])
+    assert post(backend, "/api/show", name="other").status_code == 404
+    backend.served = None
+    assert call(backend, "GET", "/api/tags").json() == {"models": []}
+
+
+@both
+def test_errors_have_its_shape(path):
+    for asked, status, told in (
+        ({"model": "other"}, 404, "other"),
+        ({"options": {"temperature": 9}}, 400, "temperature"),
+        ({"format": 3}, 400, "format"),
+        ({"stream": "yes"}, 400, "stream"),
+    ):
+        response = post(FakeBackend(says()), path, **VALID[path] | asked)
+        assert response.status_code == status, response.text
+        assert response.json().keys() == {"error"}
+        assert told in response.json()["error"]
+    backend = FakeBackend(says())
+    backend.state = Health(serving=False, detail="loading")
+    assert post(backend, path, **VALID[path]).status_code == 503
+    lines = post(FakeBackend(says("a", RingError("gone"))), path, **VALID[path]).text.splitlines()
+    assert json.loads(lines[-1]) == {"error": "gone"}
+    assert call(FakeBackend(says()), "POST", "/api/embed", json={}).json().keys() == {"error"}
+
+
+def test_images_are_refused_by_name():
+    message = HELLO[0] | {"images": ["aGk="]}
+    assert "images" in post(FakeBackend(says()), CHAT, model="toy", messages=[message]).json()["error"]
+
+
+def test_the_official_client():
+    async def run():
+        async with served(FakeBackend(says("Hello"), vocabulary=VOCABULARY)) as url:
+            client = ollama.AsyncClient(host=url)
+            assert [model.model for model in (await client.list()).models] == ["toy:latest"]
+            answer = await client.chat(model="toy", messages=HELLO)
+            assert (answer.message.content, answer.done_reason) == ("Hello", "stop")
+            parts = [part.message.content async for part in await client.chat("toy", HELLO, stream=True)]
+            assert "".join(parts) == "Hello"
+            assert (await client.generate("toy", "Hi")).response == "Hello"
+            assert (await client.show("toy")).details.format == "gguf"
+            assert (await client.ps()).models[0].context_length == 4096
+            with pytest.raises(ollama.ResponseError, match="not served here"):
+                await client.chat(model="other", messages=HELLO)
+            await client._client.aclose()
+
+    asyncio.run(run())
