@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from primad.errors import RequestError, printable
@@ -78,6 +80,58 @@ def of_text(text: str, *, param: str = "grammar") -> str:
     if wrong is not None:
         raise RequestError(f"'{param}': {_line(wrong)}", param=param, code="invalid_value")
     return grammar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """How a model writes that it calls a function: what stands before its name, between that and its arguments (a JSON
+    object), and behind them; ``between`` two calls. The form here is that of Hermes and Qwen."""
+
+    before: str = '<tool_call>\n{"name": "'
+    middle: str = '", "arguments": '
+    behind: str = "}\n</tool_call>"
+    between: str = "\n"
+
+
+def of_calls(
+    functions: Mapping[str, Mapping[str, Any] | None], form: CallForm, *, several: bool, param: str = "tools"
+) -> str:
+    """The grammar of a call of one of ``functions`` (by name the JSON schema of its parameters, or None), or of ``several``.
+
+    Raises ``RequestError`` (400) that names the function and the keyword that cannot be expressed.
+    """
+    from llguidance import LLMatcher
+
+    assert functions
+    rules, names = [], []
+    for number, (name, parameters) in enumerate(functions.items()):
+        schema: dict[str, Any] = {"type": "object"} if parameters is None else dict(parameters)
+        of_schema(schema, param=f"{param}.{printable(name, 64)}.parameters")
+        schema["x-guidance"] = {"whitespace_pattern": _WHITESPACE}
+        begin = _quoted(form.before + json.dumps(name, ensure_ascii=False)[1:-1] + form.middle)
+        rules += [f"call_{number}: {begin} parameters_{number} {_quoted(form.behind)}"]
+        rules += [f"parameters_{number}: %json {json.dumps(schema)}"]
+        names.append(f"call_{number}")
+    more = f" ({_quoted(form.between)} call)*" if several else ""
+    lark = "\n".join([f"start: call{more}", f"call: {' | '.join(names)}", *rules])
+    _check_size(lark, param)
+    grammar = LLMatcher.grammar_from_lark(lark)
+    wrong = _wrong(grammar)
+    if wrong is not None:
+        raise RequestError(f"'{param}': {_line(wrong)}", param=param, code="unsupported_schema")
+    return grammar
+
+
+def behind_thoughts(grammar: str, end: str) -> str:
+    """``grammar`` behind any text that ends with ``end`` (such as ``</think>``): for a prompt that lets the model think."""
+    inner = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    thoughts = f"start: thoughts /\\s{{0,4}}/ @answer\nthoughts[suffix={_quoted(end)}]: /(.|\\n)*/"
+    return json.dumps({"grammars": [{"lark_grammar": thoughts}, inner | {"name": "answer"}]})
+
+
+def _quoted(text: str) -> str:
+    """``text`` as Lark quotes it."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _wrong(grammar: str) -> str | None:

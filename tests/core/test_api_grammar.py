@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from primad.api.grammar import MAX_GRAMMAR_CHARS, MAX_NESTING, of_schema, of_text
+from primad.api.grammar import MAX_GRAMMAR_CHARS, MAX_NESTING, CallForm, behind_thoughts, of_calls, of_schema, of_text
 from primad.errors import RequestError
 
 BYTES = LLTokenizer("byte")
@@ -137,3 +137,44 @@ def test_gbnf_and_lark():
 )
 def test_a_grammar_that_is_wrong_is_refused(text):
     refusal(of_text, text)
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"city": {"enum": ["Rome", "Oslo"]}},
+}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_call_is_of_a_function_that_is_there_with_its_parameters(several):
+    grammar = of_calls({"weather": WEATHER, "now": None}, CallForm(), several=several)
+    rome = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert fits(grammar, rome)
+    assert fits(grammar, now)
+    assert fits(grammar, f"{rome}\n{now}") == several
+    for wrong in (rome.replace("Rome", "Paris"), rome.replace("weather", "other"), f"Well: {rome}", rome[:-1], "{}"):
+        assert not fits(grammar, wrong)
+
+
+def test_a_call_in_another_form():
+    form = CallForm(before='{"name": "', middle='", "parameters": ', behind="}", between="; ")
+    grammar = of_calls({'say"it"': None}, form, several=True)
+    assert fits(grammar, '{"name": "say\\"it\\"", "parameters": {"a": 1}}')
+
+
+def test_a_function_whose_parameters_cannot_be_guaranteed_is_named():
+    with pytest.raises(RequestError, match=r"tools\.pick\.parameters.*'uniqueItems'"):
+        of_calls({"now": None, "pick": {"type": "array", "uniqueItems": True}}, CallForm(), several=False)
+
+
+@pytest.mark.parametrize("answer", [of_schema({"type": "object"}), of_text("start: /[{]}/"), of_text('root ::= "{}"')])
+def test_thoughts_may_come_before_an_answer_that_fits(answer):
+    grammar = behind_thoughts(answer, "</think>")
+    for thoughts in ("", 'I think {"', "two\n\nlines <b> </b>"):
+        assert fits(grammar, f"{thoughts}</think>\n\n{{}}")
+    assert not fits(grammar, "{}")
+    assert not fits(grammar, "x</think>y")
