@@ -29,6 +29,7 @@ from primad.api.ollama import routes as ollama
 from primad.api.openai import routes as openai
 from primad.api.openai.errors import error_response
 from primad.api.openai.shapes import HealthBody
+from primad.api.responses import routes as responses
 from primad.api.status import StatusBody, status_body
 from primad.errors import PrimadError, RequestError
 from primad.settings.timings import ApiTimings
@@ -38,6 +39,7 @@ DIALECTS: Final = (
     llama_server.DIALECT,
     anthropic.DIALECT,
     ollama.DIALECT,
+    responses.DIALECT,
 )
 
 

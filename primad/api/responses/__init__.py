@@ -1,0 +1,1 @@
+"""OpenAI's Responses, without any state: what was said comes with each request."""

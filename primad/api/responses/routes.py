@@ -1,0 +1,86 @@
+"""The route of OpenAI's Responses (https://platform.openai.com/docs/api-reference/responses)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from datetime import datetime
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.backend import ServedModel
+from primad.api.dialect import Dialect, NamedEvent, Route, named_event
+from primad.api.endpoint import Endpoint, json_response
+from primad.api.openai.errors import error_body
+from primad.api.openai.job import Job, chat_job
+from primad.api.openai.routes import EVENTS
+from primad.api.openai.sampling import SEEDS
+from primad.api.openai.schema import parse
+from primad.api.responses.answers import ResponseAnswer, ResponseBody
+from primad.api.responses.job import chat_request
+from primad.api.responses.schema import ResponsesRequest
+from primad.errors import PrimadError
+
+_EVENTS: Final = replace(EVENTS, message=named_event, end=b"")
+
+
+class _Routes:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def respond(self, request: Request) -> Response:
+        """Continue a conversation."""
+        served = self._endpoint.serving()
+        ask = parse(ResponsesRequest, await self._endpoint.read(request))
+        seed, now = secrets.randbelow(SEEDS), datetime.now().astimezone()
+        job = chat_job(chat_request(ask), served, seed=seed, now=now)
+        answer = ResponseAnswer(
+            id=f"resp_{secrets.token_hex(16)}",
+            created=int(time.time()),
+            model=served.id,
+            ask=ask,
+            prompt_tokens=job.prompt_tokens,
+        )
+        if ask.stream:
+            return self._endpoint.stream(self._stream(served, job, answer), _EVENTS)
+        answered = await self._endpoint.whole(request, served, job)
+        return json_response(answer.whole(answered[0]))
+
+    async def _stream(self, served: ServedModel, job: Job, answer: ResponseAnswer) -> AsyncGenerator[NamedEvent, None]:
+        begun = False
+        async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
+            try:
+                async for part in written:
+                    if not begun:
+                        begun = True
+                        for event in answer.opening():
+                            yield event
+                    for event in answer.events(part):
+                        yield event
+            except PrimadError as exc:
+                if not begun:
+                    raise
+                yield answer.failed(exc)
+
+
+def _routes(endpoint: Endpoint) -> Sequence[Route]:
+    respond = _Routes(endpoint).respond
+    return (
+        Route(path="/v1/responses", handler=respond, asks="ResponsesRequest", answers="ResponseBody"),
+        Route(path="/responses", handler=respond, asks="ResponsesRequest", answers="ResponseBody"),
+    )
+
+
+DIALECT: Final = Dialect(
+    routes=_routes,
+    prefixes=(),
+    error_body=error_body,
+    error_name="ErrorBody",
+    requests=(ResponsesRequest,),
+    answers=(ResponseBody,),
+)

@@ -1,0 +1,84 @@
+"""What ``/v1/responses`` is asked, as OpenAI's API reference has it. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from primad.api.openai.fields import Strict, expecting, only
+from primad.api.openai.samplers import MAX_TOKENS
+
+_STATELESS = "nothing is kept between requests; send the whole conversation as 'input'"
+
+
+class ContentPart(Strict):
+    """A part of an item: text that was put in or came out, or a refusal."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+_Parts = Annotated[
+    str | list[ContentPart] | None,
+    expecting("a string or a list of text parts (images, audio and files are not supported)"),
+]
+
+
+class InputItem(Strict):
+    """One item of a conversation: a message, a call of a function, what it gave back, or thoughts."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] = "user"
+    content: _Parts = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: _Parts = None
+    summary: _Parts = None
+
+
+class TextFormat(Strict):
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class TextOptions(Strict):
+    """How the answer's text is to be."""
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(Strict):
+    """How much the model thinks, where its template has a choice."""
+
+    effort: str | None = None
+
+
+class ResponsesRequest(Strict):
+    """``POST /v1/responses``."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    input: Annotated[
+        str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)],
+        expecting("a string, or items: messages of text, function_call, function_call_output and reasoning"),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    previous_response_id: Annotated[Any, only(None, why=_STATELESS)] = None
+    conversation: Annotated[Any, only(None, why=_STATELESS)] = None
+    prompt: Annotated[Any, only(None, why="no prompts are stored here")] = None
+    background: Annotated[Any, only(None, False, why=_STATELESS)] = None
+    top_logprobs: Annotated[Any, only(None, 0, why="use /v1/chat/completions")] = None

@@ -1,0 +1,115 @@
+"""OpenAI's Responses over a fake backend, and with the official client over a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from primad.errors import RingError
+from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
+from tests.fakes.http import post, served
+
+PATH = "/v1/responses"
+VOCABULARY = ByteVocabulary(chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>")
+
+
+def named_events(response) -> list[dict[str, Any]]:
+    *events, rest = response.text.split("\n\n")
+    assert rest == ""
+    found = []
+    for number, event in enumerate(events):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert (found[-1]["type"], found[-1]["sequence_number"]) == (name.removeprefix("event: "), number)
+    return found
+
+
+def test_a_response():
+    body = post(FakeBackend(says("Hi")), PATH, model="toy", input="Hello", metadata={"a": "b"}).json()
+    assert (body["object"], body["status"], body["model"], body["metadata"]) == (
+        "response",
+        "completed",
+        "toy",
+        {"a": "b"},
+    )
+    assert body["output"][0]["content"][0]["text"] == "Hi"
+    assert body["usage"]["output_tokens"] == 2
+    cut = post(FakeBackend(says("Hi there")), PATH, input="Hello", max_output_tokens=2).json()
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+
+
+def test_items_become_messages():
+    backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "encrypted_content": "z"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
+        {"type": "message", "role": "user", "content": "c"},
+    ]
+    assert post(backend, PATH, input=items, instructions="S", tools=[{"type": "web_search"}]).status_code == 200
+    assert backend.calls[0].prompt == [BOS, *b"[system]S[user]a[assistant]b[user]c>"]
+
+
+def test_a_stream_of_named_events():
+    got = named_events(post(FakeBackend(says("ab")), PATH, input="Hello", stream=True))
+    assert [event["type"].removeprefix("response.") for event in got] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert got[-1]["response"]["output"][0] == got[-2]["item"]
+    failed = named_events(post(FakeBackend(says("a", RingError("gone"))), PATH, input="Hello", stream=True))[-1]
+    assert (failed["type"], failed["response"]["error"]["message"]) == ("response.failed", "gone")
+    assert failed["response"]["output"][0]["content"][0]["text"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"previous_response_id": "resp_1"}, "send the whole conversation as 'input'"),
+        ({"background": True}, "nothing is kept"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input'"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+    ],
+)
+def test_what_cannot_be_served_is_named(asked, told):
+    response = post(FakeBackend(says()), PATH, **{"input": "Hi"} | asked)
+    assert response.status_code == 400
+    assert told in response.json()["error"]["message"]
+
+
+def test_a_ring_that_breaks_before_the_first_token():
+    response = post(FakeBackend(says(RingError("gone"))), PATH, input="Hi", stream=True)
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "gone")
+
+
+def test_the_official_client():
+    async def run():
+        async with (
+            served(FakeBackend(says("Hello"))) as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            response = await client.responses.create(model="toy", input="Hi", instructions="Be brief.")
+            assert (response.output_text, response.status) == ("Hello", "completed")
+            async with client.responses.stream(model="toy", input="Hi") as stream:
+                events = [event async for event in stream]
+                assert (await stream.get_final_response()).output_text == "Hello"
+            deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+            assert deltas == list("Hello")
+            schema = {"type": "object", "properties": {}, "additionalProperties": False}
+            form = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
+            assert (await client.responses.create(model="toy", input="Hi", text=form)).status == "completed"
+
+    asyncio.run(run())
