@@ -10,9 +10,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
 
 from primad.errors import RequestError, printable
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 MAX_GRAMMAR_CHARS: Final = 128 << 10
 MAX_NESTING: Final = 64
@@ -135,11 +139,25 @@ def _quoted(text: str) -> str:
 
 
 def _wrong(grammar: str) -> str | None:
-    """What keeps ``grammar`` from being followed; None for nothing."""
-    from llguidance import LLMatcher
+    """What keeps ``grammar`` from being followed, as far as to its first choice; None for nothing."""
+    from llguidance import LLMatcher, LLParserLimits
 
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    return messages[0] if is_error else None
+    if is_error:
+        return messages[0]
+    matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if not matcher.is_error():
+        matcher.consume_tokens(matcher.compute_ff_tokens())
+        matcher.compute_bitmask()
+    return matcher.get_error() or None
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    """A vocabulary in which every byte is a token: what it cannot follow, no model can."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
 
 
 def _schema_complaint(wrong: str, param: str) -> str:

@@ -111,6 +111,11 @@ def test_a_schema_that_is_too_deep_or_too_long_is_refused():
     assert str(MAX_GRAMMAR_CHARS) in str(refusal(of_schema, {"description": "x" * MAX_GRAMMAR_CHARS}))
 
 
+def test_a_schema_that_is_too_much_work_is_refused():
+    patterns = {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{{i}}}$"} for i in range(1000)}
+    refusal(of_schema, {"type": "object", "properties": patterns})
+
+
 def test_gbnf_and_lark():
     gbnf = of_text('root ::= "a" [0-9]{2} tail?\n# a comment\ntail ::= "-" ("x" | "y")+')
     lark = of_text('start: "a" /[0-9]{2}/ tail?\ntail: "-" ("x" | "y")+')
