@@ -1,0 +1,85 @@
+"""The official clients of other dialects, against a real head that serves a small model: all say what OpenAI's does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import anthropic
+import httpx
+import ollama
+import openai
+import pytest
+
+from tests.e2e.cluster import PATIENCE_S, Head, serving
+
+pytestmark = pytest.mark.slow
+
+MODEL = "smollm2-135m-q4_1"
+HELLO = [{"role": "user", "content": "Name three colours."}]
+TOKENS = 12
+GREEDY = {"temperature": 0, "num_predict": TOKENS}
+
+
+@pytest.fixture(scope="module")
+def head(smollm2: Path, module_home) -> Iterator[Head]:
+    cluster = f"clients-{time.time_ns():x}"
+    with serving(
+        smollm2, module_home("head"), cluster, "--alone", "--context", 1024, "--alias", "gpt-4o,local"
+    ) as head:
+        yield head
+
+
+@pytest.fixture(scope="module")
+def said(head: Head) -> str:
+    """What OpenAI's chat says."""
+    with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        answer = client.chat.completions.create(model="gpt-4o", messages=HELLO, temperature=0, max_tokens=TOKENS)
+    assert answer.choices[0].message.content
+    return answer.choices[0].message.content
+
+
+def test_anthropics_client(head, said):
+    ask = {"model": "claude-any", "max_tokens": TOKENS, "messages": HELLO, "extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=head.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        message = client.messages.create(**ask)
+        assert (message.content[0].text, message.stop_reason) == (said, "max_tokens")
+        with client.messages.stream(**ask) as stream:
+            assert "".join(stream.text_stream) == said
+        counted = client.messages.count_tokens(model="claude-any", messages=HELLO)
+        assert counted.input_tokens == message.usage.input_tokens
+
+
+def test_ollamas_client(head, said):
+    client = ollama.Client(host=head.url, timeout=PATIENCE_S)
+    names = [model.model for model in client.list().models]
+    assert names == [f"{MODEL}:latest", "gpt-4o:latest", "local:latest"]
+    details = client.show(names[0]).details
+    assert (details.family, details.quantization_level, details.parameter_size) == ("llama", "Q4_1", "134.5M")
+    assert client.chat(model=names[0], messages=HELLO, options=GREEDY).message.content == said
+    parts = client.chat(model="local", messages=HELLO, options=GREEDY, stream=True)
+    assert "".join(part.message.content for part in parts) == said
+    assert client.generate(model=MODEL, prompt=HELLO[0]["content"], options=GREEDY).response == said
+    client._client.close()
+
+
+def test_responses(head, said):
+    with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        response = client.responses.create(model=MODEL, input=HELLO, temperature=0, max_output_tokens=TOKENS)
+        assert (response.output_text, response.status) == (said, "incomplete")
+
+
+def test_llama_servers_paths(head, said):
+    def ask(path: str, **body: object) -> dict:
+        return httpx.post(f"{head.url}{path}", json=body, timeout=PATIENCE_S).raise_for_status().json()
+
+    prompt = ask("/apply-template", messages=HELLO)["prompt"]
+    assert ask("/completion", prompt=prompt, n_predict=TOKENS, temperature=0)["content"] == said
+    tokens = ask("/tokenize", content=prompt)["tokens"]
+    assert ask("/completion", prompt=tokens, n_predict=TOKENS, temperature=0)["content"] == said
+    assert ask("/detokenize", tokens=ask("/tokenize", content="Grüße 😀")["tokens"])["content"] == "Grüße 😀"
+    props = httpx.get(f"{head.url}/props", timeout=PATIENCE_S).json()
+    assert props["default_generation_settings"]["n_ctx"] == 1024
+    models = httpx.get(f"{head.url}/v1/models", timeout=PATIENCE_S).json()["data"]
+    assert models[0]["meta"] == {"n_ctx": 1024, "n_ctx_train": 8192}
