@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from primad.cli.endpoint import DEFAULT_URL, Url, connected
+from primad.cli.endpoint import HeadName, Url, connected, endpoint_url
 from primad.cli.output import err, out
 from primad.errors import ClusterError
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
-    url: Url = DEFAULT_URL,
+    url: Url = None,
+    head: HeadName = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 to 2.", min=0, max=2, show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(help="Makes an answer repeatable.", min=0, show_default=False)] = None,
@@ -37,6 +38,7 @@ def chat(
     options = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
     chosen = {key: value for key, value in options.items() if value is not None}
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    url = endpoint_url(url, head)
     with connected(url, None) as client:
         if prompt is None:
             err.print("end with Ctrl-D", style="dim")

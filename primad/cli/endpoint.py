@@ -8,15 +8,41 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from primad.errors import ClusterError
-from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK
+from primad.errors import ClusterError, ConfigError
+from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, load_config
 
 if TYPE_CHECKING:
     import httpx
 
-Url = Annotated[str, typer.Option(help="The endpoint.")]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        help="The endpoint of a head elsewhere [default: the head that runs on this device].", show_default=False
+    ),
+]
+HeadName = Annotated[
+    str | None,
+    typer.Option(
+        "--head", help="Which head, where several run on this device: its name, or name:port.", show_default=False
+    ),
+]
 DEFAULT_URL: Final = f"http://{LOOPBACK}:{DEFAULT_HTTP_PORT}"
 CONNECT_TIMEOUT_S: Final = 5.0
+
+
+def endpoint_url(url: str | None, head: str | None) -> str:
+    """``url``, or the endpoint of the head on this device that is called ``head``; the usual one where none is found.
+
+    Raises ``ClusterError`` with the names to choose from, ``ConfigError`` when both are given.
+    """
+    if url is not None:
+        if head is not None:
+            raise ConfigError("--head: contradicts --url; leave one of them out")
+        return url
+    from primad.network.local_heads import chosen_head, local_heads
+
+    found = chosen_head(local_heads(load_config({}).home), head)
+    return DEFAULT_URL if found is None else found.url
 
 
 @contextmanager

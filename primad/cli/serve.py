@@ -64,7 +64,15 @@ class OtherDevicesOptions:
     wait: Annotated[
         int | None, typer.Option(help="Wait for this many devices besides this one.", min=0, show_default=False)
     ] = None
-    wait_timeout: Annotated[float, typer.Option(help="Seconds to wait for them.", min=0.1, max=86_400)] = 60.0
+    wait_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Give up after so many seconds, for scripts [default: wait on].",
+            min=0.1,
+            max=86_400,
+            show_default=False,
+        ),
+    ] = None
     alone: Annotated[bool, typer.Option("--alone", help="Use this device only.")] = False
 
 
@@ -197,6 +205,7 @@ def _serve_options(
         rows=512,
         kv_type=parse_choice(plan.kv_type, KV_TYPES, "--kv-type"),
         step_timeout_s=compute.step_timeout,
+        http_host=endpoint.host,
         http_port=endpoint.port,
         alone=others.alone,
         objective=parse_choice(plan.objective, OBJECTIVES, "--objective"),

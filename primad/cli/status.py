@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from primad.cli.endpoint import DEFAULT_URL, Url, connected
+from primad.cli.endpoint import HeadName, Url, connected, endpoint_url
 from primad.errors import ClusterError, printable
 from primad.settings.quantities import show_bytes, show_ms, show_speed
 
@@ -31,7 +31,8 @@ _out = Console(highlight=False, soft_wrap=True)
 
 
 def status(
-    url: Url = DEFAULT_URL,
+    url: Url = None,
+    head: HeadName = None,
     json: Annotated[bool, typer.Option("--json", help="Print what the endpoint says, as JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
 ) -> None:
@@ -49,6 +50,7 @@ def status(
     """
     if not _out.is_terminal:
         _out.width = max(_out.width, _PLAIN_WIDTH)
+    url = endpoint_url(url, head)
     with connected(url, ANSWER_TIMEOUT_S) as client:
         if json:
             _print_json(client, url, watch=watch)

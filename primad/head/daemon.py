@@ -8,6 +8,7 @@ ends the program with one clear line.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Final
@@ -31,6 +32,7 @@ from primad.head.worker_link import Caller
 from primad.layers.server import LayerServer
 from primad.membership import types
 from primad.membership.step import phase_of, step, wake_at
+from primad.membership.waiting import waiting_line
 from primad.network.admin import (
     AdminAnswer,
     AdminRequest,
@@ -44,6 +46,7 @@ from primad.network.admin import (
     Resume,
 )
 from primad.network.gate import Gate
+from primad.profiler.effort import QUICK
 from primad.system.tasks import Tasks
 
 HOLD_S: Final = 900.0
@@ -72,6 +75,7 @@ class HeadDaemon:
         self._context = zmq.asyncio.Context()
         self._events: asyncio.Queue[types.Event] = asyncio.Queue(_MAX_EVENTS)
         self._state: types.State | None = None
+        self._awaited = ""
         self._tasks = Tasks()
         self._pairing = PairingService(station, reporter.say)
         self._devices = Devices(
@@ -167,16 +171,27 @@ class HeadDaemon:
             self._state = state
             for effect in effects:
                 self._do(effect)
+            self._say_who_is_awaited(now)
             wake = wake_at(state, now)  # what came due since is over at once
             event = types.Tick()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(wake):
                     event = await self._events.get()
 
+    def _say_who_is_awaited(self, now: float) -> None:
+        assert self._state is not None
+        line = waiting_line(self._state, self._devices.measuring, QUICK.seconds, now)
+        if line is not None and line != self._awaited:
+            self._awaited = line
+            self._reporter.settle()
+            self._reporter.say(line)
+
     def _settings(self) -> types.Settings:
         options, config = self._options, self._config
         wait_s = (
-            options.wait_timeout_s if options.wait else (0.0 if config.devices else self._station.timings.head.look_s)
+            (math.inf if options.wait_timeout_s is None else options.wait_timeout_s)
+            if options.wait
+            else (0.0 if config.devices else self._station.timings.head.look_s)
         )
         return types.Settings(
             head=config.name,

@@ -63,6 +63,13 @@ class Devices:
         """This start of the head, as they know it."""
         return self._caller.session
 
+    @property
+    def measuring(self) -> frozenset[str]:
+        """The trusted devices in sight that measure themselves and take no head yet."""
+        return frozenset(
+            name for name, peer in self._peers.items() if peer.is_measuring and self._trust.trusts(peer.key)
+        )
+
     def present(self, names: Collection[str]) -> list[WorkerLink]:
         """Those of ``names`` that are spoken to, by name."""
         return [self.workers[name] for name in sorted(names) if name in self.workers]
@@ -222,6 +229,7 @@ class Devices:
             return
         if trusted and peer.is_measuring:  # it announces itself anew when it is done
             self._tell_once(peer.device, f"{peer.device} is being measured")
+            self._core.post(types.Tick())  # who waits for it is told
             return
         self._core.post(types.Seen(peer.device, trusted))
         if not trusted and peer.key not in self._known_keys:

@@ -24,6 +24,7 @@ from halda import (
 from primad.engine.protocol import KvType
 from primad.errors import ConfigError, PlanError
 from primad.planning.question import check_kv_type, default_context, default_workload
+from primad.settings.config import LOOPBACK
 from primad.settings.quantities import show_bytes
 
 
@@ -31,15 +32,16 @@ from primad.settings.quantities import show_bytes
 class ServeOptions:
     """What ``primad serve`` was asked for.
 
-    ``wait`` is the number of workers to wait for (None: take who is there), at most ``wait_timeout_s``. ``windows`` and
-    ``rounds`` set the plan by hand; otherwise it makes ``objective`` small, with every device in it if ``use_all``.
+    ``wait`` is the number of workers to wait for (None: take who is there), at most ``wait_timeout_s`` (None: as long as it
+    takes). ``windows`` and ``rounds`` set the plan by hand; otherwise it makes ``objective`` small, with every device in it
+    if ``use_all``. The HTTP server listens at ``http_host`` and ``http_port``.
     Clients may also call the model by its ``aliases``, or with ``any_model`` whatever they like.
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
     with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are.
     """
 
     wait: int | None
-    wait_timeout_s: float
+    wait_timeout_s: float | None
     windows: tuple[int, ...] | None
     rounds: int | None
     extra_buffers: str
@@ -54,6 +56,14 @@ class ServeOptions:
     use_all: bool
     aliases: tuple[str, ...] = ()
     any_model: bool = False
+    http_host: str = LOOPBACK
+
+    @property
+    def url(self) -> str:
+        """The endpoint as clients name it: by address where it listens at one, by this machine's name where at all."""
+        everywhere = self.http_host in ("0.0.0.0", "::")
+        host = socket.gethostname() if everywhere else self.http_host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.http_port}"
 
 
 def plan_by_hand(names: Sequence[str], windows: tuple[int, ...], rounds: int | None, model: ModelProfile) -> Plan:

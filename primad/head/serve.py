@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,8 @@ from primad.head.backend import RingBackend
 from primad.head.daemon import HeadDaemon
 from primad.head.options import ServeOptions, bind_http, plan_by_hand, workload_of
 from primad.head.service import service_of
-from primad.settings.config import Config
+from primad.network.local_heads import announced_head
+from primad.settings.config import LOOPBACK, Config
 from primad.settings.timings import ApiTimings
 
 HTTP_GRACE_S: Final = 1
@@ -47,7 +49,12 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
     header = open_model(path)
     model = model_profile(header)
     check_options(options, config, header, model)
-    with own_station(config) as station, contextlib.closing(bind_http(http_host, options.http_port)) as listener:
+    with contextlib.ExitStack() as stack:
+        station = stack.enter_context(own_station(config))
+        listener = stack.enter_context(contextlib.closing(bind_http(http_host, options.http_port)))
+        options = replace(options, http_port=listener.getsockname()[1])
+        here = local_url(http_host, options.http_port)
+        stack.enter_context(announced_head(config.home, config.name, here, options.http_port))
 
         async def main() -> None:
             backend = RingBackend()
@@ -74,6 +81,12 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
                 heading.result()
 
         run(main())
+
+
+def local_url(host: str, port: int) -> str:
+    """The endpoint that listens at ``host``, as programs on this device reach it."""
+    reached = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    return f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
 
 
 class _HttpServer(uvicorn.Server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final
 
@@ -69,7 +70,7 @@ def wake_at(state: State, now: float) -> float | None:
         times.append(state.regain_at_s)
     if state.holding_s is not None:
         times.append(state.holding_s + settings.hold_s)
-    return min((time for time in times if time > now), default=None)
+    return min((time for time in times if now < time < math.inf), default=None)
 
 
 # Due times are compared as ``since + after <= now``, as ``wake_at`` computes them: ``now - since >= after`` may still be

@@ -44,7 +44,8 @@ class Settings:
 
     Without a sign of life for ``suspect_after_s`` a device is suspected, after ``gone_after_s`` gone. A better plan is taken
     when it gains at least the share ``gain``; with ``use_all`` any plan is that has layers for one more device. ``wanted``
-    is the number of workers to wait for at the start, None to take who is there after ``look_s``. ``hold_s`` is how long
+    is the number of workers to wait for at the start, for ``look_s`` (infinity: until they are there), None to take who is
+    there then. ``hold_s`` is how long
     open answers wait for a new ring. ``solo``: no worker is awaited. ``timings`` are the same in every home.
     """
 

@@ -1,0 +1,133 @@
+"""The heads that run on this device leave word where their clients are to ask.
+
+Each writes one note twice: into its home folder (``run/head.json``), where whoever names the home finds it, and into a
+folder that all daemons of this user share, where it is found without that. A note is good for as long as its process lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from primad.errors import ClusterError, ConfigError
+from primad.settings.config import NAME
+from primad.system.private_file import read_private, write_private
+from primad.system.process_start import start_of, still_runs
+from primad.trust.local_trust import default_folder
+
+logger = logging.getLogger(__name__)
+
+_MAX_NOTES: Final = 256
+
+
+class LocalHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A head of this device: its name, endpoint and process; ``created`` and ``since_boot`` are its start (``start_of``)."""
+
+    device: str
+    url: str
+    port: int
+    pid: int
+    created: float
+    since_boot: float
+
+
+def home_note(home: Path) -> Path:
+    """Where the head of ``home`` leaves its note."""
+    return home / "run" / "head.json"
+
+
+def shared_folder() -> Path:
+    """Where all heads of this user on this device leave their notes."""
+    return default_folder() / "heads"
+
+
+@contextlib.contextmanager
+def announced_head(home: Path, device: str, url: str, port: int) -> Iterator[None]:
+    """Leave word of the head ``device`` while inside. Where it cannot be written is a log line and nothing else."""
+    pid = os.getpid()
+    created, since_boot = start_of(pid)
+    note = LocalHead(device=device, url=url, port=port, pid=pid, created=created, since_boot=since_boot)
+    paths = (home_note(home), shared_folder() / f"{pid}.json")
+    for path in paths:
+        try:
+            path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            write_private(path, msgspec.json.encode(note) + b"\n")
+        except (OSError, ConfigError) as exc:
+            logger.warning("commands do not find this head by themselves: %s", exc)
+    try:
+        yield
+    finally:
+        for path in paths:
+            if read_head(path) == note:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
+def read_head(path: Path) -> LocalHead | None:
+    """The head that left its note at ``path``; None when it has ended, or the note is none of ours."""
+    try:
+        if not _is_ours(path):
+            return None
+        note = msgspec.json.decode(read_private(path) or b"", type=LocalHead)
+    except (OSError, ConfigError, msgspec.MsgspecError):
+        return None
+    sound = NAME.fullmatch(note.device) and 0 < note.port < 65_536 and note.pid > 0
+    return note if sound and still_runs(note.pid, note.created, note.since_boot) else None
+
+
+def local_heads(home: Path) -> list[LocalHead]:
+    """The heads that run on this device, by name and port: that of ``home``, and those of the shared folder."""
+    folder = shared_folder()
+    shared: list[Path] = []
+    if _is_ours(folder):
+        shared = sorted(folder.glob("*.json"))[:_MAX_NOTES]
+    notes = [note for path in (home_note(home), *shared) if (note := read_head(path)) is not None]
+    return sorted({note.pid: note for note in notes}.values(), key=lambda note: (note.device, note.port))
+
+
+def chosen_head(heads: Iterable[LocalHead], wanted: str | None) -> LocalHead | None:
+    """The head ``wanted`` (name, port or name:port) of ``heads``; without that the only one, None where there is none.
+
+    Raises ``ClusterError`` with the names to choose from.
+    """
+    heads = list(heads)
+    if wanted is None and len(heads) <= 1:
+        return heads[0] if heads else None
+    fits = [head for head in heads if wanted in (head.device, str(head.port), f"{head.device}:{head.port}")]
+    if len(fits) == 1:
+        return fits[0]
+    choice = ", ".join(f"--head {name}" for name in names(fits or heads))
+    if wanted is None:
+        raise ClusterError(f"{len(heads)} heads run on this device; choose one: {choice}")
+    if not heads:
+        raise ClusterError(f"--head {wanted}: no head runs on this device; start 'primad serve', or give its --url")
+    problem = f"{len(fits)} heads have this name" if fits else "no head of this name runs on this device"
+    raise ClusterError(f"--head {wanted}: {problem}; choose one: {choice}")
+
+
+def names(heads: Sequence[LocalHead]) -> list[str]:
+    """What to call each of ``heads``: two of one name are told apart by their ports."""
+    called = [head.device for head in heads]
+    return [head.device if called.count(head.device) == 1 else f"{head.device}:{head.port}" for head in heads]
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether nobody but this user can have written ``path``, which is no link."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    if stat.S_ISLNK(found.st_mode):
+        return False
+    if sys.platform == "win32":
+        return True
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

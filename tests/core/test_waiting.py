@@ -1,0 +1,57 @@
+"""What a head says about the devices that ``--wait`` waits for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from primad.membership import types as m
+from primad.membership.step import wake_at
+from primad.membership.waiting import waiting_line
+from tests.fakes.membership import SETTINGS, Shell
+
+
+def head(wanted: int) -> Shell:
+    return Shell.start(replace(SETTINGS, wanted=wanted, look_s=math.inf))
+
+
+def line(shell: Shell, *measuring: str) -> str | None:
+    return waiting_line(shell.state, measuring, 6.0, shell.now)
+
+
+def test_without_an_end_it_waits_on_however_long_it_takes():
+    shell = head(2)
+    assert wake_at(shell.state, shell.now) is None or shell.wake(shell.now + 1e6) == []
+    assert not shell.ended
+    assert line(shell) == "waiting for 2 of 2 devices: none is in sight; start 'primad join' there"
+
+
+def test_each_device_is_named_with_what_it_waits_for():
+    shell = head(3)
+    shell.tell(m.Seen("bo", False))
+    assert line(shell, "mini") == (
+        "waiting for 3 of 3 devices: bo is in sight, but not paired ('primad pair' shows a code for it); "
+        "mini is paired and measures itself, about 6 s more; start 'primad join' on the others"
+    )
+
+
+def test_a_device_that_refused_is_told_with_its_reason():
+    shell = head(1)
+    shell.tell(m.Seen("ada", True))
+    assert line(shell) == "waiting for 1 of 1 devices: ada is paired and is greeted"
+    shell.tell(m.DeviceRefused("ada", "it works for another head"))
+    assert line(shell) == "waiting for 1 of 1 devices: ada is paired, but it works for another head"
+
+
+def test_nothing_is_said_once_they_are_there():
+    shell = head(1)
+    shell.tell(m.Seen("ada", True))
+    shell.tell(m.Welcomed("ada"))
+    assert "the links to it are measured" in str(line(shell))
+    shell.tell(m.Measured(frozenset({"ada"})))
+    assert line(shell) is None
+    assert shell.candidates == {"ada"}
+
+
+def test_who_takes_whoever_is_there_waits_for_nobody():
+    assert waiting_line(Shell.start().state, (), 6.0, 0.0) is None
