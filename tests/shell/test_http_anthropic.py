@@ -8,7 +8,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primad.api.backend import Health
@@ -179,7 +179,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(body=BODIES.map(json.dumps))
 def test_no_body_is_answered_with_500(body):
     backend = FakeBackend(says("some answer"), context_tokens=64)

@@ -52,6 +52,11 @@ class RawCompletionRequest(CompletionRequest):
         return None if limit is None or limit < 1 else limit
 
     @property
+    def prompts(self) -> list[str | list[int]]:
+        """The one prompt; its texts are ids by now, unless it is one text."""
+        return [self.prompt]  # type: ignore[list-item]
+
+    @property
     def logprob_count(self) -> int | None:
         """None: log-probabilities are OpenAI's."""
         return None

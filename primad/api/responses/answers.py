@@ -16,7 +16,7 @@ from primad.errors import PrimadError
 
 
 class ResponseBody(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
-    """A response. ``created_at`` is in Unix seconds; what was asked is said again."""
+    """A response. ``created_at`` is in Unix seconds; of what was asked the short fields are said again."""
 
     id: str
     created_at: int
@@ -31,7 +31,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True, tag_field="object"
     temperature: float | None
     top_p: float | None
     tools: list[dict[str, Any]]
-    tool_choice: Any
+    tool_choice: str
     parallel_tool_calls: bool
     metadata: dict[str, Any]
     previous_response_id: None = None
@@ -123,8 +123,8 @@ class ResponseAnswer:
             max_output_tokens=ask.max_output_tokens,
             temperature=ask.temperature,
             top_p=ask.top_p,
-            tools=ask.tools or [],
-            tool_choice=ask.tool_choice or "auto",
+            tools=[],
+            tool_choice=ask.tool_choice if isinstance(ask.tool_choice, str) else "auto",
             parallel_tool_calls=ask.parallel_tool_calls is not False,
             metadata=ask.metadata or {},
         )
