@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Mapping
+import signal
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from primad.cli.endpoint import HeadName, Url, connected, endpoint_url
+from primad.cli.conversation import COMMANDS, Conversation, Piece, Received, shown, split_command
+from primad.cli.drawing import Drawing
+from primad.cli.endpoint import CONNECT_TIMEOUT_S, HeadName, Url, endpoint_url, in_our_words
+from primad.cli.line_input import is_typed, line_reader
 from primad.cli.output import err, out
-from primad.errors import ClusterError
+from primad.errors import ClusterError, printable
+from primad.settings.config import load_config
 
 if TYPE_CHECKING:
     import httpx
@@ -25,7 +32,10 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Makes an answer repeatable.", min=0, show_default=False)] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", min=1, show_default=False)] = None,
 ) -> None:
-    """Talk to a running endpoint.
+    """Talk to a running endpoint: the head that runs on this device, or the one at --url.
+
+    Ctrl-C ends an answer, Ctrl-D the conversation; Alt-Enter, or a backslash before Enter, begins another line. /help shows
+    the commands: /system, /regenerate, /clear, /save.
 
     Examples:
 
@@ -37,48 +47,65 @@ def chat(
     """
     options = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
     chosen = {key: value for key, value in options.items() if value is not None}
-    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    url = endpoint_url(url, head)
-    with connected(url, None) as client:
-        if prompt is None:
-            err.print("end with Ctrl-D", style="dim")
-        while True:
-            try:
-                question = prompt if prompt is not None else out.input("> ")
-            except EOFError:
-                return
-            if question.strip():
-                messages.append({"role": "user", "content": question})
-                answer = ""
-                for piece in _stream(client, url, messages, chosen):
-                    out.print(piece, end="", markup=False)
-                    answer += piece
+    with asyncio.Runner() as runner:
+        talk = Talk(runner, endpoint_url(url, head), Conversation(system or ""), chosen)
+        if prompt is not None:
+            talk.ask(prompt)
+            return
+        _converse(talk)
+
+
+class Talk:
+    """Asks the endpoint at ``url`` and draws what it answers."""
+
+    def __init__(self, runner: asyncio.Runner, url: str, conversation: Conversation, options: dict[str, Any]) -> None:
+        self._runner, self._url, self._options = runner, url, options
+        self.conversation = conversation
+        self.received, self._dim, self._open = Received(), False, False
+
+    def ask(self, question: str) -> None:
+        """Ask and draw the answer. Raises ``ClusterError``, or ``KeyboardInterrupt`` when ended; what came counts."""
+        self.received, self._dim, self._open = Received(), False, False
+        messages = self.conversation.asking(question)
+        try:
+            self._runner.run(self._answer({"messages": messages, "stream": True, **self._options}))
+        finally:
+            if self._open:
                 out.print()
-                messages.append({"role": "assistant", "content": answer})
-            if prompt is not None:
-                return
+            self.conversation.answered(self.received.text)
 
+    async def _answer(self, body: dict[str, Any]) -> None:
+        import httpx
 
-def _stream(
-    client: httpx.Client, url: str, messages: list[dict[str, str]], options: Mapping[str, Any]
-) -> Iterator[str]:
-    body = {"messages": messages, "stream": True, **options}
-    try:
-        with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                response.read()
-                raise ClusterError(f"{url}: {_error(response)}")
-            for line in response.iter_lines():
-                data = line.removeprefix("data: ")
-                if not line.startswith("data: ") or data == "[DONE]":
-                    continue
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise ClusterError(f"{url}: {chunk['error'].get('message', 'the answer broke off')}")
-                for choice in chunk.get("choices", []):
-                    yield choice.get("delta", {}).get("content") or ""
-    except (json.JSONDecodeError, AttributeError) as exc:
-        raise ClusterError(f"{url}: answers, but not as an OpenAI endpoint does") from exc
+        drawing = Drawing(self._draw)
+        body["stream_options"] = {"include_usage": True}
+        try:
+            timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+            async with (
+                httpx.AsyncClient(base_url=self._url, timeout=timeout) as client,
+                client.stream("POST", "/v1/chat/completions", json=body) as response,
+            ):
+                if response.status_code != 200:
+                    await response.aread()
+                    raise ClusterError(_error(response))
+                async for line in response.aiter_lines():
+                    drawing.add(self.received.take(line, time.monotonic()))
+            if not self.received.is_whole:
+                raise ClusterError("the answer broke off")
+        except ClusterError as exc:
+            raise ClusterError(f"{self._url}: {printable(str(exc), 1000)}") from exc
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as exc:
+            raise in_our_words(self._url, exc) from exc
+        finally:
+            drawing.finish()
+
+    def _draw(self, piece: Piece) -> None:
+        if piece.is_thought and not out.is_terminal:
+            return  # a file or another program gets the answer
+        if self._dim and not piece.is_thought:
+            out.print("\n")
+        self._dim, self._open = piece.is_thought, True
+        out.print(shown(piece.text), end="", style="dim" if piece.is_thought else None)
 
 
 def _error(response: httpx.Response) -> str:
@@ -86,3 +113,86 @@ def _error(response: httpx.Response) -> str:
         return str(response.json()["error"]["message"])
     except (json.JSONDecodeError, KeyError, TypeError):
         return f"answered {response.status_code}; is it a primad endpoint?"
+
+
+def _converse(talk: Talk) -> None:
+    """Question after question, until the end of the input or a signal that ends programs."""
+    is_ending = False
+
+    def end(number: int, frame: Any) -> None:
+        nonlocal is_ending
+        is_ending = True
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGTERM, end)
+    read = line_reader(load_config({}).home)
+    err.print("end with Ctrl-D; /help shows the commands" if is_typed() else "end with Ctrl-D", style="dim")
+    while True:
+        try:
+            line = read()
+            if line.strip() and not _obey(talk, line):
+                return
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if is_ending or not is_typed():
+                raise
+            err.print("end with Ctrl-D", style="dim")
+
+
+def _obey(talk: Talk, line: str) -> bool:
+    """Do what ``line`` asks for; False when it is the end."""
+    found = split_command(line)
+    if found is None:
+        _ask(talk, line.strip())
+        return True
+    command, rest = found
+    conversation = talk.conversation
+    match command:
+        case "/quit":
+            return False
+        case "/system" if rest:
+            conversation.system = rest
+        case "/system":
+            err.print(conversation.system or "there is no system message", style="dim")
+        case "/clear":
+            conversation.clear()
+        case "/save":
+            _save(conversation, rest)
+        case "/regenerate":
+            question = conversation.again()
+            if question is None:
+                err.print("nothing was asked yet", style="dim")
+            else:
+                _ask(talk, question)
+        case _:
+            if command != "/help":
+                err.print(
+                    f"{printable(command)}: no command; a question that begins with a slash needs a space before it"
+                )
+            for name, what in COMMANDS.items():
+                err.print(f"{name} {what}", style="dim")
+    return True
+
+
+def _ask(talk: Talk, question: str) -> None:
+    """Ask ``question``. Neither an error nor Ctrl-C ends the conversation."""
+    try:
+        talk.ask(question)
+    except ClusterError as exc:
+        err.print(f"{exc}; /regenerate asks again")
+    finally:
+        if out.is_terminal and talk.received.pace():
+            err.print(talk.received.pace(), style="dim")
+
+
+def _save(conversation: Conversation, name: str) -> None:
+    if not name:
+        err.print("/save FILE: name the file")
+        return
+    try:
+        Path(name).expanduser().write_text(conversation.written(name), encoding="utf-8")
+    except (OSError, RuntimeError, ValueError) as exc:
+        err.print(f"/save {printable(name)}: {exc}; choose another file")
+    else:
+        err.print(f"saved as {printable(name)}", style="dim")

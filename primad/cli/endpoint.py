@@ -58,4 +58,21 @@ def connected(url: str, timeout_s: float | None) -> Iterator[httpx.Client]:
         try:
             yield client
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise ClusterError(f"{url}: {exc or type(exc).__name__}; is 'primad serve' running there?") from exc
+            raise in_our_words(url, exc) from exc
+
+
+def in_our_words(url: str, failure: Exception) -> ClusterError:
+    """What happened when the HTTP library failed so in talking to the endpoint at ``url``."""
+    import httpx
+
+    match failure:
+        case httpx.InvalidURL() | httpx.UnsupportedProtocol() | ValueError():
+            return ClusterError(f"--url {url}: is no address of an endpoint; try {DEFAULT_URL}")
+        case httpx.ConnectError() | httpx.ConnectTimeout():
+            return ClusterError(f"{url}: nobody answers there; is 'primad serve' running?")
+        case httpx.TimeoutException():
+            return ClusterError(f"{url}: gave no answer in time; look at the terminal of 'primad serve'")
+        case httpx.RemoteProtocolError() | httpx.NetworkError():
+            return ClusterError(f"{url}: the head went away before its answer ended; start 'primad serve' again")
+        case _:
+            return ClusterError(f"{url}: {failure or type(failure).__name__}; is 'primad serve' running there?")

@@ -30,7 +30,7 @@ def waiting_line(state: State, measuring: Collection[str], measuring_s: float, n
     known += [f"{name} is paired and measures itself, about {measuring_s:.0f} s more" for name in sorted(measuring)]
     on_their_way = {name for name, device in state.devices.items() if device.phase in _ON_THEIR_WAY}
     if left > len(on_their_way | set(measuring)):
-        known.append("start 'primad join' on the others" if known else "none is in sight; start 'primad join' there")
+        known.append("start 'primad join' on the others")
     return f"waiting for {left} of {settings.wanted} devices: " + "; ".join(known)
 
 

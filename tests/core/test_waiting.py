@@ -23,7 +23,7 @@ def test_without_an_end_it_waits_on_however_long_it_takes():
     shell = head(2)
     assert wake_at(shell.state, shell.now) is None or shell.wake(shell.now + 1e6) == []
     assert not shell.ended
-    assert line(shell) == "waiting for 2 of 2 devices: none is in sight; start 'primad join' there"
+    assert line(shell) == "waiting for 2 of 2 devices: start 'primad join' on the others"
 
 
 def test_each_device_is_named_with_what_it_waits_for():

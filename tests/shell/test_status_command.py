@@ -183,7 +183,7 @@ def test_no_head_is_one_clear_error(primad, endpoint, arguments):
     code, out, err = primad("status", *arguments, "--url", endpoint.url)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"primad: error: {endpoint.url}: ")
-    assert err.endswith("is 'primad serve' running there?\n")
+    assert err.endswith("is 'primad serve' running?\n")
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"hello", b'{"serving": 1}', b"\xff", b'{"x":' + b"[" * 100_000])

@@ -1,0 +1,136 @@
+"""A conversation without terminal or network: what was said, what a line asks for, what a stream brings and how fast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from primad.errors import ClusterError
+
+COMMANDS: Final = {
+    "/system": "[TEXT] say how answers are to be; without text, show it",
+    "/regenerate": "answer the last question again",
+    "/clear": "forget what was said, and keep the system message",
+    "/save": "FILE write the conversation there (as JSON where it ends in .json)",
+    "/help": "show these commands",
+    "/quit": "end, as Ctrl-D does",
+}
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said: ``turns`` are questions with their answers. ``unanswered`` is a question that got none."""
+
+    system: str = ""
+    turns: list[tuple[str, str]] = field(default_factory=list)
+    unanswered: str | None = None
+
+    def asking(self, question: str) -> list[dict[str, str]]:
+        """The messages that ask ``question`` after all that was said; it counts as unanswered until it is."""
+        self.unanswered = question
+        return [*self.messages(), {"role": "user", "content": question}]
+
+    def messages(self) -> list[dict[str, str]]:
+        """What was said and answered, as the API has it."""
+        said = [{"role": "system", "content": self.system}] if self.system else []
+        for question, answer in self.turns:
+            said += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return said
+
+    def answered(self, answer: str) -> None:
+        """The question was answered, perhaps in part; by nothing at all it was not."""
+        if self.unanswered is not None and answer:
+            self.turns.append((self.unanswered, answer))
+            self.unanswered = None
+
+    def again(self) -> str | None:
+        """The last question, whose answer is forgotten; None before the first."""
+        if self.unanswered is not None:
+            return self.unanswered
+        return self.turns.pop()[0] if self.turns else None
+
+    def clear(self) -> None:
+        """Forget all but the system message."""
+        self.turns.clear()
+        self.unanswered = None
+
+    def written(self, name: str) -> str:
+        """The conversation as the content of the file ``name``."""
+        if name.lower().endswith(".json"):
+            return json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n"
+        return "\n".join(f"{said['role']}:\n{said['content']}\n" for said in self.messages())
+
+
+def split_command(line: str) -> tuple[str, str] | None:
+    """The command in ``line`` and what follows it; None for a question. A space before a slash makes it a question."""
+    if not line.startswith("/"):
+        return None
+    command, _, rest = line.partition(" ")
+    return command.strip(), rest.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that came, a thought or a part of the answer."""
+
+    text: str
+    is_thought: bool = False
+
+
+@dataclass(slots=True)
+class Received:
+    """What has come of an answer, and when: seconds on any scale."""
+
+    text: str = ""
+    pieces: int = 0
+    tokens: int | None = None
+    first_s: float = 0.0
+    last_s: float = 0.0
+    is_whole: bool = False
+
+    def take(self, line: str, now: float) -> list[Piece]:
+        """What one line of the stream brings. Raises ``ClusterError`` for an error of the server or a line that is none."""
+        data = line.removeprefix("data: ")
+        if not line.startswith("data: "):
+            return []
+        if data == "[DONE]":
+            self.is_whole = True
+            return []
+        try:
+            return self._take(json.loads(data), now)
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
+            raise ClusterError("it answers, but not as an OpenAI endpoint does") from exc
+
+    def _take(self, chunk: Mapping[str, Any], now: float) -> list[Piece]:
+        if "error" in chunk:
+            raise ClusterError(str(chunk["error"].get("message") or "the answer broke off"))
+        usage = chunk.get("usage")
+        if usage:
+            self.tokens = int(usage["completion_tokens"])
+        found = []
+        for choice in chunk.get("choices") or []:
+            delta = choice.get("delta") or {}
+            thought, text = delta.get("reasoning_content") or "", delta.get("content") or ""
+            found += [Piece(thought, is_thought=True)] if thought else []
+            found += [Piece(text)] if text else []
+            self.text += text
+        if found:
+            self.first_s = now if not self.pieces else self.first_s
+            self.last_s, self.pieces = now, self.pieces + 1
+        return found
+
+    def pace(self) -> str:
+        """How many tokens came, and how many a second after the first; "" before the first."""
+        tokens = self.pieces if self.tokens is None else self.tokens
+        took_s = self.last_s - self.first_s
+        if not tokens:
+            return ""
+        count = f"{tokens} token{'s' if tokens > 1 else ''}"
+        return f"{count}, {(tokens - 1) / took_s:.3g} tokens/s" if tokens > 1 and took_s > 0 else count
+
+
+def shown(text: str) -> str:
+    """``text`` without characters that would steer the terminal."""
+    return "".join(char for char in text if char in "\n\t" or not (ord(char) < 32 or 127 <= ord(char) < 160))

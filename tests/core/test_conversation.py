@@ -1,0 +1,149 @@
+"""A conversation, what a stream brings to it, and how it is drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from primad.cli.conversation import Conversation, Piece, Received, shown, split_command
+from primad.cli.drawing import Drawing
+from primad.errors import ClusterError
+
+
+def chunk(**delta: str) -> str:
+    return "data: " + json.dumps({"choices": [{"delta": delta}]})
+
+
+def said(question: str, answer: str) -> Conversation:
+    talk = Conversation("Be brief.")
+    talk.asking(question)
+    talk.answered(answer)
+    return talk
+
+
+def test_a_question_comes_after_all_that_was_answered():
+    assert said("one?", "1").asking("two?") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "two?"},
+    ]
+
+
+def test_a_question_without_an_answer_is_none_of_what_was_said_but_can_be_asked_again():
+    talk = said("one?", "1")
+    talk.asking("two?")
+    talk.answered("")
+    assert [each["content"] for each in talk.asking("three?")] == ["Be brief.", "one?", "1", "three?"]
+    talk.answered("")
+    assert talk.again() == "three?"
+    talk.answered("3")
+    assert talk.again() == "three?"
+    assert [each["content"] for each in talk.messages()] == ["Be brief.", "one?", "1"]
+
+
+def test_cleared_it_keeps_the_system_message():
+    talk = said("one?", "1")
+    talk.clear()
+    assert talk.messages() == [{"role": "system", "content": "Be brief."}]
+    assert talk.again() is None
+
+
+def test_it_is_written_as_text_or_as_json():
+    talk = said("wie schön?", "sehr")
+    assert talk.written("a.md") == "system:\nBe brief.\n\nuser:\nwie schön?\n\nassistant:\nsehr\n"
+    assert json.loads(talk.written("a.json")) == {"messages": talk.messages()}
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("/system Be kind. ", ("/system", "Be kind.")),
+        ("/clear", ("/clear", "")),
+        (" /etc is a folder?", None),
+        ("why?", None),
+    ],
+)
+def test_a_slash_begins_a_command(line: str, found: tuple[str, str] | None):
+    assert split_command(line) == found
+
+
+def test_thoughts_and_answers_are_told_apart_and_counted():
+    received = Received()
+    lines = [
+        ": waiting",
+        "",
+        chunk(role="assistant"),
+        chunk(reasoning_content="hm"),
+        chunk(content="a"),
+        chunk(content="b"),
+    ]
+    pieces = [piece for at, line in enumerate(lines) for piece in received.take(line, float(at))]
+    assert pieces == [Piece("hm", is_thought=True), Piece("a"), Piece("b")]
+    assert (received.text, received.pace(), received.is_whole) == ("ab", "3 tokens, 1 tokens/s", False)
+    received.take('data: {"choices": [], "usage": {"completion_tokens": 5}}', 9.0)
+    received.take("data: [DONE]", 9.0)
+    assert (received.pace(), received.is_whole) == ("5 tokens, 2 tokens/s", True)
+
+
+def test_nothing_and_one_token_have_no_pace():
+    received = Received()
+    assert received.pace() == ""
+    received.take(chunk(content="a"), 1.0)
+    assert received.pace() == "1 token"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["data: {", "data: []", "data: 1", 'data: {"choices": [1]}', 'data: {"usage": {"x": 1}}', "data: " + "[" * 100_000],
+)
+def test_a_stream_of_something_else_is_one_clear_error(line: str):
+    with pytest.raises(ClusterError, match="not as an OpenAI endpoint does"):
+        Received().take(line, 0.0)
+
+
+def test_an_error_of_the_server_is_told_as_it_says_it():
+    with pytest.raises(ClusterError, match="primad is stopping"):
+        Received().take('data: {"error": {"message": "primad is stopping"}}', 0.0)
+
+
+def test_no_text_steers_the_terminal():
+    assert shown("a\x1b[2Jb\r\x07\u009bc\n\td\U0001f600") == "a[2Jbc\n\td\U0001f600"
+
+
+def test_much_text_in_a_short_time_is_drawn_at_once_and_nothing_is_lost():
+    drawn: list[Piece] = []
+
+    async def main() -> None:
+        drawing = Drawing(drawn.append, between_s=3600.0)
+        drawing.add([Piece("first")])
+        assert drawn == [Piece("first")]
+        for letter in "abc":
+            drawing.add([Piece(letter, is_thought=letter == "a")])
+        assert len(drawn) == 1
+        drawing.finish()
+
+    asyncio.run(main())
+    assert drawn == [Piece("first"), Piece("a", is_thought=True), Piece("bc")]
+
+
+def test_what_came_between_two_screens_is_drawn_though_nothing_follows():
+    async def main() -> None:
+        second = asyncio.Event()
+        drawn: list[str] = []
+
+        def draw(piece: Piece) -> None:
+            drawn.append(piece.text)
+            if len(drawn) == 2:
+                second.set()
+
+        drawing = Drawing(draw, between_s=0.001)
+        drawing.add([Piece("a")])
+        drawing.add([Piece("b")])
+        await asyncio.wait_for(second.wait(), 60)
+        assert drawn == ["a", "b"]
+        drawing.finish()
+
+    asyncio.run(main())

@@ -1,0 +1,164 @@
+"""``primad chat`` against an endpoint that answers as a test wants it to."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from primad.cli import chat as chat_command
+from primad.cli import main as cli
+
+
+def event(**delta: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Endpoint:
+    """Answers request after request with the next of ``answers``; what was asked is in ``asked``."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[dict[str, str]]] = []
+        self.answers: list[tuple[int, bytes]] = []
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                endpoint.asked.append(body["messages"])
+                status, content = endpoint.answers.pop(0)
+                self.send_response(status)
+                self.send_header("content-length", str(len(content) + (not content.endswith((DONE, b"}")))))
+                self.end_headers()
+                self.wfile.write(content)  # one byte less than announced where it breaks off
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def says(self, *events: bytes, status: int = 200) -> None:
+        self.answers.append((status, b"".join(events)))
+
+    def contents(self, request: int) -> list[str]:
+        return [each["content"] for each in self.asked[request]]
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    found = Endpoint()
+    thread = threading.Thread(target=found.server.serve_forever, args=(0.01,))
+    thread.start()
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+    thread.join()
+
+
+Types = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint) -> Types:
+    """Runs ``primad chat`` in which ``lines`` are typed; gives exit code, output and error output."""
+    monkeypatch.setenv("PRIMAD_LOG", "WARNING")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: str, lines: tuple[str, ...] = (), url: str = endpoint.url) -> tuple[int, str, str]:
+        left = list(lines)
+
+        def read() -> str:
+            if not left:
+                raise EOFError
+            return left.pop(0)
+
+        monkeypatch.setattr(chat_command, "line_reader", lambda _: read)
+        monkeypatch.setattr(sys, "argv", ["primad", "chat", "--url", url, *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exc:
+            code = int(exc.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_one_question_gives_its_answer_and_no_thoughts_to_another_program(chat: Types, endpoint: Endpoint):
+    endpoint.says(event(reasoning_content="hm"), event(content="Be"), event(content="cause."), DONE)
+    assert chat("Why?") == (0, "Because.\n", "")
+
+
+def test_what_was_said_is_told_with_the_next_question(chat: Types, endpoint: Endpoint, tmp_path: Path):
+    endpoint.says(event(content="1"), DONE)
+    endpoint.says(event(content="2"), DONE)
+    file = tmp_path / "said.json"
+    code, out, _ = chat(lines=("/system Be brief.", "one?", "two?", f"/save {file}", "/quit", "never read"))
+    assert (code, out) == (0, "1\n2\n")
+    assert endpoint.contents(1) == ["Be brief.", "one?", "1", "two?"]
+    assert [said["content"] for said in json.loads(file.read_text())["messages"]][-1] == "2"
+
+
+def test_regenerate_asks_again_without_the_answer_and_clear_forgets(chat: Types, endpoint: Endpoint):
+    for text in ("1", "one", "three"):
+        endpoint.says(event(content=text), DONE)
+    assert chat(lines=("/regenerate", "one?", "/regenerate", "/clear", "three?"))[:2] == (0, "1\none\nthree\n")
+    assert [endpoint.contents(request) for request in range(3)] == [["one?"], ["one?"], ["three?"]]
+
+
+@pytest.mark.parametrize(
+    ("status", "events", "told"),
+    [
+        (503, (b'{"error": {"message": "no ring serves"}}',), "no ring serves"),
+        (
+            200,
+            (event(content="so"), b'data: {"error": {"message": "primad is stopping"}}\n\n', DONE),
+            "primad is stopping",
+        ),
+        (200, (event(content="so"),), "the head went away before its answer ended"),
+        (200, (b"data: [1]\n\n", DONE), "not as an OpenAI endpoint does"),
+    ],
+)
+def test_an_error_is_told_and_the_conversation_goes_on(
+    chat: Types, endpoint: Endpoint, status: int, events: tuple[bytes, ...], told: str
+):
+    endpoint.says(*events, status=status)
+    endpoint.says(event(content="yes"), DONE)
+    code, out, err = chat(lines=("one?", "/regenerate"))
+    assert code == 0
+    assert out.endswith("yes\n")
+    assert told in err
+    assert "Traceback" not in err
+    assert endpoint.contents(1) == ["one?"]
+
+
+def test_nobody_there_is_told_in_our_words(chat: Types):
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        expected = f"primad: error: {url}: nobody answers there; is 'primad serve' running?\n"
+        assert chat("Why?", url=url) == (2, "", expected)
+
+
+def test_a_command_that_is_none_shows_those_that_are(chat: Types, endpoint: Endpoint, tmp_path: Path):
+    code, out, err = chat(lines=("/sytem x", "/save", f"/save {tmp_path / 'no' / 'where'}", "/system"))
+    assert (code, out, endpoint.asked) == (0, "", [])
+    assert "/sytem: no command" in err
+    assert "/regenerate" in err
+    assert "name the file" in err
+    assert "No such file" in err
+    assert "there is no system message" in err
