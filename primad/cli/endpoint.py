@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Final
@@ -33,15 +34,19 @@ CONNECT_TIMEOUT_S: Final = 5.0
 def endpoint_url(url: str | None, head: str | None) -> str:
     """``url``, or the endpoint of the head on this device that is called ``head``; the usual one where none is found.
 
+    Without ``head`` that of the home folder that ``PRIMAD_HOME`` names counts before all others.
+
     Raises ``ClusterError`` with the names to choose from, ``ConfigError`` when both are given.
     """
     if url is not None:
         if head is not None:
             raise ConfigError("--head: contradicts --url; leave one of them out")
         return url
-    from primad.network.local_heads import chosen_head, local_heads
+    from primad.network.local_heads import chosen_head, home_note, local_heads, read_head
 
-    found = chosen_head(local_heads(load_config({}).home), head)
+    home = load_config({}).home
+    own = read_head(home_note(home)) if head is None and os.environ.get("PRIMAD_HOME") else None
+    found = own if own is not None else chosen_head(local_heads(home), head)
     return DEFAULT_URL if found is None else found.url
 
 

@@ -82,14 +82,32 @@ class Planner:
         prediction = evaluate(promise.plan, known.with_rows(before.chunk_rows))
         return prediction.objective_s(options.objective, self._service.workload.answer_tokens)
 
+    async def slowdown_with(self, device: str, candidates: frozenset[str], serving_value: float) -> float | None:
+        """The share by which the best plan in which ``device`` has layers is slower than one of ``serving_value``.
+
+        None where there is no such plan, or none is solved for.
+        """
+        if self._service.options.windows is not None or serving_value <= 0:
+            return None
+        try:
+            _, value = await self._solve(
+                self._devices.present(candidates), require=frozenset({device}), background=True
+            )
+        except (PrimadError, Infeasible) as exc:
+            logger.info("with %s there is no plan: %s", device, exc)
+            return None
+        return value / serving_value - 1
+
     def _known(self, measured: Sequence[DeviceProfile]) -> tuple[list[DeviceProfile], list[LinkProfile]]:
         """Devices and the links between them, with what was learnt of them."""
         corrections = self._learning.planned(measured)
         links = self._devices.book.between(each.device for each in measured)
         return [corrections.apply(each) for each in measured], [corrections.apply_link(link) for link in links]
 
-    async def _solve(self, workers: Sequence[WorkerLink], *, background: bool = False) -> PlanResult:
-        """The plan for the head and ``workers``, what it promises and its objective.
+    async def _solve(
+        self, workers: Sequence[WorkerLink], *, require: frozenset[str] = frozenset(), background: bool = False
+    ) -> PlanResult:
+        """The plan for the head and ``workers``, in which those of ``require`` have layers; what it promises, its objective.
 
         Nothing is predicted for one that was set by hand. ``background`` lets all other work of this device go first.
         """
@@ -117,7 +135,7 @@ class Planner:
                 model=model.profile,
                 workload=workload,
                 objective=options.objective,
-                require=frozenset(names if options.use_all else ()),
+                require=frozenset(names) if options.use_all else require,
                 time_limit_s=SOLVE_S,
             ),
             background=background,

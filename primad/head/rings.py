@@ -11,7 +11,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from halda import DeviceProfile, Infeasible
+from halda import DeviceProfile, Infeasible, LeftOut, Prediction
 from primad.api.backend import ServedModel
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
@@ -29,6 +29,7 @@ from primad.head.promise import Promise
 from primad.head.ring import HeadRing
 from primad.head.ring_inputs import RingDevices, RingInputs
 from primad.head.service import Service
+from primad.head.status import left_out_line
 from primad.head.vocabulary import sampling_defaults
 from primad.layers.server import LayerSource
 from primad.membership import types
@@ -38,6 +39,8 @@ from primad.system.tasks import Tasks, mistake, to_its_end
 logger = logging.getLogger(__name__)
 
 _MAX_ORDERS: Final = 1000
+MOST_EXPLAINED: Final = 4
+"""For so many devices that are left out it is solved for how much slower the ring would be with them."""
 
 Order = types.Serve | types.Close | types.Fail
 
@@ -248,14 +251,38 @@ class Rings:
         if instead is not None:
             self._tasks.start(self._abandon(instead))
         self._foresee(epoch)
+        if ring.plan.left_out:
+            self._tasks.start(self._say_what_serves(epoch, ring))  # to say why takes a moment
+        else:
+            await self._say_what_serves(epoch, ring)
+
+    async def _say_what_serves(self, epoch: int, ring: HeadRing) -> None:
+        """One block: the endpoint, who computes what, who does not and why, and what is predicted."""
+        why = [await self._left_out(epoch, ring, left) for left in ring.plan.left_out[:MOST_EXPLAINED]]
+        if self._serving != epoch:
+            return
+        why += [left_out_line(left.device, left.reason, None) for left in ring.plan.left_out[MOST_EXPLAINED:]]
         self._reporter.settle()
-        for line in ring.describe():
+        options, workload = self._service.options, self._service.workload
+        self._reporter.say(
+            f"{self._model.id} is served at {options.url}/v1 with {workload.context_tokens} tokens of context"
+        )
+        for line in [*ring.describe(), *why]:
             self._reporter.say(line)
         if ring.prediction is not None:
             self._reporter.say(
                 f"predicted {ring.prediction.tokens_per_s:.3g} tokens/s, first token of an answer to "
-                f"{self._service.workload.prompt_tokens} tokens after {ring.prediction.ttft_s:.2g} s"
+                f"{workload.prompt_tokens} tokens after {ring.prediction.ttft_s:.2g} s"
             )
+
+    async def _left_out(self, epoch: int, ring: HeadRing, left: LeftOut) -> str:
+        candidates = self._candidates.get(epoch, frozenset())
+        serving = None if ring.prediction is None else self._objective_s(ring.prediction)
+        slowdown = None if serving is None else await self._planner.slowdown_with(left.device, candidates, serving)
+        return left_out_line(left.device, left.reason, slowdown)
+
+    def _objective_s(self, prediction: Prediction) -> float:
+        return prediction.objective_s(self._service.options.objective, self._service.workload.answer_tokens)
 
     async def _served(self) -> ServedModel:
         return ServedModel(

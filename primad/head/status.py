@@ -59,7 +59,7 @@ def _goes_on(before: Costs, status: Status) -> bool:
 
 
 def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
-    """Who computes what, a line a device, and who is left out."""
+    """Who computes what, a line a device."""
     lines = []
     for name in plan.devices:
         windows = ", ".join(
@@ -69,8 +69,15 @@ def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
         kept = assignments[name]
         streams = f", {kept.streamed_layers} of them streamed" if kept.streamed_layers else ""
         lines.append(f"{name}: {kept.layers} layers ({windows}){streams}")
-    lines += [f"{left.device} is left out: {left.reason}" for left in plan.left_out]
     return lines
+
+
+def left_out_line(device: str, reason: str, slowdown: float | None) -> str:
+    """Why ``device`` has no layers; with it the ring would be slower by the share ``slowdown`` (None: not known)."""
+    if slowdown is None:
+        return f"{device} is left out: {reason}"
+    how = f"{slowdown:.0%} slower" if slowdown >= 0.005 else "no faster"
+    return f"{device} is left out: the ring would be {how} with it; --use-all takes it anyway"
 
 
 def device_status(

@@ -274,6 +274,7 @@ class WorkerDaemon:
                 self._say(build_gap(self._build, printable(hello.build, 200), hello.device))
         profile = await asyncio.to_thread(self._profile.now, self._name)
         self._dismissed.clear()
+        self._participations.head = hello.device
         self._memory_watch.begin(profile.ram_available_bytes)
         self._lease = _Lease(
             peer=peer,

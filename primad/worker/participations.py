@@ -82,6 +82,8 @@ class Participations:
         self._context, self._timings = context, station.timings
         self._memory_watch, self._tell, self._say = memory_watch, tell, say
         self.standing = Standing()
+        self.head = ""
+        """The name of the head that this device works for, for its owner."""
         self._participations: dict[int, _Participation] = {}
         self._parking = Parking(station.config)
         self._busy, self._telling = Tasks(), Tasks()
@@ -268,7 +270,7 @@ class Participations:
                 if participation is not None:
                     participation.process = process
                 layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
-                self._say(f"computing layers {layers}")
+                self._say(f"computing layers {layers}" + (f" for {self.head}" if self.head else ""))
                 await self._change(load, loaded=Loaded(port=int(address.rsplit(":", 1)[1]), key=key))
             case Status():
                 rss = psutil.Process().memory_info().rss

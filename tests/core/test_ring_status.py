@@ -13,7 +13,7 @@ from halda.assignment import in_memory
 from primad.api.backend import Health
 from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
 from primad.engine.streaming.streams import StreamedWindow, Streams
-from primad.head.status import Costs, device_status, link_status, plan_lines, promises
+from primad.head.status import Costs, device_status, left_out_line, link_status, plan_lines, promises
 from primad.ring.messages import DecodeStatus, MemoryStatus, Status
 from primad.ring.meter import TOKENS_KEPT, Meter
 from tests.fakes.planning import model
@@ -284,3 +284,16 @@ def test_the_owner_is_told_who_streams():
         "desk: 15 layers (0-4, 10-14, 20-24), 3 of them streamed",
         "lap: 10 layers (5-9, 15-19), 3 of them streamed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "line"),
+    [
+        (None, "mini is left out: the others are faster without it"),
+        (0.08, "mini is left out: the ring would be 8% slower with it; --use-all takes it anyway"),
+        (0.0, "mini is left out: the ring would be no faster with it; --use-all takes it anyway"),
+        (-0.01, "mini is left out: the ring would be no faster with it; --use-all takes it anyway"),
+    ],
+)
+def test_who_is_left_out_is_told_what_it_would_cost(slowdown, line):
+    assert left_out_line("mini", "the others are faster without it", slowdown) == line
