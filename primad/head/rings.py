@@ -251,6 +251,8 @@ class Rings:
         if instead is not None:
             self._tasks.start(self._abandon(instead))
         self._foresee(epoch)
+        for worker in self._devices.present(ring.plan.devices):
+            worker.why_idle = ""
         if ring.plan.left_out:
             self._tasks.start(self._say_what_serves(epoch, ring))  # to say why takes a moment
         else:
@@ -261,6 +263,9 @@ class Rings:
         why = [await self._left_out(epoch, ring, left) for left in ring.plan.left_out[:MOST_EXPLAINED]]
         if self._serving != epoch:
             return
+        for left, line in zip(ring.plan.left_out, why, strict=False):
+            if (worker := self._devices.workers.get(left.device)) is not None:
+                worker.why_idle = line
         why += [left_out_line(left.device, left.reason, None) for left in ring.plan.left_out[MOST_EXPLAINED:]]
         self._reporter.settle()
         options, workload = self._service.options, self._service.workload

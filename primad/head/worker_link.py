@@ -203,6 +203,8 @@ class WorkerLink:
         self._strays: dict[int, int] = {}
         self._again: list[HeadMessage] = []
         self.next_ping = 1
+        self.why_idle = ""
+        """Why it has no layers, which it tells its owner."""
         self._tasks = [
             asyncio.create_task(self._ping(ping_interval_s)),
             asyncio.create_task(self._read()),
@@ -283,12 +285,12 @@ class WorkerLink:
                 for message in again:
                     await self.end.send(message)
                 number, self.next_ping = self.next_ping, self.next_ping + 1
-                await self.end.send(Ping(status=False, number=number, revision=self._revision))
+                await self.end.send(Ping(status=False, number=number, revision=self._revision, why_idle=self.why_idle))
             await asyncio.sleep(interval_s)
 
     async def ask_status(self) -> None:
         """Have the worker say what its ring processes do. Raises ``ClusterError`` as ``send``."""
-        await self.end.send(Ping(status=True, revision=self._revision))
+        await self.end.send(Ping(status=True, revision=self._revision, why_idle=self.why_idle))
 
     async def _watch(self) -> None:
         await self.end.wait_ended()

@@ -140,12 +140,14 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Are you there? Also asks for a ``WorkerStatus`` when ``status`` is set. ``Pong`` gives ``number`` back.
 
-    The head has the ``ParticipationStates`` of ``revision``; 0 stands for none.
+    The head has the ``ParticipationStates`` of ``revision``; 0 stands for none. ``why_idle`` is why the worker has no
+    layers, for its owner; empty where it has some, or where that is not known.
     """
 
     status: bool
     number: int = 0
     revision: int = 0
+    why_idle: str = ""
 
 
 class MeasureLinks(msgspec.Struct, frozen=True, kw_only=True, tag="measure-links"):

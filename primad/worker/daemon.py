@@ -85,6 +85,7 @@ class _Lease:
     gone_after_s: float
     heard_s: float
     profile: DeviceProfile
+    why_idle: str = ""
 
 
 class WorkerDaemon:
@@ -305,7 +306,11 @@ class WorkerDaemon:
                 await self._participations.link(epoch, scopes.endpoints(address)[0], key, sender)
             case Release(epoch=epoch):
                 await self._participations.release(epoch)
-            case Ping(status=status, number=number, revision=revision):
+            case Ping(status=status, number=number, revision=revision, why_idle=why_idle):
+                if why_idle != lease.why_idle and (not why_idle or self._may_say("idle")):
+                    lease.why_idle = why_idle
+                    if why_idle:
+                        self._say(f"head {lease.head}: {printable(why_idle)}")
                 await self._participations.remind(revision)
                 await self._tell(Pong(number, self._participations.standing.revision))
                 if status:

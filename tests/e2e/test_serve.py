@@ -377,10 +377,14 @@ def test_windows_by_hand(served, smollm2, new_home, cluster):
 
 def test_who_only_slows_the_ring_is_left_out(served, smollm2, new_home, cluster):
     """Two processes share the cores of one machine: alone the head is faster."""
-    with joined(new_home("worker"), cluster), serving(smollm2, new_home("head"), cluster, "--wait", 1) as head:
+    with (
+        joined(new_home("worker"), cluster) as worker,
+        serving(smollm2, new_home("head"), cluster, "--wait", 1) as head,
+    ):
         assert greedy(head) == served.complete().choices[0].text
         head.run.wait_for(r"^head: 30 layers \(0-29\)$")
         head.run.wait_for(r"^worker is left out: ")
+        worker.wait_for(r"^head head: worker is left out: ")
 
 
 def test_no_worker_in_sight(served, smollm2, new_home, cluster):
