@@ -60,17 +60,17 @@ def measure_disk(folder: Path, seconds: float, beside: Computing | None = None) 
     ``EngineError`` when ``beside`` ends.
     """
     path = folder / "disk.trial"
-    quarter_s = seconds / 4
+    ahead_s, other_s = seconds / 2, seconds / 6
     try:
-        size = _write(path, quarter_s)
+        size = _write(path, other_s)
         if beside is None:
-            rate, slows_s_per_byte = _rate(path, size, _read_ahead, quarter_s), 0.0
+            rate, slows_s_per_byte = _rate(path, size, _read_ahead, ahead_s), 0.0
         else:
-            rate, slows_s_per_byte = _beside(path, size, beside, quarter_s)
+            rate, slows_s_per_byte = _beside(path, size, beside, ahead_s)
         return DiskProfile(
             prefetch_bytes_per_s=rate,
-            fault_bytes_per_s=_rate(path, size, _fault, quarter_s),
-            random_bytes_per_s=_random(path, size, quarter_s),
+            fault_bytes_per_s=_rate(path, size, _fault, other_s),
+            random_bytes_per_s=_random(path, size, other_s),
             free_bytes=shutil.disk_usage(folder).free,
             slows_s_per_byte=slows_s_per_byte,
         )
