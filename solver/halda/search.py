@@ -54,6 +54,11 @@ _ORDERS_OF: Final = 5
 _LEAST_S: Final = 0.05
 _FIRST_S: Final = 5.0
 _HURRIED_S: Final = 1e-3
+_LONG_S: Final = 2.0
+"""With more devices than orders are tried of, a program ends after so long. By then its plans are near the best, and so is
+its bound."""
+_SHORT_S: Final = 0.8
+"""What is missing is looked for so long, or until there is an answer."""
 _ELASTIC_ORDERS: Final = 6
 _LEAST_BYTES: Final = 0.5
 """What is less is what the solver takes for nothing."""
@@ -180,6 +185,8 @@ class _Search:
         self._best: tuple[float, Plan] | None = None
         self._best_is_quick = False
         self._open_bound_s = float("inf")
+        self._least_s = 0.0
+        """No ring of as many rounds as were looked at last, or more, is better."""
 
     @property
     def found(self) -> bool:
@@ -195,13 +202,15 @@ class _Search:
             orders = (
                 exact_orders(self._instance, self._objective) if len(self._instance.devices) <= EXACT_DEVICES else None
             )
+            if orders is None and not self._may_win(1, orders):
+                return self.found  # with many devices it takes seconds to look for plans that there are not
             self._begin(blocks)
             # More rounds add only hops and memory to what the bound leaves open: the first that cannot win ends the search.
             for rounds in range(1, blocks + 1):
                 if rounds > 1 and not self._may_win(rounds, orders):
                     break
                 self._rounds(rounds, orders)
-        return self._best is not None
+        return self.found
 
     def _begin(self, blocks: int) -> None:
         """Keep the best of the plans that are quick to make: of one round, and of more as long as more rounds help.
@@ -295,20 +304,26 @@ class _Search:
         """Whether any ring of ``rounds`` rounds or more can be better than the best so far."""
         problem = milp.new_problem("bound")
         layout = self._even(problem, rounds, orders, loose=True)
-        outcome, _ = self._run(problem, layout)
-        if outcome.bound / milp.MS >= self._best_s * (1 - _SAME):
+        outcome, _ = self._run(problem, layout, most_s=self._most_s(orders))
+        self._least_s = max(self._least_s, outcome.bound / milp.MS)
+        if self._least_s >= self._best_s * (1 - _SAME):
             return False
         if self._left_s <= 0:
-            self._open_bound_s = min(self._open_bound_s, outcome.bound / milp.MS)
+            self._open_bound_s = min(self._open_bound_s, self._least_s)
             return False
         return True
+
+    @staticmethod
+    def _most_s(orders: Sequence[RingOrder] | None) -> float:
+        """Seconds that a program over these ring orders may take; none are those of too many devices to try."""
+        return math.inf if orders is not None else _LONG_S
 
     def _rounds(self, rounds: int, orders: Sequence[RingOrder] | None) -> None:
         """Look for the best ring of ``rounds`` rounds; what the even layout leaves open is cut exactly, or stays open."""
         problem = milp.new_problem(f"rounds_{rounds}")
         layout = self._even(problem, rounds, orders)
-        outcome, program = self._run(problem, layout)
-        bound_s, differ = outcome.bound / milp.MS, len(self._instance.kinds) > 1
+        outcome, program = self._run(problem, layout, most_s=self._most_s(orders))
+        bound_s, differ = max(self._least_s, outcome.bound / milp.MS), len(self._instance.kinds) > 1
         if outcome.found:
             ring = self._take_even(program)
             if orders is None and bound_s < self._best_s * (1 - _SAME):
@@ -341,7 +356,7 @@ class _Search:
             shares = hops_around(self._instance, good_order(self._instance, ring))
             problem = milp.new_problem("hops")
             layout = milp.even_layout(problem, self._instance, rounds, None, shares=shares)
-            outcome, program = self._run(problem, layout, cutoff=False)
+            outcome, program = self._run(problem, layout, cutoff=False, most_s=_LONG_S)
             if not outcome.found:
                 return
             before, ring = ring, self._take_even(program)
@@ -499,6 +514,7 @@ class _Search:
         required: frozenset[int] | None = None,
         *,
         cutoff: bool = True,
+        most_s: float = math.inf,
     ) -> tuple[Outcome, milp.Program]:
         program = milp.build(
             problem,
@@ -514,7 +530,7 @@ class _Search:
             problem.addConstraint(program.objective <= self._best_s * milp.MS + most, "better than the best so far")
         # Without any plan yet a program gets time enough to find one.
         least_s = _LEAST_S if self._best is not None else _FIRST_S
-        outcome = run(problem, max(least_s, self._left_s))
+        outcome = run(problem, max(least_s, min(most_s, self._left_s)))
         self._left_s -= outcome.seconds
         return outcome, program
 
@@ -547,7 +563,9 @@ class _Search:
     def _elastic(self, problem: Any, layout: milp.Layout, question: Instance) -> tuple[float, str] | None:
         required = self._required if len(question.devices) > 1 else frozenset[int]()
         milp.build(problem, question, layout, self._objective, required, elastic=True)
-        outcome = run(problem, max(_FIRST_S, self._limit_s))
+        outcome = run(problem, _SHORT_S)
+        if not (outcome.found or outcome.proven):
+            outcome = run(problem, max(_FIRST_S, self._limit_s))
         if not outcome.found:
             return None
         unit = self._instance.model.largest_layer_bytes
@@ -566,7 +584,7 @@ class _Search:
             return None
         return sum(size for size, _ in shortages), (
             f"no plan for {model.name} with {work.context_tokens} tokens of context for {work.sequences} sequence(s) fits, "
-            f"streaming included: at the least, {text}{self._advice()}"
+            f"streaming included: {'at the least' if outcome.proven else 'as far as is known'}, {text}{self._advice()}"
         )
 
     def _advice(self) -> str:

@@ -14,6 +14,7 @@ from halda import (
     Infeasible,
     Instance,
     LayerProfile,
+    Limits,
     LinkProfile,
     ModelProfile,
     Plan,
@@ -231,3 +232,11 @@ def test_no_device_streams_more_than_it_must_unless_that_is_faster(streaming_fle
             others = tuple(each for each in found.plan.streaming if each.device != streaming.device)
             trial = replace(found.plan, streaming=(*others, least.streaming_of(streaming.device)))
             assert evaluate(trial, streaming_fleet).tpot_s > found.prediction.tpot_s
+
+
+def test_what_many_devices_are_short_of_is_told_without_looking_for_plans():
+    asked = random_instance(random.Random(1), devices=16, layers=40, memory="about")
+    poor = replace(asked, limits={device.device: Limits(ram_bytes=60 << 20) for device in asked.devices})
+    with pytest.raises(Infeasible, match=r"RAM of d0 is short of .* MB") as caught:
+        solve(poor.devices, list(poor.links.values()), poor.model, poor.workload, limits=poor.limits, time_limit_s=60)
+    assert caught.value.short_bytes > 0
