@@ -13,6 +13,7 @@
     ├── RingError         the ring broke while serving: a device, a deadline, a process
     │   └── NextDeviceError  the device behind this one cannot be reached, or takes no steps
     └── RequestError      an HTTP request that cannot be served as asked (carries status, code, parameter)
+        └── PromptTooLongError  the prompt does not fit the context (carries both sizes)
 
 The text of each is one line that names the thing, says what is wrong with it and what to do. Foreign exceptions are
 translated once, at the border, with ``raise ... from exc``. ``assert`` is for our own mistakes.
@@ -97,3 +98,17 @@ class RequestError(PrimadError):
         self.status = status
         self.code = code
         self.param = param
+
+
+class PromptTooLongError(RequestError):
+    """A prompt of ``prompt_tokens`` leaves no room for an answer in a context of ``context_tokens``."""
+
+    def __init__(self, prompt_tokens: int, context_tokens: int, param: str) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens; it and at least one more must fit the context of {context_tokens}; "
+            "shorten it, or start 'primad serve' with a larger --context",
+            code="context_length_exceeded",
+            param=param,
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens

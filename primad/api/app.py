@@ -14,6 +14,7 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -47,18 +48,22 @@ def create_app(
     backend: Backend,
     *,
     hosts: Collection[str] = (),
+    origins: Collection[str] = (),
     timings: ApiTimings = ApiTimings(),
     names: ModelNames = ModelNames(),
 ) -> FastAPI:
     """The API over ``backend``, whose model is also called by ``names``.
 
-    ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it.
+    ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it; web pages of ``origins`` may
+    ask it.
     """
     app = _App(title="primad", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics()
     endpoint = Endpoint(backend, metrics, timings, names)
     routes = [*_Server(endpoint, metrics).routes(), *(route for one in DIALECTS for route in one.routes(endpoint))]
     metrics.know(route.path for route in routes)
+    if origins:  # the middleware that is added last sees a request first
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
     app.add_middleware(HostGuard, hosts=hosts, refuse=_refuse)
     app.add_middleware(Counted, metrics=metrics)
     for route in routes:

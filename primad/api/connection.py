@@ -84,8 +84,9 @@ async def _wait_left(receive: Receive) -> None:
 class MessageStream(Response):
     """The messages of a generator as bytes, as ``framing`` says.
 
-    A ``PrimadError`` before the first message propagates, so that it becomes an ordinary answer with its status. A later
-    one is sent in the framing's shape, and nothing after it. The generator is closed in any case.
+    A ``PrimadError`` before the first byte propagates, so that it becomes an ordinary answer with its status; while the
+    first message is long in coming, the stream begins and says that it waits. A later error is sent in the framing's
+    shape, and nothing after it. The generator is closed in any case.
     """
 
     def __init__(
@@ -118,20 +119,25 @@ class MessageStream(Response):
         await self._deliver(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_messages(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with aclosing(self._messages) as messages:
             while (message := await self._next(messages, send)) is not None:
-                if not self._begun:
-                    self._begun = True
-                    await self._deliver(send, start)
+                await self._begin(send)
                 await self._send_bytes(send, self._framing.message(message))
 
+    async def _begin(self, send: Send) -> None:
+        """The headers, once: from now on the status is 200."""
+        if not self._begun:
+            self._begun = True
+            await self._deliver(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
     async def _next(self, messages: AsyncGenerator[msgspec.Struct, None], send: Send) -> msgspec.Struct | None:
-        """The next message, None at the end. While it is long in coming, the framing tells the client that we are here."""
+        """The next message, None at the end. While it is long in coming, also the first, the framing tells the client that
+        we are here."""
         coming = asyncio.ensure_future(anext(messages, None))
         try:
             while not (await asyncio.wait([coming], timeout=self._timings.keepalive_s))[0]:
-                if self._begun and self._framing.waiting:
+                if self._framing.waiting:
+                    await self._begin(send)
                     await self._send_bytes(send, self._framing.waiting)
             return coming.result()
         finally:

@@ -1,15 +1,17 @@
 """Who may talk to the server through a browser: no web page from elsewhere.
 
-A server on 127.0.0.1 can be reached by any page the user has open. Two habits keep them out: the API never sends CORS
-headers and insists on JSON (``connection.read_json``), so another origin can neither read an answer nor start work; and
-this guard refuses host names that are not ours, so a page cannot become our own origin by pointing its name at 127.0.0.1
-(DNS rebinding). An IP address in ``Host`` is always fine: no attacker's name is involved.
+A server on 127.0.0.1 can be reached by any page the user has open. Two habits keep them out: the API sends CORS headers
+to no origin but those that its owner named, and insists on JSON (``connection.read_json``), so another origin can neither
+read an answer nor start work; and this guard refuses host names that are not ours, so a page cannot become our own origin
+by pointing its name at 127.0.0.1 (DNS rebinding). An IP address in ``Host`` is always fine: no attacker's name is
+involved. Nor is one in ``host.docker.internal``, which containers call this machine: no public name ends so.
 """
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Collection
+from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -21,8 +23,15 @@ Refusing = Callable[[str, PrimadError], Response]
 """The answer that refuses a request of a path, in the shape of its dialect."""
 
 
+OF_CONTAINERS: Final = "host.docker.internal"
+"""How programs in a container call the machine that it runs on."""
+
+
 class HostGuard:
-    """Refuses (403) requests whose ``Host`` is neither an IP address, ``localhost`` nor one of ``hosts``."""
+    """Refuses (403) requests whose ``Host`` is neither an IP address, ``localhost`` nor one of ``hosts``.
+
+    One that begins with ``*.`` stands for all names that end so.
+    """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], refuse: Refusing) -> None:
         self._app, self._refuse = app, refuse
@@ -34,7 +43,7 @@ class HostGuard:
             await self._app(scope, receive, send)
             return
         refusal = RequestError(
-            f"the host name {host[:200]!r} is not one of this server's; use its IP address or configure the name",
+            f"the host name {host[:200]!r} is not one of this server's; see 'primad serve --allow-host'",
             status=403,
             code="host_not_allowed",
         )
@@ -49,7 +58,9 @@ def is_allowed(host: str, hosts: Collection[str]) -> bool:
     elif name.count(":") == 1:
         name = name.partition(":")[0]
     name = name.removesuffix(".")
-    if name == "localhost" or name.endswith(".localhost") or name in hosts:
+    if name in ("localhost", OF_CONTAINERS) or name.endswith(".localhost") or name in hosts:
+        return True
+    if any(host.startswith("*.") and name.endswith(host[1:]) and len(name) > len(host) - 1 for host in hosts):
         return True
     try:
         ipaddress.ip_address(name)

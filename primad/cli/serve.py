@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import typer
 
+from primad.cli.asking import AskingOptions, allowed_hosts, cors_origins
 from primad.cli.grouped import flags, grouped
 from primad.cli.options import (
     Context,
@@ -131,6 +132,7 @@ class ComputeOptions:
 def serve(
     model: Annotated[Path, typer.Option(help="The GGUF file; the first part of a split one.", show_default=False)],
     endpoint: EndpointOptions,
+    asking: AskingOptions,
     others: OtherDevicesOptions,
     plan: ServedPlanOptions,
     compute: ComputeOptions,
@@ -166,7 +168,8 @@ def serve(
     _warn(endpoint, config)
     from primad.head.serve import serve as run_serve
 
-    run_serve(config, model, _serve_options(endpoint, others, plan, compute), endpoint.host, RichReporter(err))
+    options = _serve_options(endpoint, asking, others, plan, compute)
+    run_serve(config, model, options, endpoint.host, RichReporter(err))
 
 
 def _check_together(others: OtherDevicesOptions, plan: ServedPlanOptions) -> None:
@@ -189,7 +192,11 @@ def _warn(endpoint: EndpointOptions, config: Config) -> None:
 
 
 def _serve_options(
-    endpoint: EndpointOptions, others: OtherDevicesOptions, plan: ServedPlanOptions, compute: ComputeOptions
+    endpoint: EndpointOptions,
+    asking: AskingOptions,
+    others: OtherDevicesOptions,
+    plan: ServedPlanOptions,
+    compute: ComputeOptions,
 ) -> ServeOptions:
     from halda import KV_TYPES, OBJECTIVES
     from primad.head.options import ServeOptions
@@ -212,6 +219,8 @@ def _serve_options(
         use_all=plan.use_all,
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
+        allowed_hosts=allowed_hosts(asking),
+        cors_origins=cors_origins(asking),
     )
 
 

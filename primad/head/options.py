@@ -36,6 +36,7 @@ class ServeOptions:
     takes). ``windows`` and ``rounds`` set the plan by hand; otherwise it makes ``objective`` small, with every device in it
     if ``use_all``. The HTTP server listens at ``http_host`` and ``http_port``.
     Clients may also call the model by its ``aliases``, or with ``any_model`` whatever they like.
+    They may reach it by the names ``allowed_hosts``, and be web pages of ``cors_origins``.
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
     with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are.
     """
@@ -56,6 +57,8 @@ class ServeOptions:
     use_all: bool
     aliases: tuple[str, ...] = ()
     any_model: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     http_host: str = LOOPBACK
 
     @property

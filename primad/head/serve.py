@@ -99,7 +99,8 @@ class _HttpServer(uvicorn.Server):
 
 def _http_server(backend: RingBackend, host: str, options: ServeOptions, timings: ApiTimings) -> uvicorn.Server:
     names = ModelNames(aliases=options.aliases, any_model=options.any_model)
-    app = create_app(backend, hosts=(host, socket.gethostname()), timings=timings, names=names)
+    hosts = (host, socket.gethostname(), *options.allowed_hosts)
+    app = create_app(backend, hosts=hosts, origins=options.cors_origins, timings=timings, names=names)
     config = uvicorn.Config(
         app,
         lifespan="off",

@@ -172,6 +172,10 @@ def test_the_head_says_that_it_does_not_pause_on_battery(primad, served, home):
     [
         (("--listen", "nowhere..example"), "--listen: "),
         (("--host", "nowhere..example"), "--host: "),
+        (("--allow-host", "desk.lan:80"), "--allow-host desk.lan:80: "),
+        (("--allow-host", "*"), "--allow-host *: "),
+        (("--cors-origin", "*"), "--cors-origin *: "),
+        (("--cors-origin", "desk.lan"), "--cors-origin desk.lan: "),
         (("--max-ram", "0B"), "--max-ram: without memory"),
         (("--interface", "no-such0"), "--interface no-such0: "),
         (("--pause-on-battery",), "--pause-on-battery"),

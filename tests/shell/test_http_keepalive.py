@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+import pytest
 from starlette.types import Message
 
 from primad.api.connection import MessageStream
 from primad.api.openai.routes import EVENTS
+from primad.errors import RingError
 from primad.settings.timings import ApiTimings
 from tests.fakes.http import PATIENCE_S
 
@@ -62,18 +64,35 @@ def test_a_stream_that_waits_sends_comments_and_then_goes_on() -> None:
     ]
 
 
-def test_nothing_is_sent_before_the_first_message() -> None:
-    """Its status may still become an error's."""
-
+def test_a_stream_that_waits_for_its_first_message_begins_and_may_still_end_with_an_error() -> None:
     async def main() -> list[bytes]:
         client = Client()
 
         async def late():
-            await asyncio.sleep(0.05)
-            yield Word("late")
+            await client.waits.wait()
+            raise RingError("the ring broke")
+            yield Word("never")
 
         async with asyncio.timeout(PATIENCE_S):
             await MessageStream(late(), EVENTS, OFTEN)({"type": "http"}, client.receive, client.send)
         return client.body
 
-    assert asyncio.run(main())[0].startswith(b"data")
+    body = asyncio.run(main())
+    assert body[0].startswith(b": ")
+    assert [b"the ring broke" in part for part in body if part.startswith(b"data")] == [True]
+
+
+def test_a_stream_that_is_refused_at_once_has_not_begun() -> None:
+    async def main() -> list[bytes]:
+        client = Client()
+
+        async def refused():
+            raise RingError("nobody serves")
+            yield Word("never")
+
+        with pytest.raises(RingError):
+            async with asyncio.timeout(PATIENCE_S):
+                await MessageStream(refused(), EVENTS)({"type": "http"}, client.receive, client.send)
+        return client.body
+
+    assert asyncio.run(main()) == []

@@ -126,7 +126,8 @@ def test_refusals_are_the_clients_exceptions(ask, raised, code):
         with pytest.raises(raised) as caught:
             await client.chat.completions.create(**{"model": "toy", "messages": HELLO} | ask)
         assert caught.value.code == code
-        assert caught.value.type == "invalid_request_error"
+        too_long = code == "context_length_exceeded"
+        assert caught.value.type == ("exceed_context_size_error" if too_long else "invalid_request_error")
 
     with_client(FakeBackend(says("x")), scenario)
 

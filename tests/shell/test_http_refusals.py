@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from urllib.parse import quote
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from primad.api.app import create_app
 from primad.api.backend import Health
 from primad.api.connection import MAX_BODY_BYTES
 from primad.api.guard import is_allowed
@@ -100,7 +102,10 @@ def test_an_unknown_model():
 
 def test_a_prompt_longer_than_the_context():
     backend = FakeBackend(says(), context_tokens=10)
-    assert error(post(backend, COMPLETIONS, prompt="x" * 11), 400)["code"] == "context_length_exceeded"
+    error = post(backend, COMPLETIONS, prompt="x" * 11).json()["error"]
+    assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (12, 10)
+    assert "--context" in error["message"]
 
 
 def test_a_template_that_refuses():
@@ -230,3 +235,42 @@ def test_no_body_is_answered_with_500(path, body):
 def test_no_path_is_answered_with_500(path, method):
     response = call(FakeBackend(says()), method, "http://localhost/" + quote(path))
     assert response.status_code < 500
+
+
+def test_names_that_the_owner_allows_are_served():
+    allowed = {"desk.lan", "*.local"}
+    for host in ("desk.lan", "DESK.LAN:8080", "mini.local", "a.mini.local:80", "host.docker.internal:8080"):
+        assert is_allowed(host, allowed), host
+    for host in ("local", ".local", "xlocal", "a.desk.lan", "mini.local.evil", "docker.internal"):
+        assert not is_allowed(host, allowed), host
+
+
+def test_the_refusal_of_a_host_name_says_what_allows_it():
+    response = call(FakeBackend(says()), "GET", "/health", headers={"host": "desk.lan"})
+    assert "--allow-host" in str(error(response, 403)["message"])
+
+
+def asked_by_page(origin: str, **more: str) -> httpx.Response:
+    """The models, as a web page of ``origin`` asks for them."""
+    app = create_app(FakeBackend(says()), origins=("http://desk.lan:3000",))
+
+    async def once() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            method = "OPTIONS" if more else "GET"
+            return await client.request(method, "/v1/models", headers={"origin": origin, **more})
+
+    return asyncio.run(once())
+
+
+def test_pages_of_the_origins_that_the_owner_named_may_ask_and_no_others():
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    named, other = "http://desk.lan:3000", "http://evil.example"
+    assert asked_by_page(named).headers["access-control-allow-origin"] == named
+    assert asked_by_page(named, **asks).headers["access-control-allow-origin"] == named
+    assert asked_by_page(named, **asks).status_code == 200
+    assert "access-control-allow-origin" not in asked_by_page(other).headers
+    assert asked_by_page(other, **asks).status_code == 400
+    assert (
+        "access-control-allow-origin"
+        not in call(FakeBackend(says()), "GET", "/v1/models", headers={"origin": named}).headers
+    )

@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from primad.api.openai.shapes import ErrorBody, ErrorDetail
-from primad.errors import PrimadError, RequestError, RingError
+from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
 
 RETRY_AFTER_S: Final = 5
 """What a client is told to wait when the ring is loading, broken or full: about the time that a short recovery takes."""
@@ -27,8 +27,18 @@ def status_of(exc: PrimadError) -> int:
 
 
 def error_body(exc: PrimadError) -> ErrorBody:
-    """OpenAI's error object for ``exc``; ``type`` follows from the status."""
+    """OpenAI's error object for ``exc``; ``type`` follows from the status, or is llama-server's for a prompt too long."""
     status = status_of(exc)
+    if isinstance(exc, PromptTooLongError):
+        detail = ErrorDetail(
+            message=str(exc),
+            type="exceed_context_size_error",
+            param=exc.param,
+            code=exc.code,
+            n_prompt_tokens=exc.prompt_tokens,
+            n_ctx=exc.context_tokens,
+        )
+        return ErrorBody(error=detail)
     code, param = (exc.code, exc.param) if isinstance(exc, RequestError) else (None, None)
     if status == 503 and code is None:
         code = "service_unavailable"

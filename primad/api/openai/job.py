@@ -12,7 +12,7 @@ from primad.api.backend import ServedModel, Vocabulary
 from primad.api.chat import tokenize_chat
 from primad.api.openai.sampling import SEEDS, first_seed, sampling_of
 from primad.api.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest, SamplingRequest
-from primad.errors import RequestError, printable
+from primad.errors import PromptTooLongError, RequestError, printable
 from primad.ring.messages import Sampling
 
 
@@ -125,11 +125,7 @@ def _room(prompt: list[int], served: ServedModel, at: str) -> int:
         raise RequestError("the prompt has no tokens", param=at)
     room = served.context_tokens - len(prompt)
     if room < 1:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens; it and at least one more must fit the context of {served.context_tokens}",
-            code="context_length_exceeded",
-            param=at,
-        )
+        raise PromptTooLongError(len(prompt), served.context_tokens, at)
     return room
 
 
