@@ -38,7 +38,7 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
         "attention_s": (0, 1e-6),
     },
     RowSpeed: {"rows": (2, 511), "bytes_per_s": _RATE},
-    WidthCost: {"weights": (1, 1e12), "ratio": (0.1, 10)},
+    WidthCost: {"weights": (1, 1e12), "ratio": (0.1, 10), "many_ratio": (0.1, 10)},
     GpuProfile: {
         "vram_total_bytes": (1e6, 1e14),
         "vram_available_bytes": (0, 1e14),

@@ -61,7 +61,7 @@ _OF_PATIENCE: Final = 0.15
 """Share of all time in which trials are repeated that something disturbed."""
 _OF_BESIDE: Final = 0.025
 """Share of all time for a head's work besides computing, and for what it costs that another process computed before."""
-_OF_SHAPES: Final = 0.16
+_OF_SHAPES: Final = 0.2
 """Share of the time of types that layers of other shapes get."""
 _ENOUGH: Final = 0.4
 """Share of all time that must be left for them."""
@@ -102,9 +102,9 @@ def measure_cpu(
         reserve = 0.0 if effort.is_quick else _OF_SHAPES * budget.left_s
         types = replace(bench, budget=budget.less(reserve))
         layer_s, speeds = measure_types(types, step_s, advance)
-        widths = measure_widths(bench, speeds[0], step_s, layer_s)
-        row_s = measure_rows(bench, speeds[0], step_s, layer_s)
         attention_s = measure_attention(bench, speeds[0])
+        row_s = measure_rows(bench, speeds[0], step_s, layer_s)
+        widths = measure_widths(bench, speeds[0], step_s, layer_s)
     return CpuProfile(
         name=cpu_name(),
         cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,

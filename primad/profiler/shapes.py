@@ -26,6 +26,8 @@ _ENOUGH: Final = 0.06
 """Share of all time that must be left for each."""
 _RATIO: Final = (0.8, 1.25)
 """Bounds of what a wide layer may take beside the rates; only a disturbed trial says otherwise."""
+_MANY_RATIO: Final = (1.0, 2.0)
+"""The same of a narrow one with many rows."""
 
 
 def measure_widths(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> tuple[WidthCost, ...]:
@@ -36,9 +38,22 @@ def measure_widths(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float)
     ratio = of_layer_s * main.decode_bytes_per_s / WIDE.weight_bytes(main.type)
     least, most = _RATIO
     return (
+        WidthCost(weights=MIDDLE.weights, ratio=1.0, many_ratio=_narrow_ratio(bench, main, step_s, layer_s)),
         WidthCost(weights=BIG.weights, ratio=1.0),
         WidthCost(weights=WIDE.weights, ratio=min(most, max(least, ratio))),
     )
+
+
+def _narrow_ratio(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> float:
+    """What many rows of a middle-sized layer take over those of big ones."""
+    timings = bench.time_rows(main.type, (main.extra_buffers,), _OF_SHAPE * bench.effort.seconds, MIDDLE)[0]
+    if isinstance(timings, str):
+        return 1.0
+    layers, rows = -(-bench.weights // MIDDLE.weights), timings.prefill_rows
+    flop = layers * rows * (2 * MIDDLE.weights + 4 * rows * MIDDLE.width)
+    seconds = statistics.median(timings.prefill_s) - step_s - layers * layer_s
+    least, most = _MANY_RATIO
+    return min(most, max(least, seconds * main.prefill_flop_per_s / flop))
 
 
 def measure_rows(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> float:

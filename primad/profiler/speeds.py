@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -25,11 +25,10 @@ from halda import BATCH_ROWS, RowSpeed, TypeSpeed
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget, Effort
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
-from primad.profiler.trial import TimeWindow, TrialTimes
+from primad.profiler.trial import FEWEST_ROWS, TimeWindow, TrialTimes
 from primad.profiler.trials import Trials
 
 logger = logging.getLogger(__name__)
-_Times = TypeVar("_Times", TrialTimes, TrialTimes | None)
 
 MAIN: Final = TYPES[0]
 SMALL_LAYERS: Final = (2, 12)
@@ -118,11 +117,12 @@ class Bench:
         """Time one row through ``layers`` tiny layers, the caches swept before each step."""
         return self._time(SMALL, MAIN, layers, (False,), seconds, sweep_bytes=self.sweep_bytes, many_rows=False)[0]
 
-    def time_rows(self, kind: str, extra: Sequence[bool], seconds: float) -> list[TrialTimes | str]:
-        """Time many rows through a big layer or more of ``kind`` for each setting of ``extra`` buffers."""
-        return self._time(
-            BIG, kind, self.layers_to_compute, extra, seconds, sweep_bytes=self.sweep_bytes, many_rows=True
-        )
+    def time_rows(
+        self, kind: str, extra: Sequence[bool], seconds: float, shape: LayerShape = BIG
+    ) -> list[TrialTimes | str]:
+        """Time many rows through layers of ``kind`` with as many weights as a trial has, for each setting of ``extra``."""
+        layers = -(-self.weights // shape.weights)
+        return self._time(shape, kind, layers, extra, seconds, sweep_bytes=self.sweep_bytes, many_rows=True)
 
     def time_cached(self, shape: LayerShape, kind: str, layers: int, cached: int, seconds: float) -> TrialTimes | str:
         """Time one row behind ``cached`` tokens through a few layers, which may stay in caches."""
@@ -175,6 +175,7 @@ class Bench:
                 batch_s=_better(best.batch_s, more.batch_s),
                 prefill_s=_better(best.prefill_s, more.prefill_s),
                 prefill_rows=best.prefill_rows,
+                few_s=min(best.few_s, more.few_s),
                 counts_s=tuple(map(min, zip(best.counts_s, more.counts_s, strict=True))),
             )
         return best
@@ -264,36 +265,56 @@ def _first_trials(bench: Bench, advance: Callable[[str], None]) -> list[_Trial]:
 
 
 def _again(bench: Bench, trials: list[_Trial]) -> list[_Trial]:
-    """``trials`` with what one row took each time that it was timed, again and again while time is left.
+    """``trials`` with what each took whenever it was timed, again and again while time is left.
 
     What else a machine does slows it for seconds, and so would be taken for the speed of the type that was timed then.
     """
     seconds = _OF_ROW * _OF_FIRST * max(0.0, bench.budget.left_s) / len(trials)
-    found = [([trial.big], [trial.middle]) for trial in trials]
+    found = [([trial.big], [trial.big], [trial.middle]) for trial in trials]
     took_s = 0.0
     for _ in range(0 if bench.effort.is_quick else _MOST_AGAIN):
-        for trial, (big, middle) in zip(trials, found, strict=True):
+        for trial, (big, rows, middle) in zip(trials, found, strict=True):
             left_s = bench.budget.left_s
             if left_s <= took_s:
                 break
-            for shape, times in ((BIG, big), (MIDDLE, middle)):
-                timings = bench.time_decode(shape, trial.kind, (trial.extra,), seconds)[0]
+            extra = (trial.extra,)
+            for times, timings in (
+                (big, bench.time_decode(BIG, trial.kind, extra, seconds)[0]),
+                (rows, bench.time_rows(trial.kind, extra, seconds)[0]),
+                (middle, bench.time_decode(MIDDLE, trial.kind, extra, seconds)[0]),
+            ):
                 if isinstance(timings, TrialTimes) and times[0] is not None:
                     times.append(timings)
             took_s = max(took_s, left_s - bench.budget.left_s)
     return [
-        replace(trial, big=_all_through(big), middle=_all_through(middle))
-        for trial, (big, middle) in zip(trials, found, strict=True)
+        replace(
+            trial,
+            big=_with_rows(_with_row(trial.big, big), rows),
+            middle=None if trial.middle is None else _with_row(trial.middle, middle),
+        )
+        for trial, (big, rows, middle) in zip(trials, found, strict=True)
     ]
 
 
-def _all_through(times: Sequence[_Times]) -> _Times:
-    """The first of ``times`` with the median of each in place of its runs with one row."""
-    first, *more = times
-    if first is None or not more:
-        return first
+def _with_row(first: TrialTimes, times: Sequence[TrialTimes | None]) -> TrialTimes:
+    """``first`` with the median of each of ``times`` with one row in place of its runs, if there are several."""
     medians = tuple(statistics.median(each.decode_s) for each in times if each is not None)
-    return msgspec.structs.replace(first, decode_s=medians)
+    return first if len(medians) < 2 else msgspec.structs.replace(first, decode_s=medians)
+
+
+def _with_rows(first: TrialTimes, times: Sequence[TrialTimes | None]) -> TrialTimes:
+    """The same with several rows; a chunk of a prompt counts where it had as many."""
+    every = [each for each in times if each is not None]
+    alike = [each for each in every if each.prefill_rows == first.prefill_rows]
+    if len(every) < 2:
+        return first
+    return msgspec.structs.replace(
+        first,
+        batch_s=tuple(statistics.median(each.batch_s) for each in every),
+        prefill_s=tuple(statistics.median(each.prefill_s) for each in alike),
+        few_s=statistics.median(each.few_s for each in every),
+        counts_s=tuple(map(statistics.median, zip(*(each.counts_s for each in every), strict=False))),
+    )
 
 
 def fit_layer(bench: Bench, kind: str, step_s: float, middle: TrialTimes, big: TrialTimes) -> float:
@@ -317,6 +338,7 @@ def together(decode: TrialTimes | str, rows: TrialTimes | str) -> TrialTimes | s
         batch_s=rows.batch_s,
         prefill_s=rows.prefill_s,
         prefill_rows=rows.prefill_rows,
+        few_s=rows.few_s,
         counts_s=rows.counts_s,
     )
 
@@ -360,7 +382,8 @@ def speed(
         prefill_spread=spread(timings.prefill_s),
         rows=tuple(
             RowSpeed(rows=count, bytes_per_s=to_compute * layer_bytes / weights_s((seconds,), to_compute))
-            for count, seconds in zip(ROW_COUNTS, timings.counts_s, strict=False)
+            for count, seconds in (*zip(ROW_COUNTS, timings.counts_s, strict=False), (FEWEST_ROWS, timings.few_s))
+            if seconds and count < rows
         ),
     )
 
@@ -368,8 +391,7 @@ def speed(
 def with_rows_of(main: TypeSpeed, other: TypeSpeed) -> TypeSpeed:
     """``other`` with the counts of rows that only ``main`` was measured with: each as far between what one row and
     ``BATCH_ROWS`` take, or beyond that, as with ``main``."""
-    if other.rows or not main.rows:
-        return other
+    own = {at.rows for at in other.rows}
     one, batch = 1 / other.decode_bytes_per_s, 1 / other.batch_bytes_per_s
     main_one, main_batch = 1 / main.decode_bytes_per_s, 1 / main.batch_bytes_per_s
 
@@ -378,7 +400,8 @@ def with_rows_of(main: TypeSpeed, other: TypeSpeed) -> TypeSpeed:
             return batch / at.bytes_per_s / main_batch
         return one + (batch - one) * min(1.0, max(0.0, (1 / at.bytes_per_s - main_one) / (main_batch - main_one)))
 
-    return replace(other, rows=tuple(RowSpeed(rows=at.rows, bytes_per_s=1 / seconds(at)) for at in main.rows))
+    more = (RowSpeed(rows=at.rows, bytes_per_s=1 / seconds(at)) for at in main.rows if at.rows not in own)
+    return replace(other, rows=tuple(sorted((*other.rows, *more), key=lambda at: at.rows)))
 
 
 def spread(times: Sequence[float]) -> float:

@@ -32,7 +32,7 @@ FEWEST_ROWS: Final = 64
 class TrialTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step by run: with 1 row, with ``BATCH_ROWS`` and with ``prefill_rows``; empty where not asked for.
 
-    ``prefill_rows`` are ``PREFILL_ROWS``, fewer where those take too long.
+    ``prefill_rows`` are ``PREFILL_ROWS``, fewer where those take too long; ``few_s`` is what ``FEWEST_ROWS`` take.
     ``counts_s`` are of the counts that were asked for.
     """
 
@@ -40,6 +40,7 @@ class TrialTimes(msgspec.Struct, frozen=True, kw_only=True):
     batch_s: tuple[float, ...]
     prefill_s: tuple[float, ...]
     prefill_rows: int
+    few_s: float = 0.0
     counts_s: tuple[float, ...] = ()
 
 
@@ -242,7 +243,9 @@ def _time(task: TimeWindow) -> TrialTimes:
         rows = affordable_rows(few_s / FEWEST_ROWS, left_s)
         first_s = few_s if rows == FEWEST_ROWS else prefill(rows)
         prefill_s = (first_s, *_more(lambda: prefill(rows), first_s, left_s - first_s))
-        timings = TrialTimes(decode_s=(), batch_s=batch_s, prefill_s=prefill_s, prefill_rows=rows, counts_s=counts_s)
+        timings = TrialTimes(
+            decode_s=(), batch_s=batch_s, prefill_s=prefill_s, prefill_rows=rows, few_s=few_s, counts_s=counts_s
+        )
     window.release()
     return timings
 

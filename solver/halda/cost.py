@@ -57,6 +57,8 @@ ACTIVATION_BYTES: Final = 4
 """A value of a compute buffer: float32."""
 MASK_BYTES: Final = 2
 """A value of an attention mask."""
+TILE_ROWS: Final = 64
+"""From so many rows on llama.cpp's flash attention computes several at once on a CPU."""
 LOGIT_ROWS: Final = 64
 """Rows of a step that may want logits."""
 TWO_MASKS: Final = frozenset(("cohere2", "gemma3", "gpt-oss", "olmo2"))
@@ -75,13 +77,13 @@ def speed_of(speeds: Sequence[TypeSpeed], kind: str) -> TypeSpeed:
     return min(speeds, key=lambda speed: (speed.type != kind, abs(math.log(bytes_per_weight(speed.type) / size))))
 
 
-def seconds_per_byte(speed: TypeSpeed, rows: float, ratio: float = 1.0) -> float:
+def seconds_per_byte(speed: TypeSpeed, rows: float, ratio: float = 1.0, many_ratio: float = 1.0) -> float:
     """Seconds that a byte of weights takes with ``rows`` rows: straight lines between what was measured, and never less than
-    fewer rows take. ``ratio`` corrects what one row takes."""
-    many = 2 * PREFILL_ROWS / bytes_per_weight(speed.type) / speed.prefill_flop_per_s
+    fewer rows take. ``ratio`` corrects what one row takes, ``many_ratio`` what more do."""
+    many = many_ratio * 2 * PREFILL_ROWS / bytes_per_weight(speed.type) / speed.prefill_flop_per_s
     between = sorted([(BATCH_ROWS, 1 / speed.batch_bytes_per_s), *((at.rows, 1 / at.bytes_per_s) for at in speed.rows)])
     count, taken_s = 1, ratio / speed.decode_bytes_per_s
-    for more, seconds in (*between, (PREFILL_ROWS, many)):
+    for more, seconds in (*((more, many_ratio * each) for more, each in between), (PREFILL_ROWS, many)):
         seconds = max(taken_s, seconds)
         if rows <= more:
             return taken_s + (seconds - taken_s) * (rows - count) / (more - count)
@@ -89,26 +91,39 @@ def seconds_per_byte(speed: TypeSpeed, rows: float, ratio: float = 1.0) -> float
     return max(taken_s, many * rows / PREFILL_ROWS)
 
 
-def width_ratio(widths: Sequence[WidthCost], weights: float) -> float:
-    """What a layer of so many weights takes of a byte over what the rates say: even in the logarithm between the sizes that
-    were measured, as at the nearest beyond them; 1 where none was."""
+def width_ratio(widths: Sequence[WidthCost], weights: float) -> tuple[float, float]:
+    """What a layer of so many weights takes of a byte over what the rates say, with one row and with many.
+
+    Even in the logarithm between the sizes that were measured, as at the nearest beyond them; 1 where none was.
+    """
     if not widths or weights <= 0:
-        return 1.0
+        return 1.0, 1.0
     ordered = sorted(widths, key=lambda each: each.weights)
     before = ordered[0]
     for after in ordered:
         if weights <= after.weights:
-            if after is before:
-                return after.ratio
-            share = math.log(weights / before.weights) / math.log(after.weights / before.weights)
-            return before.ratio + share * (after.ratio - before.ratio)
+            share = 0.0
+            if after is not before:
+                share = math.log(weights / before.weights) / math.log(after.weights / before.weights)
+            return (
+                before.ratio + share * (after.ratio - before.ratio),
+                before.many_ratio + share * (after.many_ratio - before.many_ratio),
+            )
         before = after
-    return before.ratio
+    return before.ratio, before.many_ratio
 
 
-def weights_s(speeds: Sequence[TypeSpeed], bytes_by_type: Mapping[str, int], rows: float, ratio: float = 1.0) -> float:
-    """Seconds that weights take which every row uses; ``ratio`` as in ``seconds_per_byte``."""
-    return sum(size * seconds_per_byte(speed_of(speeds, kind), rows, ratio) for kind, size in bytes_by_type.items())
+def weights_s(
+    speeds: Sequence[TypeSpeed],
+    bytes_by_type: Mapping[str, int],
+    rows: float,
+    ratio: float = 1.0,
+    many_ratio: float = 1.0,
+) -> float:
+    """Seconds that weights take which every row uses; the ratios as in ``seconds_per_byte``."""
+    return sum(
+        size * seconds_per_byte(speed_of(speeds, kind), rows, ratio, many_ratio) for kind, size in bytes_by_type.items()
+    )
 
 
 def experts_s(speeds: Sequence[TypeSpeed], layer: LayerProfile, model: ModelProfile, rows: float) -> float:
@@ -132,14 +147,16 @@ def attention_s(
 ) -> float:
     """Seconds of attention over ``kv`` tokens: the KV cache read once, and what is computed for each row, token and channel.
 
-    That is measured for few rows on a CPU, and 4 FLOP for many.
+    That is measured for one row on a CPU, where llama.cpp computes rows one by one below ``TILE_ROWS``, and 4 FLOP above: so
+    a few more rows may take less.
     """
     read = kv * kv_bytes_per_token(layer, kv_type) / read_bytes_per_s
-    of_row = kv * model.attention_width
-    few_s = min(rows, BATCH_ROWS) * of_row * (processor.attention_s if isinstance(processor, CpuProfile) else 0.0)
+    computed = rows * kv * model.attention_width
+    if isinstance(processor, CpuProfile) and rows < TILE_ROWS:
+        return read + computed * processor.attention_s
     if rows <= BATCH_ROWS:
-        return read + few_s
-    return read + max(few_s, 4 * rows * of_row / speed_of(processor.speeds, "F16").prefill_flop_per_s)
+        return read
+    return read + 4 * computed / speed_of(processor.speeds, "F16").prefill_flop_per_s
 
 
 def layer_s(
@@ -156,10 +173,10 @@ def layer_s(
     This is C(b), the cost of ``b`` rows: more rows never take less.
     """
     widths = processor.widths if isinstance(processor, CpuProfile) else ()
-    ratio = width_ratio(widths, _weights(layer.bytes_by_type))
+    ratio, many_ratio = width_ratio(widths, _weights(layer.bytes_by_type))
     return (
         processor.layer_s
-        + weights_s(processor.speeds, layer.bytes_by_type, rows, ratio)
+        + weights_s(processor.speeds, layer.bytes_by_type, rows, ratio, many_ratio)
         + experts_s(processor.speeds, layer, model, rows)
         + attention_s(processor, read_bytes_per_s, layer, model, rows, kv, kv_type)
     )

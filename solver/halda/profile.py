@@ -34,10 +34,14 @@ class RowSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WidthCost:
-    """What one row of a layer of ``weights`` takes of each byte, over what the rates say, which hold for middling layers."""
+    """What one row of a layer of ``weights`` takes of each byte over what the rates say, which hold for big layers.
+
+    ``many_ratio`` is the same of several rows.
+    """
 
     weights: int
     ratio: float
+    many_ratio: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,7 +204,7 @@ def test_other_shapes_cost_what_the_times_were_made_of(tmp_path):
     assert measure_rows(place, main, machine.step_s, layer_s) == pytest.approx(8e-9, rel=0.05)
     assert measure_attention(place, main) == pytest.approx(5e-10, rel=0.01)
     assert [width.ratio for width in measure_widths(place, main, machine.step_s, layer_s)] == pytest.approx(
-        [1, 1], rel=0.01
+        [1, 1, 1], rel=0.01
     )
     assert {task.cached for task in machine.asked} == {0, CACHED}
 

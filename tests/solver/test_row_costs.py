@@ -70,7 +70,17 @@ def test_what_was_measured_is_what_it_costs():
 
 
 def test_layers_of_other_sizes_cost_what_lies_between_those_measured():
-    widths = (WidthCost(weights=10**8, ratio=1.2), WidthCost(weights=10**6, ratio=1.0))
-    assert [width_ratio(widths, n) for n in (10, 10**6, 10**7, 10**8, 10**12)] == pytest.approx([1, 1, 1.1, 1.2, 1.2])
-    assert width_ratio((), 10**7) == 1
-    assert width_ratio(widths, 0) == 1
+    widths = (WidthCost(weights=10**8, ratio=1.2), WidthCost(weights=10**6, ratio=1.0, many_ratio=1.4))
+    one, many = zip(*(width_ratio(widths, n) for n in (10, 10**6, 10**7, 10**8, 10**12)), strict=True)
+    assert one == pytest.approx([1, 1, 1.1, 1.2, 1.2])
+    assert many == pytest.approx([1.4, 1.4, 1.2, 1, 1])
+    assert width_ratio((), 10**7) == (1, 1)
+    assert width_ratio(widths, 0) == (1, 1)
+
+
+def test_narrow_layers_cost_more_with_many_rows():
+    narrow = replace(CPU, widths=(WidthCost(weights=10**6, ratio=1.0, many_ratio=1.5),))
+    for rows in (8, 64, 512):
+        of_weights = layer_s(CPU, 1e10, LAYER, model(), rows, 0, "f16") - CPU.layer_s
+        assert layer_s(narrow, 1e10, LAYER, model(), rows, 0, "f16") - CPU.layer_s == pytest.approx(1.5 * of_weights)
+    assert layer_s(narrow, 1e10, LAYER, model(), 1, 0, "f16") == layer_s(CPU, 1e10, LAYER, model(), 1, 0, "f16")
