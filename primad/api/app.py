@@ -19,11 +19,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from primad import __version__
+from primad.api.access import OPEN, Door
 from primad.api.anthropic import routes as anthropic
 from primad.api.backend import Backend, ModelNames
 from primad.api.dialect import COMPONENT, Dialect, Route, schemas
 from primad.api.endpoint import Endpoint, json_response
-from primad.api.guard import HostGuard
+from primad.api.guard import HostGuard, KeyGuard
 from primad.api.llama_server import routes as llama_server
 from primad.api.metrics import MEDIA_TYPE, Counted, Metrics
 from primad.api.ollama import routes as ollama
@@ -49,19 +50,21 @@ def create_app(
     *,
     hosts: Collection[str] = (),
     origins: Collection[str] = (),
+    door: Door = OPEN,
     timings: ApiTimings = ApiTimings(),
     names: ModelNames = ModelNames(),
 ) -> FastAPI:
     """The API over ``backend``, whose model is also called by ``names``.
 
     ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it; web pages of ``origins`` may
-    ask it.
+    ask it. ``door`` lets clients in.
     """
     app = _App(title="primad", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics()
     endpoint = Endpoint(backend, metrics, timings, names)
     routes = [*_Server(endpoint, metrics).routes(), *(route for one in DIALECTS for route in one.routes(endpoint))]
     metrics.know(route.path for route in routes)
+    app.add_middleware(KeyGuard, door=door, refuse=_refuse)
     if origins:  # the middleware that is added last sees a request first
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
     app.add_middleware(HostGuard, hosts=hosts, refuse=_refuse)

@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from primad.api.access import charged
 from primad.api.backend import Backend, ModelNames, ServedModel
 from primad.api.connection import MessageStream, read_json, while_connected
 from primad.api.dialect import Framing
@@ -51,7 +52,8 @@ class Endpoint:
 
     def write(self, served: ServedModel, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
         """What is written for ``choice``, counted in the metrics; close it to stop."""
-        return self._metrics.metered(write(self.backend, served.vocabulary, job, choice), len(choice.prompt))
+        written = charged(write(self.backend, served.vocabulary, job, choice), len(choice.prompt))
+        return self._metrics.metered(written, len(choice.prompt))
 
     async def whole(self, request: Request, served: ServedModel, job: Job) -> list[Answered]:
         """All choices of ``job``, written to their ends; it stops when the client leaves."""

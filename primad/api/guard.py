@@ -1,4 +1,4 @@
-"""Who may talk to the server through a browser: no web page from elsewhere.
+"""Who may talk to the server: through a browser no web page from elsewhere; where there are keys, who has one.
 
 A server on 127.0.0.1 can be reached by any page the user has open. Two habits keep them out: the API sends CORS headers
 to no origin but those that its owner named, and insists on JSON (``connection.read_json``), so another origin can neither
@@ -10,6 +10,7 @@ involved. Nor is one in ``host.docker.internal``, which containers call this mac
 from __future__ import annotations
 
 import ipaddress
+import time
 from collections.abc import Callable, Collection
 from typing import Final
 
@@ -17,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from primad.api.access import Door, TooOftenError, let_in
 from primad.errors import PrimadError, RequestError
 
 Refusing = Callable[[str, PrimadError], Response]
@@ -67,3 +69,32 @@ def is_allowed(host: str, hosts: Collection[str]) -> bool:
     except ValueError:
         return False
     return True
+
+
+class KeyGuard:
+    """Asks ``door`` about each HTTP request of ``app``. Preflights, which carry no key, are answered further out."""
+
+    def __init__(self, app: ASGIApp, door: Door, refuse: Refusing, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._door, self._refuse, self._clock = app, door, refuse, clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                let_in(self._door.enter(scope["path"], said_key(Headers(scope=scope)), self._clock()))
+            except RequestError as exc:
+                response = self._refuse(scope["path"], exc)
+                if isinstance(exc, TooOftenError):
+                    response.headers["retry-after"] = str(exc.wait_s)
+                else:
+                    response.headers["www-authenticate"] = "Bearer"
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def said_key(headers: Headers) -> str | None:
+    """The key in ``Authorization: Bearer`` or ``x-api-key``."""
+    scheme, _, said = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and said.strip():
+        return said.strip()
+    return headers.get("x-api-key") or None

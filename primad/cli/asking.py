@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar, Final
 
 import typer
 
 from primad.errors import ConfigError, printable
+from primad.settings.config import is_loopback
 
+LEAST_KEY_CHARS: Final = 16
+MOST_KEY_CHARS: Final = 512
+_KEY: Final = re.compile(rf"[!-~]{{{LEAST_KEY_CHARS},{MOST_KEY_CHARS}}}")
 _HOST: Final = re.compile(r"(\*\.)?[a-z0-9]([a-z0-9._-]{0,252})")
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*]{1,255}")
 
@@ -20,6 +25,21 @@ class AskingOptions:
 
     PANEL: ClassVar[str] = "Who may ask"
 
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Clients need this key. It is seen in the list of processes, unless it comes in the variable.",
+            envvar="PRIMAD_API_KEY",
+            show_default=False,
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="Clients need a key of this file, which 'primad key add' writes.", show_default=False),
+    ] = None
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Everybody may ask who reaches the address of --host.")] = (
+        False
+    )
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
@@ -34,6 +54,35 @@ class AskingOptions:
             show_default=False,
         ),
     ] = None
+
+
+def check_asking(options: AskingOptions, host: str) -> None:
+    """Raise ``ConfigError`` unless the owner said who may ask a server at ``host``, in a way that can be meant."""
+    has_keys = options.api_key is not None or options.api_key_file is not None
+    if has_keys and options.no_auth:
+        raise ConfigError("--no-auth: contradicts --api-key and --api-key-file; leave one of them out")
+    if options.api_key is not None and not _KEY.fullmatch(options.api_key):
+        raise ConfigError(
+            f"--api-key: a key has {LEAST_KEY_CHARS} to {MOST_KEY_CHARS} letters, digits and signs without spaces; "
+            "'primad key add' makes a good one"
+        )
+    if not has_keys and not options.no_auth and not is_loopback(host):
+        raise ConfigError(
+            f"--host {host}: everybody who reaches this address could ask; give --api-key KEY or --api-key-file FILE "
+            "('primad key add' writes one), or say --no-auth"
+        )
+
+
+def warning(options: AskingOptions, host: str) -> str | None:
+    """What the owner of a server at ``host`` should know, in one line."""
+    if is_loopback(host):
+        return None
+    if options.no_auth:
+        return (
+            f"--host {host}: the HTTP endpoint has no password and no encryption; everyone who reaches this address "
+            "can use it and read along"
+        )
+    return f"--host {host}: the HTTP endpoint has no encryption; who sees the network can read along, keys too"
 
 
 def allowed_hosts(options: AskingOptions) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import typer
 
 from primad.cli.conversation import COMMANDS, Conversation, Piece, Received, shown, split_command
 from primad.cli.drawing import Drawing
-from primad.cli.endpoint import CONNECT_TIMEOUT_S, HeadName, Url, endpoint_url, in_our_words
+from primad.cli.endpoint import CONNECT_TIMEOUT_S, HeadName, Key, Reached, Url, check_let_in, in_our_words, reached
 from primad.cli.line_input import is_typed, line_reader
 from primad.cli.output import err, out
 from primad.errors import ClusterError, printable
@@ -27,6 +27,7 @@ def chat(
     prompt: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
     url: Url = None,
     head: HeadName = None,
+    api_key: Key = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 to 2.", min=0, max=2, show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(help="Makes an answer repeatable.", min=0, show_default=False)] = None,
@@ -48,7 +49,7 @@ def chat(
     options = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
     chosen = {key: value for key, value in options.items() if value is not None}
     with asyncio.Runner() as runner:
-        talk = Talk(runner, endpoint_url(url, head), Conversation(system or ""), chosen)
+        talk = Talk(runner, reached(url, head, api_key), Conversation(system or ""), chosen)
         if prompt is not None:
             talk.ask(prompt)
             return
@@ -56,10 +57,13 @@ def chat(
 
 
 class Talk:
-    """Asks the endpoint at ``url`` and draws what it answers."""
+    """Asks the endpoint ``there`` and draws what it answers."""
 
-    def __init__(self, runner: asyncio.Runner, url: str, conversation: Conversation, options: dict[str, Any]) -> None:
-        self._runner, self._url, self._options = runner, url, options
+    def __init__(
+        self, runner: asyncio.Runner, there: Reached, conversation: Conversation, options: dict[str, Any]
+    ) -> None:
+        self._runner, self._options = runner, options
+        self._url, self._headers = there.url, there.headers
         self.conversation = conversation
         self.received, self._dim, self._open = Received(), False, False
 
@@ -82,9 +86,10 @@ class Talk:
         try:
             timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
             async with (
-                httpx.AsyncClient(base_url=self._url, timeout=timeout) as client,
+                httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=timeout) as client,
                 client.stream("POST", "/v1/chat/completions", json=body) as response,
             ):
+                check_let_in(self._url, response.status_code)
                 if response.status_code != 200:
                     await response.aread()
                     raise ClusterError(_error(response))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -27,36 +28,76 @@ HeadName = Annotated[
         "--head", help="Which head, where several run on this device: its name, or name:port.", show_default=False
     ),
 ]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        help="The key that a head elsewhere asks for; that of this device lets its own user in.",
+        envvar="PRIMAD_API_KEY",
+        show_default=False,
+    ),
+]
 DEFAULT_URL: Final = f"http://{LOOPBACK}:{DEFAULT_HTTP_PORT}"
 CONNECT_TIMEOUT_S: Final = 5.0
 
 
-def endpoint_url(url: str | None, head: str | None) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """Where to ask, and the key to say there."""
+
+    url: str
+    key: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes with every request."""
+        return {} if not self.key else {"authorization": f"Bearer {self.key}"}
+
+
+def reached(url: str | None, head: str | None, key: str | None) -> Reached:
     """``url``, or the endpoint of the head on this device that is called ``head``; the usual one where none is found.
 
-    Without ``head`` that of the home folder that ``PRIMAD_HOME`` names counts before all others.
+    A head of this device left a key for its user's commands, which is said there; ``key`` is for others. Without ``head``
+    that of the home folder that ``PRIMAD_HOME`` names counts before all others.
 
     Raises ``ClusterError`` with the names to choose from, ``ConfigError`` when both are given.
     """
     if url is not None:
         if head is not None:
             raise ConfigError("--head: contradicts --url; leave one of them out")
-        return url
+        return Reached(url=url, key=_sound(key))
     from primad.network.local_heads import chosen_head, home_note, local_heads, read_head
 
     home = load_config({}).home
     own = read_head(home_note(home)) if head is None and os.environ.get("PRIMAD_HOME") else None
     found = own if own is not None else chosen_head(local_heads(home), head)
-    return DEFAULT_URL if found is None else found.url
+    if found is None:
+        return Reached(url=DEFAULT_URL, key=_sound(key))
+    return Reached(url=found.url, key=found.key or _sound(key))
+
+
+def _sound(key: str | None) -> str | None:
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError("--api-key: is no key; give it as 'primad key add' printed it")
+    return key
+
+
+def check_let_in(url: str, status: int) -> None:
+    """Raise ``ClusterError`` where the endpoint answers that it wants a key, or another one."""
+    if status == 401:
+        raise ClusterError(f"{url}: asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY")
 
 
 @contextmanager
-def connected(url: str, timeout_s: float | None) -> Iterator[httpx.Client]:
+def connected(there: Reached, timeout_s: float | None) -> Iterator[httpx.Client]:
     """A client of the endpoint. What fails in talking to it is a ``ClusterError``."""
     import httpx
 
+    url = there.url
     try:
-        client = httpx.Client(base_url=url, timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S))
+        client = httpx.Client(
+            base_url=url, headers=there.headers, timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+        )
     except (httpx.InvalidURL, ValueError) as exc:
         raise ClusterError(f"--url {url}: is no address of an endpoint; try {DEFAULT_URL}") from exc
     with client:

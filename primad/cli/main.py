@@ -17,6 +17,7 @@ from primad.cli.chat import chat
 from primad.cli.devices import devices_app
 from primad.cli.doctor import doctor
 from primad.cli.join import join
+from primad.cli.key import key_app
 from primad.cli.options import Home, Name, Threads
 from primad.cli.output import err, out
 from primad.cli.pair_pause_leave import leave, pair, pause, resume
@@ -121,6 +122,7 @@ devices_app.command()(trust)
 devices_app.command()(revoke)
 app.add_typer(devices_app, name="devices")
 app.add_typer(cache_app, name="cache")
+app.add_typer(key_app, name="key")
 for command in (status, pair, leave, pause, resume, doctor, chat):
     app.command()(command)
 

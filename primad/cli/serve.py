@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import typer
 
-from primad.cli.asking import AskingOptions, allowed_hosts, cors_origins
+from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_origins, warning
 from primad.cli.grouped import flags, grouped
 from primad.cli.options import (
     Context,
@@ -23,7 +23,7 @@ from primad.cli.options import (
 from primad.cli.output import err
 from primad.cli.progress import RichReporter
 from primad.errors import ConfigError, printable
-from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_host, is_loopback, load_config
+from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_host, load_config
 from primad.settings.quantities import parse_choice
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ def serve(
         primad serve --model smollm2.gguf --windows 10,12,7 --rounds 1
     """
     check_host(endpoint.host, "--host")
+    check_asking(asking, endpoint.host)
     if others.listen is not None:
         check_host(others.listen, "--listen")
     network = {"host": others.listen, "interface": others.interface, "devices": tuple(others.device or ())}
@@ -165,7 +166,7 @@ def serve(
     config = load_config(flags(device, owner) | network, environment)
     check_interface(config)
     _check_together(others, plan)
-    _warn(endpoint, config)
+    _warn(endpoint, asking, config)
     from primad.head.serve import serve as run_serve
 
     options = _serve_options(endpoint, asking, others, plan, compute)
@@ -181,12 +182,10 @@ def _check_together(others: OtherDevicesOptions, plan: ServedPlanOptions) -> Non
         raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
 
 
-def _warn(endpoint: EndpointOptions, config: Config) -> None:
-    if not is_loopback(endpoint.host):
-        err.print(
-            f"warning: --host {endpoint.host}: the HTTP endpoint has no password and no encryption; everyone who "
-            "reaches this address can use it and read along",
-        )
+def _warn(endpoint: EndpointOptions, asking: AskingOptions, config: Config) -> None:
+    said = warning(asking, endpoint.host)
+    if said is not None:
+        err.print(f"warning: {said}")
     if config.pause_on_battery:
         err.print("pause_on_battery: means nothing to the head, without which nothing is served")
 
@@ -221,6 +220,8 @@ def _serve_options(
         any_model=endpoint.any_model,
         allowed_hosts=allowed_hosts(asking),
         cors_origins=cors_origins(asking),
+        api_key=asking.api_key,
+        api_key_file=asking.api_key_file,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from primad.cli.endpoint import HeadName, Url, connected, endpoint_url
+from primad.cli.endpoint import HeadName, Key, Url, check_let_in, connected, reached
 from primad.errors import ClusterError, printable
 from primad.settings.quantities import show_bytes, show_ms, show_speed
 
@@ -33,6 +33,7 @@ _out = Console(highlight=False, soft_wrap=True)
 def status(
     url: Url = None,
     head: HeadName = None,
+    api_key: Key = None,
     json: Annotated[bool, typer.Option("--json", help="Print what the endpoint says, as JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
 ) -> None:
@@ -50,8 +51,9 @@ def status(
     """
     if not _out.is_terminal:
         _out.width = max(_out.width, _PLAIN_WIDTH)
-    url = endpoint_url(url, head)
-    with connected(url, ANSWER_TIMEOUT_S) as client:
+    there = reached(url, head, api_key)
+    url = there.url
+    with connected(there, ANSWER_TIMEOUT_S) as client:
         if json:
             _print_json(client, url, watch=watch)
         elif watch:
@@ -93,6 +95,7 @@ def _ask(client: httpx.Client, url: str) -> tuple[str, StatusBody]:
     from primad.api.status import decoder
 
     response = client.get("/status")
+    check_let_in(url, response.status_code)
     if response.status_code != 200:
         raise ClusterError(f"{url}: answered {response.status_code}; is it a head, 'primad serve'?")
     try:

@@ -37,6 +37,7 @@ class ServeOptions:
     if ``use_all``. The HTTP server listens at ``http_host`` and ``http_port``.
     Clients may also call the model by its ``aliases``, or with ``any_model`` whatever they like.
     They may reach it by the names ``allowed_hosts``, and be web pages of ``cors_origins``.
+    With ``api_key`` or ``api_key_file`` they need a key.
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
     with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are.
     """
@@ -59,6 +60,8 @@ class ServeOptions:
     any_model: bool = False
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    api_key: str | None = None
+    api_key_file: Path | None = None
     http_host: str = LOOPBACK
 
     @property

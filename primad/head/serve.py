@@ -13,8 +13,11 @@ from typing import Final
 import uvicorn
 
 from halda import ModelProfile
+from primad.api.access import OPEN, Door
 from primad.api.app import create_app
 from primad.api.backend import ModelNames
+from primad.api.key_file import KeyFile
+from primad.api.keys import ApiKey, digest_of, new_key
 from primad.api.patience import Silent
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.reporter import Reporter
@@ -32,6 +35,8 @@ from primad.settings.config import LOOPBACK, Config
 from primad.settings.timings import ApiTimings
 
 HTTP_GRACE_S: Final = 1
+OWN_COMMANDS: Final = "--own-commands"
+"""The name of the key with which this user's commands ask; none of a file begins so."""
 
 
 def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
@@ -49,12 +54,14 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
     header = open_model(path)
     model = model_profile(header)
     check_options(options, config, header, model)
+    own_key = new_key()
+    door = door_of(options, own_key)
     with contextlib.ExitStack() as stack:
         station = stack.enter_context(own_station(config))
         listener = stack.enter_context(contextlib.closing(bind_http(http_host, options.http_port)))
         options = replace(options, http_port=listener.getsockname()[1])
         here = local_url(http_host, options.http_port)
-        stack.enter_context(announced_head(config.home, config.name, here, options.http_port))
+        stack.enter_context(announced_head(config.home, config.name, here, options.http_port, own_key))
 
         async def main() -> None:
             backend = RingBackend()
@@ -66,7 +73,7 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
                 reporter=reporter,
             )
             async with asyncio.TaskGroup() as group:
-                http = _http_server(backend, http_host, options, station.timings.api)
+                http = _http_server(backend, http_host, options, door, station.timings.api)
                 serving = group.create_task(http.serve(sockets=[listener]))
                 heading = asyncio.create_task(head.run())
                 try:
@@ -97,10 +104,24 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _http_server(backend: RingBackend, host: str, options: ServeOptions, timings: ApiTimings) -> uvicorn.Server:
+def door_of(options: ServeOptions, own_key: str) -> Door:
+    """Who is let in: everybody where no keys were asked for, else who has one, or ``own_key``. Raises ``ConfigError``."""
+    if options.api_key is None and options.api_key_file is None:
+        return OPEN
+    given = {OWN_COMMANDS: own_key} | ({} if options.api_key is None else {"--api-key": options.api_key})
+    always = tuple(ApiKey(name=name, digest=digest_of(key)) for name, key in given.items())
+    if options.api_key_file is None:
+        return Door(lambda: always)
+    file = KeyFile(options.api_key_file)
+    return Door(lambda: (*always, *file.keys()))
+
+
+def _http_server(
+    backend: RingBackend, host: str, options: ServeOptions, door: Door, timings: ApiTimings
+) -> uvicorn.Server:
     names = ModelNames(aliases=options.aliases, any_model=options.any_model)
     hosts = (host, socket.gethostname(), *options.allowed_hosts)
-    app = create_app(backend, hosts=hosts, origins=options.cors_origins, timings=timings, names=names)
+    app = create_app(backend, hosts=hosts, origins=options.cors_origins, door=door, timings=timings, names=names)
     config = uvicorn.Config(
         app,
         lifespan="off",

@@ -29,7 +29,10 @@ _MAX_NOTES: Final = 256
 
 
 class LocalHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A head of this device: its name, endpoint and process; ``created`` and ``since_boot`` are its start (``start_of``)."""
+    """A head of this device: its name, endpoint and process; ``created`` and ``since_boot`` are its start (``start_of``).
+
+    ``key`` lets this user's commands in where the endpoint asks for one: nobody else can read the note.
+    """
 
     device: str
     url: str
@@ -37,6 +40,7 @@ class LocalHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     pid: int
     created: float
     since_boot: float
+    key: str = ""
 
 
 def home_note(home: Path) -> Path:
@@ -50,11 +54,11 @@ def shared_folder() -> Path:
 
 
 @contextlib.contextmanager
-def announced_head(home: Path, device: str, url: str, port: int) -> Iterator[None]:
+def announced_head(home: Path, device: str, url: str, port: int, key: str = "") -> Iterator[None]:
     """Leave word of the head ``device`` while inside. Where it cannot be written is a log line and nothing else."""
     pid = os.getpid()
     created, since_boot = start_of(pid)
-    note = LocalHead(device=device, url=url, port=port, pid=pid, created=created, since_boot=since_boot)
+    note = LocalHead(device=device, url=url, port=port, pid=pid, created=created, since_boot=since_boot, key=key)
     paths = (home_note(home), shared_folder() / f"{pid}.json")
     for path in paths:
         try:

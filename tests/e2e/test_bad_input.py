@@ -361,7 +361,7 @@ def test_a_busy_worker_refuses_another_head(tiny, new_home, cluster, temporary):
 
 
 def test_warnings_are_lines_of_their_own(tmp_path, temporary):
-    run = ended("serve", "--model", tmp_path / "x.gguf", "--host", "0.0.0.0", temporary=temporary)
+    run = ended("serve", "--model", tmp_path / "x.gguf", "--host", "0.0.0.0", "--no-auth", temporary=temporary)
     assert [line.split(":")[0] for line in run.errors] == ["warning", "primad"]
     assert run.code == 2
 

@@ -156,7 +156,7 @@ def test_the_variable_is_where_devices_are_heard_not_http(primad, served, monkey
 
 
 def test_an_open_http_endpoint_is_warned_of(primad, served):
-    _, _, err = primad("serve", "--model", "x.gguf", "--host", "0.0.0.0")
+    _, _, err = primad("serve", "--model", "x.gguf", "--host", "0.0.0.0", "--no-auth")
     assert err.startswith("warning: --host 0.0.0.0: the HTTP endpoint has no password and no encryption; ")
     assert served[0][1] == "0.0.0.0"
 

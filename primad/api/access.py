@@ -1,0 +1,87 @@
+"""Who is it, and may it: API keys before everything but the health check.
+
+Without keys everybody may ask who reaches the server. ``Door`` decides and knows neither HTTP nor a clock; ``KeyGuard``
+(``guard.py``) asks it about each request, and what is written for that request is charged to its caller (``charged``).
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from typing import Final
+
+from primad.api.generation import Written
+from primad.api.keys import Allowance, ApiKey, key_like
+from primad.errors import RequestError
+
+OPEN_PATHS: Final = ("/health",)
+"""What answers without a key, for what looks whether the server lives."""
+
+_asking: contextvars.ContextVar[Allowance | None] = contextvars.ContextVar("asking", default=None)
+
+
+class Door:
+    """Lets in who has one of ``keys()``, which are read anew each time and may change; None: everybody.
+
+    The allowance of a key lives as long as the key is the same.
+    """
+
+    def __init__(self, keys: Callable[[], Iterable[ApiKey]] | None = None) -> None:
+        self._keys = keys
+        self._allowances: dict[str, Allowance] = {}
+
+    def enter(self, path: str, said: str | None, now_s: float) -> Allowance | None:
+        """What the caller that ``said`` this key may ask; None: all it likes.
+
+        Raises ``RequestError`` (401, 429).
+        """
+        if self._keys is None or path in OPEN_PATHS:
+            return None
+        key = None if said is None else key_like(said, self._keys())
+        if key is None:
+            wrong = "send an API key: Authorization: Bearer KEY" if said is None else "no such API key here"
+            raise RequestError(wrong, status=401, code="invalid_api_key")
+        allowance = self._allowances.get(key.name)
+        if allowance is None or allowance.key != key:
+            allowance = self._allowances[key.name] = Allowance(key, now_s)
+        over = allowance.ask(now_s)
+        if over is not None:
+            what, wait_s = over
+            raise TooOftenError(f"the key {key.name} has used up its {what}; come back in {wait_s} s", wait_s)
+        return allowance
+
+
+OPEN: Final = Door()
+"""Lets everybody in."""
+
+
+class TooOftenError(RequestError):
+    """A key's limit is reached; ``wait_s`` says for how long."""
+
+    def __init__(self, message: str, wait_s: int) -> None:
+        super().__init__(message, status=429, code="rate_limit_exceeded")
+        self.wait_s = wait_s
+
+
+def let_in(allowance: Allowance | None) -> None:
+    """What is written in this context from now on is charged to ``allowance``."""
+    _asking.set(allowance)
+
+
+def charged(written: AsyncGenerator[Written, None], prompt_tokens: int) -> AsyncGenerator[Written, None]:
+    """``written``, its tokens and those of its prompt taken from what the caller of this request may use."""
+    allowance = _asking.get()
+    if allowance is None or allowance.key.tokens_per_min is None:
+        return written
+    return _charge(written, prompt_tokens, allowance)
+
+
+async def _charge(
+    written: AsyncGenerator[Written, None], prompt_tokens: int, allowance: Allowance
+) -> AsyncGenerator[Written, None]:
+    allowance.used(prompt_tokens)
+    async with aclosing(written):
+        async for part in written:
+            allowance.used(part.sampled)
+            yield part

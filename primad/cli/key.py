@@ -1,0 +1,96 @@
+"""``primad key``: the keys with which clients may ask a server that listens beyond this device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from primad.cli.options import Home
+from primad.cli.output import err, out
+from primad.errors import ConfigError, printable
+from primad.settings.config import load_config
+
+key_app = typer.Typer(help="API keys: add, list and remove them.", no_args_is_help=True)
+
+File = Annotated[
+    Path | None,
+    typer.Option("--file", help="The file of the keys [default: api-keys in the home folder].", show_default=False),
+]
+KeyName = Annotated[str, typer.Argument(help="What to call the key: who has it.")]
+
+
+@key_app.command("add")
+def add(
+    name: KeyName,
+    file: File = None,
+    home: Home = None,
+    requests: Annotated[
+        int | None, typer.Option(help="At most so many requests a minute.", min=1, max=10**9, show_default=False)
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="At most so many tokens a minute, of prompts and answers.", min=1, max=10**9, show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Make a key and print it: it is kept hashed, and cannot be shown again. A server that runs takes it at once.
+
+    Examples:
+
+        primad key add laptop
+
+        primad key add guest --requests 20 --tokens 20000
+    """
+    from primad.api.key_file import KEY_NAME, add_key
+    from primad.api.keys import ApiKey, digest_of, new_key
+
+    if not KEY_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{printable(name, 70)!r} is no name of a key; use up to 62 letters, digits, '.', '_' and '-'"
+        )
+    path, key = _file(file, home), new_key()
+    add_key(path, ApiKey(name=name, digest=digest_of(key), requests_per_min=requests, tokens_per_min=tokens))
+    out.print(key)
+    err.print(f"the key {name}; give it to its client now. It counts where: primad serve --api-key-file {path}")
+
+
+@key_app.command("list")
+def show(file: File = None, home: Home = None) -> None:
+    """List the keys by name, with their limits.
+
+    Examples:
+
+        primad key list
+    """
+    from primad.api.key_file import read_keys
+
+    path = _file(file, home)
+    keys = read_keys(path)
+    if not keys:
+        out.print(f"there are no keys in {path}; make one with 'primad key add NAME'")
+    for key in keys or ():
+        limits = ((key.requests_per_min, "requests"), (key.tokens_per_min, "tokens"))
+        told = ", ".join(f"{most} {what} a minute" for most, what in limits if most is not None)
+        out.print(f"{key.name}: {told or 'no limits'}")
+
+
+@key_app.command("remove")
+def remove(name: KeyName, file: File = None, home: Home = None) -> None:
+    """Let nobody in with a key any more. A server that runs obeys at once.
+
+    Examples:
+
+        primad key remove guest
+    """
+    from primad.api.key_file import remove_key
+
+    path = _file(file, home)
+    remove_key(path, name)
+    out.print(f"{name} is no key any more")
+
+
+def _file(file: Path | None, home: Path | None) -> Path:
+    return load_config({"home": home}).home / "api-keys" if file is None else file

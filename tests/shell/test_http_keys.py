@@ -1,0 +1,139 @@
+"""Who may ask over HTTP where there are keys: each dialect refuses in its own shape, and limits are told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from primad.api.access import Door
+from primad.api.app import create_app
+from primad.api.guard import KeyGuard
+from primad.api.key_file import KeyFile, add_key, remove_key
+from primad.api.keys import ApiKey, digest_of
+from primad.api.openai.errors import error_response
+from primad.errors import ConfigError
+from tests.fakes.backend import FakeBackend, says
+
+KEY = "a-key-of-some-length"
+HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+
+
+def app_for(*keys: ApiKey, origins: tuple[str, ...] = ()):
+    return create_app(FakeBackend(says("Hello")), door=Door(lambda: keys), origins=origins)
+
+
+def key(**limits: int) -> ApiKey:
+    return ApiKey(name="laptop", digest=digest_of(KEY), **limits)
+
+
+def ask(app, method: str, path: str, **request) -> httpx.Response:
+    async def once() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(once())
+
+
+@pytest.mark.parametrize(
+    "headers", [{"authorization": f"Bearer {KEY}"}, {"authorization": f"bearer  {KEY}"}, {"x-api-key": KEY}]
+)
+def test_who_has_a_key_is_let_in(headers):
+    assert ask(app_for(key()), "GET", "/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer"},
+        {"authorization": f"Basic {KEY}"},
+        {"authorization": "Bearer wrong"},
+        {"authorization": KEY},
+        {"x-api-key": "wrong"},
+        {"x-api-key": ""},
+        {b"x-api-key": b"\xff\xfe"},
+    ],
+)
+def test_who_has_none_is_refused_but_for_the_health_check(headers):
+    app = app_for(key())
+    response = ask(app, "POST", "/v1/chat/completions", headers=headers, json=HELLO)
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert ask(app, "GET", "/health", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("/v1/chat/completions", lambda body: body["error"]["code"] == "invalid_api_key"),
+        ("/tokenize", lambda body: body["error"]["code"] == "invalid_api_key"),
+        ("/v1/responses", lambda body: body["error"]["code"] == "invalid_api_key"),
+        ("/v1/messages", lambda body: body["error"]["type"] == "authentication_error"),
+        ("/api/chat", lambda body: "Bearer" in body["error"]),
+    ],
+)
+def test_the_refusal_has_the_shape_of_the_dialect_and_is_short(path, shape):
+    response = ask(app_for(key()), "POST", path, json=HELLO)
+    assert response.status_code == 401
+    assert shape(response.json())
+    assert len(response.content) < 200
+
+
+def test_a_host_name_is_refused_before_a_key_is_looked_at():
+    response = ask(app_for(key()), "GET", "/v1/models", headers={"host": "evil.example"})
+    assert response.status_code == 403
+
+
+def test_a_page_that_may_ask_gets_its_preflight_without_a_key_and_reads_its_refusal():
+    app, origin = app_for(key(), origins=("http://desk.lan",)), {"origin": "http://desk.lan"}
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    assert ask(app, "OPTIONS", "/v1/chat/completions", headers=origin | asks).status_code == 200
+    refused = ask(app, "POST", "/v1/chat/completions", headers=origin, json=HELLO)
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "http://desk.lan"
+
+
+def test_requests_over_the_limit_are_told_when_to_come_back():
+    door = Door(lambda: [key(requests_per_min=1)])
+    app = KeyGuard(create_app(FakeBackend(says())), door, lambda path, exc: error_response(exc), clock=lambda: 0.0)
+    headers = {"x-api-key": KEY}
+    assert ask(app, "GET", "/v1/models", headers=headers).status_code == 200
+    response = ask(app, "GET", "/v1/models", headers=headers)
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert response.headers["retry-after"] == "60"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_prompt_and_answer_count(stream):
+    app, headers = app_for(key(tokens_per_min=1)), {"x-api-key": KEY}
+    asked = {"messages": [{"role": "user", "content": "x" * 200}], "stream": stream}  # hours of such a limit
+    first = ask(app, "POST", "/v1/chat/completions", headers=headers, json=asked)
+    assert first.status_code == 200
+    second = ask(app, "POST", "/v1/chat/completions", headers=headers, json=HELLO)
+    assert second.status_code == 429
+    assert "1 tokens a minute" in second.json()["error"]["message"]
+
+
+def test_keys_are_added_and_removed_under_a_server_that_runs(tmp_path):
+    path = tmp_path / "keys"
+    with pytest.raises(ConfigError, match="there is no such file; write one with"):
+        KeyFile(path)
+    add_key(path, key())
+    assert path.stat().st_mode & 0o077 == 0
+    assert KEY not in path.read_text()
+    file = KeyFile(path)
+    assert file.keys() == (key(),)
+    with pytest.raises(ConfigError, match="has a key laptop already"):
+        add_key(path, key())
+    path.write_text("damaged")
+    assert file.keys() == (key(),)
+    path.unlink()
+    assert file.keys() == ()
+    with pytest.raises(ConfigError, match="has no key laptop; there are: none"):
+        remove_key(path, "laptop")
+    add_key(path, key())
+    remove_key(path, "laptop")
+    with pytest.raises(ConfigError, match="has no key; write one with"):
+        KeyFile(path)
