@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from halda import (
@@ -60,7 +60,7 @@ class ServeOptions:
     any_model: bool = False
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     api_key_file: Path | None = None
     http_host: str = LOOPBACK
 

@@ -43,6 +43,13 @@ def test_a_body_that_is_no_request(path, body):
 
 
 @both
+def test_a_body_that_is_nested_too_deeply_is_told_so(path):
+    body = b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    response = call(FakeBackend(says()), "POST", path, content=body, headers={"content-type": "application/json"})
+    assert error(response, 400)["code"] == "nested_too_deeply"
+
+
+@both
 def test_a_wrong_field_is_named(path):
     assert error(post(FakeBackend(says()), path, **VALID[path], temperature=-1), 400)["param"] == "temperature"
 

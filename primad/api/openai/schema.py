@@ -249,6 +249,8 @@ def _refusal(exc: ValidationError) -> RequestError:
     error = exc.errors(include_url=False, include_input=False)[0]
     loc = error["loc"]
     param = _path(loc[:1] if loc[:1] == ("logit_bias",) else loc)  # its keys are the client's, of any length
+    if error["type"] == "json_invalid" and str(error["ctx"]["error"]).startswith("recursion limit exceeded"):
+        return RequestError("the body is nested too deeply: about 200 levels are taken", code="nested_too_deeply")
     if error["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {error['ctx']['error']}")
     if error["type"] == "missing" and param:
