@@ -6,11 +6,17 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partialmethod
+from unittest.mock import patch
+
+from zeroconf.asyncio import AsyncZeroconf
 
 from primad.network.discovery import Discovery
 from primad.trust.identity import new_identity
 
 HOST = "127.0.0.1"
+_UNASKED = partialmethod(AsyncZeroconf.async_register_service, cooperating_responders=True)
+"""Who takes another's name does not ask before whether it is free."""
 
 
 def datagrams() -> list[bytes]:
@@ -28,12 +34,15 @@ async def impostors(cluster: str, name: str, count: int) -> AsyncIterator[None]:
     announced = [Discovery(HOST, None) for _ in range(count)]
     try:
         names = [name, *(f"fake-{number}" for number in range(1, count))]
-        await asyncio.gather(
-            *(
-                each.announce(called, cluster=cluster, role="worker", version="9", port=9, key=new_identity().public)
-                for called, each in zip(names, announced, strict=True)
+        with patch.object(AsyncZeroconf, "async_register_service", _UNASKED):
+            await asyncio.gather(
+                *(
+                    each.announce(
+                        called, cluster=cluster, role="worker", version="9", port=9, key=new_identity().public
+                    )
+                    for called, each in zip(names, announced, strict=True)
+                )
             )
-        )
         yield
     finally:
         await asyncio.gather(*(each.close() for each in announced))

@@ -192,6 +192,7 @@ async def tap(port: int) -> AsyncIterator[Tap]:
         task = asyncio.create_task(found.serve(reader, writer, port))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda _: writer.transport.abort())  # also where it ended before it began to carry
 
     server = await asyncio.start_server(connected, HOST, 0)
     found = Tap(server.sockets[0].getsockname()[1])

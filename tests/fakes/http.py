@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import httpx
@@ -95,9 +95,10 @@ async def served(backend: Backend, *, patience_s: float = PATIENCE_S) -> AsyncIt
     port = listener.getsockname()[1]
     config = uvicorn.Config(create_app(backend), log_config=None, lifespan="off", ws="none")
     server = uvicorn.Server(config)
-    async with asyncio.timeout(patience_s), asyncio.TaskGroup() as group:
-        group.create_task(server.serve(sockets=[listener]))
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.should_exit = True
+    with closing(listener):
+        async with asyncio.timeout(patience_s), asyncio.TaskGroup() as group:
+            group.create_task(server.serve(sockets=[listener]))
+            try:
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                server.should_exit = True

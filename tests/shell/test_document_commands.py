@@ -136,11 +136,11 @@ def test_plans_that_need_nothing_are_run(words, monkeypatch, capsys):
 # ---- clients --------------------------------------------------------------------------------------------------------
 
 
-def run_client(script: list[str], model: str = "toy") -> str:
-    """What the script prints, with an endpoint that answers "Hello" to everything."""
+def run_client(script: list[str], model: str = "toy", *, answer: str = "Hello") -> str:
+    """What the script prints, with an endpoint that gives ``answer`` to everything."""
 
     async def run() -> str:
-        backend = FakeBackend(says("Hello"))
+        backend = FakeBackend(says(answer))
         assert backend.served is not None
         backend.served = replace(backend.served, id=model)
         async with served(backend, patience_s=PATIENCE_S) as url:
@@ -163,7 +163,8 @@ def snippets() -> list[Fence]:
 @pytest.mark.parametrize("fence", snippets(), ids=lambda fence: str(fence.page.relative_to(ROOT)))
 def test_snippets_run(fence):
     named = re.search(r'model="([^"]+)"', fence.text)
-    assert "Hello" in run_client(["-c", fence.text], *([named[1]] if named else []))
+    answer = '{"name": "Hello", "masts": 3}' if "BaseModel" in fence.text else "Hello"
+    assert "Hello" in run_client(["-c", fence.text], *([named[1]] if named else []), answer=answer)
 
 
 def examples() -> list[Path]:
