@@ -161,7 +161,7 @@ def test_a_layer_that_cannot_be_read(lab):
     said = lab.goes_on(lambda: bad_disk.spoil(lab.disk / bad.name), "a bad sector under a layer of a worker")
     assert breaks(said) == [f"w1: {bad}: weights cannot be read: Input/output error; forming the ring again"]
     lab.wait_computing("w1", "w2")
-    assert not bad_disk.is_spoilt(lab.disk / bad.name), "it was fetched again"
+    wait_until(lambda: not bad_disk.is_spoilt(lab.disk / bad.name), "it was fetched again")
 
 
 @needs_pages
@@ -175,7 +175,7 @@ def test_a_layer_file_is_cut_short(lab):
     assert str(cut) in line
     assert "cut short" in line or line == f"w2: {written_to(cut)}"
     lab.wait_computing("w1", "w2")
-    assert cut.stat().st_size == size, "it was fetched again"
+    wait_until(lambda: cut.exists() and cut.stat().st_size == size, "it was fetched again")
 
 
 @needs_pages
@@ -186,7 +186,9 @@ def test_a_layer_file_is_overwritten(lab):
     said = lab.goes_on(lambda: overwrite(file), "a layer file of a worker overwritten")
     assert breaks(said) == [f"w1: {written_to(file)}"]
     lab.wait_computing("w1", "w2")
-    assert file.read_bytes()[HEADER_BYTES:] == before[HEADER_BYTES:], "it was fetched again"
+    wait_until(
+        lambda: file.exists() and file.read_bytes()[HEADER_BYTES:] == before[HEADER_BYTES:], "it was fetched again"
+    )
 
 
 @needs_pages
@@ -223,8 +225,11 @@ def test_a_disk_that_fails_again_and_again(lab):
     said = lab.goes_on(lambda: bad_disk.spoil(lab.disk / bad.name), "a disk that fails for the third time")
     assert breaks(said) == [f"w1: {bad}: weights cannot be read: Input/output error; forming the ring again"]
     lab.wait_computing("w2")
-    cluster = lab.head.status()["cluster"]
-    assert next(each["reason"] for each in cluster if each["device"] == "w1").startswith(f"w1: {bad}: weights cannot")
+
+    def reason() -> str:
+        return next((each["reason"] for each in lab.head.status()["cluster"] if each["device"] == "w1"), "")
+
+    wait_until(lambda: reason().startswith(f"w1: {bad}: weights cannot"), "why it is left out is told")
 
 
 @needs_bad_disk
