@@ -53,7 +53,13 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def tokenize_chat(vocabulary: Vocabulary, messages: Sequence[Mapping[str, str]], *, now: datetime) -> list[int]:
+def tokenize_chat(
+    vocabulary: Vocabulary,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    now: datetime,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
     """The prompt for ``messages`` as token ids, ready for the assistant's next turn.
 
     Special tokens in the text are parsed as such. The tokenizer adds its own only when the template did not already
@@ -61,29 +67,39 @@ def tokenize_chat(vocabulary: Vocabulary, messages: Sequence[Mapping[str, str]],
 
     Raises ``RequestError`` when the template refuses the messages and ``ModelError`` when it is no template.
     """
-    text = render(vocabulary, messages, now=now)
+    text = render(vocabulary, messages, now=now, variables=variables)
     begun = vocabulary.bos != "" and text.startswith(vocabulary.bos)
     return vocabulary.tokenize(text, add_special=not begun, parse_special=True)
 
 
-def render(vocabulary: Vocabulary, messages: Sequence[Mapping[str, str]], *, now: datetime) -> str:
+def render(
+    vocabulary: Vocabulary,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    now: datetime,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """The prompt for ``messages`` as text, by the model's template.
 
-    Each message has ``role`` and ``content`` and may have ``name`` and ``tool_call_id``; a developer's message is a
-    system message to templates. ``now`` is what ``strftime_now`` formats.
+    Each message has ``role`` and ``content`` and may have ``name``, ``tool_call_id`` and ``reasoning_content``; a
+    developer's message is a system message to templates. ``now`` is what ``strftime_now`` formats; ``variables`` are
+    the request's, by name.
 
     Raises ``RequestError`` when the template refuses the messages and ``ModelError`` when it is no template.
     """
     template = _compile(vocabulary.chat_template or CHATML)
     try:
         return template.render(
-            messages=[_for_template(message) for message in messages],
-            tools=None,
-            documents=None,
-            add_generation_prompt=True,
-            bos_token=vocabulary.bos,
-            eos_token=vocabulary.eos,
-            strftime_now=_strftime(now),
+            {
+                "tools": None,
+                "documents": None,
+                **(variables or {}),
+                "messages": [_for_template(message) for message in messages],
+                "add_generation_prompt": True,
+                "bos_token": vocabulary.bos,
+                "eos_token": vocabulary.eos,
+                "strftime_now": _strftime(now),
+            }
         )
     except _RUNTIME_ERRORS as exc:
         reason = str(exc).strip() or type(exc).__name__

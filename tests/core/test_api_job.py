@@ -238,3 +238,37 @@ def test_a_token_that_cannot_come_is_still_json():
 def test_the_sampled_token_is_always_among_the_alternatives_of_a_completion():
     sampled = Sampled(request=1, token=67, logprob=-4.0, top=((65, -0.5),))
     assert completion_logprobs([Placed(sampled, 0)], ByteVocabulary()).top_logprobs == [{"A": -0.5, "C": -4.0}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({}, "||"),
+        ({"enable_thinking": False, "reasoning_effort": "low"}, "False|low|"),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "False||"),
+        ({"documents": [{"title": "Log"}], "chat_template_kwargs": {"unheard": {"of": 1}}}, "||Log"),
+        ({"chat_template_kwargs": {"self": 1, "range": 2, "namespace": None}}, "||"),
+    ],
+)
+def test_a_request_sets_variables_of_the_template(fields, prompt):
+    on = served(chat_template="{{ enable_thinking }}|{{ reasoning_effort }}|{{ documents[0].title if documents }}")
+    assert chat(on, **fields).choices[0].prompt == [BOS, *prompt.encode()]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "raise_exception"])
+def test_a_request_replaces_nothing_that_the_server_gives_the_template(name):
+    error = refusal(chat, chat_template_kwargs={name: "x"})
+    assert (error.param, error.status) == ("chat_template_kwargs", 400)
+    assert f"'{name}'" in str(error)
+
+
+def test_a_variable_that_breaks_the_template_is_the_requests_mistake():
+    on = served(chat_template="{{ range(3) | length }}{{ enable_thinking + 1 }}")
+    assert refusal(chat, on, chat_template_kwargs={"enable_thinking": "x"}).status == 400
+    assert refusal(chat, on, chat_template_kwargs={"enable_thinking": 1, "range": 2}).status == 400
+
+
+def test_earlier_thoughts_reach_the_template_which_decides():
+    on = served(chat_template="{% for m in messages %}{{ m.reasoning_content }}/{{ m.content }};{% endfor %}")
+    messages = [{"role": "assistant", "content": "Hi", "reasoning_content": "hm"}, {"role": "user", "content": "So?"}]
+    assert chat(on, messages=messages).choices[0].prompt == [BOS, *b"hm/Hi;/So?;"]

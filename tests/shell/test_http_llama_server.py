@@ -65,3 +65,9 @@ def test_what_is_wrong_is_told():
     backend = FakeBackend(says())
     backend.state = Health(serving=False, detail="loading")
     assert call(backend, "GET", "/props").status_code == 503
+
+
+def test_variables_of_the_template_are_taken():
+    backend = FakeBackend(says(), vocabulary=ByteVocabulary(chat_template="{{ reasoning_effort }}"), context_tokens=77)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert post(backend, "/apply-template", messages=messages, reasoning_effort="high").json() == {"prompt": "high"}

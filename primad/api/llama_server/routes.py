@@ -63,7 +63,8 @@ class _Routes:
         served = self._endpoint.serving()
         ask = parse(TemplateRequest, await self._endpoint.read(request))
         messages = [message.for_template() for message in ask.messages]
-        prompt = render(served.vocabulary, messages, now=datetime.now().astimezone())
+        now, variables = datetime.now().astimezone(), ask.template_variables
+        prompt = render(served.vocabulary, messages, now=now, variables=variables)
         return json_response(TemplatedPrompt(prompt=prompt))
 
     async def props(self, request: Request) -> Response:

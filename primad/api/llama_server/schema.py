@@ -9,6 +9,7 @@ from pydantic import Field
 from primad.api.openai.fields import Strict, expecting, only
 from primad.api.openai.samplers import MAX_TOKENS
 from primad.api.openai.schema import CompletionRequest, Message
+from primad.api.openai.template_fields import TemplateFields
 
 _TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
@@ -28,7 +29,7 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[_TokenId], Field(fail_fast=True)]
 
 
-class TemplateRequest(Strict):
+class TemplateRequest(TemplateFields):
     """``POST /apply-template``."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]

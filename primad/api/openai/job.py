@@ -57,7 +57,7 @@ def chat_job(request: ChatRequest, served: ServedModel, *, seed: int, now: datet
     """
     check_model(request.model, [served])
     messages = [message.for_template() for message in request.messages]
-    prompt = tokenize_chat(served.vocabulary, messages, now=now)
+    prompt = tokenize_chat(served.vocabulary, messages, now=now, variables=request.template_variables)
     limit = request.token_limit
     return _job(request, served, [(prompt, "")], limit=limit, logprobs=request.logprob_count, seed=seed, at="messages")
 

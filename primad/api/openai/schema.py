@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from primad.api.openai.fields import Strict, expecting, only
 from primad.api.openai.samplers import MAX_TOKENS, SamplerFields
+from primad.api.openai.template_fields import TemplateFields
 from primad.errors import RequestError, printable
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Message(Strict):
     ] = Field(default=None, validate_default=True)
     name: str | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     tool_calls: _NoTools = None
     function_call: Annotated[Any, only(None, why="this server does not call functions")] = None
     audio: _NoAudio = None
@@ -95,7 +97,11 @@ class Message(Strict):
                 text = self.content
             case parts:
                 text = "\n".join(part.text for part in parts)
-        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        optional = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
         return {"role": self.role, "content": text} | {key: value for key, value in optional.items() if value}
 
 
@@ -140,7 +146,7 @@ class SamplingRequest(SamplerFields):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatRequest(SamplingRequest):
+class ChatRequest(TemplateFields, SamplingRequest):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
