@@ -107,6 +107,13 @@ class Lab:
             exc.add_note(self.head.run.output)
             raise
 
+    def wait_whole(self, name: str, file: Path, is_whole: Callable[[], bool]) -> None:
+        """Wait until a file was fetched again, or ``name`` computes other layers: workers alike may change places."""
+        wait_until(
+            lambda: (file.exists() and is_whole()) or file not in self.layers(name, streamed=False),
+            f"{file.name} was fetched again",
+        )
+
     def goes_on(self, act: Callable[[], object], what: str, *, breaking: bool = True) -> list[str]:
         """Ask, ``act`` in the middle, and judge the answer; what the head said meanwhile, and why if it was ``breaking``."""
         before = len(self.head.run.lines)
@@ -161,7 +168,7 @@ def test_a_layer_that_cannot_be_read(lab):
     said = lab.goes_on(lambda: bad_disk.spoil(lab.disk / bad.name), "a bad sector under a layer of a worker")
     assert breaks(said) == [f"w1: {bad}: weights cannot be read: Input/output error; forming the ring again"]
     lab.wait_computing("w1", "w2")
-    wait_until(lambda: not bad_disk.is_spoilt(lab.disk / bad.name), "it was fetched again")
+    lab.wait_whole("w1", bad, lambda: not bad_disk.is_spoilt(lab.disk / bad.name))
 
 
 @needs_pages
@@ -175,7 +182,7 @@ def test_a_layer_file_is_cut_short(lab):
     assert str(cut) in line
     assert "cut short" in line or line == f"w2: {written_to(cut)}"
     lab.wait_computing("w1", "w2")
-    wait_until(lambda: cut.exists() and cut.stat().st_size == size, "it was fetched again")
+    lab.wait_whole("w2", cut, lambda: cut.stat().st_size == size)
 
 
 @needs_pages
@@ -186,9 +193,7 @@ def test_a_layer_file_is_overwritten(lab):
     said = lab.goes_on(lambda: overwrite(file), "a layer file of a worker overwritten")
     assert breaks(said) == [f"w1: {written_to(file)}"]
     lab.wait_computing("w1", "w2")
-    wait_until(
-        lambda: file.exists() and file.read_bytes()[HEADER_BYTES:] == before[HEADER_BYTES:], "it was fetched again"
-    )
+    lab.wait_whole("w1", file, lambda: file.read_bytes()[HEADER_BYTES:] == before[HEADER_BYTES:])
 
 
 @needs_pages
