@@ -49,7 +49,7 @@ def _narrow_ratio(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) 
     timings = bench.time_rows(main.type, (main.extra_buffers,), _OF_SHAPE * bench.effort.seconds, MIDDLE)[0]
     if isinstance(timings, str):
         return 1.0
-    layers, rows = -(-bench.weights // MIDDLE.weights), timings.prefill_rows
+    layers, rows = bench.layers_of(MIDDLE), timings.prefill_rows
     flop = layers * rows * (2 * MIDDLE.weights + 4 * rows * MIDDLE.width)
     seconds = statistics.median(timings.prefill_s) - step_s - layers * layer_s
     least, most = _MANY_RATIO

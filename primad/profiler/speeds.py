@@ -102,7 +102,11 @@ class Bench:
     @property
     def layers_to_compute(self) -> int:
         """So many big layers that fixed costs matter little when many rows are computed."""
-        return -(-self.weights // BIG.weights)
+        return self.layers_of(BIG)
+
+    def layers_of(self, shape: LayerShape) -> int:
+        """So many layers that they have the weights of a trial with many rows, or more."""
+        return -(-self.weights // shape.weights)
 
     def time_decode(
         self, shape: LayerShape, kind: str, extra: Sequence[bool], seconds: float
@@ -121,8 +125,9 @@ class Bench:
         self, kind: str, extra: Sequence[bool], seconds: float, shape: LayerShape = BIG
     ) -> list[TrialTimes | str]:
         """Time many rows through layers of ``kind`` with as many weights as a trial has, for each setting of ``extra``."""
-        layers = -(-self.weights // shape.weights)
-        return self._time(shape, kind, layers, extra, seconds, sweep_bytes=self.sweep_bytes, many_rows=True)
+        return self._time(
+            shape, kind, self.layers_of(shape), extra, seconds, sweep_bytes=self.sweep_bytes, many_rows=True
+        )
 
     def time_cached(self, shape: LayerShape, kind: str, layers: int, cached: int, seconds: float) -> TrialTimes | str:
         """Time one row behind ``cached`` tokens through a few layers, which may stay in caches."""
