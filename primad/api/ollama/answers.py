@@ -83,6 +83,10 @@ class LinesAnswer:
         self._count(answered.sampled, now_s)
         return self._end(answered.text, answered.finish, now_s)
 
+    def nothing(self) -> OllamaLine:
+        """What says that there is nothing yet."""
+        return self._line("")
+
     def loaded(self) -> OllamaLine:
         """The answer to who asks for nothing but the model."""
         return self._line("", done=True, done_reason="load")
