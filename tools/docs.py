@@ -124,7 +124,7 @@ def _value(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
 
 
 def _object(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
-    served = {name: value for name, value in schema["properties"].items() if "anyOf" in value or "type" in value}
+    served = {name: value for name, value in schema["properties"].items() if value.keys() & {"anyOf", "type", "$ref"}}
     return "object: " + "; ".join(f"`{name}` {_value(value, defs)}" for name, value in served.items())
 
 

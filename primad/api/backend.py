@@ -34,6 +34,9 @@ class Vocabulary(Protocol):
     def piece(self, token: int) -> bytes:
         """The raw bytes that ``token`` adds to the text; b"" for a special token."""
 
+    def piece_or_marker(self, token: int) -> bytes:
+        """As ``piece``, and for a control token its name, unless it ends answers."""
+
     def name(self, token: int) -> str:
         """A printable name of any token, special ones too (for log-probabilities)."""
 
@@ -77,7 +80,8 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The model behind the API. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus answer."""
+    """The model behind the API. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus answer;
+    ``tool_parser`` names the form of its calls, or is ``auto``."""
 
     id: str
     created: int
@@ -86,6 +90,7 @@ class ServedModel:
     sampling: SamplingDefaults = SamplingDefaults()
     facts: ModelFacts = ModelFacts()
     names: ModelNames = ModelNames()
+    tool_parser: str = "auto"
 
     @property
     def all_names(self) -> tuple[str, ...]:

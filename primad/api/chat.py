@@ -21,6 +21,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from primad.api.backend import Vocabulary
+from primad.api.grammar import HERMES, CallForm
+from primad.api.tool_prompt import for_template
 from primad.errors import ModelError, RequestError
 
 CHATML: Final = (
@@ -53,48 +55,61 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def tokenize_chat(
-    vocabulary: Vocabulary,
-    messages: Sequence[Mapping[str, str]],
-    *,
-    now: datetime,
-    variables: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """The prompt for ``messages`` as token ids, ready for the assistant's next turn.
+def tokenize_prompt(vocabulary: Vocabulary, text: str) -> list[int]:
+    """A prompt that a template wrote, as token ids.
 
     Special tokens in the text are parsed as such. The tokenizer adds its own only when the template did not already
     write the beginning-of-sequence token, which is therefore never doubled (llama.cpp's convention).
-
-    Raises ``RequestError`` when the template refuses the messages and ``ModelError`` when it is no template.
     """
-    text = render(vocabulary, messages, now=now, variables=variables)
     begun = vocabulary.bos != "" and text.startswith(vocabulary.bos)
     return vocabulary.tokenize(text, add_special=not begun, parse_special=True)
 
 
 def render(
     vocabulary: Vocabulary,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     *,
     now: datetime,
     variables: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    form: CallForm = HERMES,
 ) -> str:
-    """The prompt for ``messages`` as text, by the model's template.
+    """The prompt for ``messages`` as text, by the model's template, ready for the assistant's next turn.
 
-    Each message has ``role`` and ``content`` and may have ``name``, ``tool_call_id`` and ``reasoning_content``; a
-    developer's message is a system message to templates. ``now`` is what ``strftime_now`` formats; ``variables`` are
-    the request's, by name.
+    Each message has ``role`` and ``content`` and may have ``name``, ``tool_calls``, ``tool_call_id`` and
+    ``reasoning_content``; a developer's message is a system message to templates. ``now`` is what ``strftime_now`` formats;
+    ``variables`` are the request's, by name. ``tools`` are those that may be called, in ``form`` where the template knows
+    nothing of tools.
 
     Raises ``RequestError`` when the template refuses the messages and ``ModelError`` when it is no template.
     """
-    template = _compile(vocabulary.chat_template or CHATML)
+    source = vocabulary.chat_template or CHATML
+    refusal: RequestError | None = None
+    for said, known in for_template(source, messages, tools, form):
+        try:
+            return _render(vocabulary, source, said, known, now, variables or {})
+        except RequestError as exc:
+            refusal = refusal or exc
+    assert refusal is not None
+    raise refusal
+
+
+def _render(
+    vocabulary: Vocabulary,
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    now: datetime,
+    variables: Mapping[str, Any],
+) -> str:
+    template = _compile(source)
     try:
         return template.render(
             {
-                "tools": None,
                 "documents": None,
-                **(variables or {}),
-                "messages": [_for_template(message) for message in messages],
+                **variables,
+                "tools": tools,
+                "messages": [_developer_as_system(message) for message in messages],
                 "add_generation_prompt": True,
                 "bos_token": vocabulary.bos,
                 "eos_token": vocabulary.eos,
@@ -122,7 +137,7 @@ def _compile(source: str) -> jinja2.Template:
         ) from exc
 
 
-def _for_template(message: Mapping[str, str]) -> dict[str, str]:
+def _developer_as_system(message: Mapping[str, Any]) -> dict[str, Any]:
     role = "system" if message["role"] == "developer" else message["role"]
     return {**message, "role": role}
 

@@ -97,6 +97,9 @@ class CallForm:
     between: str = "\n"
 
 
+HERMES: Final = CallForm()
+
+
 def of_calls(
     functions: Mapping[str, Mapping[str, Any] | None], form: CallForm, *, several: bool, param: str = "tools"
 ) -> str:
@@ -126,11 +129,22 @@ def of_calls(
     return grammar
 
 
+def either(one: str, other: str) -> str:
+    """The grammar of all texts of ``one`` and of all of ``other``."""
+    parts = [*_parts(one, "one"), *_parts(other, "other")]
+    return json.dumps({"grammars": [{"lark_grammar": "start: @one | @other"}, *parts]})
+
+
 def behind_thoughts(grammar: str, end: str) -> str:
     """``grammar`` behind any text that ends with ``end`` (such as ``</think>``): for a prompt that lets the model think."""
-    inner = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
     thoughts = f"start: thoughts /\\s{{0,4}}/ @answer\nthoughts[suffix={_quoted(end)}]: /(.|\\n)*/"
-    return json.dumps({"grammars": [{"lark_grammar": thoughts}, inner | {"name": "answer"}]})
+    return json.dumps({"grammars": [{"lark_grammar": thoughts}, *_parts(grammar, "answer")]})
+
+
+def _parts(grammar: str, name: str) -> list[dict[str, Any]]:
+    """``grammar`` as parts of another, the first of them called ``name``."""
+    first, *rest = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    return [first | {"name": name}, *rest]
 
 
 def _quoted(text: str) -> str:

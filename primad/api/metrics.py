@@ -92,7 +92,7 @@ class Metrics:
         )
         self._answers = Counter(
             "primad_answers",
-            "Answers by how they ended: stop, length, error, refused, or left for a client that went away.",
+            "Answers by how they ended: stop, length, tool_calls, error, refused, or left for a client that went away.",
             ["end"],
             registry=self._registry,
         )

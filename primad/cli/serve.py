@@ -48,6 +48,10 @@ class EndpointOptions:
     any_model: Annotated[
         bool, typer.Option("--any-model", help="Answer with this model, whatever name a client says.")
     ] = False
+    tool_parser: Annotated[
+        str,
+        typer.Option(help="How the model writes that it calls a function, where its chat template shows it wrongly."),
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +202,7 @@ def _serve_options(
     compute: ComputeOptions,
 ) -> ServeOptions:
     from halda import KV_TYPES, OBJECTIVES
+    from primad.api.reading import PARSERS
     from primad.head.options import ServeOptions
 
     return ServeOptions(
@@ -218,6 +223,7 @@ def _serve_options(
         use_all=plan.use_all,
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
+        tool_parser=parse_choice(endpoint.tool_parser, PARSERS, "--tool-parser"),
         allowed_hosts=allowed_hosts(asking),
         cors_origins=cors_origins(asking),
         api_key=asking.api_key,

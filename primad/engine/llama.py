@@ -592,6 +592,13 @@ class LlamaVocabulary:
         """The bytes that ``token`` adds to a text; none for control tokens."""
         return self._piece(token, special=False)
 
+    def piece_or_marker(self, token: int) -> bytes:
+        """As ``piece``, and for a control token its name, unless it ends answers."""
+        piece = self.piece(token)
+        if piece or llama.llama_vocab_is_eog(self._vocab, token):
+            return piece
+        return self._piece(token, special=True)
+
     def name(self, token: int) -> str:
         """A printable name of any token, control tokens included."""
         return self._piece(token, special=True).decode("utf-8", errors="replace")

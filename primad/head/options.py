@@ -21,6 +21,7 @@ from halda import (
     instance,
     residency,
 )
+from primad.api.reading import AUTO
 from primad.engine.protocol import KvType
 from primad.errors import ConfigError, PlanError
 from primad.planning.question import check_kv_type, default_context, default_workload
@@ -36,6 +37,7 @@ class ServeOptions:
     takes). ``windows`` and ``rounds`` set the plan by hand; otherwise it makes ``objective`` small, with every device in it
     if ``use_all``. The HTTP server listens at ``http_host`` and ``http_port``.
     Clients may also call the model by its ``aliases``, or with ``any_model`` whatever they like.
+    ``tool_parser`` names the form of its calls.
     They may reach it by the names ``allowed_hosts``, and be web pages of ``cors_origins``.
     With ``api_key`` or ``api_key_file`` they need a key.
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
@@ -58,6 +60,7 @@ class ServeOptions:
     use_all: bool
     aliases: tuple[str, ...] = ()
     any_model: bool = False
+    tool_parser: str = AUTO
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     api_key: str | None = field(default=None, repr=False)

@@ -64,8 +64,7 @@ class Wishes:
 class Question:
     """What is to be planned. ``head`` is None where the best device is looked for.
 
-    ``links`` are known ones; what they do not cover goes by ``default_link``. ``widens``: nobody said how much context, so
-    the plan's has as much as it has room for.
+    ``links`` are known ones; what they do not cover goes by ``default_link``.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -78,7 +77,6 @@ class Question:
     solver: Solver
     objective: Objective
     time_limit_s: float
-    widens: bool = False
 
     @property
     def all_links(self) -> tuple[LinkProfile, ...]:
@@ -112,7 +110,6 @@ def ask(
         solver=parse_choice(wishes.solver, SOLVERS, "--solver"),
         objective=parse_choice(wishes.objective, OBJECTIVES, "--objective"),
         time_limit_s=wishes.time_limit_s,
-        widens=wishes.context is None,
     )
 
 

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from primad.api.chat import render, tokenize_chat
+from primad.api.chat import render, tokenize_prompt
 from primad.errors import ModelError, RequestError
 from tests.fakes.backend import BOS, IM_END, IM_START, ByteVocabulary
 
@@ -18,6 +18,10 @@ def rendered(template: str, messages=HELLO) -> str:
     return render(ByteVocabulary(chat_template=template), messages, now=NOW)
 
 
+def prompt_of(vocabulary: ByteVocabulary) -> list[int]:
+    return tokenize_prompt(vocabulary, render(vocabulary, HELLO, now=NOW))
+
+
 def test_a_model_without_a_template_gets_chatml():
     assert (
         render(ByteVocabulary(), [{"role": "system", "content": "Be brief."}, *HELLO], now=NOW)
@@ -26,19 +30,19 @@ def test_a_model_without_a_template_gets_chatml():
 
 
 def test_special_tokens_of_the_template_are_parsed():
-    tokens = tokenize_chat(ByteVocabulary(), HELLO, now=NOW)
+    tokens = prompt_of(ByteVocabulary())
     assert tokens == [BOS, IM_START, *b"user\nHi", IM_END, *b"\n", IM_START, *b"assistant\n"]
 
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}Hi", "Hi"])
 def test_bos_is_never_doubled(template):
-    tokens = tokenize_chat(ByteVocabulary(chat_template=template), HELLO, now=NOW)
+    tokens = prompt_of(ByteVocabulary(chat_template=template))
     assert tokens == [BOS, *b"Hi"]
 
 
 def test_a_model_without_bos_gets_none():
     vocabulary = ByteVocabulary(chat_template="{{ bos_token }}Hi", bos="", adds_bos=False)
-    assert tokenize_chat(vocabulary, HELLO, now=NOW) == [*b"Hi"]
+    assert prompt_of(vocabulary) == [*b"Hi"]
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,6 @@ def test_a_value_out_of_range_or_type_is_refused(field, values):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"functions": [{"name": "f"}]},
         {"function_call": {"name": "f"}},
         {"guided_json": {"type": "object"}},
@@ -158,7 +155,8 @@ def test_null_means_the_default():
         ([{"role": "user", "content": {"text": "x"}}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content"),
-        ([{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls[0].function"),
+        ([{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}], "messages[0].tool_calls"),
         ([{"role": "user", "content": "x", "name": 7}], "messages[0].name"),
     ],
 )

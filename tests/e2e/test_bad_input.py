@@ -230,6 +230,7 @@ def test_windows_that_do_not_fit(tiny, new_home, cluster, temporary):
         (("--context", "1000000"), "--context 1000000"),
         (("--prompt", "64", "--context", "64"), "--prompt 64"),
         (("--kv-type", "q5_1"), "--kv-type q5_1"),
+        (("--tool-parser", "odd"), "--tool-parser odd: choose auto, "),
         (("--port", "99999"), "--port"),
         (("--insecure-lan",), "--insecure-lan"),
         (("--listen", "no.such.host.invalid"), "--listen"),

@@ -46,6 +46,10 @@ class ByteVocabulary:
         assert 0 <= token < SIZE, f"token {token} is outside the vocabulary"
         return bytes([token]) if token < 256 else b""
 
+    def piece_or_marker(self, token: int) -> bytes:
+        ends = token in (EOS, IM_END)
+        return self.piece(token) if token < 256 or ends else self.name(token).encode()
+
     def name(self, token: int) -> str:
         assert 0 <= token < SIZE, f"token {token} is outside the vocabulary"
         names = {token: name for name, token in SPECIAL.items()}

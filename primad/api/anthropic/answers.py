@@ -10,7 +10,7 @@ import msgspec
 
 from primad.api.anthropic.job import stop_reason
 from primad.api.dialect import NamedEvent
-from primad.api.generation import Answered, Written
+from primad.api.generation import Answered, GivenCall, Written
 from primad.api.openai.errors import status_of
 from primad.errors import PrimadError
 
@@ -80,19 +80,26 @@ def error_event(exc: PrimadError) -> NamedEvent:
 
 @dataclass(slots=True, kw_only=True)
 class MessageAnswer:
-    """One answer. A stream is ``opening``, then ``events`` of what is written, the last of which ends it."""
+    """One answer, with its thoughts if it ``shows_thoughts``. A stream is ``opening``, then ``events`` of what is written,
+    the last of which ends it."""
 
     id: str
     model: str
     prompt_tokens: int
+    shows_thoughts: bool
     sampled: int = 0
     blocks: int = field(default=0, init=False)
-    is_open: bool = field(default=False, init=False)
+    open_kind: str | None = field(default=None, init=False)
 
     def whole(self, answered: Answered) -> AnthropicMessage:
         """All of it at once."""
-        reason = stop_reason(answered.finish, answered.stopped_by)
-        content = [{"type": "text", "text": answered.text}] if answered.text else []
+        content: list[dict[str, Any]] = []
+        if answered.thought and self.shows_thoughts:
+            content.append({"type": "thinking", "thinking": answered.thought, "signature": ""})
+        if answered.text:
+            content.append({"type": "text", "text": answered.text})
+        content += [_tool_use(call) | {"input": call.input} for call in answered.calls]
+        reason = stop_reason(answered.finish, answered.stopped_by, answered.calls)
         return self._message(content, reason, answered.stopped_by, answered.sampled)
 
     def opening(self) -> NamedEvent:
@@ -103,15 +110,17 @@ class MessageAnswer:
     def events(self, written: Written) -> Iterator[NamedEvent]:
         """What ``written`` adds."""
         self.sampled += written.sampled
+        if written.thought and self.shows_thoughts:
+            yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta(type="thinking_delta", thinking=written.thought)
         if written.text:
-            if not self.is_open:
-                self.is_open = True
-                yield self._of_block("content_block_start", content_block={"type": "text", "text": ""})
-            yield self._of_block("content_block_delta", delta={"type": "text_delta", "text": written.text})
+            yield from self._open("text", {"type": "text", "text": ""})
+            yield self._delta(type="text_delta", text=written.text)
+        for call in written.calls:
+            yield from self._open("tool_use", _tool_use(call))
+            yield self._delta(type="input_json_delta", partial_json=call.arguments)
         if written.finish is not None:
-            if self.is_open:
-                yield self._of_block("content_block_stop")
-                self.is_open, self.blocks = False, self.blocks + 1
+            yield from self._close()
             ended = {
                 "stop_reason": stop_reason(written.finish, written.stopped_by),
                 "stop_sequence": written.stopped_by,
@@ -119,6 +128,27 @@ class MessageAnswer:
             usage = msgspec.to_builtins(self._usage(self.sampled))
             yield NamedEvent("message_delta", {"type": "message_delta", "delta": ended, "usage": usage})
             yield NamedEvent("message_stop", {"type": "message_stop"})
+
+    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[NamedEvent]:
+        """Make ``block`` the one that is written, unless one of its ``kind`` is; each call has its own."""
+        if self.open_kind == kind != "tool_use":
+            return
+        yield from self._close()
+        self.open_kind = kind
+        yield self._of_block("content_block_start", content_block=block)
+
+    def _close(self) -> Iterator[NamedEvent]:
+        if self.open_kind is None:
+            return
+        if self.open_kind == "thinking":
+            yield self._delta(
+                type="signature_delta", signature=""
+            )  # clients wait for one before they show the thoughts
+        yield self._of_block("content_block_stop")
+        self.open_kind, self.blocks = None, self.blocks + 1
+
+    def _delta(self, **delta: str) -> NamedEvent:
+        return self._of_block("content_block_delta", delta=delta)
 
     def _of_block(self, name: str, **data: Any) -> NamedEvent:
         return NamedEvent(name, {"type": name, "index": self.blocks, **data})
@@ -137,3 +167,8 @@ class MessageAnswer:
             stop_sequence=stopped_by,
             usage=self._usage(sampled),
         )
+
+
+def _tool_use(call: GivenCall) -> dict[str, Any]:
+    """The block of a call, whose input is still to come."""
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}

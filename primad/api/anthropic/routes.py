@@ -62,7 +62,12 @@ class _Routes:
         served = self._endpoint.serving()
         ask = parse(MessagesRequest, await self._endpoint.read(request))
         job = _job(ask, served)
-        answer = MessageAnswer(id=f"msg_{secrets.token_hex(12)}", model=served.id, prompt_tokens=job.prompt_tokens)
+        answer = MessageAnswer(
+            id=f"msg_{secrets.token_hex(12)}",
+            model=served.id,
+            prompt_tokens=job.prompt_tokens,
+            shows_thoughts=ask.thinking is not None and ask.thinking.type != "disabled",
+        )
         if ask.stream:
             return self._endpoint.stream(self._stream(served, job, answer), _EVENTS)
         answered = await self._endpoint.whole(request, served, job)

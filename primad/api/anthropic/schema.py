@@ -95,7 +95,7 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Strict):
+class ThinkingChoice(Strict):
     """Whether the model thinks first, where its template has a choice."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -110,7 +110,7 @@ class CountRequest(Strict):
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingChoice | None = None
 
 
 class MessagesRequest(CountRequest):

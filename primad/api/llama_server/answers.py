@@ -12,6 +12,7 @@ from primad.api.backend import ServedModel, Vocabulary
 from primad.api.chat import CHATML
 from primad.api.generation import Answered, Written
 from primad.api.openai.job import Job
+from primad.api.tool_prompt import mentions
 
 
 class AnswerTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,10 +170,10 @@ def props(served: ServedModel) -> dict[str, Any]:
         "model_path": f"{served.id}.gguf",
         "chat_template": template,
         "chat_template_caps": {
-            "supports_tools": "tools" in template,
-            "supports_tool_calls": "tool_calls" in template,
+            "supports_tools": mentions(template, "tools"),
+            "supports_tool_calls": mentions(template, "tool_calls"),
             "supports_system_role": "system" in template,
-            "supports_parallel_tool_calls": "tool_calls" in template,
+            "supports_parallel_tool_calls": mentions(template, "tool_calls"),
         },
         "bos_token": served.vocabulary.bos,
         "eos_token": served.vocabulary.eos,

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.backend import ServedModel
-from primad.api.chat import render
 from primad.api.dialect import Dialect, Route
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.llama_server.answers import (
@@ -35,6 +34,7 @@ from primad.api.openai.job import Job, check_tokens, completion_job
 from primad.api.openai.routes import EVENTS
 from primad.api.openai.sampling import SEEDS
 from primad.api.openai.schema import parse
+from primad.api.openai.tool_use import chat_text
 
 _EVENTS: Final = replace(EVENTS, end=b"")
 
@@ -62,9 +62,7 @@ class _Routes:
         """Messages as the prompt that the model's template makes of them."""
         served = self._endpoint.serving()
         ask = parse(TemplateRequest, await self._endpoint.read(request))
-        messages = [message.for_template() for message in ask.messages]
-        now, variables = datetime.now().astimezone(), ask.template_variables
-        prompt = render(served.vocabulary, messages, now=now, variables=variables)
+        prompt = chat_text(ask, served, now=datetime.now().astimezone())
         return json_response(TemplatedPrompt(prompt=prompt))
 
     async def props(self, request: Request) -> Response:

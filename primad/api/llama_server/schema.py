@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from primad.api.openai.chat_fields import ChatFields
 from primad.api.openai.fields import Strict, expecting, only
 from primad.api.openai.samplers import MAX_TOKENS
-from primad.api.openai.schema import CompletionRequest, Message
-from primad.api.openai.template_fields import TemplateFields
+from primad.api.openai.schema import CompletionRequest
 
 _TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
@@ -29,10 +29,8 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[_TokenId], Field(fail_fast=True)]
 
 
-class TemplateRequest(TemplateFields):
+class TemplateRequest(ChatFields):
     """``POST /apply-template``."""
-
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class RawCompletionRequest(CompletionRequest):

@@ -14,9 +14,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from primad.api.backend import ServedModel
+from primad.api.calls.choose import thinks
 from primad.api.chat import CHATML
-from primad.api.generation import Answered, Written
+from primad.api.generation import Answered, GivenCall, Written
 from primad.api.ollama.job import LATEST
+from primad.api.tool_prompt import mentions
 from primad.errors import PrimadError
 
 API_VERSION: Final = "0.12.0"
@@ -30,11 +32,26 @@ class OllamaError(msgspec.Struct, frozen=True, kw_only=True):
     error: str
 
 
+class OllamaGivenFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """What is called, with its arguments as an object."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaGivenCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a function."""
+
+    function: OllamaGivenFunction
+
+
 class OllamaReply(msgspec.Struct, frozen=True, kw_only=True):
     """What a chat's answer adds, or all of it."""
 
     role: Literal["assistant"] = "assistant"
     content: str
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaGivenCall] | UnsetType = UNSET
 
 
 class OllamaLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +61,7 @@ class OllamaLine(msgspec.Struct, frozen=True, kw_only=True):
     created_at: str
     message: OllamaReply | UnsetType = UNSET
     response: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
     done: bool
     done_reason: str | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
@@ -61,10 +79,12 @@ def ollama_error(exc: PrimadError) -> OllamaError:
 
 @dataclass(slots=True, kw_only=True)
 class LinesAnswer:
-    """One answer; ``model`` is the name that the client said. Times are seconds on any scale, but ``created``."""
+    """One answer, with its thoughts if it ``shows_thoughts``; ``model`` is the name that the client said. Times are seconds
+    on any scale, but ``created``."""
 
     model: str
     is_chat: bool
+    shows_thoughts: bool
     prompt_tokens: int
     created: float
     begun_s: float
@@ -75,31 +95,27 @@ class LinesAnswer:
         """What ``written`` adds; the last one ends the answer."""
         self._count(written.sampled, now_s)
         if written.finish is None:
-            return self._line(written.text)
-        return self._end(written.text, written.finish, now_s)
+            return self._line(written)
+        return self._end(written, written.finish, now_s)
 
     def whole(self, answered: Answered, now_s: float) -> OllamaLine:
         """All of it at once."""
         self._count(answered.sampled, now_s)
-        return self._end(answered.text, answered.finish, now_s)
-
-    def nothing(self) -> OllamaLine:
-        """What says that there is nothing yet."""
-        return self._line("")
+        return self._end(answered, answered.finish, now_s)
 
     def loaded(self) -> OllamaLine:
         """The answer to who asks for nothing but the model."""
-        return self._line("", done=True, done_reason="load")
+        return self._line(None, done=True, done_reason="load")
 
     def _count(self, sampled: int, now_s: float) -> None:
         self.sampled += sampled
         if sampled and self.first_s is None:
             self.first_s = now_s
 
-    def _end(self, text: str, finish: str, now_s: float) -> OllamaLine:
+    def _end(self, said: Written | Answered, finish: str, now_s: float) -> OllamaLine:
         first_s = now_s if self.first_s is None else self.first_s
         return self._line(
-            text,
+            said,
             done=True,
             done_reason="length" if finish == "length" else "stop",
             total_duration=_nanoseconds(now_s - self.begun_s),
@@ -110,9 +126,18 @@ class LinesAnswer:
             eval_duration=_nanoseconds(now_s - first_s),
         )
 
-    def _line(self, text: str, *, done: bool = False, **ended: Any) -> OllamaLine:
-        said: dict[str, Any] = {"message": OllamaReply(content=text)} if self.is_chat else {"response": text}
-        return OllamaLine(model=self.model, created_at=_iso(self.created), done=done, **said, **ended)
+    def _line(self, said: Written | Answered | None, *, done: bool = False, **ended: Any) -> OllamaLine:
+        text = "" if said is None else said.text
+        thinking = (said.thought if said is not None and self.shows_thoughts else "") or UNSET
+        calls = [] if said is None else [_given(call) for call in said.calls]
+        parts: dict[str, Any] = {"response": text, "thinking": thinking}
+        if self.is_chat:
+            parts = {"message": OllamaReply(content=text, thinking=thinking, tool_calls=calls or UNSET)}
+        return OllamaLine(model=self.model, created_at=_iso(self.created), done=done, **parts, **ended)
+
+
+def _given(call: GivenCall) -> OllamaGivenCall:
+    return OllamaGivenCall(function=OllamaGivenFunction(name=call.name, arguments=call.input))
 
 
 def tags(served: ServedModel | None) -> dict[str, Any]:
@@ -145,9 +170,16 @@ def shown(served: ServedModel) -> dict[str, Any]:
             f"{architecture}.context_length": served.context_tokens,
             f"{architecture}.embedding_length": facts.width,
         },
-        "capabilities": ["completion"],
+        "capabilities": _capabilities(served),
         "modified_at": _iso(served.created),
     }
+
+
+def _capabilities(served: ServedModel) -> list[str]:
+    """What the chat template shows that the model was trained for."""
+    template = served.vocabulary.chat_template or CHATML
+    has = {"tools": mentions(template, "tools"), "thinking": thinks(template) is not None}
+    return ["completion", *(name for name, is_there in has.items() if is_there)]
 
 
 def _entry(served: ServedModel, name: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
@@ -44,7 +43,7 @@ def _error(exc: PrimadError) -> bytes:
 
 
 _LINES: Final = Framing(media_type="application/x-ndjson", message=_line, error=_error, end=b"", waiting=b"")
-"""JSON, a line each. Clients take no other line: while nothing comes, an answer adds nothing to itself."""
+"""JSON, a line each; clients take no other line, so nothing is said while nothing comes."""
 
 
 class _Routes:
@@ -99,6 +98,7 @@ class _Routes:
         answer = LinesAnswer(
             model=ask.model,
             is_chat=isinstance(ask, OllamaChatRequest),
+            shows_thoughts=ask.think is not False,
             prompt_tokens=0 if job is None else job.prompt_tokens,
             created=time.time(),
             begun_s=time.perf_counter(),
@@ -106,8 +106,7 @@ class _Routes:
         if job is None:
             return json_response(answer.loaded())
         if ask.stream is not False:
-            framing = replace(_LINES, waiting=_line(answer.nothing()))
-            return self._endpoint.stream(self._stream(served, job, answer), framing)
+            return self._endpoint.stream(self._stream(served, job, answer), _LINES)
         answered = await self._endpoint.whole(request, served, job)
         return json_response(answer.whole(answered[0], time.perf_counter()))
 
@@ -115,7 +114,7 @@ class _Routes:
         async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
             async for part in written:
                 line = answer.part(part, time.perf_counter())
-                if part.text or part.finish is not None:
+                if part.says_something or part.finish is not None:
                     yield line
 
 

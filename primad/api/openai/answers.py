@@ -9,11 +9,12 @@ from typing import ClassVar
 from msgspec import UNSET, UnsetType
 
 from primad.api.backend import Vocabulary
-from primad.api.generation import Answered, Written
+from primad.api.generation import Answered, GivenCall, Written
 from primad.api.openai.job import Choice
 from primad.api.openai.logprobs import chat_logprobs, completion_logprobs
 from primad.api.openai.shapes import (
     AssistantMessage,
+    CallDelta,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -24,6 +25,8 @@ from primad.api.openai.shapes import (
     CompletionLogprobs,
     Delta,
     FinishReason,
+    GivenFunction,
+    MessageCall,
     Usage,
 )
 from primad.api.text import Placed
@@ -61,7 +64,12 @@ class ChatAnswer(_Headed):
         return self._chunk(choice, Delta(role="assistant", content=""))
 
     def piece(self, choice: Choice, written: Written) -> ChatChunk:
-        return self._chunk(choice, Delta(content=written.text), logprobs=self._logprobs(written.tokens))
+        delta = Delta(
+            content=written.text if written.text or not (written.thought or written.calls) else UNSET,
+            reasoning_content=written.thought or UNSET,
+            tool_calls=[_call_delta(call) for call in written.calls] or UNSET,
+        )
+        return self._chunk(choice, delta, logprobs=self._logprobs(written.tokens))
 
     def closing(self, choice: Choice, finish: FinishReason) -> ChatChunk:
         return self._chunk(choice, Delta(), finish=finish)
@@ -73,7 +81,7 @@ class ChatAnswer(_Headed):
         choices = [
             ChatChoice(
                 index=each.choice.index,
-                message=AssistantMessage(content=each.text),
+                message=_message(each),
                 logprobs=self._logprobs(each.tokens),
                 finish_reason=each.finish,
             )
@@ -138,3 +146,19 @@ class CompletionAnswer(_Headed):
 
 ApiAnswer = ChatAnswer | CompletionAnswer
 """A request's answer in the shapes of its endpoint."""
+
+
+def _message(answered: Answered) -> AssistantMessage:
+    return AssistantMessage(
+        content=None if answered.calls and not answered.text else answered.text,
+        reasoning_content=answered.thought or UNSET,
+        tool_calls=[MessageCall(id=call.id, function=_function(call)) for call in answered.calls] or UNSET,
+    )
+
+
+def _call_delta(call: GivenCall) -> CallDelta:
+    return CallDelta(index=call.index, id=call.id, function=_function(call))
+
+
+def _function(call: GivenCall) -> GivenFunction:
+    return GivenFunction(name=call.name, arguments=call.arguments)

@@ -9,9 +9,11 @@ from datetime import datetime
 import msgspec
 
 from primad.api.backend import ServedModel, Vocabulary
-from primad.api.chat import tokenize_chat
-from primad.api.openai.sampling import SEEDS, first_seed, sampling_of
-from primad.api.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest, SamplingRequest
+from primad.api.chat import tokenize_prompt
+from primad.api.openai.sampling import SEEDS, first_seed, grammar_of, sampling_of
+from primad.api.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest
+from primad.api.openai.tool_use import answer_rules, chat_text
+from primad.api.reading import AnswerReading
 from primad.errors import PromptTooLongError, RequestError, printable
 from primad.ring.messages import Sampling
 
@@ -29,12 +31,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A request's whole work. ``prompt_tokens`` counts each prompt once, however many choices it has."""
+    """A request's whole work. ``prompt_tokens`` counts each prompt once, however many choices it has; ``reading`` says what
+    is looked for in each answer, None for nothing."""
 
     choices: tuple[Choice, ...]
     prompt_tokens: int
     stops: tuple[str, ...]
     logprobs: int | None
+    reading: AnswerReading | None
 
 
 def check_model(name: str | None, served: Sequence[ServedModel]) -> None:
@@ -56,10 +60,10 @@ def chat_job(request: ChatRequest, served: ServedModel, *, seed: int, now: datet
     Raises ``RequestError`` for what the served model cannot do and ``ModelError`` for a broken chat template.
     """
     check_model(request.model, [served])
-    messages = [message.for_template() for message in request.messages]
-    prompt = tokenize_chat(served.vocabulary, messages, now=now, variables=request.template_variables)
-    limit = request.token_limit
-    return _job(request, served, [(prompt, "")], limit=limit, logprobs=request.logprob_count, seed=seed, at="messages")
+    text = chat_text(request, served, now=now)
+    rules = answer_rules(request, served, text)
+    prompt = tokenize_prompt(served.vocabulary, text)
+    return _job(request, served, [(prompt, "")], grammar=rules.grammar, reading=rules.reading, seed=seed, at="messages")
 
 
 def completion_job(request: CompletionRequest, served: ServedModel, *, seed: int) -> Job:
@@ -78,17 +82,16 @@ def completion_job(request: CompletionRequest, served: ServedModel, *, seed: int
             tokens = prompt
             text = b"".join(map(vocabulary.piece, prompt)).decode("utf-8", "replace") if request.echo else ""
         prompts.append((tokens, text if request.echo else ""))
-    limit, logprobs = request.token_limit, request.logprob_count
-    return _job(request, served, prompts, limit=limit, logprobs=logprobs, seed=seed, at="prompt")
+    return _job(request, served, prompts, grammar=grammar_of(request), reading=None, seed=seed, at="prompt")
 
 
 def _job(
-    request: SamplingRequest,
+    request: ChatRequest | CompletionRequest,
     served: ServedModel,
     prompts: list[tuple[list[int], str]],
     *,
-    limit: int | None,
-    logprobs: int | None,
+    grammar: str | None,
+    reading: AnswerReading | None,
     seed: int,
     at: str,
 ) -> Job:
@@ -96,9 +99,10 @@ def _job(
     n = request.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise RequestError(f"{len(prompts)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
+    limit, logprobs = request.token_limit, request.logprob_count
     logprobs = None if logprobs is None else min(logprobs, served.vocabulary.size)
     seed = first_seed(request, seed)
-    sampling = sampling_of(request, served, seed=seed)
+    sampling = sampling_of(request, served, seed=seed, grammar=grammar)
     choices: list[Choice] = []
     for prompt, echo in prompts:
         room = _room(prompt, served, at)
@@ -116,6 +120,7 @@ def _job(
         prompt_tokens=sum(len(prompt) for prompt, _ in prompts),
         stops=request.stops,
         logprobs=logprobs,
+        reading=reading,
     )
 
 

@@ -101,7 +101,7 @@ class _Routes:
                     if opening is not None:
                         yield opening
                     begun = True
-                    if part.text or part.tokens:
+                    if part.says_something or (part.tokens and answer.with_logprobs):
                         yield answer.piece(choice, part)
                     if part.finish is not None:
                         yield answer.closing(choice, part.finish)

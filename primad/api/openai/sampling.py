@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from primad.api import grammar
 from primad.api.backend import ServedModel, Vocabulary
+from primad.api.grammar import of_schema, of_text
 from primad.api.openai.samplers import SamplerFields
 from primad.errors import RequestError, printable
 from primad.ring.messages import Sampling
@@ -38,10 +38,10 @@ def first_seed(request: SamplerFields, random: int) -> int:
     return random if request.seed is None or request.seed == -1 else request.seed
 
 
-def sampling_of(request: SamplerFields, served: ServedModel, *, seed: int) -> Sampling:
-    """How ``request`` wants its answer sampled by ``served``.
+def sampling_of(request: SamplerFields, served: ServedModel, *, seed: int, grammar: str | None) -> Sampling:
+    """How ``request`` wants its answer sampled by ``served``, which must fit ``grammar``.
 
-    Raises ``RequestError`` (400) for a bias on what is no token and for a schema or grammar that cannot be followed.
+    Raises ``RequestError`` (400) for a bias on what is no token.
     """
     usual = served.sampling
 
@@ -78,7 +78,7 @@ def sampling_of(request: SamplerFields, served: ServedModel, *, seed: int) -> Sa
         xtc_threshold=given(request.xtc_threshold, usual.xtc_threshold),
         min_tokens=given(request.min_tokens, 0),
         ignore_eos=bool(request.ignore_eos),
-        grammar=grammar_of(request),
+        grammar=grammar,
     )
 
 
@@ -110,7 +110,7 @@ def grammar_of(request: SamplerFields) -> str | None:
     if not found:
         return None
     name, what = found[0]
-    return grammar.of_text(what, param=name) if name == "grammar" else grammar.of_schema(what, param=name)
+    return of_text(what, param=name) if name == "grammar" else of_schema(what, param=name)
 
 
 def _logit_bias(

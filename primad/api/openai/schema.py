@@ -14,9 +14,9 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from primad.api.openai.chat_fields import NO_AUDIO, ChatFields
 from primad.api.openai.fields import Strict, expecting, only
 from primad.api.openai.samplers import MAX_TOKENS, SamplerFields
-from primad.api.openai.template_fields import TemplateFields
 from primad.errors import RequestError, printable
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,6 @@ _HARMLESS: Final = frozenset(
 """Fields of OpenAI's that change nothing here; nobody needs to hear of them."""
 
 
-_NoTools = Annotated[Any, only(None, [], why="this server does not call tools")]
-_NoAudio = Annotated[Any, only(None, why="this server answers with text only")]
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)]
 _TokenCount = Annotated[
@@ -57,52 +55,6 @@ class StreamOptions(Strict):
     """``include_usage``: a last chunk with the token counts of the whole request."""
 
     include_usage: bool | None = None
-
-
-class TextPart(Strict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    """One message of a conversation. Only an assistant's content may be null."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        str | list[TextPart] | None,
-        expecting("a string or a list of text parts (images, audio and files are not supported)"),
-    ] = Field(default=None, validate_default=True)
-    name: str | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: _NoTools = None
-    function_call: Annotated[Any, only(None, why="this server does not call functions")] = None
-    audio: _NoAudio = None
-
-    @field_validator("content")
-    @classmethod
-    def _content_is_there(cls, value: str | list[TextPart] | None, info: ValidationInfo) -> str | list[TextPart] | None:
-        if value is None and info.data.get("role", "assistant") != "assistant":
-            raise PydanticCustomError("missing", "a message needs content; only an assistant's may be null")
-        return value
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates read it: text parts joined by newlines, null content as ""."""
-        match self.content:
-            case None:
-                text = ""
-            case str():
-                text = self.content
-            case parts:
-                text = "\n".join(part.text for part in parts)
-        optional = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
-        }
-        return {"role": self.role, "content": text} | {key: value for key, value in optional.items() if value}
 
 
 class SamplingRequest(SamplerFields):
@@ -146,19 +98,14 @@ class SamplingRequest(SamplerFields):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatRequest(TemplateFields, SamplingRequest):
+class ChatRequest(ChatFields, SamplingRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: _TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: _NoTools = None
-    tool_choice: Annotated[Any, only(None, "none", "auto", why="this server does not call tools")] = None
-    functions: _NoTools = None
-    function_call: Annotated[Any, only(None, "none", "auto", why="this server does not call functions")] = None
     modalities: Annotated[Any, only(None, ["text"], why="this server answers with text only")] = None
-    audio: _NoAudio = None
+    audio: Annotated[Any, NO_AUDIO] = None
     prediction: Annotated[Any, only(None, why="this server takes no predicted output")] = None
     web_search_options: Annotated[Any, only(None, why="this server does not search the web")] = None
 

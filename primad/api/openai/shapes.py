@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from primad.api.status import StatusBody
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,11 +62,37 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 # ---- /v1/chat/completions -------------------------------------------------------------------------------------------
 
 
+class GivenFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """What is called; ``arguments`` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: GivenFunction
+
+
+class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a function, the ``index``-th of its message; it comes whole."""
+
+    index: int
+    id: str
+    type: Literal["function"] = "function"
+    function: GivenFunction
+
+
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of one choice."""
+    """The answer of one choice. ``content`` is null where there are only calls."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[MessageCall] | UnsetType = UNSET
     refusal: None = None
 
 
@@ -94,6 +120,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

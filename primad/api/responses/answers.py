@@ -1,18 +1,24 @@
-"""What ``/v1/responses`` answers: a response with one message in its output, whole or as named events. Pure."""
+"""What ``/v1/responses`` answers: thoughts, a message and calls as items of a response, whole or as named events. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from primad.api.dialect import NamedEvent
-from primad.api.generation import Answered, Written
+from primad.api.generation import Answered, GivenCall, Written
 from primad.api.openai.errors import error_body
 from primad.api.responses.schema import ResponsesRequest
 from primad.errors import PrimadError
+
+OutputKind = Literal["reasoning", "message"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+_TEXTS: Final[dict[OutputKind, str]] = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
+_PREFIXES: Final[dict[OutputKind, str]] = {"reasoning": "rs", "message": "msg"}
+_LOGPROBS: Final[dict[OutputKind, dict[str, Any]]] = {"reasoning": {}, "message": {"logprobs": []}}
 
 
 class ResponseBody(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
@@ -20,7 +26,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True, tag_field="object"
 
     id: str
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: ResponseStatus
     model: str
     output: list[dict[str, Any]]
     error: dict[str, Any] | None
@@ -48,66 +54,112 @@ class ResponseAnswer:
     ask: ResponsesRequest
     prompt_tokens: int
     sampled: int = 0
+    output: list[dict[str, Any]] = field(default_factory=list, init=False)
     text: list[str] = field(default_factory=list, init=False)
+    open_kind: OutputKind | None = field(default=None, init=False)
     events_sent: int = field(default=0, init=False)
 
     def whole(self, answered: Answered) -> ResponseBody:
         """All of it at once."""
         self.sampled = answered.sampled
-        return self._ended(answered.text, answered.finish)
+        status = _status(answered.finish)
+        if answered.thought:
+            is_last = not (answered.text or answered.calls)
+            self.output.append(self._item("reasoning", status if is_last else "completed", answered.thought))
+        if answered.text or not (answered.thought or answered.calls):
+            self.output.append(self._item("message", "completed" if answered.calls else status, answered.text))
+        for call in answered.calls:
+            self.output.append(self._called(call, "completed", call.arguments))
+        return self._body(status, self.output)
 
     def opening(self) -> Iterator[NamedEvent]:
-        """The response that the rest fills, and the message in it."""
+        """The response that the rest fills."""
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=msgspec.to_builtins(self._body("in_progress", [])))
-        yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", None))
-        yield self._event("response.content_part.added", **self._place, part=_part(""))
 
     def events(self, written: Written) -> Iterator[NamedEvent]:
         """What ``written`` adds."""
         self.sampled += written.sampled
+        if written.thought:
+            yield from self._add("reasoning", written.thought)
         if written.text:
-            self.text.append(written.text)
-            yield self._event("response.output_text.delta", **self._place, delta=written.text, logprobs=[])
+            yield from self._add("message", written.text)
+        for call in written.calls:
+            yield from self._close("completed")
+            yield from self._call(call)
         if written.finish is not None:
-            text = "".join(self.text)
-            body = self._ended(text, written.finish)
-            yield self._event("response.output_text.done", **self._place, text=text, logprobs=[])
-            yield self._event("response.content_part.done", **self._place, part=_part(text))
-            yield self._event("response.output_item.done", output_index=0, item=body.output[0])
-            yield self._event(f"response.{body.status}", response=msgspec.to_builtins(body))
+            status = _status(written.finish)
+            if self.open_kind is None and not self.output:
+                yield from self._open("message")
+            yield from self._close(status)
+            yield self._event(f"response.{status}", response=msgspec.to_builtins(self._body(status, self.output)))
 
     def failed(self, exc: PrimadError) -> NamedEvent:
         """``exc`` as the last event."""
         error = {"code": error_body(exc).error.code or "server_error", "message": str(exc)}
-        body = self._body("failed", [self._message("incomplete", "".join(self.text))], error=error)
+        open_item = [self._item(self.open_kind, "incomplete", "".join(self.text))] if self.open_kind else []
+        body = self._body("failed", [*self.output, *open_item], error=error)
         return self._event("response.failed", response=msgspec.to_builtins(body))
 
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item, "output_index": 0, "content_index": 0}
+    def _add(self, kind: OutputKind, text: str) -> Iterator[NamedEvent]:
+        if self.open_kind != kind:
+            yield from self._close("completed")
+            yield from self._open(kind)
+        self.text.append(text)
+        yield self._event(f"{_TEXTS[kind]}.delta", **self._place(kind), delta=text, **_LOGPROBS[kind])
 
-    @property
-    def _item(self) -> str:
-        return self.id.replace("resp_", "msg_", 1)
+    def _open(self, kind: OutputKind) -> Iterator[NamedEvent]:
+        self.open_kind = kind
+        item = self._item(kind, "in_progress", None)
+        yield self._event("response.output_item.added", output_index=len(self.output), item=item)
+        yield self._event("response.content_part.added", **self._place(kind), part=_part(kind, ""))
 
-    def _event(self, name: str, **data: Any) -> NamedEvent:
+    def _close(self, status: str) -> Iterator[NamedEvent]:
+        kind = self.open_kind
+        if kind is None:
+            return
+        text, place = "".join(self.text), self._place(kind)
+        item = self._item(kind, status, text)
+        yield self._event(f"{_TEXTS[kind]}.done", **place, text=text, **_LOGPROBS[kind])
+        yield self._event("response.content_part.done", **place, part=_part(kind, text))
+        yield self._event("response.output_item.done", output_index=len(self.output), item=item)
+        self.output.append(item)
+        self.text, self.open_kind = [], None
+
+    def _call(self, call: GivenCall) -> Iterator[NamedEvent]:
+        item = self._called(call, "completed", call.arguments)
+        number = len(self.output)
+        place = {"item_id": item["id"], "output_index": number}
+        begun = self._called(call, "in_progress", "")
+        yield self._event("response.output_item.added", output_index=number, item=begun)
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+        yield self._event("response.output_item.done", output_index=number, item=item)
+        self.output.append(item)
+
+    def _place(self, kind: OutputKind) -> dict[str, Any]:
+        return {"item_id": self._id(_PREFIXES[kind]), "output_index": len(self.output), "content_index": 0}
+
+    def _id(self, prefix: str) -> str:
+        """The id of the item that comes next; the first ones are called as the response is."""
+        number = len(self.output)
+        return self.id.replace("resp", prefix, 1) + (f"_{number}" if number else "")
+
+    def _event(self, name: str, /, **data: Any) -> NamedEvent:
         number, self.events_sent = self.events_sent, self.events_sent + 1
         return NamedEvent(name, {"type": name, "sequence_number": number, **data})
 
-    def _message(self, status: str, text: str | None) -> dict[str, Any]:
-        content = [] if text is None else [_part(text)]
-        return {"id": self._item, "type": "message", "role": "assistant", "status": status, "content": content}
+    def _item(self, kind: OutputKind, status: str, text: str | None) -> dict[str, Any]:
+        content = [] if text is None else [_part(kind, text)]
+        own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+        return {"id": self._id(_PREFIXES[kind]), "type": kind, **own, "status": status, "content": content}
 
-    def _ended(self, text: str, finish: str) -> ResponseBody:
-        status: Literal["completed", "incomplete"] = "incomplete" if finish == "length" else "completed"
-        return self._body(status, [self._message(status, text)])
+    def _called(self, call: GivenCall, status: str, arguments: str) -> dict[str, Any]:
+        named = {"call_id": call.id, "name": call.name, "arguments": arguments}
+        return {"id": self._id("fc"), "type": "function_call", "status": status, **named}
 
     def _body(
-        self,
-        status: Literal["in_progress", "completed", "incomplete", "failed"],
-        output: list[dict[str, Any]],
-        error: dict[str, Any] | None = None,
+        self, status: ResponseStatus, output: list[dict[str, Any]], error: dict[str, Any] | None = None
     ) -> ResponseBody:
         ask = self.ask
         return ResponseBody(
@@ -139,5 +191,11 @@ class ResponseAnswer:
         }
 
 
-def _part(text: str) -> dict[str, Any]:
+def _status(finish: str) -> Literal["completed", "incomplete"]:
+    return "incomplete" if finish == "length" else "completed"
+
+
+def _part(kind: OutputKind, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

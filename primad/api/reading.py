@@ -1,0 +1,61 @@
+"""How the answer to a chat is read: what calls and thoughts look like in it, and which are looked for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from primad.api.calls.choose import FORMS, Thinking, form_of, thinks
+from primad.api.calls.form import ToolForm
+from primad.api.calls.reader import Reader
+from primad.api.chat import CHATML
+from primad.api.grammar import HERMES, CallForm
+
+AUTO: Final = "auto"
+"""The name that leaves it to the chat template in which form a model calls."""
+PARSERS: Final = (AUTO, *FORMS)
+"""What a form of calls can be named."""
+_GENERIC: Final = "hermes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How a model calls functions and thinks (None: it does not). ``asked`` is the form in which it calls when it is told
+    the form, or when a call is demanded: its own where that can be bound token by token."""
+
+    form: ToolForm
+    asked: ToolForm
+    thinking: Thinking | None
+
+    @property
+    def call_form(self) -> CallForm:
+        """The form of ``asked``."""
+        return self.asked.call_form or HERMES
+
+
+@lru_cache(maxsize=4)
+def manner_of(template: str | None, parser: str) -> Manner:
+    """What ``template``, a model file's, shows; ``parser`` names the form of its calls, or is ``AUTO``."""
+    source = template or CHATML
+    form = form_of(source) if parser == AUTO else FORMS[parser]
+    return Manner(form=form, asked=form if form.call_form else FORMS[_GENERIC], thinking=thinks(source))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerReading:
+    """What is looked for in an answer: calls in ``form`` of ``functions`` (None: none), more than one if ``several``, and
+    thoughts, in which the prompt may have ``opened`` the answer. With ``shows_control`` control tokens are part of its text.
+    """
+
+    form: ToolForm | None
+    thinking: Thinking | None
+    opened: bool
+    functions: Mapping[str, Mapping[str, Any] | None]
+    several: bool
+    shows_control: bool
+
+    def reader(self) -> Reader:
+        """A reader of one answer."""
+        return Reader(self.form, self.thinking, opened=self.opened, functions=self.functions)

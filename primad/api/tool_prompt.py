@@ -1,0 +1,151 @@
+"""Tools, calls and their results in a chat template: as it wants them, or as plain text where it knows none. Pure.
+
+Templates differ. Most take the arguments of an earlier call as an object, some as text; ``Arguments`` is both. Where a
+template never speaks of ``tools``, the system message tells of them, with the form in which to call; calls and results of
+earlier turns are written into messages that every template knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from primad.api.grammar import CallForm
+
+Messages = list[dict[str, Any]]
+
+_NULL_CONTENT: Final = re.compile(r"content['\"]?\]? is (?:not )?none")
+_SHORT_IDS: Final = re.compile(r"length\s*!=\s*9\b")
+"""Mistral's templates refuse ids of calls that are not nine letters and digits."""
+
+
+def mentions(template: str, name: str) -> bool:
+    """Whether ``template`` uses the variable or field ``name``."""
+    return re.search(rf"\b{name}\b", template) is not None
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments: an object to templates that look inside or write JSON, its text to those that print or add it."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: Any) -> str:
+        return str(self) + str(other)
+
+    def __radd__(self, other: Any) -> str:
+        return str(other) + str(self)
+
+
+def for_template(
+    template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallForm
+) -> Iterator[tuple[Messages, list[Mapping[str, Any]] | None]]:
+    """What to give to ``template``, the best first: messages, and tools (None for none) where it knows of them.
+
+    The next one is for a template that refuses the one before. A call in ``messages`` has its arguments as text.
+    """
+    said = [dict(message) for message in messages]
+    told = bool(tools) and not mentions(template, "tools")
+    native = list(tools) if tools and not told else None
+    has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in said)
+    if not has_calls and not told:
+        yield said, native
+        return
+    announced = announcement(tools, form) if told else ""
+    if has_calls and mentions(template, "tool_calls"):
+        yield _announced(_as_wanted(template, said), announced), native
+    plain = _as_text(said, form)
+    yield _announced(plain, announced), native
+    if announced:
+        yield _announced(plain, announced, into="user"), native
+
+
+def announcement(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
+    """What a model is told whose template knows nothing of tools: the functions, and how to call one."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    example = written_call("NAME", "{ARGUMENTS}", form)
+    return (
+        f"You can call these functions, each given as JSON with the schema of its parameters:\n{listed}\n\n"
+        f"To call one, write this, with its name and its arguments as a JSON object, and nothing after it:\n{example}\n\n"
+        "Call a function only where it helps; otherwise answer as usual."
+    )
+
+
+def written_call(name: str, arguments: str, form: CallForm) -> str:
+    """A call as a model writes it in ``form``."""
+    return form.before + json.dumps(name, ensure_ascii=False)[1:-1] + form.middle + arguments + form.behind
+
+
+def _as_wanted(template: str, messages: Messages) -> Messages:
+    """``messages`` with what templates look for in calls and results."""
+    names: dict[str, str] = {}
+    found = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            names |= {call["id"]: call["function"]["name"] for call in calls}
+            content = message["content"] or (None if _NULL_CONTENT.search(template) else "")
+            thought = message.get("reasoning_content")
+            thinking = {"thinking": thought} if thought and not content and "message.thinking" in template else {}
+            message = message | thinking | {"content": content, "tool_calls": [_call(template, call) for call in calls]}
+        elif "tool_call_id" in message:
+            known = {"name": names[message["tool_call_id"]]} if message["tool_call_id"] in names else {}
+            message = known | message | {"tool_call_id": _id(template, message["tool_call_id"])}
+        found.append(message)
+    return found
+
+
+def _call(template: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = _parsed(function["arguments"])
+    return {**call, "id": _id(template, call["id"]), "function": {**function, "arguments": arguments}}
+
+
+def _parsed(text: str) -> Arguments | str:
+    """The arguments as an object; what is none stays text."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return Arguments(value) if isinstance(value, dict) else text
+
+
+def _id(template: str, call: str) -> str:
+    return hashlib.sha256(call.encode(errors="replace")).hexdigest()[:9] if _SHORT_IDS.search(template) else call
+
+
+def _as_text(messages: Messages, form: CallForm) -> Messages:
+    """``messages`` with calls written into the assistant's text, and results as what the user says."""
+    found: Messages = []
+    is_result = False
+    for message in messages:
+        role, content = message["role"], message["content"] or ""
+        rest = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+        if message.get("tool_calls"):
+            functions = [call["function"] for call in message["tool_calls"]]
+            calls = [written_call(each["name"], each["arguments"] or "{}", form) for each in functions]
+            rest["content"] = "\n".join([content, *calls] if content else calls)
+        elif role == "tool":
+            rest = {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        if is_result and rest["role"] == "user":  # many templates want the roles to alternate
+            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{rest['content']}"}
+        else:
+            found.append(rest)
+        is_result = role == "tool"
+    return found
+
+
+def _announced(messages: Messages, text: str, into: str = "system") -> Messages:
+    """``messages`` with ``text`` in the system message, which is made where there is none; or before the first user's."""
+    if not text:
+        return messages
+    if into == "system":
+        has_system = messages[0]["role"] in ("system", "developer")
+        first = messages[0]["content"] + "\n\n" + text if has_system else text
+        return [{"role": "system", "content": first}, *messages[int(has_system) :]]
+    at = next((number for number, message in enumerate(messages) if message["role"] == into), 0)
+    content = f"{text}\n\n{messages[at]['content']}"
+    return [*messages[:at], {**messages[at], "content": content}, *messages[at + 1 :]]

@@ -1,0 +1,152 @@
+"""An answer is read into thoughts, text and calls, the same in every splitting."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primad.api.calls.choose import FORMS, Thinking, form_of, thinks
+from primad.api.calls.reader import Reader
+
+FUNCTIONS: dict[str, dict[str, Any] | None] = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "note": {"type": "string"}},
+    },
+    "now": None,
+}
+THINK = Thinking(begin="<think>", end="</think>")
+ROME = {"city": "Rome", "days": 3}
+CALL = json.dumps({"name": "weather", "arguments": ROME})
+SAID = {
+    "hermes": f"<tool_call>\n{CALL}\n</tool_call>",
+    "qwen3-coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>",
+    "llama3-json": json.dumps({"name": "weather", "parameters": ROME}),
+    "mistral": f"[TOOL_CALLS][{CALL}]",
+    "deepseek": f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{json.dumps(ROME)}<｜tool▁call▁end｜>",
+    "minimax": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
+    "json": CALL,
+}
+OTHERS = [
+    ("mistral", f"[TOOL_CALLS]weather[ARGS]{json.dumps(ROME)}"),
+    (
+        "deepseek",
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{json.dumps(ROME)}\n```<｜tool▁call▁end｜>",
+    ),
+    ("deepseek", f"<｜tool▁calls▁begin｜>{SAID['deepseek']}<｜tool▁calls▁end｜>"),
+    ("llama3-json", f"<|python_tag|>{SAID['llama3-json']}"),
+    ("qwen3-coder", f"<tool_call>{CALL}</tool_call>"),
+]
+Read = tuple[str, str, list[tuple[str, Any]]]
+
+
+def read(name: str | None, pieces: list[str], *, thinking: Thinking | None = None, opened: bool = False) -> Read:
+    form = None if name is None else FORMS[name]
+    reader = Reader(form, thinking, opened=opened, functions=FUNCTIONS)
+    told = [*map(reader.feed, pieces), reader.finish()]
+    calls = [(call.name, json.loads(call.arguments)) for each in told for call in each.calls]
+    return "".join(each.thought for each in told), "".join(each.text for each in told), calls
+
+
+def test_there_is_an_example_of_every_form():
+    assert SAID.keys() == FORMS.keys()
+
+
+@pytest.mark.parametrize(("name", "text"), [*SAID.items(), *OTHERS])
+def test_a_call_in_every_form(name, text):
+    assert read(name, [text]) == ("", "", [("weather", ROME)])
+    assert read(name, list(text)) == ("", "", [("weather", ROME)])
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_half_a_call_and_garbage_are_text(name):
+    text = SAID[name]
+    for wrong in (
+        text[: len(text) // 2],
+        text.replace("weather", "other"),
+        f"no {{call}} [TOOL <tool_ {text[:5]}",
+        "{}",
+        "[]",
+    ):
+        assert read(name, [wrong]) == ("", wrong, [])
+        assert read(name, list(wrong)) == ("", wrong, [])
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "glm", "mistral", "deepseek", "minimax"])
+def test_text_before_calls_and_several_of_them(name):
+    text = f"Let me see.\n\n{SAID[name]}\n{SAID[name]}"
+    assert read(name, list(text)) == ("", "Let me see.", [("weather", ROME)] * 2)
+
+
+def test_llama_separates_calls():
+    text = SAID["llama3-json"]
+    assert read("llama3-json", [f"{text}; {text}"])[2] == [("weather", ROME)] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "thought", "rest"),
+    [
+        ("<think>\nHm.\n</think>\n\nHi", False, "Hm.", "Hi"),
+        ("Hm.\n</think>\n\nHi", True, "Hm.", "Hi"),
+        ("\n<think>Hm", False, "Hm", ""),
+        (" Hi <think>", False, "", " Hi <think>"),
+        ("<thin", False, "", "<thin"),
+        ("</think>Hi ", True, "", "Hi "),
+        ("Hm</thin", True, "Hm</thin", ""),
+    ],
+)
+def test_thoughts(text, opened, thought, rest):
+    for pieces in ([text], list(text)):
+        assert read(None, pieces, thinking=THINK, opened=opened) == (thought, rest, [])
+    assert read("hermes", list(text), thinking=THINK, opened=opened) == (thought, rest, [])
+
+
+def test_a_marker_inside_of_thoughts_is_no_call():
+    thought, text, calls = read("hermes", [f"<think>{SAID['hermes']}</think>Hi"], thinking=THINK)
+    assert (thought, text, calls) == (SAID["hermes"], "Hi", [])
+
+
+PARTS = st.lists(
+    st.sampled_from([*SAID.values(), "<think>", "</think>", "Hi", " ", "\n", "<", "{", "[", '"', "}", "]", "\\", "é"]),
+    max_size=6,
+).map("".join)
+
+
+@given(text=PARTS, name=st.sampled_from([None, *SAID]), opened=st.booleans(), data=st.data())
+def test_every_splitting_is_read_alike(text, name, opened, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    for thinking in (None, THINK):
+        is_open = opened and thinking is not None
+        whole = read(name, [text], thinking=thinking, opened=is_open)
+        assert read(name, pieces, thinking=thinking, opened=is_open) == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("{{ '<tool_call>\\n<function=' }}", "qwen3-coder"),
+        ("<tool_call>{{ '<arg_key>' }}", "glm"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("{{ '<|python_tag|>' }}", "llama3-json"),
+        ("{{ '<｜tool▁call▁begin｜>' }}", "deepseek"),
+        ("{{ '<minimax:tool_call>' }}", "minimax"),
+        ("{{ messages }}", "hermes"),
+    ],
+)
+def test_the_form_is_read_off_the_template(template, name):
+    assert form_of(template).name == name
+
+
+def test_thoughts_are_read_off_the_template():
+    assert thinks("{{ '<think>' }}{{ '</think>' }}") == THINK
+    assert thinks("{{ messages }}") is None

@@ -1,0 +1,103 @@
+"""Tools, calls and results reach every chat template: as it wants them, or as text."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from primad.api.chat import render
+from primad.errors import RequestError
+from tests.fakes.backend import ByteVocabulary
+
+NOW = datetime(2025, 2, 3)
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Tells it.", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Tromsø"}'}}
+ASKED: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "cold", "tool_call_id": "call_1"},
+]
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Tromsø"}}\n</tool_call>'
+
+
+def rendered(template: str, messages=ASKED, tools=(TOOL,)) -> str:
+    return render(ByteVocabulary(chat_template=template), messages, now=NOW, tools=tools)
+
+
+KNOWS = "{% if tools %}{{ tools[0].function.name }}!{% endif %}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"city": "Tromsø"}'),
+        ("{{ c.function.arguments }}", '{"city": "Tromsø"}'),
+        ("{{ '<' + c.function.arguments + '>' }}", '<{"city": "Tromsø"}>'),
+        ("{{ '<' ~ c.function.arguments ~ '>' }}", '<{"city": "Tromsø"}>'),
+        ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "city=Tromsø"),
+        ("{% if c.function.arguments is string %}no{% else %}{{ c.function | tojson }}{% endif %}", None),
+        ("{{ c.id }}", "call_1"),
+        ("{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}", ""),
+        ("{{ m['content'] is none }}", "True"),
+        ("{{ m['content'] }}", ""),
+    ],
+)
+def test_a_template_that_knows_calls_gets_them_as_it_looks_at_them(arguments, text):
+    got = rendered(KNOWS + arguments + "{% endfor %}{% endfor %}")
+    expected = json.dumps(CALL["function"] | {"arguments": {"city": "Tromsø"}}, ensure_ascii=False)
+    assert got == "weather!" + (expected if text is None else text)
+
+
+def test_a_result_says_whose_it_is():
+    template = KNOWS + "{% endfor %}{% if m.role == 'tool' %}{{ m.name }}:{{ m.content }}{% endif %}{% endfor %}"
+    assert rendered(template) == "weather!weather:cold"
+
+
+@pytest.mark.parametrize("arguments", ["not JSON", "[1]", ""])
+def test_arguments_that_are_no_object_are_rendered_all_the_same(arguments):
+    call = CALL | {"function": {"name": "weather", "arguments": arguments}}
+    messages = [*ASKED[:1], ASKED[1] | {"tool_calls": [call]}]
+    got = rendered(KNOWS + "{{ c.function.arguments }}{% endfor %}{% endfor %}", messages)
+    assert got == "weather!" + (arguments or "{}")
+
+
+PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
+
+
+def test_a_template_that_knows_nothing_of_tools_gets_them_as_text():
+    got = rendered(PLAIN)
+    system, user = got.split("[user]", 1)
+    assert system.startswith("[system]")
+    assert json.dumps(TOOL["function"]) in system
+    assert '<tool_call>\n{"name": "NAME", "arguments": {ARGUMENTS}}\n</tool_call>' in system
+    assert user == f"Hi[assistant]{HERMES}[user]<tool_response>\ncold\n</tool_response>>"
+
+
+def test_what_the_system_says_comes_first():
+    got = rendered(PLAIN, [{"role": "system", "content": "Be brief."}, *ASKED])
+    assert got.startswith("[system]Be brief.\n\nYou can call")
+    assert got.count("[system]") == 1
+
+
+def test_results_beside_each_other_are_one_message_with_what_the_user_says_then():
+    messages = [*ASKED, ASKED[2] | {"content": "dark"}, {"role": "user", "content": "And?"}]
+    got = rendered(PLAIN, messages, tools=())
+    answers = "<tool_response>\ncold\n</tool_response>\n<tool_response>\ndark\n</tool_response>\nAnd?"
+    assert got == f"[user]Hi[assistant]{HERMES}[user]{answers}>"
+
+
+def test_where_there_is_no_system_message_the_users_has_the_tools():
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+    assert rendered(refuses, ASKED[:1]).startswith("[user]You can call")
+    with pytest.raises(RequestError, match="no system"):
+        rendered(refuses, [{"role": "system", "content": "x"}, *ASKED[:1]])
+
+
+def test_without_tools_and_calls_nothing_is_different():
+    assert rendered(PLAIN, ASKED[:1], tools=()) == "[user]Hi>"
