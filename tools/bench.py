@@ -271,7 +271,7 @@ def predict(options: argparse.Namespace) -> int:
     rows = bench_solver.predict(models, options.processes, options.rounds, options.threads)
     try:
         if limited is not None:
-            rows += bench_limited.predict(limited, options.limits, options.processes, options.threads)
+            rows += bench_limited.predict(limited, options.limits, options.processes, options.rounds, options.threads)
     except LabError as exc:
         out.print(f"tools/bench predict: error: {exc}")
     bench_solver.show_predicted(rows)

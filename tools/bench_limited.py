@@ -36,8 +36,10 @@ STEP_TIMEOUT_S: Final = 600.0
 SOLVE_S: Final = 10.0
 
 
-def predict(path: Path, shares: Sequence[float], processes: Sequence[int], threads: int) -> list[Predicted]:
-    """Measure and predict each case once. Raises ``LabError`` where there are no cgroups."""
+def predict(
+    path: Path, shares: Sequence[float], processes: Sequence[int], rounds: int, threads: int
+) -> list[Predicted]:
+    """Measure each case so many times, and predict it. Raises ``LabError`` where there are no cgroups."""
     model = model_profile(open_model(path))
     rows = []
     with tempfile.TemporaryDirectory(prefix="primad-predict-") as name, measuring():
@@ -61,7 +63,7 @@ def predict(path: Path, shares: Sequence[float], processes: Sequence[int], threa
                     solution, rows_a_step = found
                     folder = Path(name) / str(count)
                     used = {each: groups[each] for each in solution.plan.devices}
-                    decode_s, first_s = asyncio.run(_run(path, solution, rows_a_step, used, threads, folder))
+                    decode_s, first_s = asyncio.run(_run(path, solution, rows_a_step, used, rounds, threads, folder))
                 rows.append(predicted_row(path.stem, count, share, solution.prediction, decode_s, first_s))
                 out.print(
                     f"{path.stem} at {share:g} in {count}: {rows[-1].error:+.1%}, first {rows[-1].first_error:+.1%}"
@@ -92,9 +94,15 @@ def _solved(
 
 
 async def _run(
-    path: Path, solution: Solution, rows: int, groups: Mapping[str, LimitedGroup], threads: int, folder: Path
+    path: Path,
+    solution: Solution,
+    rows: int,
+    groups: Mapping[str, LimitedGroup],
+    rounds: int,
+    threads: int,
+    folder: Path,
 ) -> tuple[list[float], list[float]]:
-    """Seconds of a token and to the first one, once each after a warm-up."""
+    """Seconds of a token and to the first one, of so many answers after a warm-up."""
     ring = LocalRing(
         path,
         None,
@@ -106,7 +114,11 @@ async def _run(
         folder=folder,
         step_timeout_s=STEP_TIMEOUT_S,
     )
+    decode_s, first_s = list[float](), list[float]()
     async with ring:
         await ring.generate(PROMPT[:PROMPT_TOKENS], WARM_TOKENS)
-        sampled, finished = await ring.generate(PROMPT[:PROMPT_TOKENS], ANSWER_TOKENS + 1)
-    return [finished.decode_s / (len(sampled) - 1)], [finished.prompt_s]
+        for _ in range(rounds):
+            sampled, finished = await ring.generate(PROMPT[:PROMPT_TOKENS], ANSWER_TOKENS + 1)
+            decode_s.append(finished.decode_s / (len(sampled) - 1))
+            first_s.append(finished.prompt_s)
+    return decode_s, first_s

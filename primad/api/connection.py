@@ -84,9 +84,9 @@ async def _wait_left(receive: Receive) -> None:
 class MessageStream(Response):
     """The messages of a generator as bytes, as ``framing`` says.
 
-    A ``PrimadError`` before the first byte propagates, so that it becomes an ordinary answer with its status; while the
-    first message is long in coming, the stream begins and says that it waits. A later error is sent in the framing's
-    shape, and nothing after it. The generator is closed in any case.
+    A ``PrimadError`` before the first byte propagates, so that it becomes an ordinary answer with its status. Who is refused
+    hears it at once; so where nothing comes for a moment the headers go out, and while nothing comes the stream says that
+    it waits. A later error is sent in the framing's shape, and nothing after it. The generator is closed in any case.
     """
 
     def __init__(
@@ -135,9 +135,10 @@ class MessageStream(Response):
         we are here."""
         coming = asyncio.ensure_future(anext(messages, None))
         try:
+            if not self._begun and not (await asyncio.wait([coming], timeout=self._timings.admitted_s))[0]:
+                await self._begin(send)
             while not (await asyncio.wait([coming], timeout=self._timings.keepalive_s))[0]:
                 if self._framing.waiting:
-                    await self._begin(send)
                     await self._send_bytes(send, self._framing.waiting)
             return coming.result()
         finally:

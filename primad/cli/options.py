@@ -40,7 +40,7 @@ Lock = Annotated[
 Context = Annotated[
     int | None,
     typer.Option(
-        help="Context in tokens [default: what the model was trained for, at most 4096].",
+        help="Context in tokens [default: 4096, or as many more as cost next to nothing].",
         min=16,
         max=1 << 24,
         show_default=False,

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from primad.api.backend import Health, ServedModel
-from primad.errors import RequestError, RingError
+from primad.errors import PromptTooLongError, RequestError, RingError
 from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled, Sampling
 
 MAX_WAITING: Final = 64
@@ -38,6 +38,22 @@ class _Open:
     def to_go_on(self) -> Generate:
         """The request to a ring that has not seen it yet."""
         return msgspec.structs.replace(self.generate, sampled=list(self.sampled))
+
+    def fail(self, error: str) -> None:
+        """Ends with ``error``, unless it has ended."""
+        if self.ended:
+            return
+        self.ended = True
+        failed = Finished(
+            request=self.generate.request,
+            reason="error",
+            error=error,
+            prompt_tokens=0,
+            completion_tokens=0,
+            prompt_s=0,
+            decode_s=0,
+        )
+        self.events.put_nowait(failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +102,17 @@ class RingBackend:
         self._detail = detail
 
     async def attach(self, served: ServedModel, epoch: int, send: SendCommand, status: StatusOf, detail: str) -> None:
-        """Ring ``epoch`` serves from now on: every open generation goes on there, in the order of their requests."""
+        """Ring ``epoch`` serves from now on: every open generation goes on there, in the order of their requests.
+
+        One whose prompt does not fit the context any more ends with an error.
+        """
         self._served, self._ring, self._detail = served, _Ring(epoch, send, status), detail
         self._holding = False
         self._handing_over = False
         for request, generation in list(self._open.items()):
-            if request in self._open and not generation.ended:  # whoever asked may go away while the others are sent
+            if len(generation.generate.prompt) >= served.context_tokens:
+                generation.fail(f"the context has {served.context_tokens} tokens now, and the prompt does not fit it")
+            elif request in self._open and not generation.ended:  # who asked may go away while the others are sent
                 await send(generation.to_go_on())
 
     def hand_over(self) -> None:
@@ -105,21 +126,8 @@ class RingBackend:
     def fail(self, error: str) -> None:
         """No ring serves and none is awaited: every open generation ends with ``error``."""
         self._ring, self._holding, self._handing_over, self._detail = None, False, False, error
-        for request, generation in self._open.items():
-            if generation.ended:
-                continue
-            generation.ended = True
-            generation.events.put_nowait(
-                Finished(
-                    request=request,
-                    reason="error",
-                    error=error,
-                    prompt_tokens=0,
-                    completion_tokens=0,
-                    prompt_s=0,
-                    decode_s=0,
-                )
-            )
+        for generation in self._open.values():
+            generation.fail(error)
 
     def deliver(self, epoch: int, event: Sampled | Finished) -> None:
         """Give an event of ring ``epoch`` to whoever asked; what an older ring says, or nobody asked for, is dropped."""
@@ -141,6 +149,8 @@ class RingBackend:
             raise RequestError(
                 f"{self._max_waiting} requests are waiting already; try again later", status=429, code="queue_full"
             )
+        if self._served is not None and len(prompt) >= self._served.context_tokens:  # it was more when it was asked
+            raise PromptTooLongError(len(prompt), self._served.context_tokens, "prompt")
         request = next(self._requests)
         generate = Generate(
             request=request,

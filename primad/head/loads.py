@@ -65,7 +65,7 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         ahead_bytes=inputs.promise.assignments[name].ahead_bytes,
         extra_buffers=extra_buffers,
         sources=[],
-        context=inputs.service.workload.context_tokens,
+        context=inputs.promise.context_tokens,
         sequences=1,
         rows=inputs.rows,
         step_timeout_s=options.step_timeout_s,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
-from halda import DeviceProfile, Infeasible, LinkProfile, evaluate, instance
+from msgspec import structs
+
+from halda import DeviceProfile, Infeasible, LinkProfile, Solution, Workload, evaluate, instance
 from primad.errors import PlanError, PrimadError
 from primad.gguf.architectures import cuttable
 from primad.head.devices import Devices
@@ -18,6 +21,7 @@ from primad.head.promise import Promise
 from primad.head.service import Service
 from primad.head.solver_process import SolverRequest, solve_apart
 from primad.head.worker_link import WorkerLink
+from primad.planning.context import widened_context
 from primad.system.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -39,14 +43,17 @@ class Planner:
         self.foreseeing: asyncio.Task[None] | None = None
         """The planning for losses that is under way."""
 
-    async def plan(self, candidates: frozenset[str]) -> PlanResult:
-        """The plan for the head and ``candidates``. Raises ``PlanError`` or ``Infeasible`` when there is none."""
+    async def plan(self, candidates: frozenset[str], context_tokens: int | None) -> PlanResult:
+        """The plan for the head and ``candidates``, with the context that was served, if one was.
+
+        Raises ``PlanError`` or ``Infeasible`` when there is none.
+        """
         workers = self._devices.present(candidates)
         profiles, foreseen = self._foreseen.get(candidates, ([], None))
         # A device that is short of memory now has another profile than it had then.
         if foreseen is not None and profiles == [worker.profile for worker in workers]:
             return foreseen
-        return await self._solve(workers)
+        return await self._solve(workers, context_tokens)
 
     def forget(self) -> None:
         """What was foreseen holds no more: the head's own memory became short."""
@@ -54,19 +61,21 @@ class Planner:
             self.foreseeing.cancel()
         self._foreseen.clear()
 
-    def foresee(self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks) -> None:
+    def foresee(
+        self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks, *, context_tokens: int
+    ) -> None:
         """Begin to plan for the loss of each of ``members``, so that no time goes into it when it comes."""
         self.forget()
         if len(members) <= MOST_FORESEEN and self._service.options.windows is None:
-            self.foreseeing = tasks.start(self._foresee(candidates, members))
+            self.foreseeing = tasks.start(self._foresee(candidates, members, context_tokens))
 
-    async def _foresee(self, candidates: frozenset[str], members: frozenset[str]) -> None:
+    async def _foresee(self, candidates: frozenset[str], members: frozenset[str], context_tokens: int) -> None:
         for lost in sorted(members):
             rest = candidates - {lost}
             workers = self._devices.present(rest)
             profiles = [worker.profile for worker in workers]
             try:
-                self._foreseen[rest] = profiles, await self._solve(workers, background=True)
+                self._foreseen[rest] = profiles, await self._solve(workers, context_tokens, background=True)
             except (PrimadError, Infeasible) as exc:
                 logger.info("without %s there is no plan: %s", lost, exc)
 
@@ -78,11 +87,14 @@ class Planner:
         if before is None or len(workers) + 1 < len(promise.plan.devices):
             return None
         devices, links = self._known([own, *(worker.profile for worker in workers)])
-        known = instance(devices, links, self._service.model.profile, self._service.workload, {}, head=own.device)
+        workload = self._workload(promise.context_tokens)
+        known = instance(devices, links, self._service.model.profile, workload, {}, head=own.device)
         prediction = evaluate(promise.plan, known.with_rows(before.chunk_rows))
         return prediction.objective_s(options.objective, self._service.workload.answer_tokens)
 
-    async def slowdown_with(self, device: str, candidates: frozenset[str], serving_value: float) -> float | None:
+    async def slowdown_with(
+        self, device: str, candidates: frozenset[str], serving_value: float, context_tokens: int
+    ) -> float | None:
         """The share by which the best plan in which ``device`` has layers is slower than one of ``serving_value``.
 
         None where there is no such plan, or none is solved for.
@@ -91,7 +103,10 @@ class Planner:
             return None
         try:
             _, value = await self._solve(
-                self._devices.present(candidates), require=frozenset({device}), background=True
+                self._devices.present(candidates),
+                context_tokens,
+                require=frozenset({device}),
+                background=True,
             )
         except (PrimadError, Infeasible) as exc:
             logger.info("with %s there is no plan: %s", device, exc)
@@ -104,41 +119,75 @@ class Planner:
         links = self._devices.book.between(each.device for each in measured)
         return [corrections.apply(each) for each in measured], [corrections.apply_link(link) for link in links]
 
+    def _workload(self, context_tokens: int | None) -> Workload:
+        """What was asked to be planned for, with so much context, or as much as was asked for."""
+        workload = self._service.workload
+        return workload if context_tokens is None else replace(workload, context_tokens=context_tokens)
+
     async def _solve(
-        self, workers: Sequence[WorkerLink], *, require: frozenset[str] = frozenset(), background: bool = False
+        self,
+        workers: Sequence[WorkerLink],
+        context_tokens: int | None,
+        *,
+        require: frozenset[str] = frozenset(),
+        background: bool = False,
     ) -> PlanResult:
         """The plan for the head and ``workers``, in which those of ``require`` have layers; what it promises, its objective.
 
-        Nothing is predicted for one that was set by hand. ``background`` lets all other work of this device go first.
+        It keeps the context of ``context_tokens``, if one was served, unless nobody asked for it and there is no plan with
+        it. Nothing is predicted for a plan that was set by hand. ``background`` lets all other work of this device go first.
         """
-        model, options, workload = self._service.model, self._service.options, self._service.workload
-        windows = options.windows
+        model, options = self._service.model, self._service.options
         devices, links = self._known([await self._own.profile(), *(worker.profile for worker in workers)])
-        corrections = self._learning.corrections
-        if windows is not None:
-            if len(windows) > len(devices):
-                raise PlanError(
-                    f"--windows {','.join(map(str, windows))} is for {len(windows)} devices; found {len(devices)}, "
-                    "this one among them; start 'primad join' on more or give fewer windows"
-                )
-            names = [device.device for device in devices[: len(windows)]]
-            plan = plan_by_hand(names, windows, options.rounds, model.profile)
-            plan = stream_by_hand(plan, devices[: len(windows)], model.profile, workload)
-            return Promise.of(plan, model.profile, None), 0.0
+        if options.windows is not None:
+            return self._by_hand(options.windows, devices), 0.0
         if len(devices) > 1:
             cuttable(model.header)
         names = [device.device for device in devices]
-        solution = await solve_apart(
-            SolverRequest(
-                devices=devices,
-                links=links,
-                model=model.profile,
-                workload=workload,
-                objective=options.objective,
-                require=frozenset(names) if options.use_all else require,
-                time_limit_s=SOLVE_S,
-            ),
-            background=background,
+        asked = SolverRequest(
+            devices=devices,
+            links=links,
+            model=model.profile,
+            workload=self._workload(context_tokens),
+            objective=options.objective,
+            require=frozenset(names) if options.use_all else require,
+            time_limit_s=SOLVE_S,
         )
-        promise = Promise.of(solution.plan, model.profile, solution.prediction, corrections)
-        return promise, solution.objective_s
+        try:
+            solution = await solve_apart(asked, background=background)
+        except Infeasible:
+            if options.context_tokens is not None or asked.workload == self._service.workload:
+                raise
+            asked, context_tokens = structs.replace(asked, workload=self._service.workload), None
+            solution = await solve_apart(asked, background=background)
+        return self._promise(solution, asked, context_tokens), solution.objective_s
+
+    def _promise(self, solution: Solution, asked: SolverRequest, served_tokens: int | None) -> Promise:
+        """The promise of ``solution``, with more context where nobody said how much and none was served."""
+        plan, prediction = solution.plan, solution.prediction
+        tokens, why = asked.workload.context_tokens, ""
+        if self._service.options.context_tokens is None and served_tokens is None:
+            question = instance(asked.devices, asked.links, asked.model, asked.workload, {}, head=plan.head)
+            found = widened_context(plan, question.with_rows(prediction.chunk_rows))
+            tokens, why = found.tokens, found.why
+        return Promise.of(
+            plan,
+            asked.model,
+            prediction,
+            context_tokens=tokens,
+            corrections=self._learning.corrections,
+            why_context=why,
+        )
+
+    def _by_hand(self, windows: tuple[int, ...], devices: Sequence[DeviceProfile]) -> Promise:
+        """The promise of the plan in which the first of ``devices`` have ``windows``. Raises ``PlanError``."""
+        model, workload = self._service.model.profile, self._service.workload
+        if len(windows) > len(devices):
+            raise PlanError(
+                f"--windows {','.join(map(str, windows))} is for {len(windows)} devices; found {len(devices)}, "
+                "this one among them; start 'primad join' on more or give fewer windows"
+            )
+        devices = devices[: len(windows)]
+        plan = plan_by_hand([device.device for device in devices], windows, self._service.options.rounds, model)
+        plan = stream_by_hand(plan, devices, model, workload)
+        return Promise.of(plan, model, None, context_tokens=workload.context_tokens)

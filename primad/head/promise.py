@@ -14,13 +14,16 @@ from primad.head.corrections import NOTHING_LEARNT, Corrections
 class Promise:
     """``prediction`` is what ``plan`` promises, None when it was set by hand; ``assignments`` are those of its devices.
 
-    Both were made with what was learnt until then, ``corrections``.
+    Both were made with what was learnt until then, ``corrections``, and for a context of ``context_tokens``; ``why_context``
+    says why it is not more, where nobody said how much.
     """
 
     plan: Plan
     prediction: Prediction | None
     assignments: Mapping[str, Assignment]
+    context_tokens: int
     corrections: Corrections = NOTHING_LEARNT
+    why_context: str = ""
 
     @classmethod
     def of(
@@ -28,8 +31,17 @@ class Promise:
         plan: Plan,
         model: ModelProfile,
         prediction: Prediction | None,
+        *,
+        context_tokens: int,
         corrections: Corrections = NOTHING_LEARNT,
+        why_context: str = "",
     ) -> Self:
         """The promise of ``plan`` for ``model``."""
-        kept = assignments(plan, model)
-        return cls(plan=plan, prediction=prediction, assignments=kept, corrections=corrections)
+        return cls(
+            plan=plan,
+            prediction=prediction,
+            assignments=assignments(plan, model),
+            context_tokens=context_tokens,
+            corrections=corrections,
+            why_context=why_context,
+        )

@@ -70,6 +70,8 @@ class Rings:
         self._rings: dict[int, HeadRing] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._serving = 0
+        self._context_tokens: int | None = None
+        """Of the latest ring that served; the next one keeps it where it can."""
         self._learner: asyncio.Task[None] | None = None
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
         self._tasks = Tasks()
@@ -108,7 +110,7 @@ class Rings:
         self._core.describe("planning")
         try:
             await asyncio.to_thread(self._model.check)
-            promise, value = await self._planner.plan(candidates)
+            promise, value = await self._planner.plan(candidates, self._context_tokens)
             serving = self._plans.get(self._serving)
             serving_value = None if serving is None else await self._planner.value(serving)
         except (ModelError, PlanError, Infeasible) as exc:
@@ -242,25 +244,28 @@ class Rings:
 
     async def _serve(self, epoch: int, instead: int | None) -> None:
         ring, self._serving = self._rings[epoch], epoch
+        promise = self._plans[epoch]
+        self._context_tokens = promise.context_tokens
         if instead is not None and instead in self._rings:
             self._backend.hand_over()
             await self._rings[instead].drain()
         count = len(ring.plan.devices)
         detail = f"serving with {count} device{'s' if count > 1 else ''}"
-        await self._backend.attach(await self._served(), epoch, ring.send, self._core.with_cluster(ring.status), detail)
+        served = await self._served(promise)
+        await self._backend.attach(served, epoch, ring.send, self._core.with_cluster(ring.status), detail)
         if instead is not None:
             self._tasks.start(self._abandon(instead))
         self._foresee(epoch)
         for worker in self._devices.present(ring.plan.devices):
             worker.why_idle = ""
         if ring.plan.left_out:
-            self._tasks.start(self._say_what_serves(epoch, ring))  # to say why takes a moment
+            self._tasks.start(self._say_what_serves(epoch, ring, promise))  # to say why takes a moment
         else:
-            await self._say_what_serves(epoch, ring)
+            await self._say_what_serves(epoch, ring, promise)
 
-    async def _say_what_serves(self, epoch: int, ring: HeadRing) -> None:
+    async def _say_what_serves(self, epoch: int, ring: HeadRing, promise: Promise) -> None:
         """One block: the endpoint, who computes what, who does not and why, and what is predicted."""
-        why = [await self._left_out(epoch, ring, left) for left in ring.plan.left_out[:MOST_EXPLAINED]]
+        why = [await self._left_out(epoch, promise, left) for left in ring.plan.left_out[:MOST_EXPLAINED]]
         if self._serving != epoch:
             return
         for left, line in zip(ring.plan.left_out, why, strict=False):
@@ -268,32 +273,37 @@ class Rings:
                 worker.why_idle = line
         why += [left_out_line(left.device, left.reason, None) for left in ring.plan.left_out[MOST_EXPLAINED:]]
         self._reporter.settle()
-        options, workload = self._service.options, self._service.workload
         self._reporter.say(
-            f"{self._model.id} is served at {options.url}/v1 with {workload.context_tokens} tokens of context"
+            f"{self._model.id} is served at {self._service.options.url}/v1 with {promise.context_tokens} tokens of context"
+            + (f" ({promise.why_context})" if promise.why_context else "")
         )
         for line in [*ring.describe(), *why]:
             self._reporter.say(line)
         if ring.prediction is not None:
             self._reporter.say(
                 f"predicted {ring.prediction.tokens_per_s:.3g} tokens/s, first token of an answer to "
-                f"{workload.prompt_tokens} tokens after {ring.prediction.ttft_s:.2g} s"
+                f"{self._service.workload.prompt_tokens} tokens after {ring.prediction.ttft_s:.2g} s"
             )
 
-    async def _left_out(self, epoch: int, ring: HeadRing, left: LeftOut) -> str:
-        candidates = self._candidates.get(epoch, frozenset())
-        serving = None if ring.prediction is None else self._objective_s(ring.prediction)
-        slowdown = None if serving is None else await self._planner.slowdown_with(left.device, candidates, serving)
+    async def _left_out(self, epoch: int, promise: Promise, left: LeftOut) -> str:
+        slowdown = None
+        if promise.prediction is not None:
+            slowdown = await self._planner.slowdown_with(
+                left.device,
+                self._candidates.get(epoch, frozenset()),
+                self._objective_s(promise.prediction),
+                promise.context_tokens,
+            )
         return left_out_line(left.device, left.reason, slowdown)
 
     def _objective_s(self, prediction: Prediction) -> float:
         return prediction.objective_s(self._service.options.objective, self._service.workload.answer_tokens)
 
-    async def _served(self) -> ServedModel:
+    async def _served(self, promise: Promise) -> ServedModel:
         return ServedModel(
             id=self._model.id,
             created=self._backend.created,
-            context_tokens=self._service.workload.context_tokens,
+            context_tokens=promise.context_tokens,
             vocabulary=await self._model.vocabulary(),
             sampling=sampling_defaults(self._model.header),
             facts=facts_of(self._model.header),
@@ -303,5 +313,8 @@ class Rings:
     def _foresee(self, epoch: int) -> None:
         ring = self._rings[epoch]
         self._planner.foresee(
-            self._candidates.get(epoch, frozenset()), frozenset(ring.plan.devices) - {ring.plan.head}, self._tasks
+            self._candidates.get(epoch, frozenset()),
+            frozenset(ring.plan.devices) - {ring.plan.head},
+            self._tasks,
+            context_tokens=self._plans[epoch].context_tokens,
         )

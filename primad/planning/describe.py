@@ -20,17 +20,22 @@ from primad.planning.schema import (
     RingJson,
     ShortJson,
     WindowJson,
+    WorkloadJson,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedPlan:
-    """One plan; ``solution`` is how Halda found it, None for the paper's plan."""
+    """One plan; ``solution`` is how Halda found it, None for the paper's plan.
+
+    ``why_context``: why the context is not more, where nobody said how much.
+    """
 
     plan: Plan
     prediction: Prediction
     instance: Instance
     solution: Solution | None = None
+    why_context: str = ""
 
 
 def ring_part(answer: DescribedPlan) -> RingJson:
@@ -116,6 +121,19 @@ def proof_part(question: Question, answer: DescribedPlan) -> Proof:
         bound_ms=found.bound_s * 1e3,
         gap=found.gap,
         proven=found.proven,
+    )
+
+
+def workload_part(answer: DescribedPlan) -> WorkloadJson:
+    """What the plan is for."""
+    work = answer.instance.workload
+    return WorkloadJson(
+        context_tokens=work.context_tokens,
+        why_context=answer.why_context,
+        kv_type=work.kv_type,
+        sequences=work.sequences,
+        prompt_tokens=work.prompt_tokens,
+        answer_tokens=work.answer_tokens,
     )
 
 

@@ -8,10 +8,9 @@ which only a source checkout has (``halda_research``), beside ours.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Final
-
-import msgspec
 
 from halda import DeviceProfile, Infeasible, Plan
 from halda.evaluate import evaluate
@@ -20,15 +19,17 @@ from halda.search import CHUNKS, solve
 from halda.solution import Solution
 from primad import __version__
 from primad.errors import ConfigError, PlanError
+from primad.planning.context import widened_context
 from primad.planning.describe import (
     DescribedPlan,
     model_part,
     predicted_part,
     proof_part,
     ring_part,
+    workload_part,
 )
 from primad.planning.question import Question
-from primad.planning.schema import SCHEMA, AloneJson, Explanation, LeftOutJson, WhatIf, WorkloadJson
+from primad.planning.schema import SCHEMA, AloneJson, Explanation, LeftOutJson, WhatIf
 from primad.settings.quantities import show_ms
 
 MOST_LEFT_OUT: Final = 8
@@ -63,7 +64,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         predicted=ring.predicted,
         short=ring.short,
         model=model_part(question),
-        workload=msgspec.convert(question.workload, WorkloadJson, from_attributes=True),
+        workload=workload_part(chosen),
         proof=proof_part(question, chosen),
         left_out=_left_out(question, chosen),
         alone=_alone(question),
@@ -107,7 +108,12 @@ def _solve(
 def _answer(question: Question, solution: Solution) -> DescribedPlan:
     asked = _instance(question, solution.plan.head)
     asked = asked.with_rows(solution.prediction.chunk_rows)
-    return DescribedPlan(solution.plan, solution.prediction, asked, solution=solution)
+    if not question.widens or question.solver == "paper":
+        return DescribedPlan(solution.plan, solution.prediction, asked, solution=solution)
+    found = widened_context(solution.plan, asked)
+    asked = replace(asked, workload=replace(asked.workload, context_tokens=found.tokens))
+    prediction = evaluate(solution.plan, asked)
+    return DescribedPlan(solution.plan, prediction, asked, solution=solution, why_context=found.why)
 
 
 def _paper(question: Question, head: str) -> DescribedPlan:

@@ -64,7 +64,8 @@ class Wishes:
 class Question:
     """What is to be planned. ``head`` is None where the best device is looked for.
 
-    ``links`` are known ones; what they do not cover goes by ``default_link``.
+    ``links`` are known ones; what they do not cover goes by ``default_link``. ``widens``: nobody said how much context, so
+    the plan's has as much as it has room for.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -77,6 +78,7 @@ class Question:
     solver: Solver
     objective: Objective
     time_limit_s: float
+    widens: bool = False
 
     @property
     def all_links(self) -> tuple[LinkProfile, ...]:
@@ -110,6 +112,7 @@ def ask(
         solver=parse_choice(wishes.solver, SOLVERS, "--solver"),
         objective=parse_choice(wishes.objective, OBJECTIVES, "--objective"),
         time_limit_s=wishes.time_limit_s,
+        widens=wishes.context is None,
     )
 
 

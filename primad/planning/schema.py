@@ -154,9 +154,13 @@ class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan is for; ``kv_type`` is what the KV cache holds its values in."""
+    """What the plan is for; ``kv_type`` is what the KV cache holds its values in.
+
+    ``why_context`` says why the context is not more where nobody said how much, else it is empty.
+    """
 
     context_tokens: int
+    why_context: str
     kv_type: str
     sequences: int
     prompt_tokens: int

@@ -102,6 +102,8 @@ def _facts(answer: Explanation) -> Table:
     prompt = f"a prompt of {_count(work.prompt_tokens, 'token')}{chunks}"
     table.add_row("first token", f"{show_ms(found.ttft_ms)} for {prompt}")
     table.add_row("a request", f"{show_ms(found.exchange_ms)} with an answer of {_count(work.answer_tokens, 'token')}")
+    why = f" ({work.why_context})" if work.why_context else ""
+    table.add_row("context", f"{_count(work.context_tokens, 'token')}{why}")
     if _streams(answer):
         table.add_row("streams", _reading(answer))
     table.add_row("bottleneck", found.bottleneck)

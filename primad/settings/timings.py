@@ -54,6 +54,8 @@ class ApiTimings:
     """A client that takes longer to send its body is refused."""
     send_timeout_s: float = 60.0
     """A client that does not take one event in this time has left: it would hold its sequence for ever."""
+    admitted_s: float = 1.0
+    """Who is refused hears it at once: a stream of which nothing came after so long begins with its headers."""
     keepalive_s: float = 10.0
     """Clients and what lies between give up on a stream that says nothing, as it may while a new ring is formed."""
 
@@ -87,8 +89,8 @@ class StreamingTimings:
 
     look_every_s: float = 0.1
     """While steps pass, some of what stays (a layer, or its experts) is looked at so often."""
-    settled_s: float = 1.0
-    """So long after the last large step the room of its scratch memory is used: chunks of prompts may follow each other."""
+    settled_s: float = 0.0
+    """So long after the first small step behind a large one the room of its scratch memory is used."""
     close_timeout_s: float = 5.0
     """A disk that gives one piece after so long hangs, or the machine is of no use anyway."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primad.api.backend import ServedModel
-from primad.errors import RequestError, RingError
+from primad.errors import PromptTooLongError, RequestError, RingError
 from primad.head.backend import RingBackend
 from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled
 from tests.fakes.ring import GREEDY
@@ -282,6 +283,25 @@ def test_who_goes_away_while_the_next_ring_is_told_is_not_computed_there():
         await asyncio.wait([readers[1].task])
         assert [each.request for each in ring.generates] == [1]
         await readers[0].cancel()
+
+    asyncio.run(once())
+
+
+def test_a_prompt_that_does_not_fit_the_next_ring_ends_with_an_error():
+    async def once() -> None:
+        backend = RingBackend()
+        await attach(backend, 1)
+        long, short = Reader(ask(backend, *range(1, 9))), Reader(ask(backend, 1, 2))
+        await settled()
+        second = FakeRing(2)
+        narrow = replace(SERVED, context_tokens=8)
+        await backend.attach(narrow, 2, second.send, second.status, "serving")
+        await settled()
+        assert [each.prompt for each in second.generates] == [[1, 2]]
+        assert [end.error for end in long.ends] == ["the context has 8 tokens now, and the prompt does not fit it"]
+        with pytest.raises(PromptTooLongError):
+            await anext(ask(backend, *range(1, 9)))
+        await short.cancel()
 
     asyncio.run(once())
 

@@ -33,7 +33,7 @@ def chosen(
 ) -> dict[str, bool]:
     """Whether all windows of a device have extra buffers; all or none do."""
     found = choose_extra_buffers(
-        Promise.of(plan, model, None), {profile.device: profile for profile in profiles}, model, wish
+        Promise.of(plan, model, None, context_tokens=64), {profile.device: profile for profile in profiles}, model, wish
     )
     assert {name: len(extra) for name, extra in found.items()} == {
         name: len(plan.windows_of(name)) for name in plan.devices

@@ -82,7 +82,7 @@ def prediction(desk: DevicePrediction, lap: DevicePrediction, *, hop_s: float = 
 
 
 PREDICTED = prediction(device_prediction("desk", compute_s=0.02), device_prediction("lap", compute_s=0.03))
-PROMISE = Promise(plan=PLAN, prediction=PREDICTED, assignments={}, corrections=USED)
+PROMISE = Promise(plan=PLAN, prediction=PREDICTED, assignments={}, context_tokens=64, corrections=USED)
 
 
 def status(
@@ -331,7 +331,7 @@ def test_what_no_factor_may_make_up_for_is_called_amiss(tmp_path):
 
 
 def test_what_a_plan_by_hand_took_is_not_judged(tmp_path):
-    by_hand = Promise.of(PLAN, model(), None)
+    by_hand = Promise.of(PLAN, model(), None, context_tokens=64)
     assert Learning(tmp_path).answered(1, by_hand, LAP_SLOW) is None
 
 
@@ -375,4 +375,4 @@ def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
     assert before < asyncio.run(planner.value(promise)) < 1.5 * before
     del profiles["lap"]
     assert asyncio.run(planner.value(promise)) is None
-    assert asyncio.run(planner.value(Promise.of(PLAN, model(), None))) is None
+    assert asyncio.run(planner.value(Promise.of(PLAN, model(), None, context_tokens=64))) is None

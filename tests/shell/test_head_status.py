@@ -100,7 +100,7 @@ class Lab:
 
     def __init__(self, lap: FakePart, nas: FakePart, timings: HeadTimings) -> None:
         inputs = SimpleNamespace(
-            promise=Promise.of(PLAN, model(), None),
+            promise=Promise.of(PLAN, model(), None, context_tokens=64),
             epoch=5,
             devices=SimpleNamespace(links=SimpleNamespace(between=lambda names: [])),
             station=SimpleNamespace(timings=Timings(head=timings)),

@@ -82,6 +82,26 @@ def test_a_stream_that_waits_for_its_first_message_begins_and_may_still_end_with
     assert [b"the ring broke" in part for part in body if part.startswith(b"data")] == [True]
 
 
+def test_headers_go_out_before_anything_is_there_to_be_said() -> None:
+    async def main() -> list[bytes]:
+        client, begun = Client(), asyncio.Event()
+
+        async def send(message: Message) -> None:
+            await client.send(message)
+            if message["type"] == "http.response.start":
+                begun.set()
+
+        async def words():
+            await begun.wait()
+            yield Word("one")
+
+        async with asyncio.timeout(PATIENCE_S):
+            await MessageStream(words(), EVENTS, ApiTimings(admitted_s=0.01))({"type": "http"}, client.receive, send)
+        return client.body
+
+    assert asyncio.run(main()) == [b'data: {"text":"one"}\n\n', b"data: [DONE]\n\n", b""]
+
+
 def test_a_stream_that_is_refused_at_once_has_not_begun() -> None:
     async def main() -> list[bytes]:
         client = Client()

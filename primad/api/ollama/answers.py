@@ -103,6 +103,10 @@ class LinesAnswer:
         self._count(answered.sampled, now_s)
         return self._end(answered, answered.finish, now_s)
 
+    def nothing(self) -> OllamaLine:
+        """What says that there is nothing yet."""
+        return self._line(None)
+
     def loaded(self) -> OllamaLine:
         """The answer to who asks for nothing but the model."""
         return self._line(None, done=True, done_reason="load")

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
@@ -43,7 +44,7 @@ def _error(exc: PrimadError) -> bytes:
 
 
 _LINES: Final = Framing(media_type="application/x-ndjson", message=_line, error=_error, end=b"", waiting=b"")
-"""JSON, a line each; clients take no other line, so nothing is said while nothing comes."""
+"""JSON, a line each. Clients take no other line: while nothing comes, an answer adds nothing to itself."""
 
 
 class _Routes:
@@ -106,7 +107,8 @@ class _Routes:
         if job is None:
             return json_response(answer.loaded())
         if ask.stream is not False:
-            return self._endpoint.stream(self._stream(served, job, answer), _LINES)
+            framing = replace(_LINES, waiting=_line(answer.nothing()))
+            return self._endpoint.stream(self._stream(served, job, answer), framing)
         answered = await self._endpoint.whole(request, served, job)
         return json_response(answer.whole(answered[0], time.perf_counter()))
 

@@ -1,0 +1,76 @@
+"""How much context a plan has room for, where nobody said how much."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from halda import DeviceProfile, ModelProfile, Plan, evaluate, instance, residency
+from halda.instance import Instance
+from halda_research.random_fleets import random_instance, random_plan
+from primad.planning.context import MOST_OF_FREE, widened_context
+from primad.planning.question import default_workload
+from tests.fakes.planning import GB, device, model
+from tests.solver.test_simulate import ring
+
+MODEL = model(context_tokens=1 << 20)
+"""5 GB of layers; 82 kB of KV cache for a token."""
+
+
+def question(*devices: DeviceProfile, asked: ModelProfile = MODEL) -> Instance:
+    return instance(devices, [], asked, default_workload(4096, 512, "f16"), {})
+
+
+def alone(ram: int, asked: ModelProfile = MODEL) -> tuple[Plan, Instance]:
+    found = question(device("desk", ram=ram), asked=asked)
+    return residency(ring(("desk", 20)), found), found
+
+
+@pytest.mark.parametrize(
+    ("ram", "trained", "tokens", "why"),
+    [
+        (64 * GB, 2048, 4096, "all that the model was trained with"),
+        (64 * GB, 6000, 6000, "all that the model was trained with"),
+        (64 * GB, 1 << 20, 32768, "65536 would take a KV cache larger than the model's layers; --context sets it"),
+        (8 * GB, 1 << 20, 16384, "32768 would not fit into the RAM of desk; --context sets it"),
+        (10 * GB, 1 << 20, 16384, "32768 would take over half of the RAM that is left on desk; --context sets it"),
+        (5 * GB, 1 << 20, 4096, "8192 would have more read from the disk of desk for every token; --context sets it"),
+    ],
+)
+def test_a_context_is_as_wide_as_costs_next_to_nothing(ram, trained, tokens, why):
+    found = widened_context(*alone(ram, model(context_tokens=trained)))
+    assert (found.tokens, found.why) == (tokens, why)
+
+
+def test_devices_of_one_machine_share_what_is_left():
+    both = question(device("a", ram=8 * GB, host="box"), device("b", ram=8 * GB, host="box"))
+    plan = ring(("a", 9), ("b", 10), ("a", 1))
+    apart = replace(both, devices=tuple(replace(each, host=each.device) for each in both.devices))
+    assert widened_context(plan, both).tokens < widened_context(plan, apart).tokens
+    assert "on a and b" in widened_context(plan, both).why
+
+
+def test_a_wider_context_costs_no_time_and_breaks_no_limit():
+    widened = 0
+    for seed in range(80):
+        rng = random.Random(seed)
+        asked = random_instance(rng)
+        work = replace(asked.workload, context_tokens=256, prompt_tokens=64, answer_tokens=32)
+        asked = replace(asked, workload=work)
+        plan = random_plan(rng, asked, streams=0)
+        now = evaluate(plan, asked)
+        if now.short:
+            continue
+        found = widened_context(plan, asked)
+        assert found.tokens >= work.context_tokens
+        widened += found.tokens > work.context_tokens
+        then = evaluate(plan, replace(asked, workload=replace(work, context_tokens=found.tokens)))
+        assert not then.short
+        assert then.tpot_s == pytest.approx(now.tpot_s)
+        assert then.ttft_s == pytest.approx(now.ttft_s)
+        limits = {member.name: member.ram_limit for member in asked.members}
+        for before, after in zip(now.devices, then.devices, strict=True):
+            assert after.ram_bytes - before.ram_bytes <= MOST_OF_FREE * (limits[before.device] - before.ram_bytes)
+    assert widened >= 10
