@@ -9,6 +9,17 @@ from typing import Any, Protocol
 from primad.ring.messages import Finished, Sampled, Sampling
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillInTokens:
+    """The tokens of a model that was trained to fill in: what is ``before`` the gap follows the first, what is ``after`` it
+    the second, and the ``middle`` is asked for by the third. ``file`` begins a file beside, where there is such a token."""
+
+    before: int
+    after: int
+    middle: int
+    file: int | None = None
+
+
 class Vocabulary(Protocol):
     """The served model's tokens and what its file says about chat. Every method is quick and has no side effect."""
 
@@ -27,6 +38,10 @@ class Vocabulary(Protocol):
     @property
     def eos(self) -> str:
         """Text of the end-of-sequence token, "" when the model has none."""
+
+    @property
+    def fill_in(self) -> FillInTokens | None:
+        """What the model fills gaps in texts with, or None."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of ``text``, with llama.cpp's meaning of the two flags."""

@@ -576,6 +576,18 @@ class LlamaVocabulary:
         """The tokens that end a generation."""
         return frozenset(token for token in range(self.size) if llama.llama_vocab_is_eog(self._vocab, token))
 
+    @property
+    def fill_in_ids(self) -> tuple[int, int, int, int]:
+        """The tokens before what precedes a gap, before what follows it, for its middle, and before a file; -1 for none."""
+        named = (
+            llama.llama_vocab_fim_pre,
+            llama.llama_vocab_fim_suf,
+            llama.llama_vocab_fim_mid,
+            llama.llama_vocab_fim_sep,
+        )
+        before, after, middle, file = (int(each(self._vocab)) for each in named)
+        return before, after, middle, file
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of ``text``; ``add_special`` adds what the model wants at the ends, ``parse_special`` reads markers."""
         data = text.encode("utf-8", errors="replace")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from primad.api.backend import SamplingDefaults
+from primad.api.backend import FillInTokens, SamplingDefaults
 from primad.engine.llama import LlamaVocabulary
 from primad.errors import ModelError
 from primad.gguf.constants import GGUFValueType
@@ -46,9 +46,15 @@ def sampling_defaults(header: Header) -> SamplingDefaults:
 
 
 class ModelVocabulary(LlamaVocabulary):
-    """A ``LlamaVocabulary`` that also knows the chat template."""
+    """A ``LlamaVocabulary`` that also knows the chat template, and how to fill in."""
 
     def __init__(self, header: Header) -> None:
         super().__init__(header.path)
         value = header.values.get(CHAT_TEMPLATE)
+        before, after, middle, file = self.fill_in_ids
+        self.fill_in = (
+            FillInTokens(before=before, after=after, middle=middle, file=file if file >= 0 else None)
+            if min(before, after, middle) >= 0
+            else None
+        )
         self.chat_template = str(value.scalar()) if value is not None and value.type == GGUFValueType.STRING else None

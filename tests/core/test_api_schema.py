@@ -200,7 +200,7 @@ def test_the_four_forms_of_a_prompt(prompt, prompts):
         ({"logprobs": True}, "logprobs"),
         ({"echo": True, "logprobs": 1}, "logprobs"),
         ({"best_of": 3, "n": 2}, "best_of"),
-        ({"suffix": "end"}, "suffix"),
+        ({"suffix": 5}, "suffix"),
     ],
 )
 def test_what_completions_do_not_do(fields, param):

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from primad.api.backend import Health, ServedModel
+from primad.api.backend import FillInTokens, Health, ServedModel
 from primad.ring.messages import Finished, Sampled, Sampling
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
@@ -25,6 +25,7 @@ class ByteVocabulary:
     bos: str = "<s>"
     eos: str = "</s>"
     adds_bos: bool = True
+    fill_in: FillInTokens | None = None
 
     @property
     def size(self) -> int:

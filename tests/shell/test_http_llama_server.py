@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from primad.api.backend import Health
+from primad.api.backend import FillInTokens, Health
 from primad.errors import RingError
 from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import call, events, post
@@ -71,3 +71,38 @@ def test_variables_of_the_template_are_taken():
     backend = FakeBackend(says(), vocabulary=ByteVocabulary(chat_template="{{ reasoning_effort }}"), context_tokens=77)
     messages = [{"role": "user", "content": "Hi"}]
     assert post(backend, "/apply-template", messages=messages, reasoning_effort="high").json() == {"prompt": "high"}
+
+
+def test_a_gap_is_filled():
+    fills = ByteVocabulary(fill_in=FillInTokens(before=1, after=2, middle=3))
+    backend = FakeBackend(says("mid"), vocabulary=fills)
+    whole = post(backend, "/infill", input_prefix="a", prompt="b", input_suffix="c", n_predict=9).json()
+    assert whole["content"] == "mid"
+    files = [{"filename": "x", "text": "y"}]
+    *_, end = events(post(backend, "/infill", input_prefix="a", input_suffix="", input_extra=files, stream=True))
+    assert end["stop"] is True
+    completion = post(backend, "/v1/completions", prompt="ab", suffix="c").json()
+    assert completion["choices"][0]["text"] == "mid"
+    assert (
+        post(backend, "/api/generate", model="toy", prompt="ab", suffix="c", stream=False).json()["response"] == "mid"
+    )
+    assert [each.prompt for each in backend.calls] == [
+        [BOS, 1, *b"ab", 2, *b"c", 3],
+        [BOS, *b"x\ny\n", 1, *b"a", 2, 3],
+        [BOS, 1, *b"ab", 2, *b"c", 3],
+        [BOS, 1, *b"ab", 2, *b"c", 3],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "input_suffix"),
+        ("/infill", {"input_prefix": "a"}, "input_suffix"),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": 1}]}, "input_extra[0].text"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+    ],
+)
+def test_what_cannot_be_filled_is_refused_by_its_field(path, body, param):
+    answer = post(FakeBackend(says("x")), path, **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -28,7 +28,13 @@ from primad.api.llama_server.answers import (
     pieces,
     props,
 )
-from primad.api.llama_server.schema import DetokenizeRequest, RawCompletionRequest, TemplateRequest, TokenizeRequest
+from primad.api.llama_server.schema import (
+    DetokenizeRequest,
+    InfillRequest,
+    RawCompletionRequest,
+    TemplateRequest,
+    TokenizeRequest,
+)
 from primad.api.openai.errors import error_body
 from primad.api.openai.job import Job, check_tokens, completion_job
 from primad.api.openai.routes import EVENTS
@@ -78,7 +84,16 @@ class _Routes:
         """Continue a text."""
         served = self._endpoint.serving()
         ask = parse(RawCompletionRequest, await self._endpoint.read(request))
-        job = completion_job(_one_prompt(ask, served), served, seed=secrets.randbelow(SEEDS))
+        return await self._respond(request, _one_prompt(ask, served), served)
+
+    async def infill(self, request: Request) -> Response:
+        """Write what belongs between two texts."""
+        served = self._endpoint.serving()
+        ask = parse(InfillRequest, await self._endpoint.read(request))
+        return await self._respond(request, ask, served)
+
+    async def _respond(self, request: Request, ask: RawCompletionRequest, served: ServedModel) -> Response:
+        job = completion_job(ask, served, seed=secrets.randbelow(SEEDS))
         answer = RawAnswer(served=served, job=job, begun_s=time.perf_counter())
         if ask.stream:
             return self._endpoint.stream(self._stream(served, job, answer), _EVENTS)
@@ -123,6 +138,13 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
             answers="CompletionEnd",
             streamed="CompletionPart",
         ),
+        Route(
+            path="/infill",
+            handler=here.infill,
+            asks="InfillRequest",
+            answers="CompletionEnd",
+            streamed="CompletionPart",
+        ),
     )
 
 
@@ -131,6 +153,6 @@ DIALECT: Final = Dialect(
     prefixes=(),
     error_body=error_body,
     error_name="ErrorBody",
-    requests=(TokenizeRequest, DetokenizeRequest, TemplateRequest, RawCompletionRequest),
+    requests=(TokenizeRequest, DetokenizeRequest, TemplateRequest, RawCompletionRequest, InfillRequest),
     answers=(TokenList, DetokenizedText, TemplatedPrompt, CompletionEnd, CompletionPart),
 )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 
+from primad.api.fill_in import Gap
 from primad.api.openai.chat_fields import ChatFields
 from primad.api.openai.fields import Strict, expecting, only
 from primad.api.openai.samplers import MAX_TOKENS
 from primad.api.openai.schema import CompletionRequest
 
+MAX_FILES: Final = 256
 _TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
 
@@ -59,3 +61,30 @@ class RawCompletionRequest(CompletionRequest):
     def logprob_count(self) -> int | None:
         """None: log-probabilities are OpenAI's."""
         return None
+
+
+class ExtraFile(Strict):
+    """A file that lies beside the one with the gap."""
+
+    filename: str = "file"
+    text: str
+
+
+class InfillRequest(RawCompletionRequest):
+    """``POST /infill``: what stands between ``input_prefix`` with ``prompt`` behind it, and ``input_suffix``."""
+
+    prompt: str = ""
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FILES, fail_fast=True)] | None = None
+
+    @property
+    def gap(self) -> Gap:
+        """What the answer is to fill."""
+        files = tuple((file.filename, file.text) for file in self.input_extra or ())
+        return Gap(after=self.input_suffix, param="input_suffix", files=files)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """What precedes the gap."""
+        return [self.input_prefix + self.prompt]

@@ -44,9 +44,10 @@ def chat_request(ask: OllamaChatRequest) -> ChatRequest:
 
 
 def generate_request(ask: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
-    """``ask`` as a chat request of one message, or with ``raw`` as a completion. Raises as ``chat_request`` does."""
-    if ask.raw:
-        return build(CompletionRequest, {"max_tokens": -1} | _shared(ask) | {"prompt": ask.prompt})
+    """``ask`` as a chat request of one message, with ``raw`` or ``suffix`` as a completion; raises as ``chat_request``."""
+    if ask.raw or ask.suffix:
+        plain_fields = {"prompt": ask.prompt, "suffix": ask.suffix}
+        return build(CompletionRequest, {"max_tokens": -1} | _shared(ask) | plain_fields)
     system = [{"role": "system", "content": ask.system}] if ask.system else []
     return build(ChatRequest, _shared(ask) | {"messages": [*system, {"role": "user", "content": ask.prompt}]})
 

@@ -69,6 +69,6 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str | None = None
     raw: bool | None = None
     images: _NoImages = None
-    suffix: Annotated[Any, only(None, "", why="this server only continues a prompt")] = None
+    suffix: str | None = None
     template: Annotated[Any, only(None, "", why="the model's own template is used; or send raw")] = None
     context: Annotated[Any, only(None, [], why="send the conversation to /api/chat")] = None

@@ -10,6 +10,7 @@ import msgspec
 
 from primad.api.backend import ServedModel, Vocabulary
 from primad.api.chat import tokenize_prompt
+from primad.api.fill_in import fill_in_prompt
 from primad.api.openai.sampling import SEEDS, first_seed, grammar_of, sampling_of
 from primad.api.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest
 from primad.api.openai.tool_use import answer_rules, chat_text
@@ -81,6 +82,10 @@ def completion_job(request: CompletionRequest, served: ServedModel, *, seed: int
             check_tokens(prompt, vocabulary, at="prompt")
             tokens = prompt
             text = b"".join(map(vocabulary.piece, prompt)).decode("utf-8", "replace") if request.echo else ""
+        if request.gap is not None:
+            quarter = served.context_tokens // 4
+            room = max(served.context_tokens - (request.token_limit or quarter), quarter)
+            tokens = fill_in_prompt(vocabulary, prompt, request.gap, room=room)
         prompts.append((tokens, text if request.echo else ""))
     return _job(request, served, prompts, grammar=grammar_of(request), reading=None, seed=seed, at="prompt")
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from primad.api.fill_in import Gap
 from primad.api.openai.chat_fields import NO_AUDIO, ChatFields
 from primad.api.openai.fields import Strict, expecting, only
 from primad.api.openai.samplers import MAX_TOKENS, SamplerFields
@@ -141,7 +142,7 @@ class CompletionRequest(SamplingRequest):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    suffix: Annotated[Any, only(None, "", why="this server only continues a prompt")] = None
+    suffix: str | None = None
 
     @field_validator("best_of")
     @classmethod
@@ -156,6 +157,11 @@ class CompletionRequest(SamplingRequest):
         if value is not None and info.data.get("echo"):
             raise PydanticCustomError("echo", "not supported together with echo: the prompt's are not computed")
         return value
+
+    @property
+    def gap(self) -> Gap | None:
+        """What the answer is to fill, None where it only continues."""
+        return Gap(after=self.suffix, param="suffix") if self.suffix else None
 
     @property
     def token_limit(self) -> int | None:
