@@ -96,7 +96,8 @@ class SamplingDefaults:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """The model behind the API. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus answer;
-    ``tool_parser`` names the form of its calls, or is ``auto``."""
+    ``tool_parser`` names the form of its calls, or is ``auto``. With ``context_shift`` the oldest messages of
+    a conversation that is too long are left out."""
 
     id: str
     created: int
@@ -106,6 +107,7 @@ class ServedModel:
     facts: ModelFacts = ModelFacts()
     names: ModelNames = ModelNames()
     tool_parser: str = "auto"
+    context_shift: bool = False
 
     @property
     def all_names(self) -> tuple[str, ...]:

@@ -52,6 +52,12 @@ class EndpointOptions:
         str,
         typer.Option(help="How the model writes that it calls a function, where its chat template shows it wrongly."),
     ] = "auto"
+    context_shift: Annotated[
+        bool,
+        typer.Option(
+            "--context-shift", help="Leave out the oldest messages of a conversation that is too long for the context."
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +229,7 @@ def _serve_options(
         use_all=plan.use_all,
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
+        context_shift=endpoint.context_shift,
         tool_parser=parse_choice(endpoint.tool_parser, PARSERS, "--tool-parser"),
         allowed_hosts=allowed_hosts(asking),
         cors_origins=cors_origins(asking),

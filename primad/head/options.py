@@ -37,7 +37,8 @@ class ServeOptions:
     takes). ``windows`` and ``rounds`` set the plan by hand; otherwise it makes ``objective`` small, with every device in it
     if ``use_all``. The HTTP server listens at ``http_host`` and ``http_port``.
     Clients may also call the model by its ``aliases``, or with ``any_model`` whatever they like.
-    ``tool_parser`` names the form of its calls.
+    ``tool_parser`` names the form of its calls. With ``context_shift`` the oldest messages of a conversation that is too
+    long for the context are left out.
     They may reach it by the names ``allowed_hosts``, and be web pages of ``cors_origins``.
     With ``api_key`` or ``api_key_file`` they need a key.
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
@@ -61,6 +62,7 @@ class ServeOptions:
     aliases: tuple[str, ...] = ()
     any_model: bool = False
     tool_parser: str = AUTO
+    context_shift: bool = False
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     api_key: str | None = field(default=None, repr=False)

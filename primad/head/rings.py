@@ -308,6 +308,7 @@ class Rings:
             sampling=sampling_defaults(self._model.header),
             facts=facts_of(self._model.header),
             tool_parser=self._service.options.tool_parser,
+            context_shift=self._service.options.context_shift,
         )
 
     def _foresee(self, epoch: int) -> None:

@@ -11,8 +11,10 @@ import msgspec
 from primad.api.backend import ServedModel, Vocabulary
 from primad.api.chat import tokenize_prompt
 from primad.api.fill_in import fill_in_prompt
+from primad.api.openai.chat_fields import Message
 from primad.api.openai.sampling import SEEDS, first_seed, grammar_of, sampling_of
 from primad.api.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest
+from primad.api.openai.shift import answer_room, shifted
 from primad.api.openai.tool_use import answer_rules, chat_text
 from primad.api.reading import AnswerReading
 from primad.errors import PromptTooLongError, RequestError, printable
@@ -58,12 +60,24 @@ def check_model(name: str | None, served: Sequence[ServedModel]) -> None:
 def chat_job(request: ChatRequest, served: ServedModel, *, seed: int, now: datetime) -> Job:
     """The work of a chat request. ``seed`` counts when the request has none; ``now`` is the template's clock.
 
+    Where the context shifts, the oldest messages are left out of a conversation that is too long for it.
+
     Raises ``RequestError`` for what the served model cannot do and ``ModelError`` for a broken chat template.
     """
     check_model(request.model, [served])
     text = chat_text(request, served, now=now)
-    rules = answer_rules(request, served, text)
     prompt = tokenize_prompt(served.vocabulary, text)
+    most = served.context_tokens - answer_room(served.context_tokens, request.token_limit)
+    if served.context_shift and len(prompt) > most:
+
+        def fits(messages: list[Message]) -> bool:
+            shorter = request.model_copy(update={"messages": messages})
+            return len(tokenize_prompt(served.vocabulary, chat_text(shorter, served, now=now))) <= most
+
+        request = request.model_copy(update={"messages": shifted(request.messages, fits)})
+        text = chat_text(request, served, now=now)
+        prompt = tokenize_prompt(served.vocabulary, text)
+    rules = answer_rules(request, served, text)
     return _job(request, served, [(prompt, "")], grammar=rules.grammar, reading=rules.reading, seed=seed, at="messages")
 
 
