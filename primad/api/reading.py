@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from primad.api.calls.choose import FORMS, Thinking, form_of, thinks
 from primad.api.calls.form import ToolForm
+from primad.api.calls.harmony import HarmonyReader
 from primad.api.calls.reader import Reader
 from primad.api.chat import CHATML
 from primad.api.grammar import HERMES, CallForm
@@ -30,6 +31,11 @@ class Manner:
     thinking: Thinking | None
 
     @property
+    def is_thinking(self) -> bool:
+        """Whether answers have thoughts."""
+        return self.thinking is not None or self.form.channels
+
+    @property
     def call_form(self) -> CallForm:
         """The form of ``asked``."""
         return self.asked.call_form or HERMES
@@ -46,7 +52,8 @@ def manner_of(template: str | None, parser: str) -> Manner:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerReading:
     """What is looked for in an answer: calls in ``form`` of ``functions`` (None: none), more than one if ``several``, and
-    thoughts, in which the prompt may have ``opened`` the answer. With ``shows_control`` control tokens are part of its text.
+    thoughts, in which the prompt may have ``opened`` the answer. With ``shows_control`` control tokens are part of its text,
+    with ``keeps_thoughts`` those of a form that has channels are.
     """
 
     form: ToolForm | None
@@ -55,7 +62,10 @@ class AnswerReading:
     functions: Mapping[str, Mapping[str, Any] | None]
     several: bool
     shows_control: bool
+    keeps_thoughts: bool = False
 
-    def reader(self) -> Reader:
+    def reader(self) -> Reader | HarmonyReader:
         """A reader of one answer."""
+        if self.form is not None and self.form.channels:
+            return HarmonyReader(self.functions, keeps_thoughts=self.keeps_thoughts)
         return Reader(self.form, self.thinking, opened=self.opened, functions=self.functions)

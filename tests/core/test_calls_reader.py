@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.api.calls.choose import FORMS, Thinking, form_of, thinks
-from primad.api.calls.reader import Reader
+from primad.api.reading import AnswerReading
 
 FUNCTIONS: dict[str, dict[str, Any] | None] = {
     "weather": {
@@ -31,9 +31,16 @@ SAID = {
     "llama3-json": json.dumps({"name": "weather", "parameters": ROME}),
     "mistral": f"[TOOL_CALLS][{CALL}]",
     "deepseek": f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{json.dumps(ROME)}<｜tool▁call▁end｜>",
-    "minimax": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n'
-    '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
+    "minimax": '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n<parameter name="days">3</parameter>\n'
+    "</invoke>",
     "json": CALL,
+    "llama3-pythonic": "[weather(city='Rome', days=3)]",
+    "gpt-oss": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{json.dumps(ROME)}",
+    "deepseek-dsml": '<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>',
+    "gemma": '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:3}<tool_call|>',
+    "kimi": f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{json.dumps(ROME)}<|tool_call_end|>",
 }
 OTHERS = [
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{json.dumps(ROME)}"),
@@ -44,13 +51,19 @@ OTHERS = [
     ("deepseek", f"<｜tool▁calls▁begin｜>{SAID['deepseek']}<｜tool▁calls▁end｜>"),
     ("llama3-json", f"<|python_tag|>{SAID['llama3-json']}"),
     ("qwen3-coder", f"<tool_call>{CALL}</tool_call>"),
+    ("minimax", f"<minimax:tool_call>\n{SAID['minimax']}\n</minimax:tool_call>"),
+    ("gemma", "<start_function_call>call:weather{city:<escape>Rome<escape>,days:3}<end_function_call>"),
+    ("llama3-pythonic", '<|tool_call_start|>[weather(city="Rome", days=3)]<|tool_call_end|>'),
 ]
 Read = tuple[str, str, list[tuple[str, Any]]]
 
 
 def read(name: str | None, pieces: list[str], *, thinking: Thinking | None = None, opened: bool = False) -> Read:
     form = None if name is None else FORMS[name]
-    reader = Reader(form, thinking, opened=opened, functions=FUNCTIONS)
+    asked = AnswerReading(
+        form=form, thinking=thinking, opened=opened, functions=FUNCTIONS, several=True, shows_control=True
+    )
+    reader = asked.reader()
     told = [*map(reader.feed, pieces), reader.finish()]
     calls = [(call.name, json.loads(call.arguments)) for each in told for call in each.calls]
     return "".join(each.thought for each in told), "".join(each.text for each in told), calls
@@ -66,7 +79,7 @@ def test_a_call_in_every_form(name, text):
     assert read(name, list(text)) == ("", "", [("weather", ROME)])
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", sorted(SAID.keys() - {"gpt-oss"}))
 def test_half_a_call_and_garbage_are_text(name):
     text = SAID[name]
     for wrong in (
@@ -80,10 +93,31 @@ def test_half_a_call_and_garbage_are_text(name):
         assert read(name, list(wrong)) == ("", wrong, [])
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "glm", "mistral", "deepseek", "minimax"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "qwen3-coder", "glm", "mistral", "deepseek", "deepseek-dsml", "gemma", "kimi", "minimax"]
+)
 def test_text_before_calls_and_several_of_them(name):
     text = f"Let me see.\n\n{SAID[name]}\n{SAID[name]}"
     assert read(name, list(text)) == ("", "Let me see.", [("weather", ROME)] * 2)
+
+
+def test_text_behind_a_call_keeps_its_distance():
+    assert read("hermes", list(f"One {SAID['hermes']}\ntwo ")) == ("", "One \ntwo ", [("weather", ROME)])
+
+
+def test_channels():
+    said = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"
+        f"<|start|>assistant{SAID['gpt-oss']}"
+    )
+    assert read("gpt-oss", list(said)) == ("Hm.", "Wait.", [("weather", ROME)])
+    final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi "
+    assert read("gpt-oss", list(final)) == ("Hm.", "Hi ", [])
+    assert read("gpt-oss", ['{"a": 1}']) == ("", '{"a": 1}', [])
+    for wrong in (SAID["gpt-oss"].replace("weather", "other"), SAID["gpt-oss"][:-5]):
+        thought, text, calls = read("gpt-oss", list(wrong))
+        assert (thought, calls) == ("", [])
+        assert '"city": "Rome"' in text
 
 
 def test_llama_separates_calls():
@@ -140,6 +174,11 @@ def test_every_splitting_is_read_alike(text, name, opened, data):
         ("{{ '<|python_tag|>' }}", "llama3-json"),
         ("{{ '<｜tool▁call▁begin｜>' }}", "deepseek"),
         ("{{ '<minimax:tool_call>' }}", "minimax"),
+        ("{{ '<|channel|>' }}", "gpt-oss"),
+        ("{{ '<|tool_call>call:' }}", "gemma"),
+        ("{{ '<|tool_call_begin|>' }}", "kimi"),
+        ("{{ '｜DSML｜' }}", "deepseek-dsml"),
+        ("{{ '<|python_start|>' }}", "llama3-pythonic"),
         ("{{ messages }}", "hermes"),
     ],
 )

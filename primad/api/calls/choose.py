@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from primad.api.calls import families
-from primad.api.calls.form import ToolForm, parse_json
+from primad.api.calls.form import Markers, ToolForm, parse_json
 from primad.api.grammar import HERMES, CallForm
 
 
@@ -22,34 +22,91 @@ class Thinking:
 _JSON: Final = CallForm(before='{"name": "', middle='", "arguments": ', behind="}", between="\n")
 _LLAMA: Final = CallForm(before='{"name": "', middle='", "parameters": ', behind="}", between="; ")
 _MISTRAL: Final = CallForm(before='[TOOL_CALLS][{"name": "', middle='", "arguments": ', behind="}]", between="")
+_BARE: Final = Markers(begin="", end="")
+_TOOL_CALL: Final = Markers(begin="<tool_call>", end="</tool_call>")
 _ALL: Final = (
-    ToolForm(name="hermes", begin="<tool_call>", end="</tool_call>", parse=parse_json, call_form=HERMES),
-    ToolForm(name="qwen3-coder", begin="<tool_call>", end="</tool_call>", parse=families.parse_qwen_coder),
-    ToolForm(name="glm", begin="<tool_call>", end="</tool_call>", parse=families.parse_glm),
-    ToolForm(name="llama3-json", begin="", end="", parse=parse_json, call_form=_LLAMA, noise=("<|python_tag|>", ";")),
+    ToolForm(name="hermes", parse=parse_json, markers=(_TOOL_CALL,), call_form=HERMES),
+    ToolForm(
+        name="qwen3-coder",
+        parse=families.parse_qwen_coder,
+        markers=(_TOOL_CALL, Markers(begin="<function=", end="</function>")),
+        noise=("</tool_call>",),
+    ),
+    ToolForm(
+        name="llama3-json",
+        parse=parse_json,
+        markers=(Markers(begin="<|python_tag|>", end=""), _BARE),
+        noise=(";",),
+        call_form=_LLAMA,
+    ),
+    ToolForm(
+        name="llama3-pythonic",
+        parse=families.parse_any,
+        markers=(
+            Markers(begin="<|python_start|>", end="<|python_end|>"),
+            Markers(begin="<|tool_call_start|>", end="<|tool_call_end|>"),
+            Markers(begin="", end="", quotes="\"'"),
+        ),
+    ),
     ToolForm(
         name="mistral",
-        begin="[TOOL_CALLS]",
-        end="",
         parse=families.parse_mistral,
+        markers=(Markers(begin="[TOOL_CALLS]", end="", prefix=families.MISTRAL_PREFIX),),
         call_form=_MISTRAL,
-        prefix=families.MISTRAL_PREFIX,
     ),
+    ToolForm(name="gpt-oss", parse=parse_json, channels=True),
+    ToolForm(name="glm", parse=families.parse_glm, markers=(_TOOL_CALL,)),
     ToolForm(
         name="deepseek",
-        begin="<｜tool▁call▁begin｜>",
-        end="<｜tool▁call▁end｜>",
         parse=families.parse_deepseek,
+        markers=(Markers(begin="<｜tool▁call▁begin｜>", end="<｜tool▁call▁end｜>"),),
         noise=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
-    ToolForm(name="minimax", begin="<minimax:tool_call>", end="</minimax:tool_call>", parse=families.parse_minimax),
-    ToolForm(name="json", begin="", end="", parse=parse_json, call_form=_JSON, uses_control_tokens=False),
+    ToolForm(
+        name="deepseek-dsml",
+        parse=families.parse_invoke,
+        markers=(
+            Markers(begin="<｜DSML｜invoke", end="</｜DSML｜invoke>"),
+            Markers(begin="<｜DSML｜ invoke", end="</｜DSML｜ invoke>"),
+        ),
+        noise=tuple(
+            f"<{slash}｜DSML｜{name}>" for slash in ("", "/") for name in ("function_calls", "tool_calls", " calls")
+        ),
+    ),
+    ToolForm(
+        name="gemma",
+        parse=families.parse_gemma,
+        markers=(
+            Markers(begin="<|tool_call>", end="<tool_call|>"),
+            Markers(begin="<start_function_call>", end="<end_function_call>"),
+        ),
+    ),
+    ToolForm(
+        name="minimax",
+        parse=families.parse_invoke,
+        markers=(Markers(begin="<invoke", end="</invoke>"),),
+        noise=("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    ToolForm(
+        name="kimi",
+        parse=families.parse_kimi,
+        markers=(Markers(begin="<|tool_call_begin|>", end="<|tool_call_end|>"),),
+        noise=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    ToolForm(name="json", parse=parse_json, markers=(_BARE,), call_form=_JSON, uses_control_tokens=False),
 )
 FORMS: Final[Mapping[str, ToolForm]] = {form.name: form for form in _ALL}
 """By the names that ``serve --tool-parser`` takes."""
 _SIGNS: Final = (
+    ("<|channel|>", "gpt-oss"),
     ("minimax:tool_call", "minimax"),
+    ("｜DSML｜", "deepseek-dsml"),
     ("<｜tool▁call▁begin｜>", "deepseek"),
+    ("<|tool_call_begin|>", "kimi"),
+    ("<|tool_call>", "gemma"),
+    ("<start_function_call>", "gemma"),
+    ("<|tool_call_start|>", "llama3-pythonic"),
+    ("<|python_start|>", "llama3-pythonic"),
     ("<arg_key>", "glm"),
     ("<function=", "qwen3-coder"),
     ("<tool_call>", "hermes"),
@@ -57,6 +114,12 @@ _SIGNS: Final = (
     ("<|python_tag|>", "llama3-json"),
     ("<|eom_id|>", "llama3-json"),
     ('"parameters": dictionary of argument name', "llama3-json"),
+)
+_THOUGHTS: Final = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
 )
 
 
@@ -67,7 +130,5 @@ def form_of(template: str) -> ToolForm:
 
 def thinks(template: str) -> Thinking | None:
     """The markers of thoughts in ``template``, or None where there are none."""
-    for begin, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")):
-        if end in template:
-            return Thinking(begin=begin, end=end)
-    return None
+    found = next(((begin, end) for begin, end in _THOUGHTS if end in template), None)
+    return None if found is None else Thinking(begin=found[0], end=found[1])

@@ -1,81 +1,165 @@
-"""The forms of the model families that do not write JSON alone. Pure."""
+"""How the bodies of calls are read that are not JSON alone, family by family. Pure."""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from primad.api.calls.events import Call
-from primad.api.calls.form import Functions, call_of, parse_json, typed
+from primad.api.calls.form import Functions, UnfinishedCallError, all_of, call_of, parse_json, typed
 
-_FUNCTION: Final = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
-_PARAMETER: Final = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_INVOKE: Final = re.compile(r"""\s*<invoke name=["']?([^"'>\n]+)["']?>(.*?)</invoke>\s*""", re.DOTALL)
-_NAMED_PARAMETER: Final = re.compile(r"""<parameter name=["']?([^"'>\n]+)["']?>\n?(.*?)\n?</parameter>""", re.DOTALL)
-_ARGUMENT: Final = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_DEEPSEEK: Final = re.compile(r"(?:function)?<｜tool▁sep｜>")
-_FENCED: Final = re.compile(r"([^\n{]+?)\s*(?:```json\s*)?(\{.*\})\s*(?:```)?\s*", re.DOTALL)
+_FUNCTION: Final = re.compile(r"(?:\A|</function>)\s*<function=([^>\n]+)>")
+_PARAMETER: Final = re.compile(r"(?:\A\s*|\n\s*|</parameter>\s*)<parameter=([^>\n]+)>")
+_INVOKE: Final = re.compile(r"""\s*name=["']([^"'\n]+)["']\s*(?:/\s*>?|>(.*))""", re.DOTALL)
+_NAMED: Final = re.compile(
+    r"""\s*<(｜DSML｜ ?)?parameter name=["']([^"'\n]+)["'](?: string="(true|false)")?>(.*?)</(?:｜DSML｜ ?)?parameter>\s*""",
+    re.DOTALL,
+)
+_ARGUMENT: Final = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 _MISTRAL: Final = re.compile(r"\s*([^\[\]{}\s]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
-MISTRAL_PREFIX: Final = re.compile(r"\s*[^\[\]{}\s]+(?:\[CALL_ID\]\w+)?\[ARGS\]")
-
-
-def _elements(
-    body: str, functions: Functions, call: re.Pattern[str], parameter: re.Pattern[str]
-) -> Sequence[Call] | None:
-    """Calls that are elements with their parameters inside."""
-    found, at = [], 0
-    while at < len(body):
-        match = call.match(body, at)
-        if match is None or match.end() == at:
-            return None
-        name = match[1].strip()
-        arguments = {
-            key.strip(): typed(name, key.strip(), text, functions) for key, text in parameter.findall(match[2])
-        }
-        found.append(call_of(name, arguments, functions))
-        at = match.end()
-    return None if not found or None in found else [each for each in found if each is not None]
+MISTRAL_PREFIX: Final = re.compile(r"\s*[^\[\]{}\s]+(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|(?=\{))")
+_KIMI: Final = re.compile(r"\s*(?:functions\.)?([^\s:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*)", re.DOTALL)
+_GEMMA: Final = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", re.DOTALL)
+_GEMMA_KEY: Final = re.compile(r"([{,]\s*)([^\s\"{}\[\],:][^\"{}\[\],:]*):")
 
 
 def parse_qwen_coder(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``<function=f><parameter=key>value</parameter></function>``, or JSON."""
-    return (
-        parse_json(body, functions)
-        if body.lstrip()[:1] in ("{", "[")
-        else _elements(body, functions, _FUNCTION, _PARAMETER)
+    """``<function=f><parameter=key>value</parameter></function>``, several of them, or JSON."""
+    text = body.strip()
+    if text[:1] in ("{", "["):
+        return parse_json(text, functions)
+    if not text.startswith("<function="):  # it was the marker
+        text = f"<function={text}</function>"
+    if not text.endswith("</function>"):
+        raise UnfinishedCallError
+    _, *parts = _FUNCTION.split(text.removesuffix("</function>"))
+    return all_of(
+        call_of(name.strip(), _parameters(name.strip(), inner, functions), functions)
+        for name, inner in zip(parts[::2], parts[1::2], strict=True)
     )
 
 
-def parse_minimax(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``<invoke name="f"><parameter name="key">value</parameter></invoke>``, several of them."""
-    return _elements(body, functions, _INVOKE, _NAMED_PARAMETER)
+def _parameters(name: str, text: str, functions: Functions) -> dict[str, Any] | None:
+    before, *parts = _PARAMETER.split(text)
+    if before.strip():
+        raise UnfinishedCallError
+    found = {}
+    for key, value in zip(parts[::2], parts[1::2], strict=True):
+        value = value.rstrip().removesuffix("</parameter>") if value.rstrip().endswith("</parameter>") else value
+        value = value.removeprefix("\n").removesuffix("\n")
+        found[key.strip()] = typed(name, key.strip(), value, functions)
+    return found
+
+
+def parse_invoke(body: str, functions: Functions) -> Sequence[Call] | None:
+    """``name="f"><parameter name="key">value</parameter>``, of which the name is an attribute (MiniMax, DeepSeek)."""
+    head = _INVOKE.fullmatch(body)
+    if head is None:
+        return None
+    name, inner = head[1], head[2] or ""
+    arguments, at = {}, 0
+    while inner[at:].strip():
+        found = _NAMED.match(inner, at)
+        if found is None:
+            raise UnfinishedCallError
+        value = found[4] if found[1] else found[4].removeprefix("\n").removesuffix("\n")
+        arguments[found[2]] = value if found[3] == "true" else typed(name, found[2], value, functions)
+        at = found.end()
+    return all_of([call_of(name, arguments, functions)])
 
 
 def parse_glm(body: str, functions: Functions) -> Sequence[Call] | None:
     """The name, then ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument."""
-    name = body.partition("<arg_key>")[0].strip()
-    arguments = {key.strip(): typed(name, key.strip(), text, functions) for key, text in _ARGUMENT.findall(body)}
-    call = call_of(name, arguments, functions)
-    return None if call is None else [call]
+    before, *parts = _ARGUMENT.split(body)
+    name = before.strip()
+    found = {}
+    for key, value in zip(parts[::2], parts[1::2], strict=True):
+        if not value.rstrip().endswith("</arg_value>"):
+            raise UnfinishedCallError
+        found[key.strip()] = typed(name, key.strip(), value.rstrip().removesuffix("</arg_value>"), functions)
+    return all_of([call_of(name, found, functions)])
 
 
 def parse_deepseek(body: str, functions: Functions) -> Sequence[Call] | None:
-    """The name and a JSON object, with marks between them that vary."""
-    return _named(
-        _FENCED.fullmatch(_DEEPSEEK.sub("", body, count=1) if body.startswith("function") else _spaced(body)), functions
-    )
-
-
-def _spaced(body: str) -> str:
-    return body.replace("<｜tool▁sep｜>", "\n", 1)
+    """``name<｜tool▁sep｜>{...}``, or ``function<｜tool▁sep｜>name`` and the object in a block of JSON."""
+    name, _, rest = body.partition("<｜tool▁sep｜>")
+    if name.strip() == "function":
+        name, _, rest = rest.partition("\n")
+    arguments = rest.strip().removeprefix("```json").removesuffix("```")
+    return all_of([call_of(name.strip(), arguments, functions)])
 
 
 def parse_mistral(body: str, functions: Functions) -> Sequence[Call] | None:
     """A list of JSON objects, or ``name[ARGS]{...}``."""
-    return parse_json(body, functions) if body.lstrip()[:1] == "[" else _named(_MISTRAL.fullmatch(body), functions)
+    return parse_json(body, functions) if body.lstrip()[:1] == "[" else _matched(_MISTRAL, body, functions)
 
 
-def _named(match: re.Match[str] | None, functions: Functions) -> Sequence[Call] | None:
-    call = None if match is None else call_of(match[1].strip(), match[2], functions)
-    return None if call is None else [call]
+def parse_kimi(body: str, functions: Functions) -> Sequence[Call] | None:
+    """``functions.name:0<|tool_call_argument_begin|>{...}``."""
+    return _matched(_KIMI, body, functions)
+
+
+def _matched(pattern: re.Pattern[str], body: str, functions: Functions) -> Sequence[Call] | None:
+    found = pattern.fullmatch(body)
+    return None if found is None else all_of([call_of(found[1], found[2], functions)])
+
+
+def parse_gemma(body: str, functions: Functions) -> Sequence[Call] | None:
+    """``call:name{key:value}`` with bare keys, and strings between marks of their own."""
+    found = _GEMMA.fullmatch(body)
+    if found is None:
+        return None
+    parts = re.split(r'<\|"\|>|<escape>', found[2])
+    if len(parts) % 2 == 0:
+        raise UnfinishedCallError
+    texts = [
+        json.dumps(part) if number % 2 else _GEMMA_KEY.sub(lambda key: f'{key[1]}"{key[2].strip()}":', part)
+        for number, part in enumerate(parts)
+    ]
+    return all_of([call_of(found[1], "".join(texts), functions)])
+
+
+def parse_python(body: str, functions: Functions) -> Sequence[Call] | None:
+    """A Python list of calls with keyword arguments that are literals: ``[f(a=1), g()]``."""
+    try:
+        value = ast.parse(body.strip(), mode="eval").body
+        items = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+        return all_of(_python_call(item, functions) for item in items)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _python_call(item: ast.expr, functions: Functions) -> Call | None:
+    if not isinstance(item, ast.Call) or item.args:
+        return None
+    arguments = {keyword.arg: ast.literal_eval(_json_names(keyword.value)) for keyword in item.keywords}
+    return None if None in arguments else call_of(ast.unparse(item.func), json.dumps(arguments), functions)
+
+
+def _json_names(value: ast.expr) -> ast.expr:
+    """``value`` with JSON's ``true``, ``false`` and ``null`` as Python has them."""
+    names = {"true": True, "false": False, "null": None}
+    for node in ast.walk(value):
+        for field, inner in ast.iter_fields(node):
+            for part in inner if isinstance(inner, list) else [inner]:
+                if isinstance(part, ast.Name) and part.id in names:
+                    constant = ast.Constant(names[part.id])
+                    new = (
+                        [constant if each is part else each for each in inner] if isinstance(inner, list) else constant
+                    )
+                    setattr(node, field, new)
+                    inner = new
+    if isinstance(value, ast.Name) and value.id in names:
+        return ast.Constant(names[value.id])
+    return value
+
+
+def parse_any(body: str, functions: Functions) -> Sequence[Call] | None:
+    """JSON, or Python's calls."""
+    try:
+        return parse_json(body, functions) or parse_python(body, functions)
+    except UnfinishedCallError:
+        return parse_python(body, functions)

@@ -1,10 +1,10 @@
-"""A form in which models write that they call functions: where a call begins and ends, and what stands between. Pure."""
+"""A form in which models write that they call functions: what stands around a call, and how it is read. Pure."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,38 +14,66 @@ from primad.api.grammar import CallForm
 Functions = Mapping[str, Mapping[str, Any] | None]
 """By name the JSON schema of the parameters, or None."""
 Parse = Callable[[str, Functions], Sequence[Call] | None]
-"""The calls that stand between the markers; None for what is no call of the functions."""
+"""The calls in a body; None for what is no call of the functions. Raises ``UnfinishedCallError``."""
+
+
+class UnfinishedCallError(Exception):
+    """The body goes on: what looked like its end is part of an argument."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Markers:
+    """What stands around a body. Without ``end`` it ends where its JSON does, which may stand behind what ``prefix``
+    matches, with strings in ``quotes``; without ``begin`` only what begins an answer is one."""
+
+    begin: str
+    end: str
+    prefix: re.Pattern[str] = re.compile("")
+    quotes: str = '"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolForm:
-    """How a model family calls. ``begin`` and ``end`` are markers; without ``end`` a call ends where its JSON does, which
-    may stand behind what ``prefix`` matches. With an empty ``begin`` only the answer's beginning may be a call."""
+    """How a model family calls: ``name`` is what ``--tool-parser`` takes.
+
+    ``call_form`` is the same for a grammar, None where arguments are not JSON. ``noise`` are markers around calls that mean
+    nothing. Markers may be control tokens if it ``uses_control_tokens``. With ``channels`` an answer has channels, of
+    thoughts, calls and text, instead of markers.
+    """
 
     name: str
-    begin: str
-    end: str
     parse: Parse
+    markers: tuple[Markers, ...] = ()
+    noise: tuple[str, ...] = ()
     call_form: CallForm | None = None
     uses_control_tokens: bool = True
-    prefix: re.Pattern[str] = re.compile("")
-    noise: tuple[str, ...] = ()
-    """Markers around calls that mean nothing."""
+    channels: bool = False
 
 
-_NAMES: Final = ("name", "function")
+_NAMES: Final = ("name", "function", "tool_name")
 _ARGUMENTS: Final = ("arguments", "parameters", "args")
+_PYTHON: Final = {"True": True, "False": False, "None": None}
+
+
+def loaded(text: str) -> Any:
+    """``text`` as JSON. Raises ``ValueError``, and ``UnfinishedCallError`` where it ends inside a string."""
+    try:
+        return json.loads(text, strict=False)
+    except json.JSONDecodeError as exc:
+        if exc.msg.startswith("Unterminated string"):
+            raise UnfinishedCallError from exc
+        raise
+    except RecursionError as exc:
+        raise ValueError("nested too deeply") from exc
 
 
 def parse_json(body: str, functions: Functions) -> Sequence[Call] | None:
     """``{"name": ..., "arguments": {...}}``, or a list of such; the names that models give to the two vary."""
     try:
-        value = json.loads(body, strict=False)
-    except (ValueError, RecursionError):
+        value = loaded(body)
+    except ValueError:
         return None
-    items = value if isinstance(value, list) else [value]
-    found = [_call_of(item, functions) for item in items]
-    return None if not found or None in found else [call for call in found if call is not None]
+    return all_of(_call_of(item, functions) for item in (value if isinstance(value, list) else [value]))
 
 
 def _call_of(item: Any, functions: Functions) -> Call | None:
@@ -57,12 +85,21 @@ def _call_of(item: Any, functions: Functions) -> Call | None:
     return None if name is None else call_of(name, arguments, functions)
 
 
+def all_of(calls: Iterable[Call | None]) -> Sequence[Call] | None:
+    """All ``calls``, or None where one is none, or there are none."""
+    found = list(calls)
+    return None if not found or None in found else [call for call in found if call is not None]
+
+
 def call_of(name: str, arguments: Any, functions: Functions) -> Call | None:
-    """A call with ``arguments``, an object or its text; None unless it is of ``functions``."""
+    """A call with ``arguments``, an object or its text; None unless it is of ``functions``.
+
+    Raises ``UnfinishedCallError``.
+    """
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments, strict=False)
-        except (ValueError, RecursionError):
+            arguments = loaded(arguments)
+        except ValueError:
             return None
     if name not in functions or not isinstance(arguments, dict | None):
         return None
@@ -76,7 +113,9 @@ def typed(name: str, key: str, text: str, functions: Functions) -> Any:
     kind = schema.get("type") if isinstance(schema, dict) else None
     if kind == "string":
         return text
+    if text.strip() in _PYTHON:
+        return _PYTHON[text.strip()]
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return loaded(text)
+    except (ValueError, UnfinishedCallError):
         return text

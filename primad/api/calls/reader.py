@@ -11,7 +11,8 @@ from typing import Any
 
 from primad.api.calls.choose import Thinking
 from primad.api.calls.events import Call, Told
-from primad.api.calls.form import ToolForm
+from primad.api.calls.form import Markers, ToolForm, UnfinishedCallError
+from primad.api.calls.scan import JsonScan, certain
 
 
 class Reader:
@@ -33,8 +34,10 @@ class Reader:
             self._step = self._thought if opened else self._begin
         self._held = ""
         self._drops_space, self._is_blank = opened, True
+        self._dropped = ""
+        self._markers: Markers | None = None
         self._body, self._looked = 0, 0
-        self._scan: _JsonScan | None = None
+        self._scan: JsonScan | None = None
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[Call] = []
@@ -76,116 +79,102 @@ class Reader:
             self._thoughts.append(self._held[:at].rstrip())
             self._held, self._drops_space, self._step = self._held[at + len(end) :], True, self._text
             return True
-        count = len(self._held) if is_last else _certain(self._held, (end,))
+        count = len(self._held) if is_last else certain(self._held, (end, *self._begins))
+        begun = self._begun()
+        if begun is not None and (not is_last or (begun[1].end and begun[1].end in self._held[begun[0] :])):
+            count = len(self._held[: begun[0]].rstrip())  # some models call without ending their thoughts
+            self._step = self._text if is_last else self._step
         self._thoughts.append(self._held[:count])
         self._held = self._held[count:]
-        return False
+        return self._step == self._text
 
     def _text(self, is_last: bool) -> bool:
         self._drop_space()
-        place = self._marker()
-        if place is None:
-            markers = () if self._form is None else (self._form.begin, *self._form.noise)
-            self._say(len(self._held) if is_last or not markers else _certain(self._held, markers))
+        begun = self._begun()
+        noise = [(at, mark) for mark in self._noise if (at := self._held.find(mark)) >= 0]
+        if noise and (begun is None or min(noise)[0] < begun[0]):
+            at, mark = min(noise)
+            self._say(len(self._held[:at].rstrip()))
+            self._drop(self._held.index(mark), len(mark))
+            return True
+        if begun is None:
+            marks = (*self._begins, *self._noise)
+            self._say(len(self._held) if is_last or not marks else certain(self._held, marks))
             return False
-        at, marker = place
-        before = len(self._held[:at].rstrip())
-        if before:
-            self._say(before)
-        elif marker and marker in self._form_noise():
-            self._held, self._drops_space = self._held[at + len(marker) :], True
-        else:
-            self._body = self._looked = at + len(marker)
-            self._scan, self._step = None, self._call
+        at, self._markers = begun
+        self._say(len(self._held[:at].rstrip()))
+        self._body = self._looked = len(self._held) - len(self._held.lstrip()) + len(self._markers.begin)
+        self._scan, self._step = None, self._call
         return True
 
-    def _marker(self) -> tuple[int, str] | None:
-        """Where a call may begin, and the marker there."""
-        if self._form is None:
-            return None
-        space = len(self._held) - len(self._held.lstrip())
-        if not self._form.begin and self._is_blank and self._held[space : space + 1] in ("{", "["):
-            return space, ""
-        markers = [marker for marker in (self._form.begin, *self._form.noise) if marker]
-        found = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
-        return min(found) if found else None
+    @property
+    def _begins(self) -> Sequence[str]:
+        return () if self._form is None else [markers.begin for markers in self._form.markers if markers.begin]
 
-    def _form_noise(self) -> Sequence[str]:
+    @property
+    def _noise(self) -> Sequence[str]:
         return () if self._form is None else self._form.noise
+
+    def _begun(self) -> tuple[int, Markers] | None:
+        """Where a call may begin, and the markers there."""
+        space = len(self._held) - len(self._held.lstrip())
+        found = []
+        for markers in () if self._form is None else self._form.markers:
+            at = self._held.find(markers.begin) if markers.begin else space
+            if at >= 0 and (markers.begin or (self._is_blank and self._held[space : space + 1] in ("{", "["))):
+                found.append((at, markers))
+        return min(found, key=lambda each: each[0]) if found else None
 
     def _call(self, is_last: bool) -> bool:
         assert self._form is not None
-        inner, outer = self._end_by_marker(self._form.end) if self._form.end else self._end_of_json(self._form)
+        assert self._markers is not None
+        inner, outer = self._end_by_marker(self._markers.end) if self._markers.end else self._end_of_json(self._markers)
         if inner < 0 and not is_last:
             return False
+        try:
+            calls = self._form.parse(self._held[self._body : inner], self._functions) if inner >= 0 else None
+        except UnfinishedCallError:
+            self._looked = outer
+            return True
         self._step = self._text
-        calls = self._form.parse(self._held[self._body : inner], self._functions) if inner >= 0 else None
         if calls is None:
             self._say(max(outer, 1))
         else:
             self._calls += calls
-            self._held, self._drops_space = self._held[outer:], True
+            begin = self._body - len(self._markers.begin)
+            self._drop(begin, outer - begin)
         return True
 
     def _end_by_marker(self, end: str) -> tuple[int, int]:
         """Where the body and the marker behind it end; -1 and the body's beginning while they have not."""
-        at = self._held.find(end, max(self._body, self._looked - len(end) + 1))
-        self._looked = len(self._held)
+        at = self._held.find(end, self._looked)
+        if at < 0:
+            self._looked = max(self._looked, len(self._held) - len(end) + 1)
         return (at, at + len(end)) if at >= 0 else (-1, self._body)
 
-    def _end_of_json(self, form: ToolForm) -> tuple[int, int]:
+    def _end_of_json(self, markers: Markers) -> tuple[int, int]:
         if self._scan is None:
-            prefix = form.prefix.match(self._held, self._body)
+            prefix = markers.prefix.match(self._held, self._body)
             if prefix is None and self._held[self._body :].lstrip()[:1] not in ("{", "["):
                 return -1, self._body
-            self._scan = _JsonScan(self._body if prefix is None else prefix.end())
+            self._scan = JsonScan(self._body if prefix is None else prefix.end(), markers.quotes)
         at = self._scan.end(self._held)
         return (at, at) if at >= 0 else (-1, self._body)
 
     def _say(self, count: int) -> None:
-        """Give ``count`` characters as text."""
+        """Give ``count`` characters as text, behind the white space that was dropped after other text."""
         text, self._held = self._held[:count], self._held[count:]
-        self._texts.append(text)
-        self._is_blank = self._is_blank and not text.strip()
+        if text:
+            self._texts.append(text if self._is_blank else self._dropped + text)
+            self._is_blank, self._dropped = self._is_blank and not text.strip(), ""
+
+    def _drop(self, space: int, count: int) -> None:
+        """Leave out ``count`` characters behind ``space`` white ones, and the white space behind them."""
+        self._dropped += self._held[:space]
+        self._held, self._drops_space = self._held[space + count :], True
 
     def _drop_space(self) -> None:
         if self._drops_space:
-            self._held = self._held.lstrip()
-            self._drops_space = not self._held
-
-
-class _JsonScan:
-    """Finds the end of the JSON object or list that begins at ``at``, in a text that grows."""
-
-    def __init__(self, at: int) -> None:
-        self._at, self._depth, self._in_string = at, 0, False
-
-    def end(self, text: str) -> int:
-        """The place behind it, -1 while it is not whole."""
-        while self._at < len(text):
-            char = text[self._at]
-            if self._in_string and char == "\\":
-                if self._at + 1 == len(text):
-                    return -1
-                self._at += 1
-            elif char == '"':
-                self._in_string = not self._in_string
-            elif not self._in_string and char in "{[":
-                self._depth += 1
-            elif not self._in_string and char in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return self._at + 1
-            self._at += 1
-        return -1
-
-
-def _certain(text: str, markers: Sequence[str]) -> int:
-    """How much of ``text`` cannot belong to one of ``markers``, nor to the white space before it."""
-    earliest = len(text)
-    for marker in markers:
-        for length in range(min(len(marker) - 1, len(text)), 0, -1):
-            if text.endswith(marker[:length]):
-                earliest = min(earliest, len(text) - length)
-                break
-    return len(text[:earliest].rstrip())
+            rest = self._held.lstrip()
+            self._dropped += self._held[: len(self._held) - len(rest)]
+            self._held, self._drops_space = rest, not rest

@@ -14,10 +14,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from primad.api.backend import ServedModel
-from primad.api.calls.choose import thinks
 from primad.api.chat import CHATML
 from primad.api.generation import Answered, GivenCall, Written
 from primad.api.ollama.job import LATEST
+from primad.api.reading import manner_of
 from primad.api.tool_prompt import mentions
 from primad.errors import PrimadError
 
@@ -182,7 +182,8 @@ def shown(served: ServedModel) -> dict[str, Any]:
 def _capabilities(served: ServedModel) -> list[str]:
     """What the chat template shows that the model was trained for."""
     template = served.vocabulary.chat_template or CHATML
-    has = {"tools": mentions(template, "tools"), "thinking": thinks(template) is not None}
+    thinks = manner_of(template, served.tool_parser).is_thinking
+    has = {"tools": mentions(template, "tools"), "thinking": thinks}
     return ["completion", *(name for name, is_there in has.items() if is_there)]
 
 

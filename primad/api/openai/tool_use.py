@@ -56,9 +56,9 @@ def answer_rules(request: ChatRequest, served: ServedModel, text: str) -> Answer
     if wanted is not None and opened and manner.thinking is not None:
         wanted = grammar.behind_thoughts(wanted, manner.thinking.end)
     functions = {tool.function.name: tool.function.parameters for tool in request.callable_tools}
-    if not functions and thinking is None:
+    if not functions and thinking is None and not manner.form.channels:
         return AnswerRules(reading=None, grammar=wanted)
-    form = None
+    form = manner.form if manner.form.channels else None
     if functions:
         is_told = not mentions(served.vocabulary.chat_template or "", "tools")
         form = manner.form if wanted is None and not is_told else manner.asked
@@ -68,6 +68,7 @@ def answer_rules(request: ChatRequest, served: ServedModel, text: str) -> Answer
         opened=opened and thinking is not None,
         functions=functions,
         several=request.several_calls,
+        keeps_thoughts=request.reasoning_format == "none",
         shows_control=(form is not None and form.uses_control_tokens) or _is_control(served.vocabulary, thinking),
     )
     return AnswerRules(reading=reading, grammar=wanted)

@@ -1,0 +1,125 @@
+"""Reads an answer of gpt-oss, which is made of messages in channels: analysis, commentary and final. Pure.
+
+A message is a header, ``<|message|>`` and its content. The header may name the channel and, with ``to=functions.NAME``, the
+function that the content calls. Markers are no part of the text; what is between them and makes no sense is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Final
+
+from primad.api.calls.events import Call, Told
+from primad.api.calls.form import Functions, UnfinishedCallError, call_of
+from primad.api.calls.scan import JsonScan, certain
+
+_MESSAGE: Final = "<|message|>"
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+_BEGINS: Final = ("<|start|>", "<|channel|>")
+_MARKS: Final = (*_ENDS, *_BEGINS)
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+_TO: Final = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+_HEADER: Final = re.compile(r"<\|start\|>\w*|<\|channel\|>\w*|\bto=[^\s<]+|<\|constrain\|>\w*|<\|\w+\|>")
+
+
+class HarmonyReader:
+    """As ``Reader``; with ``keeps_thoughts`` they are part of the text."""
+
+    def __init__(self, functions: Functions, *, keeps_thoughts: bool) -> None:
+        self._functions, self._keeps_thoughts = functions, keeps_thoughts
+        self._held = ""
+        self._step: Callable[[bool], bool] = self._between
+        self._channel, self._name = "final", ""
+        self._scan: JsonScan | None = None
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[Call] = []
+
+    def feed(self, text: str) -> Told:
+        """What ``text`` adds."""
+        self._held += text
+        return self._read(is_last=False)
+
+    def finish(self) -> Told:
+        """What was held back."""
+        return self._read(is_last=True)
+
+    def _read(self, *, is_last: bool) -> Told:
+        while self._step(is_last):
+            pass
+        told = Told(text="".join(self._texts), thought="".join(self._thoughts), calls=tuple(self._calls))
+        self._texts, self._thoughts, self._calls = [], [], []
+        return told
+
+    def _between(self, is_last: bool) -> bool:
+        """Between messages, and before the first, whose header the prompt may have begun."""
+        self._held = self._held.lstrip()
+        end = next((mark for mark in _ENDS if self._held.startswith(mark)), None)
+        if end is not None:
+            self._held = self._held[len(end) :]
+            return True
+        begins = (*_BEGINS, "to=")
+        if self._held.startswith(begins):
+            self._step = self._header
+            return True
+        if not self._held or (not is_last and any(mark.startswith(self._held) for mark in (*begins, *_ENDS))):
+            return False
+        self._channel, self._step = "final", self._content
+        return True
+
+    def _header(self, is_last: bool) -> bool:
+        at = self._held.find(_MESSAGE)
+        ends = [found for mark in _ENDS if (found := self._held.find(mark)) >= 0]
+        if ends and (at < 0 or min(ends) < at):  # a header that is none
+            self._say(_HEADER.sub("", self._held[: min(ends)]).strip())
+            self._held, self._step = self._held[min(ends) :], self._between
+            return True
+        if at < 0 and not is_last:
+            return False
+        header = self._held[:at] if at >= 0 else self._held
+        self._held = self._held[at + len(_MESSAGE) :] if at >= 0 else ""
+        if at < 0:
+            self._say(_HEADER.sub("", header).strip())
+            return False
+        channels, to = _CHANNEL.findall(header), _TO.findall(header)
+        self._channel, self._name = channels[-1] if channels else "final", to[-1] if to else ""
+        self._scan = None
+        self._step = self._call if self._name in self._functions else self._content
+        return True
+
+    def _content(self, is_last: bool) -> bool:
+        found = [at for mark in _MARKS if (at := self._held.find(mark)) >= 0]
+        count = min(found) if found else len(self._held) if is_last else certain(self._held, _MARKS)
+        self._say(self._held[:count].rstrip() if found else self._held[:count])
+        self._held = self._held[count:]
+        if found:
+            self._step = self._between
+        return bool(found)
+
+    def _call(self, is_last: bool) -> bool:
+        """A call's arguments, which may contain markers."""
+        if self._held.lstrip()[:1] != "{":
+            if self._held.strip() or is_last:
+                self._step = self._content
+            return bool(self._held.strip())
+        self._scan = self._scan or JsonScan(0)
+        end = self._scan.end(self._held)
+        if end < 0:
+            if is_last:
+                self._step = self._content
+            return is_last
+        try:
+            call = call_of(self._name, self._held[:end], self._functions)
+        except UnfinishedCallError:
+            call = None
+        if call is None:
+            self._step = self._content
+            return True
+        self._calls.append(call)
+        self._held, self._step = self._held[end:], self._between
+        return True
+
+    def _say(self, text: str) -> None:
+        is_thought = self._channel == "analysis" and self._step == self._content
+        (self._thoughts if is_thought and not self._keeps_thoughts else self._texts).append(text)

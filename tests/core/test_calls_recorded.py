@@ -1,0 +1,108 @@
+"""Outputs of real models, and of their templates, are read as who collected them (the package canitoolcall) expects."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from canitoolcall.fixtures import Fixture, load_fixtures
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primad.api.calls.choose import FORMS, Thinking, thinks
+from primad.api.reading import AnswerReading
+
+NAMES = {
+    "deepseek": "deepseek",
+    "gemma4": "gemma",
+    "glm": "glm",
+    "gpt-oss": "gpt-oss",
+    "kimi": "kimi",
+    "llama": "llama3-json",
+    "mistral": "mistral",
+    "qwen3-hermes": "hermes",
+    "qwen3-xml": "qwen3-coder",
+}
+OTHERWISE = {
+    "deepseek/sglang-v4-self-closing-invoke": "an element without content is not read",
+    "glm/glm47-missing-last-close-arg-value": "half a call is text",
+    "gpt-oss/harmony-marker-in-reasoning": "a marker ends thoughts",
+    "gpt-oss/llamacpp-builtin-python-recipient": "code for a tool that nobody gave is text",
+    "kimi/k2i-vllm-noise-between-markers": "noise is text",
+    "mistral/vllm-v11-think-text": "its template thinks in [THINK]",
+}
+"""Where we read something else, and why."""
+
+
+def is_ours(fixture: Fixture) -> bool:
+    """Half a call is text here, which they leave out; and Kimi K3's form is not known."""
+    is_half = "truncated" in fixture.tags and fixture.expected is not None
+    return not is_half and fixture.id not in OTHERWISE and "x-kimi-k3" not in fixture.tags
+
+
+FIXTURES = load_fixtures()
+OURS = [fixture for fixture in FIXTURES if is_ours(fixture)]
+Found = tuple[str, str, list[tuple[str, Any]]]
+
+
+@cache
+def reading(number: int) -> AnswerReading:
+    fixture = OURS[number]
+    name = NAMES[fixture.family]
+    if "DSML" in fixture.raw_output:
+        name = "deepseek-dsml"
+    if fixture.family == "llama" and fixture.raw_output.lstrip().startswith(("[", "<|python_start|>")):
+        name = "llama3-pythonic"
+    thinking = {
+        "mistral": thinks("[/THINK]"),
+        "gemma4": thinks("<channel|>"),
+    }.get(fixture.family, Thinking(begin="<think>", end="</think>"))
+    assert thinking is not None
+    prompt = (fixture.generation_prompt or "").rstrip()
+    is_open = not prompt and (
+        thinking.end in fixture.raw_output and thinking.begin not in fixture.raw_output
+    )  # prompts are not always told
+    return AnswerReading(
+        form=FORMS[name],
+        thinking=thinking,
+        opened=prompt.endswith(thinking.begin) or is_open,
+        functions={tool["function"]["name"]: tool["function"].get("parameters") for tool in fixture.tools},
+        several=True,
+        shows_control=True,
+    )
+
+
+def read(number: int, pieces: list[str]) -> Found:
+    reader = reading(number).reader()
+    told = [*map(reader.feed, pieces), reader.finish()]
+    calls = [(call.name, json.loads(call.arguments)) for each in told for call in each.calls]
+    return "".join(each.thought for each in told).strip(), "".join(each.text for each in told).strip(), calls
+
+
+def test_there_are_many_of_many_families():
+    assert len(OURS) > 400
+    assert {fixture.family for fixture in OURS} == NAMES.keys()
+    assert {fixture.id for fixture in FIXTURES} >= OTHERWISE.keys()
+
+
+@pytest.mark.parametrize("number", range(len(OURS)), ids=[fixture.id for fixture in OURS])
+def test_an_output_is_read_as_expected(number):
+    fixture = OURS[number]
+    found = read(number, [fixture.raw_output])
+    assert read(number, list(fixture.raw_output)) == found
+    expected = fixture.expected
+    if expected is None:
+        assert found[2] == []
+    else:
+        calls = [(call.name, call.arguments) for call in expected.tool_calls]
+        assert found == ((expected.reasoning_content or "").strip(), (expected.content or "").strip(), calls)
+
+
+@given(number=st.integers(0, len(OURS) - 1), data=st.data())
+def test_every_splitting_is_read_alike(number, data):
+    text = OURS[number].raw_output
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(number, pieces) == read(number, [text])
