@@ -101,6 +101,12 @@ def test_text_before_calls_and_several_of_them(name):
     assert read(name, list(text)) == ("", "Let me see.", [("weather", ROME)] * 2)
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 5000])
+def test_what_is_no_json_is_no_call(number):
+    text = SAID["hermes"].replace("3", number)
+    assert read("hermes", [text]) == ("", text, [])
+
+
 def test_text_behind_a_call_keeps_its_distance():
     assert read("hermes", list(f"One {SAID['hermes']}\ntwo ")) == ("", "One \ntwo ", [("weather", ROME)])
 

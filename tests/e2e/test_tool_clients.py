@@ -15,6 +15,7 @@ import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
+from primad.engine.llama import LlamaVocabulary
 from tests.e2e.cluster import PATIENCE_S, Head, serving
 
 pytestmark = pytest.mark.slow
@@ -131,3 +132,13 @@ def test_langchain(head):
     assert [(each["name"], each["args"]) for each in whole.tool_calls] == [(call["name"], call["args"])]
     found = model.with_structured_output(GetWeather, method="function_calling").invoke(QUESTION)
     assert isinstance(found, GetWeather)
+
+
+def test_control_tokens_are_written_where_they_carry_calls(smollm2):
+    vocabulary = LlamaVocabulary(smollm2)
+    (begin,) = vocabulary.tokenize("<|im_start|>", add_special=False, parse_special=True)
+    (end,) = vocabulary.tokenize("<|im_end|>", add_special=False, parse_special=True)
+    (word,) = vocabulary.tokenize("ship", add_special=False, parse_special=True)
+    assert [vocabulary.piece(token) for token in (begin, end, word)] == [b"", b"", b"ship"]
+    assert [vocabulary.piece_or_marker(token) for token in (begin, end, word)] == [b"<|im_start|>", b"", b"ship"]
+    vocabulary.release()

@@ -16,6 +16,7 @@ from tests.fakes.http import call
 
 HELLO = [{"role": "user", "content": "Hi"}]
 LIKELY: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO},
     "/completion": {"prompt": "Hi"},
     "/tokenize": {"content": "Hi"},
     "/detokenize": {"tokens": [1]},

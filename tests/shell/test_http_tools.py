@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from contextlib import aclosing
 from typing import Any
 
 import anthropic
 import ollama
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from primad.api.calls.choose import FORMS
+from primad.api.calls.form import Markers
+from primad.api.generation import Answered, write
+from primad.api.openai.job import completion_job
+from primad.api.openai.schema import CompletionRequest, parse
+from primad.api.reading import AnswerReading
 from primad.cli.conversation import Received
-from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import IM_END, IM_START, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import events, post, served
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -216,6 +225,52 @@ def test_one_call_ends_the_answer_where_more_are_not_wanted(ask):
     got = ask(made, tools=TOOLS, parallel_tool_calls=False)
     assert got == ("", "", [("weather", {"city": "Rome"})], "tool_calls")
     assert made.calls[0].sampled <= len(calls("Rome"))
+
+
+MARKS = [mark for form in FORMS.values() for each in form.markers for mark in (each.begin, each.end) if mark]
+PIECES = [
+    *MARKS,
+    calls("Rome"),
+    '{"name": "weather", "arguments": ',
+    '"\\ud83d"',
+    "1e999",
+    "</think>",
+    "{",
+    "}}",
+    "[",
+    '"',
+    "é",
+    "x",
+]
+
+
+@every_dialect
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(text=st.lists(st.sampled_from(PIECES), max_size=8).map("".join), name=st.sampled_from(list(FORMS)))
+def test_whatever_the_model_writes_is_answered(ask, text, name):
+    made = backend(text, template=OPENS)
+    assert made.served is not None
+    made.served = dataclasses.replace(made.served, tool_parser=name)
+    _, _, given, _ = ask(made, tools=TOOLS)
+    assert all(called == "weather" for called, _ in given)
+
+
+def test_a_marker_may_be_a_control_token():
+    made = backend(IM_START, '{"name": "weather", "arguments": {"city": "Rome"}}', IM_END, "?", IM_END)
+    marked = dataclasses.replace(FORMS["hermes"], markers=(Markers(begin="<|im_start|>", end="?"),))
+    asked = AnswerReading(
+        form=marked, thinking=None, opened=False, functions={"weather": None}, several=True, shows_control=True
+    )
+    job = completion_job(parse(CompletionRequest, b'{"prompt": "Hi", "max_tokens": 99}'), made.model(), seed=1)
+
+    async def answer(reading: AnswerReading | None) -> Answered:
+        asking = dataclasses.replace(job, reading=reading)
+        async with aclosing(write(made, made.model().vocabulary, asking, job.choices[0])) as written:
+            return Answered.of(job.choices[0], [part async for part in written])
+
+    read, plain = asyncio.run(answer(asked)), asyncio.run(answer(None))
+    assert ([call.name for call in read.calls], read.text) == (["weather"], "")
+    assert plain.text == '{"name": "weather", "arguments": {"city": "Rome"}}?'
 
 
 def test_who_does_not_ask_for_thoughts_gets_none():

@@ -103,7 +103,11 @@ def call_of(name: str, arguments: Any, functions: Functions) -> Call | None:
             return None
     if name not in functions or not isinstance(arguments, dict | None):
         return None
-    return Call(name=name, arguments=json.dumps(arguments or {}, ensure_ascii=False))
+    try:
+        text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # infinity is no JSON
+        return None
+    return Call(name=name, arguments=text)
 
 
 def typed(name: str, key: str, text: str, functions: Functions) -> Any:
