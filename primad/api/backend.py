@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from primad.ring.messages import Finished, Sampled, Sampling
+from primad.ring.messages import GenerationEvent, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +144,8 @@ class Backend(Protocol):
 
     def generate(
         self, prompt: list[int], *, max_tokens: int, sampling: Sampling, logprobs: int | None
-    ) -> AsyncGenerator[Sampled | Finished, None]:
-        """Any number of ``Sampled``, then exactly one ``Finished``.
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Any number of ``PromptProgress`` and then of ``Sampled``, at last exactly one ``Finished``.
 
         ``prompt`` has 1 to ``context_tokens - 1`` tokens and ``max_tokens`` is at least 1; prompt and answer together
         fit the context. ``logprobs`` is as in ``ring.messages.Generate``. The backend chooses the request's number.

@@ -16,7 +16,7 @@ from primad.api.openai.shapes import FinishReason
 from primad.api.reading import AnswerReading
 from primad.api.text import Placed, Released, Transcript
 from primad.errors import RingError
-from primad.ring.messages import Finished, Sampled
+from primad.ring.messages import Finished, PromptProgress, Sampled
 
 _HALF: Final = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 """Half of a character, or a whole one that is written as two."""
@@ -51,6 +51,8 @@ class Written:
     stopped_by: str | None = None
     thought: str = ""
     calls: tuple[GivenCall, ...] = ()
+    read_tokens: int | None = None
+    """So many tokens of the prompt are computed; nothing else is added then."""
 
     @property
     def says_something(self) -> bool:
@@ -115,6 +117,9 @@ async def write(backend: Backend, vocabulary: Vocabulary, job: Job, choice: Choi
                         last = part
                         break
                     yield part
+                case PromptProgress():
+                    if job.tells_progress:
+                        yield Written(text="", tokens=(), sampled=0, finish=None, read_tokens=event.tokens)
                 case Finished(reason="error"):
                     raise RingError(event.error or "the ring ended the answer")
                 case Finished():

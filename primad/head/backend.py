@@ -17,7 +17,16 @@ import msgspec
 
 from primad.api.backend import Health, ServedModel
 from primad.errors import PromptTooLongError, RequestError, RingError
-from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled, Sampling
+from primad.ring.messages import (
+    Cancel,
+    Finished,
+    Generate,
+    GenerationEvent,
+    PromptProgress,
+    RingCommand,
+    Sampled,
+    Sampling,
+)
 
 MAX_WAITING: Final = 64
 """Generations that may run or wait at one time."""
@@ -28,10 +37,13 @@ StatusOf = Callable[[], Awaitable[dict[str, Any]]]
 
 @dataclass(slots=True)
 class _Open:
-    """A generation: what was asked for, what was sampled, and where its events go (bounded by its tokens and one end)."""
+    """A generation: what was asked for, what was sampled, and where its events go (bounded by the tokens of prompt and
+    answer, and one end)."""
 
     generate: Generate
-    events: asyncio.Queue[Sampled | Finished]
+    events: asyncio.Queue[GenerationEvent]
+    read_tokens: int = 0
+    """Of the prompt, as was told; a ring that begins anew says nothing of it twice."""
     sampled: list[int] = field(default_factory=list)
     ended: bool = False
 
@@ -129,20 +141,25 @@ class RingBackend:
         for generation in self._open.values():
             generation.fail(error)
 
-    def deliver(self, epoch: int, event: Sampled | Finished) -> None:
+    def deliver(self, epoch: int, event: GenerationEvent) -> None:
         """Give an event of ring ``epoch`` to whoever asked; what an older ring says, or nobody asked for, is dropped."""
         generation = self._open.get(event.request)
         if generation is None or generation.ended or self._ring is None or self._ring.epoch != epoch:
             return
-        if isinstance(event, Sampled):
-            generation.sampled.append(event.token)
-        else:
-            generation.ended = True
+        match event:
+            case Sampled():
+                generation.sampled.append(event.token)
+            case PromptProgress() if event.tokens <= generation.read_tokens:
+                return
+            case PromptProgress():
+                generation.read_tokens = event.tokens
+            case Finished():
+                generation.ended = True
         generation.events.put_nowait(event)
 
     async def generate(
         self, prompt: list[int], *, max_tokens: int, sampling: Sampling, logprobs: int | None
-    ) -> AsyncGenerator[Sampled | Finished, None]:
+    ) -> AsyncGenerator[GenerationEvent, None]:
         if self._ring is None and not self._holding:
             raise RingError(f"the model cannot be served now: {self._detail}")
         if len(self._open) >= self._max_waiting:
@@ -160,7 +177,7 @@ class RingBackend:
             sampled=[],
             logprobs=logprobs,
         )
-        generation = _Open(generate=generate, events=asyncio.Queue(max_tokens + 2))
+        generation = _Open(generate=generate, events=asyncio.Queue(len(prompt) + max_tokens + 2))
         self._open[request] = generation
         finished = False
         try:

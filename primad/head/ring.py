@@ -37,6 +37,7 @@ from primad.ring.messages import (
     Opened,
     Overdue,
     ProcessMemoryLow,
+    PromptProgress,
     Report,
     RingCommand,
     Sampled,
@@ -281,7 +282,7 @@ class HeadRing:
         """Listen to the head's ring process. Raises ``PrimadError`` when it ends or was stopped."""
         async for event in process.events():
             match event:
-                case Sampled() | Finished():
+                case Sampled() | PromptProgress() | Finished():
                     self._inputs.listener.deliver(self.epoch, event)
                 case Loading(done):
                     self._inputs.reporter.progress(self.plan.head, "load", done, windows)

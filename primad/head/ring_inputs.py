@@ -13,13 +13,13 @@ from primad.head.link_book import LinkBook
 from primad.head.promise import Promise
 from primad.head.service import Service
 from primad.head.worker_link import WorkerLink
-from primad.ring.messages import Finished, Sampled
+from primad.ring.messages import GenerationEvent
 
 
 class RingListener(Protocol):
     """Who hears what becomes of a ring."""
 
-    def deliver(self, epoch: int, event: Sampled | Finished) -> None:
+    def deliver(self, epoch: int, event: GenerationEvent) -> None:
         """An event of a generation, and the epoch that it comes from."""
 
     def broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:

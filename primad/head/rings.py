@@ -33,7 +33,7 @@ from primad.head.status import left_out_line
 from primad.head.vocabulary import sampling_defaults
 from primad.layers.server import LayerSource
 from primad.membership import types
-from primad.ring.messages import Finished, Sampled
+from primad.ring.messages import Finished, GenerationEvent
 from primad.system.tasks import Tasks, mistake, to_its_end
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class Rings:
             reporter=self._reporter,
         )
 
-    def deliver(self, epoch: int, event: Sampled | Finished) -> None:
+    def deliver(self, epoch: int, event: GenerationEvent) -> None:
         """An event of a generation that ring ``epoch`` computes."""
         self._backend.deliver(epoch, event)
         is_long = isinstance(event, Finished) and event.completion_tokens >= LEAST_TOKENS

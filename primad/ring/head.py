@@ -25,8 +25,8 @@ from primad.ring.messages import (
     Drained,
     Finished,
     Generate,
+    GenerationEvent,
     Overdue,
-    Sampled,
     Serving,
     Step,
     StepLimits,
@@ -43,7 +43,7 @@ class Send:
     hidden: Hidden
 
 
-HeadEvent = Sampled | Finished | Serving | Overdue | Drained
+HeadEvent = GenerationEvent | Serving | Overdue | Drained
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class Head:
         self._tell_drained()
         return Tell(events, step.rows)
 
-    def _announce(self, events: list[Sampled | Finished]) -> list[HeadEvent]:
+    def _announce(self, events: list[GenerationEvent]) -> list[HeadEvent]:
         """The warm-up's own events become one ``Serving``."""
         told: list[HeadEvent] = [event for event in events if event.request >= 0]
         if any(isinstance(event, Finished) and event.request < 0 for event in events):

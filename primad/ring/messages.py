@@ -212,6 +212,13 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     top: tuple[tuple[int, float], ...]
 
 
+class PromptProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """So many ``tokens`` of the prompt of ``request`` are computed; said behind each chunk but the last."""
+
+    request: int
+    tokens: int
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """The last message for ``request``.
 
@@ -407,7 +414,20 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
 
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report
-RingEvent = Loading | Opened | Serving | Sampled | Finished | Overdue | Drained | ProcessMemoryLow | Status | RingBroken
+GenerationEvent = Sampled | PromptProgress | Finished
+RingEvent = (
+    Loading
+    | Opened
+    | Serving
+    | Sampled
+    | PromptProgress
+    | Finished
+    | Overdue
+    | Drained
+    | ProcessMemoryLow
+    | Status
+    | RingBroken
+)
 
 command_decoder = msgspec.msgpack.Decoder(RingCommand)
 event_decoder = msgspec.msgpack.Decoder(RingEvent)

@@ -19,7 +19,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from primad.errors import RingError
-from primad.ring.messages import Cancel, Finished, Generate, KvOp, KvRemove, Sampled
+from primad.ring.messages import (
+    Cancel,
+    Finished,
+    Generate,
+    GenerationEvent,
+    KvOp,
+    KvRemove,
+    PromptProgress,
+    Sampled,
+)
 
 SEQUENCE: Final = 0
 """The KV sequence of the one generation that runs."""
@@ -74,7 +83,8 @@ class Scheduler:
         self._waiting: deque[Generate] = deque()
         self._running: _Running | None = None
         self._ops: list[KvOp] = []
-        self._in_flight: dict[int, int] = {}
+        self._in_flight: dict[int, tuple[int, int]] = {}
+        """By step its request, and how many tokens are computed behind it."""
         self._steps = 0
         self._drains = False
 
@@ -142,12 +152,15 @@ class Scheduler:
         running.fed += len(tokens)
         return self._plan(tokens, first, wants_output=running.fed == total)
 
-    def commit(self, step: int, draw: Draw | None, now: float) -> list[Sampled | Finished]:
+    def commit(self, step: int, draw: Draw | None, now: float) -> list[GenerationEvent]:
         """Take back step ``step`` with what was sampled for it (None when it wanted no output, or nobody does any more)."""
-        request = self._in_flight.pop(step)
+        request, computed = self._in_flight.pop(step)
         running = self._running
-        if draw is None or running is None or running.generate.request != request:
+        if running is None or running.generate.request != request:
             return []
+        if draw is None:
+            is_told = computed < len(running.generate.prompt)
+            return [PromptProgress(request=request, tokens=computed)] if is_told else []
         if running.first_token_s is None:
             running.first_token_s = now
         if draw.error is not None:
@@ -163,7 +176,7 @@ class Scheduler:
     def wants_draw(self, step: int) -> Generate | None:
         """The generation that step ``step`` belongs to, if it still wants a token."""
         running = self._running
-        if running is None or self._in_flight.get(step) != running.generate.request:
+        if running is None or step not in self._in_flight or self._in_flight[step][0] != running.generate.request:
             return None
         return running.generate
 
@@ -179,7 +192,7 @@ class Scheduler:
             wants_output=wants_output,
             ops=ops,
         )
-        self._in_flight[step.step] = request
+        self._in_flight[step.step] = request, first + len(tokens)
         self._steps += 1
         return step
 

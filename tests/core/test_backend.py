@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from primad.api.backend import ServedModel
 from primad.errors import PromptTooLongError, RequestError, RingError
 from primad.head.backend import RingBackend
-from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled
+from primad.ring.messages import Cancel, Finished, Generate, GenerationEvent, PromptProgress, RingCommand, Sampled
 from tests.fakes.ring import GREEDY
 
 SERVED = ServedModel(id="toy", created=1, context_tokens=4096, vocabulary=None)
@@ -44,15 +44,15 @@ async def attach(backend: RingBackend, epoch: int) -> FakeRing:
     return ring
 
 
-def ask(backend: RingBackend, *prompt: int, tokens: int = 8) -> AsyncGenerator[Sampled | Finished, None]:
+def ask(backend: RingBackend, *prompt: int, tokens: int = 8) -> AsyncGenerator[GenerationEvent, None]:
     return backend.generate(list(prompt or (1, 2)), max_tokens=tokens, sampling=GREEDY, logprobs=None)
 
 
 class Reader:
     """Reads one generation to its end."""
 
-    def __init__(self, answer: AsyncGenerator[Sampled | Finished, None]) -> None:
-        self.events: list[Sampled | Finished] = []
+    def __init__(self, answer: AsyncGenerator[GenerationEvent, None]) -> None:
+        self.events: list[GenerationEvent] = []
         self._answer = answer
         self.task = asyncio.create_task(self._read())
 
@@ -302,6 +302,24 @@ def test_a_prompt_that_does_not_fit_the_next_ring_ends_with_an_error():
         with pytest.raises(PromptTooLongError):
             await anext(ask(backend, *range(1, 9)))
         await short.cancel()
+
+    asyncio.run(once())
+
+
+def test_a_ring_that_begins_anew_says_nothing_twice_of_how_much_of_a_prompt_is_computed():
+    async def once() -> None:
+        backend = RingBackend()
+        await attach(backend, 1)
+        reader = Reader(ask(backend, *range(1, 9)))
+        await settled()
+        for tokens in (2, 4):
+            backend.deliver(1, PromptProgress(request=1, tokens=tokens))
+        await attach(backend, 2)
+        for tokens in (2, 4, 6):
+            backend.deliver(2, PromptProgress(request=1, tokens=tokens))
+        backend.deliver(2, finished(1))
+        await asyncio.wait([reader.task])
+        assert [event.tokens for event in reader.events if isinstance(event, PromptProgress)] == [2, 4, 6]
 
     asyncio.run(once())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from primad.errors import RingError
-from primad.ring.messages import Cancel, Finished, KvRemove, Sampled
+from primad.ring.messages import Cancel, Finished, KvRemove, PromptProgress, Sampled
 from primad.ring.scheduler import Draw, PlannedStep, Scheduler
 from tests.fakes.ring import generate
 
@@ -66,7 +66,7 @@ def test_the_depth_bounds_the_steps_under_way():
     next_step(made)
     next_step(made)
     assert made.next_step(0) is None
-    assert made.commit(0, None, 0) == []
+    assert made.commit(0, None, 0) == [PromptProgress(request=1, tokens=4)]
     assert next_step(made).step == 2
     assert made.in_flight == 2
 
@@ -295,9 +295,9 @@ def test_a_drain_hands_out_nothing_and_takes_everything_back():
     next_step(made)
     made.drain()
     assert not made.is_drained
-    assert made.commit(0, None, 0) == []
+    assert made.commit(0, None, 0) == [PromptProgress(request=1, tokens=4)]
     assert made.next_step(0) is None
-    assert made.commit(1, None, 0) == []
+    assert made.commit(1, None, 0) == [PromptProgress(request=1, tokens=8)]
     assert made.is_drained
     assert made.next_step(0) is None
 

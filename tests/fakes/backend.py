@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from primad.api.backend import FillInTokens, Health, ServedModel
-from primad.ring.messages import Finished, Sampled, Sampling
+from primad.ring.messages import Finished, GenerationEvent, PromptProgress, Sampled, Sampling
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
 SPECIAL = {"<s>": BOS, "</s>": EOS, "<|im_start|>": IM_START, "<|im_end|>": IM_END}
@@ -69,8 +69,9 @@ class Call:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-Item = int | asyncio.Event | Exception
-"""A step of a scripted answer: a token to sample, an event to wait for, or an exception to raise."""
+Item = int | PromptProgress | asyncio.Event | Exception
+"""A step of a scripted answer: a token to sample, how much of the prompt is computed, an event to wait for, or an exception
+to raise."""
 
 
 class FakeBackend:
@@ -103,7 +104,7 @@ class FakeBackend:
 
     async def generate(
         self, prompt: list[int], *, max_tokens: int, sampling: Sampling, logprobs: int | None
-    ) -> AsyncGenerator[Sampled | Finished, None]:
+    ) -> AsyncGenerator[GenerationEvent, None]:
         assert self.state.serving, "asked while not serving"
         assert self.served is not None, "asked without a model"
         assert prompt, "the prompt is empty"
@@ -121,7 +122,7 @@ class FakeBackend:
         finally:
             call.closed.set()
 
-    async def _answer(self, call: Call) -> AsyncGenerator[Sampled | Finished, None]:
+    async def _answer(self, call: Call) -> AsyncGenerator[GenerationEvent, None]:
         reason, error = self.ending
         for item in self._script(call):
             match item:
@@ -131,6 +132,8 @@ class FakeBackend:
                         break
                     call.sampled += 1
                     yield sampled(item, call.logprobs)
+                case PromptProgress():
+                    yield item
                 case asyncio.Event():
                     await item.wait()
                 case exception:

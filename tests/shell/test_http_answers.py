@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from primad.api.backend import ModelNames
+from primad.ring.messages import PromptProgress
 from tests.fakes.backend import BOS, EOS, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import call, events, post
 
@@ -245,3 +246,18 @@ def test_paths_without_v1_are_those_with_it():
     body = {"messages": HELLO, "prompt": "Hi"}
     for path in (CHAT, COMPLETIONS):
         assert post(FakeBackend(says("ab")), path.removeprefix("/v1"), **body).json()["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "Hi"})])
+def test_a_stream_tells_how_much_of_its_prompt_is_computed_if_it_is_asked_to(path, body):
+    def backend() -> FakeBackend:
+        return FakeBackend(lambda call: [PromptProgress(request=1, tokens=1), 72], vocabulary=PLAIN)
+
+    told = events(post(backend(), path, stream=True, return_progress=True, **body))[:-1]
+    (progress,) = [event["prompt_progress"] for event in told if "prompt_progress" in event]
+    assert progress.pop("time_ms") >= 0
+    assert progress == {"total": 3, "cache": 0, "processed": 1}
+    silent = events(post(backend(), path, stream=True, **body))[:-1]
+    assert not any("prompt_progress" in event for event in silent)
+    assert len(silent) == len(told) - 1
+    assert "prompt_progress" not in post(backend(), path, return_progress=True, **body).json()

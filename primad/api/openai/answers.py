@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from primad.api.backend import Vocabulary
@@ -27,6 +28,7 @@ from primad.api.openai.shapes import (
     FinishReason,
     GivenFunction,
     MessageCall,
+    ReadPrompt,
     Usage,
 )
 from primad.api.text import Placed
@@ -37,7 +39,8 @@ from primad.ring.messages import Sampled
 class _Headed:
     """What every chunk of an answer repeats. ``created`` is in Unix seconds; ``include_usage``: a last chunk has ``counts``.
 
-    A choice that streams is its ``opening``, if its shape has one, each ``piece`` and its ``closing``; an answer that does
+    A choice that streams is its ``opening``, if its shape has one, ``progress`` of its prompt if that was asked for, each
+    ``piece`` and its ``closing``; an answer that does
     not stream is ``whole``.
     """
 
@@ -70,6 +73,9 @@ class ChatAnswer(_Headed):
             tool_calls=[_call_delta(call) for call in written.calls] or UNSET,
         )
         return self._chunk(choice, delta, logprobs=self._logprobs(written.tokens))
+
+    def progress(self, choice: Choice, read: ReadPrompt) -> ChatChunk:
+        return msgspec.structs.replace(self._chunk(choice, Delta()), prompt_progress=read)
 
     def closing(self, choice: Choice, finish: FinishReason) -> ChatChunk:
         return self._chunk(choice, Delta(), finish=finish)
@@ -110,6 +116,9 @@ class CompletionAnswer(_Headed):
 
     def piece(self, choice: Choice, written: Written) -> Completion:
         return self._chunk(choice, written.text, logprobs=self._logprobs(written.tokens))
+
+    def progress(self, choice: Choice, read: ReadPrompt) -> Completion:
+        return msgspec.structs.replace(self._chunk(choice, ""), prompt_progress=read)
 
     def closing(self, choice: Choice, finish: FinishReason) -> Completion:
         return self._chunk(choice, "", finish=finish)

@@ -35,13 +35,15 @@ class Choice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A request's whole work. ``prompt_tokens`` counts each prompt once, however many choices it has; ``reading`` says what
-    is looked for in each answer, None for nothing."""
+    is looked for in each answer, None for nothing. With ``tells_progress`` a stream says how much of its prompt is computed.
+    """
 
     choices: tuple[Choice, ...]
     prompt_tokens: int
     stops: tuple[str, ...]
     logprobs: int | None
     reading: AnswerReading | None
+    tells_progress: bool
 
 
 def check_model(name: str | None, served: Sequence[ServedModel]) -> None:
@@ -140,6 +142,7 @@ def _job(
         stops=request.stops,
         logprobs=logprobs,
         reading=reading,
+        tells_progress=bool(request.stream and request.return_progress),
     )
 
 

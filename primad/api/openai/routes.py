@@ -21,7 +21,7 @@ from primad.api.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
 from primad.api.openai.errors import error_body
 from primad.api.openai.job import Job, chat_job, check_model, completion_job
 from primad.api.openai.sampling import SEEDS
-from primad.api.openai.shapes import Model, ModelList, Usage
+from primad.api.openai.shapes import Model, ModelList, ReadPrompt, Usage
 from primad.errors import PrimadError
 
 
@@ -91,7 +91,7 @@ class _Routes:
         return json_response(answer.whole(answered, _usage(job, sum(each.sampled for each in answered))))
 
     async def _stream(self, served: ServedModel, job: Job, answer: ApiAnswer) -> AsyncGenerator[msgspec.Struct, None]:
-        sampled = 0
+        sampled, begin_s = 0, time.perf_counter()
         for choice in job.choices:
             begun = False
             async with aclosing(self._endpoint.write(served, job, choice)) as written:
@@ -101,6 +101,10 @@ class _Routes:
                     if opening is not None:
                         yield opening
                     begun = True
+                    if part.read_tokens is not None:
+                        took_ms = round(1e3 * (time.perf_counter() - begin_s))
+                        read = ReadPrompt(total=len(choice.prompt), processed=part.read_tokens, time_ms=took_ms)
+                        yield answer.progress(choice, read)
                     if part.says_something or (part.tokens and answer.with_logprobs):
                         yield answer.piece(choice, part)
                     if part.finish is not None:

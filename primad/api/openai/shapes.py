@@ -133,6 +133,15 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None
 
 
+class ReadPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of the ``total`` tokens of a prompt were ``processed`` after so long; none come from a cache."""
+
+    total: int
+    cache: int = 0
+    processed: int
+    time_ms: int
+
+
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion.chunk"):
     """One event of a streamed chat answer. ``created`` is in Unix seconds."""
 
@@ -141,6 +150,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_progress: ReadPrompt | UnsetType = UNSET
 
 
 # ---- /v1/completions ------------------------------------------------------------------------------------------------
@@ -163,6 +173,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", 
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_progress: ReadPrompt | UnsetType = UNSET
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------
