@@ -69,6 +69,13 @@ def let_in(allowance: Allowance | None) -> None:
     _asking.set(allowance)
 
 
+def charge(tokens: int) -> None:
+    """Take ``tokens`` from what the caller of this request may use."""
+    allowance = _asking.get()
+    if allowance is not None:
+        allowance.used(tokens)
+
+
 def charged(written: AsyncGenerator[Written, None], prompt_tokens: int) -> AsyncGenerator[Written, None]:
     """``written``, its tokens and those of its prompt taken from what the caller of this request may use."""
     allowance = _asking.get()

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from primad import __version__
 from primad.api.access import OPEN, Door
 from primad.api.anthropic import routes as anthropic
-from primad.api.backend import Backend, ModelNames
+from primad.api.backend import Backend, Embeddings, ModelNames
 from primad.api.dialect import COMPONENT, Dialect, Route, schemas
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.guard import HostGuard, KeyGuard
@@ -53,15 +53,16 @@ def create_app(
     door: Door = OPEN,
     timings: ApiTimings = ApiTimings(),
     names: ModelNames = ModelNames(),
+    embeddings: Embeddings | None = None,
 ) -> FastAPI:
     """The API over ``backend``, whose model is also called by ``names``.
 
     ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it; web pages of ``origins`` may
-    ask it. ``door`` lets clients in.
+    ask it. ``door`` lets clients in. ``embeddings`` is a model beside that one, if there is one.
     """
     app = _App(title="primad", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics()
-    endpoint = Endpoint(backend, metrics, timings, names)
+    endpoint = Endpoint(backend, metrics, timings, names, embeddings)
     routes = [*_Server(endpoint, metrics).routes(), *(route for one in DIALECTS for route in one.routes(endpoint))]
     metrics.know(route.path for route in routes)
     app.add_middleware(KeyGuard, door=door, refuse=_refuse)

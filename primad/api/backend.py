@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -125,6 +125,33 @@ class Health:
 
     serving: bool
     detail: str
+
+
+class Embeddings(Protocol):
+    """The model of ``serve --embedding``, called ``name``; ``created`` is in Unix seconds.
+
+    A text has at most ``most_tokens``, a vector has ``width`` numbers; both are 0 until they are known.
+    """
+
+    name: str
+    created: int
+
+    @property
+    def width(self) -> int:
+        """As above."""
+
+    @property
+    def most_tokens(self) -> int:
+        """As above."""
+
+    async def embed(
+        self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False
+    ) -> tuple[list[bytes], int]:
+        """For each of ``texts`` a vector of length 1, as float32, little-endian; and the tokens of all together.
+
+        Errors name a text as it is ``called``. One that is too long is cut if ``cuts``.
+        Raises ``RequestError`` for texts that cannot be embedded or a full queue (429), ``RingError`` after a crash.
+        """
 
 
 class Backend(Protocol):

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.access import charged
-from primad.api.backend import Backend, ModelNames, ServedModel
+from primad.api.backend import Backend, Embeddings, ModelNames, ServedModel
 from primad.api.connection import MessageStream, read_json, while_connected
 from primad.api.dialect import Framing
 from primad.api.generation import Answered, Written, write
@@ -25,8 +25,16 @@ from primad.settings.timings import ApiTimings
 class Endpoint:
     """The server as a dialect sees it. It keeps nothing of its own but what it counts."""
 
-    def __init__(self, backend: Backend, metrics: Metrics, timings: ApiTimings, names: ModelNames) -> None:
-        self.backend = backend
+    def __init__(
+        self,
+        backend: Backend,
+        metrics: Metrics,
+        timings: ApiTimings,
+        names: ModelNames,
+        embeddings: Embeddings | None = None,
+    ) -> None:
+        self.backend, self.embeddings = backend, embeddings
+        self.any_model = names.any_model
         self._metrics, self._timings, self._names = metrics, timings, names
 
     def model(self) -> ServedModel | None:

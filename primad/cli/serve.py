@@ -58,6 +58,13 @@ class EndpointOptions:
             "--context-shift", help="Leave out the oldest messages of a conversation that is too long for the context."
         ),
     ] = False
+    embedding: Annotated[
+        Path | None,
+        typer.Option(
+            help="A second GGUF file, for embeddings; this device holds all of it.",
+            show_default=False,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +238,7 @@ def _serve_options(
         any_model=endpoint.any_model,
         context_shift=endpoint.context_shift,
         tool_parser=parse_choice(endpoint.tool_parser, PARSERS, "--tool-parser"),
+        embedding=endpoint.embedding,
         allowed_hosts=allowed_hosts(asking),
         cors_origins=cors_origins(asking),
         api_key=asking.api_key,

@@ -588,6 +588,11 @@ class LlamaVocabulary:
         before, after, middle, file = (int(each(self._vocab)) for each in named)
         return before, after, middle, file
 
+    @property
+    def adds_end(self) -> bool:
+        """Whether the model wants a token at the end of a text."""
+        return bool(llama.llama_vocab_get_add_eos(self._vocab) or llama.llama_vocab_get_add_sep(self._vocab))
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of ``text``; ``add_special`` adds what the model wants at the ends, ``parse_special`` reads markers."""
         data = text.encode("utf-8", errors="replace")

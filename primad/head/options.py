@@ -40,7 +40,7 @@ class ServeOptions:
     ``tool_parser`` names the form of its calls. With ``context_shift`` the oldest messages of a conversation that is too
     long for the context are left out.
     They may reach it by the names ``allowed_hosts``, and be web pages of ``cors_origins``.
-    With ``api_key`` or ``api_key_file`` they need a key.
+    ``embedding`` is a model file for embeddings. With ``api_key`` or ``api_key_file`` they need a key.
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
     with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are.
     """
@@ -68,6 +68,7 @@ class ServeOptions:
     api_key: str | None = field(default=None, repr=False)
     api_key_file: Path | None = None
     http_host: str = LOOPBACK
+    embedding: Path | None = None
 
     @property
     def url(self) -> str:

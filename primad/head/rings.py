@@ -23,6 +23,7 @@ from primad.head.corrections import LEAST_TOKENS
 from primad.head.devices import Devices
 from primad.head.facts import facts_of
 from primad.head.learning import Learning
+from primad.head.options import model_id
 from primad.head.own_device import OwnDevice
 from primad.head.planner import Planner
 from primad.head.promise import Promise
@@ -277,6 +278,8 @@ class Rings:
             f"{self._model.id} is served at {self._service.options.url}/v1 with {promise.context_tokens} tokens of context"
             + (f" ({promise.why_context})" if promise.why_context else "")
         )
+        if (embedding := self._service.options.embedding) is not None:
+            self._reporter.say(f"{model_id(embedding)} gives embeddings there, on this device alone")
         for line in [*ring.describe(), *why]:
             self._reporter.say(line)
         if ring.prediction is not None:

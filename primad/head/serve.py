@@ -20,21 +20,30 @@ from primad.api.key_file import KeyFile
 from primad.api.keys import ApiKey, digest_of, new_key
 from primad.api.patience import Silent
 from primad.daemon.measuring import OwnProfile
+from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_station, run
+from primad.embedding.service import EmbeddingService
+from primad.errors import ConfigError
 from primad.gguf.architectures import cuttable
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.head.backend import RingBackend
 from primad.head.daemon import HeadDaemon
-from primad.head.options import ServeOptions, bind_http, plan_by_hand, workload_of
+from primad.head.facts import facts_of
+from primad.head.options import ServeOptions, bind_http, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
 from primad.network.local_heads import announced_head
 from primad.settings.config import LOOPBACK, Config
+from primad.settings.quantities import show_bytes
 from primad.settings.timings import ApiTimings
+from primad.system.memory import memory
+from primad.system.processors import usable_cores
 
 HTTP_GRACE_S: Final = 1
+EMBEDDING_NICE: Final = 10
+"""An answer's next token goes before embeddings."""
 OWN_COMMANDS: Final = "--own-commands"
 """The name of the key with which this user's commands ask; none of a file begins so."""
 
@@ -49,11 +58,23 @@ def check_options(options: ServeOptions, config: Config, header: Header, model: 
         cuttable(header)
 
 
+def check_embedding(path: Path) -> None:
+    """Raises ``ModelError`` where ``path`` is no model, ``ConfigError`` where this device has no room for it."""
+    needed, free = facts_of(open_model(path)).size_bytes or 0, memory().available_bytes
+    if needed > free:
+        raise ConfigError(
+            f"--embedding {path}: has {show_bytes(needed)} of weights, and {show_bytes(free)} of memory are free here; "
+            "choose a smaller model"
+        )
+
+
 def serve(config: Config, path: Path, options: ServeOptions, http_host: str, reporter: Reporter) -> None:
     """Run the head until it is stopped. Everything that can be judged without the network is judged first."""
     header = open_model(path)
     model = model_profile(header)
     check_options(options, config, header, model)
+    if options.embedding is not None:
+        check_embedding(options.embedding)
     own_key = new_key()
     door = door_of(options, own_key)
     with contextlib.ExitStack() as stack:
@@ -65,6 +86,7 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
 
         async def main() -> None:
             backend = RingBackend()
+            embedding = _embedding_of(options, config)
             head = HeadDaemon(
                 station,
                 service_of(station, header, model, options),
@@ -73,9 +95,9 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
                 reporter=reporter,
             )
             async with asyncio.TaskGroup() as group:
-                http = _http_server(backend, http_host, options, door, station.timings.api)
+                http = _http_server(backend, http_host, options, door, station.timings.api, embedding)
                 serving = group.create_task(http.serve(sockets=[listener]))
-                heading = asyncio.create_task(head.run())
+                heading = asyncio.create_task(_run(head, embedding, reporter))
                 try:
                     await asyncio.wait([heading])
                 finally:
@@ -88,6 +110,33 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
                 heading.result()
 
         run(main())
+
+
+def _embedding_of(options: ServeOptions, config: Config) -> EmbeddingService | None:
+    path = options.embedding
+    if path is None:
+        return None
+    return EmbeddingService(
+        path,
+        model_id(path),
+        threads=config.threads or usable_cores(),
+        began=lambda pid: apply_nice(pid, max(config.nice, EMBEDDING_NICE)),
+    )
+
+
+async def _run(head: HeadDaemon, embedding: EmbeddingService | None, reporter: Reporter) -> None:
+    """Run the head behind ``embedding``, whose memory its plan then sees, and end both."""
+    try:
+        if embedding is not None:
+            ready = await embedding.start()
+            reporter.say(
+                f"{embedding.name} is loaded for embeddings: {ready.width} numbers each, texts of at most "
+                f"{ready.most_tokens} tokens; its process holds {show_bytes(ready.bytes)}"
+            )
+        await head.run()
+    finally:
+        if embedding is not None:
+            await embedding.close()
 
 
 def local_url(host: str, port: int) -> str:
@@ -117,11 +166,24 @@ def door_of(options: ServeOptions, own_key: str) -> Door:
 
 
 def _http_server(
-    backend: RingBackend, host: str, options: ServeOptions, door: Door, timings: ApiTimings
+    backend: RingBackend,
+    host: str,
+    options: ServeOptions,
+    door: Door,
+    timings: ApiTimings,
+    embeddings: EmbeddingService | None,
 ) -> uvicorn.Server:
     names = ModelNames(aliases=options.aliases, any_model=options.any_model)
     hosts = (host, socket.gethostname(), *options.allowed_hosts)
-    app = create_app(backend, hosts=hosts, origins=options.cors_origins, door=door, timings=timings, names=names)
+    app = create_app(
+        backend,
+        hosts=hosts,
+        origins=options.cors_origins,
+        door=door,
+        timings=timings,
+        names=names,
+        embeddings=embeddings,
+    )
     config = uvicorn.Config(
         app,
         lifespan="off",

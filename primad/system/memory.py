@@ -17,6 +17,8 @@ import psutil
 from primad.system import cgroups
 
 _UNLIMITED: Final = 1 << 60
+staying: Final = set[int]()
+"""Processes that this one started and that no plan ends: their memory is nobody else's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,8 @@ def memory(proc: Path = cgroups.PROC, root: Path = cgroups.ROOT, ours: Iterable[
 
 
 def children() -> list[int]:
-    """The processes that this one started and that still run."""
-    return [child.pid for child in psutil.Process().children()]
+    """The processes that this one started and that still run, but those ``staying``."""
+    return [child.pid for child in psutil.Process().children() if child.pid not in staying]
 
 
 def groups(proc: Path = cgroups.PROC, root: Path = cgroups.ROOT) -> list[MemoryGroup]:

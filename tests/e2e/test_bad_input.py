@@ -156,6 +156,17 @@ def test_no_such_model(tmp_path, temporary):
     assert not home.exists()
 
 
+@pytest.mark.parametrize("damage", ["text", "cut in the weights", None], ids=str)
+def test_an_embedding_model_that_is_none(tiny, tmp_path, temporary, damage):
+    second = tmp_path / "second.gguf"
+    if damage is not None:
+        second.write_bytes(DAMAGES[damage](tiny.read_bytes()))
+    home = tmp_path / "home"
+    run = forked("serve", "--model", tiny, "--embedding", second, "--home", home, temporary=temporary)
+    assert_refused(run, second)
+    assert not home.exists()
+
+
 def test_model_is_a_directory(tmp_path, temporary):
     home = tmp_path / "home"
     assert_refused(ended("serve", "--model", tmp_path, "--home", home, temporary=temporary), tmp_path, "directory")

@@ -13,24 +13,32 @@ import httpx
 import uvicorn
 
 from primad.api.app import create_app
-from primad.api.backend import Backend, ModelNames
+from primad.api.backend import Backend, Embeddings, ModelNames
 
 PATIENCE_S = 180
 
 
-def in_memory(backend: Backend, names: ModelNames = ModelNames()) -> httpx.AsyncClient:
+def in_memory(
+    backend: Backend, names: ModelNames = ModelNames(), embeddings: Embeddings | None = None
+) -> httpx.AsyncClient:
     """A client of the app without a socket."""
-    transport = httpx.ASGITransport(create_app(backend, names=names), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(create_app(backend, names=names, embeddings=embeddings), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080")
 
 
 def call(
-    backend: Backend, method: str, path: str, *, names: ModelNames = ModelNames(), **request: Any
+    backend: Backend,
+    method: str,
+    path: str,
+    *,
+    names: ModelNames = ModelNames(),
+    embeddings: Embeddings | None = None,
+    **request: Any,
 ) -> httpx.Response:
     """One request and its answer."""
 
     async def once() -> httpx.Response:
-        async with asyncio.timeout(PATIENCE_S), in_memory(backend, names) as client:
+        async with asyncio.timeout(PATIENCE_S), in_memory(backend, names, embeddings) as client:
             return await client.request(method, path, **request)
 
     return asyncio.run(once())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from primad.api.app import create_app
 from primad.api.dialect import COMPONENT
 from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.http import call
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -27,6 +28,10 @@ LIKELY: dict[str, dict[str, Any]] = {
     "/api/generate": {"model": "toy", "prompt": "Hi"},
     "/api/show": {"model": "toy"},
     "/v1/responses": {"input": "Hi"},
+    "/v1/embeddings": {"input": "sea"},
+    "/v1/rerank": {"query": "sea", "documents": ["ship"]},
+    "/api/embed": {"model": "small", "input": "sea"},
+    "/api/embeddings": {"model": "small", "prompt": "sea"},
 }
 DOCUMENT = create_app(FakeBackend(says())).openapi()
 VALUES = st.recursive(
@@ -59,7 +64,14 @@ def test_no_body_is_answered_with_500(path, data):
     body = json.dumps(LIKELY[path] | data.draw(fields, "fields"))
     vocabulary = ByteVocabulary(adds_bos=data.draw(st.booleans(), "adds_bos"))
     backend = FakeBackend(says("some ", 257, "answer"), vocabulary=vocabulary, context_tokens=64)
-    response = call(backend, "POST", path, content=body, headers={"content-type": "application/json"})
+    response = call(
+        backend,
+        "POST",
+        path,
+        embeddings=FakeEmbeddings(),
+        content=body,
+        headers={"content-type": "application/json"},
+    )
     assert response.status_code in (200, 400, 404), response.text
 
 

@@ -6,6 +6,7 @@ Times of day are Unix seconds when they come in and ISO 8601 when they go out; d
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
@@ -122,12 +123,12 @@ class LinesAnswer:
             said,
             done=True,
             done_reason="length" if finish == "length" else "stop",
-            total_duration=_nanoseconds(now_s - self.begun_s),
+            total_duration=nanoseconds(now_s - self.begun_s),
             load_duration=0,
             prompt_eval_count=self.prompt_tokens,
-            prompt_eval_duration=_nanoseconds(first_s - self.begun_s),
+            prompt_eval_duration=nanoseconds(first_s - self.begun_s),
             eval_count=self.sampled,
-            eval_duration=_nanoseconds(now_s - first_s),
+            eval_duration=nanoseconds(now_s - first_s),
         )
 
     def _line(self, said: Written | Answered | None, *, done: bool = False, **ended: Any) -> OllamaLine:
@@ -137,16 +138,16 @@ class LinesAnswer:
         parts: dict[str, Any] = {"response": text, "thinking": thinking}
         if self.is_chat:
             parts = {"message": OllamaReply(content=text, thinking=thinking, tool_calls=calls or UNSET)}
-        return OllamaLine(model=self.model, created_at=_iso(self.created), done=done, **parts, **ended)
+        return OllamaLine(model=self.model, created_at=iso(self.created), done=done, **parts, **ended)
 
 
 def _given(call: GivenCall) -> OllamaGivenCall:
     return OllamaGivenCall(function=OllamaGivenFunction(name=call.name, arguments=call.input))
 
 
-def tags(served: ServedModel | None) -> dict[str, Any]:
-    """``GET /api/tags``: the served model by its names; empty until it is known."""
-    return {"models": [_entry(served, name) for name in served.all_names] if served else []}
+def tags(served: ServedModel | None, also: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """``GET /api/tags``: the served model by its names, none until it is known; and what there is ``also``."""
+    return {"models": [*([_entry(served, name) for name in served.all_names] if served else []), *also]}
 
 
 def running(served: ServedModel | None) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def shown(served: ServedModel) -> dict[str, Any]:
             f"{architecture}.embedding_length": facts.width,
         },
         "capabilities": _capabilities(served),
-        "modified_at": _iso(served.created),
+        "modified_at": iso(served.created),
     }
 
 
@@ -193,7 +194,7 @@ def _entry(served: ServedModel, name: str) -> dict[str, Any]:
     return {
         "name": tagged,
         "model": tagged,
-        "modified_at": _iso(served.created),
+        "modified_at": iso(served.created),
         "size": served.facts.size_bytes or 0,
         "digest": digest,
         "details": _details(served),
@@ -217,9 +218,11 @@ def _short(count: int) -> str:
     return f"{count / size:.1f}{unit}"
 
 
-def _iso(unix_s: float) -> str:
+def iso(unix_s: float) -> str:
+    """A moment in Unix seconds as ISO 8601."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _nanoseconds(seconds: float) -> int:
+def nanoseconds(seconds: float) -> int:
+    """A duration in seconds as Ollama counts it."""
     return round(1e9 * seconds)

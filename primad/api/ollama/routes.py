@@ -17,6 +17,7 @@ from starlette.responses import Response
 from primad.api.backend import ServedModel
 from primad.api.dialect import Dialect, Framing, Route
 from primad.api.endpoint import Endpoint, json_response
+from primad.api.ollama import embedding
 from primad.api.ollama.answers import (
     API_VERSION,
     LinesAnswer,
@@ -57,7 +58,9 @@ class _Routes:
 
     async def tags(self, request: Request) -> Response:
         """The models that can be asked."""
-        return json_response(tags(self._endpoint.model()))
+        served, beside = self._endpoint.model(), self._endpoint.embeddings
+        is_other = beside is not None and (served is None or beside.name not in served.all_names)
+        return json_response(tags(served, [embedding.listed(beside)] if beside is not None and is_other else []))
 
     async def running(self, request: Request) -> Response:
         """The models that are loaded."""
@@ -130,6 +133,7 @@ def _job(core: ChatRequest | CompletionRequest, served: ServedModel) -> Job:
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
     here = _Routes(endpoint)
     return (
+        *embedding.routes(endpoint),
         Route(path="/api/version", handler=here.version, methods=("GET", "HEAD")),
         Route(path="/api/tags", handler=here.tags, methods=("GET", "HEAD")),
         Route(path="/api/ps", handler=here.running, methods=("GET", "HEAD")),
@@ -144,6 +148,6 @@ DIALECT: Final = Dialect(
     prefixes=("/api/",),
     error_body=ollama_error,
     error_name="OllamaError",
-    requests=(OllamaChatRequest, OllamaGenerateRequest),
-    answers=(OllamaLine, OllamaError),
+    requests=(OllamaChatRequest, OllamaGenerateRequest, *embedding.REQUESTS),
+    answers=(OllamaLine, OllamaError, *embedding.ANSWERS),
 )

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from primad.api.backend import ServedModel
 from primad.api.dialect import Dialect, Framing, Route
 from primad.api.endpoint import Endpoint, json_response
-from primad.api.openai import schema, shapes
+from primad.api.openai import embeddings, schema, shapes
 from primad.api.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
 from primad.api.openai.errors import error_body
 from primad.api.openai.job import Job, chat_job, check_model, completion_job
@@ -51,11 +51,18 @@ class _Routes:
         """The served model by its names; empty until it is known."""
         served = self._endpoint.model()
         names = served.all_names if served else ()
-        return json_response(ModelList(data=[_model(served, name) for name in names if served]))
+        listed = [_model(served, name) for name in names if served]
+        beside = self._endpoint.embeddings
+        if beside is not None and beside.name not in names:
+            listed.append(embeddings.listed(beside))
+        return json_response(ModelList(data=listed))
 
     async def model(self, request: Request) -> Response:
         """The served model by one of its names."""
         name, served = request.path_params["model_id"], self._endpoint.model()
+        beside = self._endpoint.embeddings
+        if beside is not None and name == beside.name and (served is None or name not in served.all_names):
+            return json_response(embeddings.listed(beside))
         check_model(name, [served] if served else [])
         assert served is not None
         return json_response(_model(served, served.id if served.names.any_model else name))
@@ -116,6 +123,7 @@ class _Routes:
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
     here = _Routes(endpoint)
     return (
+        *embeddings.routes(endpoint),
         *(
             Route(path=path, handler=here.models, methods=("GET",), answers="ModelList")
             for path in ("/v1/models", "/models")
@@ -154,6 +162,6 @@ DIALECT: Final = Dialect(
     prefixes=("/",),
     error_body=error_body,
     error_name="ErrorBody",
-    requests=(schema.ChatRequest, schema.CompletionRequest),
-    answers=shapes.ANSWERS,
+    requests=(schema.ChatRequest, schema.CompletionRequest, *embeddings.REQUESTS),
+    answers=(*shapes.ANSWERS, *embeddings.ANSWERS),
 )

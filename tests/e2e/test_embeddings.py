@@ -1,0 +1,107 @@
+"""A head with ``--embedding``: the official clients' vectors are those of plain llama.cpp, also while a chat streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import ollama
+import openai
+import pytest
+
+from tests.e2e.cluster import PATIENCE_S, Head, command_of, serving, wait_until
+from tests.shell.test_embedding_process import PLAIN
+
+pytestmark = pytest.mark.slow
+
+TEXTS = ["Ships have masts.", "Trees have leaves, and some have needles."]
+HELLO = [{"role": "user", "content": "Name three colours."}]
+
+
+@pytest.fixture(scope="module")
+def head(smollm2, gemma3, module_home) -> Iterator[Head]:
+    cluster = f"embeddings-{time.time_ns():x}"
+    arguments = ("--alone", "--context", 1024, "--embedding", gemma3)
+    with serving(smollm2, module_home("head"), cluster, *arguments) as head:
+        yield head
+
+
+@pytest.fixture(scope="module")
+def client(head) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def plain(gemma3) -> np.ndarray:
+    said = subprocess.run([sys.executable, "-c", PLAIN, str(gemma3), *TEXTS], capture_output=True, check=True)
+    return np.array(json.loads(said.stdout.splitlines()[-1]), np.float32)
+
+
+def near(vectors, plain) -> None:
+    """As near as other numbers of threads come."""
+    np.testing.assert_allclose(np.array(vectors, np.float32), plain, atol=1e-3)
+
+
+def embedding_process(head: Head) -> int:
+    (process,) = [each for each in head.run.processes() if "primad.embedding.process" in command_of(each)]
+    return process.pid
+
+
+def test_the_start_says_which_model_embeds(head, gemma3):
+    head.run.wait_for(rf"^{gemma3.stem} is loaded for embeddings: 640 numbers each, texts of at most 2048 tokens")
+    head.run.wait_for(rf"^{gemma3.stem} gives embeddings there, on this device alone$")
+
+
+def test_openais_client_while_a_chat_streams(client, gemma3, plain):
+    with client.chat.completions.create(
+        model="smollm2-135m-q4_1", messages=HELLO, temperature=0, max_tokens=40, stream=True
+    ) as stream:
+        parts = iter(stream)
+        next(parts)
+        floats = client.embeddings.create(model=gemma3.stem, input=TEXTS, encoding_format="float")
+        said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert said
+    near([each.embedding for each in floats.data], plain)
+    near([each.embedding for each in client.embeddings.create(model=gemma3.stem, input=TEXTS).data], plain)
+    cut = client.embeddings.create(model=gemma3.stem, input=TEXTS[0], dimensions=64).data[0].embedding
+    near(cut, plain[0, :64] / np.linalg.norm(plain[0, :64]))
+    alone = client.chat.completions.create(model="smollm2-135m-q4_1", messages=HELLO, temperature=0, max_tokens=40)
+    assert alone.choices[0].message.content.endswith(said)
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\]: has \d+ tokens"):
+        client.embeddings.create(model=gemma3.stem, input=["Ships", "sea " * 4000])
+
+
+def test_ollamas_client(head, gemma3, plain):
+    client = ollama.Client(host=head.url, timeout=PATIENCE_S)
+    near(client.embed(model=gemma3.stem, input=TEXTS).embeddings, plain)
+    near(client.embeddings(model=gemma3.stem, prompt=TEXTS[0]).embedding, plain[0])
+    assert f"{gemma3.stem}:latest" in [model.model for model in client.list().models]
+    client._client.close()
+
+
+def test_it_starts_again_when_it_was_killed(head, client, gemma3, plain):
+    before = embedding_process(head)
+    os.kill(before, signal.SIGKILL)
+
+    def embeds() -> bool:
+        body = {"model": gemma3.stem, "input": TEXTS}
+        answer = httpx.post(f"{head.url}/v1/embeddings", json=body, timeout=PATIENCE_S)
+        assert answer.status_code == 200 or "the next request starts it again" in answer.text, answer.text
+        return answer.status_code == 200
+
+    wait_until(embeds, "embeddings again")
+    assert embedding_process(head) != before
+    near([each.embedding for each in client.embeddings.create(model=gemma3.stem, input=TEXTS).data], plain)
+    ranked = httpx.post(
+        f"{head.url}/v1/rerank", json={"query": TEXTS[1], "documents": TEXTS}, timeout=PATIENCE_S
+    ).json()
+    assert [each["index"] for each in ranked["results"]] == [1, 0]
+    assert head.run.process.poll() is None

@@ -1,0 +1,162 @@
+"""The embedding process with a real model: what plain llama.cpp gives, and what becomes of a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from primad.api.vectors import numbered
+from primad.embedding import service as embedding_service
+from primad.embedding.messages import LoadEmbedder
+from primad.embedding.service import EmbeddingService
+from primad.errors import ConfigError, EngineError, RequestError, RingError
+from primad.head import serve
+from primad.head.serve import check_embedding
+from primad.system.memory import Memory, children
+from tools.synth import write_model
+
+PATIENCE_S = 180
+TEXTS = ["The sky is blue.", "Ships have masts.", "A much longer text about the sea, " * 20]
+PLAIN = """
+import json, sys
+from llama_cpp import LLAMA_POOLING_TYPE_MEAN, Llama
+model = Llama(sys.argv[1], embedding=True, pooling_type=LLAMA_POOLING_TYPE_MEAN, n_ctx=2048, n_batch=2048, n_ubatch=2048,
+              n_threads=1, verbose=False)
+print(json.dumps([model.embed(text, normalize=True) for text in sys.argv[2:]]))
+"""
+INPUT = numbered("input")
+
+
+def numbers(vectors):
+    return np.stack([np.frombuffer(vector, "<f4") for vector in vectors])
+
+
+def with_service(path, work, *, starts=True, **options):
+    async def main():
+        service = EmbeddingService(path, "small", threads=1, **options)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                if starts:
+                    await service.start()
+                return await work(service)
+        finally:
+            await service.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_vectors_are_those_of_plain_llama_cpp(smollm2):
+    async def work(service):
+        return await service.embed(TEXTS, INPUT)
+
+    vectors, tokens = with_service(smollm2, work)
+    said = subprocess.run([sys.executable, "-c", PLAIN, str(smollm2), *TEXTS], capture_output=True, check=True)
+    plain = np.array(json.loads(said.stdout.splitlines()[-1]), np.float32)
+    np.testing.assert_allclose(numbers(vectors), plain, atol=1e-5)
+    assert tokens > 100
+
+
+@pytest.mark.slow
+def test_a_text_is_refused_or_cut_and_others_are_not_touched(smollm2):
+    async def work(service):
+        before = await service.embed(["Hello"], INPUT)
+        for texts, wrong in (
+            (["Hello", "sea " * 4000], r"input\[1\]: has \d+ tokens; .* at most 2048"),
+            (["Hello", ""], r"input\[1\]: is empty"),
+            ([[]], r"input\[0\]: is empty"),
+            ([[1, 49152]], r"input\[0\]: token ids go from 0 to 49151"),
+        ):
+            with pytest.raises(RequestError, match=wrong):
+                await service.embed(texts, INPUT)
+        _, tokens = await service.embed(["sea " * 4000], INPUT, cuts=True)
+        assert tokens == 2048
+        assert await service.embed(["Hello"], INPUT) == before
+
+    with_service(smollm2, work)
+
+
+@pytest.mark.slow
+def test_a_crash_is_one_error_and_the_next_request_is_answered(smollm2, monkeypatch):
+    async def work(service):
+        before = await service.embed(["Hello"], INPUT)
+        os.kill(service.pid, signal.SIGSTOP)  # so that what is asked now is not answered
+        asked = asyncio.create_task(service.embed(["Hello"], INPUT))
+        for _ in range(20):  # steps of this loop, until it is asked
+            await asyncio.sleep(0)
+        os.kill(service.pid, signal.SIGKILL)
+        with pytest.raises(RingError, match="was ended by SIGKILL; the next request starts it again"):
+            await asked
+        assert await service.embed(["Hello"], INPUT) == before
+        leaving = asyncio.create_task(service.embed(["sea " * 2000] * 9, INPUT))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        pid = service.pid
+        assert await service.embed(["Hello"], INPUT) == before
+        assert service.pid == pid, "who leaves costs nobody a new process"
+        monkeypatch.setattr(embedding_service, "MAX_WAITING", 0)
+        with pytest.raises(RequestError, match="waiting already") as refused:
+            await service.embed(["Hello"], INPUT)
+        assert refused.value.status == 429
+
+    with_service(smollm2, work)
+
+
+@pytest.mark.slow
+def test_its_memory_is_not_a_plans_to_have_and_it_ends_with_who_asks(smollm2):
+    async def work(service):
+        pid = service.pid
+        assert pid not in children()
+        assert pid in [child.pid for child in psutil.Process().children()]
+        return pid
+
+    assert not psutil.pid_exists(with_service(smollm2, work))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "primad.embedding.process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with process:
+        process.stdin.write(msgspec.json.encode(LoadEmbedder(path=str(smollm2), threads=1)) + b"\n")
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_file_that_is_no_model_is_one_error(tmp_path):
+    path = tmp_path / "none.gguf"
+    path.write_bytes(b"no model")
+
+    async def work(service):
+        with pytest.raises(EngineError, match=r"cannot load .*none\.gguf"):
+            await service.start()
+        with pytest.raises(RingError, match="is being loaded"):
+            await service.embed(["Hello"], INPUT)
+
+    with_service(path, work, starts=False)
+
+
+def test_a_model_without_room_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    path = tmp_path / "tiny.gguf"
+    write_model(path)
+    check_embedding(path)
+    monkeypatch.setattr(serve, "memory", lambda: Memory(total_bytes=1 << 20, available_bytes=1 << 10))
+    with pytest.raises(
+        ConfigError, match=rf"^--embedding {path}: has .* of weights, and 1.* free here; choose a smaller"
+    ):
+        check_embedding(path)
+
+
+def test_a_process_that_hangs_is_ended(tmp_path):
+    async def work(service):
+        with pytest.raises(EngineError, match="gave no answer in 0 s"):
+            await service.start()
+        assert service.pid is None
+
+    with_service(tmp_path / "none.gguf", work, starts=False, timeout_s=0.0)
