@@ -50,7 +50,10 @@ class EndpointOptions:
     ] = False
     tool_parser: Annotated[
         str,
-        typer.Option(help="How the model writes that it calls a function, where its chat template shows it wrongly."),
+        typer.Option(
+            help="How the model writes calls of tools, where its chat template shows it wrongly: hermes, qwen3-coder, "
+            "llama3-json, llama3-pythonic, mistral, gpt-oss, glm, deepseek, deepseek-dsml, gemma, minimax, kimi or json."
+        ),
     ] = "auto"
     context_shift: Annotated[
         bool,

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from typer.main import get_command
 
 from primad.api.backend import ServedModel
 from primad.api.openai.job import Job, chat_job
 from primad.api.openai.schema import ChatRequest, parse
 from primad.api.openai.tool_fields import MAX_TOOLS, MAX_TOOLS_CHARS
 from primad.api.reading import PARSERS
+from primad.cli.main import app
 from primad.errors import RequestError
 from tests.fakes.backend import ByteVocabulary
 
@@ -176,6 +178,11 @@ def test_the_form_is_the_servers_where_the_template_has_none():
     assert reading is not None
     assert reading.form is not None
     assert reading.form.name == "hermes"
+
+
+def test_the_help_names_every_form():
+    (option,) = [param for param in get_command(app).commands["serve"].params if param.name == "tool_parser"]
+    assert f"{', '.join(PARSERS[1:-1])} or {PARSERS[-1]}." in option.help
 
 
 def test_the_documents_name_every_form():
