@@ -8,6 +8,7 @@ our mistake, is answered with 500 and logged with its traceback by the server (u
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from primad import __version__
 from primad.api.access import OPEN, Door
 from primad.api.anthropic import routes as anthropic
 from primad.api.backend import Backend, Embeddings, ModelNames
-from primad.api.dialect import COMPONENT, Dialect, Route, schemas
+from primad.api.dialect import COMPONENT, EVENT_STREAM, Dialect, Route, schemas
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.guard import HostGuard, KeyGuard
 from primad.api.llama_server import routes as llama_server
@@ -191,9 +192,12 @@ def _handle_errors(app: FastAPI) -> None:
         app.add_exception_handler(exception, handler)
 
 
-def _asks(route: Route) -> dict[str, Any] | None:
+def _asks(route: Route) -> dict[str, Any]:
+    """What a path and a body may have in them, as the OpenAPI document says it."""
+    names = re.findall(r"{(\w+)", route.path)
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     if route.asks is None:
-        return None
+        return {"parameters": parameters}
     content = {"application/json": {"schema": {"$ref": COMPONENT.format(route.asks)}}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -202,8 +206,17 @@ def _answers(route: Route) -> dict[int | str, dict[str, Any]] | None:
     if route.answers is None:
         return None
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": COMPONENT.format(route.answers)}}}
-    if route.streamed is not None:
-        content["text/event-stream"] = {"itemSchema": {"$ref": COMPONENT.format(route.streamed)}}
+    if route.stream_type is not None:
+        content[route.stream_type] = {"itemSchema": _item(route)} if route.streamed else {}
     error = _dialect_of(route.path).error_name
     refused = {"application/json": {"schema": {"$ref": COMPONENT.format(error)}}}
     return {200: {"description": "OK", "content": content}, "default": {"description": "Error", "content": refused}}
+
+
+def _item(route: Route) -> dict[str, Any]:
+    """One message of a stream: of server-sent events it is the data, the last of which may be a mark."""
+    message = {"anyOf": [{"$ref": COMPONENT.format(name)} for name in route.streamed]}
+    if route.stream_type != EVENT_STREAM:
+        return message
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": message}
+    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}}}

@@ -20,6 +20,7 @@ from primad.errors import PrimadError
 if TYPE_CHECKING:
     from primad.api.endpoint import Endpoint
 
+EVENT_STREAM: Final = "text/event-stream"
 COMPONENT: Final = "#/components/schemas/{}"
 """Where the OpenAPI document has a schema, by its name."""
 
@@ -50,14 +51,18 @@ def named_event(event: NamedEvent) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One path of a dialect. ``asks``, ``answers`` and ``streamed`` name schemas for the OpenAPI document."""
+    """One path of a dialect. ``asks``, ``answers`` and ``streamed`` name schemas for the OpenAPI document.
+
+    ``stream_type`` is the media type of its streams, None where nothing streams. Events with names have no ``streamed``.
+    """
 
     path: str
     handler: Callable[[Request], Awaitable[Response]]
     methods: tuple[str, ...] = ("POST",)
     asks: str | None = None
     answers: str | None = None
-    streamed: str | None = None
+    streamed: tuple[str, ...] = ()
+    stream_type: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

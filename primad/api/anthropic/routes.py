@@ -22,7 +22,7 @@ from primad.api.anthropic.answers import (
 from primad.api.anthropic.job import chat_request
 from primad.api.anthropic.schema import CountRequest, MessagesRequest
 from primad.api.backend import ServedModel
-from primad.api.dialect import Dialect, Framing, NamedEvent, Route, named_event
+from primad.api.dialect import EVENT_STREAM, Dialect, Framing, NamedEvent, Route, named_event
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.openai.job import Job, chat_job
 from primad.api.openai.sampling import SEEDS
@@ -35,7 +35,7 @@ def _error(exc: PrimadError) -> bytes:
 
 
 _EVENTS: Final = Framing(
-    media_type="text/event-stream",
+    media_type=EVENT_STREAM,
     message=named_event,
     error=_error,
     end=b"",
@@ -98,6 +98,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
             handler=here.messages,
             asks="MessagesRequest",
             answers="AnthropicMessage",
+            stream_type=EVENT_STREAM,
         ),
         Route(path="/v1/messages/count_tokens", handler=here.count, asks="CountRequest", answers="TokenCount"),
     )

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.backend import ServedModel
-from primad.api.dialect import Dialect, Route
+from primad.api.dialect import EVENT_STREAM, Dialect, Route
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.llama_server.answers import (
     CompletionEnd,
@@ -136,14 +136,16 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
             handler=here.complete,
             asks="RawCompletionRequest",
             answers="CompletionEnd",
-            streamed="CompletionPart",
+            streamed=("CompletionPart", "CompletionEnd"),
+            stream_type=EVENT_STREAM,
         ),
         Route(
             path="/infill",
             handler=here.infill,
             asks="InfillRequest",
             answers="CompletionEnd",
-            streamed="CompletionPart",
+            streamed=("CompletionPart", "CompletionEnd"),
+            stream_type=EVENT_STREAM,
         ),
     )
 

@@ -138,8 +138,22 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
         Route(path="/api/tags", handler=here.tags, methods=("GET", "HEAD")),
         Route(path="/api/ps", handler=here.running, methods=("GET", "HEAD")),
         Route(path="/api/show", handler=here.show),
-        Route(path="/api/chat", handler=here.chat, asks="OllamaChatRequest", answers="OllamaLine"),
-        Route(path="/api/generate", handler=here.generate, asks="OllamaGenerateRequest", answers="OllamaLine"),
+        Route(
+            path="/api/chat",
+            handler=here.chat,
+            asks="OllamaChatRequest",
+            answers="OllamaLine",
+            streamed=("OllamaLine",),
+            stream_type=_LINES.media_type,
+        ),
+        Route(
+            path="/api/generate",
+            handler=here.generate,
+            asks="OllamaGenerateRequest",
+            answers="OllamaLine",
+            streamed=("OllamaLine",),
+            stream_type=_LINES.media_type,
+        ),
     )
 
 

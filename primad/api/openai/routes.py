@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.backend import ServedModel
-from primad.api.dialect import Dialect, Framing, Route
+from primad.api.dialect import EVENT_STREAM, Dialect, Framing, Route
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.openai import embeddings, schema, shapes
 from primad.api.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
@@ -34,7 +34,7 @@ def _error_event(exc: PrimadError) -> bytes:
 
 
 EVENTS: Final = Framing(
-    media_type="text/event-stream",
+    media_type=EVENT_STREAM,
     message=_event,
     error=_error_event,
     end=b"data: [DONE]\n\n",
@@ -130,12 +130,24 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
         ),
         Route(path="/v1/models/{model_id:path}", handler=here.model, methods=("GET",), answers="Model"),
         *(
-            Route(path=path, handler=here.chat, asks="ChatRequest", answers="ChatCompletion", streamed="ChatChunk")
+            Route(
+                path=path,
+                handler=here.chat,
+                asks="ChatRequest",
+                answers="ChatCompletion",
+                streamed=("ChatChunk",),
+                stream_type=EVENT_STREAM,
+            )
             for path in ("/v1/chat/completions", "/chat/completions")
         ),
         *(
             Route(
-                path=path, handler=here.complete, asks="CompletionRequest", answers="Completion", streamed="Completion"
+                path=path,
+                handler=here.complete,
+                asks="CompletionRequest",
+                answers="Completion",
+                streamed=("Completion",),
+                stream_type=EVENT_STREAM,
             )
             for path in ("/v1/completions", "/completions")
         ),

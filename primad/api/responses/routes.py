@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.backend import ServedModel
-from primad.api.dialect import Dialect, NamedEvent, Route, named_event
+from primad.api.dialect import EVENT_STREAM, Dialect, NamedEvent, Route, named_event
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.openai.errors import error_body
 from primad.api.openai.job import Job, chat_job
@@ -71,8 +71,20 @@ class _Routes:
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
     respond = _Routes(endpoint).respond
     return (
-        Route(path="/v1/responses", handler=respond, asks="ResponsesRequest", answers="ResponseBody"),
-        Route(path="/responses", handler=respond, asks="ResponsesRequest", answers="ResponseBody"),
+        Route(
+            path="/v1/responses",
+            handler=respond,
+            asks="ResponsesRequest",
+            answers="ResponseBody",
+            stream_type=EVENT_STREAM,
+        ),
+        Route(
+            path="/responses",
+            handler=respond,
+            asks="ResponsesRequest",
+            answers="ResponseBody",
+            stream_type=EVENT_STREAM,
+        ),
     )
 
 
