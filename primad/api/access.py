@@ -15,8 +15,8 @@ from primad.api.generation import Written
 from primad.api.keys import Allowance, ApiKey, key_like
 from primad.errors import RequestError
 
-OPEN_PATHS: Final = ("/health",)
-"""What answers without a key, for what looks whether the server lives."""
+OPEN_PATHS: Final = ("/health", "/api/hello")
+"""What answers without a key, for who looks whether the server lives."""
 
 _asking: contextvars.ContextVar[Allowance | None] = contextvars.ContextVar("asking", default=None)
 

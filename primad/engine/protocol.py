@@ -92,6 +92,21 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.logit_bias) or self.penalises or self.breaks_loops
 
 
+GREEDY: Final = Sampling(
+    temperature=0,
+    top_k=0,
+    top_p=1,
+    min_p=0,
+    seed=0,
+    presence_penalty=0,
+    frequency_penalty=0,
+    repeat_penalty=1,
+    penalty_tokens=0,
+    logit_bias=(),
+)
+"""The likeliest token, nothing cut or penalised."""
+
+
 KvType = Literal["f16", "q8_0", "q4_0"]
 """Types of KV cache."""
 

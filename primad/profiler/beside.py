@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final, Protocol
 
-from primad.engine.protocol import Rows, Sampler, Sampling
+from primad.engine.protocol import GREEDY, Rows, Sampler, Sampling
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget
 from primad.profiler.synthetic import BIG, write_window
@@ -56,7 +56,7 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
     import numpy as np
 
     from primad.ring.channel import frame
-    from primad.ring.head import GREEDY, Head, Tell
+    from primad.ring.head import Head, Tell
     from primad.ring.messages import Finished, Generate, StepLimits
     from primad.ring.scheduler import Scheduler
 

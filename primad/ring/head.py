@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from primad.engine.protocol import Hidden, HiddenWindow, LogitsWindow, Sampler, Sampling, Tokens
+from primad.engine.protocol import GREEDY, Hidden, HiddenWindow, LogitsWindow, Sampler, Tokens
 from primad.errors import GrammarError, ProtocolError, RingError
 from primad.ring.lateness import Lateness
 from primad.ring.logprobs import log_softmax, most_likely
@@ -55,20 +55,6 @@ class Tell:
 
 
 TurnOutcome = Send | Tell
-
-GREEDY = Sampling(
-    temperature=0,
-    top_k=0,
-    top_p=1,
-    min_p=0,
-    seed=0,
-    presence_penalty=0,
-    frequency_penalty=0,
-    repeat_penalty=1,
-    penalty_tokens=0,
-    logit_bias=(),
-)
-"""The likeliest token, nothing cut or penalised."""
 
 
 class Head:

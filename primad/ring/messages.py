@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from halda import WindowAssignment
+from primad.engine.protocol import GREEDY as GREEDY
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError, printable

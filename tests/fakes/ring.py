@@ -13,25 +13,12 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow, LogitsWindow, Sampling
+from primad.engine.protocol import GREEDY, EngineOptions, Hidden, HiddenWindow, LogitsWindow, Sampling
 from primad.ring.head import Head, HeadEvent, Send, Tell
 from primad.ring.messages import Cancel, Finished, Generate, Sampled, Step, StepLimits, decode_step, encode
 from primad.ring.scheduler import Scheduler
 from primad.ring.worker import Worker
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeLogitsWindow, FakeModel
-
-GREEDY = Sampling(
-    temperature=0,
-    top_k=0,
-    top_p=1,
-    min_p=0,
-    seed=0,
-    presence_penalty=0,
-    frequency_penalty=0,
-    repeat_penalty=1,
-    penalty_tokens=0,
-    logit_bias=(),
-)
 
 STEP_TIMEOUT_S = 180.0
 

@@ -62,6 +62,7 @@ def test_who_has_none_is_refused_but_for_the_health_check(headers):
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
     assert ask(app, "GET", "/health", headers=headers).status_code == 200
+    assert ask(app, "HEAD", "/api/hello", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(

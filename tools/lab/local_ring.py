@@ -16,14 +16,13 @@ import msgspec
 from halda import CpuProfile, ModelProfile, Plan, arrange, assignments
 from primad.daemon.layer_files import Workspace, copy_layers, place_windows
 from primad.engine.build import build_id
-from primad.engine.protocol import EngineOptions, KvType, Sampling, WindowSource
+from primad.engine.protocol import GREEDY, EngineOptions, KvType, Sampling, WindowSource
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
 from primad.head.extra_buffers import is_faster
 from primad.layers.cache import LayerCache
 from primad.profiler.effort import TYPES
-from primad.ring.head import GREEDY
 from primad.ring.messages import (
     Cancel,
     Connect,

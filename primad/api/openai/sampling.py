@@ -13,24 +13,12 @@ from primad.api.backend import ServedModel, Vocabulary
 from primad.api.grammar import of_schema, of_text
 from primad.api.openai.samplers import SamplerFields
 from primad.errors import RequestError, printable
-from primad.ring.messages import Sampling
+from primad.ring.messages import GREEDY, Sampling
 
 SEEDS: Final = 2**32 - 1
 """llama.cpp seeds are 32 bits wide, and the largest means "choose one", so seeds are taken modulo this."""
 BREAKERS: Final = ("\n", ":", '"', "*")
 """Where DRY lets a repetition begin anew, as in llama.cpp."""
-_SPARE: Final = Sampling(
-    temperature=0,
-    top_k=0,
-    top_p=1,
-    min_p=0,
-    seed=0,
-    presence_penalty=0,
-    frequency_penalty=0,
-    repeat_penalty=1,
-    penalty_tokens=0,
-    logit_bias=(),
-)
 
 
 def first_seed(request: SamplerFields, random: int) -> int:
@@ -70,8 +58,8 @@ def sampling_of(request: SamplerFields, served: ServedModel, *, seed: int, gramm
         mirostat_tau=given(request.mirostat_tau, usual.mirostat_tau),
         mirostat_eta=given(request.mirostat_eta, usual.mirostat_eta),
         dry_multiplier=given(request.dry_multiplier, 0.0),
-        dry_base=given(request.dry_base, _SPARE.dry_base),
-        dry_allowed_length=given(request.dry_allowed_length, _SPARE.dry_allowed_length),
+        dry_base=given(request.dry_base, GREEDY.dry_base),
+        dry_allowed_length=given(request.dry_allowed_length, GREEDY.dry_allowed_length),
         dry_tokens=reach(given(request.dry_penalty_last_n, -1)) if request.dry_multiplier else 0,
         dry_breakers=tuple(given(request.dry_sequence_breakers, BREAKERS)),
         xtc_probability=given(request.xtc_probability, usual.xtc_probability),
