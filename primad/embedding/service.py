@@ -39,6 +39,8 @@ MAX_WAITING: Final = 64
 """Requests that may wait or be computed at one time."""
 TIMEOUT_S: Final = 300.0
 """The process is taken to hang when an answer takes longer."""
+GRACE_S: Final = 60.0
+"""A process that says no more ends before."""
 _LINE_BYTES: Final = 1 << 20
 
 _decoder = msgspec.json.Decoder(EmbeddingAnswer)
@@ -165,7 +167,7 @@ class EmbeddingService:
         assert child is not None
         assert child.stdin is not None
         assert child.stdout is not None
-        line = b""
+        line = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 with contextlib.suppress(ConnectionError):  # it may be gone: then there is no answer
@@ -175,8 +177,8 @@ class EmbeddingService:
         except TimeoutError:
             raise RingError(f"the embedding process gave no answer in {self._timeout_s:g} s") from None
         finally:
-            if not line.endswith(b"\n"):
-                await self._end()
+            if line is None or not line.endswith(b"\n"):
+                await self._end(grace_s=0.0 if line is None else GRACE_S)
         if not line.endswith(b"\n"):
             raise RingError(f"the embedding process {_how(child.returncode)}")
         answer: EmbeddingAnswer = _decoder.decode(line)
@@ -184,11 +186,19 @@ class EmbeddingService:
             raise EngineError(answer.error)
         return answer
 
-    async def _end(self) -> None:
+    async def _end(self, *, grace_s: float = 0.0) -> None:
+        """End the process, unless it does so itself within ``grace_s``: to kill one that ends hides how it ended."""
         child, self._child = self._child, None
-        if child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
+        if child is None:
+            return
+        try:
+            if grace_s:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(child.wait(), grace_s)
+        finally:
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
             await child.wait()
             staying.discard(child.pid)
 

@@ -1,14 +1,21 @@
-"""A model loaded whole for embeddings, with llama.cpp."""
+"""A model loaded whole for embeddings, with llama.cpp.
+
+A model that was made to write has an output matrix, and llama.cpp multiplies every row of a text by it before it pools:
+2 GB for 2,048 rows of Gemma, and 2 GB more to copy them to, which nobody reads. So the graph of such a model is stopped at
+the norm before, as ``llama.py`` stops that of a window, and the rows are pooled here. Since its rows do not look ahead, a
+text is computed in parts, for which less is copied.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.llama import LlamaVocabulary
+from primad.engine.llama import EVAL_CALLBACK, LlamaVocabulary, node_name
 from primad.errors import EngineError
 from primad.system.allocator import without_top
 
@@ -16,7 +23,32 @@ with without_top("llama_cpp"):
     from llama_cpp import llama_cpp as llama
 
 MOST_TOKENS: Final = 2048
-"""Of a text: pooling needs all of it in one step."""
+"""Of a text: where llama.cpp pools, it needs all of it in one step."""
+PART_ROWS: Final = 128
+"""Rows that are computed in one step where they are pooled here."""
+_NORM: Final = b"result_norm"
+_LOGITS: Final = b"result_output"
+_ROWS: Final = b"result_embd_pooled"
+"""What the norm is called where nothing pools."""
+_POOLINGS: Final = (llama.LLAMA_POOLING_TYPE_MEAN, llama.LLAMA_POOLING_TYPE_CLS, llama.LLAMA_POOLING_TYPE_LAST)
+
+
+class _NormTap(dict[int, bool]):
+    """The evaluation callback: stops a graph that does not pool before its logits if it ``stops``; tells what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stops = self.has_norm = self.has_logits = False
+        self._asked = False
+
+    def __missing__(self, node: int) -> bool:
+        name = node_name(node)
+        self.has_norm |= name == _NORM
+        self.has_logits |= name == _LOGITS
+        if not self.stops or name != _ROWS:
+            return False  # not kept: the next text's graph has its nodes elsewhere
+        self._asked = not self._asked
+        return self._asked
 
 
 class Embedder:
@@ -36,24 +68,47 @@ class Embedder:
         self.width = int(llama.llama_model_n_embd(self._model))
         self._vocabulary = LlamaVocabulary(Path(path))
         self._threads = threads
-        self._context = self._open(llama.LLAMA_POOLING_TYPE_UNSPECIFIED)
-        pooling = llama.llama_pooling_type(self._context)
-        if pooling == llama.LLAMA_POOLING_TYPE_NONE:
-            llama.llama_free(self._context)
-            self._context = self._open(llama.LLAMA_POOLING_TYPE_MEAN)
-        elif pooling == llama.LLAMA_POOLING_TYPE_RANK:
-            raise EngineError(f"{path}: is a model that ranks and gives no embeddings; give another --embedding")
+        self._step_rows = self.most_tokens
         self._batch: Any = llama.llama_batch_init(self.most_tokens, 0, 1)
+        self._tap = _NormTap()
+        self._callback = EVAL_CALLBACK(self._tap.__getitem__)
+        self._context = self._open(llama.LLAMA_POOLING_TYPE_UNSPECIFIED)
+        self._pooling = llama.llama_pooling_type(self._context)
+        if self._pooling == llama.LLAMA_POOLING_TYPE_RANK:
+            raise EngineError(f"{path}: is a model that ranks and gives no embeddings; give another --embedding")
+        if self._pooling == llama.LLAMA_POOLING_TYPE_NONE:
+            self._reopen(llama.LLAMA_POOLING_TYPE_MEAN)
+            self._pooling = llama.LLAMA_POOLING_TYPE_MEAN
+        self.embed([0])
+        if self._tap.has_norm and self._tap.has_logits and self._pooling in _POOLINGS:
+            if self._is_causal():
+                self._step_rows = min(PART_ROWS, self.most_tokens)
+            self._reopen(llama.LLAMA_POOLING_TYPE_NONE)
+            self._tap.stops = True
+
+    def _is_causal(self) -> bool:
+        return self._metadata(f"{self._metadata('general.architecture')}.attention.causal") != "false"
+
+    def _metadata(self, key: str) -> str:
+        value = ctypes.create_string_buffer(128)
+        llama.llama_model_meta_val_str(self._model, key.encode(), value, len(value))
+        return value.value.decode("utf-8", errors="replace")
+
+    def _reopen(self, pooling: int) -> None:
+        llama.llama_free(self._context)
+        self._context = self._open(pooling)
 
     def _open(self, pooling: int) -> Any:
         params = llama.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = self.most_tokens
+        params.n_ctx = self.most_tokens
+        params.n_batch = params.n_ubatch = self._step_rows
         params.n_seq_max = 1
         params.n_threads = params.n_threads_batch = self._threads
         params.embeddings = params.no_perf = True
         params.offload_kqv = params.op_offload = False  # a GPU is the ring's
         params.pooling_type = pooling
         params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED  # as stock llama-cpp-python: its vectors are ours
+        params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
         context = llama.llama_init_from_model(self._model, params)
         if not context:
             raise EngineError(f"llama.cpp cannot open a context of {self.most_tokens} tokens for embeddings")
@@ -86,17 +141,30 @@ class Embedder:
         memory = llama.llama_get_memory(self._context)
         if memory:  # encoders have none
             llama.llama_memory_clear(memory, True)
-        batch = self._batch
+        steps = [
+            self._compute(tokens[first : first + self._step_rows], first)
+            for first in range(0, len(tokens), self._step_rows)
+        ]
+        vector = self._pooled(np.concatenate(steps))
+        length = np.float32(np.linalg.norm(vector))
+        return vector / length if length > 0 else vector
+
+    def _compute(self, tokens: list[int], first: int) -> NDArray[np.float32]:
+        """The rows of ``tokens``, of which the first has the position ``first``; one row where llama.cpp pools."""
+        batch, stops = self._batch, self._tap.stops
         for row, token in enumerate(tokens):
-            batch.token[row], batch.pos[row], batch.n_seq_id[row] = token, row, 1
+            batch.token[row], batch.pos[row], batch.n_seq_id[row] = token, first + row, 1
             batch.seq_id[row][0], batch.logits[row] = 0, True
         batch.n_tokens = len(tokens)
         code = llama.llama_decode(self._context, batch)
         if code != 0:
             raise EngineError(f"llama.cpp failed to compute an embedding (code {code})")
-        pooled = llama.llama_get_embeddings_seq(self._context, 0)
-        if not pooled:
+        found = llama.llama_get_embeddings(self._context) if stops else llama.llama_get_embeddings_seq(self._context, 0)
+        if not found:
             raise EngineError("llama.cpp gives no embedding; this model has none")
-        vector = np.ctypeslib.as_array(pooled, shape=(self.width,)).astype(np.float32)
-        length = np.float32(np.linalg.norm(vector))
-        return vector / length if length > 0 else vector
+        return np.array(np.ctypeslib.as_array(found, shape=(len(tokens) if stops else 1, self.width)), np.float32)
+
+    def _pooled(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        if self._pooling == llama.LLAMA_POOLING_TYPE_MEAN:
+            return np.asarray(rows.mean(axis=0), np.float32)
+        return np.asarray(rows[-1 if self._pooling == llama.LLAMA_POOLING_TYPE_LAST else 0], np.float32)

@@ -115,12 +115,18 @@ class _TypeTraits(ctypes.Structure):
 
 
 _TO_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-_EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
+EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
 """The callback's true prototype has two more parameters; in the C calling convention a callee may ignore them."""
 
 llama.llama_log_set(_log, ctypes.c_void_p(0))
 llama.llama_backend_init()
 _ggml_base = _ggml()
+
+
+def node_name(node: int) -> bytes:
+    """What llama.cpp calls a node of its graph, as its evaluation callback is given it."""
+    name: bytes = _ggml_base.ggml_get_name(node)
+    return name
 
 
 def _why(fallback: str) -> str:
@@ -361,7 +367,7 @@ class _Model:
         if options.kv_type != "f16":  # llama.cpp quantises values only for it
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
         # A bound method of a dict subclass: see the module's docstring. Kept alive beside the context.
-        self._callback = _EVAL_CALLBACK(self._tap.__getitem__)
+        self._callback = EVAL_CALLBACK(self._tap.__getitem__)
         params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
         return params
 
