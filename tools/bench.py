@@ -6,12 +6,13 @@
     tools/bench predict [--json FILE] [--rounds N] [--model FILE.gguf ...] [--limited FILE.gguf] [--limits SHARE ...]
     tools/bench solve [--json FILE] [--sizes N ...]
     tools/bench paper [--json FILE] [--fleets N]
+    tools/bench api [--json FILE] [--rounds N] [--model FILE.gguf]
 
 ``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
 Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
 a core each); decode and prefill are each compared with the best of the four. All processes are loaded before the first run
 and take turns, so that whatever else the machine does disturbs all of them alike. ``memory``: see ``bench_memory.py``;
-``predict``, ``solve`` and ``paper``: see ``bench_solver.py``.
+``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from primad.gguf.profile import model_profile  # noqa: E402
 from primad.profiler.effort import Effort  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
-from tools import bench_limited, bench_memory, bench_solver  # noqa: E402
+from tools import bench_api, bench_limited, bench_memory, bench_solver  # noqa: E402
 from tools.lab import LabError  # noqa: E402
 from tools.lab.local_ring import LocalRing, types_of  # noqa: E402
 from tools.lab.plain_child import PlainChild  # noqa: E402
@@ -279,6 +280,14 @@ def predict(options: argparse.Namespace) -> int:
     return 0
 
 
+def api(options: argparse.Namespace) -> int:
+    facts = machine()
+    warn_if_busy(facts)
+    rows = bench_api.show(bench_api.measure(options.model, options.rounds, options.threads))
+    write_json(options.json, "api", facts, rows)
+    return 0
+
+
 def solve(options: argparse.Namespace) -> int:
     facts = machine()
     warn_if_busy(facts)
@@ -356,6 +365,8 @@ def main() -> int:
     one.set_defaults(run=ring)
     bench_memory.add_bench(benches, psutil.cpu_count(logical=False) or 1).set_defaults(run=memory)
     bench_solver.add_benches(benches)
+    bench_api.add_bench(benches, SMALL)
+    benches.choices["api"].set_defaults(run=api)
     benches.choices["predict"].set_defaults(run=predict)
     benches.choices["solve"].set_defaults(run=solve)
     benches.choices["paper"].set_defaults(run=paper)

@@ -97,6 +97,9 @@ class MessageStream(Response):
         del self.headers["content-length"]
         self._messages, self._framing, self._timings = messages, framing, timings
         self._begun = False
+        self._said_s = 0.0
+        self._turn = asyncio.Lock()
+        """Of who sends: a message, or that we wait."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -119,34 +122,45 @@ class MessageStream(Response):
         await self._deliver(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_messages(self, send: Send) -> None:
-        async with aclosing(self._messages) as messages:
-            while (message := await self._next(messages, send)) is not None:
-                await self._begin(send)
-                await self._send_bytes(send, self._framing.message(message))
+        try:
+            async with asyncio.TaskGroup() as group:
+                waiting = group.create_task(self._say_that_it_waits(send))
+                async with aclosing(self._messages) as messages:
+                    async for message in messages:
+                        async with self._turn:
+                            await self._begin(send)
+                            await self._send_bytes(send, self._framing.message(message))
+                waiting.cancel()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _say_that_it_waits(self, send: Send) -> None:
+        """Begin the stream if nothing comes for a moment, and while nothing comes say that we are here.
+
+        It looks at the time itself, so that a message that comes costs nothing here.
+        """
+        await asyncio.sleep(self._timings.admitted_s)
+        async with self._turn:
+            await self._begin(send)
+        while True:
+            quiet_s = asyncio.get_running_loop().time() - self._said_s
+            if quiet_s < self._timings.keepalive_s:
+                await asyncio.sleep(self._timings.keepalive_s - quiet_s)
+            elif self._framing.waiting:
+                async with self._turn:
+                    await self._send_bytes(send, self._framing.waiting)
+            else:
+                return
 
     async def _begin(self, send: Send) -> None:
         """The headers, once: from now on the status is 200."""
         if not self._begun:
             self._begun = True
             await self._deliver(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-
-    async def _next(self, messages: AsyncGenerator[msgspec.Struct, None], send: Send) -> msgspec.Struct | None:
-        """The next message, None at the end. While it is long in coming, also the first, the framing tells the client that
-        we are here."""
-        coming = asyncio.ensure_future(anext(messages, None))
-        try:
-            if not self._begun and not (await asyncio.wait([coming], timeout=self._timings.admitted_s))[0]:
-                await self._begin(send)
-            while not (await asyncio.wait([coming], timeout=self._timings.keepalive_s))[0]:
-                if self._framing.waiting:
-                    await self._send_bytes(send, self._framing.waiting)
-            return coming.result()
-        finally:
-            if not coming.done():
-                coming.cancel()
-                await asyncio.wait([coming])
+            self._said_s = asyncio.get_running_loop().time()
 
     async def _send_bytes(self, send: Send, data: bytes) -> None:
+        self._said_s = asyncio.get_running_loop().time()
         await self._deliver(send, {"type": "http.response.body", "body": data, "more_body": True})
 
     async def _deliver(self, send: Send, message: Message) -> None:

@@ -1,0 +1,251 @@
+"""``tools/bench api``: what HTTP costs beside the ring that it serves.
+
+A head serves a model alone, and a ring process of the same model runs by itself; both are loaded before the first run and
+take turns. What is said of a token is the processor time of everything of the head but its ring process. The client here
+reads lines and nothing more; on a machine of its own it would cost the head nothing at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import psutil
+from rich.console import Console
+
+from primad.api.backend import ServedModel
+from primad.api.openai.schema import ChatRequest, parse
+from primad.api.openai.tool_use import chat_text
+from primad.engine.protocol import GREEDY
+from primad.gguf.model import open_model
+from primad.head.options import model_id
+from primad.head.vocabulary import ModelVocabulary
+from primad.ring.messages import Sampled
+from tools.lab.local_ring import LocalRing
+from tools.lab.names import LabError
+from tools.lab.plain_llama import PROMPT
+
+PROMPT_TOKENS: Final = 40
+TOKENS: Final = 128
+REQUEST_BYTES: Final = 32 << 10
+TURNS: Final = 20
+PARSED: Final = 40
+START_S: Final = 300.0
+SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        f"field_{number}": {"type": ("string", "integer", "boolean", "number")[number % 4]} for number in range(50)
+    },
+    "required": [f"field_{number}" for number in range(50)],
+    "additionalProperties": False,
+}
+
+out = Console(highlight=False)
+
+
+@dataclass
+class ApiFigures:
+    """Run by run: seconds a token, to the first one, and of the processor a token."""
+
+    ring_token_s: list[float] = field(default_factory=list)
+    ring_first_s: list[float] = field(default_factory=list)
+    http_token_s: list[float] = field(default_factory=list)
+    http_first_s: list[float] = field(default_factory=list)
+    cpu_token_s: list[float] = field(default_factory=list)
+    masked_token_s: list[float] = field(default_factory=list)
+    request_s: list[float] = field(default_factory=list)
+
+    def rows(self) -> list[tuple[str, float, str, str]]:
+        """What is judged: its name, the figure, its unit, and what it should be."""
+
+        def median(values: list[float]) -> float:
+            return statistics.median(values)
+
+        masks = statistics.median(m / p for m, p in zip(self.masked_token_s, self.http_token_s, strict=True)) - 1
+        return [
+            ("processor outside the ring process", median(self.cpu_token_s) * 1e3, "ms a token", "at most 0.4"),
+            (
+                "streaming through HTTP",
+                statistics.median(r / h for r, h in zip(self.ring_token_s, self.http_token_s, strict=True)),
+                "of the ring alone",
+                "at least 0.97",
+            ),
+            (
+                "first token through HTTP",
+                (median(self.http_first_s) - median(self.ring_first_s)) * 1e3,
+                "ms more than the ring alone",
+                "at most 5",
+            ),
+            ("a mask of a schema with 50 fields", masks * 100, "% of a token", "below 3"),
+            (
+                f"a request of {REQUEST_BYTES >> 10} KB",
+                median(self.request_s) * 1e3,
+                "ms to parse and template",
+                "below 5",
+            ),
+        ]
+
+
+class HeadHere:
+    """A head that serves ``model`` alone on this machine, in a home of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, name: str) -> None:
+        self._process, self._port, self._name = process, port, name
+
+    def cpu_s(self) -> float:
+        """Processor seconds of everything but the ring process, until now."""
+        head = psutil.Process(self._process.pid)
+        others = [child for child in head.children(recursive=True) if "primad.ring.process" not in child.cmdline()]
+        return sum(sum(each.cpu_times()[:2]) for each in [head, *others])
+
+    def stream(self, tokens: int, **more: Any) -> tuple[float, float]:
+        """Seconds to the first token, and between tokens, of a completion of so many."""
+        ask = {
+            "model": self._name,
+            "prompt": PROMPT[:PROMPT_TOKENS],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=START_S)
+        begin = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(ask | more), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise LabError(f"the head answers {answer.status}: {answer.read(300).decode(errors='replace')}")
+        times = []
+        for line in answer:
+            if line.startswith(b"data: {"):
+                times.append(time.perf_counter())
+        connection.close()
+        return times[0] - begin, (times[-2] - times[0]) / (len(times) - 2)  # the last event only ends the answer
+
+
+@contextmanager
+def head_here(model: Path, folder: Path, threads: int) -> Iterator[HeadHere]:
+    """A head with its own profile, measured before. Raises ``LabError`` when it does not come."""
+    command = [str(Path(sys.executable).parent / "primad")]
+    home = ["--home", str(folder / "home")]
+    subprocess.run([*command, "profile", *home], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with (folder / "head.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *command,
+                *("serve", "--model", str(model), "--alone", "--port", str(port), *home),
+                *("--threads", str(threads), "--extra-buffers", "off", "--context", "1024"),
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+    try:
+        _wait_until_serving(process, port, folder / "head.log")
+        yield HeadHere(process, port, model_id(model))
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _wait_until_serving(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until and process.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        except OSError:
+            pass
+        finally:
+            connection.close()
+        time.sleep(0.2)
+    raise LabError(f"the head does not serve: {log.read_text(errors='replace')[-500:]}")
+
+
+def measure(model: Path, rounds: int, threads: int) -> ApiFigures:
+    """All figures of ``model``, in so many rounds after one to warm up. Raises ``LabError``."""
+    found = ApiFigures(request_s=time_requests(model))
+    with tempfile.TemporaryDirectory(prefix="primad-api-") as name, head_here(model, Path(name), threads) as head:
+        asyncio.run(_alternate(model, head, found, rounds, threads))
+    return found
+
+
+class _Clock:
+    """When tokens came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def hear(self, _: Sampled) -> None:
+        self.times.append(time.perf_counter())
+
+
+async def _alternate(model: Path, head: HeadHere, found: ApiFigures, rounds: int, threads: int) -> None:
+    sampling = msgspec.structs.replace(GREEDY, ignore_eos=True)
+    async with LocalRing(model, None, context=1024, threads=threads) as ring:
+        for number in range(rounds + 1):
+            clock = _Clock()
+            begin = time.perf_counter()
+            sampled, _ = await ring.generate(PROMPT[:PROMPT_TOKENS], TOKENS, sampling=sampling, heard=clock.hear)
+            times = clock.times
+            cpu_s = head.cpu_s()
+            http_first_s, http_token_s = await asyncio.to_thread(head.stream, TOKENS, ignore_eos=True)
+            cpu_s = head.cpu_s() - cpu_s
+            _, masked_token_s = await asyncio.to_thread(head.stream, TOKENS, json_schema=SCHEMA)
+            if not number:
+                continue
+            found.ring_first_s.append(times[0] - begin)
+            found.ring_token_s.append((times[-1] - times[0]) / (len(sampled) - 1))
+            found.http_first_s.append(http_first_s)
+            found.http_token_s.append(http_token_s)
+            found.cpu_token_s.append(cpu_s / TOKENS)
+            found.masked_token_s.append(masked_token_s)
+
+
+def time_requests(model: Path) -> list[float]:
+    """Seconds in which a chat of ``REQUEST_BYTES`` becomes the text of a prompt."""
+    header = open_model(model)
+    served = ServedModel(id="model", created=0, context_tokens=1 << 16, vocabulary=ModelVocabulary(header))
+    text = "the quick brown fox jumps over the lazy dog, " * (REQUEST_BYTES // TURNS // 45)
+    messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number in range(TURNS - 1)]
+    body = json.dumps({"messages": messages}).encode()
+    taken = []
+    for _ in range(PARSED):
+        begin = time.perf_counter()
+        chat_text(parse(ChatRequest, body), served, now=datetime.now().astimezone())
+        taken.append(time.perf_counter() - begin)
+    return taken
+
+
+def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], model: Path) -> None:
+    """Adds ``api`` to the command line."""
+    one = benches.add_parser("api", help="what HTTP costs beside the ring that it serves")
+    one.add_argument("--model", type=Path, default=model, help="GGUF file")
+    one.add_argument("--rounds", type=int, default=7)
+    one.add_argument("--threads", type=int, default=2)
+    one.add_argument("--json", help="also write the figures to this file")
+
+
+def show(figures: ApiFigures) -> list[dict[str, Any]]:
+    """Print what is judged; plain data for ``--json``."""
+    for name, value, unit, target in figures.rows():
+        out.print(f"{name:<38} {value:7.3f} {unit} ({target})")
+    return [asdict(figures)]
