@@ -20,7 +20,7 @@ _NAMED: Final = re.compile(
 )
 _ARGUMENT: Final = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 _MISTRAL: Final = re.compile(r"\s*([^\[\]{}\s]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
-MISTRAL_PREFIX: Final = re.compile(r"\s*[^\[\]{}\s]+(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|(?=\{))")
+MISTRAL_PREFIX: Final = re.compile(r"\s*(?:(?=[{\[])|[^\[\]{}\s]+(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|(?=\{)))")
 _KIMI: Final = re.compile(r"\s*(?:functions\.)?([^\s:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*)", re.DOTALL)
 _GEMMA: Final = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", re.DOTALL)
 _GEMMA_KEY: Final = re.compile(r"([{,]\s*)([^\s\"{}\[\],:][^\"{}\[\],:]*):")

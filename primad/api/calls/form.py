@@ -28,7 +28,7 @@ class Markers:
 
     begin: str
     end: str
-    prefix: re.Pattern[str] = re.compile("")
+    prefix: re.Pattern[str] = re.compile(r"\s*(?=[{\[])")
     quotes: str = '"'
 
 
@@ -60,7 +60,8 @@ def loaded(text: str) -> Any:
     try:
         return json.loads(text, strict=False)
     except json.JSONDecodeError as exc:
-        if exc.msg.startswith("Unterminated string"):
+        is_cut_escape = exc.msg.startswith("Invalid \\u") and exc.pos >= len(text) - 8
+        if exc.msg.startswith("Unterminated string") or is_cut_escape:
             raise UnfinishedCallError from exc
         raise
     except RecursionError as exc:

@@ -22,6 +22,9 @@ _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _TO: Final = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _HEADER: Final = re.compile(r"<\|start\|>\w*|<\|channel\|>\w*|\bto=[^\s<]+|<\|constrain\|>\w*|<\|\w+\|>")
 
+MAX_HEADER_CHARS: Final = 512
+"""What is longer is no header."""
+
 
 class HarmonyReader:
     """As ``Reader``; with ``keeps_thoughts`` they are part of the text."""
@@ -69,19 +72,22 @@ class HarmonyReader:
         return True
 
     def _header(self, is_last: bool) -> bool:
-        at = self._held.find(_MESSAGE)
-        ends = [found for mark in _ENDS if (found := self._held.find(mark)) >= 0]
+        near = self._held[:MAX_HEADER_CHARS]
+        at = near.find(_MESSAGE)
+        ends = [found for mark in _ENDS if (found := near.find(mark)) >= 0]
         if ends and (at < 0 or min(ends) < at):  # a header that is none
             self._say(_HEADER.sub("", self._held[: min(ends)]).strip())
             self._held, self._step = self._held[min(ends) :], self._between
             return True
-        if at < 0 and not is_last:
+        is_long = len(near) == MAX_HEADER_CHARS
+        if at < 0 and not is_last and not is_long:
             return False
-        header = self._held[:at] if at >= 0 else self._held
-        self._held = self._held[at + len(_MESSAGE) :] if at >= 0 else ""
+        header = near[:at] if at >= 0 else near
+        self._held = self._held[at + len(_MESSAGE) if at >= 0 else len(near) :]
         if at < 0:
-            self._say(_HEADER.sub("", header).strip())
-            return False
+            self._say(_HEADER.sub("", header).lstrip())
+            self._channel, self._step = "final", self._content
+            return is_long
         channels, to = _CHANNEL.findall(header), _TO.findall(header)
         self._channel, self._name = channels[-1] if channels else "final", to[-1] if to else ""
         self._scan = None

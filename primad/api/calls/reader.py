@@ -1,18 +1,28 @@
 """Reads one answer as it grows: thoughts first, then text with calls in it. Pure.
 
 What could still become a marker is held back, and so is a call until it is whole. White space around calls and thoughts
-belongs to neither. What turns out to be no call is text.
+belongs to neither. What turns out to be no call is text, and so are markers around calls where no call is, unless they are
+control tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from primad.api.calls.choose import Thinking
 from primad.api.calls.events import Call, Told
 from primad.api.calls.form import Markers, ToolForm, UnfinishedCallError
 from primad.api.calls.scan import JsonScan, certain
+
+MAX_FAILED: Final = 200
+"""After so many beginnings or ends of calls that were none, the rest of an answer is text: reading stays linear."""
+
+MAX_PREFIX_CHARS: Final = 256
+"""Between a marker and the JSON behind it."""
+
+_CONTROL: Final = ("<|", "<｜", "</｜")
+"""So begin markers that are control tokens: they are never text."""
 
 
 class Reader:
@@ -29,12 +39,12 @@ class Reader:
         """``form`` None: no calls are looked for. ``opened``: the prompt ended inside thoughts. ``functions``: those that
         may be called, by name, with the JSON schemas of their parameters."""
         self._form, self._thinking, self._functions = form, thinking, functions
-        self._step: Callable[[bool], bool] = self._text
-        if thinking is not None:
-            self._step = self._thought if opened else self._begin
+        self._step: Callable[[bool], bool] = self._text if thinking is None else self._begin
         self._held = ""
+        self._is_opened = opened
         self._drops_space, self._is_blank = opened, True
-        self._dropped = ""
+        self._dropped = self._noisy = ""
+        self._is_behind_call, self._failed = False, 0
         self._markers: Markers | None = None
         self._body, self._looked = 0, 0
         self._scan: JsonScan | None = None
@@ -54,12 +64,14 @@ class Reader:
     def _read(self, *, is_last: bool) -> Told:
         while self._step(is_last):
             pass
+        if is_last and self._noisy.strip():
+            self._texts.append(self._noisy.lstrip() if self._is_blank else self._noisy)
         told = Told(text="".join(self._texts), thought="".join(self._thoughts), calls=tuple(self._calls))
         self._texts, self._thoughts, self._calls = [], [], []
         return told
 
     def _begin(self, is_last: bool) -> bool:
-        """Whether the answer opens thoughts. Each step says whether there is another one to take."""
+        """Whether the answer opens thoughts, which some models do again. Each step says whether there is another to take."""
         assert self._thinking is not None
         begun, begin = self._held.lstrip(), self._thinking.begin
         if begun.startswith(begin):
@@ -67,7 +79,7 @@ class Reader:
             return True
         if begin.startswith(begun) and not is_last:
             return False
-        self._step = self._text
+        self._step = self._thought if self._is_opened else self._text
         return True
 
     def _thought(self, is_last: bool) -> bool:
@@ -95,7 +107,9 @@ class Reader:
         if noise and (begun is None or min(noise)[0] < begun[0]):
             at, mark = min(noise)
             self._say(len(self._held[:at].rstrip()))
-            self._drop(self._held.index(mark), len(mark))
+            self._drop(
+                self._held.index(mark), len(mark), is_noise=not self._is_behind_call and not mark.startswith(_CONTROL)
+            )
             return True
         if begun is None:
             marks = (*self._begins, *self._noise)
@@ -134,15 +148,19 @@ class Reader:
         try:
             calls = self._form.parse(self._held[self._body : inner], self._functions) if inner >= 0 else None
         except UnfinishedCallError:
-            self._looked = outer
-            return True
+            self._looked, self._failed = outer, self._failed + 1
+            if self._failed < MAX_FAILED:
+                return True
+            calls = None
         self._step = self._text
         if calls is None:
+            self._failed += 1
+            self._form = self._form if self._failed < MAX_FAILED else None
             self._say(max(outer, 1))
         else:
             self._calls += calls
             begin = self._body - len(self._markers.begin)
-            self._drop(begin, outer - begin)
+            self._drop(begin, outer - begin, is_noise=False)
         return True
 
     def _end_by_marker(self, end: str) -> tuple[int, int]:
@@ -154,27 +172,33 @@ class Reader:
 
     def _end_of_json(self, markers: Markers) -> tuple[int, int]:
         if self._scan is None:
-            prefix = markers.prefix.match(self._held, self._body)
-            if prefix is None and self._held[self._body :].lstrip()[:1] not in ("{", "["):
-                return -1, self._body
-            self._scan = JsonScan(self._body if prefix is None else prefix.end(), markers.quotes)
+            prefix = markers.prefix.match(self._held, self._body, self._body + MAX_PREFIX_CHARS)
+            if prefix is None:
+                return (-1 if len(self._held) < self._body + MAX_PREFIX_CHARS else self._body), self._body
+            self._scan = JsonScan(prefix.end(), markers.quotes)
         at = self._scan.end(self._held)
         return (at, at) if at >= 0 else (-1, self._body)
 
     def _say(self, count: int) -> None:
-        """Give ``count`` characters as text, behind the white space that was dropped after other text."""
+        """Give ``count`` characters as text, behind what was dropped since other text."""
         text, self._held = self._held[:count], self._held[count:]
         if text:
-            self._texts.append(text if self._is_blank else self._dropped + text)
-            self._is_blank, self._dropped = self._is_blank and not text.strip(), ""
+            text = (self._noisy.lstrip() if self._is_blank else self._noisy) + text
+            self._texts.append(text)
+            self._is_blank, self._is_behind_call = self._is_blank and not text.strip(), False
+            self._dropped = self._noisy = ""
 
-    def _drop(self, space: int, count: int) -> None:
-        """Leave out ``count`` characters behind ``space`` white ones, and the white space behind them."""
+    def _drop(self, space: int, count: int, *, is_noise: bool) -> None:
+        """Leave out ``count`` characters behind ``space`` white ones, and the white space behind them. It ``is_noise`` where
+        they are text unless a call follows."""
         self._dropped += self._held[:space]
+        self._noisy = self._noisy + self._held[: space + count] if is_noise else self._dropped
+        self._is_behind_call = not is_noise
         self._held, self._drops_space = self._held[space + count :], True
 
     def _drop_space(self) -> None:
         if self._drops_space:
             rest = self._held.lstrip()
-            self._dropped += self._held[: len(self._held) - len(rest)]
+            space = self._held[: len(self._held) - len(rest)]
+            self._dropped, self._noisy = self._dropped + space, self._noisy + space
             self._held, self._drops_space = rest, not rest

@@ -1,0 +1,220 @@
+"""Whatever a model writes is read: calls come back as they were written, and nothing else is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primad.api.calls.choose import FORMS, Thinking
+from primad.api.calls.reader import MAX_FAILED, MAX_PREFIX_CHARS
+from primad.api.reading import AnswerReading
+
+THINK = Thinking(begin="<think>", end="</think>")
+Arguments = dict[str, Any]
+Found = tuple[str, str, list[tuple[str, Any]]]
+
+
+def read(
+    name: str,
+    pieces: list[str],
+    *,
+    thinking: Thinking | None = None,
+    opened: bool = False,
+    like: Arguments | None = None,
+) -> Found:
+    """What is read of ``pieces``, with a function ``f`` whose text parameters are those that are text in ``like``."""
+    texts = {key: {"type": "string"} for key, value in (like or {}).items() if isinstance(value, str)}
+    reader = AnswerReading(
+        form=FORMS[name],
+        thinking=thinking,
+        opened=opened,
+        functions={"f": {"type": "object", "properties": texts}},
+        several=True,
+        shows_control=True,
+    ).reader()
+    told = [*map(reader.feed, pieces), reader.finish()]
+    calls = [(call.name, json.loads(call.arguments)) for each in told for call in each.calls]
+    return "".join(each.thought for each in told), "".join(each.text for each in told), calls
+
+
+def split(text: str, data: st.DataObject) -> list[str]:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def elements(arguments: Arguments, begin: str, middle: str, end: str) -> str:
+    return "".join(f"{begin}{key}{middle}{plain(value)}{end}" for key, value in arguments.items())
+
+
+def gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma(inner)}" for key, inner in value.items()) + "}"
+    return "[" + ",".join(map(gemma, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
+def python(name: str, arguments: Arguments) -> str:
+    return f"[{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]"
+
+
+def hermes(name: str, arguments: Arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+WRITERS: dict[str, Callable[[str, Arguments], str]] = {
+    "hermes": hermes,
+    "json": lambda name, arguments: json.dumps({"name": name, "arguments": arguments}),
+    "llama3-json": lambda name, arguments: json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False),
+    "llama3-pythonic": python,
+    "mistral": lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}",
+    "deepseek": lambda name, arguments: (
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
+    ),
+    "kimi": lambda name, arguments: (
+        f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
+    ),
+    "gpt-oss": lambda name, arguments: (
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
+    ),
+    "gemma": lambda name, arguments: f"<|tool_call>call:{name}{gemma(arguments)}<tool_call|>",
+    "qwen3-coder": lambda name, arguments: (
+        f"<tool_call>\n<function={name}>\n"
+        f"{elements(arguments, '<parameter=', f'>{chr(10)}', f'{chr(10)}</parameter>{chr(10)}')}</function>\n</tool_call>"
+    ),
+    "glm": lambda name, arguments: (
+        f"<tool_call>{name}\n"
+        f"{elements(arguments, '<arg_key>', '</arg_key><arg_value>', f'</arg_value>{chr(10)}')}</tool_call>"
+    ),
+    "minimax": lambda name, arguments: (
+        f'<minimax:tool_call>\n<invoke name="{name}">\n'
+        f"{elements(arguments, '<parameter name=' + chr(34), chr(34) + '>', f'</parameter>{chr(10)}')}"
+        "</invoke>\n</minimax:tool_call>"
+    ),
+    "deepseek-dsml": lambda name, arguments: (
+        f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="{name}">\n'
+        + "".join(
+            f'<｜DSML｜parameter name="{key}" string="{json.dumps(isinstance(value, str))}">{plain(value)}'
+            "</｜DSML｜parameter>\n"
+            for key, value in arguments.items()
+        )
+        + "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+    ),
+}
+"""How a model writes a call, as its template or its documentation has it."""
+MARKERS = sorted({mark for form in FORMS.values() for each in form.markers for mark in (each.begin, each.end) if mark})
+JSON_TEXTS = st.lists(
+    st.one_of(st.text(max_size=5), st.sampled_from([*MARKERS, '"', "'", "\\", "\n", "{", "}", "[ARGS]", "<think>"])),
+    max_size=4,
+).map("".join)
+"""Inside a JSON string anything may stand, markers too."""
+BARE_TEXTS = st.text(st.sampled_from("ab <>/=\"'{}[]:;,\\é字😀\n"), max_size=12).filter(
+    lambda text: text == text.strip()
+)
+KEYS = st.from_regex(r"[a-z]{1,3}_[a-z]", fullmatch=True)
+NUMBERS = st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)
+
+
+def values(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        NUMBERS | texts,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+        max_leaves=6,
+    )
+
+
+HAS_BARE_TEXT = {"gemma", "qwen3-coder", "glm", "minimax", "deepseek-dsml"}
+
+
+def test_every_form_is_written():
+    assert WRITERS.keys() == FORMS.keys()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@given(data=st.data())
+def test_calls_come_back_as_they_were_written(name, data):
+    texts = BARE_TEXTS if name in HAS_BARE_TEXT else JSON_TEXTS
+    arguments = data.draw(st.dictionaries(KEYS, values(texts), max_size=4))
+    text = WRITERS[name]("f", arguments)
+    for pieces in ([text], split(text, data)):
+        assert read(name, pieces, like=arguments) == ("", "", [("f", arguments)])
+
+
+@pytest.mark.parametrize("said", ["</tool_call>", "\x1f</tool_call>", 'a "</tool_call>', "\\</tool_call>"])
+def test_an_argument_may_contain_the_end_of_a_call(said):
+    text = hermes("f", {"a": said})
+    assert read("hermes", [text]) == read("hermes", list(text)) == ("", "", [("f", {"a": said})])
+
+
+WORDS = st.lists(
+    st.one_of(
+        st.text(max_size=6),
+        st.sampled_from([*MARKERS, *(mark for form in FORMS.values() for mark in form.noise)]),
+        st.sampled_from(["<think>", "</think>", "[TOOL_CALLS]f[ARGS]", '{"name": "f"', "[f(a=", "call:f{", "\n", " "]),
+        st.sampled_from(["<|message|>", "<|start|>", "<|channel|>analysis", "to=functions.f", "<|end|>", "<|call|>"]),
+    ),
+    max_size=8,
+).map("".join)
+
+
+def bare(text: str, name: str) -> str:
+    """``text`` without white space, and without the control tokens around calls in the form ``name``."""
+    for mark in FORMS[name].noise:
+        text = text.replace(mark, "") if mark.startswith(("<|", "<｜", "</｜")) else text
+    return "".join(text.split())
+
+
+@pytest.mark.parametrize("name", sorted(FORMS.keys() - {"gpt-oss"}))
+@given(text=WORDS)
+def test_nothing_is_lost_where_nothing_is_called(name, text):
+    for pieces in ([text], list(text)):
+        thought, said, calls = read(name, pieces)
+        assert thought == ""
+        assert calls or bare(said, name) == bare(text, name)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@given(text=WORDS, opened=st.booleans(), data=st.data())
+def test_any_splitting_of_any_text_is_read_alike(name, text, opened, data):
+    pieces = split(text, data)
+    assert read(name, pieces) == read(name, [text])
+    whole = read(name, [text], thinking=THINK, opened=opened)
+    assert read(name, pieces, thinking=THINK, opened=opened) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3-json", "int a = 1; int b;\n"),
+        ("minimax", "Calls stand in <minimax:tool_call> and </minimax:tool_call> ."),
+        ("qwen3-coder", "a </tool_call>"),
+    ],
+)
+def test_what_stands_around_calls_is_text_elsewhere(name, text):
+    for pieces in ([text], list(text)):
+        assert read(name, pieces) == ("", text, [])
+
+
+def test_a_model_may_open_thoughts_that_the_prompt_opened():
+    for pieces in (["<think>\nHm.</think>Hi"], list("\n<think>Hm.</think>\nHi")):
+        assert read("hermes", pieces, thinking=THINK, opened=True) == ("Hm.", "Hi", [])
+
+
+def test_what_never_becomes_a_call_is_given_up():
+    for text in (f"[TOOL_CALLS]{'x' * MAX_PREFIX_CHARS}", f"<|python_tag|>{'x' * MAX_PREFIX_CHARS}"):
+        name = "mistral" if text.startswith("[") else "llama3-json"
+        assert read(name, [text, " more"])[1] == f"{text} more"
+    text = "<tool_call></tool_call>" * (MAX_FAILED + 1)
+    assert read("hermes", [text]) == read("hermes", list(text)) == ("", text, [])
+    thought, said, calls = read("gpt-oss", ["<|channel|>analysis", " x" * 300, "<|end|>Hi"])
+    assert (thought, calls) == ("", [])
+    assert said.count("x") == 300
