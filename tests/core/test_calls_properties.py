@@ -155,6 +155,17 @@ def test_an_argument_may_contain_the_end_of_a_call(said):
     assert read("hermes", [text]) == read("hermes", list(text)) == ("", "", [("f", {"a": said})])
 
 
+def test_a_bad_escape_is_text_and_calls_behind_it_are_read():
+    wrong, right = '[TOOL_CALLS]f[ARGS]{"a": "\\u12"}', '[TOOL_CALLS]f[ARGS]{"a": 1}'
+    assert read("mistral", [wrong + right]) == read("mistral", list(wrong + right)) == ("", wrong, [("f", {"a": 1})])
+
+
+def test_a_block_of_code_that_is_no_call_is_text():
+    for name in ("gemma", "json"):
+        for text in ('So:\n\n```json\n{"a": 1}\n```\nand on.', "```json\n{", "```python\nf(a=1)\n```"):
+            assert read(name, [text]) == read(name, list(text)) == ("", text, [])
+
+
 WORDS = st.lists(
     st.one_of(
         st.text(max_size=6),

@@ -53,6 +53,9 @@ OTHERS = [
     ("qwen3-coder", f"<tool_call>{CALL}</tool_call>"),
     ("minimax", f"<minimax:tool_call>\n{SAID['minimax']}\n</minimax:tool_call>"),
     ("gemma", "<start_function_call>call:weather{city:<escape>Rome<escape>,days:3}<end_function_call>"),
+    ("gemma", "```tool_code\n[weather(city='Rome', days=3)]\n```"),
+    ("gemma", f"```json\n{CALL}\n```"),
+    ("json", f"```json\n{CALL}\n```"),
     ("llama3-pythonic", '<|tool_call_start|>[weather(city="Rome", days=3)]<|tool_call_end|>'),
 ]
 Read = tuple[str, str, list[tuple[str, Any]]]

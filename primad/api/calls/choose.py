@@ -24,6 +24,7 @@ _LLAMA: Final = CallForm(before='{"name": "', middle='", "parameters": ', behind
 _MISTRAL: Final = CallForm(before='[TOOL_CALLS][{"name": "', middle='", "arguments": ', behind="}]", between="")
 _BARE: Final = Markers(begin="", end="")
 _TOOL_CALL: Final = Markers(begin="<tool_call>", end="</tool_call>")
+_BLOCK: Final = Markers(begin="```json\n", end="```")
 _ALL: Final = (
     ToolForm(name="hermes", parse=parse_json, markers=(_TOOL_CALL,), call_form=HERMES),
     ToolForm(
@@ -79,6 +80,8 @@ _ALL: Final = (
         markers=(
             Markers(begin="<|tool_call>", end="<tool_call|>"),
             Markers(begin="<start_function_call>", end="<end_function_call>"),
+            Markers(begin="```tool_code\n", end="```"),
+            _BLOCK,
         ),
     ),
     ToolForm(
@@ -93,7 +96,7 @@ _ALL: Final = (
         markers=(Markers(begin="<|tool_call_begin|>", end="<|tool_call_end|>"),),
         noise=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
-    ToolForm(name="json", parse=parse_json, markers=(_BARE,), call_form=_JSON, uses_control_tokens=False),
+    ToolForm(name="json", parse=parse_json, markers=(_BARE, _BLOCK), call_form=_JSON, uses_control_tokens=False),
 )
 FORMS: Final[Mapping[str, ToolForm]] = {form.name: form for form in _ALL}
 """By the names that ``serve --tool-parser`` takes."""

@@ -108,10 +108,10 @@ def _matched(pattern: re.Pattern[str], body: str, functions: Functions) -> Seque
 
 
 def parse_gemma(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``call:name{key:value}`` with bare keys, and strings between marks of their own."""
+    """``call:name{key:value}`` with bare keys, and strings between marks of their own; or what is in a block of code."""
     found = _GEMMA.fullmatch(body)
     if found is None:
-        return None
+        return parse_any(body, functions)
     parts = re.split(r'<\|"\|>|<escape>', found[2])
     if len(parts) % 2 == 0:
         raise UnfinishedCallError

@@ -149,7 +149,7 @@ class Reader:
             calls = self._form.parse(self._held[self._body : inner], self._functions) if inner >= 0 else None
         except UnfinishedCallError:
             self._looked, self._failed = outer, self._failed + 1
-            if self._failed < MAX_FAILED:
+            if self._markers.end and self._failed < MAX_FAILED:
                 return True
             calls = None
         self._step = self._text
