@@ -42,7 +42,7 @@ from tools.lab.names import LabError
 from tools.lab.plain_llama import PROMPT
 
 PROMPT_TOKENS: Final = 40
-TOKENS: Final = 128
+TOKENS: Final = 256
 REQUEST_BYTES: Final = 32 << 10
 TURNS: Final = 20
 PARSED: Final = 40
@@ -61,7 +61,7 @@ out = Console(highlight=False)
 
 @dataclass
 class ApiFigures:
-    """Run by run: seconds a token, to the first one, and of the processor a token."""
+    """Run by run: seconds a token, to the first one, and of the processor a token (which systems count in 10 ms: a mean)."""
 
     ring_token_s: list[float] = field(default_factory=list)
     ring_first_s: list[float] = field(default_factory=list)
@@ -79,7 +79,12 @@ class ApiFigures:
 
         masks = statistics.median(m / p for m, p in zip(self.masked_token_s, self.http_token_s, strict=True)) - 1
         return [
-            ("processor outside the ring process", median(self.cpu_token_s) * 1e3, "ms a token", "at most 0.4"),
+            (
+                "processor outside the ring process",
+                statistics.mean(self.cpu_token_s) * 1e3,
+                "ms a token",
+                "at most 0.4",
+            ),
             (
                 "streaming through HTTP",
                 statistics.median(r / h for r, h in zip(self.ring_token_s, self.http_token_s, strict=True)),

@@ -174,6 +174,8 @@ class _Tap(dict[int, bool]):
             return
         if rows > LARGE_ROWS:
             self.stream.streamer.brace()
+        elif before > LARGE_ROWS:
+            self.stream.streamer.settle()
         if self._residency is not self.stream.streamer.residency or before != rows:
             self._residency = self.stream.streamer.residency
             self._borders = {f"l_out-{layer}".encode(): unit for layer, unit in self.stream.borders().items()}

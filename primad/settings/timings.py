@@ -89,8 +89,9 @@ class StreamingTimings:
 
     look_every_s: float = 0.1
     """While steps pass, some of what stays (a layer, or its experts) is looked at so often."""
-    settled_s: float = 0.0
-    """So long after the first small step behind a large one the room of its scratch memory is used."""
+    settled_s: float = 1.0
+    """So long after a large step the room of its scratch memory is used, where no small step came before: chunks of prompts
+    may follow each other."""
     close_timeout_s: float = 5.0
     """A disk that gives one piece after so long hangs, or the machine is of no use anyway."""
 

@@ -12,7 +12,7 @@ def test_who_is_awaited_and_what_serves_is_read_through_a_pipe_while_they_run(sm
     with heading(smollm2, home, cluster, "--wait", 1, "--use-all") as head:
         head.run.wait_for("^waiting for 1 of 1 devices: start 'primad join' on the others$")
         with joined(new_home("worker"), cluster) as worker:
-            head.run.wait_for(rf" is served at {re.escape(head.url)}/v1 with \d+ tokens of context$")
+            head.run.wait_for(rf" is served at {re.escape(head.url)}/v1 with \d+ tokens of context\b")
             head.run.wait_for(r"^predicted ")
             worker.wait_for("^computing layers .* for head$")
             with primad("status", PRIMAD_HOME=str(home)) as asked:

@@ -540,9 +540,9 @@ def test_of_a_unit_that_is_parted_only_its_part_is_read_and_given_back(rig):
     assert all(0 in unit.halves for unit in made.units), "what stays is never given back"
 
 
-def parted(rig: Callable[..., Rig]) -> Rig:
+def parted(rig: Callable[..., Rig], settled_s: float = 0.0) -> Rig:
     """Units that are in memory and of which halves stream, and a loader that takes room as soon as it is there."""
-    made = rig(8, {0, 1, 2, 3, 4, 5}, 2, spread=halves(8), settled_s=0.0, watch_every_s=0.0)
+    made = rig(8, {0, 1, 2, 3, 4, 5}, 2, spread=halves(8), settled_s=settled_s, watch_every_s=0.0)
     for unit in made.units:
         unit.present = SIZE
     return made
@@ -569,6 +569,25 @@ def test_more_stays_while_scratch_memory_lies_idle_and_is_given_back_for_the_nex
     streamer.spare(2 * SIZE)
     while streamer.residency != grown:
         made.lap()
+
+
+def test_between_chunks_of_a_prompt_nothing_more_stays_and_behind_a_small_step_at_once(rig):
+    made = parted(rig, settled_s=1000.0)
+    streamer, base = made.streamer, made.residency
+    streamer.start()
+    for _ in range(2):
+        streamer.brace()
+        made.lap()
+        streamer.spare(2 * SIZE)
+        made.lap()
+        assert streamer.residency == base, "another window may need it for its part of the chunk"
+    streamer.settle()
+    while not made.is_at_the_top():
+        made.lap()
+    streamer.brace()
+    streamer.spare(2 * SIZE)
+    made.lap()
+    assert streamer.residency == base, "a prompt came"
 
 
 def test_a_part_that_came_to_stay_is_read_and_looked_after(rig):

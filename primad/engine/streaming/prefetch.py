@@ -69,6 +69,7 @@ class Streamer:
         self._levels, self._base, self._level = ladder(residency, spread), 0, 0
         self._spare_bytes = 0
         self._braced_s: float | None = None
+        self._is_settled = False
         held = [level.held_bytes for level in self._levels]
         self._layer_bytes = max((more - less for more, less in pairwise(held)), default=max(residency.sizes))
         self._watch, self._timings = watch, timings
@@ -231,9 +232,14 @@ class Streamer:
     def brace(self) -> None:
         """A step is about to begin that needs all its scratch memory: what was taken of its room is given back."""
         with self._condition:
-            self._braced_s = None
+            self._braced_s, self._is_settled = None, False
             if self._level < self._base:
                 self._climb(self._base)
+
+    def settle(self) -> None:
+        """A small step follows large ones: no prompt is read any more, and room that is given back may be used at once."""
+        with self._condition:
+            self._is_settled = True
 
     def spare(self, scratch_bytes: int) -> None:
         """``scratch_bytes`` of scratch memory were given back; the next step that needs them is told by ``brace``."""
@@ -384,7 +390,8 @@ class Streamer:
         evicted, self._told_evicted = total - self._told_evicted, total
         with self._condition:
             now, level, levels = self._residency, self._level, self._levels
-            settled = self._braced_s is not None and time.monotonic() - self._braced_s > self._timings.settled_s
+            rested_s = time.monotonic() - self._braced_s if self._braced_s is not None else -math.inf
+            settled = rested_s > self._timings.settled_s or (rested_s >= 0 and self._is_settled)
             returned = levels[level - 1].held_bytes - now.held_bytes if 0 < level <= self._base and settled else 0
             growable = level if settled else max(level - self._base, 0)
         locked = now.resident_bytes + now.pool_bytes if self._may_lock else 0
