@@ -196,10 +196,11 @@ def _asks(route: Route) -> dict[str, Any]:
     """What a path and a body may have in them, as the OpenAPI document says it."""
     names = re.findall(r"{(\w+)", route.path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
-    if route.asks is None:
-        return {"parameters": parameters}
-    content = {"application/json": {"schema": {"$ref": COMPONENT.format(route.asks)}}}
-    return {"requestBody": {"required": True, "content": content}}
+    said: dict[str, Any] = {"parameters": parameters} if parameters else {}
+    if route.asks is not None:
+        content = {"application/json": {"schema": {"$ref": COMPONENT.format(route.asks)}}}
+        said["requestBody"] = {"required": True, "content": content}
+    return said
 
 
 def _answers(route: Route) -> dict[int | str, dict[str, Any]] | None:

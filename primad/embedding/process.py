@@ -26,6 +26,7 @@ from primad.embedding.messages import (
     TextsChecked,
 )
 from primad.errors import EngineError
+from primad.system.answer_stream import answer_stream
 
 if TYPE_CHECKING:
     from primad.engine.embedder import Embedder
@@ -83,8 +84,7 @@ def main() -> None:
     process, decoder = _Process(), msgspec.json.Decoder(EmbeddingTask)
     tasks = SimpleQueue[bytes]()
     threading.Thread(target=_read, args=(tasks,), daemon=True).start()
-    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library says there is no answer
+    with answer_stream() as answers:
         while True:
             answers.write(msgspec.json.encode(process.answer(decoder.decode(tasks.get()))) + b"\n")
             answers.flush()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from primad.embedding.messages import (
     TextsChecked,
 )
 from primad.errors import EngineError, PrimadError, RequestError, RingError
-from primad.ring.spawn import environment
+from primad.ring.spawn import environment, how_it_ended
 from primad.system.memory import staying
 from primad.system.tasks import settle
 
@@ -180,7 +179,8 @@ class EmbeddingService:
             if line is None or not line.endswith(b"\n"):
                 await self._end(grace_s=0.0 if line is None else GRACE_S)
         if not line.endswith(b"\n"):
-            raise RingError(f"the embedding process {_how(child.returncode)}")
+            assert child.returncode is not None, "its end was awaited"
+            raise RingError(f"the embedding process {how_it_ended(child.returncode)}")
         answer: EmbeddingAnswer = _decoder.decode(line)
         if isinstance(answer, EmbedderFailed):
             raise EngineError(answer.error)
@@ -206,8 +206,3 @@ class EmbeddingService:
 def _fail(future: asyncio.Future[EmbeddingAnswer], error: PrimadError) -> None:
     if not future.done():
         future.set_exception(error)
-
-
-def _how(code: int | None) -> str:
-    ended_by_signal = code is not None and code < 0
-    return f"was ended by {signal.Signals(-code).name}" if ended_by_signal and code else f"ended with code {code}"

@@ -7,7 +7,6 @@ standard input and answers on standard output. It has a session of its own: Ctrl
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 from typing import Final
@@ -17,6 +16,7 @@ import msgspec
 from halda import DeviceProfile, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload
 from primad.daemon.owner import apply_nice
 from primad.errors import PlanError
+from primad.system.answer_stream import answer_stream
 from primad.system.stop_flag import StopFlag
 
 LEAST_NICE: Final = 19
@@ -105,6 +105,5 @@ def _answer(question: SolverRequest) -> _Solved | _Unsolvable:
 
 if __name__ == "__main__":
     asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=SolverRequest)
-    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library says there is no part of the answer
+    with answer_stream() as answers:
         answers.write(msgspec.msgpack.encode(_answer(asked)))

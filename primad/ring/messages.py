@@ -416,19 +416,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report
 GenerationEvent = Sampled | PromptProgress | Finished
-RingEvent = (
-    Loading
-    | Opened
-    | Serving
-    | Sampled
-    | PromptProgress
-    | Finished
-    | Overdue
-    | Drained
-    | ProcessMemoryLow
-    | Status
-    | RingBroken
-)
+RingEvent = Loading | Opened | Serving | GenerationEvent | Overdue | Drained | ProcessMemoryLow | Status | RingBroken
 
 command_decoder = msgspec.msgpack.Decoder(RingCommand)
 event_decoder = msgspec.msgpack.Decoder(RingEvent)

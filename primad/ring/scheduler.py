@@ -176,7 +176,8 @@ class Scheduler:
     def wants_draw(self, step: int) -> Generate | None:
         """The generation that step ``step`` belongs to, if it still wants a token."""
         running = self._running
-        if running is None or step not in self._in_flight or self._in_flight[step][0] != running.generate.request:
+        request, _ = self._in_flight.get(step, (None, 0))
+        if running is None or request != running.generate.request:
             return None
         return running.generate
 

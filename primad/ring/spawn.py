@@ -152,7 +152,7 @@ class RingProcess:
             return RingError("the ring process closed its connection")
         if sys.platform != "win32" and code == -signal.SIGBUS:
             return WeightsError(CUT_SHORT, None)
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how = how_it_ended(code)
         last = _last_line(self._log)
         return RingError(f"the ring process {how}" + (f": {last}" if last else ""))
 
@@ -196,3 +196,8 @@ def _last_line(log: Path) -> str:
         return ""
     lines = text.partition("Fatal Python error: ")[0].strip().splitlines()
     return lines[-1].strip() if lines else ""
+
+
+def how_it_ended(code: int) -> str:
+    """What the exit code of a child process says, behind its name."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

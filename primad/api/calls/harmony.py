@@ -7,12 +7,11 @@ function that the content calls. Markers are no part of the text; what is betwee
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Final
 
-from primad.api.calls.events import Call, Told
 from primad.api.calls.form import Functions, UnfinishedCallError, call_of
 from primad.api.calls.scan import JsonScan, certain
+from primad.api.calls.steps import StepReader
 
 _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
@@ -26,34 +25,14 @@ MAX_HEADER_CHARS: Final = 512
 """What is longer is no header."""
 
 
-class HarmonyReader:
+class HarmonyReader(StepReader):
     """As ``Reader``; with ``keeps_thoughts`` they are part of the text."""
 
     def __init__(self, functions: Functions, *, keeps_thoughts: bool) -> None:
+        super().__init__(self._between)
         self._functions, self._keeps_thoughts = functions, keeps_thoughts
-        self._held = ""
-        self._step: Callable[[bool], bool] = self._between
         self._channel, self._name = "final", ""
         self._scan: JsonScan | None = None
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
-        self._calls: list[Call] = []
-
-    def feed(self, text: str) -> Told:
-        """What ``text`` adds."""
-        self._held += text
-        return self._read(is_last=False)
-
-    def finish(self) -> Told:
-        """What was held back."""
-        return self._read(is_last=True)
-
-    def _read(self, *, is_last: bool) -> Told:
-        while self._step(is_last):
-            pass
-        told = Told(text="".join(self._texts), thought="".join(self._thoughts), calls=tuple(self._calls))
-        self._texts, self._thoughts, self._calls = [], [], []
-        return told
 
     def _between(self, is_last: bool) -> bool:
         """Between messages, and before the first, whose header the prompt may have begun."""

@@ -7,13 +7,13 @@ control tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from primad.api.calls.choose import Thinking
-from primad.api.calls.events import Call, Told
 from primad.api.calls.form import Markers, ToolForm, UnfinishedCallError
 from primad.api.calls.scan import JsonScan, certain
+from primad.api.calls.steps import StepReader
 
 MAX_FAILED: Final = 200
 """After so many beginnings or ends of calls that were none, the rest of an answer is text: reading stays linear."""
@@ -25,7 +25,7 @@ _CONTROL: Final = ("<|", "<｜", "</｜")
 """So begin markers that are control tokens: they are never text."""
 
 
-class Reader:
+class Reader(StepReader):
     """``feed`` it the text of an answer piece by piece, then ``finish``; together that says all of it."""
 
     def __init__(
@@ -38,9 +38,8 @@ class Reader:
     ) -> None:
         """``form`` None: no calls are looked for. ``opened``: the prompt ended inside thoughts. ``functions``: those that
         may be called, by name, with the JSON schemas of their parameters."""
+        super().__init__(self._text if thinking is None else self._begin)
         self._form, self._thinking, self._functions = form, thinking, functions
-        self._step: Callable[[bool], bool] = self._text if thinking is None else self._begin
-        self._held = ""
         self._is_opened = opened
         self._drops_space, self._is_blank = opened, True
         self._dropped = self._noisy = ""
@@ -48,27 +47,10 @@ class Reader:
         self._markers: Markers | None = None
         self._body, self._looked = 0, 0
         self._scan: JsonScan | None = None
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
-        self._calls: list[Call] = []
 
-    def feed(self, text: str) -> Told:
-        """What ``text`` adds."""
-        self._held += text
-        return self._read(is_last=False)
-
-    def finish(self) -> Told:
-        """What was held back."""
-        return self._read(is_last=True)
-
-    def _read(self, *, is_last: bool) -> Told:
-        while self._step(is_last):
-            pass
-        if is_last and self._noisy.strip():
+    def _end(self) -> None:
+        if self._noisy.strip():
             self._texts.append(self._noisy.lstrip() if self._is_blank else self._noisy)
-        told = Told(text="".join(self._texts), thought="".join(self._thoughts), calls=tuple(self._calls))
-        self._texts, self._thoughts, self._calls = [], [], []
-        return told
 
     def _begin(self, is_last: bool) -> bool:
         """Whether the answer opens thoughts, which some models do again. Each step says whether there is another to take."""

@@ -138,21 +138,19 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
         Route(path="/api/tags", handler=here.tags, methods=("GET", "HEAD")),
         Route(path="/api/ps", handler=here.running, methods=("GET", "HEAD")),
         Route(path="/api/show", handler=here.show),
-        Route(
-            path="/api/chat",
-            handler=here.chat,
-            asks="OllamaChatRequest",
-            answers="OllamaLine",
-            streamed=("OllamaLine",),
-            stream_type=_LINES.media_type,
-        ),
-        Route(
-            path="/api/generate",
-            handler=here.generate,
-            asks="OllamaGenerateRequest",
-            answers="OllamaLine",
-            streamed=("OllamaLine",),
-            stream_type=_LINES.media_type,
+        *(
+            Route(
+                path=path,
+                handler=handler,
+                asks=asks,
+                answers="OllamaLine",
+                streamed=("OllamaLine",),
+                stream_type=_LINES.media_type,
+            )
+            for path, handler, asks in (
+                ("/api/chat", here.chat, "OllamaChatRequest"),
+                ("/api/generate", here.generate, "OllamaGenerateRequest"),
+            )
         ),
     )
 

@@ -40,8 +40,7 @@ class _Headed:
     """What every chunk of an answer repeats. ``created`` is in Unix seconds; ``include_usage``: a last chunk has ``counts``.
 
     A choice that streams is its ``opening``, if its shape has one, ``progress`` of its prompt if that was asked for, each
-    ``piece`` and its ``closing``; an answer that does
-    not stream is ``whole``.
+    ``piece`` and its ``closing``; an answer that does not stream is ``whole``.
     """
 
     id: str

@@ -70,21 +70,9 @@ class _Routes:
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
     respond = _Routes(endpoint).respond
-    return (
-        Route(
-            path="/v1/responses",
-            handler=respond,
-            asks="ResponsesRequest",
-            answers="ResponseBody",
-            stream_type=EVENT_STREAM,
-        ),
-        Route(
-            path="/responses",
-            handler=respond,
-            asks="ResponsesRequest",
-            answers="ResponseBody",
-            stream_type=EVENT_STREAM,
-        ),
+    return tuple(
+        Route(path=path, handler=respond, asks="ResponsesRequest", answers="ResponseBody", stream_type=EVENT_STREAM)
+        for path in ("/v1/responses", "/responses")
     )
 
 

@@ -390,8 +390,9 @@ class Streamer:
         evicted, self._told_evicted = total - self._told_evicted, total
         with self._condition:
             now, level, levels = self._residency, self._level, self._levels
-            rested_s = time.monotonic() - self._braced_s if self._braced_s is not None else -math.inf
-            settled = rested_s > self._timings.settled_s or (rested_s >= 0 and self._is_settled)
+            settled = self._braced_s is not None and (
+                self._is_settled or time.monotonic() - self._braced_s > self._timings.settled_s
+            )
             returned = levels[level - 1].held_bytes - now.held_bytes if 0 < level <= self._base and settled else 0
             growable = level if settled else max(level - self._base, 0)
         locked = now.resident_bytes + now.pool_bytes if self._may_lock else 0

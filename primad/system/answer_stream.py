@@ -1,0 +1,17 @@
+"""Standard output for the answers of a child process alone, whatever a library in it prints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+
+@contextmanager
+def answer_stream() -> Iterator[BinaryIO]:
+    """Where answers go: what was standard output. What is printed from now on goes to standard error."""
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        yield answers
