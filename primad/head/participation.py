@@ -50,6 +50,26 @@ class Participant(Protocol):
         """``participation`` is over."""
 
 
+class Unheard:
+    """Whether a message to a worker was lost, by what the worker's answers to pings know of it."""
+
+    def __init__(self, next_ping: int) -> None:
+        self._asked_before = next_ping
+        self._misses = self.repeats = 0
+
+    def is_lost(self, number: int, next_ping: int, *, arrived: bool) -> bool:
+        """Ping ``number`` was answered: is the message to be said again, before ``next_ping``?"""
+        if arrived or number < self._asked_before:
+            self._misses = 0
+            return False
+        self._misses += 1
+        if self._misses < MISSES:
+            return False
+        self._misses, self._asked_before = 0, next_ping
+        self.repeats += 1
+        return True
+
+
 class Participation:
     """One worker's participation in one epoch, as the head sees it.
 
@@ -63,8 +83,7 @@ class Participation:
         self._load = load
         self._on_progress = on_progress
         self._asked: Load | Link | None = None
-        self._asked_before = 0
-        self._misses = self._repeats = 0
+        self._unheard = Unheard(0)
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[tuple[int, str]] = loop.create_future()
         self.linked: asyncio.Future[None] = loop.create_future()
@@ -91,8 +110,7 @@ class Participation:
             await self._worker.send(message)
         except ClusterError as exc:
             raise DeviceLostError(f"{self.name} is gone: {exc}", self.name) from exc
-        self._asked, self._asked_before = message, self._worker.next_ping
-        self._misses = self._repeats = 0
+        self._asked, self._unheard = message, Unheard(self._worker.next_ping)
 
     async def wait_status(self) -> WorkerStatus | None:
         """What the worker's ring process did so far, asked for now."""
@@ -116,19 +134,15 @@ class Participation:
 
         A participation that is gone after it was loaded does not come back.
         """
+        if self._asked is None or self.broken.done():
+            return None
         arrived = state is not None and (isinstance(self._asked, Load) or state.linked)
-        if self._asked is None or number < self._asked_before or arrived or self.broken.done():
-            self._misses = 0
+        if not self._unheard.is_lost(number, self._worker.next_ping, arrived=arrived):
             return None
-        self._misses += 1
-        if self._misses < MISSES:
-            return None
-        self._misses, self._asked_before = 0, self._worker.next_ping
         if state is None and self.loaded.done():
             self.fail(ParticipationError(f"{self.name}: its participation ended without a word", self.name, "ring"))
             return None
-        self._repeats += 1
-        if self._repeats > MOST_REPEATS:
+        if self._unheard.repeats > MOST_REPEATS:
             self.fail(ParticipationError(f"{self.name}: it does not take part in the ring", self.name, "load"))
             return None
         logger.info("epoch %d: %s did not hear %s; saying it again", self.epoch, self.name, type(self._asked).__name__)

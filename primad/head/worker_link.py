@@ -17,7 +17,7 @@ import zmq.asyncio
 from halda import DeviceProfile, LinkProfile
 from primad.errors import ClusterError
 from primad.head.blame import DeviceLostError
-from primad.head.participation import MISSES, Participation
+from primad.head.participation import MISSES, MOST_REPEATS, Participation, Unheard
 from primad.membership import types
 from primad.membership.memory_recovery import lowered
 from primad.network.contacts import Contact
@@ -197,6 +197,8 @@ class WorkerLink:
         self._post = post
         self._participations: dict[int, Participation] = {}
         self._links: asyncio.Future[list[LinkProfile]] | None = None
+        self._measure = MeasureLinks(targets=[])
+        self._measure_unheard = Unheard(0)
         self._lost = False
         self._revision = 0
         self._states: dict[int, ParticipationState] = {}
@@ -251,7 +253,8 @@ class WorkerLink:
         asked = {target.device for target in targets}
         self._links = asyncio.get_running_loop().create_future()
         try:
-            await self.end.send(MeasureLinks(targets=list(targets)))
+            self._measure, self._measure_unheard = MeasureLinks(targets=list(targets)), Unheard(self.next_ping)
+            await self.end.send(self._measure)
             async with asyncio.timeout(timeout_s):
                 links = await self._links
         except TimeoutError as exc:
@@ -331,8 +334,11 @@ class WorkerLink:
                 self._revision, self._states = revision, {state.epoch: state for state in states}
                 for state in states:
                     self._give(state)
-            case Pong(number=number, revision=revision) if number and revision == self._revision:
-                self._compare(number)
+            case Pong(number=number, revision=revision, measuring=measuring) if number:
+                if revision == self._revision:
+                    self._compare(number)
+                if measuring is not None and self._links is not None and not self._links.done():
+                    self._compare_measuring(number, self._links, is_measuring=measuring)
             case _:
                 return  # a sign of life and no more
 
@@ -352,6 +358,15 @@ class WorkerLink:
         for epoch in [epoch for epoch, times in self._strays.items() if times >= MISSES]:
             del self._strays[epoch]
             self._again.append(Release(epoch=epoch))
+
+    def _compare_measuring(self, number: int, links: asyncio.Future[list[LinkProfile]], *, is_measuring: bool) -> None:
+        """Links were asked for: if they were not being measured when ping ``number`` came, ask again."""
+        if not self._measure_unheard.is_lost(number, self.next_ping, arrived=is_measuring):
+            return
+        if self._measure_unheard.repeats > MOST_REPEATS:
+            links.set_exception(DeviceLostError(f"{self.name} does not measure its links", self.name))
+            return
+        self._again.append(self._measure)
 
     def _lower(self, memory_low: MemoryLow) -> None:
         """From now on plans have less memory of this device: what it says, and less than they had at least."""

@@ -8,7 +8,8 @@ A TCP connection that is reset, as by a router that starts anew, is made again i
 way. So what becomes of a worker's participations is state, not news: ``ParticipationStates`` says how all of them stand,
 and each change gives it a new ``revision``. The worker sends it when something changes. A ``Ping`` carries the revision that
 the head has, and a worker that has a newer one says the states again before its ``Pong``. So the head knows how the worker
-stood when it answered, and asks again for what did not arrive.
+stood when it answered, and asks again for what did not arrive. ``Pong`` also says whether links are being measured: where
+they are not, and no ``LinksMeasured`` came, the head asks for them again.
 
 Versions. A device speaks ``PROTOCOL`` and the one before it, down to ``OLDEST``; both sides use the newer one that both
 speak. A field that is added has a default, and a field that is not known is skipped, so that neighbours understand each
@@ -274,10 +275,14 @@ class ParticipationStates(msgspec.Struct, frozen=True, kw_only=True, tag="partic
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """Here, and the participations stood as in ``revision`` when ping ``number`` came."""
+    """Here, and the participations stood as in ``revision`` when ping ``number`` came.
+
+    ``measuring``: whether it measured links then; None where that is not said.
+    """
 
     number: int = 0
     revision: Revision = 0
+    measuring: bool | None = None
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):

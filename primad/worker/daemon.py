@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from typing import Final
 
 import msgspec
 import zmq.asyncio
@@ -73,6 +75,8 @@ from primad.worker.participations import Participations
 
 logger = logging.getLogger(__name__)
 
+_MOST_RETIRED: Final = 256
+
 
 @dataclass(slots=True)
 class _Lease:
@@ -130,6 +134,8 @@ class WorkerDaemon:
         self._pairing = PairingService(station, say)
         self._introductions = Introductions(trust, say, self._may_say)
         self._lease: _Lease | None = None
+        self._retired: deque[bytes] = deque(maxlen=_MOST_RETIRED)
+        """Connections of heads that others took the place of: nothing that still arrives on them counts."""
         self._measuring: asyncio.Task[None] | None = None
         self._dismissed = asyncio.Event()
         self._stop = asyncio.Event()
@@ -240,7 +246,10 @@ class WorkerDaemon:
             elif lease is None or lease.key != key:
                 await self._end.send(peer, Refused("this device works for another head now; say hello first"))
             else:
-                # The connection may be another one than at hello: links break and come back.
+                if peer != lease.peer:  # links break and come back
+                    if peer in self._retired:
+                        continue  # the network kept it back, as until a cable was in again
+                    self._retired.append(lease.peer)
                 lease.peer, lease.heard_s = peer, time.monotonic()
                 await self._obey(message, lease, group)
 
@@ -273,6 +282,8 @@ class WorkerDaemon:
             self._say(f"head {hello.device} is here")
             if hello.build != self._build:
                 self._say(build_gap(self._build, printable(hello.build, 200), hello.device))
+        if lease is not None and lease.peer != peer:
+            self._retired.append(lease.peer)
         profile = await asyncio.to_thread(self._profile.now, self._name)
         self._dismissed.clear()
         self._participations.head = hello.device
@@ -312,7 +323,8 @@ class WorkerDaemon:
                     if why_idle:
                         self._say(f"head {lease.head}: {printable(why_idle)}")
                 await self._participations.remind(revision)
-                await self._tell(Pong(number, self._participations.standing.revision))
+                is_measuring = self._measuring is not None and not self._measuring.done()
+                await self._tell(Pong(number, self._participations.standing.revision, measuring=is_measuring))
                 if status:
                     await self._participations.report()
             case Introduce():
@@ -350,6 +362,8 @@ class WorkerDaemon:
                 await self._end_lease()
 
     async def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._retired.append(self._lease.peer)
         self._lease = None
         self._dismissed.set()  # nobody is left to hand over to
         self._stop_measuring()

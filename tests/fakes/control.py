@@ -62,9 +62,9 @@ class FakeDevice:
     """A worker: greets, answers pings, echoes and questions for links as the daemon does; the rest is up to the test.
 
     What it does not answer by itself is in ``heard``. ``silent`` answers nothing; ``refuses`` is what it says to a hello;
-    without ``echoes`` no link to it can be measured, nor where it ``garbles`` them. ``stand`` says how its participations
-    stand: a head whose ping shows that it does not know is told, unless ``loses_states``. ``known`` is what the head's last
-    ping said that it knows.
+    its pongs say that it is ``measuring`` links, that it is not, or nothing of it; without ``echoes`` no link to it can be
+    measured, nor where it ``garbles`` them. ``stand`` says how its participations stand: a head whose ping shows that it
+    does not know is told, unless ``loses_states``. ``known`` is what the head's last ping said that it knows.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class FakeDevice:
         self.silent = False
         self.refuses: str | None = None
         self.measures = True
+        self.measuring: bool | None = None
         self.echoes = True
         self.garbles = False
         self.loses_states = False
@@ -170,7 +171,7 @@ class FakeDevice:
                 self.pings, self.known = self.pings + 1, known
                 if known != self.revision and not self.loses_states:
                     await self.end.send(peer, ParticipationStates(revision=self.revision, states=self.states))
-                await self.end.send(peer, Pong(number, self.revision))
+                await self.end.send(peer, Pong(number, self.revision, measuring=self.measuring))
             case MeasureLinks(targets=targets) if self.measures:
                 if targets:
                     self.asked.append([target.device for target in targets])

@@ -36,6 +36,7 @@ from primad.network.contacts import Contact
 from primad.network.control import HeadEnd
 from primad.network.discovery import MulticastError
 from primad.network.messages import (
+    OLDEST,
     PROTOCOL,
     Broken,
     Dismiss,
@@ -525,9 +526,9 @@ def test_a_ping_that_knows_less_is_answered_with_the_states_and_no_other(lab):
                 states = await desk.next()
                 state = ParticipationState(epoch=1, loaded=loaded, linked=False, broken=None)
                 assert states == ParticipationStates(revision=now, states=[state])
-                assert await desk.next() == Pong(9, now)
+                assert await desk.next() == Pong(9, now, measuring=False)
             await desk.say(Ping(status=False, number=10, revision=now))
-            assert await desk.next() == Pong(10, now)
+            assert await desk.next() == Pong(10, now, measuring=False)
 
     asyncio.run(once())
 
@@ -868,6 +869,59 @@ def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_i
             assert await process.told(Connect) == Connect(way, TOWER.public, TOWER.public)
 
     monkeypatch.setattr(worker_module, "measure_links", measure)
+    asyncio.run(once())
+
+
+def test_what_a_connection_that_was_given_up_still_brings_counts_for_nothing(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            before, after = lap.head(), lap.head()
+            await before.takes()
+            await after.takes()
+            await before.say(a_load(1))  # as when a cable was out meanwhile
+            await before.say(Probe(protocol=PROTOCOL, oldest=OLDEST, version="0", device="desk"))
+            await before.hear(Probed)  # it came
+            await after.say(MeasureLinks(targets=[]))
+            await after.hear(LinksMeasured)
+            await after.say(Ping(status=False, number=1))
+            assert (await after.hear(Pong)).revision == 0
+            assert lap.processes.alive == []
+
+    asyncio.run(once())
+
+
+def test_a_connection_that_was_made_again_is_the_one_that_counts(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            before, after = lap.head(), lap.head()
+            await before.takes()
+            await after.say(Ping(status=False, number=1))
+            await after.hear(Pong)
+            await before.say(MeasureLinks(targets=[]))
+            await before.say(Probe(protocol=PROTOCOL, oldest=OLDEST, version="0", device="desk"))
+            await before.hear(Probed)
+            await after.say(Ping(status=False, number=2))
+            assert await after.hear(Pong) == Pong(2, 0, measuring=False)
+
+    asyncio.run(once())
+
+
+def test_pongs_say_whether_links_are_measured(lab, monkeypatch):
+    async def without_end(*_: object, **__: object) -> list[LinkProfile]:
+        await asyncio.Event().wait()
+        return []
+
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes()
+            await desk.say(Ping(status=False, number=1))
+            assert (await desk.hear(Pong)).measuring is False
+            await desk.say(MeasureLinks(targets=[]))
+            await desk.say(Ping(status=False, number=2))
+            assert (await desk.hear(Pong)).measuring is True
+
+    monkeypatch.setattr(worker_module, "measure_links", without_end)
     asyncio.run(once())
 
 

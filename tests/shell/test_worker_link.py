@@ -18,7 +18,7 @@ from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
 from primad.head.blame import DeviceLostError, ParticipationError
-from primad.head.participation import MOST_REPEATS, Participation
+from primad.head.participation import MISSES, MOST_REPEATS, Participation
 from primad.head.worker_link import Caller, WorkerLink, greet, probe
 from primad.membership import types
 from primad.network.control import WorkerEnd
@@ -30,6 +30,7 @@ from primad.network.messages import (
     Introduction,
     Leaving,
     Link,
+    LinksMeasured,
     Load,
     Loaded,
     MeasureLinks,
@@ -775,6 +776,53 @@ def test_a_worker_that_measures_nothing_in_time_is_lost():
             with pytest.raises(DeviceLostError, match=r"nas did not measure its links within 0\.1 s"):
                 await link.measure_links([], 0.1)
             assert (await device.hear(MeasureLinks)).targets == []
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_measurement_that_was_lost_is_asked_for_again():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.measures, device.measuring = False, False  # it answers pings, and has not heard of it
+            link = await link_to(context, device, heard)
+            measuring = asyncio.create_task(link.measure_links([device.target()], 600))
+            asked = [await device.hear(MeasureLinks) for _ in range(2)]
+            assert asked[0] == asked[1]
+            await device.tell(LinksMeasured(links=[]))
+            assert await measuring == []
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_worker_that_never_begins_to_measure_is_lost():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.measures, device.measuring = False, False
+            link = await link_to(context, device, heard)
+            with pytest.raises(DeviceLostError, match="nas does not measure its links"):
+                await link.measure_links([device.target()], 600)
+            link.close()
+
+    asyncio.run(once())
+
+
+def test_a_worker_that_measures_is_not_asked_again():
+    async def once() -> None:
+        async with gated() as context:
+            device, heard = FakeDevice(context, "nas"), Heard()
+            device.measures, device.measuring = False, True
+            link = await link_to(context, device, heard)
+            measuring = asyncio.create_task(link.measure_links([device.target()], 600))
+            await device.hear(MeasureLinks)
+            pings = device.pings
+            await device.wait(lambda: device.pings >= pings + 4 * MISSES)
+            assert device.heard.empty()
+            await device.tell(LinksMeasured(links=[]))
+            assert await measuring == []
             link.close()
 
     asyncio.run(once())
