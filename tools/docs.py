@@ -219,7 +219,12 @@ def _metrics() -> str:
         memory=status.MemoryFigures(),
         predicted=status.PlannedFigures(),
     )
-    body = status.StatusBody(serving=True, detail="", model="model", epoch=1, rounds=1, devices=[device])
+    embedding = status.EmbeddingStatus(
+        model="", alive=True, rss_bytes=0, starts=1, requests=0, errors=0, tokens=0, waiting=0, compute_s=0.0
+    )
+    body = status.StatusBody(
+        serving=True, detail="", model="model", epoch=1, rounds=1, devices=[device], embedding=embedding
+    )
     lines = ["| metric | kind | |", "|---|---|---|"]
     for name, told, kind in _METRIC.findall(Metrics().render(body).decode()):
         if not name.endswith("_created"):

@@ -123,7 +123,9 @@ class _Server:
 
     async def _status(self) -> StatusBody:
         ring = await self._backend.status()
-        return status_body(self._backend.health(), self._backend.model(), ring)
+        beside = self._endpoint.embeddings
+        embedding = None if beside is None else beside.status()
+        return status_body(self._backend.health(), self._backend.model(), ring, embedding)
 
 
 class _App(FastAPI):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -143,6 +143,9 @@ class Embeddings(Protocol):
     @property
     def most_tokens(self) -> int:
         """As above."""
+
+    def status(self) -> Mapping[str, Any]:
+        """``EmbeddingStatus`` as plain data."""
 
     async def embed(
         self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False

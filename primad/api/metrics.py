@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from primad import __version__
 from primad.api.generation import Written
-from primad.api.status import DeviceStatus, MemoryFigures, RingFigures, StatusBody
+from primad.api.status import DeviceStatus, EmbeddingStatus, MemoryFigures, RingFigures, StatusBody
 from primad.errors import PrimadError, RequestError
 
 MEDIA_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
@@ -74,6 +74,19 @@ _COUNTERS: Final[tuple[tuple[str, str, _Figure], ...]] = (
     ("refused_messages", "Messages it refused.", _ring(lambda ring: ring.refused_messages)),
     ("read_bytes", "Weights read from disk.", _memory(lambda memory: memory.read_bytes)),
     ("stall_seconds", "Time that steps waited for weights to be read.", _memory(lambda memory: memory.stall_s)),
+)
+
+
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+_EMBEDDING: Final[tuple[tuple[_Family, str, str, Callable[[EmbeddingStatus], float | None]], ...]] = (
+    (GaugeMetricFamily, "alive", "Whether the embedding process is there (1) or not (0).", lambda each: each.alive),
+    (GaugeMetricFamily, "rss_bytes", "Memory of the embedding process.", lambda each: each.rss_bytes),
+    (GaugeMetricFamily, "waiting", "Embedding requests that wait or are computed.", lambda each: each.waiting),
+    (CounterMetricFamily, "starts", "Starts of the embedding process.", lambda each: each.starts),
+    (CounterMetricFamily, "requests", "Embedding requests.", lambda each: each.requests),
+    (CounterMetricFamily, "errors", "Embedding requests that ended with an error.", lambda each: each.errors),
+    (CounterMetricFamily, "tokens", "Tokens of texts that were embedded.", lambda each: each.tokens),
+    (CounterMetricFamily, "compute_seconds", "Time the embedding process worked.", lambda each: each.compute_s),
 )
 
 
@@ -220,6 +233,10 @@ class _Ring(Collector):
             yield _filled(GaugeMetricFamily(f"primad_device_{name}", text, labels=["device"]), status, figure)
         for name, text, figure in _COUNTERS:
             yield _filled(CounterMetricFamily(f"primad_device_{name}", text, labels=["device"]), status, figure)
+        if status.embedding is not None:
+            for kind, name, text, said in _EMBEDDING:
+                if (value := said(status.embedding)) is not None:
+                    yield kind(f"primad_embedding_{name}", text, value=value)
 
 
 def _filled(

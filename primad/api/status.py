@@ -126,6 +126,24 @@ class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class EmbeddingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The ``model`` of ``--embedding``, and what was done with it since the head's start.
+
+    It is ``alive`` while its process is there, which has memory of ``rss_bytes``, shared pages included; a crash is
+    another of its ``starts``. ``tokens`` are those of texts that were embedded, ``compute_s`` is the time spent on them.
+    """
+
+    model: str
+    alive: bool
+    rss_bytes: int | None
+    starts: int
+    requests: int
+    errors: int
+    tokens: int
+    waiting: int
+    compute_s: float
+
+
 class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /status``: ``serving``, ``detail`` and ``model`` as in the health check, then the ring that serves."""
 
@@ -139,12 +157,15 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[DeviceStatus] = []
     links: list[LinkStatus] = []
     cluster: list[ClusterMember] = []
+    embedding: EmbeddingStatus | None = None
 
 
-def status_body(health: Health, served: ServedModel | None, ring: Mapping[str, Any]) -> StatusBody:
-    """The whole status out of ``ring``, the backend's part of it."""
+def status_body(
+    health: Health, served: ServedModel | None, ring: Mapping[str, Any], embedding: Mapping[str, Any] | None = None
+) -> StatusBody:
+    """The whole status out of ``ring``, the backend's part of it, and of ``embedding``, if there is such a model."""
     own = {"serving": health.serving, "detail": health.detail, "model": served.id if served is not None else None}
-    return msgspec.convert({**ring, **own}, StatusBody)
+    return msgspec.convert({**ring, **own, "embedding": embedding}, StatusBody)
 
 
 _TERMS: Final = {"compute": "computing on {}", "disk": "waiting for the disk of {}", "hops": "the hops between devices"}

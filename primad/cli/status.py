@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from primad.api.status import DeviceStatus, MemoryFigures, PlannedFigures, StatusBody
+    from primad.api.status import DeviceStatus, EmbeddingStatus, MemoryFigures, PlannedFigures, StatusBody
 
 ANSWER_TIMEOUT_S: Final = 15.0
 """The head gives its devices five seconds."""
@@ -145,7 +145,16 @@ def _notes(status: StatusBody) -> list[str]:
     ]
     measured = status.measured
     wrong = [wrong_line(measured)] if measured is not None and measured.wrong is not None else []
-    return silent + others + wrong
+    return silent + others + wrong + ([] if status.embedding is None else [_embedding(status.embedding)])
+
+
+def _embedding(embedding: EmbeddingStatus) -> str:
+    held = "" if embedding.rss_bytes is None else f", {show_bytes(embedding.rss_bytes)}"
+    errors = "" if not embedding.errors else f", {embedding.errors} of them with errors"
+    return (
+        f"{printable(embedding.model)} for embeddings: {'alive' if embedding.alive else 'not there'}{held}, "
+        f"{embedding.requests} requests{errors}, {embedding.tokens} tokens in {embedding.compute_s:.1f} s"
+    )
 
 
 def _table(status: StatusBody) -> Table:

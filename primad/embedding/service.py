@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
+import psutil
 
 from primad.embedding.messages import (
     CheckTexts,
@@ -65,12 +66,31 @@ class EmbeddingService:
         self._child: asyncio.subprocess.Process | None = None
         self._turns: asyncio.Queue[_Turn] = asyncio.Queue(MAX_WAITING)
         self._working: asyncio.Task[None] | None = None
-        self._waiting = 0
+        self._waiting = self._requests = self._errors = self._tokens = self._starts = 0
+        self._computed_s = 0.0
 
     @property
     def pid(self) -> int | None:
         """The process that embeds, if there is one."""
         return None if self._child is None else self._child.pid
+
+    def status(self) -> dict[str, Any]:
+        """What it did and holds, for ``/status``; seconds are those that the process took for its answers."""
+        child, rss = self._child, None
+        if child is not None and child.returncode is None:
+            with contextlib.suppress(psutil.Error):
+                rss = psutil.Process(child.pid).memory_info().rss
+        return {
+            "model": self.name,
+            "alive": rss is not None,
+            "rss_bytes": rss,
+            "starts": self._starts,
+            "requests": self._requests,
+            "errors": self._errors,
+            "tokens": self._tokens,
+            "waiting": self._waiting,
+            "compute_s": self._computed_s,
+        }
 
     async def start(self) -> EmbedderReady:
         """Load the model. Raises ``EngineError`` when llama.cpp cannot."""
@@ -89,6 +109,18 @@ class EmbeddingService:
         Raises ``RequestError`` for texts that cannot be embedded or where too many requests wait, ``RingError`` when the
         process ended or hung; the next request starts it again.
         """
+        self._requests += 1
+        try:
+            vectors, tokens = await self._embed(texts, called, cuts=cuts)
+        except PrimadError:
+            self._errors += 1
+            raise
+        self._tokens += tokens
+        return vectors, tokens
+
+    async def _embed(
+        self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool
+    ) -> tuple[list[bytes], int]:
         if self._working is None:
             raise RingError(f"the embedding model {self.name} is being loaded; try again in a moment")
         if self._waiting >= MAX_WAITING:
@@ -133,7 +165,11 @@ class EmbeddingService:
             try:
                 if self._child is None or self._child.returncode is not None:
                     await self._load()
-                settle(future, await self._ask(task))
+                begin_s = time.perf_counter()
+                try:
+                    settle(future, await self._ask(task))
+                finally:
+                    self._computed_s += time.perf_counter() - begin_s
             except PrimadError as exc:
                 _fail(future, RingError(f"{exc}; the next request starts it again"))
             except asyncio.CancelledError:
@@ -154,6 +190,7 @@ class EmbeddingService:
             limit=_LINE_BYTES,
         )
         staying.add(self._child.pid)
+        self._starts += 1
         self._began(self._child.pid)
         ready = await self._ask(LoadEmbedder(path=str(self._path), threads=self._threads))
         assert isinstance(ready, EmbedderReady)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,19 @@ class FakeEmbeddings:
 
     def __init__(self) -> None:
         self.cuts: list[bool] = []
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "model": self.name,
+            "alive": True,
+            "rss_bytes": 70_000_000,
+            "starts": 2,
+            "requests": 9,
+            "errors": 1,
+            "tokens": 120,
+            "waiting": 3,
+            "compute_s": 1.5,
+        }
 
     async def embed(
         self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False

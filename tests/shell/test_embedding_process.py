@@ -103,6 +103,11 @@ def test_a_crash_is_one_error_and_the_next_request_is_answered(smollm2, monkeypa
         pid = service.pid
         assert await service.embed(["Hello"], INPUT) == before
         assert service.pid == pid, "who leaves costs nobody a new process"
+        status = service.status()
+        assert (status["requests"], status["errors"], status["starts"], status["waiting"]) == (5, 1, 2, 0)
+        assert status["alive"]
+        assert status["rss_bytes"] > 1 << 20
+        assert (status["tokens"] > 0, status["compute_s"] > 0) == (True, True)
         monkeypatch.setattr(embedding_service, "MAX_WAITING", 0)
         with pytest.raises(RequestError, match="waiting already") as refused:
             await service.embed(["Hello"], INPUT)

@@ -128,3 +128,12 @@ def test_the_model_is_listed_beside_the_other():
     assert [each["id"] for each in ask("/v1/models", embeddings=same).json()["data"]] == ["toy"]
     assert [each["model"] for each in ask("/api/tags", embeddings=same).json()["models"]] == ["toy:latest"]
     assert [each["model"] for each in ask("/api/tags").json()["models"]] == ["toy:latest", "small:latest"]
+
+
+def test_status_and_metrics_say_what_was_done_with_it():
+    assert ask("/status").json()["embedding"] == FakeEmbeddings().status()
+    assert call(FakeBackend(says()), "GET", "/status").json()["embedding"] is None
+    said = ask("/metrics").text
+    for line in ("alive 1.0", "rss_bytes 7e+07", "requests_total 9.0", "errors_total 1.0", "compute_seconds_total 1.5"):
+        assert f"\nprimad_embedding_{line}\n" in said
+    assert "primad_embedding" not in call(FakeBackend(says()), "GET", "/metrics").text

@@ -24,6 +24,7 @@ from primad.api.status import (
 )
 from primad.cli import main as cli
 from primad.cli import status as status_command
+from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.status import MEMORY, PLANNED, device, ring
 
 SERVING = Health(serving=True, detail="serving with 2 devices")
@@ -154,6 +155,12 @@ def test_who_is_not_in_the_ring_is_said(primad, endpoint):
     _, out, _ = primad("status", "--url", endpoint.url)
     assert out.splitlines()[-1] == "nas: discovered"
     assert "lap: " not in out
+
+
+def test_the_model_for_embeddings_has_a_line(primad, endpoint):
+    endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring(), FakeEmbeddings().status()))
+    _, out, _ = primad("status", "--url", endpoint.url)
+    assert "small for embeddings: alive, 70.0 MB, 9 requests, 1 of them with errors, 120 tokens in 1.5 s" in out
 
 
 def test_before_the_first_ring(primad, endpoint):
