@@ -19,6 +19,7 @@ from primad.errors import ConfigError
 from primad.profiler.device import is_profiled, profile_device
 from primad.profiler.effort import QUICK, Effort
 from primad.profiler.process import MeasureRequest, Measuring, Unmeasured
+from primad.ring.spawn import how_it_ended
 from primad.settings.config import Config
 from primad.system.memory import memory
 from primad.system.stop_flag import StopFlag
@@ -120,7 +121,7 @@ class OwnProfile:
                         raise ConfigError(said.reason)
                     loop.call_soon_threadsafe(advance, said.what)
             if child.returncode:
-                raise ConfigError(f"measuring this device ended with code {child.returncode}; run 'primad doctor'")
+                raise ConfigError(f"measuring this device {how_it_ended(child.returncode)}; run 'primad doctor'")
 
         work = asyncio.create_task(asyncio.to_thread(measuring))
         try:

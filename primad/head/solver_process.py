@@ -16,6 +16,7 @@ import msgspec
 from halda import DeviceProfile, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload
 from primad.daemon.owner import apply_nice
 from primad.errors import PlanError
+from primad.ring.spawn import how_it_ended
 from primad.system.answer_stream import answer_stream
 from primad.system.stop_flag import StopFlag
 
@@ -76,7 +77,7 @@ def _ask(question: SolverRequest, stop: StopFlag, background: bool, grace_s: flo
             raise PlanError(f"no plan within {timeout_s:g} s; set one with --windows") from None
     if child.returncode != 0:
         said = errors.decode("utf-8", errors="replace").strip().splitlines()
-        how = f"ended with code {child.returncode}" + (f": {said[-1]}" if said else "")
+        how = how_it_ended(child.returncode) + (f": {said[-1]}" if said else "")
         raise PlanError(f"the solver {how}; set the plan with --windows")
     outcome = msgspec.msgpack.decode(answer, type=_Solved | _Unsolvable)
     if isinstance(outcome, _Unsolvable):

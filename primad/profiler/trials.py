@@ -31,7 +31,7 @@ from primad.profiler.trial import (
     TimeWindow,
     TrialTimes,
 )
-from primad.ring.spawn import environment
+from primad.ring.spawn import environment, how_it_ended
 
 TIMEOUT_S: Final = 90.0
 _Answer = TypeVar("_Answer")
@@ -127,7 +127,7 @@ class ChildTrials:
         if late.is_set():
             return f"a trial did not end within {self._timeout_s:g} s"
         said = self._last_line()
-        return f"a trial ended with code {code}" + (f": {said}" if said else "")
+        return f"a trial {how_it_ended(code)}" + (f": {said}" if said else "")
 
     def _bury(self, child: subprocess.Popen[bytes]) -> int:
         self._child = None

@@ -96,6 +96,17 @@ def test_a_solver_that_breaks_or_hangs_is_one_error(monkeypatch):
         asyncio.run(solve_apart(question(1)))
 
 
+def test_a_solver_that_was_killed_is_said_to_be(monkeypatch):
+    class Killing(StopFlag):
+        def watch(self, child: subprocess.Popen[bytes]) -> None:
+            super().watch(child)
+            child.kill()
+
+    monkeypatch.setattr(solving, "StopFlag", Killing)
+    with pytest.raises(PlanError, match="the solver was ended by SIGKILL; set the plan with --windows"):
+        asyncio.run(solve_apart(question(1)))
+
+
 class Endless(StopFlag):
     """Lets the child never answer."""
 
