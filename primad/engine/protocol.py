@@ -36,7 +36,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     ``repeat_penalty`` 1 and the two other penalties 0 change nothing; penalties look at the last ``penalty_tokens``
     tokens of prompt and answer. ``seed`` is 0 to 2**32 - 2. The others are llama.cpp's of those names: ``top_n_sigma`` 0,
     ``typical_p`` 1, ``temperature_range`` 0, ``dry_multiplier`` 0, ``xtc_probability`` 0 and ``mirostat`` 0 (or 1 or 2, in
-    place of everything but bias and temperature) do nothing.
+    place of everything but bias and temperature) do nothing. ``mirostat_mu`` is what mirostat learnt from
+    the tokens of before; None: there are none.
 
     An answer ends at ``min_tokens`` tokens at the earliest, and with ``ignore_eos`` where it is full. ``grammar`` (as
     llguidance reads it: Lark, or its JSON form) bounds what is sampled; where it says that the answer is over, it is.
@@ -59,6 +60,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     mirostat: int = 0
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
+    mirostat_mu: float | None = None
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
@@ -200,6 +202,10 @@ class Sampler(Protocol):
 
     def sample(self, row: int) -> int:
         """The next token from the logits of row ``row`` of the last ``LogitsWindow.forward``."""
+
+    @property
+    def mirostat_mu(self) -> float | None:
+        """What a sampler that goes on behind the last token must be told in ``Sampling``; None without mirostat."""
 
     def release(self) -> None:
         """Give back its memory."""

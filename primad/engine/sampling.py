@@ -3,14 +3,17 @@
 Bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC, temperature, draw; with mirostat bias, temperature,
 mirostat. Where not every token may come next, the samplers see only those that may.
 
-What draws (XTC and the last sampler) is made anew for each token with a seed of its own (``draw_seed``), so that the token
-depends on the text before it and on nothing that a ring process remembers. Mirostat alone has a memory: what it learnt of
-how surprising its tokens were is lost when another device takes an answer over, and learnt anew.
+What draws (XTC, mirostat and the last sampler) is made anew for each token with a seed of its own (``draw_seed``), so that
+the token depends on the text before it and on nothing that a ring process remembers. Mirostat alone has a memory, ``mu``:
+the surprise that it bounds the next token by, which follows from the probabilities of all tokens before. llama.cpp
+neither tells nor takes it, but begins with twice the ``tau`` it is made with. So each token's sampler is made with half of
+``mu``, and ``mu`` is moved here, by the same rule; it goes with the tokens to whoever takes an answer over.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
@@ -27,6 +30,7 @@ with without_top("llama_cpp"):
 
 MIROSTAT_WINDOW: Final = 100
 """Tokens by which mirostat 1 estimates the distribution's shape; what llama.cpp's programs use."""
+_LEAST_P: Final = 1e-30
 _ENTRY: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
@@ -39,6 +43,8 @@ class HasLogits(Protocol):
 
 class GreedySampler:
     """The most likely token; the first of equals, as llama.cpp's greedy sampler takes it."""
+
+    mirostat_mu: Final = None
 
     def __init__(self, window: HasLogits, allowed: Allowed | None = None) -> None:
         self._window = window
@@ -74,6 +80,8 @@ class ChainSampler:
         self._context, self._window, self._allowed = context, window, allowed
         self._sampling = sampling
         self._sampled = len(sampled)
+        self._vocabulary = allowed.vocabulary
+        self._mu = 2 * sampling.mirostat_tau if sampling.mirostat_mu is None else sampling.mirostat_mu
         self._chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
         for sampler in self._shaping(allowed.vocabulary, words):
             self._add(sampler)
@@ -100,7 +108,6 @@ class ChainSampler:
             yield llama.llama_sampler_init_logit_bias(vocabulary, len(biases), biases)
         if sampling.mirostat and not sampling.is_greedy:
             yield self._temperature()
-            yield self._mirostat(vocabulary)
             return
         if sampling.penalises:
             yield llama.llama_sampler_init_penalties(
@@ -129,9 +136,12 @@ class ChainSampler:
     def _drawing(self) -> Iterable[Any]:
         """What is made for each token."""
         sampling = self._sampling
-        if sampling.is_greedy or sampling.mirostat:
+        if sampling.is_greedy:
             return
         seed = draw_seed(sampling.seed, self._sampled)
+        if sampling.mirostat:
+            yield self._mirostat(seed)
+            return
         if sampling.xtc_probability > 0:
             yield llama.llama_sampler_init_xtc(
                 sampling.xtc_probability, sampling.xtc_threshold, 1, draw_seed(seed, self._sampled)
@@ -145,14 +155,19 @@ class ChainSampler:
             sampling.temperature, sampling.temperature_range, sampling.temperature_exponent
         )
 
-    def _mirostat(self, vocabulary: int) -> Any:
-        sampling = self._sampling
-        seed = draw_seed(sampling.seed, self._sampled)
-        if sampling.mirostat == 1:
-            return llama.llama_sampler_init_mirostat(
-                vocabulary, seed, sampling.mirostat_tau, sampling.mirostat_eta, MIROSTAT_WINDOW
-            )
-        return llama.llama_sampler_init_mirostat_v2(seed, sampling.mirostat_tau, sampling.mirostat_eta)
+    def _mirostat(self, seed: int) -> Any:
+        if self._sampling.mirostat == 1:
+            return llama.llama_sampler_init_mirostat(self._vocabulary, seed, self._mu / 2, 0.0, MIROSTAT_WINDOW)
+        return llama.llama_sampler_init_mirostat_v2(seed, self._mu / 2, 0.0)
+
+    @property
+    def _is_mirostat(self) -> bool:
+        return bool(self._sampling.mirostat) and not self._sampling.is_greedy
+
+    @property
+    def mirostat_mu(self) -> float | None:
+        """Mirostat's memory behind the last token."""
+        return self._mu if self._is_mirostat else None
 
     def _dry(self, words: Words) -> Any:
         sampling = self._sampling
@@ -174,6 +189,8 @@ class ChainSampler:
         for sampler in self._drawing():
             self._add(sampler)
         self._sampled += 1
+        if candidates is None and self._is_mirostat:
+            candidates = np.arange(self._vocabulary)
         if candidates is None:
             token = int(llama.llama_sampler_sample(self._chain, self._context, row))
         else:
@@ -189,7 +206,11 @@ class ChainSampler:
         shown = llama.llama_token_data_array(data, len(entries), -1, False)
         if len(entries) > 1:
             llama.llama_sampler_apply(self._chain, ctypes.byref(shown))
-        token = int(shown.data[max(shown.selected, 0)].id)
+        chosen = shown.data[max(shown.selected, 0)]
+        if self._is_mirostat:
+            surprise = -math.log2(max(chosen.p, _LEAST_P)) if len(entries) > 1 else 0.0
+            self._mu -= self._sampling.mirostat_eta * (surprise - self._sampling.mirostat_tau)
+        token = int(chosen.id)
         llama.llama_sampler_accept(self._chain, token)
         return token
 

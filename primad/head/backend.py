@@ -45,11 +45,13 @@ class _Open:
     read_tokens: int = 0
     """Of the prompt, as was told; a ring that begins anew says nothing of it twice."""
     sampled: list[int] = field(default_factory=list)
+    mirostat_mu: float | None = None
     ended: bool = False
 
     def to_go_on(self) -> Generate:
         """The request to a ring that has not seen it yet."""
-        return msgspec.structs.replace(self.generate, sampled=list(self.sampled))
+        sampling = msgspec.structs.replace(self.generate.sampling, mirostat_mu=self.mirostat_mu)
+        return msgspec.structs.replace(self.generate, sampled=list(self.sampled), sampling=sampling)
 
     def fail(self, error: str) -> None:
         """Ends with ``error``, unless it has ended."""
@@ -149,6 +151,7 @@ class RingBackend:
         match event:
             case Sampled():
                 generation.sampled.append(event.token)
+                generation.mirostat_mu = event.mirostat_mu
             case PromptProgress() if event.tokens <= generation.read_tokens:
                 return
             case PromptProgress():

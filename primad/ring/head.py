@@ -238,7 +238,8 @@ class Head:
             return Draw(token=0, ends=True, error=str(exc))
         if generate.logprobs is not None:
             logprob = float(logprobs[token])
-        return Draw(token=token, ends=self._tail.is_end(token), logprob=logprob, top=top)
+        ends = self._tail.is_end(token)
+        return Draw(token=token, ends=ends, logprob=logprob, top=top, mirostat_mu=sampler.mirostat_mu)
 
     def _sampler_for(self, generate: Generate) -> Sampler:
         """The sampler of ``generate``, made with its first step, so that what it has to prepare is ready in time."""

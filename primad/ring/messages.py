@@ -204,13 +204,15 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     """One new token. ``logprob`` and ``top`` (token, logprob; best first) are there when they were asked for.
 
-    Log-probabilities are those of the model itself: before bias, penalties, temperature and truncation.
+    Log-probabilities are those of the model itself: before bias, penalties, temperature and truncation. ``mirostat_mu`` is
+    what the next ring must be told in ``Sampling`` to go on behind this token; None without mirostat.
     """
 
     request: int
     token: int
     logprob: float | None
     top: tuple[tuple[int, float], ...]
+    mirostat_mu: float | None = None
 
 
 class PromptProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):

@@ -50,7 +50,7 @@ class PlannedStep:
 class Draw:
     """The token that was sampled for a step: ``ends`` when it ends the generation; ``top`` as in ``Sampled``.
 
-    ``error``: none could be sampled, and the generation ends with it.
+    ``error``: none could be sampled, and the generation ends with it. ``mirostat_mu`` as in ``Sampled``.
     """
 
     token: int
@@ -58,6 +58,7 @@ class Draw:
     error: str | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    mirostat_mu: float | None = None
 
 
 @dataclass(slots=True)
@@ -168,7 +169,9 @@ class Scheduler:
         if draw.ends:
             return [self._finish(running, "stop", now)]
         running.sampled.append(draw.token)
-        sampled = Sampled(request=request, token=draw.token, logprob=draw.logprob, top=draw.top)
+        sampled = Sampled(
+            request=request, token=draw.token, logprob=draw.logprob, top=draw.top, mirostat_mu=draw.mirostat_mu
+        )
         if self._is_full(running.generate, len(running.sampled)):
             return [sampled, self._finish(running, "length", now)]
         return [sampled]

@@ -83,7 +83,7 @@ async def settled() -> None:
 
 
 def sampled(request: int, token: int) -> Sampled:
-    return Sampled(request=request, token=token, logprob=None, top=())
+    return Sampled(request=request, token=token, logprob=None, top=(), mirostat_mu=token / 7)
 
 
 def finished(request: int) -> Finished:
@@ -114,6 +114,7 @@ def test_a_generation_goes_on_in_the_next_ring_with_the_tokens_that_were_drawn()
         second = await attach(backend, 2)
         (again,) = second.generates
         assert (again.request, again.prompt, again.sampled, again.max_tokens) == (sent.request, [5, 6], [10, 11], 8)
+        assert again.sampling.mirostat_mu == 11 / 7
         backend.deliver(2, sampled(sent.request, 12))
         backend.deliver(2, finished(sent.request))
         await reader.task

@@ -179,6 +179,17 @@ def test_an_answer_that_must_fit_a_schema_still_does(lab):
         assert (told.text, told.finish, told.error) == (undisturbed.text, undisturbed.finish, None)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_mirostat_learnt_is_not_lost(lab, version):
+    """Its memory follows from the probabilities of tokens that are not drawn again: it goes with them to the next ring."""
+    _, lost = lab.two()
+    fields = {"mirostat": version, "mirostat_tau": 2.0, "temperature": 1.5, "seed": 5, "tokens": 40}
+    undisturbed = ask(lab.head, **fields)
+    act = lab.workers[lost].kill if version == 1 else ring_process(lab.head.run).kill
+    told = ask(lab.head, act, **fields)
+    assert (told.text, told.finish, told.error) == (undisturbed.text, undisturbed.finish, None)
+
+
 def test_a_worker_leaves(lab):
     stays, leaves = lab.two()
     run = lab.workers[leaves]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import ANY
 
 import msgspec
 import numpy as np
 import pytest
 from scipy.stats import chisquare
 
+from primad.engine.protocol import Sampling
+from primad.ring.messages import Sampled
 from tests.e2e.reference import Plain
 from tools.lab.local_ring import GREEDY, LocalRing
 from tools.synth import write_model
@@ -35,6 +38,13 @@ class Ring:
         sampling = msgspec.structs.replace(sampling, **changes)
         sampled, _ = self._runner.run(self._ring.generate(prompt, count, sampling=sampling))
         return [event.token for event in sampled]
+
+    def events(
+        self, prompt: list[int], count: int, sampling: Sampling, *, replayed: Sequence[int] = ()
+    ) -> list[Sampled]:
+        """``count`` tokens after ``prompt``, those after ``replayed`` with what was told of each."""
+        sampled, _ = self._runner.run(self._ring.generate(prompt, count, sampling=sampling, replayed=replayed))
+        return sampled
 
     def draws(self, prompt: list[int], count: int, **changes) -> Counter[int]:
         """The first token after ``prompt``, sampled with seeds 0 to ``count`` - 1; one that ends the answer is -1."""
@@ -228,6 +238,24 @@ def test_mirostat_keeps_the_surprise_where_it_is_asked_for(one, model, version):
     )
     assert len(set(calm)) < len(set(wild))
     assert one.tokens(model.prompt, 24, DRAWN, temperature=0.0, mirostat=version) == model.greedy
+
+
+@pytest.mark.parametrize("grammar", [None, "start: /[a-z ]{90}/"], ids=["free", "masked"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_goes_on_as_if_nothing_had_happened(one, model, version, grammar):
+    sampling = msgspec.structs.replace(
+        DRAWN, seed=3, temperature=2.0, mirostat=version, mirostat_tau=2.0, mirostat_eta=0.3, grammar=grammar
+    )
+    whole = one.events(model.prompt, 24, sampling)
+    tokens = [event.token for event in whole]
+    assert len({event.mirostat_mu for event in whole}) > 12
+    for count in (1, 11):
+        behind = msgspec.structs.replace(sampling, mirostat_mu=whole[count - 1].mirostat_mu)
+        assert one.events(model.prompt, 24, behind, replayed=tokens[:count]) == [
+            msgspec.structs.replace(event, request=ANY) for event in whole[count:]
+        ]
+    anew = one.events(model.prompt, 24, sampling, replayed=tokens[:11])
+    assert anew[0].mirostat_mu != whole[11].mirostat_mu
 
 
 def test_loops_that_dry_sees_are_left(one, model):

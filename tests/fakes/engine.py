@@ -313,6 +313,7 @@ class FakeSampler:
         self._window, self._model = window, model
         self._draws = _Draws(sampling, prompt, sampled)
         self._open = True
+        self.mirostat_mu: float | None = None
         model.open_samplers += 1
 
     def sample(self, row: int) -> int:
