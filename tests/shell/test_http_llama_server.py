@@ -50,6 +50,15 @@ def test_a_completion_says_why_it_stopped(asked, kind, word, text):
     assert end["tokens_predicted"] == whole["tokens_predicted"]
 
 
+def test_every_event_says_what_it_took_if_it_is_asked_to():
+    told = events(post(FakeBackend(says("abc")), "/completion", prompt="Hi", stream=True, timings_per_token=True))
+    assert [event["timings"]["predicted_n"] for event in told] == [1, 2, 3, 3]
+    assert {event["timings"]["prompt_n"] for event in told} == {3}
+    assert all(event["timings"].keys() == told[-1]["timings"].keys() for event in told)
+    silent = events(post(FakeBackend(says("abc")), "/completion", prompt="Hi", stream=True))
+    assert ["timings" in event for event in silent] == [False, False, False, True]
+
+
 def test_a_prompt_of_ids_and_texts_is_one_prompt():
     backend = FakeBackend(says("x"))
     assert post(backend, "/completion", prompt=[72, "i", 33], n_predict=-1).json()["content"] == "x"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from primad import __version__
 from primad.api.backend import ServedModel, Vocabulary
@@ -35,6 +36,7 @@ class CompletionPart(msgspec.Struct, frozen=True, kw_only=True):
     id_slot: int = 0
     tokens_predicted: int
     tokens_evaluated: int
+    timings: AnswerTimings | UnsetType = UNSET
 
 
 class CompletionEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +91,8 @@ class RawAnswer:
     served: ServedModel
     job: Job
     begun_s: float
+    times_parts: bool = False
+    """Each part of a stream has its timings."""
     first_s: float | None = None
     predicted: int = 0
 
@@ -100,6 +104,7 @@ class RawAnswer:
             tokens=[placed.entry.token for placed in written.tokens],
             tokens_predicted=self.predicted,
             tokens_evaluated=self.job.prompt_tokens,
+            timings=self._timings(now_s) if self.times_parts else UNSET,
         )
 
     def whole(self, answered: Answered, now_s: float) -> CompletionEnd:
@@ -123,7 +128,6 @@ class RawAnswer:
         tokens: list[int] | None = None,
     ) -> CompletionEnd:
         """The last event."""
-        first_s = now_s if self.first_s is None else self.first_s
         return CompletionEnd(
             content=content,
             tokens=tokens or [],
@@ -133,13 +137,17 @@ class RawAnswer:
             tokens_cached=self.job.prompt_tokens + self.predicted,
             stop_type="limit" if finish == "length" else "eos" if stopped_by is None else "word",
             stopping_word=stopped_by or "",
-            timings=AnswerTimings(
-                prompt_n=self.job.prompt_tokens,
-                prompt_ms=1000 * (first_s - self.begun_s),
-                predicted_n=self.predicted,
-                predicted_ms=1000 * (now_s - first_s),
-                predicted_per_second=self.predicted / (now_s - first_s) if now_s > first_s else 0.0,
-            ),
+            timings=self._timings(now_s),
+        )
+
+    def _timings(self, now_s: float) -> AnswerTimings:
+        first_s = now_s if self.first_s is None else self.first_s
+        return AnswerTimings(
+            prompt_n=self.job.prompt_tokens,
+            prompt_ms=1000 * (first_s - self.begun_s),
+            predicted_n=self.predicted,
+            predicted_ms=1000 * (now_s - first_s),
+            predicted_per_second=self.predicted / (now_s - first_s) if now_s > first_s else 0.0,
         )
 
     def _count(self, sampled: int, now_s: float) -> None:

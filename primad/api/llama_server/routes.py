@@ -94,7 +94,7 @@ class _Routes:
 
     async def _respond(self, request: Request, ask: RawCompletionRequest, served: ServedModel) -> Response:
         job = completion_job(ask, served, seed=secrets.randbelow(SEEDS))
-        answer = RawAnswer(served=served, job=job, begun_s=time.perf_counter())
+        answer = RawAnswer(served=served, job=job, begun_s=time.perf_counter(), times_parts=bool(ask.timings_per_token))
         if ask.stream:
             return self._endpoint.stream(self._stream(served, job, answer), _EVENTS)
         answered = await self._endpoint.whole(request, served, job)
