@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from halda.evaluate import Objective
+from halda.evaluate import Objective, regular_tails
 from halda.instance import Instance, Member, Phase
 from halda.orders import hops_around, ring_order
 from halda.plan import Window
@@ -235,7 +235,12 @@ class _Pricing:
                     of_tail = np.array(phase.gpu if tail_on_gpu else phase.cpu)[tail].sum()
                     rest = rest + (member.gpu_output_s if tail_on_gpu else member.cpu_output_s) * output
                     compute = compute + of_tail
-                seconds, reading_s = self._streamed(member, phase, compute, rest, overflow, streamable)
+                may = streamable
+                if is_head and self._rounds > 1 and not instance.by_expert:
+                    least, most = regular_tails(self._rounds)
+                    longer = len(tail) - tail_gpu - (start - self._at[:, None])
+                    may = np.where((least <= longer) & (longer <= most), streamable, 0.0)
+                seconds, reading_s = self._streamed(member, phase, compute, rest, overflow, may)
                 price = price + weight * seconds
                 disk_s = reading_s if output else disk_s
         return _Priced(price, disk_s, gpu, np.full((size, size), tail_gpu))

@@ -2,7 +2,9 @@
 
 Each device takes for the windows of a token what they compute or wait for its disk (``streaming.py``), so a token takes
 
-    TPOT = max(sum of V_m + hops, what the slowest disk reads).
+    TPOT = max(sum of V_m + hops, what the slowest disk reads),
+
+and more where a disk could not read between its stops what it has to.
 
 Prefill is the same for a chunk of rows. Chunks follow each other through the ring, so after the first each costs what the
 busiest machine, disk or link needs for one, and the output matrix is computed once. Devices on one machine share cores and
@@ -154,11 +156,44 @@ class _Share:
         read, disk = self.read_bytes(phase), self.member.disk_bytes_per_s
         if instance.by_expert:
             return compute_s + read / disk
+        if self.has_long_stop(plan) and phase is self.member.decode:
+            return sum(self.stops_s(phase, plan, output_s))
         compute_s += self.slowed_s(phase, plan)
         waiting = read - plan.rounds * self.ahead_bytes
         if waiting <= 0:
             return compute_s
         return max(compute_s, self.rest_s(phase, plan, output_s) + plan.rounds * phase.edge_s + waiting / disk)
+
+    def has_long_stop(self, plan: Plan) -> bool:
+        """Whether one of a token's stops here has the tail besides a window."""
+        return self.is_head and plan.rounds > 1
+
+    def stops_s(self, phase: Phase, plan: Plan, output_s: float) -> tuple[float, float]:
+        """Seconds of the head's stop with the tail and the next token's first window, and of its other stops together.
+
+        Layers are told apart by their number alone: the other windows are as long as each other.
+        """
+        others, layers, in_tail = plan.rounds - 1, sum(self.cpu), sum(self.tail_cpu)
+        read, disk, tail_s = self.read_bytes(phase), self.member.disk_bytes_per_s, self.tail_s(phase, plan)
+        window_s = (self.compute_s(phase, plan) - tail_s) / plan.rounds
+        if not read:
+            return tail_s + output_s + window_s, others * window_s
+        of_tail = read * in_tail / layers
+        of_window = (read - of_tail) / plan.rounds
+        sure_s = self.rest_s(phase, plan, output_s) / plan.rounds + phase.edge_s
+        other_s, first_s = (
+            compute_s
+            + self.member.slows_s_per_byte * (max(0.0, size - self.ahead_bytes) if self.member.is_alone else size)
+            for compute_s, size in (
+                (window_s, of_window),
+                (tail_s + output_s + window_s, of_tail + of_window),
+            )
+        )
+        if of_window > self.ahead_bytes:
+            other_s = max(other_s, sure_s + (of_window - self.ahead_bytes) / disk)
+        if of_tail + of_window > self.ahead_bytes:
+            first_s = max(first_s, sure_s + (of_tail + of_window - self.ahead_bytes) / disk)
+        return max(first_s, tail_s + output_s + other_s), others * other_s
 
     def slowed_s(self, phase: Phase, plan: Plan) -> float:
         """Seconds that computing takes longer because of what is read meanwhile, experts aside."""
@@ -194,7 +229,9 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
     hops, chunk_hops, occupied = _hops(plan, instance)
     hosts = _by_host(shares)
     disk_s = max(sum(disk[i] for i in host) for host in hosts)
-    tpot_s = max(sum(decode) + sum(hops), disk_s)
+    between = _waiting_between(plan, instance, shares, decode, sum(hops), outputs[0])
+    token = [window + waiting for window, waiting in zip(decode, between, strict=True)]
+    tpot_s = max(sum(token) + sum(hops), disk_s)
     chunk_s, ttft_s = (
         _prompt_s(plan, instance, shares, prefill, chunk_hops, occupied[1], chunks) for chunks in (1, instance.chunks)
     )
@@ -207,13 +244,13 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
         min(window, share.compute_s(share.member.decode, plan) + out + share.slowed_s(share.member.decode, plan))
         for window, share, out in zip(decode, shares, outputs, strict=True)
     ]
-    late_s = max(0.0, disk_s - sum(decode) - sum(hops))
+    late_s = max(0.0, disk_s - sum(token) - sum(hops))
     return Prediction(
         tpot_s=tpot_s,
         ttft_s=ttft_s,
         period_s=period_s,
         compute_s=sum(compute),
-        stall_s=sum(decode) - sum(compute) + late_s,
+        stall_s=sum(token) - sum(compute) + late_s,
         hop_s=sum(hops),
         disk_s=disk_s,
         prefill_chunk_s=chunk_s,
@@ -231,7 +268,7 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
                 shard_bytes=_shard_bytes(plan, instance, share),
                 disk_bytes_per_token=round(read[i]),
                 compute_s=compute[i],
-                stall_s=decode[i] - compute[i] + (late_s if i == slowest else 0.0),
+                stall_s=token[i] - compute[i] + (late_s if i == slowest else 0.0),
                 hop_s=hops[i],
                 disk_s=disk[i],
                 prefill_s=prefill[i],
@@ -240,6 +277,31 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
         ),
         short=short,
     )
+
+
+def _waiting_between(
+    plan: Plan,
+    instance: Instance,
+    shares: Sequence[_Share],
+    windows_s: Sequence[float],
+    hops_s: float,
+    output_s: float,
+) -> list[float]:
+    """What each device waits besides ``windows_s``, as a disk reads ahead only while there is room: one of them does.
+
+    From the beginning of its first stop to the end of its last one pass all rounds but one, and its disk has to read
+    all but what was held before. The stop with the tail is in no such time: all that may be held ahead is there by then.
+    """
+    waiting, others = [0.0] * len(shares), plan.rounds - 1
+    if not others or instance.by_expert:
+        return waiting
+    first_s, other_s = shares[0].stops_s(shares[0].member.decode, plan, output_s)
+    laps_s = others * (sum(windows_s) + hops_s - first_s) + other_s
+    for i, share in enumerate(shares[1:], 1):
+        late = share.read_bytes(share.member.decode) - share.ahead_bytes
+        waiting[i] = late / share.member.disk_bytes_per_s - (laps_s + windows_s[i]) / plan.rounds
+    most = max(range(len(shares)), key=lambda i: waiting[i])
+    return [max(0.0, seconds) if i == most else 0.0 for i, seconds in enumerate(waiting)]
 
 
 def _prompt_s(
@@ -325,6 +387,25 @@ def stream(plan: Plan, instance: Instance, ahead: Mapping[str, int], least: Mapp
 def cpu_layers(window: Window) -> range:
     """The layers of a window that the CPU computes: all but the last ``gpu_layers``."""
     return range(window.first, window.last - window.gpu_layers)
+
+
+def regular_tails(rounds: int) -> tuple[int, int]:
+    """By how many layers the tail of a head that streams may be longer than its other windows: at least, at most.
+
+    So the head can have any number of layers, and one of its stops is not much longer than the others.
+    """
+    return -(rounds // 2), (rounds + 1) // 2
+
+
+def is_regular(plan: Plan, instance: Instance) -> bool:
+    """Whether the head, if it streams in several rounds, has about as many layers on the CPU in its tail as in each window.
+
+    Only such plans are looked for.
+    """
+    if plan.rounds == 1 or instance.by_expert or not plan.streaming_of(plan.head).streamed_bytes:
+        return True
+    least, most = regular_tails(plan.rounds)
+    return least <= len(cpu_layers(plan.route[-1])) - len(cpu_layers(plan.route[0])) <= most
 
 
 def _shares(plan: Plan, instance: Instance) -> list[_Share]:

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import pulp
 
-from halda.evaluate import Objective, cpu_layers
+from halda.evaluate import Objective, cpu_layers, regular_tails
 from halda.instance import Instance, Member, Phase
 from halda.orders import HopShare, RingOrder, ring_order
 from halda.plan import Plan
@@ -47,6 +47,7 @@ class Layout:
     ``used[m]`` is 1 for a member that takes part; ``windows[m]`` is its number of windows a token, where ``loose`` the least
     that it may be. ``tail_on_gpu`` counts the layers of the head's last window that are on its GPU. ``tail`` are its layers
     on the CPU and on the GPU, by kind, or one count where it is not known of which kinds they are; None without a ring.
+    ``window_on_cpu`` counts those of each of its other windows on the CPU, None where that is not asked.
     ``orders`` with ``picked``: which ring.
     """
 
@@ -58,6 +59,7 @@ class Layout:
     windows: list[int]
     tail_on_gpu: Expression
     tail: tuple[list[Expression], list[Expression]] | None
+    window_on_cpu: Expression | None
     orders: Sequence[RingOrder]
     picked: list[Expression]
     shares: Sequence[HopShare] = ()
@@ -156,6 +158,7 @@ def even_layout(
         windows=windows,
         tail_on_gpu=tail_gpu,
         tail=([tail - tail_gpu], [tail_gpu]),
+        window_on_cpu=None if loose else cut * w[0] - n[0],
         orders=orders or (),
         picked=picked,
         shares=shares or (),
@@ -237,6 +240,7 @@ def cut_layout(
         windows=[rounds + (m == 0) for m in range(len(sequence))],
         tail_on_gpu=len(every) - pulp.lpSum(tail_start),
         tail=tail,
+        window_on_cpu=pulp.lpSum(starts[sequence[0]]),
         orders=orders,
         picked=picked,
         variables={"end": ends, "start": starts, "tail_start": tail_start, "columns": columns},
@@ -265,6 +269,7 @@ def fixed_layout(instance: Instance, plan: Plan) -> Layout:
         windows=windows,
         tail_on_gpu=pulp.lpSum([plan.route[-1].gpu_layers]),
         tail=_tail(instance, plan),
+        window_on_cpu=pulp.lpSum([len(cpu_layers(plan.route[0]))]),
         orders=(order,),
         picked=[pulp.lpSum([1])],
     )
@@ -297,6 +302,7 @@ def alone_layout(problem: Any, instance: Instance) -> Layout:
         windows=[1],
         tail_on_gpu=total - pulp.lpSum(start),
         tail=None,
+        window_on_cpu=None,
         orders=(),
         picked=[],
         variables={"start": start},
@@ -477,6 +483,8 @@ class _Time:
         self._total = sum(layer.size_bytes for layer in instance.model.layers) / self._unit
         self._decode = [member.decode for member in instance.members]
         self._prefill = [member.prefill for member in instance.members]
+        self._first_ms: Expression = 0
+        self._other_ms: Expression = 0
 
     def objective(self, objective: Objective) -> Expression:
         work = self._instance.workload
@@ -495,10 +503,18 @@ class _Time:
         return pulp.lpSum(self._disks(self._decode))
 
     def _token(self) -> Expression:
-        token = positive(self._problem, "token")
+        problem, token = self._problem, positive(self._problem, "token")
         windows = self._decode_ms = self._windows("decode", self._decode, self._output())
         hops = self._hops(lambda order: order.hops_s, lambda share: share.hops_s)
-        self._problem += token >= pulp.lpSum(windows) + hops, "a token passes all windows and hops"
+        passing = pulp.lpSum(windows) + hops
+        problem += token >= passing, "a token passes all windows and hops"
+        if self._has_long_stop:
+            rounds = self._layout.rounds
+            laps = (rounds - 1) * (passing - self._first_ms) + self._other_ms
+            for m, member in enumerate(self._instance.members[1:], 1):
+                late = (self._size(m, self._decode[m]) - self._streams.ahead[m]) * self._unit_ms(member)
+                waiting = late - (laps + windows[m]) * (1 / rounds)
+                problem += token >= passing + waiting, f"the disk of {m} reads between its stops"
         for i, disk in enumerate(self._disks(self._decode)):
             self._problem += token >= disk, f"a token waits for disk {i}"
         return token
@@ -542,11 +558,14 @@ class _Time:
         member, phase = self._instance.members[m], self._prefill[m]
         return self._read(m, member, phase) * (chunks / rounds) - self._streams.ahead[m] * self._unit_ms(member)
 
-    def _tail(self, least: Callable[[tuple[float, ...]], float]) -> Expression:
-        """Milliseconds of the tail for a chunk; where it is unknown which layers it has, of the ``least`` of all kinds."""
+    def _tail(self, least: Callable[[tuple[float, ...]], float], phase: Phase | None = None) -> Expression:
+        """Milliseconds of the tail, for a chunk unless ``phase`` says otherwise.
+
+        Where it is unknown which layers it has, of the ``least`` of all kinds.
+        """
         if self._layout.tail is None:
             return 0
-        phase, found = self._prefill[0], self._steps(0, 1)
+        phase, found = phase or self._prefill[0], self._steps(0, 1)
         for counts, seconds in zip(self._layout.tail, (phase.cpu, phase.gpu), strict=True):
             each = seconds if len(counts) == len(seconds) else (least(seconds),)
             found += _dot(counts, [s * MS for s in each])
@@ -571,6 +590,11 @@ class _Time:
             rest = _dot(self._layout.gpu[m], [s * MS for s in phase.gpu]) + self._steps(m, self._layout.windows[m])
             layers = _dot(self._layout.cpu[m], [s * MS for s in phase.cpu])
             computing = layers + rest + (0 if m else output)
+            if m == 0 and self._has_long_stop and phase is self._decode[0]:
+                self._head_stops(member, phase, layers + rest, rest, output)
+                self._problem += window >= self._first_ms + self._other_ms, "stops of the head"
+                windows.append(window)
+                continue
             if self._instance.by_expert:
                 computing += self._read(m, member, phase)
             self._problem += window >= computing, f"{name}: {m} computes"
@@ -587,6 +611,72 @@ class _Time:
                 self._problem += window >= sure + waiting, f"{name}: {m} waits for its disk"
             windows.append(window)
         return windows
+
+    @property
+    def _has_long_stop(self) -> bool:
+        """Whether a token's stop of the head with the tail is told from its others."""
+        return self._layout.rounds > 1 and not (self._layout.loose or self._instance.by_expert)
+
+    def _head_stops(
+        self, member: Member, phase: Phase, all_ms: Expression, rest: Expression, output: Expression
+    ) -> None:
+        """The head's stop with the tail and a window, and all its others."""
+        problem, rounds, ahead = self._problem, self._layout.rounds, self._streams.ahead[0]
+        others, unit_ms, edge_ms = rounds - 1, self._unit_ms(member), phase.edge_s * MS
+        tail, most_tail = self._tail(min, phase), self._tail(max, phase)
+        first = self._first_ms = positive(problem, "head_first_ms")
+        other = self._other_ms = positive(problem, "head_other_ms")
+        window = (all_ms - most_tail) * (1 / rounds)
+        sure = self._sure_rest(0, member, phase, rest, output) * (1 / rounds)
+        problem += other >= others * window, "the head computes"
+        problem += first >= tail + output + other * (1 / others), "the head computes its tail and a window"
+        of_window, of_tail = self._head_parts()
+        for name, stop, stops, size, computing in (
+            ("other", other, others, others * of_window, others * window),
+            ("first", first, 1, of_tail + of_window, all_ms * (1 / rounds) + tail * (others / rounds) + output),
+        ):
+            waits = integer(problem, f"head_waits_{name}", 0, 1)
+            late = size - stops * ahead
+            problem += late <= waits * self._total, f"{name}: the head has no edges if it does not wait"
+            problem += stop >= stops * (sure + waits * edge_ms) + late * unit_ms, f"{name}: the head waits for its disk"
+            if member.slows_s_per_byte:
+                slowed = (late if member.is_alone else size) * (member.slows_s_per_byte * self._unit * MS)
+                problem += stop >= computing + slowed, f"{name}: the head reads and computes"
+
+    def _head_parts(self) -> tuple[Expression, Expression]:
+        """What streams of a window of the head and of its tail for a token, in units of memory: as much of each layer.
+
+        Lengths of windows times what of a layer streams, which are products; so a binary stands for each length.
+        """
+        layout, window = self._layout, self._layout.window_on_cpu
+        assert window is not None
+        assert layout.tail is not None
+        least, most = regular_tails(layout.rounds)
+        longest = (len(self._instance.model.layers) - least) // (layout.rounds + 1)
+        part, of_window = self._of_length("window", range(longest + 1), window)
+        same, more = self._of_length("tail", range(least, most + 1), pulp.lpSum(layout.tail[0]) - window)
+        of_tail = of_window + more
+        self._problem += part == same, "as much of each layer of the head streams"
+        self._problem += layout.rounds * of_window + of_tail == self._streams.decode[0], "what of the head streams"
+        return of_window, of_tail
+
+    def _of_length(self, name: str, lengths: range, length: Expression) -> tuple[Expression, Expression]:
+        """What of a layer of the head streams, and ``length`` times as much, which is one of ``lengths`` where it does."""
+        problem, streams, total = self._problem, self._streams.streams[0], len(self._instance.model.layers)
+        largest = max(self._instance.streamable) / self._unit
+        picked = [integer(problem, f"head_{name}_{i}", 0, 1) for i in range(len(lengths))]
+        parts = [positive(problem, f"head_{name}_part_{i}") for i in range(len(lengths))]
+        problem += pulp.lpSum(picked) == streams, f"a {name} of the head that streams has a length"
+        for i, (is_it, part) in enumerate(zip(picked, parts, strict=True)):
+            problem += part <= largest * is_it, f"part of a layer of the head with {name} {i}"
+        missed = length - pulp.lpSum(n * is_it for n, is_it in zip(lengths, picked, strict=True))
+        problem += missed <= total * (1 - streams), f"the {name} of the head is no longer"
+        problem += -missed <= total * (1 - streams), f"the {name} of the head is no shorter"
+        return pulp.lpSum(parts), pulp.lpSum(n * part for n, part in zip(lengths, parts, strict=True))
+
+    def _size(self, m: int, phase: Phase) -> Expression:
+        """What of ``m`` streams, in units of memory; below 0 where there is room for more."""
+        return self._streams.bytes[m] - self._streams.streams[m] * (phase.spare_bytes / self._unit)
 
     def _read(self, m: int, member: Member, phase: Phase) -> Expression:
         """Milliseconds in which ``m`` reads what a pass needs of what streams."""
@@ -615,8 +705,7 @@ class _Time:
 
     def _at_stops(self, m: int, phase: Phase) -> Expression:
         """What of ``m`` is not read while others compute, in units of memory; below 0 where they leave time for more."""
-        size = self._streams.bytes[m] - self._streams.streams[m] * (phase.spare_bytes / self._unit)
-        return size - self._layout.rounds * self._streams.ahead[m]
+        return self._size(m, phase) - self._layout.rounds * self._streams.ahead[m]
 
     def _meanwhile(self, m: int, member: Member, phase: Phase) -> Expression:
         """What is read while the machine of ``m`` computes, in units of memory."""

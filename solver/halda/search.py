@@ -21,7 +21,7 @@ import pulp
 
 from halda import milp
 from halda.cuts import good_cuts
-from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, residency, stream
+from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, is_regular, residency, stream
 from halda.instance import Instance, instance
 from halda.orders import (
     EXACT_DEVICES,
@@ -485,6 +485,8 @@ class _Search:
 
     def _keep(self, plan: Plan, *, is_quick: bool) -> None:
         """Keep ``plan`` if it holds all limits and is the best so far, or as good and better to have."""
+        if not is_regular(plan, self._instance):
+            return
         prediction = evaluate(plan, self._instance)
         value = self._objective_s(prediction) + milp.TIE * prediction.tpot_s
         slack = _SAME if not is_quick and self._wins_ties(plan.rounds) else -_SAME

@@ -10,8 +10,10 @@ last is computed behind it. So the stops of a token take at least
 
 where ``edge`` is the first and the last layer, ``rest`` what is not computed by the CPU's layers, and ``c`` what each byte
 costs computing that is read meanwhile (on a machine that several devices share all of s is, as one reads while another
-computes). A token as a whole takes at least s / disk, of all devices of a machine together. A byte more of a costs a byte
-more of s, and saves k in what is waited for: with one round a is as small as can be, with more it is worth its room.
+computes). The head's stop with the tail is longer than its others, and counted by itself. A token as a whole takes at
+least s / disk, of all devices of a machine together; and as a disk stands still when a is full, the k - 1 rounds without the
+tail, and a stop, take at least (s - a) / disk. A byte more of a costs a byte more of s, and saves k in what is waited for:
+with one round a is as small as can be, with more it is worth its room.
 
 Beside the part of a layer that is computed, only a less that part may be read meanwhile. For one row that is as much as the
 disk reads in that time (``ahead_steps``). A chunk of a prompt takes longer and may wait a little for each part, which is

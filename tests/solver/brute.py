@@ -55,6 +55,10 @@ class Option:
     gpu: int
     tail_gpu: int
     output_on_gpu: bool
+    regular: bool
+    """Whether the tail has about as many layers on the CPU as each window, or there is none."""
+    stop_share: float
+    """What of the layers on the CPU a stop with the tail and one window has."""
     steps: tuple[tuple[float, int], ...]
 
     @property
@@ -176,11 +180,13 @@ class Brute:
         found = [option.output_s, float(max(option.over, 0))]
         if self._objective != "ttft":
             found += [option.decode.compute_s] + [option.decode.rest_s] * (not self._by_expert)
+            found += [option.decode.tail_s, -option.decode.tail_s]
         if self._objective in ("ttft", "balanced"):
             found += [option.chunk.compute_s] + [option.chunk.rest_s] * (not self._by_expert)
             found += [option.chunk.tail_s, -option.chunk.tail_s]
         if not self._by_expert:
             found.append(-float(option.most) if option.streams else -math.inf)
+            found += [option.stop_share, -option.stop_share] if option.streams else [-math.inf, -math.inf]
         return tuple(found)
 
     def _option(
@@ -226,7 +232,14 @@ class Brute:
             share = 1 - (1 - model.experts_used / model.experts) ** phase.rows if self._by_expert else 1.0
             both.append(Times(compute, rest, tail_s, 2 * min(phase.cpu), spare, share))
         disk, slows = member.disk_bytes_per_s, member.profile.disk.slows_s_per_byte
-        return Option(*both, output_s, over, most, pool, disk, slows, gpu, tail_gpu, output_on_gpu, self._steps(m))
+        window, k = ranges[0][1] - gpu - ranges[0][0] if ranges else 0, len(ranges)
+        longer = len(of_tail[0]) - window
+        regular = not tail or k < 2 or self._by_expert or -(k // 2) <= longer <= -(-k // 2)
+        stop_share = (len(of_tail[0]) + window) / max(1, len(on_cpu))
+        steps = self._steps(m)
+        return Option(
+            *both, output_s, over, most, pool, disk, slows, gpu, tail_gpu, output_on_gpu, regular, stop_share, steps
+        )
 
     def _steps(self, m: int) -> tuple[tuple[float, int], ...]:
         """Shares that may stream with what is then held ahead: a part, and what is read while a layer is computed."""
@@ -260,6 +273,8 @@ class Brute:
         """The least that may be held ahead; None where it does not fit."""
         if not option.streams:
             return 0
+        if not option.regular:
+            return None
         for share, ahead in option.steps:
             streamed = option.over + self._reserve + ahead
             if streamed <= share * option.most and streamed <= option.most - option.pool:
@@ -331,7 +346,12 @@ class Brute:
         ms = [UNIT / option.disk * MS for option in way.options]
         slows = [option.slows * UNIT * MS for option in way.options]
         decode, chunk = (
-            [self._waits(problem, f"{name}_{i}", times, k, held[i], ms[i], slows[i]) for i, times in enumerate(phase)]
+            [
+                problem.add_variable("decode_0", 0)
+                if name == "decode" and i == 0
+                else self._waits(problem, f"{name}_{i}", times, k, held[i], ms[i], slows[i])
+                for i, times in enumerate(phase)
+            ]
             for name, phase in (
                 ("decode", [option.decode for option in way.options]),
                 ("chunk", [option.chunk for option in way.options]),
@@ -340,7 +360,15 @@ class Brute:
         tail, link = way.options[0].chunk.tail_s * MS, hops.chunk_link * MS
         once = pulp.lpSum(chunk) + hops.chunk * MS
         lap = (once - tail) * (1 / k)
-        problem += token >= pulp.lpSum(decode) + hops.one * MS
+        short = self._head_stops(problem, way.options[0], k, held[0], ms[0], slows[0], decode[0])
+        passing = pulp.lpSum(decode) + hops.one * MS
+        problem += token >= passing
+        for i, option in enumerate(way.options):
+            if i and held[i] is not None:
+                # k - 1 rounds without the tail, and this device's stop, are as long as it reads what was not there.
+                read = held[i][0] - option.decode.spare / UNIT - held[i][1]
+                rounds = (passing - decode[0]) * (1 / k) + short
+                problem += token - passing >= read * ms[i] - (k - 1) * rounds - decode[i] * (1 / k)
         problem += period * self._instance.workload.sequences >= token
         problem += period >= hops.link * MS
         problem += laps >= lap
@@ -389,6 +417,33 @@ class Brute:
             problem += window >= times.compute_s * MS + late * slows
             problem += window >= (times.rest_s + k * times.edge_s * waits) * MS + late * ms
         return window
+
+    def _head_stops(
+        self, problem: pulp.LpProblem, head: Option, k: int, held: tuple | None, ms: float, slows: float, both: object
+    ) -> object:
+        """Milliseconds of one of the head's stops without the tail; ``both`` are at least all of them and that with it."""
+        times = head.decode
+        window = (times.compute_s - head.output_s - times.tail_s) / k * MS
+        besides = (times.tail_s + head.output_s) * MS
+        short, long = problem.add_variable("short_stop", 0), problem.add_variable("long_stop", 0)
+        problem += both >= (k - 1) * short + long
+        problem += short >= window
+        problem += long >= short + besides
+        if held is None:
+            return short
+        read = held[0] - times.spare / UNIT
+        shares = (1 - head.stop_share) / (k - 1), head.stop_share
+        for name, stop, computing, share in (
+            ("short", short, window, shares[0]),
+            ("long", long, window + besides, shares[1]),
+        ):
+            size = read * share
+            waits = problem.add_variable(f"{name}_waits", 0, 1, pulp.LpInteger)
+            late = size - held[1]
+            problem += late <= 1e6 * waits
+            problem += stop >= computing + late * slows
+            problem += stop >= (times.rest_s / k + times.edge_s * waits) * MS + late * ms
+        return short
 
     def _held(self, problem: pulp.LpProblem, i: int, option: Option) -> tuple | None:
         """What streams, is held ahead and streams in decode; in bytes, as expressions of megabytes."""

@@ -13,6 +13,7 @@ from halda import (
     CpuProfile,
     DeviceProfile,
     DiskProfile,
+    Infeasible,
     LayerProfile,
     LinkProfile,
     ModelProfile,
@@ -22,6 +23,7 @@ from halda import (
     Window,
     Workload,
     cost,
+    solve,
 )
 from halda.evaluate import evaluate
 from halda.instance import Instance
@@ -32,6 +34,8 @@ from halda_research.simulate import Simulation, simulate, simulate_prefill
 LAYER = 1000
 """Bytes of a layer of the toy model; a layer takes 1 s on the CPU."""
 HOP_S = 0.5
+PATIENCE_S = 600
+"""Until the best plan is proven, which takes a second."""
 
 
 # ---- hand-worked: a layer takes 1 s, a read as long as we say, a hop 0.5 s of which 0.1 s the link is occupied ----------
@@ -243,18 +247,46 @@ def streaming_plans(count: int, **options: bool) -> Iterator[tuple[Plan, Instanc
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.matrix)])
 def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
-    """A token is never sooner, and in 97 of 100 plans within 5 %; a first token within 5 % in 88 of 100."""
+    """A token is within 5 % in 99 of 100 plans, and hardly ever sooner; a first token within 5 % in 88 of 100."""
     tokens, firsts = [], []
     for plan, question in streaming_plans(count, shared_hosts=False):
         closed = evaluate(plan, question)
         tokens.append(simulate(plan, question, tokens=6).tpot_s / closed.tpot_s)
         firsts.append(simulate_prefill(plan, question) / closed.ttft_s)
-    assert min(tokens) > 1 - 1e-9
-    assert sum(ratio > 1.05 for ratio in tokens) <= 0.03 * count
-    assert max(tokens) < 1.3
+    assert min(tokens) > 0.98
+    assert sum(ratio > 1.05 for ratio in tokens) <= 0.01 * count
+    assert max(tokens) < 1.15
     assert sum(abs(ratio - 1) > 0.05 for ratio in firsts) <= 0.12 * count
     assert min(firsts) > 0.85
     assert max(firsts) < 1.7
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.matrix)])
+def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(count):
+    """The solver finds out where the closed form is wrong: it was too quick by up to 44 % in a third of its plans."""
+    ratios, seed = list[float](), 0
+    while len(ratios) < count:
+        seed += 1
+        asked = random_instance(random.Random(seed), devices=3, layers=12, memory="short", shared_hosts=False)
+        asked = replace(asked, workload=replace(asked.workload, sequences=1))
+        try:
+            found = solve(
+                asked.devices,
+                list(asked.links.values()),
+                asked.model,
+                asked.workload,
+                objective="latency",
+                limits=asked.limits,
+                time_limit_s=PATIENCE_S,
+            )
+        except Infeasible:
+            continue
+        if found.plan.streaming:
+            question = asked.with_rows(found.prediction.chunk_rows)
+            ratios.append(simulate(found.plan, question, tokens=6).tpot_s / evaluate(found.plan, question).tpot_s)
+    assert min(ratios) > 0.98
+    assert sum(ratio > 1.05 for ratio in ratios) <= 0.15 * count
+    assert max(ratios) < 1.15
 
 
 def test_without_streaming_the_closed_form_is_exact():
