@@ -19,6 +19,9 @@ MODEL = model(context_tokens=1 << 20)
 """5 GB of layers; 82 kB of KV cache for a token."""
 
 
+LARGE = "would take a KV cache larger than the model's layers and over 5%"
+
+
 def question(*devices: DeviceProfile, asked: ModelProfile = MODEL) -> Instance:
     return instance(devices, [], asked, default_workload(4096, 512, "f16"), {})
 
@@ -33,7 +36,9 @@ def alone(ram: int, asked: ModelProfile = MODEL) -> tuple[Plan, Instance]:
     [
         (64 * GB, 2048, 4096, "all that the model was trained with"),
         (64 * GB, 6000, 6000, "all that the model was trained with"),
-        (64 * GB, 1 << 20, 32768, "65536 would take a KV cache larger than the model's layers; --context sets it"),
+        (64 * GB, 1 << 20, 32768, f"65536 {LARGE} of the RAM that is left on desk; --context sets it"),
+        (256 * GB, 1 << 20, 131072, f"262144 {LARGE} of the RAM that is left on desk; --context sets it"),
+        (256 * GB, 100_000, 100_000, "all that the model was trained with"),
         (8 * GB, 1 << 20, 16384, "32768 would not fit into the RAM of desk; --context sets it"),
         (10 * GB, 1 << 20, 16384, "32768 would take over half of the RAM that is left on desk; --context sets it"),
         (5 * GB, 1 << 20, 4096, "8192 would have more read from the disk of desk for every token; --context sets it"),
