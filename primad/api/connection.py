@@ -98,6 +98,8 @@ class MessageStream(Response):
         self._messages, self._framing, self._timings = messages, framing, timings
         self._begun = False
         self._said_s = 0.0
+        self._sending = False
+        """Whether the client has yet to take what was said last."""
         self._turn = asyncio.Lock()
         """Of who sends: a message, or that we wait."""
 
@@ -118,21 +120,31 @@ class MessageStream(Response):
         else:
             last = self._framing.end
         if last:
-            await self._send_bytes(send, last)
+            await self._deliver(send, {"type": "http.response.body", "body": last, "more_body": True})
         await self._deliver(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_messages(self, send: Send) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                waiting = group.create_task(self._say_that_it_waits(send))
+                beside = (group.create_task(self._say_that_it_waits(send)), group.create_task(self._lose_patience()))
                 async with aclosing(self._messages) as messages:
                     async for message in messages:
                         async with self._turn:
                             await self._begin(send)
                             await self._send_bytes(send, self._framing.message(message))
-                waiting.cancel()
+                for task in beside:
+                    task.cancel()
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+
+    async def _lose_patience(self) -> None:
+        """Raises ``ClientDisconnect`` when the client does not take a message in time; messages cost nothing here."""
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            due_s = (self._said_s if self._sending else now_s) + self._timings.send_timeout_s
+            if due_s <= now_s:
+                raise ClientDisconnect
+            await asyncio.sleep(due_s - now_s)
 
     async def _say_that_it_waits(self, send: Send) -> None:
         """Begin the stream if nothing comes for a moment, and while nothing comes say that we are here.
@@ -160,13 +172,18 @@ class MessageStream(Response):
             self._said_s = asyncio.get_running_loop().time()
 
     async def _send_bytes(self, send: Send, data: bytes) -> None:
-        self._said_s = asyncio.get_running_loop().time()
-        await self._deliver(send, {"type": "http.response.body", "body": data, "more_body": True})
+        """A message; ``_lose_patience`` sees to its deadline. Raises ``ClientDisconnect`` when the client is gone."""
+        self._said_s, self._sending = asyncio.get_running_loop().time(), True
+        try:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        except OSError as exc:  # as newer ASGI servers raise
+            raise ClientDisconnect from exc
+        self._sending = False
 
     async def _deliver(self, send: Send, message: Message) -> None:
-        """Raises ``ClientDisconnect`` when the client does not take it."""
+        """What comes once. Raises ``ClientDisconnect`` when the client does not take it."""
         try:
             async with asyncio.timeout(self._timings.send_timeout_s):
                 await send(message)
-        except OSError as exc:  # TimeoutError is one, and so is what newer ASGI servers raise
+        except OSError as exc:  # TimeoutError is one
             raise ClientDisconnect from exc

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 from primad.daemon.layer_files import Workspace, release_files
 from primad.engine.protocol import EngineOptions
@@ -38,7 +38,7 @@ class LoadKey:
 class LoadedProcess:
     """A ring process that loads, or has loaded, what ``content`` says, from the files of load ``number``.
 
-    ``send`` it commands, read ``events``, ``close`` it.
+    ``send`` it commands, read ``events`` or ``listen``, ``close`` it.
     """
 
     def __init__(self, ring: RingProcess, place: Workspace, number: int, content: LoadKey) -> None:
@@ -50,6 +50,7 @@ class LoadedProcess:
         self._ring, self._place = ring, place
         self._events: asyncio.Queue[RingEvent | None] = asyncio.Queue(_EVENTS)
         """None wakes who waits for an event that does not come any more."""
+        self._heard: Callable[[RingEvent], None] | None = None
         self._error: PrimadError | None = None
         self._first: RingEvent | None = None
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
@@ -63,7 +64,10 @@ class LoadedProcess:
 
     async def _read(self) -> None:
         async for event in self._ring.events():
-            await self._events.put(event)
+            if self._heard is not None and self._events.empty():
+                self._heard(event)  # two turns of the loop less for each token
+            else:
+                await self._events.put(event)
 
     async def _watch(self) -> None:
         await wait_stopped(self._ring.pid)
@@ -93,6 +97,15 @@ class LoadedProcess:
         """
         while True:
             yield await self._next_event()
+
+    async def listen(self, heard: Callable[[RingEvent], None]) -> NoReturn:
+        """Calls ``heard`` with each event; raises as ``events`` does, and what ``heard`` raises."""
+        self._heard = heard
+        try:
+            while True:
+                heard(await self._next_event())
+        finally:
+            self._heard = None
 
     async def _next_event(self) -> RingEvent:
         if self._first is not None:

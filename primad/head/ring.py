@@ -40,6 +40,7 @@ from primad.ring.messages import (
     PromptProgress,
     Report,
     RingCommand,
+    RingEvent,
     Sampled,
     Serving,
     Status,
@@ -267,7 +268,7 @@ class HeadRing:
 
     async def _attend_own(self, process: LoadedProcess, load: Load) -> None:
         try:
-            await self._attend(process, len(load.windows))
+            await process.listen(lambda event: self._hear(event, len(load.windows)))
         except WeightsError as exc:
             if load.route == 1 and exc.file is None:  # then there is but one file
                 path = str(self._inputs.service.model.header.path)
@@ -278,31 +279,30 @@ class HeadRing:
         except NextDeviceError as exc:
             raise ParticipationError(f"{self.plan.head}: {exc}", self.plan.head, "next") from exc
 
-    async def _attend(self, process: LoadedProcess, windows: int) -> None:
-        """Listen to the head's ring process. Raises ``PrimadError`` when it ends or was stopped."""
-        async for event in process.events():
-            match event:
-                case Sampled() | PromptProgress() | Finished():
-                    self._inputs.listener.deliver(self.epoch, event)
-                case Loading(done):
-                    self._inputs.reporter.progress(self.plan.head, "load", done, windows)
-                case Opened(address, key):
-                    settle(self._own, (address, key))
-                case Serving():
-                    settle(self._serving, None)
-                case Drained():
-                    settle(self._drained, None)
-                case Overdue(step=step, waited_s=waited_s):
-                    self._look_for_fault(step, waited_s)
-                case ProcessMemoryLow(needed_bytes):
-                    logger.info("epoch %d: the head is short of %d bytes of memory", self.epoch, needed_bytes)
-                    self._inputs.listener.memory_low(needed_bytes)
-                case Status():
-                    if self._status.full():
-                        self._status.get_nowait()
-                    self._status.put_nowait(event)
-                case _:
-                    raise RingError(f"the head's ring process said {type(event).__name__}")
+    def _hear(self, event: RingEvent, windows: int) -> None:
+        """What the head's ring process says. Raises ``RingError`` where that is nothing for a head."""
+        match event:
+            case Sampled() | PromptProgress() | Finished():
+                self._inputs.listener.deliver(self.epoch, event)
+            case Loading(done):
+                self._inputs.reporter.progress(self.plan.head, "load", done, windows)
+            case Opened(address, key):
+                settle(self._own, (address, key))
+            case Serving():
+                settle(self._serving, None)
+            case Drained():
+                settle(self._drained, None)
+            case Overdue(step=step, waited_s=waited_s):
+                self._look_for_fault(step, waited_s)
+            case ProcessMemoryLow(needed_bytes):
+                logger.info("epoch %d: the head is short of %d bytes of memory", self.epoch, needed_bytes)
+                self._inputs.listener.memory_low(needed_bytes)
+            case Status():
+                if self._status.full():
+                    self._status.get_nowait()
+                self._status.put_nowait(event)
+            case _:
+                raise RingError(f"the head's ring process said {type(event).__name__}")
 
     def _look_for_fault(self, step: int, waited_s: float) -> None:
         logger.info("epoch %d: step %d is out for %.1f s", self.epoch, step, waited_s)

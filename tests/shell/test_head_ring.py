@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
@@ -38,19 +39,12 @@ ALONE = Plan(
 )
 
 
-class Says:
-    """A ring process that says ``events``, and no more."""
-
-    def __init__(self, *events: RingEvent) -> None:
-        self._events = events
+class Takes:
+    """A ring process that takes no command."""
 
     async def send(self, command: RingCommand) -> None:
         """It takes no command, and whoever has one for it waits."""
         await asyncio.Future()
-
-    async def events(self) -> AsyncIterator[RingEvent]:
-        for event in self._events:
-            yield event
 
 
 def inputs_of(plan: Plan, **others: object) -> SimpleNamespace:
@@ -71,7 +65,9 @@ def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
             memory_low=memory_low.append,
             broken=lambda *why: broken.append(why),
         )
-        await HeadRing(inputs_of(ALONE, listener=listener))._attend(Says(ProcessMemoryLow(1 << 20), token), 1)
+        ring = HeadRing(inputs_of(ALONE, listener=listener))
+        for event in (ProcessMemoryLow(1 << 20), token):
+            ring._hear(event, 1)
 
     asyncio.run(once())
     assert (memory_low, delivered, broken) == ([1 << 20], [(5, token)], [])
@@ -84,7 +80,8 @@ def test_what_is_said_when_nobody_waits_for_it_any_more_is_no_trouble():
         ring = HeadRing(SimpleNamespace())
         for wanted in (ring._own, ring._serving, ring._drained):
             wanted.cancel()
-        await ring._attend(Says(Opened("tcp://127.0.0.1:1", "key"), Serving(), Drained()), 1)
+        for event in (Opened("tcp://127.0.0.1:1", "key"), Serving(), Drained()):
+            ring._hear(event, 1)
 
     asyncio.run(once())
 
@@ -142,7 +139,7 @@ def test_who_has_a_command_for_a_ring_that_breaks_is_not_kept_waiting():
 
     async def once() -> None:
         ring = HeadRing(inputs_of(ALONE, listener=SimpleNamespace(broken=lambda *_: None)))
-        ring._process = Says()
+        ring._process = Takes()
         sending = asyncio.create_task(ring.send(Report()))
         await asyncio.sleep(0)
         assert not sending.done()
@@ -246,9 +243,8 @@ def test_a_worker_that_does_not_reach_the_head_is_done_without_when_a_ring_is_fo
 
 def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
     class Blocked:
-        async def events(self) -> AsyncIterator[RingEvent]:
+        async def listen(self, heard: Callable[[RingEvent], None]) -> NoReturn:
             raise NextDeviceError("the next device took no step for 30 s; it is gone or hangs")
-            yield
 
     async def once() -> None:
         ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring

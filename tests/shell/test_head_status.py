@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NoReturn
 
 from halda import Plan, Window
 from primad.errors import ClusterError
 from primad.head.promise import Promise
 from primad.head.ring import HeadRing
-from primad.ring.messages import MemoryStatus, Report, RingCommand, Status
+from primad.ring.messages import MemoryStatus, Report, RingCommand, RingEvent, Status
 from primad.settings.timings import HeadTimings, Timings
 from tests.fakes.planning import model
 
@@ -61,9 +62,9 @@ class FakeProcess:
         await self.answers.wait()
         self.events_.put_nowait(status(self.reports))
 
-    async def events(self) -> AsyncIterator[Status]:
+    async def listen(self, heard: Callable[[RingEvent], None]) -> NoReturn:
         while True:
-            yield await self.events_.get()
+            heard(await self.events_.get())
 
     async def close(self) -> None:
         """Nothing to end."""
@@ -108,7 +109,7 @@ class Lab:
         self.ring, self.process = HeadRing(inputs), FakeProcess()
         self.lap, self.nas = lap, nas
         self.ring._process, self.ring._workers = self.process, {"lap": lap, "nas": nas}
-        self._attending = asyncio.create_task(self.ring._attend(self.process, 2))
+        self._attending = asyncio.create_task(self.ring._attend_own(self.process, SimpleNamespace(windows=[0, 1])))
 
     async def close(self) -> None:
         self._attending.cancel()

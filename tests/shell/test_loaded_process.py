@@ -23,7 +23,7 @@ from tests.fakes.process import FakeProcesses, FakeRingProcess
 from tests.fakes.profile import PROFILE
 from tests.shell.test_participations import a_load
 
-PATIENCE_S = 10
+PATIENCE_S = 60
 
 
 @pytest.fixture
@@ -59,6 +59,57 @@ def test_what_was_said_before_the_end_is_heard_before_it(place):
         assert events == [Loading(windows) for windows in range(200)]
         assert (str(error), process.ended) == ("no memory", True)
         assert str((await heard(process))[1]) == "no memory", "whoever asks again is told again"
+        await process.close()
+
+    asyncio.run(once())
+
+
+def test_who_listens_hears_what_came_before_and_what_comes_in_order_and_then_the_end(place):
+    async def once() -> None:
+        ring = FakeRingProcess(0, holds_back=True)
+        process = loaded(place, ring)
+        heard: list[RingEvent] = []
+        two_hundred, three_hundred = asyncio.Event(), asyncio.Event()
+
+        def hear(event: RingEvent) -> None:
+            heard.append(event)
+            if len(heard) == 200:
+                two_hundred.set()
+            if len(heard) == 300:
+                three_hundred.set()
+
+        for windows in range(200):  # more than are kept for a listener that is late
+            ring.say(Loading(windows))
+        async with asyncio.timeout(PATIENCE_S):
+            listening = asyncio.create_task(process.listen(hear))
+            await two_hundred.wait()
+            for windows in range(200, 300):
+                ring.say(Loading(windows))
+            await three_hundred.wait()
+            ring.die("no memory")
+            with pytest.raises(RingError, match="no memory"):
+                await listening
+        assert heard == [Loading(windows) for windows in range(300)]
+        await process.close()
+
+    asyncio.run(once())
+
+
+def test_what_a_listener_cannot_take_ends_its_listening(place):
+    async def once() -> None:
+        ring = FakeRingProcess(0, holds_back=True)
+        process = loaded(place, ring)
+
+        def hear(event: RingEvent) -> None:
+            if event == Loading(1):
+                raise RingError("nothing for a head")
+
+        async with asyncio.timeout(PATIENCE_S):
+            listening = asyncio.create_task(process.listen(hear))
+            ring.say(Loading(0))
+            ring.say(Loading(1))
+            with pytest.raises(RingError, match="nothing for a head"):
+                await listening
         await process.close()
 
     asyncio.run(once())
