@@ -37,6 +37,8 @@ _KEYWORDS: Final = {
     "'multipleOf'": "multipleOf",
 }
 """Which keyword is meant when llguidance says what begins so."""
+_ENDLESS: Final = "NoExtensionBias"
+"""All that llguidance says of a schema or rule that is nothing but itself."""
 
 
 def of_schema(schema: Any, *, param: str = "json_schema") -> str:
@@ -82,7 +84,9 @@ def of_text(text: str, *, param: str = "grammar") -> str:
     grammar = LLMatcher.grammar_from_lark(lark)
     wrong = _wrong(grammar)
     if wrong is not None:
-        raise RequestError(f"'{param}': {_line(wrong)}", param=param, code="invalid_value")
+        endless = "a rule is nothing but itself, so no text fits"
+        detail = endless if wrong.startswith(_ENDLESS) else _line(wrong)
+        raise RequestError(f"'{param}': {detail}", param=param, code="invalid_value")
     return grammar
 
 
@@ -179,6 +183,8 @@ def _schema_complaint(wrong: str, param: str) -> str:
     if found is not None:
         named = ", ".join(f"'{printable(name, 40)}'" for name in json.loads(found[1])[:4])
         return f"'{param}': the keyword {named} cannot be guaranteed; leave it out, or write it in another way"
+    if wrong.startswith(_ENDLESS):
+        return f"'{param}': '$ref': leads back to itself, and no text fits; refer to a part of a value"
     keyword = next((keyword for begin, keyword in _KEYWORDS.items() if begin in wrong), None)
     return f"'{param}': {f'{keyword!r}: ' if keyword is not None else ''}{_line(wrong)}"
 

@@ -94,6 +94,15 @@ def test_a_keyword_that_cannot_be_expressed_is_named(schema, keyword):
     assert error.code == "unsupported_schema"
 
 
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}]
+)
+def test_what_is_nothing_but_itself_is_refused(schema):
+    assert "'$ref': leads back to itself" in str(refusal(of_schema, schema))
+    for text in ("start: start", "root ::= root"):
+        assert "a rule is nothing but itself" in str(refusal(of_text, text))
+
+
 def test_a_schema_that_nothing_fits_is_refused():
     assert "minimum" in str(refusal(of_schema, {"type": "integer", "minimum": 5, "maximum": 3}))
 
