@@ -240,13 +240,21 @@ class _Pricing:
                     least, most = regular_tails(self._rounds)
                     longer = len(tail) - tail_gpu - (start - self._at[:, None])
                     may = np.where((least <= longer) & (longer <= most), streamable, 0.0)
-                seconds, reading_s = self._streamed(member, phase, compute, rest, overflow, may)
+                layers = start - self._at[:, None] + (len(tail) - tail_gpu)
+                seconds, reading_s = self._streamed(member, phase, compute, rest, overflow, may, layers)
                 price = price + weight * seconds
                 disk_s = reading_s if output else disk_s
         return _Priced(price, disk_s, gpu, np.full((size, size), tail_gpu))
 
     def _streamed(
-        self, member: Member, phase: Phase, compute: Floats, rest: Floats, overflow: Floats, streamable: Floats
+        self,
+        member: Member,
+        phase: Phase,
+        compute: Floats,
+        rest: Floats,
+        overflow: Floats,
+        streamable: Floats,
+        layers: Any,
     ) -> tuple[Floats, Floats]:
         """Seconds of the windows and of the disk when ``overflow`` bytes do not fit; infinite where nothing helps."""
         instance, k, rate = self._instance, self._rounds, member.disk_bytes_per_s
@@ -254,8 +262,9 @@ class _Pricing:
         best, best_disk = np.full(compute.shape, math.inf), np.zeros(compute.shape)
         for step in member.ahead_steps:
             ways = [np.full(compute.shape, float(step.ahead_bytes))]
-            if k > 1 and not instance.by_expert:
-                ways += [np.maximum(step.ahead_bytes, part * over / (k - 1)) for part in _AHEAD_TRIALS]
+            if not instance.by_expert:
+                ways += [np.maximum(step.wide_bytes, part * over / (k - 1)) for part in _AHEAD_TRIALS if k > 1]
+                ways += [np.full(compute.shape, float(step.wide_bytes))] if k == 1 else []
             for ahead in ways:
                 streamed = over + ahead
                 read = np.maximum(streamed - phase.spare_bytes, 0) * phase.read_share
@@ -265,6 +274,8 @@ class _Pricing:
                 else:
                     meanwhile = np.maximum(waiting, 0) if member.is_alone else read
                     slowed = compute + rest + member.slows_s_per_byte * meanwhile
+                    if phase is member.prefill:
+                        slowed = slowed + np.maximum(2 * read - (layers + k / instance.chunks) * ahead, 0) / rate
                     waits = rest + k * phase.edge_s + waiting / rate
                     seconds = np.where(waiting > 0, np.maximum(slowed, waits), slowed)
                 seconds = np.where(streamed <= np.minimum(step.share * streamable, most), seconds, math.inf)

@@ -15,12 +15,13 @@ disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from halda.instance import Instance, Member, Phase
 from halda.plan import Plan, Streaming, Window
+from halda.streaming import held_ahead, is_held
 
 Objective = Literal["latency", "ttft", "throughput", "balanced"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("latency", "ttft", "throughput", "balanced")
@@ -150,8 +151,11 @@ class _Share:
         """What is read for a token or a chunk."""
         return phase.streamed_bytes(self.streamed_bytes) * phase.read_share
 
-    def window_s(self, phase: Phase, plan: Plan, instance: Instance, output_s: float) -> float:
-        """Seconds of all windows and of the output matrix, computing or waiting for the disk."""
+    def window_s(self, phase: Phase, plan: Plan, instance: Instance, output_s: float, chunks: int = 1) -> float:
+        """Seconds of all windows and of the output matrix, computing or waiting for the disk.
+
+        Of ``chunks`` that follow each other without a pause each takes so long, on average.
+        """
         compute_s = self.compute_s(phase, plan) + output_s
         read, disk = self.read_bytes(phase), self.member.disk_bytes_per_s
         if instance.by_expert:
@@ -159,6 +163,8 @@ class _Share:
         if self.has_long_stop(plan) and phase is self.member.decode:
             return sum(self.stops_s(phase, plan, output_s))
         compute_s += self.slowed_s(phase, plan)
+        if phase is not self.member.decode:
+            compute_s += max(0.0, 2 * read - (sum(self.cpu) + plan.rounds / chunks) * self.ahead_bytes) / disk
         waiting = read - plan.rounds * self.ahead_bytes
         if waiting <= 0:
             return compute_s
@@ -317,11 +323,13 @@ def _prompt_s(
     rounds, tail_s = plan.rounds, shares[0].tail_s(shares[0].member.prefill, plan)
     lap_s = (sum(windows_s) + hops_s - tail_s) / rounds
     stops = [(window - tail_s * (i == 0)) / rounds for i, window in enumerate(windows_s)]
+    busy_s = [share.window_s(share.member.prefill, plan, instance, 0.0, chunks) for share in shares]
+    trains = [chunks * (window - tail_s * (i == 0)) / rounds for i, window in enumerate(busy_s)]
     once_more_s = max(tail_s, occupied_s / rounds)
     laps_s, last_s, least = max(lap_s, chunks * occupied_s / rounds), (chunks - 1) * once_more_s, 0.0
     for host in _by_host(shares):
         stop_s, reading_s = sum(stops[i] for i in host), 0.0
-        train_s = chunks * stop_s
+        train_s = sum(trains[i] for i in host)
         least = max(least, rounds * train_s + chunks * tail_s if 0 in host else 0.0)
         for i in host:
             share, phase = shares[i], shares[i].member.prefill
@@ -334,11 +342,13 @@ def _prompt_s(
     return max(least, (rounds - 1) * laps_s + lap_s + tail_s + last_s)
 
 
-def residency(plan: Plan, instance: Instance) -> Plan:
+def residency(
+    plan: Plan, instance: Instance, value: Callable[[Prediction], float] = lambda prediction: prediction.tpot_s
+) -> Plan:
     """``plan`` with the streaming that its memory needs, for a plan that was made without a thought of it.
 
-    What is held ahead is the least, or in several rounds so much more that a token is quickest, as far as a few trials
-    show. The result may still break limits.
+    What is held ahead is the least, or so much more that ``value`` is smallest, as far as a few trials show. The result
+    may still break limits.
     """
     bare = replace(plan, streaming=())
     over = {
@@ -347,23 +357,31 @@ def residency(plan: Plan, instance: Instance) -> Plan:
     }
     if max(over.values()) <= 0:
         return bare
-    tried = [stream(bare, instance, {})]
+    tried = [stream(bare, instance, {}), stream(bare, instance, {}, wide=True)]
     if plan.rounds > 1 and not instance.by_expert:
         for part in _AHEAD_TRIALS:
             more = {name: int(part * size / (plan.rounds - 1)) for name, size in over.items() if size > 0}
             tried.append(stream(bare, instance, more))
-    return min(tried, key=lambda each: _shortage_and_s(evaluate(each, instance)))
+
+    def judged(plan: Plan) -> tuple[int, float]:
+        prediction = evaluate(plan, instance)
+        return sum(short.short_bytes for short in prediction.short), value(prediction)
+
+    return min(tried, key=judged)
 
 
-def _shortage_and_s(prediction: Prediction) -> tuple[int, float]:
-    return sum(short.short_bytes for short in prediction.short), prediction.tpot_s
-
-
-def stream(plan: Plan, instance: Instance, ahead: Mapping[str, int], least: Mapping[str, int] | None = None) -> Plan:
+def stream(
+    plan: Plan,
+    instance: Instance,
+    ahead: Mapping[str, int],
+    least: Mapping[str, int] | None = None,
+    *,
+    wide: bool = False,
+) -> Plan:
     """``plan`` with each device streaming what its memory does not hold, and ``least`` in any case.
 
-    Of what streams ``ahead`` is held ahead by name, or what the engine needs where that is more. All streams where that is
-    not enough.
+    Of what streams ``ahead`` is held ahead by name, or what the engine needs where that is more, or two parts where it is to
+    be ``wide``. All streams where that is not enough.
     """
     plan, found = replace(plan, streaming=()), []
     for share in _shares(plan, instance):
@@ -373,8 +391,10 @@ def stream(plan: Plan, instance: Instance, ahead: Mapping[str, int], least: Mapp
         if over <= 0 and not wanted:
             continue
         most = _total(share.cpu, instance.streamable)
-        for step in share.member.ahead_steps:
-            held = max(step.ahead_bytes, 0 if instance.by_expert else ahead.get(name, 0))
+        member_steps = share.member.ahead_steps
+        for step in member_steps:
+            wanted = step.wide_bytes if wide else ahead.get(name, 0)
+            held = 0 if instance.by_expert else held_ahead(member_steps, step, wanted)
             streamed = max(over + instance.reserve_bytes + held, wanted)
             if step.holds(streamed, most):
                 break
@@ -398,11 +418,19 @@ def regular_tails(rounds: int) -> tuple[int, int]:
 
 
 def is_regular(plan: Plan, instance: Instance) -> bool:
-    """Whether the head, if it streams in several rounds, has about as many layers on the CPU in its tail as in each window.
+    """Whether a program could have made ``plan``: only such plans are looked for.
 
-    Only such plans are looked for.
+    In several rounds a head that streams has about as many layers on the CPU in its tail as in each window; and what is
+    held ahead is what a step needs, or wide.
     """
-    if plan.rounds == 1 or instance.by_expert or not plan.streaming_of(plan.head).streamed_bytes:
+    if instance.by_expert:
+        return True
+    for share in _shares(plan, instance):
+        streamable = _total(share.cpu, instance.streamable)
+        steps = share.member.ahead_steps
+        if share.streamed_bytes and not is_held(steps, share.streamed_bytes, streamable, share.ahead_bytes):
+            return False
+    if plan.rounds == 1 or not plan.streaming_of(plan.head).streamed_bytes:
         return True
     least, most = regular_tails(plan.rounds)
     return least <= len(cpu_layers(plan.route[-1])) - len(cpu_layers(plan.route[0])) <= most

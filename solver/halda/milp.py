@@ -70,12 +70,14 @@ class Layout:
 class StreamVariables:
     """Per member: ``streams`` is 1 where it streams, ``bytes`` of them with ``ahead`` held ahead (in units of memory).
 
-    ``decode`` is what streams while tokens are drawn.
+    ``steps`` has for each of the least that may be held ahead whether that is, and no more. ``decode`` is what streams while
+    tokens are drawn.
     """
 
     streams: list[Any] = field(default_factory=list)
     bytes: list[Any] = field(default_factory=list)
     ahead: list[Any] = field(default_factory=list)
+    steps: list[list[tuple[Expression, float]]] = field(default_factory=list)
     decode: list[Any] = field(default_factory=list)
 
 
@@ -387,19 +389,32 @@ def _streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariab
         problem += size <= most - streams * (instance.pool_bytes / unit), f"{m} streams what its CPU computes"
         problem += size <= total * streams, f"{m} streams"
         least: Expression = streams * (first.ahead_bytes / unit)
-        below, above = first, streams
+        enough: Expression = streams * (first.wide_bytes / unit)
+        is_wide = 1 if instance.by_expert else integer(problem, f"wide_{m}", 0, 1)
+        below, above, reached = first, streams, [streams]
         for i, step in enumerate(further, 1):
             beyond = integer(problem, f"beyond_{m}_{i}", 0, 1)
             problem += size <= below.share * most + (1 - below.share) * total * beyond, f"{m} streams a share {i}"
             problem += beyond <= above, f"{m} streams less than share {i} before"
             least += beyond * ((step.ahead_bytes - below.ahead_bytes) / unit)
+            enough += beyond * ((step.wide_bytes - below.wide_bytes) / unit)
             below, above = step, beyond
+            reached.append(beyond)
         problem += ahead >= least, f"{m} reads ahead"
+        if not instance.by_expert:
+            problem += ahead <= least + total * is_wide, f"{m} reads no more ahead than it needs"
+            problem += ahead >= enough - 2 * (1 - is_wide), f"{m} reads ahead two parts"
         problem += ahead <= size, f"{m} reads ahead what streams"
         problem += decode >= size - member.decode.spare_bytes / unit, f"{m} streams less in decode"
         found.streams.append(streams)
         found.bytes.append(size)
         found.ahead.append(ahead)
+        found.steps.append(
+            [
+                (now - after - is_wide, step.ahead_bytes / unit)
+                for now, after, step in zip(reached, [*reached[1:], 0], member.ahead_steps, strict=True)
+            ]
+        )
         found.decode.append(decode)
     return found
 
@@ -485,6 +500,7 @@ class _Time:
         self._prefill = [member.prefill for member in instance.members]
         self._first_ms: Expression = 0
         self._other_ms: Expression = 0
+        self._chunk_ms: list[Expression] = []
 
     def objective(self, objective: Objective) -> Expression:
         work = self._instance.workload
@@ -523,6 +539,7 @@ class _Time:
         """As ``evaluate`` counts it; where layouts know less of it, no more than that."""
         problem, chunks, rounds = self._problem, self._instance.chunks, self._layout.rounds
         prompt, windows = positive(problem, "prompt"), self._windows("prefill", self._prefill, 0)
+        following = self._following(windows, chunks)
         hops = self._hops(lambda order: order.chunk_hops_s, lambda share: share.chunk_hops_s)
         link = self._hops(lambda order: order.chunk_link_s, lambda _: 0.0)
         tail, most_tail = self._tail(min), self._tail(max)
@@ -535,19 +552,20 @@ class _Time:
         problem += last >= (chunks - 1) * tail, "chunks in the tail"
         problem += last >= link * ((chunks - 1) / rounds), "chunks on a link"
         for i, host in enumerate(self._instance.hosts):
-            busy = pulp.lpSum(windows[m] for m in host)
+            first, busy = (pulp.lpSum(each[m] for m in host) for each in (windows, following))
             problem += prompt >= chunks * busy, f"machine {i} is busy"
             problem += prompt >= pulp.lpSum(self._first_read(m, chunks, 1) for m in host), f"disk {i} is busy"
             least = (busy - most_tail * (0 in host)) * (1 / rounds)
             problem += laps >= chunks * least, f"laps of machine {i}"
-            problem += last >= (chunks - 1) * least, f"chunks at machine {i}"
+            stop = (first - tail * (0 in host)) * (1 / rounds)
+            problem += last >= chunks * least - stop, f"chunks at machine {i}"
             for m in host:
                 if m and not self._instance.by_expert:
                     rest = _dot(self._layout.gpu[m], [s * MS for s in self._prefill[m].gpu])
                     rest += self._steps(m, self._layout.windows[m])
                     train = rest * (chunks / rounds) + self._first_read(m, chunks, rounds)
                     problem += laps >= train, f"laps of the disk of {m}"
-                    problem += last >= train - (busy - tail * (0 in host)) * (1 / rounds), f"chunks at the disk of {m}"
+                    problem += last >= train - stop, f"chunks at the disk of {m}"
         if not self._layout.loose:
             passing = (rounds - 1) * laps + once * (1 / rounds) + tail * (1 - 1 / rounds) + last
             problem += prompt >= passing, "chunks follow each other"
@@ -605,6 +623,9 @@ class _Time:
             ):
                 slowed = self._meanwhile(m, member, phase) * (member.slows_s_per_byte * self._unit * MS)
                 self._problem += window >= computing + slowed, f"{name}: {m} reads and computes"
+            if phase is self._prefill[m] and not (self._layout.loose or self._instance.by_expert):
+                self._wait_within(m, member, phase, computing, window, 1)
+                self._chunk_ms.append(computing)
             if not (self._layout.loose or self._instance.by_expert):
                 waiting = self._waiting(name, m, member, phase)
                 sure = self._sure_rest(m, member, phase, rest, output)
@@ -677,6 +698,32 @@ class _Time:
     def _size(self, m: int, phase: Phase) -> Expression:
         """What of ``m`` streams, in units of memory; below 0 where there is room for more."""
         return self._streams.bytes[m] - self._streams.streams[m] * (phase.spare_bytes / self._unit)
+
+    def _following(self, windows: Sequence[Any], chunks: int) -> Sequence[Any]:
+        """The milliseconds of each member for one of many chunks that follow each other without a pause."""
+        if chunks == 1 or not self._chunk_ms:
+            return windows
+        found = [positive(self._problem, f"following_ms_{m}") for m in range(len(windows))]
+        for m, (window, first, computing) in enumerate(zip(found, windows, self._chunk_ms, strict=True)):
+            self._problem += window >= first, f"no chunk at {m} is quicker than the first"
+            self._wait_within(m, self._instance.members[m], self._prefill[m], computing, window, chunks)
+        return found
+
+    def _wait_within(
+        self, m: int, member: Member, phase: Phase, computing: Expression, window: Any, chunks: int
+    ) -> None:
+        """A chunk's layers on the CPU wait for each other where less than two of their parts are held ahead."""
+        size, unit_ms = 2 * self._streamed(m, phase), self._unit_ms(member)
+        slowed: Expression = 0
+        if member.slows_s_per_byte:
+            slowed = self._meanwhile(m, member, phase) * (member.slows_s_per_byte * self._unit * MS)
+        layers = pulp.lpSum(self._layout.cpu[m]) + self._layout.rounds / chunks
+        for i, (is_least, ahead) in enumerate(self._streams.steps[m]):
+            waiting = (size - ahead * layers) * unit_ms - (1 - is_least) * (2 * self._total * unit_ms)
+            for name, besides in (("", 0), (" slowly", slowed)):
+                if not name or member.slows_s_per_byte:
+                    which = f"{m} waits within windows{name} {i} of {chunks}"
+                    self._problem += window >= computing + besides + waiting, which
 
     def _read(self, m: int, member: Member, phase: Phase) -> Expression:
         """Milliseconds in which ``m`` reads what a pass needs of what streams."""

@@ -164,7 +164,8 @@ def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) ->
     fewer = sorted((chunk for chunk in chunks if chunk < rows), reverse=True)
     for chunk in more + fewer:
         other = question.with_rows(chunk)
-        prediction = evaluate(residency(found.plan, other), other)
+        plan = residency(found.plan, other, lambda each: each.objective_s(found.objective, work.answer_tokens))
+        prediction = evaluate(plan, other)
         value = prediction.objective_s(found.objective, work.answer_tokens)
         gain = _SAME if chunk > rows else FEWER_GAIN
         too_long = chunk > rows and prediction.prefill_chunk_s > MOST_CHUNK_S
@@ -233,7 +234,7 @@ class _Search:
                 break  # more rounds take more memory
             for price, route in sorted(cuts, key=lambda cut: cut[0])[:_KEPT_OF_ROUNDS]:
                 found.append((price, rounds, route))
-                self._keep(residency(_plan(rounds, route), question), is_quick=True)
+                self._keep(residency(_plan(rounds, route), question, self._objective_s), is_quick=True)
             best_s = min((price for price, _ in cuts), default=math.inf)
             worse = 0 if best_s < best_before_s else worse + 1
             best_before_s = min(best_s, best_before_s)

@@ -16,8 +16,9 @@ tail, and a stop, take at least (s - a) / disk. A byte more of a costs a byte mo
 with one round a is as small as can be, with more it is worth its room.
 
 Beside the part of a layer that is computed, only a less that part may be read meanwhile. For one row that is as much as the
-disk reads in that time (``ahead_steps``). A chunk of a prompt takes longer and may wait a little for each part, which is
-not counted.
+disk reads in that time (``ahead_steps``). A layer takes longer for a chunk of a prompt, and the disk waits for it: each of n
+layers then takes what it computes and (2 s / n - a) / disk, but for the first of a stop, for which all is there. So a holds
+two parts where the prompt is worth it.
 
 While tokens are drawn, the compute buffer lies idle, and as much of s stays in its room: ``decode_bytes``.
 
@@ -39,13 +40,19 @@ RESERVE_BYTES: Final = 16 << 20
 """So much a device that streams leaves free, or two layers where they are smaller."""
 _SHARES: Final = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 _SAME: Final = 1e-6
+_ROUNDED: Final = 2
+"""Bytes that a figure of the program may be off."""
 
 
 class AheadStep(NamedTuple):
-    """Where at most ``share`` of what may stream does, at least ``ahead_bytes`` are held ahead."""
+    """Where at most ``share`` of what may stream does, at least ``ahead_bytes`` are held ahead.
+
+    With ``wide_bytes`` there is room for the part of a layer that is computed and all of the next one's.
+    """
 
     share: float
     ahead_bytes: int
+    wide_bytes: int
 
     def holds(self, streamed_bytes: float, streamable_bytes: float) -> bool:
         """Whether this is enough where ``streamed_bytes`` of ``streamable_bytes`` stream."""
@@ -60,11 +67,12 @@ def ahead_steps(model: ModelProfile, layer_s: float, disk_bytes_per_s: float) ->
     step where experts stream.
     """
     if by_expert(model):
-        return (AheadStep(1.0, 0),)
+        return (AheadStep(1.0, 0, 0),)
     least, found = smallest_ahead_bytes(model), list[AheadStep]()
     for share in _SHARES:
         part = share * model.largest_layer_bytes
-        step = AheadStep(share, max(least, math.ceil(part + min(part, layer_s * disk_bytes_per_s))))
+        needed = max(least, math.ceil(part + min(part, layer_s * disk_bytes_per_s)))
+        step = AheadStep(share, needed, max(needed, math.ceil(2 * part)))
         if found and found[-1].ahead_bytes == step.ahead_bytes:
             found.pop()
         found.append(step)
@@ -87,6 +95,24 @@ def least_ahead_bytes(steps: Sequence[AheadStep], streamed_bytes: float, streama
         return 0
     enough = (step.ahead_bytes for step in steps if step.holds(streamed_bytes, streamable_bytes))
     return next(enough, steps[-1].ahead_bytes)
+
+
+def held_ahead(steps: Sequence[AheadStep], step: AheadStep, wanted_bytes: int) -> int:
+    """What is held ahead where ``step`` is needed and ``wanted_bytes`` are asked for: as much or a little more.
+
+    What a step needs, or as much as is wide or more; between them a prompt's layers would wait a little less for each other,
+    which the program does not count.
+    """
+    if wanted_bytes >= step.wide_bytes - _ROUNDED:
+        return max(wanted_bytes, step.ahead_bytes)
+    enough = [other.ahead_bytes for other in steps if step.ahead_bytes <= other.ahead_bytes >= wanted_bytes - _ROUNDED]
+    return min([*enough, step.wide_bytes])
+
+
+def is_held(steps: Sequence[AheadStep], streaming_bytes: float, streamable: float, ahead_bytes: int) -> bool:
+    """Whether ``ahead_bytes`` is one of what ``held_ahead`` gives where so much of ``streamable`` bytes stream."""
+    step = next((step for step in steps if step.holds(streaming_bytes, streamable)), steps[-1])
+    return held_ahead(steps, step, ahead_bytes) == ahead_bytes
 
 
 def by_expert(model: ModelProfile) -> bool:

@@ -59,7 +59,8 @@ class Option:
     """Whether the tail has about as many layers on the CPU as each window, or there is none."""
     stop_share: float
     """What of the layers on the CPU a stop with the tail and one window has."""
-    steps: tuple[tuple[float, int], ...]
+    steps: tuple[tuple[float, int, int], ...]
+    layers: int
 
     @property
     def streams(self) -> bool:
@@ -187,6 +188,7 @@ class Brute:
         if not self._by_expert:
             found.append(-float(option.most) if option.streams else -math.inf)
             found += [option.stop_share, -option.stop_share] if option.streams else [-math.inf, -math.inf]
+            found.append(-float(option.layers) if option.streams else -math.inf)
         return tuple(found)
 
     def _option(
@@ -238,17 +240,31 @@ class Brute:
         stop_share = (len(of_tail[0]) + window) / max(1, len(on_cpu))
         steps = self._steps(m)
         return Option(
-            *both, output_s, over, most, pool, disk, slows, gpu, tail_gpu, output_on_gpu, regular, stop_share, steps
+            *both,
+            output_s,
+            over,
+            most,
+            pool,
+            disk,
+            slows,
+            gpu,
+            tail_gpu,
+            output_on_gpu,
+            regular,
+            stop_share,
+            steps,
+            len(on_cpu),
         )
 
-    def _steps(self, m: int) -> tuple[tuple[float, int], ...]:
-        """Shares that may stream with what is then held ahead: a part, and what is read while a layer is computed."""
+    def _steps(self, m: int) -> tuple[tuple[float, int, int], ...]:
+        """Shares that may stream with what is then held ahead: a part, what is read while a layer is computed; two."""
         if self._by_expert:
-            return ((1.0, 0),)
+            return ((1.0, 0, 0),)
         member, largest = self._instance.members[m], max(self._sizes)
         read = max(member.decode.cpu) * member.disk_bytes_per_s
         least = min(16 << 20, 2 * largest)
-        return tuple((x, max(least, math.ceil(x * largest + min(x * largest, read)))) for x in SHARES)
+        held = [max(least, math.ceil(x * largest + min(x * largest, read))) for x in SHARES]
+        return tuple((x, a, max(a, math.ceil(2 * x * largest))) for x, a in zip(SHARES, held, strict=True))
 
     def _find_hops(self, members: tuple[int, ...], rounds: int) -> Hops:
         instance = self._instance
@@ -275,7 +291,7 @@ class Brute:
             return 0
         if not option.regular:
             return None
-        for share, ahead in option.steps:
+        for share, ahead, _ in option.steps:
             streamed = option.over + self._reserve + ahead
             if streamed <= share * option.most and streamed <= option.most - option.pool:
                 return ahead
@@ -335,7 +351,8 @@ class Brute:
 
     def _settled(self, way: Way) -> tuple[float, list[float]] | None:
         """The objective of ``way`` with the best of what may be held ahead, in bytes by device; None where nothing fits."""
-        if way.rounds == 1 or self._by_expert or not any(option.streams for option in way.options):
+        no_prompt = way.rounds == 1 and self._objective in ("latency", "throughput")
+        if no_prompt or self._by_expert or not any(option.streams for option in way.options):
             # What is held ahead saves nothing here: as little as can be is the best.
             return self._priced(way, waits=True), [float(self._least_ahead(option) or 0) for option in way.options]
         problem = pulp.LpProblem("ahead", pulp.LpMinimize)
@@ -348,7 +365,7 @@ class Brute:
         decode, chunk = (
             [
                 problem.add_variable("decode_0", 0)
-                if name == "decode" and i == 0
+                if name == "decode" and i == 0 and k > 1
                 else self._waits(problem, f"{name}_{i}", times, k, held[i], ms[i], slows[i])
                 for i, times in enumerate(phase)
             ]
@@ -360,11 +377,12 @@ class Brute:
         tail, link = way.options[0].chunk.tail_s * MS, hops.chunk_link * MS
         once = pulp.lpSum(chunk) + hops.chunk * MS
         lap = (once - tail) * (1 / k)
-        short = self._head_stops(problem, way.options[0], k, held[0], ms[0], slows[0], decode[0])
+        if k > 1:
+            short = self._head_stops(problem, way.options[0], k, held[0], ms[0], slows[0], decode[0])
         passing = pulp.lpSum(decode) + hops.one * MS
         problem += token >= passing
         for i, option in enumerate(way.options):
-            if i and held[i] is not None:
+            if i and k > 1 and held[i] is not None:
                 # k - 1 rounds without the tail, and this device's stop, are as long as it reads what was not there.
                 read = held[i][0] - option.decode.spare / UNIT - held[i][1]
                 rounds = (passing - decode[0]) * (1 / k) + short
@@ -374,16 +392,26 @@ class Brute:
         problem += laps >= lap
         problem += laps >= n * link / k
         problem += last >= (n - 1) * max(tail, link / k)
-        problem += first >= n * chunk[0]
+        busy = [problem.add_variable(f"busy_{i}", 0) for i in range(len(chunk))]
+        problem += first >= n * busy[0]
         problem += first >= (k - 1) * laps + lap + tail + last
         for i, option in enumerate(way.options):
-            stop = (chunk[i] - tail * (i == 0)) * (1 / k)
-            problem += laps >= n * stop
-            problem += last >= (n - 1) * stop
+            problem += busy[i] >= chunk[i]
+            if held[i] is not None:
+                streamed, ahead, _, exact, is_wide = held[i]
+                read = streamed - option.chunk.spare / UNIT
+                meanwhile = (read - k * ahead) * slows[i]
+                for window, count in ((chunk[i], 1), (busy[i], n)):
+                    within = (2 * read - exact * (option.layers + k / count)) * ms[i] - 1e7 * is_wide
+                    problem += window >= option.chunk.compute_s * MS + within
+                    problem += window >= option.chunk.compute_s * MS + within + meanwhile
+            stop, train = ((each[i] - tail * (i == 0)) * (1 / k) for each in (chunk, busy))
+            problem += laps >= n * train
+            problem += last >= n * train - stop
             problem += period >= decode[i]
             if held[i] is None:
                 continue
-            streamed, ahead, in_decode = held[i]
+            streamed, ahead, in_decode = held[i][:3]
             problem += token >= in_decode * (option.decode.share * ms[i])
             problem += period >= in_decode * (option.decode.share * ms[i])
             read = streamed * (option.chunk.share * ms[i])
@@ -451,16 +479,28 @@ class Brute:
             return None
         ahead, in_decode = (problem.add_variable(f"{name}_{i}", 0) for name in ("ahead", "decode"))
         streamed = ahead + (option.over + self._reserve) / UNIT
-        picked = [problem.add_variable(f"step_{i}_{j}", 0, 1, pulp.LpInteger) for j in range(len(option.steps))]
+        # Of each step what it needs, or what a later one does, or two parts and more.
+        ways = [
+            (share, other, other is None and wide)
+            for j, (share, least, wide) in enumerate(option.steps)
+            for other in (*(needed for _, needed, _ in option.steps[j:]), None)
+        ]
+        picked = [problem.add_variable(f"step_{i}_{j}", 0, 1, pulp.LpInteger) for j in range(len(ways))]
         problem += pulp.lpSum(picked) == 1
-        problem += ahead >= pulp.lpSum(z * (least / UNIT) for z, (_, least) in zip(picked, option.steps, strict=True))
-        most = pulp.lpSum(z * (share * option.most / UNIT) for z, (share, _) in zip(picked, option.steps, strict=True))
+        least = pulp.lpSum(
+            z * ((wide if a is None else a) / UNIT) for z, (_, a, wide) in zip(picked, ways, strict=True)
+        )
+        is_wide = pulp.lpSum(z for z, (_, a, _) in zip(picked, ways, strict=True) if a is None)
+        problem += ahead >= least
+        problem += ahead <= least + 1e6 * is_wide
+        most = pulp.lpSum(z * (share * option.most / UNIT) for z, (share, _, _) in zip(picked, ways, strict=True))
         problem += streamed <= most
         problem += streamed <= (option.most - option.pool) / UNIT
         if self._by_expert:
             problem += ahead == 0
         problem += in_decode >= streamed - option.decode.spare / UNIT
-        return streamed, ahead, in_decode
+        exact = pulp.lpSum(z * (a / UNIT) for z, (_, a, _) in zip(picked, ways, strict=True) if a is not None)
+        return streamed, ahead, in_decode, exact, is_wide
 
     def _plan(self, way: Way, held: Sequence[float]) -> Plan:
         names = [self._instance.devices[m].device for m in way.members]

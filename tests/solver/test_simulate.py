@@ -247,7 +247,7 @@ def streaming_plans(count: int, **options: bool) -> Iterator[tuple[Plan, Instanc
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.matrix)])
 def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
-    """A token is within 5 % in 99 of 100 plans, and hardly ever sooner; a first token within 5 % in 88 of 100."""
+    """A token is within 5 % in 99 of 100 plans, and hardly ever sooner; a first token within 5 % in 92 of 100."""
     tokens, firsts = [], []
     for plan, question in streaming_plans(count, shared_hosts=False):
         closed = evaluate(plan, question)
@@ -256,14 +256,15 @@ def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
     assert min(tokens) > 0.98
     assert sum(ratio > 1.05 for ratio in tokens) <= 0.01 * count
     assert max(tokens) < 1.15
-    assert sum(abs(ratio - 1) > 0.05 for ratio in firsts) <= 0.12 * count
+    assert sum(abs(ratio - 1) > 0.05 for ratio in firsts) <= 0.08 * count
     assert min(firsts) > 0.85
-    assert max(firsts) < 1.7
+    assert max(firsts) < 1.6
 
 
+@pytest.mark.parametrize("objective", ["latency", "ttft"])
 @pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.matrix)])
-def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(count):
-    """The solver finds out where the closed form is wrong: it was too quick by up to 44 % in a third of its plans."""
+def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(objective, count):
+    """The solver finds out where the closed form is wrong: for tokens it was by up to 44 %, for prompts by 62 %."""
     ratios, seed = list[float](), 0
     while len(ratios) < count:
         seed += 1
@@ -275,7 +276,7 @@ def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(count):
                 list(asked.links.values()),
                 asked.model,
                 asked.workload,
-                objective="latency",
+                objective=objective,
                 limits=asked.limits,
                 time_limit_s=PATIENCE_S,
             )
@@ -283,10 +284,15 @@ def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(count):
             continue
         if found.plan.streaming:
             question = asked.with_rows(found.prediction.chunk_rows)
-            ratios.append(simulate(found.plan, question, tokens=6).tpot_s / evaluate(found.plan, question).tpot_s)
-    assert min(ratios) > 0.98
-    assert sum(ratio > 1.05 for ratio in ratios) <= 0.15 * count
-    assert max(ratios) < 1.15
+            closed = evaluate(found.plan, question)
+            if objective == "latency":
+                ratios.append(simulate(found.plan, question, tokens=6).tpot_s / closed.tpot_s)
+            else:
+                ratios.append(simulate_prefill(found.plan, question) / closed.ttft_s)
+    least, most, share = (0.98, 1.15, 0.15) if objective == "latency" else (0.65, 1.35, 0.25)
+    assert least < min(ratios)
+    assert sum(abs(ratio - 1) > 0.05 for ratio in ratios) <= share * count
+    assert max(ratios) < most
 
 
 def test_without_streaming_the_closed_form_is_exact():
