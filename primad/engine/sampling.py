@@ -106,7 +106,7 @@ class ChainSampler:
                 *(llama.llama_logit_bias(*bias) for bias in sampling.logit_bias)
             )
             yield llama.llama_sampler_init_logit_bias(vocabulary, len(biases), biases)
-        if sampling.mirostat and not sampling.is_greedy:
+        if self._is_mirostat:
             yield self._temperature()
             return
         if sampling.penalises:

@@ -262,9 +262,10 @@ class _Pricing:
         best, best_disk = np.full(compute.shape, math.inf), np.zeros(compute.shape)
         for step in member.ahead_steps:
             ways = [np.full(compute.shape, float(step.ahead_bytes))]
-            if not instance.by_expert:
-                ways += [np.maximum(step.wide_bytes, part * over / (k - 1)) for part in _AHEAD_TRIALS if k > 1]
-                ways += [np.full(compute.shape, float(step.wide_bytes))] if k == 1 else []
+            if k > 1 and not instance.by_expert:
+                ways += [np.maximum(step.wide_bytes, part * over / (k - 1)) for part in _AHEAD_TRIALS]
+            elif not instance.by_expert:
+                ways.append(np.full(compute.shape, float(step.wide_bytes)))
             for ahead in ways:
                 streamed = over + ahead
                 read = np.maximum(streamed - phase.spare_bytes, 0) * phase.read_share

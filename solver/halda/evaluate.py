@@ -391,10 +391,10 @@ def stream(
         if over <= 0 and not wanted:
             continue
         most = _total(share.cpu, instance.streamable)
-        member_steps = share.member.ahead_steps
-        for step in member_steps:
-            wanted = step.wide_bytes if wide else ahead.get(name, 0)
-            held = 0 if instance.by_expert else held_ahead(member_steps, step, wanted)
+        steps = share.member.ahead_steps
+        for step in steps:
+            asked = step.wide_bytes if wide else ahead.get(name, 0)
+            held = 0 if instance.by_expert else held_ahead(steps, step, asked)
             streamed = max(over + instance.reserve_bytes + held, wanted)
             if step.holds(streamed, most):
                 break

@@ -532,7 +532,7 @@ class _Time:
                 waiting = late - (laps + windows[m]) * (1 / rounds)
                 problem += token >= passing + waiting, f"the disk of {m} reads between its stops"
         for i, disk in enumerate(self._disks(self._decode)):
-            self._problem += token >= disk, f"a token waits for disk {i}"
+            problem += token >= disk, f"a token waits for disk {i}"
         return token
 
     def _first_token(self) -> Expression:
@@ -621,7 +621,7 @@ class _Time:
                 and not self._instance.by_expert
                 and not (member.is_alone and self._layout.loose)
             ):
-                slowed = self._meanwhile(m, member, phase) * (member.slows_s_per_byte * self._unit * MS)
+                slowed = self._slowed(m, member, phase)
                 self._problem += window >= computing + slowed, f"{name}: {m} reads and computes"
             if phase is self._prefill[m] and not (self._layout.loose or self._instance.by_expert):
                 self._wait_within(m, member, phase, computing, window, 1)
@@ -714,16 +714,17 @@ class _Time:
     ) -> None:
         """A chunk's layers on the CPU wait for each other where less than two of their parts are held ahead."""
         size, unit_ms = 2 * self._streamed(m, phase), self._unit_ms(member)
-        slowed: Expression = 0
-        if member.slows_s_per_byte:
-            slowed = self._meanwhile(m, member, phase) * (member.slows_s_per_byte * self._unit * MS)
+        besides = [0, self._slowed(m, member, phase)] if member.slows_s_per_byte else [0]
         layers = pulp.lpSum(self._layout.cpu[m]) + self._layout.rounds / chunks
         for i, (is_least, ahead) in enumerate(self._streams.steps[m]):
             waiting = (size - ahead * layers) * unit_ms - (1 - is_least) * (2 * self._total * unit_ms)
-            for name, besides in (("", 0), (" slowly", slowed)):
-                if not name or member.slows_s_per_byte:
-                    which = f"{m} waits within windows{name} {i} of {chunks}"
-                    self._problem += window >= computing + besides + waiting, which
+            for j, slowed in enumerate(besides):
+                which = f"{m} waits within windows {i} {j} of {chunks}"
+                self._problem += window >= computing + slowed + waiting, which
+
+    def _slowed(self, m: int, member: Member, phase: Phase) -> Expression:
+        """Milliseconds that ``m`` computes longer because of what is read meanwhile."""
+        return self._meanwhile(m, member, phase) * (member.slows_s_per_byte * self._unit * MS)
 
     def _read(self, m: int, member: Member, phase: Phase) -> Expression:
         """Milliseconds in which ``m`` reads what a pass needs of what streams."""

@@ -91,10 +91,11 @@ def reserve_bytes(model: ModelProfile) -> int:
 
 def least_ahead_bytes(steps: Sequence[AheadStep], streamed_bytes: float, streamable_bytes: float) -> int:
     """What has to be held ahead where ``streamed_bytes`` of ``streamable_bytes`` stream; 0 where nothing does."""
-    if streamed_bytes <= 0:
-        return 0
-    enough = (step.ahead_bytes for step in steps if step.holds(streamed_bytes, streamable_bytes))
-    return next(enough, steps[-1].ahead_bytes)
+    return _needed(steps, streamed_bytes, streamable_bytes).ahead_bytes if streamed_bytes > 0 else 0
+
+
+def _needed(steps: Sequence[AheadStep], streamed_bytes: float, streamable_bytes: float) -> AheadStep:
+    return next((step for step in steps if step.holds(streamed_bytes, streamable_bytes)), steps[-1])
 
 
 def held_ahead(steps: Sequence[AheadStep], step: AheadStep, wanted_bytes: int) -> int:
@@ -105,14 +106,13 @@ def held_ahead(steps: Sequence[AheadStep], step: AheadStep, wanted_bytes: int) -
     """
     if wanted_bytes >= step.wide_bytes - _ROUNDED:
         return max(wanted_bytes, step.ahead_bytes)
-    enough = [other.ahead_bytes for other in steps if step.ahead_bytes <= other.ahead_bytes >= wanted_bytes - _ROUNDED]
-    return min([*enough, step.wide_bytes])
+    least = max(step.ahead_bytes, wanted_bytes - _ROUNDED)
+    return min([*(other.ahead_bytes for other in steps if other.ahead_bytes >= least), step.wide_bytes])
 
 
-def is_held(steps: Sequence[AheadStep], streaming_bytes: float, streamable: float, ahead_bytes: int) -> bool:
-    """Whether ``ahead_bytes`` is one of what ``held_ahead`` gives where so much of ``streamable`` bytes stream."""
-    step = next((step for step in steps if step.holds(streaming_bytes, streamable)), steps[-1])
-    return held_ahead(steps, step, ahead_bytes) == ahead_bytes
+def is_held(steps: Sequence[AheadStep], streamed_bytes: float, streamable_bytes: float, ahead_bytes: int) -> bool:
+    """Whether ``ahead_bytes`` is one of what ``held_ahead`` gives where so much of ``streamable_bytes`` streams."""
+    return held_ahead(steps, _needed(steps, streamed_bytes, streamable_bytes), ahead_bytes) == ahead_bytes
 
 
 def by_expert(model: ModelProfile) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from halda import DiskProfile, Instance, Objective, Workload
+from halda import DiskProfile, Instance, Objective, Solution, Workload, solve
 from halda_research.random_fleets import log_uniform, random_instance
 
 SHAPES = [(2, 6), (2, 8), (2, 10), (2, 13), (2, 16), (3, 6), (3, 7), (3, 8), (3, 10), (3, 12), (4, 6), (4, 8), (4, 9)]
@@ -52,3 +52,18 @@ def small_instance(rng: random.Random) -> tuple[Instance, Objective]:
 def slowing(disk: DiskProfile, share: float) -> DiskProfile:
     """``disk``, beside whose reading computing gets as much slower."""
     return replace(disk, slows_s_per_byte=share / disk.prefetch_bytes_per_s)
+
+
+def solved(question: Instance, objective: Objective, **options: object) -> Solution:
+    """The solver's answer, with time enough to prove it."""
+    limit_s = options.pop("time_limit_s", 600.0)
+    return solve(
+        question.devices,
+        list(question.links.values()),
+        question.model,
+        question.workload,
+        objective=objective,
+        limits=question.limits,
+        time_limit_s=limit_s,
+        **options,
+    )

@@ -23,19 +23,17 @@ from halda import (
     Window,
     Workload,
     cost,
-    solve,
 )
-from halda.evaluate import evaluate
+from halda.evaluate import evaluate, stream
 from halda.instance import Instance
 from halda.instance import instance as ask
 from halda_research.random_fleets import random_instance, random_plan
 from halda_research.simulate import Simulation, simulate, simulate_prefill
+from tests.solver.small_fleets import solved
 
 LAYER = 1000
 """Bytes of a layer of the toy model; a layer takes 1 s on the CPU."""
 HOP_S = 0.5
-PATIENCE_S = 600
-"""Until the best plan is proven, which takes a second."""
 
 
 # ---- hand-worked: a layer takes 1 s, a read as long as we say, a hop 0.5 s of which 0.1 s the link is occupied ----------
@@ -271,15 +269,7 @@ def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(objective, c
         asked = random_instance(random.Random(seed), devices=3, layers=12, memory="short", shared_hosts=False)
         asked = replace(asked, workload=replace(asked.workload, sequences=1))
         try:
-            found = solve(
-                asked.devices,
-                list(asked.links.values()),
-                asked.model,
-                asked.workload,
-                objective=objective,
-                limits=asked.limits,
-                time_limit_s=PATIENCE_S,
-            )
+            found = solved(asked, objective)
         except Infeasible:
             continue
         if found.plan.streaming:
@@ -293,6 +283,21 @@ def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(objective, c
     assert least < min(ratios)
     assert sum(abs(ratio - 1) > 0.05 for ratio in ratios) <= share * count
     assert max(ratios) < most
+
+
+def test_what_is_to_stream_at_the_least_does():
+    seen = 0
+    for plan, question in streaming_plans(20):
+        for each in stream(plan, question, {}).streaming:
+
+            def streamed(least: int, name: str = each.device, plan: Plan = plan, question: Instance = question) -> int:
+                return stream(plan, question, {}, {name: least}).streaming_of(name).streamed_bytes
+
+            all_bytes = streamed(1 << 60)
+            more = (each.streamed_bytes + all_bytes) // 2
+            assert streamed(more) == more
+            seen += more > each.streamed_bytes
+    assert seen, "all streams everywhere"
 
 
 def test_without_streaming_the_closed_form_is_exact():

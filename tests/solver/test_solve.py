@@ -19,23 +19,9 @@ from halda_research.beside import SEEDS, beside_published
 from halda_research.random_fleets import random_instance, random_workload
 from tests.fakes import planning
 from tests.solver.brute import Brute
-from tests.solver.small_fleets import small_instance
+from tests.solver.small_fleets import small_instance, solved
 
 CLOSE = 1e-6
-
-
-def solved(question: Instance, objective: Objective, **options: object) -> Solution:
-    limit_s = options.pop("time_limit_s", 600.0)
-    return solve(
-        question.devices,
-        list(question.links.values()),
-        question.model,
-        question.workload,
-        objective=objective,
-        limits=question.limits,
-        time_limit_s=limit_s,
-        **options,
-    )
 
 
 def check_against_brute_force(question: Instance, objective: Objective) -> Solution | None:
