@@ -151,35 +151,63 @@ class _Share:
         """What is read for a token or a chunk."""
         return phase.streamed_bytes(self.streamed_bytes) * phase.read_share
 
-    def window_s(self, phase: Phase, plan: Plan, instance: Instance, output_s: float, chunks: int = 1) -> float:
-        """Seconds of all windows and of the output matrix, computing or waiting for the disk.
+    def token_s(self, plan: Plan, instance: Instance, output_s: float) -> float:
+        """Seconds of all windows of a token and of the output matrix, computing or waiting for the disk."""
+        phase = self.member.decode
+        compute_s, read = self.compute_s(phase, plan) + output_s, self.read_bytes(phase)
+        if instance.by_expert:
+            return compute_s + read / self.member.disk_bytes_per_s
+        if self.has_long_stop(plan):
+            return sum(self.stops_s(plan, output_s))
+        return self._reading_s(phase, compute_s, self.rest_s(phase, plan, output_s), read, plan.rounds)
+
+    def chunk_s(self, plan: Plan, instance: Instance, chunks: int = 1) -> tuple[float, float]:
+        """Seconds for a chunk of a prompt, computing or waiting for the disk: of all windows but the tail, and of the tail.
 
         Of ``chunks`` that follow each other without a pause each takes so long, on average.
         """
-        compute_s = self.compute_s(phase, plan) + output_s
-        read, disk = self.read_bytes(phase), self.member.disk_bytes_per_s
+        phase, read, layers = self.member.prefill, self.read_bytes(self.member.prefill), sum(self.cpu)
+        tail_s = self.tail_s(phase, plan) if self.is_head else 0.0
+        windows_s, rest_s = self.compute_s(phase, plan) - tail_s, self.rest_s(phase, plan, 0.0)
+
+        def reading_s(compute_s: float, rest_s: float, read: float, layers: int, stops: int) -> float:
+            within = 2 * read - (layers + stops / chunks) * self.ahead_bytes
+            return self._reading_s(phase, compute_s, rest_s, read, stops, max(0.0, within))
+
         if instance.by_expert:
-            return compute_s + read / disk
-        if self.has_long_stop(plan) and phase is self.member.decode:
-            return sum(self.stops_s(phase, plan, output_s))
-        compute_s += self.slowed_s(phase, plan)
-        if phase is not self.member.decode:
-            compute_s += max(0.0, 2 * read - (sum(self.cpu) + plan.rounds / chunks) * self.ahead_bytes) / disk
-        waiting = read - plan.rounds * self.ahead_bytes
+            return windows_s + read / self.member.disk_bytes_per_s, tail_s
+        if not read:
+            return windows_s, tail_s
+        if self.has_long_stop(plan):
+            in_tail = sum(self.tail_cpu)
+            of_tail = read * in_tail / layers
+            return (
+                reading_s(windows_s, rest_s, read - of_tail, layers - in_tail, plan.rounds),
+                reading_s(tail_s, 0.0, of_tail, in_tail, 1),
+            )
+        return reading_s(windows_s + tail_s, rest_s, read, layers, plan.rounds) - tail_s, tail_s
+
+    def _reading_s(
+        self, phase: Phase, compute_s: float, rest_s: float, read: float, stops: int, within: float = 0.0
+    ) -> float:
+        """Seconds of ``stops`` stops that compute and read; for ``within`` bytes layers wait for each other."""
+        waiting, disk = read - stops * self.ahead_bytes, self.member.disk_bytes_per_s
+        slowing = max(0.0, waiting) if self.member.is_alone else read
+        compute_s += self.member.slows_s_per_byte * slowing + within / disk
         if waiting <= 0:
             return compute_s
-        return max(compute_s, self.rest_s(phase, plan, output_s) + plan.rounds * phase.edge_s + waiting / disk)
+        return max(compute_s, rest_s + stops * phase.edge_s + waiting / disk)
 
     def has_long_stop(self, plan: Plan) -> bool:
         """Whether one of a token's stops here has the tail besides a window."""
         return self.is_head and plan.rounds > 1
 
-    def stops_s(self, phase: Phase, plan: Plan, output_s: float) -> tuple[float, float]:
+    def stops_s(self, plan: Plan, output_s: float) -> tuple[float, float]:
         """Seconds of the head's stop with the tail and the next token's first window, and of its other stops together.
 
         Layers are told apart by their number alone: the other windows are as long as each other.
         """
-        others, layers, in_tail = plan.rounds - 1, sum(self.cpu), sum(self.tail_cpu)
+        phase, others, layers, in_tail = self.member.decode, plan.rounds - 1, sum(self.cpu), sum(self.tail_cpu)
         read, disk, tail_s = self.read_bytes(phase), self.member.disk_bytes_per_s, self.tail_s(phase, plan)
         window_s = (self.compute_s(phase, plan) - tail_s) / plan.rounds
         if not read:
@@ -226,10 +254,8 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
     assert plan.head == instance.devices[0].device
     shares = _shares(plan, instance)
     outputs = [share.output_s(plan) for share in shares]
-    decode = [
-        share.window_s(share.member.decode, plan, instance, out) for share, out in zip(shares, outputs, strict=True)
-    ]
-    prefill = [share.window_s(share.member.prefill, plan, instance, 0.0) for share in shares]
+    decode = [share.token_s(plan, instance, out) for share, out in zip(shares, outputs, strict=True)]
+    prefill = [share.chunk_s(plan, instance) for share in shares]
     read = [share.read_bytes(share.member.decode) for share in shares]
     disk = [size / share.member.disk_bytes_per_s for size, share in zip(read, shares, strict=True)]
     hops, chunk_hops, occupied = _hops(plan, instance)
@@ -277,7 +303,7 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
                 stall_s=token[i] - compute[i] + (late_s if i == slowest else 0.0),
                 hop_s=hops[i],
                 disk_s=disk[i],
-                prefill_s=prefill[i],
+                prefill_s=sum(prefill[i]),
             )
             for i, share in enumerate(shares)
         ),
@@ -301,7 +327,7 @@ def _waiting_between(
     waiting, others = [0.0] * len(shares), plan.rounds - 1
     if not others or instance.by_expert:
         return waiting
-    first_s, other_s = shares[0].stops_s(shares[0].member.decode, plan, output_s)
+    first_s, other_s = shares[0].stops_s(plan, output_s)
     laps_s = others * (sum(windows_s) + hops_s - first_s) + other_s
     for i, share in enumerate(shares[1:], 1):
         late = share.read_bytes(share.member.decode) - share.ahead_bytes
@@ -314,28 +340,35 @@ def _prompt_s(
     plan: Plan,
     instance: Instance,
     shares: Sequence[_Share],
-    windows_s: Sequence[float],
+    chunk_s: Sequence[tuple[float, float]],
     hops_s: float,
     occupied_s: float,
     chunks: int,
 ) -> float:
     """Seconds in which ``chunks`` chunks of a prompt pass the ring, the output matrix aside."""
-    rounds, tail_s = plan.rounds, shares[0].tail_s(shares[0].member.prefill, plan)
-    lap_s = (sum(windows_s) + hops_s - tail_s) / rounds
-    stops = [(window - tail_s * (i == 0)) / rounds for i, window in enumerate(windows_s)]
-    busy_s = [share.window_s(share.member.prefill, plan, instance, 0.0, chunks) for share in shares]
-    trains = [chunks * (window - tail_s * (i == 0)) / rounds for i, window in enumerate(busy_s)]
-    once_more_s = max(tail_s, occupied_s / rounds)
+    rounds, tail_s = plan.rounds, chunk_s[0][1]
+    lap_s = (sum(windows_s for windows_s, _ in chunk_s) + hops_s) / rounds
+    stops = [windows_s / rounds for windows_s, _ in chunk_s]
+    following = [share.chunk_s(plan, instance, chunks) for share in shares]
+    trains = [chunks * windows_s / rounds for windows_s, _ in following]
+    once_more_s = max(following[0][1], occupied_s / rounds)
     laps_s, last_s, least = max(lap_s, chunks * occupied_s / rounds), (chunks - 1) * once_more_s, 0.0
     for host in _by_host(shares):
         stop_s, reading_s = sum(stops[i] for i in host), 0.0
         train_s = sum(trains[i] for i in host)
-        least = max(least, rounds * train_s + chunks * tail_s if 0 in host else 0.0)
+        least = max(least, rounds * train_s + chunks * following[0][1] if 0 in host else 0.0)
         for i in host:
             share, phase = shares[i], shares[i].member.prefill
             read, disk = chunks * share.read_bytes(phase), share.member.disk_bytes_per_s
             reading_s += max(0.0, read - share.ahead_bytes) / disk
-            if read and i and not instance.by_expert:
+            if not read or instance.by_expert:
+                continue
+            # From the beginning of its first stop to the end of its last one a disk reads what was not there.
+            around_s = lap_s - stops[i] + tail_s if i else 0.0
+            within_s = (2 * read - (chunks * sum(share.cpu) + 1) * share.ahead_bytes) / disk
+            all_read_s = phase.edge_s + (read - share.ahead_bytes) / disk
+            least = max(least, around_s + max(all_read_s, chunks * _dot(share.cpu, phase.cpu) + within_s))
+            if i:
                 late_s = (read / rounds - share.ahead_bytes) / disk
                 train_s = max(train_s, chunks * share.rest_s(phase, plan, 0.0) / rounds + late_s)
         laps_s, last_s, least = max(laps_s, train_s), max(last_s, train_s - stop_s), max(least, reading_s)

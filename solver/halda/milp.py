@@ -25,7 +25,7 @@ from typing import Any, Final
 import pulp
 
 from halda.evaluate import Objective, cpu_layers, regular_tails
-from halda.instance import Instance, Member, Phase
+from halda.instance import Instance, Phase
 from halda.orders import HopShare, RingOrder, ring_order
 from halda.plan import Plan
 
@@ -476,6 +476,28 @@ def _memory(
     return slacks
 
 
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """Numbers of layers ``what`` of the head may have, each with a binary that says whether it has."""
+
+    what: str
+    lengths: range
+    picked: list[Any]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Milliseconds of a chunk of a prompt: of each member's windows but the tail, and of that.
+
+    ``following`` and ``tails`` are those of one of many chunks that follow each other without a pause.
+    """
+
+    windows: list[Any] = field(default_factory=list)
+    following: list[Any] = field(default_factory=list)
+    tail: Expression = 0
+    tails: Expression = 0
+
+
 class _Time:
     """Milliseconds of a token, of the first token and between tokens, as ``evaluate.py`` counts them."""
 
@@ -500,7 +522,7 @@ class _Time:
         self._prefill = [member.prefill for member in instance.members]
         self._first_ms: Expression = 0
         self._other_ms: Expression = 0
-        self._chunk_ms: list[Expression] = []
+        self._lengths: tuple[_Lengths, _Lengths] | None = None
 
     def objective(self, objective: Objective) -> Expression:
         work = self._instance.workload
@@ -520,15 +542,15 @@ class _Time:
 
     def _token(self) -> Expression:
         problem, token = self._problem, positive(self._problem, "token")
-        windows = self._decode_ms = self._windows("decode", self._decode, self._output())
+        windows = self._decode_ms = self._token_windows()
         hops = self._hops(lambda order: order.hops_s, lambda share: share.hops_s)
         passing = pulp.lpSum(windows) + hops
         problem += token >= passing, "a token passes all windows and hops"
         if self._has_long_stop:
             rounds = self._layout.rounds
             laps = (rounds - 1) * (passing - self._first_ms) + self._other_ms
-            for m, member in enumerate(self._instance.members[1:], 1):
-                late = (self._size(m, self._decode[m]) - self._streams.ahead[m]) * self._unit_ms(member)
+            for m in range(1, len(windows)):
+                late = (self._size(m, self._decode[m]) - self._streams.ahead[m]) * self._unit_ms(m)
                 waiting = late - (laps + windows[m]) * (1 / rounds)
                 problem += token >= passing + waiting, f"the disk of {m} reads between its stops"
         for i, disk in enumerate(self._disks(self._decode)):
@@ -538,27 +560,24 @@ class _Time:
     def _first_token(self) -> Expression:
         """As ``evaluate`` counts it; where layouts know less of it, no more than that."""
         problem, chunks, rounds = self._problem, self._instance.chunks, self._layout.rounds
-        prompt, windows = positive(problem, "prompt"), self._windows("prefill", self._prefill, 0)
-        following = self._following(windows, chunks)
+        prompt, chunk = positive(problem, "prompt"), self._chunk()
         hops = self._hops(lambda order: order.chunk_hops_s, lambda share: share.chunk_hops_s)
         link = self._hops(lambda order: order.chunk_link_s, lambda _: 0.0)
-        tail, most_tail = self._tail(min), self._tail(max)
-        once = pulp.lpSum(windows) + hops
-        problem += prompt >= once, "a chunk passes all windows and hops"
+        passing = pulp.lpSum(chunk.windows) + hops
+        problem += prompt >= passing + chunk.tail, "a chunk passes all windows and hops"
         problem += prompt >= chunks * link, "a link is busy"
         laps, last = positive(problem, "laps"), positive(problem, "last_lap")
-        problem += laps >= (once - most_tail) * (1 / rounds), "laps of one chunk"
+        problem += laps >= passing * (1 / rounds), "laps of one chunk"
         problem += laps >= link * (chunks / rounds), "laps over the busiest link"
-        problem += last >= (chunks - 1) * tail, "chunks in the tail"
+        problem += last >= (chunks - 1) * chunk.tails, "chunks in the tail"
         problem += last >= link * ((chunks - 1) / rounds), "chunks on a link"
         for i, host in enumerate(self._instance.hosts):
-            first, busy = (pulp.lpSum(each[m] for m in host) for each in (windows, following))
-            problem += prompt >= chunks * busy, f"machine {i} is busy"
+            first, busy = (pulp.lpSum(each[m] for m in host) for each in (chunk.windows, chunk.following))
+            problem += prompt >= chunks * (busy + chunk.tails * (0 in host)), f"machine {i} is busy"
             problem += prompt >= pulp.lpSum(self._first_read(m, chunks, 1) for m in host), f"disk {i} is busy"
-            least = (busy - most_tail * (0 in host)) * (1 / rounds)
-            problem += laps >= chunks * least, f"laps of machine {i}"
-            stop = (first - tail * (0 in host)) * (1 / rounds)
-            problem += last >= chunks * least - stop, f"chunks at machine {i}"
+            problem += laps >= busy * (chunks / rounds), f"laps of machine {i}"
+            stop = first * (1 / rounds)
+            problem += last >= busy * (chunks / rounds) - stop, f"chunks at machine {i}"
             for m in host:
                 if m and not self._instance.by_expert:
                     rest = _dot(self._layout.gpu[m], [s * MS for s in self._prefill[m].gpu])
@@ -567,27 +586,45 @@ class _Time:
                     problem += laps >= train, f"laps of the disk of {m}"
                     problem += last >= train - stop, f"chunks at the disk of {m}"
         if not self._layout.loose:
-            passing = (rounds - 1) * laps + once * (1 / rounds) + tail * (1 - 1 / rounds) + last
-            problem += prompt >= passing, "chunks follow each other"
+            lap = passing * (1 / rounds)
+            problem += prompt >= (rounds - 1) * laps + lap + chunk.tail + last, "chunks follow each other"
+            if not self._instance.by_expert:
+                for m, window in enumerate(chunk.windows):
+                    around = lap - window * (1 / rounds) + chunk.tail if m else 0
+                    self._read_all(m, prompt, around, chunks)
         return prompt + self._output()
+
+    def _read_all(self, m: int, prompt: Any, around: Expression, chunks: int) -> None:
+        """From the beginning of its first stop to the end of its last one ``m`` reads what was not there."""
+        phase = self._prefill[m]
+        edge = self._streams.streams[m] * (phase.edge_s * MS)
+        self._problem += prompt >= around + edge + self._first_read(m, chunks, 1), f"all chunks are read by {m}"
+        computing = chunks * _dot(self._layout.cpu[m], [s * MS for s in phase.cpu])
+        layers = chunks * pulp.lpSum(self._layout.cpu[m]) + 1
+        for i, waiting in enumerate(self._within(m, chunks * self._streams.bytes[m], layers, chunks)):
+            self._problem += prompt >= around + computing + waiting, f"all chunks are read by {m} and wait {i}"
 
     def _first_read(self, m: int, chunks: int, rounds: int) -> Expression:
         """Milliseconds of reading of a stop, if there are as many as ``rounds``, for all chunks of a prompt that begins."""
-        member, phase = self._instance.members[m], self._prefill[m]
-        return self._read(m, member, phase) * (chunks / rounds) - self._streams.ahead[m] * self._unit_ms(member)
+        return self._read(m, self._prefill[m]) * (chunks / rounds) - self._streams.ahead[m] * self._unit_ms(m)
 
-    def _tail(self, least: Callable[[tuple[float, ...]], float], phase: Phase | None = None) -> Expression:
-        """Milliseconds of the tail, for a chunk unless ``phase`` says otherwise.
-
-        Where it is unknown which layers it has, of the ``least`` of all kinds.
-        """
+    def _tail(self, name: str, phase: Phase) -> Expression:
+        """Milliseconds of computing the tail. Where it is unknown which layers it has, what suits best counts."""
         if self._layout.tail is None:
             return 0
-        phase, found = phase or self._prefill[0], self._steps(0, 1)
+        found, least, most = self._steps(0, 1), [], []
         for counts, seconds in zip(self._layout.tail, (phase.cpu, phase.gpu), strict=True):
-            each = seconds if len(counts) == len(seconds) else (least(seconds),)
-            found += _dot(counts, [s * MS for s in each])
-        return found
+            if len(counts) == len(seconds):
+                found += _dot(counts, [s * MS for s in seconds])
+            else:
+                least.append(_dot(counts, [min(seconds) * MS]))
+                most.append(_dot(counts, [max(seconds) * MS]))
+        if not least:
+            return found
+        unknown = positive(self._problem, f"{name}_tail_ms")
+        self._problem += unknown >= pulp.lpSum(least), f"{name}: a tail takes as long as its layers"
+        self._problem += unknown <= pulp.lpSum(most), f"{name}: a tail takes no longer"
+        return found + unknown
 
     def _period(self) -> Expression:
         period = positive(self._problem, "period")
@@ -600,164 +637,196 @@ class _Time:
         self._problem += period >= link, "a link is busy with tokens"
         return period
 
-    def _windows(self, name: str, phases: Sequence[Phase], output: Expression) -> list[Any]:
-        """V_m: the milliseconds of all windows of each member, computing or waiting for the disk."""
+    def _token_windows(self) -> list[Any]:
+        """V_m: the milliseconds of all windows of each member for a token, computing or waiting for the disk."""
         windows = []
-        for m, member in enumerate(self._instance.members):
-            window, phase = positive(self._problem, f"{name}_ms_{m}"), phases[m]
-            rest = _dot(self._layout.gpu[m], [s * MS for s in phase.gpu]) + self._steps(m, self._layout.windows[m])
-            layers = _dot(self._layout.cpu[m], [s * MS for s in phase.cpu])
-            computing = layers + rest + (0 if m else output)
-            if m == 0 and self._has_long_stop and phase is self._decode[0]:
-                self._head_stops(member, phase, layers + rest, rest, output)
-                self._problem += window >= self._first_ms + self._other_ms, "stops of the head"
-                windows.append(window)
-                continue
-            if self._instance.by_expert:
-                computing += self._read(m, member, phase)
-            self._problem += window >= computing, f"{name}: {m} computes"
-            if (
-                member.slows_s_per_byte
-                and not self._instance.by_expert
-                and not (member.is_alone and self._layout.loose)
-            ):
-                slowed = self._slowed(m, member, phase)
-                self._problem += window >= computing + slowed, f"{name}: {m} reads and computes"
-            if phase is self._prefill[m] and not (self._layout.loose or self._instance.by_expert):
-                self._wait_within(m, member, phase, computing, window, 1)
-                self._chunk_ms.append(computing)
-            if not (self._layout.loose or self._instance.by_expert):
-                waiting = self._waiting(name, m, member, phase)
-                sure = self._sure_rest(m, member, phase, rest, output)
-                self._problem += window >= sure + waiting, f"{name}: {m} waits for its disk"
+        for m, phase in enumerate(self._decode):
+            window = positive(self._problem, f"decode_ms_{m}")
             windows.append(window)
+            layers, rest = self._computing(m, phase)
+            if m == 0 and self._has_long_stop:
+                self._head_stops(phase, layers + rest, rest)
+                self._problem += window >= self._first_ms + self._other_ms, "stops of the head"
+                continue
+            output = 0 if m else self._output()
+            sure = self._sure_rest(m, phase, rest, output)
+            computing, size = layers + rest + output, self._size(m, phase)
+            self._stops("decode", m, phase, window, computing, sure, size, self._layout.rounds)
         return windows
+
+    def _chunk(self) -> _Chunk:
+        """The milliseconds of all windows for a chunk of a prompt."""
+        rounds, tail, found = self._layout.rounds, self._tail("chunk", self._prefill[0]), _Chunk()
+        for m, phase in enumerate(self._prefill):
+            layers, rest = self._computing(m, phase)
+            count, size = pulp.lpSum(self._layout.cpu[m]), self._size(m, phase)
+            computing, sure = layers + rest - (0 if m else tail), self._sure_rest(m, phase, rest, 0)
+            if m == 0 and self._has_long_stop:
+                assert self._layout.tail is not None
+                of_window, of_tail = self._head_parts("chunk", size)
+                in_tail = pulp.lpSum(self._layout.tail[0])
+                found.tail, found.tails = self._follow("tail", 0, tail, 0, of_tail, in_tail, 1)
+                window, following = self._follow(
+                    "windows", m, computing, sure, rounds * of_window, count - in_tail, rounds
+                )
+            else:
+                window, following = self._follow("chunk", m, computing, sure - (0 if m else tail), size, count, rounds)
+                if m == 0:
+                    found.tail = found.tails = tail
+            found.windows.append(window)
+            found.following.append(following)
+        return found
+
+    def _follow(
+        self,
+        name: str,
+        m: int,
+        computing: Expression,
+        sure: Expression,
+        size: Expression,
+        layers: Expression,
+        stops: int,
+    ) -> tuple[Any, Any]:
+        """Milliseconds of so many stops of a chunk, and of one of many chunks that follow each other without a pause.
+
+        Where less than two of their parts are held ahead, a chunk's ``layers`` on the CPU wait for each other.
+        """
+        problem, chunks, phase = self._problem, self._instance.chunks, self._prefill[m]
+        window = positive(problem, f"{name}_ms_{m}")
+        slowed = self._stops(name, m, phase, window, computing, sure, size, stops)
+        if self._layout.loose or self._instance.by_expert:
+            return window, window
+        following = window
+        if chunks > 1:
+            following = positive(problem, f"{name}_following_ms_{m}")
+            problem += following >= window, f"{name}: no chunk at {m} is quicker than the first"
+        for many, each in ((1, window), (chunks, following)) if chunks > 1 else ((1, window),):
+            for i, waiting in enumerate(self._within(m, size, layers + stops / many)):
+                for j, more in enumerate((0,) if isinstance(slowed, int) else (0, slowed)):
+                    which = f"{name}: {m} waits within windows {i} {j} of {many}"
+                    problem += each >= computing + more + waiting, which
+        return window, following
+
+    def _within(self, m: int, size: Expression, layers: Expression, passes: int = 1) -> list[Expression]:
+        """Milliseconds that ``layers`` wait for each other, of which ``size`` is read: at least these."""
+        unit_ms = self._unit_ms(m)
+        most_ms = 2 * passes * self._total * unit_ms
+        return [
+            (2 * size - ahead * layers) * unit_ms - (1 - is_least) * most_ms
+            for is_least, ahead in self._streams.steps[m]
+        ]
+
+    def _stops(
+        self,
+        name: str,
+        m: int,
+        phase: Phase,
+        stop: Any,
+        computing: Expression,
+        sure: Expression,
+        size: Expression,
+        stops: int,
+    ) -> Expression:
+        """Have ``stop`` be milliseconds of ``stops`` stops that compute, or read ``size`` beside what is ``sure``.
+
+        Answers how much longer they compute because of what is read meanwhile.
+        """
+        problem, member, unit_ms = self._problem, self._instance.members[m], self._unit_ms(m)
+        problem += stop >= computing, f"{name}: {m} computes"
+        if self._instance.by_expert:
+            problem += stop >= computing + size * (phase.read_share * unit_ms), f"{name}: {m} reads what is picked"
+            return 0
+        late, slowed = size - stops * self._streams.ahead[m], 0
+        if member.slows_s_per_byte and not (member.is_alone and self._layout.loose):
+            slowed = (late if member.is_alone else size) * (member.slows_s_per_byte * self._unit * MS)
+            problem += stop >= computing + slowed, f"{name}: {m} reads and computes"
+        if not self._layout.loose:
+            waits = integer(problem, f"{name}_waits_{m}", 0, 1)
+            edges = waits * (stops * phase.edge_s * MS)
+            problem += late <= waits * self._total, f"{name}: {m} has no edges if it does not wait"
+            problem += stop >= sure + edges + late * unit_ms, f"{name}: {m} waits for its disk"
+        return slowed
 
     @property
     def _has_long_stop(self) -> bool:
-        """Whether a token's stop of the head with the tail is told from its others."""
+        """Whether the head's stop with the tail is told from its others."""
         return self._layout.rounds > 1 and not (self._layout.loose or self._instance.by_expert)
 
-    def _head_stops(
-        self, member: Member, phase: Phase, all_ms: Expression, rest: Expression, output: Expression
-    ) -> None:
+    def _head_stops(self, phase: Phase, all_ms: Expression, rest: Expression) -> None:
         """The head's stop with the tail and a window, and all its others."""
-        problem, rounds, ahead = self._problem, self._layout.rounds, self._streams.ahead[0]
-        others, unit_ms, edge_ms = rounds - 1, self._unit_ms(member), phase.edge_s * MS
-        tail, most_tail = self._tail(min, phase), self._tail(max, phase)
+        problem, rounds, output = self._problem, self._layout.rounds, self._output()
+        others, tail = rounds - 1, self._tail("token", phase)
         first = self._first_ms = positive(problem, "head_first_ms")
         other = self._other_ms = positive(problem, "head_other_ms")
-        window = (all_ms - most_tail) * (1 / rounds)
-        sure = self._sure_rest(0, member, phase, rest, output) * (1 / rounds)
-        problem += other >= others * window, "the head computes"
+        window = (all_ms - tail) * (1 / rounds)
+        sure = self._sure_rest(0, phase, rest, output) * (1 / rounds)
         problem += first >= tail + output + other * (1 / others), "the head computes its tail and a window"
-        of_window, of_tail = self._head_parts()
-        for name, stop, stops, size, computing in (
-            ("other", other, others, others * of_window, others * window),
-            ("first", first, 1, of_tail + of_window, all_ms * (1 / rounds) + tail * (others / rounds) + output),
-        ):
-            waits = integer(problem, f"head_waits_{name}", 0, 1)
-            late = size - stops * ahead
-            problem += late <= waits * self._total, f"{name}: the head has no edges if it does not wait"
-            problem += stop >= stops * (sure + waits * edge_ms) + late * unit_ms, f"{name}: the head waits for its disk"
-            if member.slows_s_per_byte:
-                slowed = (late if member.is_alone else size) * (member.slows_s_per_byte * self._unit * MS)
-                problem += stop >= computing + slowed, f"{name}: the head reads and computes"
+        of_window, of_tail = self._head_parts("token", self._streams.decode[0])
+        self._stops("other", 0, phase, other, others * window, others * sure, others * of_window, others)
+        self._stops("first", 0, phase, first, tail + output + window, sure, of_tail + of_window, 1)
 
-    def _head_parts(self) -> tuple[Expression, Expression]:
-        """What streams of a window of the head and of its tail for a token, in units of memory: as much of each layer.
+    def _head_parts(self, name: str, size: Expression) -> tuple[Expression, Expression]:
+        """What streams of a window of the head and of its tail, in units of memory: as much of each layer, ``size`` in all.
 
         Lengths of windows times what of a layer streams, which are products; so a binary stands for each length.
         """
-        layout, window = self._layout, self._layout.window_on_cpu
-        assert window is not None
-        assert layout.tail is not None
-        least, most = regular_tails(layout.rounds)
-        longest = (len(self._instance.model.layers) - least) // (layout.rounds + 1)
-        part, of_window = self._of_length("window", range(longest + 1), window)
-        same, more = self._of_length("tail", range(least, most + 1), pulp.lpSum(layout.tail[0]) - window)
+        if self._lengths is None:
+            layout, window = self._layout, self._layout.window_on_cpu
+            assert window is not None
+            assert layout.tail is not None
+            least, most = regular_tails(layout.rounds)
+            longest = (len(self._instance.model.layers) - least) // (layout.rounds + 1)
+            longer = pulp.lpSum(layout.tail[0]) - window
+            self._lengths = (
+                self._of_length("window", range(longest + 1), window),
+                self._of_length("tail", range(least, most + 1), longer),
+            )
+        (part, of_window), (same, more) = (self._parts(name, lengths) for lengths in self._lengths)
         of_tail = of_window + more
-        self._problem += part == same, "as much of each layer of the head streams"
-        self._problem += layout.rounds * of_window + of_tail == self._streams.decode[0], "what of the head streams"
+        self._problem += part == same, f"{name}: as much of each layer of the head streams"
+        self._problem += self._layout.rounds * of_window + of_tail == size, f"{name}: what of the head streams"
         return of_window, of_tail
 
-    def _of_length(self, name: str, lengths: range, length: Expression) -> tuple[Expression, Expression]:
-        """What of a layer of the head streams, and ``length`` times as much, which is one of ``lengths`` where it does."""
+    def _of_length(self, what: str, lengths: range, length: Expression) -> _Lengths:
+        """Binaries for ``length``, which is one of ``lengths`` where the head streams."""
         problem, streams, total = self._problem, self._streams.streams[0], len(self._instance.model.layers)
-        largest = max(self._instance.streamable) / self._unit
-        picked = [integer(problem, f"head_{name}_{i}", 0, 1) for i in range(len(lengths))]
-        parts = [positive(problem, f"head_{name}_part_{i}") for i in range(len(lengths))]
-        problem += pulp.lpSum(picked) == streams, f"a {name} of the head that streams has a length"
-        for i, (is_it, part) in enumerate(zip(picked, parts, strict=True)):
-            problem += part <= largest * is_it, f"part of a layer of the head with {name} {i}"
+        picked = [integer(problem, f"head_{what}_{i}", 0, 1) for i in range(len(lengths))]
+        problem += pulp.lpSum(picked) == streams, f"a {what} of the head that streams has a length"
         missed = length - pulp.lpSum(n * is_it for n, is_it in zip(lengths, picked, strict=True))
-        problem += missed <= total * (1 - streams), f"the {name} of the head is no longer"
-        problem += -missed <= total * (1 - streams), f"the {name} of the head is no shorter"
-        return pulp.lpSum(parts), pulp.lpSum(n * part for n, part in zip(lengths, parts, strict=True))
+        problem += missed <= total * (1 - streams), f"the {what} of the head is no longer"
+        problem += -missed <= total * (1 - streams), f"the {what} of the head is no shorter"
+        return _Lengths(what, lengths, picked)
+
+    def _parts(self, name: str, lengths: _Lengths) -> tuple[Expression, Expression]:
+        """What of a layer of the head streams, and the length that is picked times as much."""
+        problem, largest = self._problem, max(self._instance.streamable) / self._unit
+        parts = [positive(problem, f"{name}_{lengths.what}_part_{i}") for i in range(len(lengths.picked))]
+        for i, (is_it, part) in enumerate(zip(lengths.picked, parts, strict=True)):
+            problem += part <= largest * is_it, f"{name}: part of a layer of the head with {lengths.what} {i}"
+        return pulp.lpSum(parts), pulp.lpSum(n * part for n, part in zip(lengths.lengths, parts, strict=True))
+
+    def _computing(self, m: int, phase: Phase) -> tuple[Expression, Expression]:
+        """Milliseconds of computing: the layers on the CPU, and the rest without the output matrix."""
+        rest = _dot(self._layout.gpu[m], [s * MS for s in phase.gpu]) + self._steps(m, self._layout.windows[m])
+        return _dot(self._layout.cpu[m], [s * MS for s in phase.cpu]), rest
 
     def _size(self, m: int, phase: Phase) -> Expression:
         """What of ``m`` streams, in units of memory; below 0 where there is room for more."""
         return self._streams.bytes[m] - self._streams.streams[m] * (phase.spare_bytes / self._unit)
 
-    def _following(self, windows: Sequence[Any], chunks: int) -> Sequence[Any]:
-        """The milliseconds of each member for one of many chunks that follow each other without a pause."""
-        if chunks == 1 or not self._chunk_ms:
-            return windows
-        found = [positive(self._problem, f"following_ms_{m}") for m in range(len(windows))]
-        for m, (window, first, computing) in enumerate(zip(found, windows, self._chunk_ms, strict=True)):
-            self._problem += window >= first, f"no chunk at {m} is quicker than the first"
-            self._wait_within(m, self._instance.members[m], self._prefill[m], computing, window, chunks)
-        return found
-
-    def _wait_within(
-        self, m: int, member: Member, phase: Phase, computing: Expression, window: Any, chunks: int
-    ) -> None:
-        """A chunk's layers on the CPU wait for each other where less than two of their parts are held ahead."""
-        size, unit_ms = 2 * self._streamed(m, phase), self._unit_ms(member)
-        besides = [0, self._slowed(m, member, phase)] if member.slows_s_per_byte else [0]
-        layers = pulp.lpSum(self._layout.cpu[m]) + self._layout.rounds / chunks
-        for i, (is_least, ahead) in enumerate(self._streams.steps[m]):
-            waiting = (size - ahead * layers) * unit_ms - (1 - is_least) * (2 * self._total * unit_ms)
-            for j, slowed in enumerate(besides):
-                which = f"{m} waits within windows {i} {j} of {chunks}"
-                self._problem += window >= computing + slowed + waiting, which
-
-    def _slowed(self, m: int, member: Member, phase: Phase) -> Expression:
-        """Milliseconds that ``m`` computes longer because of what is read meanwhile."""
-        return self._meanwhile(m, member, phase) * (member.slows_s_per_byte * self._unit * MS)
-
-    def _read(self, m: int, member: Member, phase: Phase) -> Expression:
+    def _read(self, m: int, phase: Phase) -> Expression:
         """Milliseconds in which ``m`` reads what a pass needs of what streams."""
-        return self._streamed(m, phase) * (phase.read_share * self._unit_ms(member))
+        streamed = self._streams.decode[m] if phase.spare_bytes else self._streams.bytes[m]
+        return streamed * (phase.read_share * self._unit_ms(m))
 
-    def _streamed(self, m: int, phase: Phase) -> Expression:
-        """What of ``m`` streams, in units of memory."""
-        return self._streams.decode[m] if phase.spare_bytes else self._streams.bytes[m]
-
-    def _unit_ms(self, member: Member) -> float:
-        """Milliseconds of reading a unit of memory."""
-        return self._unit / member.disk_bytes_per_s * MS
+    def _unit_ms(self, m: int) -> float:
+        """Milliseconds in which ``m`` reads a unit of memory."""
+        return self._unit / self._instance.members[m].disk_bytes_per_s * MS
 
     def _disks(self, phases: Sequence[Phase]) -> list[Expression]:
         """Milliseconds that the disk of each machine reads."""
-        reads = [self._read(m, member, phases[m]) for m, member in enumerate(self._instance.members)]
+        reads = [self._read(m, phase) for m, phase in enumerate(phases)]
         return [pulp.lpSum(reads[m] for m in host) for host in self._instance.hosts]
-
-    def _waiting(self, name: str, m: int, member: Member, phase: Phase) -> Expression:
-        """Milliseconds of reading that no time of others takes away, and the edges of the stops beside it."""
-        rounds, unit_ms = self._layout.rounds, self._unit_ms(member)
-        waits = integer(self._problem, f"{name}_waits_{m}", 0, 1)
-        size = self._at_stops(m, phase)
-        self._problem += size <= waits * self._total, f"{name}: {m} has no edges if it does not wait"
-        return size * unit_ms + waits * (rounds * phase.edge_s * MS)
-
-    def _at_stops(self, m: int, phase: Phase) -> Expression:
-        """What of ``m`` is not read while others compute, in units of memory; below 0 where they leave time for more."""
-        return self._size(m, phase) - self._layout.rounds * self._streams.ahead[m]
-
-    def _meanwhile(self, m: int, member: Member, phase: Phase) -> Expression:
-        """What is read while the machine of ``m`` computes, in units of memory."""
-        return self._at_stops(m, phase) if member.is_alone else self._streamed(m, phase)
 
     def _steps(self, m: int, windows: float) -> Expression:
         """What ``windows`` windows cost besides their layers."""
@@ -765,7 +834,7 @@ class _Time:
         per_window = self._layout.used[m] * (member.step_s * MS) + self._uses_gpu[m] * (member.gpu_step_s * MS)
         return windows * per_window
 
-    def _sure_rest(self, m: int, member: Member, phase: Phase, rest: Expression, output: Expression) -> Expression:
+    def _sure_rest(self, m: int, phase: Phase, rest: Expression, output: Expression) -> Expression:
         """What adds to reading: all that is not a layer on the CPU, in a ring without the tail."""
         if m:
             return rest

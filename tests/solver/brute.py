@@ -36,6 +36,8 @@ class Times:
     rest_s: float
     tail_s: float
     edge_s: float
+    layers_s: float
+    """Of the layers on the CPU."""
     spare: int
     share: float
 
@@ -183,7 +185,7 @@ class Brute:
             found += [option.decode.compute_s] + [option.decode.rest_s] * (not self._by_expert)
             found += [option.decode.tail_s, -option.decode.tail_s]
         if self._objective in ("ttft", "balanced"):
-            found += [option.chunk.compute_s] + [option.chunk.rest_s] * (not self._by_expert)
+            found += [option.chunk.compute_s] + [option.chunk.rest_s, option.chunk.layers_s] * (not self._by_expert)
             found += [option.chunk.tail_s, -option.chunk.tail_s]
         if not self._by_expert:
             found.append(-float(option.most) if option.streams else -math.inf)
@@ -232,7 +234,8 @@ class Brute:
                 rest -= out + step_s + tail_gpu * max(phase.gpu)
             model = instance.model
             share = 1 - (1 - model.experts_used / model.experts) ** phase.rows if self._by_expert else 1.0
-            both.append(Times(compute, rest, tail_s, 2 * min(phase.cpu), spare, share))
+            layers = sum(phase.cpu[kinds[i]] for i in on_cpu)
+            both.append(Times(compute, rest, tail_s, 2 * min(phase.cpu), layers, spare, share))
         disk, slows = member.disk_bytes_per_s, member.profile.disk.slows_s_per_byte
         window, k = ranges[0][1] - gpu - ranges[0][0] if ranges else 0, len(ranges)
         longer = len(of_tail[0]) - window
@@ -362,21 +365,27 @@ class Brute:
         held = [self._held(problem, i, option) for i, option in enumerate(way.options)]
         ms = [UNIT / option.disk * MS for option in way.options]
         slows = [option.slows * UNIT * MS for option in way.options]
-        decode, chunk = (
-            [
-                problem.add_variable("decode_0", 0)
-                if name == "decode" and i == 0 and k > 1
-                else self._waits(problem, f"{name}_{i}", times, k, held[i], ms[i], slows[i])
-                for i, times in enumerate(phase)
-            ]
-            for name, phase in (
-                ("decode", [option.decode for option in way.options]),
-                ("chunk", [option.chunk for option in way.options]),
-            )
+        decode = [
+            problem.add_variable("decode_0", 0)
+            if i == 0 and k > 1
+            else self._waits(problem, f"decode_{i}", option.decode, k, held[i], ms[i], slows[i])
+            for i, option in enumerate(way.options)
+        ]
+        # Of the head without its tail, which is by itself; of one chunk, and of one of many that follow each other.
+        chunk, busy = (
+            [problem.add_variable(f"{name}_{i}", 0) for i in range(len(way.options))] for name in ("chunk", "busy")
         )
-        tail, link = way.options[0].chunk.tail_s * MS, hops.chunk_link * MS
-        once = pulp.lpSum(chunk) + hops.chunk * MS
-        lap = (once - tail) * (1 / k)
+        link, tail, busy_tail = hops.chunk_link * MS, *[way.options[0].chunk.tail_s * MS] * 2
+        for i, option in enumerate(way.options):
+            of_windows, *of_tail = self._chunk_stops(option, k, i == 0)
+            pairs = [(chunk[i], busy[i], of_windows)]
+            if of_tail and held[i] is not None:
+                tail, busy_tail = problem.add_variable("tail", 0), problem.add_variable("busy_tail", 0)
+                pairs.append((tail, busy_tail, *of_tail))
+            for each, following, part in pairs:
+                self._chunk_waits(problem, each, following, option, part, held[i], n, ms[i], slows[i])
+        lap = (pulp.lpSum(chunk) + hops.chunk * MS) * (1 / k)
+        once = k * lap + tail
         if k > 1:
             short = self._head_stops(problem, way.options[0], k, held[0], ms[0], slows[0], decode[0])
         passing = pulp.lpSum(decode) + hops.one * MS
@@ -391,35 +400,31 @@ class Brute:
         problem += period >= hops.link * MS
         problem += laps >= lap
         problem += laps >= n * link / k
-        problem += last >= (n - 1) * max(tail, link / k)
-        busy = [problem.add_variable(f"busy_{i}", 0) for i in range(len(chunk))]
-        problem += first >= n * busy[0]
+        problem += last >= (n - 1) * busy_tail
+        problem += last >= (n - 1) * link / k
+        problem += first >= once
+        problem += first >= n * (busy[0] + busy_tail)
         problem += first >= (k - 1) * laps + lap + tail + last
         for i, option in enumerate(way.options):
-            problem += busy[i] >= chunk[i]
-            if held[i] is not None:
-                streamed, ahead, _, exact, is_wide = held[i]
-                read = streamed - option.chunk.spare / UNIT
-                meanwhile = (read - k * ahead) * slows[i]
-                for window, count in ((chunk[i], 1), (busy[i], n)):
-                    within = (2 * read - exact * (option.layers + k / count)) * ms[i] - 1e7 * is_wide
-                    problem += window >= option.chunk.compute_s * MS + within
-                    problem += window >= option.chunk.compute_s * MS + within + meanwhile
-            stop, train = ((each[i] - tail * (i == 0)) * (1 / k) for each in (chunk, busy))
-            problem += laps >= n * train
-            problem += last >= n * train - stop
+            stop, train = chunk[i] * (1 / k), busy[i] * (n / k)
+            problem += laps >= train
+            problem += last >= train - stop
             problem += period >= decode[i]
             if held[i] is None:
                 continue
-            streamed, ahead, in_decode = held[i][:3]
+            streamed, ahead, in_decode, exact, is_wide = held[i]
             problem += token >= in_decode * (option.decode.share * ms[i])
             problem += period >= in_decode * (option.decode.share * ms[i])
             read = streamed * (option.chunk.share * ms[i])
             problem += first >= n * read - ahead * ms[i]
-            if i and not self._by_expert:
+            if i:
                 train = read * (n / k) - ahead * ms[i] + n * option.chunk.rest_s * MS / k
                 problem += laps >= train
                 problem += last >= train - stop
+            around = lap - stop + tail if i else 0
+            problem += first >= around + option.chunk.edge_s * MS + n * read - ahead * ms[i]
+            within = 2 * n * read - (n * option.layers + 1) * exact * ms[i] - 1e7 * is_wide
+            problem += first >= around + n * option.chunk.layers_s * MS + within
         output = sum(option.output_s for option in way.options) * MS
         problem += self._value(token, first + output, period)
         tight = {"mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9}
@@ -435,8 +440,6 @@ class Brute:
         window = problem.add_variable(name, 0)
         if held is None:
             problem += window >= times.compute_s * MS
-        elif self._by_expert:
-            problem += window >= times.compute_s * MS + held[2 if times.spare else 0] * (times.share * ms)
         else:
             waits = problem.add_variable(f"{name}_waits", 0, 1, pulp.LpInteger)
             late = held[0] - times.spare / UNIT - k * held[1]
@@ -445,6 +448,53 @@ class Brute:
             problem += window >= times.compute_s * MS + late * slows
             problem += window >= (times.rest_s + k * times.edge_s * waits) * MS + late * ms
         return window
+
+    def _chunk_stops(self, option: Option, k: int, is_head: bool) -> list[tuple[int, float, float, float, float]]:
+        """Stops of a chunk: how many alike, seconds of computing, what of them adds to reading, layers, share read.
+
+        First all windows (of the head without its tail), then the head's tail where that is told from them.
+        """
+        times = option.chunk
+        windows, rest = times.compute_s - times.tail_s, times.rest_s
+        if not is_head or k == 1:
+            return [(k, windows, rest - times.tail_s, option.layers, 1.0)]
+        window_share = (1 - option.stop_share) / (k - 1)
+        tail_share = option.stop_share - window_share
+        in_tail = round(tail_share * option.layers)
+        return [
+            (k, windows, rest, option.layers - in_tail, 1 - tail_share),
+            (1, times.tail_s, 0.0, in_tail, tail_share),
+        ]
+
+    def _chunk_waits(
+        self,
+        problem: pulp.LpProblem,
+        each: object,
+        following: object,
+        option: Option,
+        part: tuple[int, float, float, float, float],
+        held: tuple | None,
+        n: int,
+        ms: float,
+        slows: float,
+    ) -> None:
+        """At least so long are such stops of a chunk, and of one of n chunks that follow each other."""
+        stops, compute_s, rest_s, layers, share = part
+        problem += following >= each
+        problem += each >= compute_s * MS
+        if held is None:
+            return
+        streamed, ahead, _, exact, is_wide = held
+        size = streamed * share
+        late = size - stops * ahead
+        waits = problem.add_variable(f"{following.name}_waits", 0, 1, pulp.LpInteger)
+        problem += late <= 1e6 * waits
+        problem += each >= compute_s * MS + late * slows
+        problem += each >= (rest_s + stops * option.chunk.edge_s * waits) * MS + late * ms
+        for window, count in ((each, 1), (following, n)):
+            within = (2 * size - exact * (layers + stops / count)) * ms - 1e7 * is_wide
+            problem += window >= compute_s * MS + within
+            problem += window >= compute_s * MS + within + late * slows
 
     def _head_stops(
         self, problem: pulp.LpProblem, head: Option, k: int, held: tuple | None, ms: float, slows: float, both: object
