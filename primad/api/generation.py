@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import groupby
+from typing import Any
+
+import pydantic_core
 
 from primad.api.backend import Backend, Vocabulary
+from primad.api.calls.events import CallPart
 from primad.api.openai.job import Choice, Job
 from primad.api.openai.shapes import FinishReason
 from primad.api.reading import AnswerReading
@@ -18,24 +20,38 @@ from primad.api.text import Placed, Released, Transcript
 from primad.errors import RingError
 from primad.ring.messages import Finished, PromptProgress, Sampled
 
-_HALF: Final = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
-"""Half of a character, or a whole one that is written as two."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenCall:
-    """A call of a function that an answer makes, the ``index``-th from 0; ``arguments`` is a JSON object as text."""
+    """A call of a function that an answer makes, the ``index``-th from 0; ``arguments`` is a JSON object as text, whose end
+    is missing unless it ``is_whole``."""
 
     index: int
     id: str
     name: str
     arguments: str
+    is_whole: bool
 
     @property
     def input(self) -> dict[str, Any]:
-        """The arguments as an object."""
-        found: dict[str, Any] = json.loads(self.arguments)
+        """The arguments as an object, with what is whole of them."""
+        try:
+            found: dict[str, Any] = pydantic_core.from_json(self.arguments, allow_partial=not self.is_whole)
+        except ValueError:  # the half of a character at the end
+            return {}
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenPart:
+    """What is added to the call ``index``, which may begin here and end here: more ``arguments``."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+    begins: bool
+    is_whole: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +66,8 @@ class Written:
     finish: FinishReason | None
     stopped_by: str | None = None
     thought: str = ""
-    calls: tuple[GivenCall, ...] = ()
+    calls: tuple[GivenPart, ...] = ()
+    """A call that goes on does so before the text."""
     read_tokens: int | None = None
     """So many tokens of the prompt are computed; nothing else is added then."""
 
@@ -86,7 +103,20 @@ class Answered:
             finish=finish,
             stopped_by=parts[-1].stopped_by,
             thought="".join(part.thought for part in parts),
-            calls=tuple(call for part in parts for call in part.calls),
+            calls=tuple(whole_calls(part for written in parts for part in written.calls)),
+        )
+
+
+def whole_calls(parts: Iterable[GivenPart]) -> Iterator[GivenCall]:
+    """The calls that ``parts``, which stand in order, make together."""
+    for index, group in groupby(parts, key=lambda part: part.index):
+        of_call = list(group)
+        yield GivenCall(
+            index=index,
+            id=of_call[0].id,
+            name=of_call[0].name,
+            arguments="".join(part.arguments for part in of_call),
+            is_whole=of_call[-1].is_whole,
         )
 
 
@@ -138,11 +168,13 @@ def _written(
 
 
 class _Read:
-    """``_written`` for an answer in which calls and thoughts are looked for. The first call ends it if one is enough."""
+    """``_written`` for an answer in which calls and thoughts are looked for. The first whole call ends it if one is enough.
+    A call that is not whole makes ``length`` of ``stop``, unless it was a stop string that cut it."""
 
     def __init__(self, reading: AnswerReading) -> None:
         self._reader, self._several = reading.reader(), reading.several
-        self._given = 0
+        self._given = self._whole = 0
+        self._id = self._name = ""
 
     def __call__(
         self, released: Released[Sampled], *, sampled: int, finish: FinishReason | None, stopped_by: str | None
@@ -150,16 +182,10 @@ class _Read:
         told = [self._reader.feed(released.text)]
         if finish is not None:
             told.append(self._reader.finish())
-        found = [call for each in told for call in each.calls]
-        calls = tuple(
-            GivenCall(
-                index=number, id=f"call_{secrets.token_hex(12)}", name=call.name, arguments=_sound(call.arguments)
-            )
-            for number, call in enumerate(found if self._several else found[: 1 - self._given], self._given)
-        )
-        self._given += len(calls)
-        if self._given and (finish == "stop" or (finish is None and not self._several)):
-            finish = "tool_calls"
+        calls = [self._part(part) for each in told for part in each.calls if self._several or not self._whole]
+        if self._given and (finish == "stop" or (finish is None and self._whole and not self._several)):
+            is_cut = self._whole < self._given
+            finish = "tool_calls" if not is_cut else "length" if stopped_by is None else "stop"
         return Written(
             text="".join(each.text for each in told),
             tokens=released.entries,
@@ -167,12 +193,18 @@ class _Read:
             finish=finish,
             stopped_by=stopped_by,
             thought="".join(each.thought for each in told),
-            calls=calls,
+            calls=tuple(calls),
         )
 
-
-def _sound(arguments: str) -> str:
-    """``arguments`` without halves of characters, which JSON can write and UTF-8 cannot."""
-    if _HALF.search(arguments) is None:
-        return arguments
-    return json.dumps(json.loads(arguments), ensure_ascii=False).encode(errors="replace").decode()
+    def _part(self, part: CallPart) -> GivenPart:
+        if part.name is not None:
+            self._given, self._id, self._name = self._given + 1, f"call_{secrets.token_hex(12)}", part.name
+        self._whole += part.is_whole
+        return GivenPart(
+            index=self._given - 1,
+            id=self._id,
+            name=self._name,
+            arguments=part.arguments,
+            begins=part.name is not None,
+            is_whole=part.is_whole,
+        )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from primad.api.calls.choose import FORMS, Thinking
 from primad.api.calls.reader import MAX_FAILED, MAX_PREFIX_CHARS
 from primad.api.reading import AnswerReading
+from tests.fakes.told import CUT, calls_in
 
 THINK = Thinking(begin="<think>", end="</think>")
 Arguments = dict[str, Any]
@@ -38,8 +39,7 @@ def read(
         shows_control=True,
     ).reader()
     told = [*map(reader.feed, pieces), reader.finish()]
-    calls = [(call.name, json.loads(call.arguments)) for each in told for call in each.calls]
-    return "".join(each.thought for each in told), "".join(each.text for each in told), calls
+    return "".join(each.thought for each in told), "".join(each.text for each in told), calls_in(told)
 
 
 def split(text: str, data: st.DataObject) -> list[str]:
@@ -155,9 +155,17 @@ def test_an_argument_may_contain_the_end_of_a_call(said):
     assert read("hermes", [text]) == read("hermes", list(text)) == ("", "", [("f", {"a": said})])
 
 
-def test_a_bad_escape_is_text_and_calls_behind_it_are_read():
+def test_a_bad_escape_ends_a_call_and_calls_behind_it_are_read():
     wrong, right = '[TOOL_CALLS]f[ARGS]{"a": "\\u12"}', '[TOOL_CALLS]f[ARGS]{"a": 1}'
-    assert read("mistral", [wrong + right]) == read("mistral", list(wrong + right)) == ("", wrong, [("f", {"a": 1})])
+    assert (
+        read("mistral", [wrong + right])
+        == read("mistral", list(wrong + right))
+        == (
+            "",
+            '\\u12"}',
+            [("f", '{"a": "' + CUT), ("f", {"a": 1})],
+        )
+    )
 
 
 def test_a_block_of_code_that_is_no_call_is_text():

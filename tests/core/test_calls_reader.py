@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.api.calls.choose import FORMS, Thinking, form_of, thinks
+from primad.api.calls.events import Told
 from primad.api.reading import AnswerReading
+from tests.fakes.told import CUT, calls_in
 
 FUNCTIONS: dict[str, dict[str, Any] | None] = {
     "weather": {
@@ -68,8 +70,7 @@ def read(name: str | None, pieces: list[str], *, thinking: Thinking | None = Non
     )
     reader = asked.reader()
     told = [*map(reader.feed, pieces), reader.finish()]
-    calls = [(call.name, json.loads(call.arguments)) for each in told for call in each.calls]
-    return "".join(each.thought for each in told), "".join(each.text for each in told), calls
+    return "".join(each.thought for each in told), "".join(each.text for each in told), calls_in(told)
 
 
 def test_there_is_an_example_of_every_form():
@@ -86,7 +87,7 @@ def test_a_call_in_every_form(name, text):
 def test_half_a_call_and_garbage_are_text(name):
     text = SAID[name]
     for wrong in (
-        text[: len(text) // 2],
+        text[: len(text) // 3],
         text.replace("weather", "other"),
         f"no {{call}} [TOOL <tool_ {text[:5]}",
         "{}",
@@ -105,9 +106,54 @@ def test_text_before_calls_and_several_of_them(name):
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 5000])
-def test_what_is_no_json_is_no_call(number):
-    text = SAID["hermes"].replace("3", number)
-    assert read("hermes", [text]) == ("", text, [])
+def test_what_is_no_json_ends_a_call_and_is_text(number):
+    before, after = SAID["hermes"].split("3")
+    cut = before.partition('"arguments": ')[2]
+    for pieces in ([before, number, after], [before + number + after]):
+        assert read("hermes", pieces) == ("", number + after, [("weather", cut + CUT)])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3-json", "mistral", "deepseek", "gpt-oss", "json", "kimi"])
+def test_a_call_that_is_cut_off_in_its_arguments_is_one(name):
+    for cut in ('{"city": "Ro', '{"city": "Rome", "days": ', '{"'):
+        text = SAID[name].partition(json.dumps(ROME))[0] + cut
+        assert read(name, [text]) == read(name, list(text)) == ("", "", [("weather", cut + CUT)])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3-json", "mistral", "deepseek", "gpt-oss", "json", "kimi"])
+def test_a_call_is_told_as_it_forms(name):
+    reader = AnswerReading(
+        form=FORMS[name], thinking=None, opened=False, functions=FUNCTIONS, several=True, shows_control=True
+    ).reader()
+    head, arguments, behind = SAID[name].partition(json.dumps(ROME))
+    assert not any(reader.feed(char).calls for char in head)
+    parts = [part for char in arguments for part in reader.feed(char).calls]
+    assert [part.name for part in parts] == ["weather", *[None] * (len(parts) - 1)]
+    assert len(parts) > len(arguments) // 2
+    assert "".join(part.arguments for part in parts) == arguments
+    assert [part.is_whole for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert (reader.feed(behind), reader.finish()) == (Told(), Told())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rest"),
+    [
+        ("hermes", f"<tool_call>{CALL[:-1]}</tool_call>", ""),
+        ("hermes", f"<tool_call>{CALL} and more", " and more"),
+        ("hermes", f'<tool_call>{CALL[:-1]}, "id": "x"}}</tool_call>', ""),
+        ("hermes", f"<tool_call>{CALL[:-1]}] {{", "] {"),
+        ("mistral", f"[TOOL_CALLS][{CALL} and more", " and more"),
+        ("mistral", f"[TOOL_CALLS][{CALL}, 7]", ", 7]"),
+        ("json", f"[{CALL}", ""),
+    ],
+)
+def test_what_does_not_close_a_call_is_text(name, text, rest):
+    assert read(name, [text]) == read(name, list(text)) == ("", rest, [("weather", ROME)])
+
+
+def test_a_list_of_calls():
+    text = f'[TOOL_CALLS][{CALL[:-1]}, "id": "123456789"}}, {CALL}]'
+    assert read("mistral", [text]) == read("mistral", list(text)) == ("", "", [("weather", ROME)] * 2)
 
 
 def test_text_behind_a_call_keeps_its_distance():
@@ -123,10 +169,9 @@ def test_channels():
     final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi "
     assert read("gpt-oss", list(final)) == ("Hm.", "Hi ", [])
     assert read("gpt-oss", ['{"a": 1}']) == ("", '{"a": 1}', [])
-    for wrong in (SAID["gpt-oss"].replace("weather", "other"), SAID["gpt-oss"][:-5]):
-        thought, text, calls = read("gpt-oss", list(wrong))
-        assert (thought, calls) == ("", [])
-        assert '"city": "Rome"' in text
+    thought, text, calls = read("gpt-oss", list(SAID["gpt-oss"].replace("weather", "other")))
+    assert (thought, calls) == ("", [])
+    assert '"city": "Rome"' in text
 
 
 def test_llama_separates_calls():

@@ -11,6 +11,7 @@ from typing import Any
 import anthropic
 import ollama
 import openai
+import pydantic_core
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -44,6 +45,11 @@ def backend(*texts: Any, template: str = KNOWS) -> FakeBackend:
     return made
 
 
+def value(arguments: str) -> Any:
+    """``arguments`` as an object, with what is whole of them."""
+    return pydantic_core.from_json(arguments, allow_partial=True)
+
+
 def openai_whole(made: FakeBackend, **fields: Any) -> tuple[str, str, list[tuple[str, Any]], str]:
     choice = post(made, "/v1/chat/completions", messages=HELLO, **fields).json()["choices"][0]
     message = choice["message"]
@@ -51,7 +57,7 @@ def openai_whole(made: FakeBackend, **fields: Any) -> tuple[str, str, list[tuple
     assert all(call["type"] == "function" and call["id"].startswith("call_") for call in found)
     assert len({call["id"] for call in found}) == len(found)
     assert (message["content"] is None) <= bool(found)
-    given = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found]
+    given = [(call["function"]["name"], value(call["function"]["arguments"])) for call in found]
     return message.get("reasoning_content", ""), message["content"] or "", given, choice["finish_reason"]
 
 
@@ -60,9 +66,15 @@ def openai_streamed(made: FakeBackend, **fields: Any) -> tuple[str, str, list[tu
     assert done == "[DONE]"
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     found = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert [call["index"] for call in found] == list(range(len(found)))
-    assert len({call["id"] for call in found}) == len(found)
-    given = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found]
+    begun = [call for call in found if "id" in call]
+    assert [call["index"] for call in begun] == list(range(len(begun)))
+    assert len({call["id"] for call in begun}) == len(begun)
+    assert all((call.keys() >= {"id", "type"}) == ("name" in call["function"]) for call in found)
+    texts = [
+        "".join(call["function"]["arguments"] for call in found if call["index"] == number)
+        for number in range(len(begun))
+    ]
+    given = [(call["function"]["name"], value(text)) for call, text in zip(begun, texts, strict=True)]
     thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
     return (
         thought,
@@ -110,7 +122,7 @@ def anthropic_streamed(made: FakeBackend, **fields: Any) -> tuple[str, str, list
     for block in blocks:
         text = block.pop("json")
         if block["type"] == "tool_use":
-            block["input"] = json.loads(text)
+            block["input"] = value(text)
     return *of_blocks(blocks), ENDS[end]
 
 
@@ -132,7 +144,7 @@ def ollama_streamed(made: FakeBackend, **fields: Any) -> tuple[str, str, list[tu
 def of_lines(lines: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, Any]], str]:
     messages = [line["message"] for line in lines]
     found = [call["function"] for message in messages for call in message.get("tool_calls", [])]
-    assert lines[-1]["done_reason"] == "stop"
+    assert lines[-1]["done_reason"] in ("stop", "length")
     given = [(call["name"], call["arguments"]) for call in found]
     thought = "".join(message.get("thinking", "") for message in messages)
     return thought, "".join(message["content"] for message in messages), given, "tool_calls" if found else "stop"
@@ -165,7 +177,7 @@ def of_items(items: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, Any
     def texts(kind: str) -> str:
         return "".join(part["text"] for item in items if item["type"] == kind for part in item["content"])
 
-    given = [(item["name"], json.loads(item["arguments"])) for item in items if item["type"] == "function_call"]
+    given = [(item["name"], value(item["arguments"])) for item in items if item["type"] == "function_call"]
     return texts("reasoning"), texts("message"), given, "tool_calls" if given else "stop"
 
 
@@ -194,11 +206,38 @@ def test_calls(ask):
 
 
 @every_dialect
-@pytest.mark.parametrize(
-    "text", ["Hello", calls("Rome", name="other"), calls("Rome")[:-20], "<tool_call>{</tool_call>"]
-)
+@pytest.mark.parametrize("text", ["Hello", calls("Rome", name="other"), calls("Rome")[:30], "<tool_call>{</tool_call>"])
 def test_what_is_no_call_is_text(ask, text):
     assert ask(backend(text), tools=TOOLS) == ("", text, [], "stop")
+
+
+CUT = calls("Rome").partition("Rome")[0]
+
+
+@every_dialect
+@pytest.mark.parametrize("text", [CUT + "Ro", f"{CUT}\\x", calls("Rome").replace('"Rome"', "NaN")])
+def test_a_call_that_is_cut_in_its_arguments_says_so(ask, text):
+    thought, said, given, finish = ask(backend(text), tools=TOOLS)
+    rest = text[len(CUT) :] if "\\" in text else "NaN" + text.partition("NaN")[2] if "NaN" in text else ""
+    if ask in (ollama_whole, ollama_streamed):
+        assert (thought, given, finish) == ("", [], "stop")
+        assert sorted(said) == sorted(text.partition("<tool_call>\n")[2])
+    else:
+        assert (thought, said, given) == ("", rest, [("weather", {})])
+        assert finish == ("tool_calls" if ask in (responses_whole, responses_streamed) else "length")
+
+
+def test_a_call_is_streamed_as_it_is_written():
+    made = backend("Hm. ", calls("Rome"), calls("Oslo"))
+    got = post(made, "/v1/chat/completions", messages=HELLO, tools=TOOLS, stream=True).text
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in got.splitlines() if line.startswith("data: {")]
+    told = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert len(told) > 2 * len('{"city": "Rome"}') - 4
+    assert [call["function"].get("name") for call in told if "id" in call] == ["weather", "weather"]
+    blocks = post(made, "/v1/messages", stream=True, **ANTHROPIC, tools=ANTHROPIC_TOOLS).text
+    assert blocks.count("input_json_delta") == len(told)
+    items = post(made, "/v1/responses", input="Hi", stream=True, tools=flat({"tools": TOOLS})["tools"]).text
+    assert items.count("event: response.function_call_arguments.delta") == len(told)
 
 
 @every_dialect
@@ -282,7 +321,7 @@ def test_who_does_not_ask_for_thoughts_gets_none():
 
 def test_stop_strings_and_limits_hold_for_all_of_the_text():
     cut = openai_whole(backend(calls("Rome")), tools=TOOLS, stop=["Rome"])
-    assert cut == ("", calls("Rome").partition("Rome")[0], [], "stop")
+    assert cut == ("", "", [("weather", {})], "stop")
     limited = openai_whole(backend("Hm, I think", template=OPENS), max_tokens=4)
     assert limited == ("Hm, ", "", [], "length")
 
@@ -386,7 +425,10 @@ def test_the_official_clients():
             answer = await ours.chat.completions.create(model="toy", messages=HELLO, tools=TOOLS)
             assert answer.choices[0].message.tool_calls[0].function.name == "weather"
             async with ours.chat.completions.stream(model="toy", messages=HELLO, tools=TOOLS) as stream:
+                kinds = [event.type async for event in stream]
                 final = await stream.get_final_completion()
+            assert kinds.count("tool_calls.function.arguments.delta") > 9
+            assert kinds.count("tool_calls.function.arguments.done") == 1
             assert json.loads(final.choices[0].message.tool_calls[0].function.arguments) == {"city": "Rome"}
             tool = {"type": "function", **FUNCTION}
             response = await ours.responses.create(model="toy", input="Hi", tools=[tool])
@@ -402,7 +444,10 @@ def test_the_official_clients():
             message = await theirs.messages.create(**asked)
             assert [block.type for block in message.content] == ["thinking", "tool_use"]
             async with theirs.messages.stream(**asked) as stream:
+                partial = [event.partial_json async for event in stream if event.type == "input_json"]
                 last = await stream.get_final_message()
+            assert "".join(partial) == '{"city": "Rome"}'
+            assert len(partial) > 9
             assert (last.content[-1].input, last.stop_reason) == ({"city": "Rome"}, "tool_use")
             client = ollama.AsyncClient(host=url)
             line = await client.chat(model="toy", messages=HELLO, tools=TOOLS)

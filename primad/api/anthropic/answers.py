@@ -10,7 +10,7 @@ import msgspec
 
 from primad.api.anthropic.job import stop_reason
 from primad.api.dialect import NamedEvent
-from primad.api.generation import Answered, GivenCall, Written
+from primad.api.generation import Answered, GivenCall, GivenPart, Written
 from primad.api.openai.errors import status_of
 from primad.errors import PrimadError
 
@@ -99,7 +99,7 @@ class MessageAnswer:
         if answered.text:
             content.append({"type": "text", "text": answered.text})
         content += [_tool_use(call) | {"input": call.input} for call in answered.calls]
-        reason = stop_reason(answered.finish, answered.stopped_by, answered.calls)
+        reason = stop_reason(answered.finish, answered.stopped_by)
         return self._message(content, reason, answered.stopped_by, answered.sampled)
 
     def opening(self) -> NamedEvent:
@@ -110,15 +110,19 @@ class MessageAnswer:
     def events(self, written: Written) -> Iterator[NamedEvent]:
         """What ``written`` adds."""
         self.sampled += written.sampled
+        for part in written.calls:
+            if not part.begins:  # of the block that is open
+                yield self._delta(type="input_json_delta", partial_json=part.arguments)
         if written.thought and self.shows_thoughts:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta(type="thinking_delta", thinking=written.thought)
         if written.text:
             yield from self._open("text", {"type": "text", "text": ""})
             yield self._delta(type="text_delta", text=written.text)
-        for call in written.calls:
-            yield from self._open("tool_use", _tool_use(call))
-            yield self._delta(type="input_json_delta", partial_json=call.arguments)
+        for part in written.calls:
+            if part.begins:
+                yield from self._open("tool_use", _tool_use(part))
+                yield self._delta(type="input_json_delta", partial_json=part.arguments)
         if written.finish is not None:
             yield from self._close()
             ended = {
@@ -169,6 +173,6 @@ class MessageAnswer:
         )
 
 
-def _tool_use(call: GivenCall) -> dict[str, Any]:
+def _tool_use(call: GivenCall | GivenPart) -> dict[str, Any]:
     """The block of a call, whose input is still to come."""
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any, Final
 
 from primad.api.anthropic.schema import (
@@ -102,9 +101,9 @@ def _tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def stop_reason(finish: str, stopped_by: str | None, calls: Sequence[object] = ()) -> str:
+def stop_reason(finish: str, stopped_by: str | None) -> str:
     """Anthropic's word for how an answer ended."""
-    if calls or finish == "tool_calls":
+    if finish == "tool_calls":
         return "tool_use"
     if finish == "length":
         return "max_tokens"

@@ -26,7 +26,7 @@ _BARE: Final = Markers(begin="", end="")
 _TOOL_CALL: Final = Markers(begin="<tool_call>", end="</tool_call>")
 _BLOCK: Final = Markers(begin="```json\n", end="```")
 _ALL: Final = (
-    ToolForm(name="hermes", parse=parse_json, markers=(_TOOL_CALL,), call_form=HERMES),
+    ToolForm(name="hermes", parse=parse_json, markers=(_TOOL_CALL,), call_form=HERMES, head=families.HEAD),
     ToolForm(
         name="qwen3-coder",
         parse=families.parse_qwen_coder,
@@ -39,6 +39,7 @@ _ALL: Final = (
         markers=(Markers(begin="<|python_tag|>", end=""), _BARE),
         noise=(";",),
         call_form=_LLAMA,
+        head=families.HEAD,
     ),
     ToolForm(
         name="llama3-pythonic",
@@ -54,12 +55,14 @@ _ALL: Final = (
         parse=families.parse_mistral,
         markers=(Markers(begin="[TOOL_CALLS]", end="", prefix=families.MISTRAL_PREFIX),),
         call_form=_MISTRAL,
+        head=families.MISTRAL_HEAD,
     ),
     ToolForm(name="gpt-oss", parse=parse_json, channels=True),
     ToolForm(name="glm", parse=families.parse_glm, markers=(_TOOL_CALL,)),
     ToolForm(
         name="deepseek",
         parse=families.parse_deepseek,
+        head=families.DEEPSEEK_HEAD,
         markers=(Markers(begin="<｜tool▁call▁begin｜>", end="<｜tool▁call▁end｜>"),),
         noise=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
@@ -93,10 +96,18 @@ _ALL: Final = (
     ToolForm(
         name="kimi",
         parse=families.parse_kimi,
+        head=families.KIMI_HEAD,
         markers=(Markers(begin="<|tool_call_begin|>", end="<|tool_call_end|>"),),
         noise=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
-    ToolForm(name="json", parse=parse_json, markers=(_BARE, _BLOCK), call_form=_JSON, uses_control_tokens=False),
+    ToolForm(
+        name="json",
+        parse=parse_json,
+        markers=(_BARE, _BLOCK),
+        call_form=_JSON,
+        head=families.HEAD,
+        uses_control_tokens=False,
+    ),
 )
 FORMS: Final[Mapping[str, ToolForm]] = {form.name: form for form in _ALL}
 """By the names that ``serve --tool-parser`` takes."""

@@ -14,9 +14,22 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallPart:
+    """What is added to the calls of an answer: with a ``name`` a call begins, with None the last one goes on.
+
+    ``arguments`` is what its arguments, a JSON object as text, go on with. They end here if it ``is_whole``; a call that
+    never is was cut short.
+    """
+
+    name: str | None
+    arguments: str
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a piece of the model's text adds, each part in its own place."""
+    """What a piece of the model's text adds, each part in its own place; a call that goes on does so before the rest."""
 
     text: str = ""
     thought: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CallPart, ...] = ()

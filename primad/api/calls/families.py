@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from primad.api.calls.events import Call
-from primad.api.calls.form import Functions, UnfinishedCallError, all_of, call_of, parse_json, typed
+from primad.api.calls.form import (
+    ARGUMENTS,
+    JSON_HEAD,
+    Functions,
+    UnfinishedCallError,
+    all_of,
+    call_of,
+    parse_json,
+    typed,
+)
 
 _FUNCTION: Final = re.compile(r"(?:\A|</function>)\s*<function=([^>\n]+)>")
 _PARAMETER: Final = re.compile(r"(?:\A\s*|\n\s*|</parameter>\s*)<parameter=([^>\n]+)>")
@@ -21,6 +30,12 @@ _NAMED: Final = re.compile(
 _ARGUMENT: Final = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 _MISTRAL: Final = re.compile(r"\s*([^\[\]{}\s]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
 MISTRAL_PREFIX: Final = re.compile(r"\s*(?:(?=[{\[])|[^\[\]{}\s]+(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|(?=\{)))")
+HEAD: Final = re.compile(JSON_HEAD)
+MISTRAL_HEAD: Final = re.compile(rf"{JSON_HEAD}|\s*([^\[\]{{}}\s]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?{ARGUMENTS}")
+DEEPSEEK_HEAD: Final = re.compile(
+    rf"\s*(?:function<｜tool▁sep｜>)?([^\s<{{]+)(?:<｜tool▁sep｜>|\n)\s*(?:```json)?{ARGUMENTS}"
+)
+KIMI_HEAD: Final = re.compile(rf"\s*(?:functions\.)?([^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>{ARGUMENTS}")
 _KIMI: Final = re.compile(r"\s*(?:functions\.)?([^\s:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*)", re.DOTALL)
 _GEMMA: Final = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", re.DOTALL)
 _GEMMA_KEY: Final = re.compile(r"([{,]\s*)([^\s\"{}\[\],:][^\"{}\[\],:]*):")

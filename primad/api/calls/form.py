@@ -36,8 +36,10 @@ class Markers:
 class ToolForm:
     """How a model family calls: ``name`` is what ``--tool-parser`` takes.
 
-    ``call_form`` is the same for a grammar, None where arguments are not JSON. ``noise`` are markers around calls that mean
-    nothing. Markers may be control tokens if it ``uses_control_tokens``. With ``channels`` an answer has channels, of
+    ``call_form`` is the same for a grammar, None where arguments are not JSON. ``head`` is what stands in a body before
+    arguments that are a JSON object, with the function's name as its only group that matches: behind it a call is told as it
+    forms, while a body that does not begin so is read by ``parse`` when it is whole. ``noise`` are markers around calls that
+    mean nothing. Markers may be control tokens if it ``uses_control_tokens``. With ``channels`` an answer has channels, of
     thoughts, calls and text, instead of markers.
     """
 
@@ -46,10 +48,18 @@ class ToolForm:
     markers: tuple[Markers, ...] = ()
     noise: tuple[str, ...] = ()
     call_form: CallForm | None = None
+    head: re.Pattern[str] | None = None
     uses_control_tokens: bool = True
     channels: bool = False
 
 
+ARGUMENTS: Final = r"""\s*(?=\{\s*["}])"""
+"""The place before a JSON object, in a pattern."""
+JSON_HEAD: Final = (
+    r"""\s*(?:\[\s*)?\{\s*"(?:name|function|tool_name)"\s*:\s*"([^"\\<`]+)"\s*,"""
+    rf"""\s*"(?:arguments|parameters|args)"\s*:{ARGUMENTS}"""
+)
+"""What stands before the arguments in what ``parse_json`` reads, as nearly all models write it."""
 _NAMES: Final = ("name", "function", "tool_name")
 _ARGUMENTS: Final = ("arguments", "parameters", "args")
 _PYTHON: Final = {"True": True, "False": False, "None": None}
@@ -108,7 +118,7 @@ def call_of(name: str, arguments: Any, functions: Functions) -> Call | None:
         text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
     except ValueError:  # infinity is no JSON
         return None
-    return Call(name=name, arguments=text)
+    return Call(name=name, arguments=text.encode(errors="replace").decode())  # JSON can write halves of characters
 
 
 def typed(name: str, key: str, text: str, functions: Functions) -> Any:

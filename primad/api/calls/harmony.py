@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from primad.api.calls.form import Functions, UnfinishedCallError, call_of
-from primad.api.calls.scan import JsonScan, certain
+from primad.api.calls.form import ARGUMENTS, Functions
+from primad.api.calls.scan import certain
 from primad.api.calls.steps import StepReader
 
 _MESSAGE: Final = "<|message|>"
@@ -20,6 +20,8 @@ _MARKS: Final = (*_ENDS, *_BEGINS)
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _TO: Final = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _HEADER: Final = re.compile(r"<\|start\|>\w*|<\|channel\|>\w*|\bto=[^\s<]+|<\|constrain\|>\w*|<\|\w+\|>")
+_OBJECT: Final = re.compile(ARGUMENTS)
+_HALF_OBJECT: Final = re.compile(r"(?:\{\s*)?")
 
 MAX_HEADER_CHARS: Final = 512
 """What is longer is no header."""
@@ -32,7 +34,7 @@ class HarmonyReader(StepReader):
         super().__init__(self._between)
         self._functions, self._keeps_thoughts = functions, keeps_thoughts
         self._channel, self._name = "final", ""
-        self._scan: JsonScan | None = None
+        self._is_called = False
 
     def _between(self, is_last: bool) -> bool:
         """Between messages, and before the first, whose header the prompt may have begun."""
@@ -69,7 +71,7 @@ class HarmonyReader(StepReader):
             return is_long
         channels, to = _CHANNEL.findall(header), _TO.findall(header)
         self._channel, self._name = channels[-1] if channels else "final", to[-1] if to else ""
-        self._scan = None
+        self._is_called = False
         self._step = self._call if self._name in self._functions else self._content
         return True
 
@@ -83,27 +85,20 @@ class HarmonyReader(StepReader):
         return bool(found)
 
     def _call(self, is_last: bool) -> bool:
-        """A call's arguments, which may contain markers."""
-        if self._held.lstrip()[:1] != "{":
-            if self._held.strip() or is_last:
+        """A call's arguments, which may contain markers; what is no JSON any more is text."""
+        begun = self._held.lstrip()
+        if self._is_called or _OBJECT.match(begun):
+            if not self._is_called:
+                self._held, self._is_called = begun, True
+                self._open_call(self._name)
+            self._add_arguments(is_last)
+            if self._arguments.is_whole:
+                self._step = self._between
+            elif self._arguments.is_wrong or is_last:
                 self._step = self._content
-            return bool(self._held.strip())
-        self._scan = self._scan or JsonScan(0)
-        end = self._scan.end(self._held)
-        if end < 0:
-            if is_last:
-                self._step = self._content
-            return is_last
-        try:
-            call = call_of(self._name, self._held[:end], self._functions)
-        except UnfinishedCallError:
-            call = None
-        if call is None:
+        elif is_last or not _HALF_OBJECT.fullmatch(begun):
             self._step = self._content
-            return True
-        self._calls.append(call)
-        self._held, self._step = self._held[end:], self._between
-        return True
+        return self._step != self._call
 
     def _say(self, text: str) -> None:
         is_thought = self._channel == "analysis" and self._step == self._content

@@ -1,16 +1,20 @@
 """Reads one answer as it grows: thoughts first, then text with calls in it. Pure.
 
-What could still become a marker is held back, and so is a call until it is whole. White space around calls and thoughts
-belongs to neither. What turns out to be no call is text, and so are markers around calls where no call is, unless they are
-control tokens.
+What could still become a marker is held back, and so is a call until the JSON of its arguments begins behind its name. From
+there on it is told as it forms and cannot be taken back: what is no JSON any more is text, and so is what does not close it.
+A call that is written in another way is held back until it is whole. White space around calls and thoughts belongs to
+neither. What turns out to be no call is text, and so are markers around calls where no call is, unless they are control
+tokens.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from primad.api.calls.choose import Thinking
+from primad.api.calls.events import CallPart
 from primad.api.calls.form import Markers, ToolForm, UnfinishedCallError
 from primad.api.calls.scan import JsonScan, certain
 from primad.api.calls.steps import StepReader
@@ -23,6 +27,11 @@ MAX_PREFIX_CHARS: Final = 256
 
 _CONTROL: Final = ("<|", "<｜", "</｜")
 """So begin markers that are control tokens: they are never text."""
+
+_IN_OBJECT: Final = re.compile(
+    r"""\s*(?:,\s*"(?:[^"\\]|\\.)*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)\s*)*\}""", re.DOTALL
+)
+_IN_LIST: Final = re.compile(r"\s*[,\]]")
 
 
 class Reader(StepReader):
@@ -46,6 +55,7 @@ class Reader(StepReader):
         self._is_behind_call, self._failed = False, 0
         self._markers: Markers | None = None
         self._body, self._looked = 0, 0
+        self._closing: list[re.Pattern[str]] = []
         self._scan: JsonScan | None = None
 
     def _end(self) -> None:
@@ -124,6 +134,12 @@ class Reader(StepReader):
     def _call(self, is_last: bool) -> bool:
         assert self._form is not None
         assert self._markers is not None
+        head = self._opens(self._body - len(self._markers.begin), self._body)
+        if head is not None:
+            end, opened = self._markers.end, head[0].lstrip()[:1]
+            self._closing = [*([_IN_OBJECT] if opened in ("{", "[") else []), *([_IN_LIST] if opened == "[" else [])]
+            self._closing += [re.compile(rf"\s*(?:```\s*)?{re.escape(end)}")] if end else []
+            return True
         inner, outer = self._end_by_marker(self._markers.end) if self._markers.end else self._end_of_json(self._markers)
         if inner < 0 and not is_last:
             return False
@@ -140,10 +156,64 @@ class Reader(StepReader):
             self._form = self._form if self._failed < MAX_FAILED else None
             self._say(max(outer, 1))
         else:
-            self._calls += calls
+            self._calls += [CallPart(name=each.name, arguments=each.arguments, is_whole=True) for each in calls]
             begin = self._body - len(self._markers.begin)
             self._drop(begin, outer - begin, is_noise=False)
         return True
+
+    def _opens(self, begin: int, body: int) -> re.Match[str] | None:
+        """The head at ``body`` of a call that can be told as it forms, if there is one. Then it is begun, and left out from
+        ``begin`` on."""
+        assert self._form is not None
+        head = self._form.head and self._form.head.match(self._held, body, body + MAX_PREFIX_CHARS)
+        if not head or (name := head[head.lastindex or 0]) not in self._functions:
+            return None
+        self._drop(begin, head.end() - begin, is_noise=False)
+        self._open_call(name)
+        self._step = self._in_arguments
+        return head
+
+    def _in_arguments(self, is_last: bool) -> bool:
+        self._add_arguments(is_last)
+        if self._arguments.is_whole:
+            self._step = self._behind_arguments
+        elif self._arguments.is_wrong or is_last:
+            self._end_call()
+        return self._step != self._in_arguments
+
+    def _behind_arguments(self, is_last: bool) -> bool:
+        """What closes a call; in a list another one may follow."""
+        assert self._markers is not None
+        while self._closing:
+            found = self._closing[0].match(self._held, 0, MAX_PREFIX_CHARS)
+            if found is None and self._markers.end:  # some models forget the brace before it
+                found = self._closing[-1].match(self._held, 0, MAX_PREFIX_CHARS)
+                self._closing = self._closing[-1:] if found else self._closing
+            if found is None:
+                if not is_last and len(self._held) < MAX_PREFIX_CHARS:
+                    return False
+                break
+            if found[0].endswith(","):
+                self._held, self._step = self._held[found.end() - 1 :], self._next_in_list
+                return True
+            self._held = self._held[found.end() :]
+            del self._closing[0]
+        self._end_call()
+        return True
+
+    def _next_in_list(self, is_last: bool) -> bool:
+        if self._opens(0, 1):
+            self._closing.insert(0, _IN_OBJECT)
+            return True
+        if not is_last and len(self._held) < MAX_PREFIX_CHARS:
+            return False
+        self._end_call()
+        return True
+
+    def _end_call(self) -> None:
+        """What follows is text or another call; nothing but text where this one was not closed."""
+        is_closed = self._arguments.is_whole and not self._closing
+        self._step, self._is_blank = self._text, self._is_blank and is_closed
 
     def _end_by_marker(self, end: str) -> tuple[int, int]:
         """Where the body and the marker behind it end; -1 and the body's beginning while they have not."""

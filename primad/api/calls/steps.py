@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from primad.api.calls.events import Call, Told
+from primad.api.calls.events import CallPart, Told
+from primad.api.calls.json_text import JsonText
 
 
 class StepReader:
@@ -20,7 +21,8 @@ class StepReader:
         self._held = ""
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self._calls: list[Call] = []
+        self._calls: list[CallPart] = []
+        self._arguments = JsonText()
 
     def feed(self, text: str) -> Told:
         """What ``text`` adds."""
@@ -42,3 +44,17 @@ class StepReader:
 
     def _end(self) -> None:
         """No step is left to take."""
+
+    def _open_call(self, name: str) -> None:
+        """A call begins, and its arguments with what is held."""
+        self._calls.append(CallPart(name=name, arguments="", is_whole=False))
+        self._arguments = JsonText()
+
+    def _add_arguments(self, is_last: bool) -> None:
+        """Move what is certain of the arguments from what is held to the call."""
+        added, count = self._arguments.take(self._held, is_last=is_last)
+        self._held = self._held[count:]
+        if added:
+            begun = self._calls.pop() if self._calls else CallPart(name=None, arguments="", is_whole=False)
+            is_whole = self._arguments.is_whole
+            self._calls.append(CallPart(name=begun.name, arguments=begun.arguments + added, is_whole=is_whole))

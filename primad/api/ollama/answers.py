@@ -6,8 +6,9 @@ Times of day are Unix seconds when they come in and ISO 8601 when they go out; d
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
@@ -16,7 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from primad.api.backend import ServedModel
 from primad.api.chat import CHATML
-from primad.api.generation import Answered, GivenCall, Written
+from primad.api.generation import Answered, GivenCall, GivenPart, Written, whole_calls
 from primad.api.ollama.job import LATEST
 from primad.api.reading import manner_of
 from primad.api.tool_prompt import mentions
@@ -91,18 +92,24 @@ class LinesAnswer:
     begun_s: float
     first_s: float | None = None
     sampled: int = 0
+    begun: list[GivenPart] = field(default_factory=list, init=False)
+    """Of the call that is not whole yet: lines have whole calls."""
 
-    def part(self, written: Written, now_s: float) -> OllamaLine:
-        """What ``written`` adds; the last one ends the answer."""
+    def part(self, written: Written, now_s: float) -> OllamaLine | None:
+        """What ``written`` adds, if that is enough for a line; the last one ends the answer."""
         self._count(written.sampled, now_s)
-        if written.finish is None:
-            return self._line(written)
-        return self._end(written, written.finish, now_s)
+        self.begun += written.calls
+        if written.finish is not None:
+            return self._end(written, list(whole_calls(self.begun)), written.finish, now_s)
+        is_told = bool(self.begun) and self.begun[-1].is_whole
+        calls = list(whole_calls(self.begun)) if is_told else []
+        self.begun = [] if is_told else self.begun
+        return self._line(written, calls) if written.text or written.thought or calls else None
 
     def whole(self, answered: Answered, now_s: float) -> OllamaLine:
         """All of it at once."""
         self._count(answered.sampled, now_s)
-        return self._end(answered, answered.finish, now_s)
+        return self._end(answered, answered.calls, answered.finish, now_s)
 
     def nothing(self) -> OllamaLine:
         """What says that there is nothing yet."""
@@ -117,10 +124,11 @@ class LinesAnswer:
         if sampled and self.first_s is None:
             self.first_s = now_s
 
-    def _end(self, said: Written | Answered, finish: str, now_s: float) -> OllamaLine:
+    def _end(self, said: Written | Answered, calls: Sequence[GivenCall], finish: str, now_s: float) -> OllamaLine:
         first_s = now_s if self.first_s is None else self.first_s
         return self._line(
             said,
+            calls,
             done=True,
             done_reason="length" if finish == "length" else "stop",
             total_duration=nanoseconds(now_s - self.begun_s),
@@ -131,18 +139,25 @@ class LinesAnswer:
             eval_duration=nanoseconds(now_s - first_s),
         )
 
-    def _line(self, said: Written | Answered | None, *, done: bool = False, **ended: Any) -> OllamaLine:
-        text = "" if said is None else said.text
+    def _line(
+        self, said: Written | Answered | None, calls: Sequence[GivenCall] = (), *, done: bool = False, **ended: Any
+    ) -> OllamaLine:
+        given = [_given(call) for call in calls if call.is_whole]
+        text = ("" if said is None else said.text) + "".join(_cut(call) for call in calls if not call.is_whole)
         thinking = (said.thought if said is not None and self.shows_thoughts else "") or UNSET
-        calls = [] if said is None else [_given(call) for call in said.calls]
         parts: dict[str, Any] = {"response": text, "thinking": thinking}
         if self.is_chat:
-            parts = {"message": OllamaReply(content=text, thinking=thinking, tool_calls=calls or UNSET)}
+            parts = {"message": OllamaReply(content=text, thinking=thinking, tool_calls=given or UNSET)}
         return OllamaLine(model=self.model, created_at=iso(self.created), done=done, **parts, **ended)
 
 
 def _given(call: GivenCall) -> OllamaGivenCall:
     return OllamaGivenCall(function=OllamaGivenFunction(name=call.name, arguments=call.input))
+
+
+def _cut(call: GivenCall) -> str:
+    """A call that is not whole is text, since clients would make it as it is."""
+    return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "arguments": {call.arguments}'
 
 
 def tags(served: ServedModel | None, also: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:

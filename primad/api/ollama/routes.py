@@ -119,7 +119,7 @@ class _Routes:
         async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
             async for part in written:
                 line = answer.part(part, time.perf_counter())
-                if part.says_something or part.finish is not None:
+                if line is not None:
                     yield line
 
 

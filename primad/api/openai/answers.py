@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from primad.api.backend import Vocabulary
-from primad.api.generation import Answered, GivenCall, Written
+from primad.api.generation import Answered, GivenCall, GivenPart, Written
 from primad.api.openai.job import Choice
 from primad.api.openai.logprobs import chat_logprobs, completion_logprobs
 from primad.api.openai.shapes import (
@@ -26,6 +26,7 @@ from primad.api.openai.shapes import (
     CompletionLogprobs,
     Delta,
     FinishReason,
+    FunctionDelta,
     GivenFunction,
     MessageCall,
     ReadPrompt,
@@ -160,13 +161,16 @@ def _message(answered: Answered) -> AssistantMessage:
     return AssistantMessage(
         content=None if answered.calls and not answered.text else answered.text,
         reasoning_content=answered.thought or UNSET,
-        tool_calls=[MessageCall(id=call.id, function=_function(call)) for call in answered.calls] or UNSET,
+        tool_calls=[_message_call(call) for call in answered.calls] or UNSET,
     )
 
 
-def _call_delta(call: GivenCall) -> CallDelta:
-    return CallDelta(index=call.index, id=call.id, function=_function(call))
+def _message_call(call: GivenCall) -> MessageCall:
+    return MessageCall(id=call.id, function=GivenFunction(name=call.name, arguments=call.arguments))
 
 
-def _function(call: GivenCall) -> GivenFunction:
-    return GivenFunction(name=call.name, arguments=call.arguments)
+def _call_delta(part: GivenPart) -> CallDelta:
+    if not part.begins:
+        return CallDelta(index=part.index, function=FunctionDelta(arguments=part.arguments))
+    function = FunctionDelta(name=part.name, arguments=part.arguments)
+    return CallDelta(index=part.index, id=part.id, type="function", function=function)

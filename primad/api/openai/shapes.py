@@ -77,13 +77,20 @@ class MessageCall(msgspec.Struct, frozen=True, kw_only=True):
     function: GivenFunction
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is called, as it begins, and what its ``arguments`` go on with."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
 class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a function, the ``index``-th of its message; it comes whole."""
+    """What is added to the ``index``-th call of a message, which begins where it has an ``id``."""
 
     index: int
-    id: str
-    type: Literal["function"] = "function"
-    function: GivenFunction
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):

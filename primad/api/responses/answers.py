@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from primad.api.dialect import NamedEvent
-from primad.api.generation import Answered, GivenCall, Written
+from primad.api.generation import Answered, GivenCall, GivenPart, Written, whole_calls
 from primad.api.openai.errors import error_body
 from primad.api.responses.schema import ResponsesRequest
 from primad.errors import PrimadError
@@ -57,6 +57,7 @@ class ResponseAnswer:
     output: list[dict[str, Any]] = field(default_factory=list, init=False)
     text: list[str] = field(default_factory=list, init=False)
     open_kind: OutputKind | None = field(default=None, init=False)
+    open_call: list[GivenPart] = field(default_factory=list, init=False)
     events_sent: int = field(default=0, init=False)
 
     def whole(self, answered: Answered) -> ResponseBody:
@@ -69,7 +70,7 @@ class ResponseAnswer:
         if answered.text or not (answered.thought or answered.calls):
             self.output.append(self._item("message", "completed" if answered.calls else status, answered.text))
         for call in answered.calls:
-            self.output.append(self._called(call, "completed", call.arguments))
+            self.output.append(self._called(call, _call_status(call), call.arguments))
         return self._body(status, self.output)
 
     def opening(self) -> Iterator[NamedEvent]:
@@ -80,16 +81,19 @@ class ResponseAnswer:
     def events(self, written: Written) -> Iterator[NamedEvent]:
         """What ``written`` adds."""
         self.sampled += written.sampled
+        for part in written.calls:
+            if not part.begins:
+                yield from self._call(part)
         if written.thought:
             yield from self._add("reasoning", written.thought)
         if written.text:
             yield from self._add("message", written.text)
-        for call in written.calls:
-            yield from self._close("completed")
-            yield from self._call(call)
+        for part in written.calls:
+            if part.begins:
+                yield from self._call(part)
         if written.finish is not None:
             status = _status(written.finish)
-            if self.open_kind is None and not self.output:
+            if self.open_kind is None and not self.output and not self.open_call:
                 yield from self._open("message")
             yield from self._close(status)
             yield self._event(f"response.{status}", response=msgspec.to_builtins(self._body(status, self.output)))
@@ -97,8 +101,9 @@ class ResponseAnswer:
     def failed(self, exc: PrimadError) -> NamedEvent:
         """``exc`` as the last event."""
         error = {"code": error_body(exc).error.code or "server_error", "message": str(exc)}
-        open_item = [self._item(self.open_kind, "incomplete", "".join(self.text))] if self.open_kind else []
-        body = self._body("failed", [*self.output, *open_item], error=error)
+        open_items = [self._item(self.open_kind, "incomplete", "".join(self.text))] if self.open_kind else []
+        open_items += [self._called(call, "incomplete", call.arguments) for call in whole_calls(self.open_call)]
+        body = self._body("failed", [*self.output, *open_items], error=error)
         return self._event("response.failed", response=msgspec.to_builtins(body))
 
     def _add(self, kind: OutputKind, text: str) -> Iterator[NamedEvent]:
@@ -115,6 +120,7 @@ class ResponseAnswer:
         yield self._event("response.content_part.added", **self._place(kind), part=_part(kind, ""))
 
     def _close(self, status: str) -> Iterator[NamedEvent]:
+        yield from self._close_call()
         kind = self.open_kind
         if kind is None:
             return
@@ -126,16 +132,25 @@ class ResponseAnswer:
         self.output.append(item)
         self.text, self.open_kind = [], None
 
-    def _call(self, call: GivenCall) -> Iterator[NamedEvent]:
-        item = self._called(call, "completed", call.arguments)
-        number = len(self.output)
-        place = {"item_id": item["id"], "output_index": number}
-        begun = self._called(call, "in_progress", "")
-        yield self._event("response.output_item.added", output_index=number, item=begun)
-        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
-        yield self._event("response.output_item.done", output_index=number, item=item)
-        self.output.append(item)
+    def _call(self, part: GivenPart) -> Iterator[NamedEvent]:
+        if part.begins:
+            yield from self._close("completed")
+            begun = self._called(part, "in_progress", "")
+            yield self._event("response.output_item.added", output_index=len(self.output), item=begun)
+        self.open_call.append(part)
+        place = {"item_id": self._id("fc"), "output_index": len(self.output)}
+        yield self._event("response.function_call_arguments.delta", **place, delta=part.arguments)
+        if part.is_whole:
+            yield from self._close_call()
+
+    def _close_call(self) -> Iterator[NamedEvent]:
+        for call in whole_calls(self.open_call):
+            item, number = self._called(call, _call_status(call), call.arguments), len(self.output)
+            said = {"item_id": item["id"], "output_index": number, "name": call.name, "arguments": call.arguments}
+            yield self._event("response.function_call_arguments.done", **said)
+            yield self._event("response.output_item.done", output_index=number, item=item)
+            self.output.append(item)
+        self.open_call = []
 
     def _place(self, kind: OutputKind) -> dict[str, Any]:
         return {"item_id": self._id(_PREFIXES[kind]), "output_index": len(self.output), "content_index": 0}
@@ -154,7 +169,7 @@ class ResponseAnswer:
         own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
         return {"id": self._id(_PREFIXES[kind]), "type": kind, **own, "status": status, "content": content}
 
-    def _called(self, call: GivenCall, status: str, arguments: str) -> dict[str, Any]:
+    def _called(self, call: GivenCall | GivenPart, status: str, arguments: str) -> dict[str, Any]:
         named = {"call_id": call.id, "name": call.name, "arguments": arguments}
         return {"id": self._id("fc"), "type": "function_call", "status": status, **named}
 
@@ -193,6 +208,10 @@ class ResponseAnswer:
 
 def _status(finish: str) -> Literal["completed", "incomplete"]:
     return "incomplete" if finish == "length" else "completed"
+
+
+def _call_status(call: GivenCall) -> Literal["completed", "incomplete"]:
+    return "completed" if call.is_whole else "incomplete"
 
 
 def _part(kind: OutputKind, text: str) -> dict[str, Any]:
