@@ -202,6 +202,34 @@ def test_a_marker_inside_of_thoughts_is_no_call():
     assert (thought, text, calls) == (SAID["hermes"], "Hi", [])
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "I could <tool_call> a function, weather, and ",
+        f"Not {SAID['hermes'].replace('weather', 'other')} but ",
+        "<tool_call>weather</tool_call> is ",
+        f"<tool_call>\n{'x' * 400}",
+        '{"name": "weather"} ',
+    ],
+)
+def test_thoughts_behind_a_marker_that_begins_no_call_are_told_at_once(said):
+    reader = AnswerReading(
+        form=FORMS["hermes"], thinking=THINK, opened=True, functions=FUNCTIONS, several=True, shows_control=True
+    ).reader()
+    assert "".join(reader.feed(char).thought for char in f"{said}Hm!") == f"{said}Hm!"
+    assert reader.feed("</think>Hi").text + reader.finish().text == "Hi"
+
+
+def test_a_call_that_thoughts_do_not_end_before_is_one():
+    said = f"I could <tool_call> it: {SAID['hermes']}"
+    for pieces in ([said], list(said)):
+        assert read("hermes", pieces, thinking=THINK, opened=True) == (
+            "I could <tool_call> it:",
+            "",
+            [("weather", ROME)],
+        )
+
+
 PARTS = st.lists(
     st.sampled_from([*SAID.values(), "<think>", "</think>", "Hi", " ", "\n", "<", "{", "[", '"', "}", "]", "\\", "é"]),
     max_size=6,

@@ -28,6 +28,7 @@ MAX_PREFIX_CHARS: Final = 256
 _CONTROL: Final = ("<|", "<｜", "</｜")
 """So begin markers that are control tokens: they are never text."""
 
+_WORDS: Final = re.compile(r"\w +\w")
 _IN_OBJECT: Final = re.compile(
     r"""\s*(?:,\s*"(?:[^"\\]|\\.)*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)\s*)*\}""", re.DOTALL
 )
@@ -55,6 +56,7 @@ class Reader(StepReader):
         self._is_behind_call, self._failed = False, 0
         self._markers: Markers | None = None
         self._body, self._looked = 0, 0
+        self._is_called = False
         self._closing: list[re.Pattern[str]] = []
         self._scan: JsonScan | None = None
 
@@ -83,14 +85,48 @@ class Reader(StepReader):
             self._thoughts.append(self._held[:at].rstrip())
             self._held, self._drops_space, self._step = self._held[at + len(end) :], True, self._text
             return True
-        count = len(self._held) if is_last else certain(self._held, (end, *self._begins))
-        begun = self._begun()
-        if begun is not None and (not is_last or (begun[1].end and begun[1].end in self._held[begun[0] :])):
-            count = len(self._held[: begun[0]].rstrip())  # some models call without ending their thoughts
-            self._step = self._text if is_last else self._step
+        marks = [each for each in (self._form.markers if self._form else ()) if each.begin and each.end]
+        found = [(at, each) for each in marks if (at := self._held.find(each.begin)) >= 0]
+        at, markers = min(found, key=lambda each: each[0], default=(0, None))
+        space = certain(self._held, (end, *(each.begin for each in marks))) if not is_last else len(self._held)
+        self._think(len(self._held[:at].rstrip()) if markers else space)
+        if markers is None:
+            return False
+        begin = len(self._held) - len(self._held.lstrip())
+        is_called = self._is_called_in_thoughts(begin, markers)
+        if is_called and is_last:  # some models call without ending their thoughts
+            self._step = self._text
+        elif is_last or is_called is False:
+            self._think(len(self._held) if is_last else begin + len(markers.begin))
+            self._looked = 0
+        return is_called is False or self._step == self._text
+
+    def _think(self, count: int) -> None:
         self._thoughts.append(self._held[:count])
         self._held = self._held[count:]
-        return self._step == self._text
+
+    def _is_called_in_thoughts(self, begin: int, markers: Markers) -> bool | None:
+        """Whether the marker at ``begin`` begins a call, None while that is open. It names its function at once; words are
+        thoughts about calls. Only the end of the answer can tell whether a call in thoughts is one that is made."""
+        assert self._form is not None
+        body = begin + len(markers.begin)
+        near = self._held[body : body + MAX_PREFIX_CHARS]
+        named = min((at for name in self._functions if (at := near.find(name)) >= 0), default=len(near))
+        if named == MAX_PREFIX_CHARS or _WORDS.search(near[: named + 1]):
+            return False
+        self._looked = max(self._looked, body)
+        while (inner := self._held.find(markers.end, self._looked)) >= 0:
+            try:
+                self._is_called = (
+                    self._is_called or self._form.parse(self._held[body:inner], self._functions) is not None
+                )
+                return self._is_called
+            except UnfinishedCallError:
+                self._looked, self._failed = inner + len(markers.end), self._failed + 1
+                if self._failed == MAX_FAILED:
+                    self._form = None
+                    return False
+        return None
 
     def _text(self, is_last: bool) -> bool:
         self._drop_space()
