@@ -83,6 +83,23 @@ WRITERS: dict[str, Callable[[str, Arguments], str]] = {
     "kimi": lambda name, arguments: (
         f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
     ),
+    "kimi-k3": lambda name, arguments: (
+        f'<|open|>tools<|sep|><|open|>call tool="{name}" index="1"<|sep|>'
+        + "".join(
+            f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "object"}"<|sep|>{plain(value)}'
+            "<|close|>argument<|sep|>"
+            for key, value in arguments.items()
+        )
+        + "<|close|>call<|sep|><|close|>tools<|sep|>"
+    ),
+    "phi-4-mini": lambda name, arguments: (
+        f"<|tool_call|>[{json.dumps({'name': name, 'arguments': arguments})}]<|/tool_call|>"
+    ),
+    "granite": lambda name, arguments: f"<|tool_call|>[{json.dumps({'name': name, 'arguments': arguments})}]",
+    "command-r": lambda name, arguments: (
+        f'<|START_ACTION|>[\n{{"tool_call_id": "0", "tool_name": "{name}", "parameters": {json.dumps(arguments)}}}\n]'
+        "<|END_ACTION|>"
+    ),
     "gpt-oss": lambda name, arguments: (
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
     ),
@@ -132,7 +149,7 @@ def values(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
     )
 
 
-HAS_BARE_TEXT = {"gemma", "qwen3-coder", "glm", "minimax", "deepseek-dsml"}
+HAS_BARE_TEXT = {"gemma", "qwen3-coder", "glm", "minimax", "deepseek-dsml", "kimi-k3"}
 
 
 def test_every_form_is_written():

@@ -42,8 +42,16 @@ SAID = {
     '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
     '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>',
     "gemma": '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:3}<tool_call|>',
+    "kimi-k3": '<|open|>call tool="weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Rome'
+    '<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>',
+    "phi-4-mini": f"<|tool_call|>[{CALL}]<|/tool_call|>",
+    "granite": f"<|tool_call|>[{CALL}]",
+    "command-r": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
+    f"{json.dumps(ROME)}}}\n]<|END_ACTION|>",
     "kimi": f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{json.dumps(ROME)}<|tool_call_end|>",
 }
+"""The last ones as llama.cpp's models/templates have them (Kimi-K3, Phi-4-mini-instruct, c4ai-command-r7b-12-2024), and
+IBM's documentation of Granite 3 (ibm.com/granite/docs)."""
 OTHERS = [
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{json.dumps(ROME)}"),
     (
@@ -54,12 +62,34 @@ OTHERS = [
     ("llama3-json", f"<|python_tag|>{SAID['llama3-json']}"),
     ("qwen3-coder", f"<tool_call>{CALL}</tool_call>"),
     ("minimax", f"<minimax:tool_call>\n{SAID['minimax']}\n</minimax:tool_call>"),
+    ("kimi-k3", f"<|open|>tools<|sep|>{SAID['kimi-k3']}<|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"),
+    (
+        "kimi-k3",
+        '<|open|>call tool="weather" index="1"<|sep|><|open|>json type="object"<|sep|>'
+        f"{json.dumps(ROME)}<|close|>json<|sep|><|close|>call<|sep|>",
+    ),
+    ("phi-4-mini", f"<|tool_call|>{CALL}<|/tool_call|>"),
+    ("granite", f"<tool_call>[{CALL}]</tool_call>"),
+    ("command-r", f'Action: ```json\n[{{"tool_name": "weather", "parameters": {json.dumps(ROME)}}}]\n```'),
     ("gemma", "<start_function_call>call:weather{city:<escape>Rome<escape>,days:3}<end_function_call>"),
     ("gemma", "```tool_code\n[weather(city='Rome', days=3)]\n```"),
     ("gemma", f"```json\n{CALL}\n```"),
     ("json", f"```json\n{CALL}\n```"),
     ("llama3-pythonic", '<|tool_call_start|>[weather(city="Rome", days=3)]<|tool_call_end|>'),
 ]
+STREAMED = [
+    "command-r",
+    "deepseek",
+    "gpt-oss",
+    "granite",
+    "hermes",
+    "json",
+    "kimi",
+    "llama3-json",
+    "mistral",
+    "phi-4-mini",
+]
+"""The forms in which a call is told as it forms."""
 Read = tuple[str, str, list[tuple[str, Any]]]
 
 
@@ -98,7 +128,20 @@ def test_half_a_call_and_garbage_are_text(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["hermes", "qwen3-coder", "glm", "mistral", "deepseek", "deepseek-dsml", "gemma", "kimi", "minimax"]
+    "name",
+    [
+        "hermes",
+        "qwen3-coder",
+        "glm",
+        "mistral",
+        "deepseek",
+        "deepseek-dsml",
+        "gemma",
+        "kimi",
+        "minimax",
+        "kimi-k3",
+        "granite",
+    ],
 )
 def test_text_before_calls_and_several_of_them(name):
     text = f"Let me see.\n\n{SAID[name]}\n{SAID[name]}"
@@ -113,14 +156,14 @@ def test_what_is_no_json_ends_a_call_and_is_text(number):
         assert read("hermes", pieces) == ("", number + after, [("weather", cut + CUT)])
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3-json", "mistral", "deepseek", "gpt-oss", "json", "kimi"])
+@pytest.mark.parametrize("name", STREAMED)
 def test_a_call_that_is_cut_off_in_its_arguments_is_one(name):
     for cut in ('{"city": "Ro', '{"city": "Rome", "days": ', '{"'):
         text = SAID[name].partition(json.dumps(ROME))[0] + cut
         assert read(name, [text]) == read(name, list(text)) == ("", "", [("weather", cut + CUT)])
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3-json", "mistral", "deepseek", "gpt-oss", "json", "kimi"])
+@pytest.mark.parametrize("name", STREAMED)
 def test_a_call_is_told_as_it_forms(name):
     reader = AnswerReading(
         form=FORMS[name], thinking=None, opened=False, functions=FUNCTIONS, several=True, shows_control=True
@@ -172,6 +215,15 @@ def test_channels():
     thought, text, calls = read("gpt-oss", list(SAID["gpt-oss"].replace("weather", "other")))
     assert (thought, calls) == ("", [])
     assert '"city": "Rome"' in text
+
+
+def test_what_frames_an_answer_is_no_text():
+    for name, text in (
+        ("command-r", "<|START_RESPONSE|>Hi there.<|END_RESPONSE|>"),
+        ("kimi-k3", "<|open|>response<|sep|>Hi there.<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"),
+    ):
+        assert FORMS[name].reads_text
+        assert read(name, [text]) == read(name, list(text)) == ("", "Hi there.", [])
 
 
 def test_llama_separates_calls():
@@ -261,6 +313,10 @@ def test_every_splitting_is_read_alike(text, name, opened, data):
         ("{{ '<|tool_call_begin|>' }}", "kimi"),
         ("{{ '｜DSML｜' }}", "deepseek-dsml"),
         ("{{ '<|python_start|>' }}", "llama3-pythonic"),
+        ("{{ '<|open|>' + tag }}", "kimi-k3"),
+        ("{{ '<|START_ACTION|>[' }}", "command-r"),
+        ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi-4-mini"),
+        ("respond only with <|tool_call|> followed by a JSON list of tools used", "granite"),
         ("{{ messages }}", "hermes"),
     ],
 )
@@ -271,3 +327,5 @@ def test_the_form_is_read_off_the_template(template, name):
 def test_thoughts_are_read_off_the_template():
     assert thinks("{{ '<think>' }}{{ '</think>' }}") == THINK
     assert thinks("{{ messages }}") is None
+    assert thinks("{{ '<|open|>' + tag }}") == Thinking(begin="<|open|>think<|sep|>", end="<|close|>think<|sep|>")
+    assert thinks("<|START_THINKING|><|END_THINKING|>") == Thinking(begin="<|START_THINKING|>", end="<|END_THINKING|>")

@@ -39,9 +39,9 @@ OTHERWISE = {
 
 
 def is_ours(fixture: Fixture) -> bool:
-    """Half a call is text here, which they leave out; and Kimi K3's form is not known."""
+    """Half a call is text here, which they leave out."""
     is_half = "truncated" in fixture.tags and fixture.expected is not None
-    return not is_half and fixture.id not in OTHERWISE and "x-kimi-k3" not in fixture.tags
+    return not is_half and fixture.id not in OTHERWISE
 
 
 FIXTURES = load_fixtures()
@@ -55,12 +55,15 @@ def reading(number: int) -> AnswerReading:
     name = NAMES[fixture.family]
     if "DSML" in fixture.raw_output:
         name = "deepseek-dsml"
+    if "x-kimi-k3" in fixture.tags:
+        name = "kimi-k3"
     if fixture.family == "llama" and fixture.raw_output.lstrip().startswith(("[", "<|python_start|>")):
         name = "llama3-pythonic"
     thinking = {
         "mistral": thinks("[/THINK]"),
         "gemma4": thinks("<channel|>"),
-    }.get(fixture.family, Thinking(begin="<think>", end="</think>"))
+        "kimi": thinks("<|open|>") if name == "kimi-k3" else None,
+    }.get(fixture.family) or Thinking(begin="<think>", end="</think>")
     assert thinking is not None
     prompt = (fixture.generation_prompt or "").rstrip()
     is_open = not prompt and (

@@ -312,6 +312,14 @@ def test_a_marker_may_be_a_control_token():
     assert plain.text == '{"name": "weather", "arguments": {"city": "Rome"}}?'
 
 
+@pytest.mark.parametrize("asked", [{}, {"tools": TOOLS}])
+def test_what_frames_an_answer_is_no_text(asked):
+    made = backend("<|START_RESPONSE|>Hi there.<|END_RESPONSE|>")
+    assert made.served is not None
+    made.served = dataclasses.replace(made.served, tool_parser="command-r")
+    assert openai_whole(made, **asked)[1] == "Hi there."
+
+
 def test_who_does_not_ask_for_thoughts_gets_none():
     body = post(backend("Hm.</think>Hi", template=OPENS), "/v1/messages", **ANTHROPIC).json()
     assert [block["type"] for block in body["content"]] == ["text"]

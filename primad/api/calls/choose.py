@@ -22,6 +22,16 @@ class Thinking:
 _JSON: Final = CallForm(before='{"name": "', middle='", "arguments": ', behind="}", between="\n")
 _LLAMA: Final = CallForm(before='{"name": "', middle='", "parameters": ', behind="}", between="; ")
 _MISTRAL: Final = CallForm(before='[TOOL_CALLS][{"name": "', middle='", "arguments": ', behind="}]", between="")
+_PHI: Final = CallForm(
+    before='<|tool_call|>[{"name": "', middle='", "arguments": ', behind="}]<|/tool_call|>", between=""
+)
+_GRANITE: Final = CallForm(before='<|tool_call|>[{"name": "', middle='", "arguments": ', behind="}]", between="")
+_COMMAND_R: Final = CallForm(
+    before='<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "',
+    middle='", "parameters": ',
+    behind="}]<|END_ACTION|>",
+    between="",
+)
 _BARE: Final = Markers(begin="", end="")
 _TOOL_CALL: Final = Markers(begin="<tool_call>", end="</tool_call>")
 _BLOCK: Final = Markers(begin="```json\n", end="```")
@@ -101,6 +111,44 @@ _ALL: Final = (
         noise=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
     ToolForm(
+        name="kimi-k3",
+        parse=families.parse_kimi_k3,
+        markers=(Markers(begin="<|open|>call ", end="<|close|>call<|sep|>"),),
+        noise=(
+            *(f"<|{side}|>{name}<|sep|>" for side in ("open", "close") for name in ("response", "tools")),
+            "<|close|>message<|sep|>",
+            "<|end_of_msg|>",
+        ),
+        frames_text=True,
+    ),
+    ToolForm(
+        name="phi-4-mini",
+        parse=parse_json,
+        markers=(Markers(begin="<|tool_call|>", end="<|/tool_call|>"),),
+        call_form=_PHI,
+        head=families.HEAD,
+    ),
+    ToolForm(
+        name="granite",
+        parse=parse_json,
+        markers=(Markers(begin="<|tool_call|>", end=""), Markers(begin="<tool_call>", end="")),
+        noise=("</tool_call>",),
+        call_form=_GRANITE,
+        head=families.HEAD,
+    ),
+    ToolForm(
+        name="command-r",
+        parse=parse_json,
+        markers=(
+            Markers(begin="<|START_ACTION|>", end="<|END_ACTION|>"),
+            Markers(begin="Action: ```json\n", end="```"),
+        ),
+        noise=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        call_form=_COMMAND_R,
+        head=families.HEAD,
+        frames_text=True,
+    ),
+    ToolForm(
         name="json",
         parse=parse_json,
         markers=(_BARE, _BLOCK),
@@ -117,6 +165,10 @@ _SIGNS: Final = (
     ("｜DSML｜", "deepseek-dsml"),
     ("<｜tool▁call▁begin｜>", "deepseek"),
     ("<|tool_call_begin|>", "kimi"),
+    ("<|open|>", "kimi-k3"),
+    ("<|START_ACTION|>", "command-r"),
+    ("Write 'Action:'", "command-r"),
+    ("<|/tool|>", "phi-4-mini"),
     ("<|tool_call>", "gemma"),
     ("<start_function_call>", "gemma"),
     ("<|tool_call_start|>", "llama3-pythonic"),
@@ -124,16 +176,19 @@ _SIGNS: Final = (
     ("<arg_key>", "glm"),
     ("<function=", "qwen3-coder"),
     ("<tool_call>", "hermes"),
+    ("<|tool_call|>", "granite"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3-json"),
     ("<|eom_id|>", "llama3-json"),
     ('"parameters": dictionary of argument name', "llama3-json"),
 )
 _THOUGHTS: Final = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|channel>thought", "<channel|>"),
+    ("</think>", "<think>", "</think>"),
+    ("[/THINK]", "[THINK]", "[/THINK]"),
+    ("</seed:think>", "<seed:think>", "</seed:think>"),
+    ("<channel|>", "<|channel>thought", "<channel|>"),
+    ("<|END_THINKING|>", "<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|open|>", "<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 )
 
 
@@ -144,5 +199,4 @@ def form_of(template: str) -> ToolForm:
 
 def thinks(template: str) -> Thinking | None:
     """The markers of thoughts in ``template``, or None where there are none."""
-    found = next(((begin, end) for begin, end in _THOUGHTS if end in template), None)
-    return None if found is None else Thinking(begin=found[0], end=found[1])
+    return next((Thinking(begin=begin, end=end) for sign, begin, end in _THOUGHTS if sign in template), None)

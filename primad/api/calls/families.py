@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Sequence
+from html import unescape
 from typing import Any, Final
 
 from primad.api.calls.events import Call
@@ -37,6 +38,12 @@ DEEPSEEK_HEAD: Final = re.compile(
 )
 KIMI_HEAD: Final = re.compile(rf"\s*(?:functions\.)?([^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>{ARGUMENTS}")
 _KIMI: Final = re.compile(r"\s*(?:functions\.)?([^\s:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*)", re.DOTALL)
+_K3_CALL: Final = re.compile(r'tool="([^"]*)"[^<]*<\|sep\|>(.*)', re.DOTALL)
+_K3_ARGUMENT: Final = re.compile(
+    r'\s*<\|open\|>(?:argument key="([^"]*)" type="(\w+)"|json[^<]*)<\|sep\|>(.*?)<\|close\|>(?:argument|json)<\|sep\|>\s*'
+    r"(?=<\|open\|>argument|\Z)",
+    re.DOTALL,
+)
 _GEMMA: Final = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", re.DOTALL)
 _GEMMA_KEY: Final = re.compile(r"([{,]\s*)([^\s\"{}\[\],:][^\"{}\[\],:]*):")
 
@@ -115,6 +122,25 @@ def parse_mistral(body: str, functions: Functions) -> Sequence[Call] | None:
 def parse_kimi(body: str, functions: Functions) -> Sequence[Call] | None:
     """``functions.name:0<|tool_call_argument_begin|>{...}``."""
     return _matched(_KIMI, body, functions)
+
+
+def parse_kimi_k3(body: str, functions: Functions) -> Sequence[Call] | None:
+    """``tool="name" index="1"<|sep|>``, then elements of arguments, each with its key and its type, or one of JSON."""
+    head = _K3_CALL.fullmatch(body)
+    if head is None:
+        return None
+    name, inner = unescape(head[1]), head[2]
+    arguments, at = {}, 0
+    while inner[at:].strip():
+        found = _K3_ARGUMENT.match(inner, at)
+        if found is None:
+            raise UnfinishedCallError
+        if found[1] is None:
+            return all_of([call_of(name, found[3], functions)])
+        key = unescape(found[1])
+        arguments[key] = found[3] if found[2] == "string" else typed(name, key, found[3], functions)
+        at = found.end()
+    return all_of([call_of(name, arguments, functions)])
 
 
 def _matched(pattern: re.Pattern[str], body: str, functions: Functions) -> Sequence[Call] | None:

@@ -39,8 +39,8 @@ class ToolForm:
     ``call_form`` is the same for a grammar, None where arguments are not JSON. ``head`` is what stands in a body before
     arguments that are a JSON object, with the function's name as its only group that matches: behind it a call is told as it
     forms, while a body that does not begin so is read by ``parse`` when it is whole. ``noise`` are markers around calls that
-    mean nothing. Markers may be control tokens if it ``uses_control_tokens``. With ``channels`` an answer has channels, of
-    thoughts, calls and text, instead of markers.
+    mean nothing; if it ``frames_text``, also where nothing may be called. Markers may be control tokens if it
+    ``uses_control_tokens``. With ``channels`` an answer has channels, of thoughts, calls and text, instead of markers.
     """
 
     name: str
@@ -51,12 +51,18 @@ class ToolForm:
     head: re.Pattern[str] | None = None
     uses_control_tokens: bool = True
     channels: bool = False
+    frames_text: bool = False
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it is needed to read an answer in which nothing may be called."""
+        return self.channels or self.frames_text
 
 
 ARGUMENTS: Final = r"""\s*(?=\{\s*["}])"""
 """The place before a JSON object, in a pattern."""
 JSON_HEAD: Final = (
-    r"""\s*(?:\[\s*)?\{\s*"(?:name|function|tool_name)"\s*:\s*"([^"\\<`]+)"\s*,"""
+    r"""\s*(?:\[\s*)?\{\s*(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"\\<`]*"\s*,\s*)?"(?:name|function|tool_name)"\s*:\s*"([^"\\<`]+)"\s*,"""
     rf"""\s*"(?:arguments|parameters|args)"\s*:{ARGUMENTS}"""
 )
 """What stands before the arguments in what ``parse_json`` reads, as nearly all models write it."""

@@ -56,9 +56,9 @@ def answer_rules(request: ChatRequest, served: ServedModel, text: str) -> Answer
     if wanted is not None and opened and manner.thinking is not None:
         wanted = grammar.behind_thoughts(wanted, manner.thinking.end)
     functions = {tool.function.name: tool.function.parameters for tool in request.callable_tools}
-    if not functions and thinking is None and not manner.form.channels:
+    if not functions and thinking is None and not manner.form.reads_text:
         return AnswerRules(reading=None, grammar=wanted)
-    form = manner.form if manner.form.channels else None
+    form = manner.form if manner.form.reads_text else None
     if functions:
         is_told = not mentions(served.vocabulary.chat_template or "", "tools")
         form = manner.form if wanted is None and not is_told else manner.asked
