@@ -57,6 +57,16 @@ def test_every_event_says_what_it_took_if_it_is_asked_to():
     assert all(event["timings"].keys() == told[-1]["timings"].keys() for event in told)
     silent = events(post(FakeBackend(says("abc")), "/completion", prompt="Hi", stream=True))
     assert ["timings" in event for event in silent] == [False, False, False, True]
+    for path, asked in (
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ):
+        made = FakeBackend(says("abc"), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
+        *told, _ = events(post(made, path, stream=True, timings_per_token=True, **asked))
+        timed = [event["timings"]["predicted_n"] for event in told if "timings" in event]
+        assert timed == [1, 2, 3, 3]
+        *silent, _ = events(post(made, path, stream=True, **asked))
+        assert not any("timings" in event for event in silent)
 
 
 def test_a_prompt_of_ids_and_texts_is_one_prompt():

@@ -13,17 +13,8 @@ from primad.api.backend import ServedModel, Vocabulary
 from primad.api.chat import CHATML
 from primad.api.generation import Answered, Written
 from primad.api.openai.job import Job
+from primad.api.openai.timings import AnswerClock, AnswerTimings
 from primad.api.tool_prompt import mentions
-
-
-class AnswerTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer took: its prompt until the first token, waiting included, then the tokens after it."""
-
-    prompt_n: int
-    prompt_ms: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_second: float
 
 
 class CompletionPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,30 +77,28 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class RawAnswer:
-    """An answer of ``/completion`` as it is written; times are in seconds on any scale."""
+    """An answer of ``/completion`` as it is written; times are those of the ``clock``. If it ``times_parts``, each part of a
+    stream has its timings."""
 
     served: ServedModel
     job: Job
-    begun_s: float
+    clock: AnswerClock
     times_parts: bool = False
-    """Each part of a stream has its timings."""
-    first_s: float | None = None
-    predicted: int = 0
 
     def part(self, written: Written, now_s: float) -> CompletionPart:
         """What ``written`` adds."""
-        self._count(written.sampled, now_s)
+        self.clock.count(written.sampled, now_s)
         return CompletionPart(
             content=written.text,
             tokens=[placed.entry.token for placed in written.tokens],
-            tokens_predicted=self.predicted,
+            tokens_predicted=self.clock.predicted,
             tokens_evaluated=self.job.prompt_tokens,
-            timings=self._timings(now_s) if self.times_parts else UNSET,
+            timings=self.clock.timings(now_s) if self.times_parts else UNSET,
         )
 
     def whole(self, answered: Answered, now_s: float) -> CompletionEnd:
         """All of it at once."""
-        self._count(answered.sampled, now_s)
+        self.clock.count(answered.sampled, now_s)
         return self.end(
             answered.finish,
             answered.stopped_by,
@@ -132,28 +121,13 @@ class RawAnswer:
             content=content,
             tokens=tokens or [],
             model=self.served.id,
-            tokens_predicted=self.predicted,
+            tokens_predicted=self.clock.predicted,
             tokens_evaluated=self.job.prompt_tokens,
-            tokens_cached=self.job.prompt_tokens + self.predicted,
+            tokens_cached=self.job.prompt_tokens + self.clock.predicted,
             stop_type="limit" if finish == "length" else "eos" if stopped_by is None else "word",
             stopping_word=stopped_by or "",
-            timings=self._timings(now_s),
+            timings=self.clock.timings(now_s),
         )
-
-    def _timings(self, now_s: float) -> AnswerTimings:
-        first_s = now_s if self.first_s is None else self.first_s
-        return AnswerTimings(
-            prompt_n=self.job.prompt_tokens,
-            prompt_ms=1000 * (first_s - self.begun_s),
-            predicted_n=self.predicted,
-            predicted_ms=1000 * (now_s - first_s),
-            predicted_per_second=self.predicted / (now_s - first_s) if now_s > first_s else 0.0,
-        )
-
-    def _count(self, sampled: int, now_s: float) -> None:
-        self.predicted += sampled
-        if sampled and self.first_s is None:
-            self.first_s = now_s
 
 
 def pieces(tokens: list[int], vocabulary: Vocabulary) -> list[dict[str, Any]]:

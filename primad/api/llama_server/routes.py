@@ -40,6 +40,7 @@ from primad.api.openai.job import Job, check_tokens, completion_job
 from primad.api.openai.routes import EVENTS
 from primad.api.openai.sampling import SEEDS
 from primad.api.openai.schema import parse
+from primad.api.openai.timings import AnswerClock
 from primad.api.openai.tool_use import chat_text
 
 _EVENTS: Final = replace(EVENTS, end=b"")
@@ -94,7 +95,8 @@ class _Routes:
 
     async def _respond(self, request: Request, ask: RawCompletionRequest, served: ServedModel) -> Response:
         job = completion_job(ask, served, seed=secrets.randbelow(SEEDS))
-        answer = RawAnswer(served=served, job=job, begun_s=time.perf_counter(), times_parts=bool(ask.timings_per_token))
+        clock = AnswerClock(prompt_tokens=job.prompt_tokens, begun_s=time.perf_counter())
+        answer = RawAnswer(served=served, job=job, clock=clock, times_parts=bool(ask.timings_per_token))
         if ask.stream:
             return self._endpoint.stream(self._stream(served, job, answer), _EVENTS)
         answered = await self._endpoint.whole(request, served, job)

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,6 +23,7 @@ from primad.api.openai.errors import error_body
 from primad.api.openai.job import Job, chat_job, check_model, completion_job
 from primad.api.openai.sampling import SEEDS
 from primad.api.openai.shapes import Model, ModelList, ReadPrompt, Usage
+from primad.api.openai.timings import AnswerClock, AnswerTimings
 from primad.errors import PrimadError
 
 
@@ -93,29 +95,36 @@ class _Routes:
             include_usage=ask.include_usage,
         )
         if ask.stream:
-            return self._endpoint.stream(self._stream(served, job, answer), EVENTS)
+            chunks = self._stream(served, job, answer, times_parts=bool(ask.timings_per_token))
+            return self._endpoint.stream(chunks, EVENTS)
         answered = await self._endpoint.whole(request, served, job)
         return json_response(answer.whole(answered, _usage(job, sum(each.sampled for each in answered))))
 
-    async def _stream(self, served: ServedModel, job: Job, answer: ApiAnswer) -> AsyncGenerator[msgspec.Struct, None]:
+    async def _stream(
+        self, served: ServedModel, job: Job, answer: ApiAnswer, *, times_parts: bool
+    ) -> AsyncGenerator[msgspec.Struct, None]:
         sampled, begin_s = 0, time.perf_counter()
         for choice in job.choices:
             begun = False
+            clock = AnswerClock(prompt_tokens=len(choice.prompt), begun_s=time.perf_counter())
             async with aclosing(self._endpoint.write(served, job, choice)) as written:
                 async for part in written:
                     sampled += part.sampled
+                    now_s = time.perf_counter()
+                    clock.count(part.sampled, now_s)
+                    timings = clock.timings(now_s) if times_parts else UNSET
                     opening = None if begun else answer.opening(choice)
                     if opening is not None:
                         yield opening
                     begun = True
                     if part.read_tokens is not None:
-                        took_ms = round(1e3 * (time.perf_counter() - begin_s))
+                        took_ms = round(1e3 * (now_s - begin_s))
                         read = ReadPrompt(total=len(choice.prompt), processed=part.read_tokens, time_ms=took_ms)
                         yield answer.progress(choice, read)
                     if part.says_something or (part.tokens and answer.with_logprobs):
-                        yield answer.piece(choice, part)
+                        yield _timed(answer.piece(choice, part), timings)
                     if part.finish is not None:
-                        yield answer.closing(choice, part.finish)
+                        yield _timed(answer.closing(choice, part.finish), timings)
         if answer.include_usage:
             yield answer.counts(_usage(job, sampled))
 
@@ -152,6 +161,12 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
             for path in ("/v1/completions", "/completions")
         ),
     )
+
+
+def _timed(
+    chunk: shapes.ChatChunk | shapes.Completion, timings: AnswerTimings | UnsetType
+) -> shapes.ChatChunk | shapes.Completion:
+    return chunk if timings is UNSET else msgspec.structs.replace(chunk, timings=timings)
 
 
 def _usage(job: Job, sampled: int) -> Usage:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from primad.api.openai.timings import AnswerTimings
 from primad.api.status import StatusBody
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -158,6 +159,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_progress: ReadPrompt | UnsetType = UNSET
+    timings: AnswerTimings | UnsetType = UNSET
 
 
 # ---- /v1/completions ------------------------------------------------------------------------------------------------
@@ -181,6 +183,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", 
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_progress: ReadPrompt | UnsetType = UNSET
+    timings: AnswerTimings | UnsetType = UNSET
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------

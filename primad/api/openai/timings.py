@@ -1,0 +1,44 @@
+"""What an answer takes, as llama-server tells it. Pure: the time is passed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+
+class AnswerTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer took: its prompt until the first token, waiting included, then the tokens after it."""
+
+    prompt_n: int
+    prompt_ms: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float
+
+
+@dataclass(slots=True, kw_only=True)
+class AnswerClock:
+    """An answer of which ``predicted`` tokens are written; times are in seconds on any scale."""
+
+    prompt_tokens: int
+    begun_s: float
+    first_s: float | None = None
+    predicted: int = 0
+
+    def count(self, sampled: int, now_s: float) -> None:
+        """So many tokens more."""
+        self.predicted += sampled
+        if sampled and self.first_s is None:
+            self.first_s = now_s
+
+    def timings(self, now_s: float) -> AnswerTimings:
+        """What it took until now."""
+        first_s = now_s if self.first_s is None else self.first_s
+        return AnswerTimings(
+            prompt_n=self.prompt_tokens,
+            prompt_ms=1000 * (first_s - self.begun_s),
+            predicted_n=self.predicted,
+            predicted_ms=1000 * (now_s - first_s),
+            predicted_per_second=self.predicted / (now_s - first_s) if now_s > first_s else 0.0,
+        )
