@@ -173,12 +173,19 @@ class Backend(Protocol):
         """
 
     def generate(
-        self, prompt: list[int], *, max_tokens: int, sampling: Sampling, logprobs: int | None
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int,
+        sampling: Sampling,
+        logprobs: int | None,
+        reuses: bool = True,
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Any number of ``PromptProgress`` and then of ``Sampled``, at last exactly one ``Finished``.
 
         ``prompt`` has 1 to ``context_tokens - 1`` tokens and ``max_tokens`` is at least 1; prompt and answer together
-        fit the context. ``logprobs`` is as in ``ring.messages.Generate``. The backend chooses the request's number.
+        fit the context. ``logprobs`` and ``reuses`` are as in ``ring.messages.Generate``. The backend chooses the
+        request's number.
         ``aclose()``, also while it waits, cancels the request in the ring and frees its sequence.
 
         Raises ``RingError`` when the ring breaks and ``RequestError`` when it cannot take the request (a full queue:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -70,6 +70,8 @@ class Written:
     """A call that goes on does so before the text."""
     read_tokens: int | None = None
     """So many tokens of the prompt are computed; nothing else is added then."""
+    cached: int = 0
+    """So many of them were computed for a prompt before; known in the last one, and where ``read_tokens`` are."""
 
     @property
     def says_something(self) -> bool:
@@ -89,6 +91,7 @@ class Answered:
     stopped_by: str | None
     thought: str
     calls: tuple[GivenCall, ...]
+    cached: int
 
     @classmethod
     def of(cls, choice: Choice, parts: Sequence[Written]) -> Answered:
@@ -104,7 +107,16 @@ class Answered:
             stopped_by=parts[-1].stopped_by,
             thought="".join(part.thought for part in parts),
             calls=tuple(whole_calls(part for written in parts for part in written.calls)),
+            cached=parts[-1].cached,
         )
+
+
+def cached_tokens(ended: Iterable[tuple[Choice, int]]) -> int:
+    """What choices that ended had ``cached``, each prompt counted once: with its first choice."""
+    first: dict[int, int] = {}
+    for choice, cached in ended:
+        first.setdefault(id(choice.prompt), cached)
+    return sum(first.values())
 
 
 def whole_calls(parts: Iterable[GivenPart]) -> Iterator[GivenCall]:
@@ -133,8 +145,13 @@ async def write(backend: Backend, vocabulary: Vocabulary, job: Job, choice: Choi
     shows_control = job.reading is not None and job.reading.shows_control
     piece = vocabulary.piece_or_marker if shows_control else vocabulary.piece
     last: Written | None = None
+    cached = 0
     events = backend.generate(
-        choice.prompt, max_tokens=choice.max_tokens, sampling=choice.sampling, logprobs=job.logprobs
+        choice.prompt,
+        max_tokens=choice.max_tokens,
+        sampling=choice.sampling,
+        logprobs=job.logprobs,
+        reuses=job.reuses,
     )
     async with aclosing(events):
         async for event in events:
@@ -148,8 +165,10 @@ async def write(backend: Backend, vocabulary: Vocabulary, job: Job, choice: Choi
                         break
                     yield part
                 case PromptProgress():
+                    cached = max(cached, event.reused)
                     if job.tells_progress:
-                        yield Written(text="", tokens=(), sampled=0, finish=None, read_tokens=event.tokens)
+                        read = event.tokens
+                        yield Written(text="", tokens=(), sampled=0, finish=None, read_tokens=read, cached=cached)
                 case Finished(reason="error"):
                     raise RingError(event.error or "the ring ended the answer")
                 case Finished():
@@ -158,7 +177,7 @@ async def write(backend: Backend, vocabulary: Vocabulary, job: Job, choice: Choi
                     last = written(released, sampled=0, finish=finish, stopped_by=transcript.stopped_by)
                     break
     assert last is not None, "the backend ended without Finished"
-    yield last
+    yield replace(last, cached=cached) if cached else last
 
 
 def _written(

@@ -111,6 +111,11 @@ class Metrics:
         )
         self._open = Gauge("primad_answers_open", "Answers that are being written or wait.", registry=self._registry)
         self._prompt_tokens = Counter("primad_prompt_tokens", "Tokens of prompts.", registry=self._registry)
+        self._cached = Counter(
+            "primad_cached_tokens",
+            "Of the tokens of prompts, those that were computed for a prompt before.",
+            registry=self._registry,
+        )
         self._sampled = Counter("primad_completion_tokens", "Tokens sampled for answers.", registry=self._registry)
         self._first = Histogram(
             "primad_time_to_first_token_seconds",
@@ -166,6 +171,7 @@ class Metrics:
                         before_s, is_first = now_s, False
                         self._sampled.inc(part.sampled)
                     end = part.finish
+                    self._cached.inc(part.cached if end is not None else 0)
                     yield part
         except RequestError:
             end = "refused"

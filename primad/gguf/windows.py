@@ -15,7 +15,7 @@ import msgspec
 
 from primad.errors import ModelError
 from primad.gguf.architectures import TensorRole, cuttable, layer_count, tensor_role, window_values
-from primad.gguf.constants import GGMLQuantizationType
+from primad.gguf.constants import GGMLQuantizationType, TokenType
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header, TensorInfo
 from primad.gguf.layers import LayerCut, LayerRef, SmallTensor, StopHashing, cut, cut_layer, metadata_split, never
@@ -136,6 +136,14 @@ def token_embedding(header: Header) -> TensorInfo:
 def vocabulary_size(header: Header) -> int:
     """Number of tokens."""
     return token_embedding(header).shape[1]
+
+
+def control_tokens(header: Header) -> frozenset[int]:
+    """The tokens that are no text: in a chat each message begins with one. None where the file does not say which."""
+    types = header.values.get("tokenizer.ggml.token_type")
+    if types is None or not types.is_array:
+        return frozenset()
+    return frozenset(token for token, kind in enumerate(types.items()) if kind == TokenType.CONTROL)
 
 
 def _content(tensor: TensorInfo) -> bytes:

@@ -161,7 +161,13 @@ class RingBackend:
         generation.events.put_nowait(event)
 
     async def generate(
-        self, prompt: list[int], *, max_tokens: int, sampling: Sampling, logprobs: int | None
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int,
+        sampling: Sampling,
+        logprobs: int | None,
+        reuses: bool = True,
     ) -> AsyncGenerator[GenerationEvent, None]:
         if self._ring is None and not self._holding:
             raise RingError(f"the model cannot be served now: {self._detail}")
@@ -179,8 +185,9 @@ class RingBackend:
             sampling=sampling,
             sampled=[],
             logprobs=logprobs,
+            reuses=reuses,
         )
-        generation = _Open(generate=generate, events=asyncio.Queue(len(prompt) + max_tokens + 2))
+        generation = _Open(generate=generate, events=asyncio.Queue(len(prompt) + max_tokens + 3))
         self._open[request] = generation
         finished = False
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
+from halda import Plan
 from primad.daemon.layer_files import copy_layers
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import HeadModel, WindowLoad
@@ -11,20 +13,27 @@ from primad.gguf.layers import LayerRef
 from primad.head.ring_inputs import RingInputs
 from primad.network.messages import Load
 
+LEAST_ROWS: Final = 64
+"""A processor computes so many rows of a chunk nearly as quickly as any number of them."""
+
 
 async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
     """The head's ring process, told to load the windows of ``load``.
 
     Raises ``PrimadError`` when a disk refuses or llama.cpp cannot compute the model.
     """
+    plan = inputs.promise.plan
+    own = HeadModel(
+        path=inputs.service.model.header.path, depth=len(plan.devices), least_rows=_least_rows(plan, load.rows)
+    )
     windows = WindowLoad(
         load,
         load.epoch,
         inputs.station,
         inputs.profile,
-        HeadModel(path=inputs.service.model.header.path, depth=len(inputs.promise.plan.devices)),
+        own,
     )
-    head, reporter = inputs.promise.plan.head, inputs.reporter
+    head, reporter = plan.head, inputs.reporter
 
     async def cut(missing: Sequence[LayerRef], copied: Callable[[int], None]) -> None:
         await copy_layers(inputs.service.model.cutter, inputs.station.workspace.cache, missing, copied)
@@ -32,3 +41,13 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
     if windows.layers:  # not of the whole model
         await windows.prepare(cut, lambda done, total: reporter.progress(head, "copy", done, total))
     return await windows.start(windows.key())
+
+
+def _least_rows(plan: Plan, rows: int) -> int:
+    """How many rows a chunk of a prompt has at the least, where another message begins behind it.
+
+    More chunks mean that a prompt's next turn finds more of it computed; but each reads all that streams, and a GPU computes
+    few rows not much quicker than many.
+    """
+    is_dear = bool(plan.streaming) or any(window.gpu_layers for window in plan.route)
+    return max(1, rows // 2) if is_dear else min(LEAST_ROWS, rows)

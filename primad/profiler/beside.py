@@ -56,6 +56,7 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
     import numpy as np
 
     from primad.ring.channel import frame
+    from primad.ring.chunks import Chunking
     from primad.ring.head import Head, Tell
     from primad.ring.messages import Finished, Generate, StepLimits
     from primad.ring.scheduler import Scheduler
@@ -68,7 +69,9 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
         limits=StepLimits(
             ring=1, epoch=1, windows=frozenset((0,)), width=1, rows=1, context=task.tokens + 2, sequences=1
         ),
-        scheduler=Scheduler(context=task.tokens + 2, rows=1, depth=1),
+        scheduler=Scheduler(
+            context=task.tokens + 2, chunking=Chunking(rows=1, least=1, begins=lambda _: False), depth=1
+        ),
         step_timeout_s=60.0,
         clock=time.perf_counter,
     )

@@ -13,7 +13,8 @@ from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_
 from primad.gguf.architectures import embedding_scale
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
-from primad.gguf.windows import token_embedding
+from primad.gguf.windows import control_tokens, token_embedding
+from primad.ring.chunks import Chunking
 from primad.ring.head import Head
 from primad.ring.messages import Open, StepLimits
 from primad.ring.scheduler import Scheduler
@@ -110,12 +111,14 @@ def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
     assert tail is not None
     share_scratch((*windows.values(), tail))
     streams.begin({**windows, opening.route - 1: tail})
+    controls = control_tokens(header)
+    chunking = Chunking(rows=opening.options.rows, least=opening.least_rows, begins=lambda token: token in controls)
     head = Head(
         windows=windows,
         tail=tail,
         route=opening.route,
         limits=limits_of_open(opening),
-        scheduler=Scheduler(context=opening.options.context, rows=opening.options.rows, depth=opening.depth),
+        scheduler=Scheduler(context=opening.options.context, chunking=chunking, depth=opening.depth),
         step_timeout_s=opening.step_timeout_s,
         clock=time.monotonic,
     )

@@ -184,7 +184,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
 
     ``sampled`` are those of its tokens that were sampled under an earlier epoch: they are computed again, count as if this
     ring had sampled them, and are not told again. ``logprobs`` is None, or how many of the most likely tokens each
-    ``Sampled`` lists (0 to 20).
+    ``Sampled`` lists (0 to 20). It ``reuses`` what of its prompt was computed before; the answer is the same without.
     """
 
     request: int
@@ -193,6 +193,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     max_tokens: int
     sampling: Sampling
     logprobs: int | None
+    reuses: bool = True
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -216,10 +217,14 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
 
 
 class PromptProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """So many ``tokens`` of the prompt of ``request`` are computed; said behind each chunk but the last."""
+    """So many ``tokens`` of the prompt of ``request`` are computed; said behind each chunk but the last.
+
+    Said before the first one, too, where ``reused`` tokens were computed for a prompt before.
+    """
 
     request: int
     tokens: int
+    reused: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
@@ -259,8 +264,9 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
 
     ``route`` is the number of windows in the route. ``model`` is the path of the model file on the head and None on a
-    worker; ``width`` is that of the hidden state. ``depth`` bounds the steps that the head keeps in flight. Of what
-    streams ``ahead_bytes`` are held ahead. How often experts are used is kept in the folder ``usage``, or nowhere.
+    worker; ``width`` is that of the hidden state. ``depth`` bounds the steps that the head keeps in flight; a chunk of a
+    prompt that ends before a message has ``least_rows`` or more. Of what streams ``ahead_bytes`` are held ahead. How often
+    experts are used is kept in the folder ``usage``, or nowhere.
     """
 
     ring: int
@@ -271,6 +277,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     model: str | None
     host: str
     depth: int
+    least_rows: int
     step_timeout_s: float
     options: EngineOptions
     ahead_bytes: int

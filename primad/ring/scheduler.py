@@ -4,8 +4,9 @@
 (the step log) and takes back what was sampled for each. One sequence generates at a time; others wait their turn. Time
 is passed in.
 
-Prompts are fed in chunks of at most ``rows`` rows. Chunks follow each other into the ring without waiting (up to
-``depth`` in flight), since only the last one's output is needed; decode steps wait for the token before them.
+Prompts are fed in chunks (``chunks.py``). Chunks follow each other into the ring without waiting (up to ``depth`` in
+flight), since only the last one's output is needed; decode steps wait for the token before them. The cells of a prompt stay
+when its generation is over: of the next one's prompt only what follows the chunks that both have is computed.
 
 A generation that an earlier epoch began comes with the tokens it has sampled already. They are fed one by one, as they were
 fed then: llama.cpp computes a batch of several rows in another order than single rows, and its sums would differ in the
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from primad.errors import RingError
+from primad.ring.chunks import Chunking, Computed
 from primad.ring.messages import (
     Cancel,
     Finished,
@@ -69,21 +71,26 @@ class _Running:
     started_s: float
     sampled: list[int]
     """All tokens after the prompt, those of earlier epochs first."""
-    fed: int = 0
-    """Tokens of prompt and ``sampled`` handed out."""
+    reused: int
+    """Tokens of the prompt whose cells were there."""
+    fed: int
+    """Tokens of prompt and ``sampled`` handed out, or there."""
+    is_told: bool = False
+    """Whether it was said how many are reused."""
     first_token_s: float | None = None
 
 
 class Scheduler:
-    """The queue of generations and the one that runs. ``context`` and ``rows`` are the ring's."""
+    """The queue of generations and the one that runs. ``context`` is the ring's."""
 
-    def __init__(self, *, context: int, rows: int, depth: int) -> None:
+    def __init__(self, *, context: int, chunking: Chunking, depth: int) -> None:
         self._context = context
-        self._rows = rows
+        self._chunking = chunking
         self._depth = depth
         self._waiting: deque[Generate] = deque()
         self._running: _Running | None = None
-        self._ops: list[KvOp] = []
+        self._computed: Computed | None = None
+        """What the cells of the sequence hold, besides an answer; None before the first step."""
         self._in_flight: dict[int, tuple[int, int]] = {}
         """By step its request, and how many tokens are computed behind it."""
         self._steps = 0
@@ -131,7 +138,7 @@ class Scheduler:
     def cancel(self, cancel: Cancel) -> None:
         """Forget a generation, wherever it is; what is in flight for it is dropped when it comes back."""
         if self._running is not None and self._running.generate.request == cancel.request:
-            self._free()
+            self._running = None
         else:
             self._waiting = deque(waiting for waiting in self._waiting if waiting.request != cancel.request)
 
@@ -139,19 +146,33 @@ class Scheduler:
         """The next step of the log, or None when the ring must answer first or there is nothing to do."""
         if self._drains or len(self._in_flight) >= self._depth:
             return None
+        ops: list[KvOp] = []
         if self._running is None:
             if not self._waiting:
                 return None
-            generate = self._waiting.popleft()
-            self._running = _Running(generate=generate, started_s=now, sampled=list(generate.sampled))
+            self._running, ops = self._begin(self._waiting.popleft(), now)
         running = self._running
         prompt, first = running.generate.prompt, running.fed
-        total = len(prompt) + len(running.sampled)
-        if first == total:
+        if first == len(prompt) + len(running.sampled):
             return None
-        tokens = prompt[first : first + self._rows] or [running.sampled[first - len(prompt)]]
-        running.fed += len(tokens)
-        return self._plan(tokens, first, wants_output=running.fed == total)
+        if first < len(prompt):
+            running.fed = self._chunking.end(prompt, first)
+            tokens = prompt[first : running.fed]
+            assert self._computed is not None
+            self._computed.ends.append(running.fed)
+        else:
+            running.fed += 1
+            tokens = [running.sampled[first - len(prompt)]]
+        return self._plan(tokens, first, ops, wants_output=running.fed == len(prompt) + len(running.sampled))
+
+    def _begin(self, generate: Generate, now: float) -> tuple[_Running, list[KvOp]]:
+        """Give ``generate`` the sequence, with those cells that it would compute the same way; the others are forgotten."""
+        before = self._computed
+        reused = self._chunking.reused(generate.prompt, before) if before is not None and generate.reuses else 0
+        kept = [end for end in before.ends if end <= reused] if before is not None else []
+        self._computed = Computed(generate.prompt, kept)
+        running = _Running(generate=generate, started_s=now, sampled=list(generate.sampled), reused=reused, fed=reused)
+        return running, [KvRemove(SEQUENCE, reused, -1)] if before is not None else []
 
     def commit(self, step: int, draw: Draw | None, now: float) -> list[GenerationEvent]:
         """Take back step ``step`` with what was sampled for it (None when it wanted no output, or nobody does any more)."""
@@ -159,9 +180,21 @@ class Scheduler:
         running = self._running
         if running is None or running.generate.request != request:
             return []
+        reused = [] if running.is_told else self._tell_reused(running)
         if draw is None:
-            is_told = computed < len(running.generate.prompt)
-            return [PromptProgress(request=request, tokens=computed)] if is_told else []
+            is_within = computed < len(running.generate.prompt)
+            return [*reused, PromptProgress(request=request, tokens=computed)] if is_within else [*reused]
+        return [*reused, *self._drawn(running, draw, now)]
+
+    @staticmethod
+    def _tell_reused(running: _Running) -> list[GenerationEvent]:
+        running.is_told = True
+        if not running.reused:
+            return []
+        return [PromptProgress(request=running.generate.request, tokens=running.reused, reused=running.reused)]
+
+    def _drawn(self, running: _Running, draw: Draw, now: float) -> list[GenerationEvent]:
+        request = running.generate.request
         if running.first_token_s is None:
             running.first_token_s = now
         if draw.error is not None:
@@ -184,9 +217,8 @@ class Scheduler:
             return None
         return running.generate
 
-    def _plan(self, tokens: list[int], first: int, *, wants_output: bool) -> PlannedStep:
+    def _plan(self, tokens: list[int], first: int, ops: list[KvOp], *, wants_output: bool) -> PlannedStep:
         assert self._running is not None
-        ops, self._ops = self._ops, []
         request = self._running.generate.request
         step = PlannedStep(
             step=self._steps,
@@ -206,7 +238,7 @@ class Scheduler:
 
     def _finish(self, running: _Running, reason: str, now: float, *, error: str | None = None) -> Finished:
         first_token_s = running.first_token_s if running.first_token_s is not None else now
-        self._free()
+        self._running = None
         return _finished(
             running.generate,
             len(running.sampled),
@@ -215,10 +247,6 @@ class Scheduler:
             prompt_s=first_token_s - running.started_s,
             decode_s=now - first_token_s,
         )
-
-    def _free(self) -> None:
-        self._running = None
-        self._ops = [KvRemove(SEQUENCE, 0, -1)]
 
 
 def _finished(

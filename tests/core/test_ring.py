@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from primad.errors import EngineError, ProtocolError, RingError
 from primad.ring.logprobs import log_softmax, most_likely
-from primad.ring.messages import PROTOCOL, Finished, KvRemove, Sampled, Serving, Step
+from primad.ring.messages import PROTOCOL, Finished, KvRemove, PromptProgress, Sampled, Serving, Step
 from primad.ring.worker import Worker
 from tests.fakes.engine import VOCABULARY, WIDTH, FakeModel
 from tests.fakes.ring import GREEDY, STEP_TIMEOUT_S, FakeRing, generate
@@ -489,3 +489,47 @@ def test_a_worker_computes_nothing_behind_a_step_that_was_lost():
         worker.receive(a_step(3, 3, 0), nothing)
     with pytest.raises(RingError, match="step 0 was lost on its way here"):
         Worker({1: model.middle(1, 2)}).receive(a_step(1, 1, 0), nothing)
+
+
+@rings
+@given(st.data(), st.sampled_from([1, 7, 64]), st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**32))
+def test_what_prompts_have_in_common_is_computed_once_and_the_answers_are_those_of_each_alone(
+    data, rows, least, depth, seed
+):
+    """Generations follow each other, some are cancelled in the middle; each window has what it would have had."""
+    options = {"rows": rows, "depth": depth, "seed": seed, "context": CONTEXT, "least": min(least, rows)}
+    ring, texts = FakeRing(*SMALL, **options), [[]]
+    for request in range(1, data.draw(st.integers(2, 5))):
+        begin = data.draw(st.sampled_from(texts))
+        text = begin[: data.draw(st.integers(0, len(begin)))] + prompt(data.draw(st.integers(1, 60)), request)
+        texts.append(text)
+        ring.head.submit(generate(request, text))
+        if data.draw(st.booleans()):
+            for _ in range(data.draw(st.integers(0, 60))):
+                ring.move()
+            ring.cancel(request)
+            ring.run()
+            continue
+        first = [len(window.steps) for window in ring.windows]
+        ring.run()
+        tokens, _ = ring.answer(request)
+        assert tokens == ring.model.answer(text, 8, GREEDY)
+        alone = FakeRing(*SMALL, **options)
+        alone.ask(generate(request, text))
+        reused = max(
+            (event.reused for event in ring.events if isinstance(event, PromptProgress) and event.request == request),
+            default=0,
+        )
+        for window, own, before in zip(ring.windows, alone.windows, first, strict=True):
+            assert window.steps[before:] == [step for step in own.steps if step[0] >= reused]
+
+
+def test_a_generation_that_reuses_nothing_computes_its_whole_prompt():
+    ring, text = FakeRing(*SMALL, rows=4), prompt(20)
+    ring.ask(generate(1, text))
+    before = len(ring.windows[0].steps)
+    ring.ask(msgspec.structs.replace(generate(2, text), reuses=False))
+    assert ring.windows[0].steps[before] == (0, 1, 2, 3)
+    assert not any(isinstance(event, PromptProgress) and event.reused for event in ring.events)
+    ring.ask(generate(3, text))
+    assert [event.tokens for event in ring.events if isinstance(event, PromptProgress) and event.reused] == [16]

@@ -7,13 +7,13 @@ import pytest
 from primad.errors import RingError
 from primad.ring.messages import Cancel, Finished, KvRemove, PromptProgress, Sampled
 from primad.ring.scheduler import Draw, PlannedStep, Scheduler
-from tests.fakes.ring import generate
+from tests.fakes.ring import chunks_of, generate
 
 FORGET = [KvRemove(0, 0, -1)]
 
 
 def scheduler(*, context: int = 100, rows: int = 4, depth: int = 3) -> Scheduler:
-    return Scheduler(context=context, rows=rows, depth=depth)
+    return Scheduler(context=context, chunking=chunks_of(rows), depth=depth)
 
 
 def with_prompt(prompt, *, tokens: int = 8, **options) -> Scheduler:

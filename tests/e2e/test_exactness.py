@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -130,6 +131,31 @@ def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layers, mod
                     assert [logprob for _, logprob in event.top] == pytest.approx(best, abs=1e-9)
                     for token, logprob in ((event.token, event.logprob), *event.top):
                         assert logprob == pytest.approx(answer.logprob(step, token), abs=1e-9)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("model", "windows", "rounds"), [("smollm2", (5, 8), 2), ("gemma3", (2, 6), 2)])
+def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(truths, layers, model, windows, rounds):
+    """Behind a whole chunk that two prompts share, also behind a sliding window, with an answer computed in between."""
+    expected = truths(model)
+    whole = expected.prompts[max(expected.prompts)]
+    other = whole[: expected.chunk + 20] + whole[30:50]
+
+    async def run():
+        options = {"context": CONTEXT, "rows": expected.chunk, "threads": THREADS, "folder": layers / model}
+        async with LocalRing(expected.path, windows, rounds=rounds, **options) as ring:
+            alone, _ = await ring.generate(other, TOKENS, logprobs=TOP)
+            await ring.generate(whole, TOKENS)
+            shared, _ = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
+            again, finished = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
+            rows = (await ring.status(ring.plan.head)).rows
+            await ring.generate(other, 1, reuses=True)
+            computed = (await ring.status(ring.plan.head)).rows - rows
+        assert shared == [msgspec.structs.replace(event, request=3) for event in alone]
+        assert again == [msgspec.structs.replace(event, request=4) for event in alone]
+        assert finished.prompt_tokens == len(other)
+        assert computed == (rounds + 1) * (len(other) - expected.chunk)  # once in each of the head's windows
 
     asyncio.run(run())
 

@@ -48,7 +48,8 @@ def test_anthropics_client(head, said):
         with client.messages.stream(**ask) as stream:
             assert "".join(stream.text_stream) == said
         counted = client.messages.count_tokens(model="claude-any", messages=HELLO)
-        assert counted.input_tokens == message.usage.input_tokens
+        used = message.usage
+        assert counted.input_tokens == used.input_tokens + (used.cache_read_input_tokens or 0)
 
 
 def test_ollamas_client(head, said):
@@ -62,6 +63,29 @@ def test_ollamas_client(head, said):
     assert "".join(part.message.content for part in parts) == said
     assert client.generate(model=MODEL, prompt=HELLO[0]["content"], options=GREEDY).response == said
     client._client.close()
+
+
+def test_the_next_turn_of_a_chat_computes_what_is_new_and_says_the_same(head):
+    story = "Tell me about the sea, the moon and the tides. " * 20
+    with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+
+        def ask(messages: list, **more: object) -> tuple[str, int, int]:
+            answer = client.chat.completions.create(
+                model=MODEL, messages=messages, temperature=0, max_tokens=TOKENS, extra_body=more
+            )
+            cached = answer.usage.prompt_tokens_details.cached_tokens
+            return answer.choices[0].message.content, answer.usage.prompt_tokens, cached
+
+        first = [{"role": "user", "content": story}]
+        said, before, cached = ask(first, cache_prompt=False)
+        assert cached == 0
+        second = [*first, {"role": "assistant", "content": said}, {"role": "user", "content": "And in winter?"}]
+        reply, tokens, cached = ask(second)
+        assert before - 16 < cached < before < tokens
+        assert ask(second, cache_prompt=False) == (reply, tokens, 0)
+        again, _, cached = ask(first)
+        assert again == said
+        assert 0 < cached < before
 
 
 def test_responses(head, said):

@@ -65,6 +65,7 @@ class Call:
     max_tokens: int
     sampling: Sampling
     logprobs: int | None
+    reuses: bool
     sampled: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -103,7 +104,13 @@ class FakeBackend:
         return self.served
 
     async def generate(
-        self, prompt: list[int], *, max_tokens: int, sampling: Sampling, logprobs: int | None
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int,
+        sampling: Sampling,
+        logprobs: int | None,
+        reuses: bool = True,
     ) -> AsyncGenerator[GenerationEvent, None]:
         assert self.state.serving, "asked while not serving"
         assert self.served is not None, "asked without a model"
@@ -113,7 +120,7 @@ class FakeBackend:
         assert logprobs is None or 0 <= logprobs <= 20
         check_sampling(sampling)
         assert all(call.closed.is_set() for call in self.calls), "one request at a time: the last was not closed"
-        call = Call(list(prompt), max_tokens, sampling, logprobs)
+        call = Call(list(prompt), max_tokens, sampling, logprobs, reuses)
         self.calls.append(call)
         try:
             async with aclosing(self._answer(call)) as events:

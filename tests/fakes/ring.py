@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from primad.engine.protocol import GREEDY, EngineOptions, Hidden, HiddenWindow, LogitsWindow, Sampling
+from primad.ring.chunks import Chunking
 from primad.ring.head import Head, HeadEvent, Send, Tell
 from primad.ring.messages import Cancel, Finished, Generate, Sampled, Step, StepLimits, decode_step, encode
 from primad.ring.scheduler import Scheduler
@@ -21,6 +22,16 @@ from primad.ring.worker import Worker
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeLogitsWindow, FakeModel
 
 STEP_TIMEOUT_S = 180.0
+
+
+def chunks_of(rows: int) -> Chunking:
+    """Chunks of ``rows`` rows, whatever the tokens."""
+    return Chunking(rows=rows, least=rows, begins=lambda _: False)
+
+
+def begins_message(token: int) -> bool:
+    """Whether ``token`` is one of those that stand for the beginning of a message."""
+    return token < 8
 
 
 def generate(
@@ -46,7 +57,8 @@ def generate(
 class FakeRing:
     """``rounds[r][d]`` layers for device ``d`` in round ``r`` and ``tail`` for the head at the end; device 0 is the head.
 
-    Without rounds the head computes the whole model of ``tail`` layers. ``now_s`` is the head's clock.
+    Without rounds the head computes the whole model of ``tail`` layers. ``now_s`` is the head's clock. Chunks of a prompt
+    that have ``least`` rows end before a token that ``begins_message``.
     """
 
     def __init__(
@@ -58,6 +70,7 @@ class FakeRing:
         context: int = 4096,
         depth: int = 2,
         ends: frozenset[int] = frozenset(),
+        least: int | None = None,
         seed: int = 0,
     ) -> None:
         owners = [device for sizes in rounds for device in range(len(sizes))] + [0]
@@ -89,7 +102,8 @@ class FakeRing:
             )
             for device in range(len(held))
         ]
-        self.scheduler = Scheduler(context=context, rows=rows, depth=depth)
+        chunking = chunks_of(rows) if least is None else Chunking(rows=rows, least=least, begins=begins_message)
+        self.scheduler = Scheduler(context=context, chunking=chunking, depth=depth)
         self.head = Head(
             windows=held[0],
             tail=tail_window,

@@ -14,6 +14,15 @@ HELLO = [{"role": "user", "content": "Hi"}]
 PLAIN = ByteVocabulary(chat_template="{{ messages[-1].content }}")
 
 
+def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, object]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
 def test_a_chat():
     backend = FakeBackend(says("Hello 😀"), vocabulary=PLAIN)
     body = post(backend, CHAT, model="toy", messages=HELLO).json()
@@ -30,7 +39,7 @@ def test_a_chat():
                 "finish_reason": "stop",
             }
         ],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13},
+        "usage": usage(3, 10),
     }
     assert backend.calls[0].prompt == [BOS, *b"Hi"]
 
@@ -57,7 +66,7 @@ def test_a_stream_with_its_counts():
     assert done == "[DONE]"
     assert all(chunk["usage"] is None for chunk in chunks)
     assert counts["choices"] == []
-    assert counts["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert counts["usage"] == usage(3, 2)
 
 
 def test_a_completion():
@@ -68,7 +77,7 @@ def test_a_completion():
         "object": "text_completion",
         "model": "toy",
         "choices": [{"text": "abc", "index": 0, "logprobs": None, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
+        "usage": usage(3, 3),
     }
 
 
@@ -98,7 +107,7 @@ def test_prompts_and_choices_run_one_after_another():
         (2, "bb5"),
         (3, "bb6"),
     ]
-    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
+    assert body["usage"] == usage(4, 8)
 
 
 def test_choices_that_stream_each_have_a_role_and_an_end():

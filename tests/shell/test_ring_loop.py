@@ -49,7 +49,7 @@ from primad.ring.scheduler import Scheduler
 from primad.ring.worker import Worker
 from primad.settings.timings import RingTimings
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeModel
-from tests.fakes.ring import GREEDY, generate
+from tests.fakes.ring import GREEDY, chunks_of, generate
 
 TIMEOUT_S = 180
 IMPATIENT = RingTimings(send_timeout_s=0.05)
@@ -78,6 +78,7 @@ def an_open(**changes) -> Open:
         model=None,
         host="127.0.0.1",
         depth=2,
+        least_rows=1,
         step_timeout_s=TIMEOUT_S,
         options=OPTIONS,
         ahead_bytes=0,
@@ -410,7 +411,7 @@ def head_windows(monkeypatch, model) -> None:
             tail=model.whole() if alone else model.tail(ROUTE - 1),
             route=opening.route,
             limits=msgspec.structs.replace(limits_of_open(opening), windows=frozenset({opening.route - 1})),
-            scheduler=Scheduler(context=128, rows=8, depth=opening.depth),
+            scheduler=Scheduler(context=128, chunking=chunks_of(8), depth=opening.depth),
             step_timeout_s=opening.step_timeout_s,
             clock=time.monotonic,
         )

@@ -151,6 +151,7 @@ class LocalRing:
                 model=str(self._model) if name == plan.head else None,
                 host="127.0.0.1",
                 depth=len(plan.devices),
+                least_rows=self._rows,
                 step_timeout_s=self._step_timeout_s,
                 options=options,
                 ahead_bytes=self.assignments[name].ahead_bytes,
@@ -259,6 +260,7 @@ class LocalRing:
         replayed: Sequence[int] = (),
         sampling: Sampling = GREEDY,
         logprobs: int | None = None,
+        reuses: bool = False,
         heard: Callable[[Sampled], None] = lambda _: None,
         told: Callable[[Status], None] = lambda _: None,
     ) -> tuple[list[Sampled], Finished]:
@@ -276,6 +278,7 @@ class LocalRing:
                 max_tokens=max_tokens,
                 sampling=sampling,
                 logprobs=logprobs,
+                reuses=reuses,
             )
         )
         sampled: list[Sampled] = []

@@ -40,7 +40,7 @@ class AnthropicError(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"
 
 
 class AnthropicUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a request."""
+    """Token counts of a request; of the prompt ``input_tokens`` are what was not read from a cache."""
 
     input_tokens: int
     output_tokens: int
@@ -88,6 +88,7 @@ class MessageAnswer:
     prompt_tokens: int
     shows_thoughts: bool
     sampled: int = 0
+    cached: int = 0
     blocks: int = field(default=0, init=False)
     open_kind: str | None = field(default=None, init=False)
 
@@ -99,7 +100,7 @@ class MessageAnswer:
         if answered.text:
             content.append({"type": "text", "text": answered.text})
         content += [_tool_use(call) | {"input": call.input} for call in answered.calls]
-        reason = stop_reason(answered.finish, answered.stopped_by)
+        reason, self.cached = stop_reason(answered.finish, answered.stopped_by), answered.cached
         return self._message(content, reason, answered.stopped_by, answered.sampled)
 
     def opening(self) -> NamedEvent:
@@ -124,6 +125,7 @@ class MessageAnswer:
                 yield from self._open("tool_use", _tool_use(part))
                 yield self._delta(type="input_json_delta", partial_json=part.arguments)
         if written.finish is not None:
+            self.cached = written.cached
             yield from self._close()
             ended = {
                 "stop_reason": stop_reason(written.finish, written.stopped_by),
@@ -158,7 +160,9 @@ class MessageAnswer:
         return NamedEvent(name, {"type": name, "index": self.blocks, **data})
 
     def _usage(self, sampled: int) -> AnthropicUsage:
-        return AnthropicUsage(input_tokens=self.prompt_tokens, output_tokens=sampled)
+        return AnthropicUsage(
+            input_tokens=self.prompt_tokens - self.cached, output_tokens=sampled, cache_read_input_tokens=self.cached
+        )
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, stopped_by: str | None, sampled: int

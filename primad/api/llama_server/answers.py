@@ -87,7 +87,7 @@ class RawAnswer:
 
     def part(self, written: Written, now_s: float) -> CompletionPart:
         """What ``written`` adds."""
-        self.clock.count(written.sampled, now_s)
+        self.clock.count(written.sampled, written.cached, now_s)
         return CompletionPart(
             content=written.text,
             tokens=[placed.entry.token for placed in written.tokens],
@@ -98,7 +98,7 @@ class RawAnswer:
 
     def whole(self, answered: Answered, now_s: float) -> CompletionEnd:
         """All of it at once."""
-        self.clock.count(answered.sampled, now_s)
+        self.clock.count(answered.sampled, answered.cached, now_s)
         return self.end(
             answered.finish,
             answered.stopped_by,

@@ -35,7 +35,8 @@ class Choice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A request's whole work. ``prompt_tokens`` counts each prompt once, however many choices it has; ``reading`` says what
-    is looked for in each answer, None for nothing. With ``tells_progress`` a stream says how much of its prompt is computed.
+    is looked for in each answer, None for nothing. With ``tells_progress`` a stream says how much of its prompt is computed;
+    what of it was computed before is computed again unless it ``reuses`` that.
     """
 
     choices: tuple[Choice, ...]
@@ -44,6 +45,7 @@ class Job:
     logprobs: int | None
     reading: AnswerReading | None
     tells_progress: bool
+    reuses: bool
 
 
 def check_model(name: str | None, served: Sequence[ServedModel]) -> None:
@@ -143,6 +145,7 @@ def _job(
         logprobs=logprobs,
         reading=reading,
         tells_progress=bool(request.stream and request.return_progress),
+        reuses=request.cache_prompt is not False,
     )
 
 

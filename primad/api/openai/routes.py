@@ -17,12 +17,13 @@ from starlette.responses import Response
 from primad.api.backend import ServedModel
 from primad.api.dialect import EVENT_STREAM, Dialect, Framing, Route
 from primad.api.endpoint import Endpoint, json_response
+from primad.api.generation import cached_tokens
 from primad.api.openai import embeddings, schema, shapes
 from primad.api.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
 from primad.api.openai.errors import error_body
-from primad.api.openai.job import Job, chat_job, check_model, completion_job
+from primad.api.openai.job import Choice, Job, chat_job, check_model, completion_job
 from primad.api.openai.sampling import SEEDS
-from primad.api.openai.shapes import Model, ModelList, ReadPrompt, Usage
+from primad.api.openai.shapes import Model, ModelList, PromptTokensDetails, ReadPrompt, Usage
 from primad.api.openai.timings import AnswerClock, AnswerTimings
 from primad.errors import PrimadError
 
@@ -98,12 +99,13 @@ class _Routes:
             chunks = self._stream(served, job, answer, times_parts=bool(ask.timings_per_token))
             return self._endpoint.stream(chunks, EVENTS)
         answered = await self._endpoint.whole(request, served, job)
-        return json_response(answer.whole(answered, _usage(job, sum(each.sampled for each in answered))))
+        ended = [(each.choice, each.cached) for each in answered]
+        return json_response(answer.whole(answered, _usage(job, sum(each.sampled for each in answered), ended)))
 
     async def _stream(
         self, served: ServedModel, job: Job, answer: ApiAnswer, *, times_parts: bool
     ) -> AsyncGenerator[msgspec.Struct, None]:
-        sampled, begin_s = 0, time.perf_counter()
+        sampled, begin_s, ended = 0, time.perf_counter(), list[tuple[Choice, int]]()
         for choice in job.choices:
             begun = False
             clock = AnswerClock(prompt_tokens=len(choice.prompt), begun_s=time.perf_counter())
@@ -111,7 +113,7 @@ class _Routes:
                 async for part in written:
                     sampled += part.sampled
                     now_s = time.perf_counter()
-                    clock.count(part.sampled, now_s)
+                    clock.count(part.sampled, part.cached, now_s)
                     timings = clock.timings(now_s) if times_parts else UNSET
                     opening = None if begun else answer.opening(choice)
                     if opening is not None:
@@ -119,14 +121,17 @@ class _Routes:
                     begun = True
                     if part.read_tokens is not None:
                         took_ms = round(1e3 * (now_s - begin_s))
-                        read = ReadPrompt(total=len(choice.prompt), processed=part.read_tokens, time_ms=took_ms)
+                        read = ReadPrompt(
+                            total=len(choice.prompt), cache=part.cached, processed=part.read_tokens, time_ms=took_ms
+                        )
                         yield answer.progress(choice, read)
                     if part.says_something or (part.tokens and answer.with_logprobs):
                         yield _timed(answer.piece(choice, part), timings)
                     if part.finish is not None:
+                        ended.append((choice, part.cached))
                         yield _timed(answer.closing(choice, part.finish), timings)
         if answer.include_usage:
-            yield answer.counts(_usage(job, sampled))
+            yield answer.counts(_usage(job, sampled, ended))
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
@@ -169,8 +174,13 @@ def _timed(
     return chunk if timings is UNSET else msgspec.structs.replace(chunk, timings=timings)
 
 
-def _usage(job: Job, sampled: int) -> Usage:
-    return Usage(prompt_tokens=job.prompt_tokens, completion_tokens=sampled, total_tokens=job.prompt_tokens + sampled)
+def _usage(job: Job, sampled: int, ended: Sequence[tuple[Choice, int]]) -> Usage:
+    return Usage(
+        prompt_tokens=job.prompt_tokens,
+        completion_tokens=sampled,
+        total_tokens=job.prompt_tokens + sampled,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens(ended)),
+    )
 
 
 def _model(served: ServedModel, name: str) -> Model:

@@ -16,12 +16,19 @@ from primad.api.status import StatusBody
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the tokens of a prompt, those that were computed for a prompt before."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of a whole request; an end-of-generation token is not counted."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 # ---- log-probabilities ----------------------------------------------------------------------------------------------
@@ -142,10 +149,10 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """How many of the ``total`` tokens of a prompt were ``processed`` after so long; none come from a cache."""
+    """How many of the ``total`` tokens of a prompt were ``processed`` after so long, ``cache`` of them for one before."""
 
     total: int
-    cache: int = 0
+    cache: int
     processed: int
     time_ms: int
 

@@ -8,8 +8,12 @@ import msgspec
 
 
 class AnswerTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer took: its prompt until the first token, waiting included, then the tokens after it."""
+    """What an answer took: its prompt until the first token, waiting included, then the tokens after it.
 
+    ``cache_n`` tokens of the prompt were computed before, ``prompt_n`` were not.
+    """
+
+    cache_n: int
     prompt_n: int
     prompt_ms: float
     predicted_n: int
@@ -25,10 +29,12 @@ class AnswerClock:
     begun_s: float
     first_s: float | None = None
     predicted: int = 0
+    cached: int = 0
 
-    def count(self, sampled: int, now_s: float) -> None:
-        """So many tokens more."""
+    def count(self, sampled: int, cached: int, now_s: float) -> None:
+        """So many tokens more; of the prompt ``cached`` were computed before, as far as is known."""
         self.predicted += sampled
+        self.cached = max(self.cached, cached)
         if sampled and self.first_s is None:
             self.first_s = now_s
 
@@ -36,7 +42,8 @@ class AnswerClock:
         """What it took until now."""
         first_s = now_s if self.first_s is None else self.first_s
         return AnswerTimings(
-            prompt_n=self.prompt_tokens,
+            cache_n=self.cached,
+            prompt_n=self.prompt_tokens - self.cached,
             prompt_ms=1000 * (first_s - self.begun_s),
             predicted_n=self.predicted,
             predicted_ms=1000 * (now_s - first_s),

@@ -54,6 +54,7 @@ class ResponseAnswer:
     ask: ResponsesRequest
     prompt_tokens: int
     sampled: int = 0
+    cached: int = 0
     output: list[dict[str, Any]] = field(default_factory=list, init=False)
     text: list[str] = field(default_factory=list, init=False)
     open_kind: OutputKind | None = field(default=None, init=False)
@@ -62,7 +63,7 @@ class ResponseAnswer:
 
     def whole(self, answered: Answered) -> ResponseBody:
         """All of it at once."""
-        self.sampled = answered.sampled
+        self.sampled, self.cached = answered.sampled, answered.cached
         status = _status(answered.finish)
         if answered.thought:
             is_last = not (answered.text or answered.calls)
@@ -80,7 +81,7 @@ class ResponseAnswer:
 
     def events(self, written: Written) -> Iterator[NamedEvent]:
         """What ``written`` adds."""
-        self.sampled += written.sampled
+        self.sampled, self.cached = self.sampled + written.sampled, written.cached
         for part in written.calls:
             if not part.begins:
                 yield from self._call(part)
@@ -199,7 +200,7 @@ class ResponseAnswer:
     def _usage(self) -> dict[str, Any]:
         return {
             "input_tokens": self.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.cached},
             "output_tokens": self.sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self.prompt_tokens + self.sampled,

@@ -1,0 +1,49 @@
+"""Where the chunks of a prompt end, and what of a prompt was computed before.
+
+What a chunk computes depends, in the last bits, on which rows are computed together. So the end of a chunk depends on the
+tokens up to it alone: prompts that begin alike have the same chunks as far as they are alike, and what one of them has
+computed the other would compute, bit for bit.
+
+A chunk ends after ``rows`` tokens, or once it has ``least`` of them before a token that begins something: in a chat each
+message begins with one. So the next turn computes what is new, and the answer before it, which was computed row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunking:
+    """Chunks of at most ``rows`` tokens, and of at least ``least`` before a token that ``begins`` something."""
+
+    rows: int
+    least: int
+    begins: Callable[[int], bool]
+
+    def end(self, prompt: Sequence[int], first: int) -> int:
+        """The end of the chunk of ``prompt`` that begins with token ``first``."""
+        last = min(first + self.rows, len(prompt))
+        return next((at for at in range(first + self.least, last) if self.begins(prompt[at])), last)
+
+    def reused(self, prompt: Sequence[int], before: Computed) -> int:
+        """How many tokens of ``prompt`` are in chunks that were computed ``before``.
+
+        Never all: what follows the last one is drawn from its logits.
+        """
+        end = found = 0
+        while end < len(prompt):
+            end = self.end(prompt, end)
+            if end == len(prompt) or end not in before.ends or prompt[found:end] != before.prompt[found:end]:
+                break
+            found = end
+        return found
+
+
+@dataclass(slots=True)
+class Computed:
+    """The chunks of ``prompt`` that are computed, by their ends."""
+
+    prompt: Sequence[int] = ()
+    ends: list[int] = field(default_factory=list)

@@ -1,0 +1,72 @@
+"""Where chunks end depends on the tokens before their ends alone; what a prompt computed serves those that begin like it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primad.ring.chunks import Chunking, Computed
+
+FEW = st.lists(st.integers(0, 9), min_size=1, max_size=60)
+
+
+def chunking(rows: int = 8, least: int = 3) -> Chunking:
+    return Chunking(rows=rows, least=least, begins=lambda token: token == 0)
+
+
+def ends(of: Chunking, prompt: list[int]) -> list[int]:
+    found = [of.end(prompt, 0)]
+    while found[-1] < len(prompt):
+        found.append(of.end(prompt, found[-1]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ([1] * 20, [8, 16, 20]),
+        ([0, 1, 1, 1, 0, 1], [4, 6]),
+        ([0, 1, 0, 1, 1, 0, 1], [5, 7]),
+        ([1] * 8 + [0], [8, 9]),
+        ([0] * 5, [3, 5]),
+    ],
+    ids=["rows", "a message", "one too short", "at the end", "each begins"],
+)
+def test_a_chunk_ends_after_its_rows_or_before_a_message(prompt, expected):
+    assert ends(chunking(), prompt) == expected
+
+
+@given(FEW, FEW, FEW, st.integers(1, 12), st.integers(1, 12))
+def test_prompts_that_begin_alike_have_the_same_chunks_as_far(common, one, other, rows, least):
+    of = chunking(rows, min(rows, least))
+    first, second = common + one, common + other
+    assert [end for end in ends(of, first) if end < len(common)] == [
+        end for end in ends(of, second) if end < len(common)
+    ]
+
+
+@given(FEW, FEW, FEW, st.integers(1, 12), st.integers(1, 12), st.integers(0, 20))
+def test_what_is_reused_was_computed_in_the_same_chunks(common, one, other, rows, least, done):
+    of = chunking(rows, min(rows, least))
+    before, prompt = common + one, common + other
+    computed = ends(of, before)[:done]
+    reused = of.reused(prompt, Computed(before, computed))
+    assert reused < len(prompt)
+    assert prompt[:reused] == before[:reused]
+    assert {end for end in ends(of, prompt) if end <= reused} == {end for end in computed if end <= reused}
+    assert not reused or reused in computed
+    more = [end for end in ends(of, prompt)[:-1] if end > reused]
+    assert not more or more[0] not in computed or prompt[: more[0]] != before[: more[0]]
+
+
+def test_the_next_turn_of_a_chat_reuses_all_but_the_last_words_of_the_turn_before():
+    of = Chunking(rows=512, least=64, begins=lambda token: token == 0)
+    turn = [0] + [7] * 400 + [0, 9, 9]
+    assert of.reused(turn + [5] * 300 + [0] + [3] * 20, Computed(turn, ends(of, turn))) == 401
+
+
+def test_the_same_prompt_computes_its_last_chunk_again():
+    of = chunking()
+    prompt = [1] * 20
+    assert of.reused(prompt, Computed(prompt, ends(of, prompt))) == 16
