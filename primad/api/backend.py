@@ -97,7 +97,7 @@ class SamplingDefaults:
 class ServedModel:
     """The model behind the API. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus answer;
     ``tool_parser`` names the form of its calls, or is ``auto``. With ``context_shift`` the oldest messages of
-    a conversation that is too long are left out."""
+    a conversation that is too long are left out. As many as ``sequences`` answers are written at once."""
 
     id: str
     created: int
@@ -108,6 +108,7 @@ class ServedModel:
     names: ModelNames = ModelNames()
     tool_parser: str = "auto"
     context_shift: bool = False
+    sequences: int = 1
 
     @property
     def all_names(self) -> tuple[str, ...]:

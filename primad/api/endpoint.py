@@ -43,9 +43,9 @@ class Endpoint:
         return None if served is None else replace(served, names=self._names)
 
     @property
-    def is_answering(self) -> bool:
-        """Whether an answer is being written, or waits."""
-        return self._metrics.is_answering
+    def answers_open(self) -> int:
+        """How many answers are being written, or wait."""
+        return self._metrics.answers_open
 
     def serving(self) -> ServedModel:
         """The model, when it can be asked. Raises ``RingError`` when it cannot."""

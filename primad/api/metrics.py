@@ -137,9 +137,9 @@ class Metrics:
         self._paths |= frozenset(paths)
 
     @property
-    def is_answering(self) -> bool:
-        """Whether an answer is being written, or waits."""
-        return bool(self._registry.get_sample_value("primad_answers_open"))
+    def answers_open(self) -> int:
+        """How many answers are being written, or wait."""
+        return int(self._registry.get_sample_value("primad_answers_open") or 0)
 
     def render(self, status: StatusBody) -> bytes:
         """Everything, with what the ring says in ``status``."""

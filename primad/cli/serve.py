@@ -111,6 +111,14 @@ class ServedPlanOptions:
         typer.Option("--use-all", help="Every device found gets layers, even where fewer devices would be faster."),
     ] = False
     context: Context = None
+    sequences: Annotated[
+        int,
+        typer.Option(
+            help="Answers at once, each with its own KV cache of --context tokens; where layers stream they take turns.",
+            min=1,
+            max=64,
+        ),
+    ] = 1
     prompt: Annotated[
         int | None,
         typer.Option(
@@ -237,6 +245,7 @@ def _serve_options(
         alone=others.alone,
         objective=parse_choice(plan.objective, OBJECTIVES, "--objective"),
         use_all=plan.use_all,
+        sequences=plan.sequences,
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
         context_shift=endpoint.context_shift,

@@ -28,11 +28,12 @@ GetLayers = Callable[[Sequence[LayerRef], Callable[[int], None]], Awaitable[None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadModel:
-    """What only the head's own ring process is told: the model file, how many steps it may keep in flight, and how many
-    rows a chunk of a prompt has at the least, so that it may end before a message."""
+    """What only the head's own ring process is told: the model file, how many steps it may keep in flight, how many
+    generations run at once, and how many rows a chunk of a prompt has at the least, so that it may end before a message."""
 
     path: Path
     depth: int
+    at_once: int
     least_rows: int
 
 
@@ -143,6 +144,7 @@ class WindowLoad:
             model=None if model is None else str(model.path),
             host=self._config.host,
             depth=1 if model is None else model.depth,
+            at_once=1 if model is None else model.at_once,
             least_rows=1 if model is None else model.least_rows,
             step_timeout_s=load.step_timeout_s,
             options=self.options,

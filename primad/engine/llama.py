@@ -356,14 +356,14 @@ class _Model:
     def _context_params(self, outputs: int) -> Any:
         options = self._options
         params = llama.llama_context_default_params()
-        params.n_ctx = -(-options.context // KV_CELL_PADDING) * KV_CELL_PADDING
+        params.n_ctx = -(-options.context // KV_CELL_PADDING) * KV_CELL_PADDING * options.sequences
         params.n_batch = params.n_ubatch = options.rows
         params.n_seq_max = options.sequences
-        params.n_outputs_max = min(outputs, options.rows)
+        params.n_outputs_max = max(min(outputs, options.rows), options.sequences)  # with fewer llama.cpp aborts
         params.n_outputs_max_per_seq = params.n_outputs_max
         params.n_threads = options.threads
         params.n_threads_batch = options.batch_threads
-        params.kv_unified = True
+        params.kv_unified = options.sequences == 1  # else each sequence has cells of its own, and its bits
         params.no_perf = True
         params.type_k = params.type_v = _KV_TYPES[options.kv_type]
         if options.kv_type != "f16":  # llama.cpp quantises values only for it

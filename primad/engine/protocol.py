@@ -132,7 +132,7 @@ def draw_seed(seed: int, index: int) -> int:
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How windows are opened on this device.
 
-    ``context`` cells of KV cache of type ``kv_type`` shared by ``sequences`` sequences; at most ``rows`` rows a step;
+    ``context`` cells of KV cache of type ``kv_type`` for each of ``sequences`` sequences; at most ``rows`` rows a step;
     ``threads`` for decode and ``batch_threads`` for prefill. ``lock`` pins resident weights to memory (mlock).
     """
 

@@ -24,7 +24,10 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
     """
     plan = inputs.promise.plan
     own = HeadModel(
-        path=inputs.service.model.header.path, depth=len(plan.devices), least_rows=_least_rows(plan, load.rows)
+        path=inputs.service.model.header.path,
+        depth=len(plan.devices),
+        at_once=1 if plan.streaming else load.sequences,  # every step reads what streams anew
+        least_rows=_least_rows(plan, load.rows),
     )
     windows = WindowLoad(
         load,

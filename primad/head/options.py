@@ -42,7 +42,8 @@ class ServeOptions:
     They may reach it by the names ``allowed_hosts``, and be web pages of ``cors_origins``.
     ``embedding`` is a model file for embeddings. With ``api_key`` or ``api_key_file`` they need a key.
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
-    with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are.
+    with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are. So many ``sequences`` have a
+    KV cache each: as many generations run at once, where nothing streams, and as many prompts are remembered.
     """
 
     wait: int | None
@@ -59,6 +60,7 @@ class ServeOptions:
     alone: bool
     objective: Objective
     use_all: bool
+    sequences: int = 1
     aliases: tuple[str, ...] = ()
     any_model: bool = False
     tool_parser: str = AUTO
@@ -107,7 +109,9 @@ def workload_of(options: ServeOptions, model: ModelProfile) -> Workload:
     """What plans are made for. Raises ``ConfigError`` naming the flag that does not suit ``model``."""
     check_kv_type(options.kv_type, model)
     context = default_context(options.context_tokens, model)
-    return default_workload(context, options.rows, options.kv_type, prompt_tokens=options.prompt_tokens)
+    return default_workload(
+        context, options.rows, options.kv_type, sequences=options.sequences, prompt_tokens=options.prompt_tokens
+    )
 
 
 def model_id(path: Path) -> str:

@@ -312,6 +312,7 @@ class Rings:
             facts=facts_of(self._model.header),
             tool_parser=self._service.options.tool_parser,
             context_shift=self._service.options.context_shift,
+            sequences=self._service.options.sequences,
         )
 
     def _foresee(self, epoch: int) -> None:

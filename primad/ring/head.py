@@ -31,7 +31,7 @@ from primad.ring.messages import (
     Step,
     StepLimits,
 )
-from primad.ring.scheduler import SEQUENCE, Draw, PlannedStep, Scheduler
+from primad.ring.scheduler import Draw, PlannedStep, Scheduler
 from primad.ring.worker import apply, rows_of, visit
 
 
@@ -90,7 +90,7 @@ class Head:
         self._laps = Lateness()
         self._news: list[HeadEvent] = []
         self._is_draining = False
-        self._sampler: tuple[int, Sampler] | None = None
+        self._samplers: dict[int, Sampler] = {}
         self._clock = clock
 
     def warm_up(self) -> None:
@@ -175,8 +175,9 @@ class Head:
         planned = self._scheduler.next_step(now)
         if planned is None:
             return None
-        if self._scheduler.running is not None:
-            self._sampler_for(self._scheduler.running)
+        generate = self._scheduler.wants_draw(planned.step)
+        if generate is not None:
+            self._sampler_for(generate)
         step = self._step(planned)
         self._deadlines[step.step] = now + self._step_timeout_s
         self._under_way[step.step] = step
@@ -193,7 +194,7 @@ class Head:
             dtype=HIDDEN_DTYPE,
             shape=(rows, self._limits.width),
             positions=planned.positions,
-            sequences=[[SEQUENCE]] * rows,
+            sequences=[[planned.sequence]] * rows,
             outputs=[False] * (rows - 1) + [planned.wants_output],
             ops=planned.ops,
         )
@@ -243,10 +244,10 @@ class Head:
 
     def _sampler_for(self, generate: Generate) -> Sampler:
         """The sampler of ``generate``, made with its first step, so that what it has to prepare is ready in time."""
-        if self._sampler is None or self._sampler[0] != generate.request:
-            if self._sampler is not None:
-                self._sampler[1].release()
-                self._sampler = None
-            sampler = self._tail.sampler(generate.sampling, generate.prompt, generate.sampled)
-            self._sampler = (generate.request, sampler)
-        return self._sampler[1]
+        found = self._samplers.get(generate.request)
+        if found is None:
+            for request in [request for request in self._samplers if not self._scheduler.runs(request)]:
+                self._samplers.pop(request).release()
+            found = self._tail.sampler(generate.sampling, generate.prompt, generate.sampled)
+            self._samplers[generate.request] = found
+        return found

@@ -118,7 +118,13 @@ def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
         tail=tail,
         route=opening.route,
         limits=limits_of_open(opening),
-        scheduler=Scheduler(context=opening.options.context, chunking=chunking, depth=opening.depth),
+        scheduler=Scheduler(
+            context=opening.options.context,
+            chunking=chunking,
+            depth=opening.depth,
+            sequences=opening.options.sequences,
+            at_once=opening.at_once,
+        ),
         step_timeout_s=opening.step_timeout_s,
         clock=time.monotonic,
     )

@@ -264,9 +264,9 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
 
     ``route`` is the number of windows in the route. ``model`` is the path of the model file on the head and None on a
-    worker; ``width`` is that of the hidden state. ``depth`` bounds the steps that the head keeps in flight; a chunk of a
-    prompt that ends before a message has ``least_rows`` or more. Of what streams ``ahead_bytes`` are held ahead. How often
-    experts are used is kept in the folder ``usage``, or nowhere.
+    worker; ``width`` is that of the hidden state. The head keeps at most ``depth`` steps in flight and runs so many
+    generations ``at_once``; a chunk of a prompt that ends before a message has ``least_rows`` or more. Of what streams
+    ``ahead_bytes`` are held ahead. How often experts are used is kept in the folder ``usage``, or nowhere.
     """
 
     ring: int
@@ -277,6 +277,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     model: str | None
     host: str
     depth: int
+    at_once: int
     least_rows: int
     step_timeout_s: float
     options: EngineOptions

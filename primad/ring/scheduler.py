@@ -1,12 +1,17 @@
 """Decides what each step computes: whose prompt rows, whose next token, which KV cells are forgotten.
 
-``schedule -> the ring computes -> commit``. The scheduler sees no ring: it hands out ``PlannedStep`` steps in order
-(the step log) and takes back what was sampled for each. One sequence generates at a time; others wait their turn. Time
-is passed in.
+``schedule -> the ring computes -> commit``. The scheduler sees no ring: it hands out ``PlannedStep`` steps in order (the
+step log) and takes back what was sampled for each. Time is passed in.
+
+Each generation has a KV sequence of its own, and each step rows of one generation, so what it computes is what it would
+compute alone. Generations begin in the order in which they came, as many ``at_once`` as may; others wait. Of those that
+run, the one that waited longest for a step is next: so the devices of a ring compute for different ones, and neither a long
+prompt nor a long answer keeps the others from going on.
 
 Prompts are fed in chunks (``chunks.py``). Chunks follow each other into the ring without waiting (up to ``depth`` in
 flight), since only the last one's output is needed; decode steps wait for the token before them. The cells of a prompt stay
-when its generation is over: of the next one's prompt only what follows the chunks that both have is computed.
+when its generation is over: of the next prompt in that sequence only what follows the chunks that both have is computed, and
+a generation takes the sequence with which it has most in common.
 
 A generation that an earlier epoch began comes with the tokens it has sampled already. They are fed one by one, as they were
 fed then: llama.cpp computes a batch of several rows in another order than single rows, and its sums would differ in the
@@ -17,7 +22,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
 
 from primad.errors import RingError
 from primad.ring.chunks import Chunking, Computed
@@ -32,9 +36,6 @@ from primad.ring.messages import (
     Sampled,
 )
 
-SEQUENCE: Final = 0
-"""The KV sequence of the one generation that runs."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
@@ -46,6 +47,7 @@ class PlannedStep:
     positions: list[int]
     wants_output: bool
     ops: list[KvOp]
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +66,21 @@ class Draw:
 
 
 @dataclass(slots=True)
+class _Sequence:
+    """One KV sequence, and what its cells hold besides an answer; ``computed`` is None before the first step."""
+
+    number: int
+    computed: Computed | None = None
+    used: int = 0
+    """The step that used it last."""
+
+
+@dataclass(slots=True)
 class _Running:
-    """The generation that holds the sequence."""
+    """A generation that holds a sequence."""
 
     generate: Generate
+    sequence: _Sequence
     started_s: float
     sampled: list[int]
     """All tokens after the prompt, those of earlier epochs first."""
@@ -75,31 +88,35 @@ class _Running:
     """Tokens of the prompt whose cells were there."""
     fed: int
     """Tokens of prompt and ``sampled`` handed out, or there."""
+    ops: list[KvOp]
+    """What its next step does to the cells before it computes."""
     is_told: bool = False
     """Whether it was said how many are reused."""
     first_token_s: float | None = None
 
+    @property
+    def has_step(self) -> bool:
+        """Whether there is something to compute without another token."""
+        return self.fed < len(self.generate.prompt) + len(self.sampled)
+
 
 class Scheduler:
-    """The queue of generations and the one that runs. ``context`` is the ring's."""
+    """The queue of generations and those that run. ``context`` is that of each of the ring's ``sequences``."""
 
-    def __init__(self, *, context: int, chunking: Chunking, depth: int) -> None:
+    def __init__(
+        self, *, context: int, chunking: Chunking, depth: int, sequences: int = 1, at_once: int | None = None
+    ) -> None:
         self._context = context
         self._chunking = chunking
         self._depth = depth
+        self._at_once = min(sequences, at_once or sequences)
         self._waiting: deque[Generate] = deque()
-        self._running: _Running | None = None
-        self._computed: Computed | None = None
-        """What the cells of the sequence hold, besides an answer; None before the first step."""
+        self._running: dict[int, _Running] = {}
+        self._free = [_Sequence(number) for number in range(sequences)]
         self._in_flight: dict[int, tuple[int, int]] = {}
         """By step its request, and how many tokens are computed behind it."""
         self._steps = 0
         self._drains = False
-
-    @property
-    def running(self) -> Generate | None:
-        """The generation that holds the sequence."""
-        return self._running.generate if self._running is not None else None
 
     @property
     def in_flight(self) -> int:
@@ -109,12 +126,16 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to compute and nothing to wait for."""
-        return self._running is None and not self._waiting and not self._in_flight
+        return not (self._running or self._waiting or self._in_flight)
 
     @property
     def is_drained(self) -> bool:
         """Whether ``drain`` was called and every step is back."""
         return self._drains and not self._in_flight
+
+    def runs(self, request: int) -> bool:
+        """Whether generation ``request`` holds a sequence."""
+        return request in self._running
 
     def submit(self, generate: Generate) -> Finished | None:
         """Queue a generation; its end, when the tokens of earlier epochs are all that it may have.
@@ -137,8 +158,8 @@ class Scheduler:
 
     def cancel(self, cancel: Cancel) -> None:
         """Forget a generation, wherever it is; what is in flight for it is dropped when it comes back."""
-        if self._running is not None and self._running.generate.request == cancel.request:
-            self._running = None
+        if cancel.request in self._running:
+            self._release(cancel.request)
         else:
             self._waiting = deque(waiting for waiting in self._waiting if waiting.request != cancel.request)
 
@@ -146,39 +167,54 @@ class Scheduler:
         """The next step of the log, or None when the ring must answer first or there is nothing to do."""
         if self._drains or len(self._in_flight) >= self._depth:
             return None
-        ops: list[KvOp] = []
-        if self._running is None:
-            if not self._waiting:
-                return None
-            self._running, ops = self._begin(self._waiting.popleft(), now)
-        running = self._running
-        prompt, first = running.generate.prompt, running.fed
-        if first == len(prompt) + len(running.sampled):
+        while self._waiting and len(self._running) < self._at_once:
+            self._begin(self._waiting.popleft(), now)
+        ready = [running for running in self._running.values() if running.has_step]
+        if not ready:
             return None
+        running = min(ready, key=lambda each: each.sequence.used)
+        prompt, first = running.generate.prompt, running.fed
         if first < len(prompt):
             running.fed = self._chunking.end(prompt, first)
             tokens = prompt[first : running.fed]
-            assert self._computed is not None
-            self._computed.ends.append(running.fed)
+            assert running.sequence.computed is not None
+            running.sequence.computed.ends.append(running.fed)
         else:
             running.fed += 1
             tokens = [running.sampled[first - len(prompt)]]
-        return self._plan(tokens, first, ops, wants_output=running.fed == len(prompt) + len(running.sampled))
+        return self._plan(running, tokens, first)
 
-    def _begin(self, generate: Generate, now: float) -> tuple[_Running, list[KvOp]]:
-        """Give ``generate`` the sequence, with those cells that it would compute the same way; the others are forgotten."""
-        before = self._computed
-        reused = self._chunking.reused(generate.prompt, before) if before is not None and generate.reuses else 0
-        kept = [end for end in before.ends if end <= reused] if before is not None else []
-        self._computed = Computed(generate.prompt, kept)
-        running = _Running(generate=generate, started_s=now, sampled=list(generate.sampled), reused=reused, fed=reused)
-        return running, [KvRemove(SEQUENCE, reused, -1)] if before is not None else []
+    def _begin(self, generate: Generate, now: float) -> None:
+        """Give ``generate`` a sequence, with those cells that it would compute the same way; the others are forgotten."""
+
+        def reused(sequence: _Sequence) -> int:
+            if sequence.computed is None or not generate.reuses:
+                return 0
+            return self._chunking.reused(generate.prompt, sequence.computed)
+
+        sequence = max(self._free, key=lambda each: (reused(each), -each.used))
+        self._free.remove(sequence)
+        before, kept = sequence.computed, reused(sequence)
+        ends = [end for end in before.ends if end <= kept] if before is not None else []
+        sequence.computed = Computed(generate.prompt, ends)
+        self._running[generate.request] = _Running(
+            generate=generate,
+            sequence=sequence,
+            started_s=now,
+            sampled=list(generate.sampled),
+            reused=kept,
+            fed=kept,
+            ops=[KvRemove(sequence.number, kept, -1)] if before is not None else [],
+        )
+
+    def _release(self, request: int) -> None:
+        self._free.append(self._running.pop(request).sequence)
 
     def commit(self, step: int, draw: Draw | None, now: float) -> list[GenerationEvent]:
         """Take back step ``step`` with what was sampled for it (None when it wanted no output, or nobody does any more)."""
         request, computed = self._in_flight.pop(step)
-        running = self._running
-        if running is None or running.generate.request != request:
+        running = self._running.get(request)
+        if running is None:
             return []
         reused = [] if running.is_told else self._tell_reused(running)
         if draw is None:
@@ -211,25 +247,24 @@ class Scheduler:
 
     def wants_draw(self, step: int) -> Generate | None:
         """The generation that step ``step`` belongs to, if it still wants a token."""
-        running = self._running
         request, _ = self._in_flight.get(step, (None, 0))
-        if running is None or request != running.generate.request:
-            return None
-        return running.generate
+        running = self._running.get(request) if request is not None else None
+        return running.generate if running is not None else None
 
-    def _plan(self, tokens: list[int], first: int, ops: list[KvOp], *, wants_output: bool) -> PlannedStep:
-        assert self._running is not None
-        request = self._running.generate.request
+    def _plan(self, running: _Running, tokens: list[int], first: int) -> PlannedStep:
+        request, ops, running.ops = running.generate.request, running.ops, []
         step = PlannedStep(
             step=self._steps,
             request=request,
             tokens=tokens,
             positions=list(range(first, first + len(tokens))),
-            wants_output=wants_output,
+            wants_output=not running.has_step,
             ops=ops,
+            sequence=running.sequence.number,
         )
         self._in_flight[step.step] = request, first + len(tokens)
         self._steps += 1
+        running.sequence.used = self._steps
         return step
 
     def _is_full(self, generate: Generate, sampled: int) -> bool:
@@ -238,7 +273,7 @@ class Scheduler:
 
     def _finish(self, running: _Running, reason: str, now: float, *, error: str | None = None) -> Finished:
         first_token_s = running.first_token_s if running.first_token_s is not None else now
-        self._running = None
+        self._release(running.generate.request)
         return _finished(
             running.generate,
             len(running.sampled),

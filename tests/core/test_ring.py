@@ -491,13 +491,31 @@ def test_a_worker_computes_nothing_behind_a_step_that_was_lost():
         Worker({1: model.middle(1, 2)}).receive(a_step(1, 1, 0), nothing)
 
 
+@st.composite
+def options(draw):
+    """Of a ring that remembers prompts: a few rows, so that they have several chunks."""
+    rows = draw(st.sampled_from([1, 7, 64]))
+    return {
+        "rows": rows,
+        "least": draw(st.integers(1, min(6, rows))),
+        "depth": draw(st.integers(1, 4)),
+        "seed": draw(st.integers(0, 2**32)),
+        "context": CONTEXT,
+    }
+
+
+def reused(ring: FakeRing, request: int) -> int:
+    """How many tokens of the prompt of ``request`` were not computed again."""
+    return max(
+        (event.reused for event in ring.events if isinstance(event, PromptProgress) and event.request == request),
+        default=0,
+    )
+
+
 @rings
-@given(st.data(), st.sampled_from([1, 7, 64]), st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**32))
-def test_what_prompts_have_in_common_is_computed_once_and_the_answers_are_those_of_each_alone(
-    data, rows, least, depth, seed
-):
+@given(st.data(), options())
+def test_what_prompts_have_in_common_is_computed_once_and_the_answers_are_those_of_each_alone(data, options):
     """Generations follow each other, some are cancelled in the middle; each window has what it would have had."""
-    options = {"rows": rows, "depth": depth, "seed": seed, "context": CONTEXT, "least": min(least, rows)}
     ring, texts = FakeRing(*SMALL, **options), [[]]
     for request in range(1, data.draw(st.integers(2, 5))):
         begin = data.draw(st.sampled_from(texts))
@@ -516,12 +534,31 @@ def test_what_prompts_have_in_common_is_computed_once_and_the_answers_are_those_
         assert tokens == ring.model.answer(text, 8, GREEDY)
         alone = FakeRing(*SMALL, **options)
         alone.ask(generate(request, text))
-        reused = max(
-            (event.reused for event in ring.events if isinstance(event, PromptProgress) and event.request == request),
-            default=0,
-        )
         for window, own, before in zip(ring.windows, alone.windows, first, strict=True):
-            assert window.steps[before:] == [step for step in own.steps if step[0] >= reused]
+            assert window.steps[before:] == [step for step in own.steps if step[0] >= reused(ring, request)]
+
+
+@rings
+@given(st.data(), shapes(), options(), st.integers(1, 5), st.sampled_from([GREEDY, DRAWN]))
+def test_generations_at_once_say_what_each_says_alone(data, shape, options, sequences, sampling):
+    """They come and are cancelled at any time, and begin like others."""
+    ring, texts, gone = FakeRing(shape.rounds, shape.tail, sequences=sequences, **options), [[]], set()
+    count = data.draw(st.integers(1, 7))
+    for request in range(1, count + 1):
+        begin = data.draw(st.sampled_from(texts))
+        text = begin[: data.draw(st.integers(0, len(begin)))] + prompt(data.draw(st.integers(1, 40)), request)
+        texts.append(text)
+        ring.head.submit(generate(request, text, sampling=sampling))
+        for _ in range(data.draw(st.integers(0, 40))):
+            ring.move()
+        if data.draw(st.integers(0, 3)) == 0:
+            gone.add(data.draw(st.integers(1, request)))
+            ring.cancel(max(gone))
+    ring.run()
+    for request in set(range(1, count + 1)) - gone:
+        tokens, finished = ring.answer(request)
+        assert tokens == ring.model.answer(texts[request], 8, sampling)
+        assert (finished.reason, finished.prompt_tokens) == ("length", len(texts[request]))
 
 
 def test_a_generation_that_reuses_nothing_computes_its_whole_prompt():

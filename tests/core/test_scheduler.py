@@ -12,8 +12,8 @@ from tests.fakes.ring import chunks_of, generate
 FORGET = [KvRemove(0, 0, -1)]
 
 
-def scheduler(*, context: int = 100, rows: int = 4, depth: int = 3) -> Scheduler:
-    return Scheduler(context=context, chunking=chunks_of(rows), depth=depth)
+def scheduler(*, context: int = 100, rows: int = 4, depth: int = 3, **options) -> Scheduler:
+    return Scheduler(context=context, chunking=chunks_of(rows), depth=depth, **options)
 
 
 def with_prompt(prompt, *, tokens: int = 8, **options) -> Scheduler:
@@ -324,3 +324,91 @@ def test_nothing_is_submitted_after_a_drain():
 def test_a_prompt_that_does_not_fit_is_our_mistake(prompt):
     with pytest.raises(AssertionError):
         scheduler().submit(generate(1, prompt))
+
+
+# ---- several at once ------------------------------------------------------------------------------------------------
+
+
+def several(*prompts, sequences: int = 2, **options) -> Scheduler:
+    made = scheduler(sequences=sequences, **options)
+    for request, prompt in enumerate(prompts, 1):
+        made.submit(generate(request, list(prompt)))
+    return made
+
+
+def requests(of: Scheduler, count: int) -> list[int]:
+    return [next_step(of).request for _ in range(count)]
+
+
+def test_as_many_generations_run_as_there_are_sequences():
+    made = several([1], [2], [3], depth=9)
+    steps = [next_step(made) for _ in range(2)]
+    assert [(step.request, step.sequence) for step in steps] == [(1, 0), (2, 1)]
+    assert made.next_step(0) is None
+    made.cancel(Cancel(1))
+    third = next_step(made)
+    assert (third.request, third.sequence, third.ops) == (3, 0, FORGET)
+
+
+def test_where_less_run_at_once_the_others_wait():
+    made = several([1], [2], depth=9, at_once=1)
+    assert requests(made, 1) == [1]
+    assert made.next_step(0) is None
+
+
+def test_a_long_prompt_and_a_token_take_turns():
+    made = several([1], range(40), depth=9, rows=4)
+    assert requests(made, 3) == [1, 2, 2]
+    made.commit(0, draw_of(7), 0)
+    assert requests(made, 3) == [1, 2, 2]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    made = several(range(40), range(50, 58), depth=9, rows=4)
+    assert requests(made, 6) == [1, 2, 1, 2, 1, 1]
+
+
+def test_the_depth_bounds_the_steps_of_all():
+    made = several([1], [2], [3], sequences=3, depth=2)
+    assert requests(made, 2) == [1, 2]
+    assert made.next_step(0) is None
+    made.commit(0, draw_of(7), 0)
+    assert requests(made, 1) == [3]
+
+
+def test_a_generation_takes_the_sequence_with_which_it_has_most_in_common():
+    made = several(range(20), range(100, 120), sequences=3, context=200, depth=99)
+    while made.next_step(0) is not None:
+        continue
+    made.cancel(Cancel(1))
+    made.cancel(Cancel(2))
+    made.submit(generate(3, [*range(100, 117), 9]))
+    step = next_step(made)
+    assert (step.sequence, step.positions[0], step.ops) == (1, 16, [KvRemove(1, 16, -1)])
+
+
+def test_of_sequences_that_serve_alike_the_one_used_longest_ago_is_taken():
+    made = several([1], [2], sequences=2, depth=9)
+    assert requests(made, 2) == [1, 2]
+    made.commit(0, draw_of(7), 0)
+    assert requests(made, 1) == [1]
+    made.cancel(Cancel(1))
+    made.cancel(Cancel(2))
+    made.submit(generate(3, [5]))
+    assert next_step(made).sequence == 1
+
+
+def test_one_that_is_cancelled_before_its_first_step_leaves_the_cells_of_the_one_before():
+    made = several(range(12), depth=1, rows=4)
+    for step in range(3):
+        assert next_step(made).step == step
+        made.commit(step, None, 0)
+    made.cancel(Cancel(1))
+    made.submit(generate(2, [77]))
+    made.submit(generate(3, [*range(8), 50, 51]))
+    assert next_step(made).request == 2
+    made.cancel(Cancel(3))
+    made.submit(generate(4, [*range(8), 60, 61]))
+    made.commit(3, None, 0)
+    step = next_step(made)
+    assert (step.request, step.positions[0], step.ops) == (4, 8, [KvRemove(0, 8, -1)])

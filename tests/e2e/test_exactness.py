@@ -160,6 +160,36 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("model", "windows", "rounds"), [("smollm2", (5, 8), 2), ("smollm2", None, 1), ("gemma3", (7, 9), 1)]
+)
+def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, model, windows, rounds):
+    """More of them than there are sequences, with prompts of one token, of a part of a chunk and of more than a chunk."""
+    expected = truths(model)
+    asked = [*expected.prompts, *reversed(expected.prompts)]
+
+    async def run():
+        ring = LocalRing(
+            expected.path,
+            windows,
+            rounds=rounds,
+            context=CONTEXT,
+            rows=expected.chunk,
+            sequences=4,
+            threads=THREADS,
+            folder=layers / model,
+        )
+        async with ring:
+            told = await ring.generate_all([expected.prompts[count] for count in asked], TOKENS, logprobs=0)
+        for count, sampled in zip(asked, told, strict=True):
+            answer = expected.answers[count]
+            assert [event.token for event in sampled] == answer.tokens, f"prompt of {count}"
+            for step, event in enumerate(sampled):
+                assert event.logprob == pytest.approx(answer.logprob(step, event.token), abs=1e-9)
+
+    asyncio.run(run())
+
+
 class Route:
     """All windows of a plan in this process."""
 

@@ -71,12 +71,13 @@ class FakeRing:
         depth: int = 2,
         ends: frozenset[int] = frozenset(),
         least: int | None = None,
+        sequences: int = 1,
         seed: int = 0,
     ) -> None:
         owners = [device for sizes in rounds for device in range(len(sizes))] + [0]
         cuts = [0, *accumulate([size for sizes in rounds for size in sizes] + [tail])]
         options = EngineOptions(
-            context=context, sequences=1, rows=rows, threads=1, batch_threads=1, kv_type="f16", lock=False
+            context=context, sequences=sequences, rows=rows, threads=1, batch_threads=1, kv_type="f16", lock=False
         )
         self.model = FakeModel(cuts[-1], ends, options=options)
         self.now_s = 100.0
@@ -98,12 +99,12 @@ class FakeRing:
                 width=WIDTH,
                 rows=rows,
                 context=context,
-                sequences=1,
+                sequences=sequences,
             )
             for device in range(len(held))
         ]
         chunking = chunks_of(rows) if least is None else Chunking(rows=rows, least=least, begins=begins_message)
-        self.scheduler = Scheduler(context=context, chunking=chunking, depth=depth)
+        self.scheduler = Scheduler(context=context, chunking=chunking, depth=depth, sequences=sequences)
         self.head = Head(
             windows=held[0],
             tail=tail_window,

@@ -78,6 +78,7 @@ def an_open(**changes) -> Open:
         model=None,
         host="127.0.0.1",
         depth=2,
+        at_once=1,
         least_rows=1,
         step_timeout_s=TIMEOUT_S,
         options=OPTIONS,

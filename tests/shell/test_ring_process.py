@@ -67,6 +67,7 @@ def an_open(**changes) -> Open:
         model="/nowhere/model.gguf",
         host="127.0.0.1",
         depth=1,
+        at_once=1,
         least_rows=1,
         step_timeout_s=5,
         options=OPTIONS,

@@ -72,6 +72,7 @@ class LocalRing:
         groups: Mapping[str, LimitedGroup] | None = None,
         context: int = 2048,
         rows: int = 512,
+        sequences: int = 1,
         kv_type: KvType = "f16",
         threads: Sequence[int] | int = 2,
         cpu: CpuProfile | None = None,
@@ -89,6 +90,7 @@ class LocalRing:
         self._groups = groups or {}
         self._context = context
         self._rows = rows
+        self._sequences = sequences
         self._kv_type = kv_type
         self._cpu = cpu
         self._folder = folder
@@ -126,7 +128,7 @@ class LocalRing:
             run.mkdir(parents=True)
             options = EngineOptions(
                 context=self._context,
-                sequences=1,
+                sequences=self._sequences,
                 rows=self._rows,
                 threads=self._threads[number],
                 batch_threads=self._threads[number],
@@ -151,6 +153,7 @@ class LocalRing:
                 model=str(self._model) if name == plan.head else None,
                 host="127.0.0.1",
                 depth=len(plan.devices),
+                at_once=self._sequences,
                 least_rows=self._rows,
                 step_timeout_s=self._step_timeout_s,
                 options=options,
@@ -292,6 +295,34 @@ class LocalRing:
                     told(event)
                 case Finished() if event.request == self._requests:
                     return sampled, event
+
+    async def generate_all(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, logprobs: int | None = None
+    ) -> list[list[Sampled]]:
+        """Continue all ``prompts``, which are there from the start: what was sampled for each."""
+        first, head = self._requests + 1, self.plan.head
+        found: dict[int, list[Sampled]] = {first + number: [] for number in range(len(prompts))}
+        for request, prompt in zip(found, prompts, strict=True):
+            await self.processes[head].send(
+                Generate(
+                    request=request,
+                    prompt=list(prompt),
+                    sampled=[],
+                    max_tokens=max_tokens,
+                    sampling=GREEDY,
+                    logprobs=logprobs,
+                    reuses=False,
+                )
+            )
+        self._requests, left = first + len(prompts) - 1, len(prompts)
+        while left:
+            event = await self._next(head)
+            match event:
+                case Sampled():
+                    found[event.request].append(event)
+                case Finished():
+                    left -= 1
+        return list(found.values())
 
     async def cancel(self) -> None:
         """Cancel the latest generation."""

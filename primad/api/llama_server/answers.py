@@ -67,7 +67,7 @@ class TemplatedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """The one place where answers are written, one after another."""
+    """A place where answers are written, one after another."""
 
     id: int = 0
     n_ctx: int

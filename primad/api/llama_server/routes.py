@@ -77,9 +77,12 @@ class _Routes:
         return json_response(props(self._endpoint.serving()))
 
     async def slots(self, request: Request) -> Response:
-        """Whether an answer is being written."""
+        """Where answers are being written."""
         served = self._endpoint.serving()
-        return json_response([Slot(n_ctx=served.context_tokens, is_processing=self._endpoint.is_answering)])
+        busy = self._endpoint.answers_open
+        return json_response(
+            [Slot(id=i, n_ctx=served.context_tokens, is_processing=i < busy) for i in range(served.sequences)]
+        )
 
     async def complete(self, request: Request) -> Response:
         """Continue a text."""
