@@ -69,6 +69,12 @@ def let_in(allowance: Allowance | None) -> None:
     _asking.set(allowance)
 
 
+def caller() -> str:
+    """The name of the key that this request came with; empty without."""
+    allowance = _asking.get()
+    return "" if allowance is None else allowance.key.name
+
+
 def charge(tokens: int) -> None:
     """Take ``tokens`` from what the caller of this request may use."""
     allowance = _asking.get()

@@ -181,11 +181,12 @@ class Backend(Protocol):
         sampling: Sampling,
         logprobs: int | None,
         reuses: bool = True,
+        owner: str = "",
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Any number of ``PromptProgress`` and then of ``Sampled``, at last exactly one ``Finished``.
 
         ``prompt`` has 1 to ``context_tokens - 1`` tokens and ``max_tokens`` is at least 1; prompt and answer together
-        fit the context. ``logprobs`` and ``reuses`` are as in ``ring.messages.Generate``. The backend chooses the
+        fit the context. ``logprobs``, ``reuses`` and ``owner`` are as in ``ring.messages.Generate``. The backend chooses the
         request's number.
         ``aclose()``, also while it waits, cancels the request in the ring and frees its sequence.
 

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from primad.api.access import charged
+from primad.api.access import caller, charged
 from primad.api.backend import Backend, Embeddings, ModelNames, ServedModel
 from primad.api.connection import MessageStream, read_json, while_connected
 from primad.api.dialect import Framing
@@ -60,7 +60,7 @@ class Endpoint:
 
     def write(self, served: ServedModel, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
         """What is written for ``choice``, counted in the metrics; close it to stop."""
-        written = charged(write(self.backend, served.vocabulary, job, choice), len(choice.prompt))
+        written = charged(write(self.backend, served.vocabulary, job, choice, owner=caller()), len(choice.prompt))
         return self._metrics.metered(written, len(choice.prompt))
 
     async def whole(self, request: Request, served: ServedModel, job: Job) -> list[Answered]:

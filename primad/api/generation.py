@@ -132,8 +132,10 @@ def whole_calls(parts: Iterable[GivenPart]) -> Iterator[GivenCall]:
         )
 
 
-async def write(backend: Backend, vocabulary: Vocabulary, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
-    """What is written for ``choice`` as it becomes certain; the last one has ``finish``.
+async def write(
+    backend: Backend, vocabulary: Vocabulary, job: Job, choice: Choice, *, owner: str = ""
+) -> AsyncGenerator[Written, None]:
+    """What is written for ``choice`` of ``owner`` as it becomes certain; the last one has ``finish``.
 
     The backend's generator is closed, and so the sequence freed, before the last one is handed out, and whenever this
     generator is closed or cancelled.
@@ -152,6 +154,7 @@ async def write(backend: Backend, vocabulary: Vocabulary, job: Job, choice: Choi
         sampling=choice.sampling,
         logprobs=job.logprobs,
         reuses=job.reuses,
+        owner=owner,
     )
     async with aclosing(events):
         async for event in events:

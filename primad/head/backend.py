@@ -168,6 +168,7 @@ class RingBackend:
         sampling: Sampling,
         logprobs: int | None,
         reuses: bool = True,
+        owner: str = "",
     ) -> AsyncGenerator[GenerationEvent, None]:
         if self._ring is None and not self._holding:
             raise RingError(f"the model cannot be served now: {self._detail}")
@@ -186,6 +187,7 @@ class RingBackend:
             sampled=[],
             logprobs=logprobs,
             reuses=reuses,
+            owner=owner,
         )
         generation = _Open(generate=generate, events=asyncio.Queue(len(prompt) + max_tokens + 3))
         self._open[request] = generation

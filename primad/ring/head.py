@@ -93,6 +93,11 @@ class Head:
         self._samplers: dict[int, Sampler] = {}
         self._clock = clock
 
+    @property
+    def runs_one(self) -> bool:
+        """Whether at most one generation runs."""
+        return self._scheduler.running <= 1
+
     def warm_up(self) -> None:
         """Send one row around before anything else; ``Serving`` is told when it is back and forgotten everywhere."""
         generate = Generate(request=-1, prompt=[0], sampled=[], max_tokens=1, sampling=GREEDY, logprobs=None)

@@ -184,7 +184,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
 
     ``sampled`` are those of its tokens that were sampled under an earlier epoch: they are computed again, count as if this
     ring had sampled them, and are not told again. ``logprobs`` is None, or how many of the most likely tokens each
-    ``Sampled`` lists (0 to 20). It ``reuses`` what of its prompt was computed before; the answer is the same without.
+    ``Sampled`` lists (0 to 20). It ``reuses`` what of its prompt was computed before; the answer is the same without. Of
+    several owners each has the same share of the ring.
     """
 
     request: int
@@ -194,6 +195,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     sampling: Sampling
     logprobs: int | None
     reuses: bool = True
+    owner: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -50,11 +50,11 @@ class Meter:
             kept = self._visits.setdefault(visit, deque(maxlen=TOKENS_KEPT))
             kept.append(_Visit(seconds - waited_s, waited_s, read_bytes))
 
-    def drew(self, request: int, now: float) -> None:
-        """A token of ``request`` was drawn."""
-        if self._drawn is not None and self._drawn[0] == request:
+    def drew(self, request: int, now: float, *, alone: bool) -> None:
+        """A token of ``request`` was drawn. What tokens take is counted while one generation has the ring ``alone``."""
+        if alone and self._drawn is not None and self._drawn[0] == request:
             self._token_s.append(now - self._drawn[1])
-        self._drawn = request, now
+        self._drawn = (request, now) if alone else None
 
     def decode(self) -> DecodeStatus:
         """What the latest tokens cost."""

@@ -222,7 +222,7 @@ class HeadRole:
                 self._channel.tell(*events)
                 for event in events:
                     if isinstance(event, Sampled):
-                        self._meter.drew(event.request, start)
+                        self._meter.drew(event.request, start, alone=self._head.runs_one)
         self._meter.computed(visit, rows, time.perf_counter() - start, self._streams)
         return True
 

@@ -4,9 +4,10 @@
 step log) and takes back what was sampled for each. Time is passed in.
 
 Each generation has a KV sequence of its own, and each step rows of one generation, so what it computes is what it would
-compute alone. Generations begin in the order in which they came, as many ``at_once`` as may; others wait. Of those that
-run, the one that waited longest for a step is next: so the devices of a ring compute for different ones, and neither a long
-prompt nor a long answer keeps the others from going on.
+compute alone. As many run ``at_once`` as may; of those that wait the first one of the owner who has the fewest running is
+next. Of those that run it is the owner who waited longest for a step, and of theirs the one that did: so the devices of a
+ring compute for different ones, neither a long prompt nor a long answer keeps the others from going on, and who asks for
+more at once has no larger share.
 
 Prompts are fed in chunks (``chunks.py``). Chunks follow each other into the ring without waiting (up to ``depth`` in
 flight), since only the last one's output is needed; decode steps wait for the token before them. The cells of a prompt stay
@@ -20,7 +21,7 @@ last bits. Like chunks they do not wait for each other.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from primad.errors import RingError
@@ -116,6 +117,8 @@ class Scheduler:
         self._in_flight: dict[int, tuple[int, int]] = {}
         """By step its request, and how many tokens are computed behind it."""
         self._steps = 0
+        self._owners: dict[str, int] = {}
+        """Who asks, and the latest step for them."""
         self._drains = False
 
     @property
@@ -132,6 +135,11 @@ class Scheduler:
     def is_drained(self) -> bool:
         """Whether ``drain`` was called and every step is back."""
         return self._drains and not self._in_flight
+
+    @property
+    def running(self) -> int:
+        """How many generations hold a sequence."""
+        return len(self._running)
 
     def runs(self, request: int) -> bool:
         """Whether generation ``request`` holds a sequence."""
@@ -168,11 +176,14 @@ class Scheduler:
         if self._drains or len(self._in_flight) >= self._depth:
             return None
         while self._waiting and len(self._running) < self._at_once:
-            self._begin(self._waiting.popleft(), now)
+            held = Counter(running.generate.owner for running in self._running.values())
+            generate = min(self._waiting, key=lambda each: held[each.owner])
+            self._waiting.remove(generate)
+            self._begin(generate, now)
         ready = [running for running in self._running.values() if running.has_step]
         if not ready:
             return None
-        running = min(ready, key=lambda each: each.sequence.used)
+        running = min(ready, key=lambda each: (self._owners.get(each.generate.owner, 0), each.sequence.used))
         prompt, first = running.generate.prompt, running.fed
         if first < len(prompt):
             running.fed = self._chunking.end(prompt, first)
@@ -264,7 +275,7 @@ class Scheduler:
         )
         self._in_flight[step.step] = request, first + len(tokens)
         self._steps += 1
-        running.sequence.used = self._steps
+        running.sequence.used = self._owners[running.generate.owner] = self._steps
         return step
 
     def _is_full(self, generate: Generate, sampled: int) -> bool:

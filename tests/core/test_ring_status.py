@@ -269,9 +269,16 @@ def test_only_the_latest_tokens_count():
 def test_the_time_of_a_token_is_that_between_two_of_one_answer():
     meter = Meter()
     for request, now in ((1, 10.0), (1, 10.5), (2, 20.0), (2, 20.5), (2, 21.5), (2, 22.0)):
-        meter.drew(request, now)
+        meter.drew(request, now, alone=True)
     assert meter.decode().token_s == 0.5
     assert Meter().decode().token_s is None
+
+
+def test_what_a_token_takes_beside_others_does_not_count():
+    meter = Meter()
+    for now, alone in ((1.0, True), (1.5, True), (3.5, False), (9.0, True), (9.5, True)):
+        meter.drew(1, now, alone=alone)
+    assert meter.decode().token_s == 0.5
 
 
 def test_the_owner_is_told_who_streams():

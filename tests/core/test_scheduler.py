@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from primad.errors import RingError
@@ -348,6 +349,26 @@ def test_as_many_generations_run_as_there_are_sequences():
     made.cancel(Cancel(1))
     third = next_step(made)
     assert (third.request, third.sequence, third.ops) == (3, 0, FORGET)
+
+
+def owned(*owners: str, **options) -> Scheduler:
+    """A generation for each of ``owners``, with a prompt of 40 tokens."""
+    made = scheduler(**options)
+    for request, owner in enumerate(owners, 1):
+        made.submit(msgspec.structs.replace(generate(request, range(40)), owner=owner))
+    return made
+
+
+def test_each_owner_has_the_same_share_of_the_steps():
+    made = owned("a", "a", "a", "b", sequences=4, depth=99, rows=1)
+    assert requests(made, 9) == [1, 4, 2, 4, 3, 4, 1, 4, 2]
+
+
+def test_who_has_the_fewest_running_is_next():
+    made = owned("a", "a", "a", "b", "b", sequences=2, depth=99, rows=1)
+    assert requests(made, 4) == [1, 4, 1, 4]
+    made.cancel(Cancel(1))
+    assert requests(made, 2) == [2, 4]
 
 
 def test_where_less_run_at_once_the_others_wait():

@@ -66,6 +66,7 @@ class Call:
     sampling: Sampling
     logprobs: int | None
     reuses: bool
+    owner: str
     sampled: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -111,6 +112,7 @@ class FakeBackend:
         sampling: Sampling,
         logprobs: int | None,
         reuses: bool = True,
+        owner: str = "",
     ) -> AsyncGenerator[GenerationEvent, None]:
         assert self.state.serving, "asked while not serving"
         assert self.served is not None, "asked without a model"
@@ -120,7 +122,7 @@ class FakeBackend:
         assert logprobs is None or 0 <= logprobs <= 20
         check_sampling(sampling)
         assert all(call.closed.is_set() for call in self.calls), "one request at a time: the last was not closed"
-        call = Call(list(prompt), max_tokens, sampling, logprobs, reuses)
+        call = Call(list(prompt), max_tokens, sampling, logprobs, reuses, owner)
         self.calls.append(call)
         try:
             async with aclosing(self._answer(call)) as events:

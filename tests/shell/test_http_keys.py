@@ -107,6 +107,16 @@ def test_requests_over_the_limit_are_told_when_to_come_back():
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_the_ring_is_told_whose_an_answer_is(stream):
+    backend = FakeBackend(says("Hello"))
+    guarded = create_app(backend, door=Door(lambda: [key()]))
+    asked = HELLO | {"stream": stream}
+    assert ask(guarded, "POST", "/v1/chat/completions", headers={"x-api-key": KEY}, json=asked).status_code == 200
+    assert ask(create_app(backend), "POST", "/v1/chat/completions", json=asked).status_code == 200
+    assert [call.owner for call in backend.calls] == ["laptop", ""]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_tokens_of_prompt_and_answer_count(stream):
     app, headers = app_for(key(tokens_per_min=1)), {"x-api-key": KEY}
     asked = {"messages": [{"role": "user", "content": "x" * 200}], "stream": stream}  # hours of such a limit
