@@ -7,12 +7,13 @@
     tools/bench solve [--json FILE] [--sizes N ...]
     tools/bench paper [--json FILE] [--fleets N]
     tools/bench api [--json FILE] [--rounds N] [--model FILE.gguf]
+    tools/bench serve [--json FILE] [--rounds N] [--model FILE.gguf ...] [--devices N ...] [--streams N ...]
 
 ``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
 Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
 a core each); decode and prefill are each compared with the best of the four. All processes are loaded before the first run
 and take turns, so that whatever else the machine does disturbs all of them alike. ``memory``: see ``bench_memory.py``;
-``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``.
+``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``; ``serve``: ``bench_serve.py``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from primad.gguf.profile import model_profile  # noqa: E402
 from primad.profiler.effort import Effort  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
-from tools import bench_api, bench_limited, bench_memory, bench_solver  # noqa: E402
+from tools import bench_api, bench_limited, bench_memory, bench_serve, bench_solver  # noqa: E402
 from tools.lab import LabError  # noqa: E402
 from tools.lab.local_ring import LocalRing, types_of  # noqa: E402
 from tools.lab.plain_child import PlainChild  # noqa: E402
@@ -346,6 +347,19 @@ def ring(options: argparse.Namespace) -> int:
     return 0
 
 
+def serve(options: argparse.Namespace) -> int:
+    models = options.model or [SMALL, LARGE]
+    if not options.model:
+        synthesise(LARGE, "1b-q4k")
+    facts = machine()
+    warn_if_busy(facts)
+    rows: list[bench_serve.Served] = []
+    for model in models:
+        rows += asyncio.run(bench_serve.bench_streams(model, options.devices, options.streams, options.rounds))
+    write_json(options.json, "serve", facts, bench_serve.show(rows))
+    return 0
+
+
 def paper(options: argparse.Namespace) -> int:
     rows = bench_solver.beside_paper(options.fleets)
     write_json(options.json, "paper", {}, bench_solver.as_rows(rows))
@@ -366,6 +380,8 @@ def main() -> int:
     bench_memory.add_bench(benches, psutil.cpu_count(logical=False) or 1).set_defaults(run=memory)
     bench_solver.add_benches(benches)
     bench_api.add_bench(benches, SMALL)
+    bench_serve.add_bench(benches)
+    benches.choices["serve"].set_defaults(run=serve)
     benches.choices["api"].set_defaults(run=api)
     benches.choices["predict"].set_defaults(run=predict)
     benches.choices["solve"].set_defaults(run=solve)

@@ -29,11 +29,12 @@ GetLayers = Callable[[Sequence[LayerRef], Callable[[int], None]], Awaitable[None
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadModel:
     """What only the head's own ring process is told: the model file, how many steps it may keep in flight, how many
-    generations run at once, and how many rows a chunk of a prompt has at the least, so that it may end before a message."""
+    generations run at once, and how many rows a chunk of a prompt has: at most, and before a message at the least."""
 
     path: Path
     depth: int
     at_once: int
+    chunk_rows: int
     least_rows: int
 
 
@@ -145,6 +146,7 @@ class WindowLoad:
             host=self._config.host,
             depth=1 if model is None else model.depth,
             at_once=1 if model is None else model.at_once,
+            chunk_rows=load.rows if model is None else model.chunk_rows,
             least_rows=1 if model is None else model.least_rows,
             step_timeout_s=load.step_timeout_s,
             options=self.options,

@@ -23,11 +23,13 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
     Raises ``PrimadError`` when a disk refuses or llama.cpp cannot compute the model.
     """
     plan = inputs.promise.plan
+    chunk_rows, least_rows = rows_of_chunks(plan, load.rows, load.sequences)
     own = HeadModel(
         path=inputs.service.model.header.path,
         depth=len(plan.devices),
         at_once=1 if plan.streaming else load.sequences,  # every step reads what streams anew
-        least_rows=_least_rows(plan, load.rows),
+        chunk_rows=chunk_rows,
+        least_rows=least_rows,
     )
     windows = WindowLoad(
         load,
@@ -46,11 +48,13 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
     return await windows.start(windows.key())
 
 
-def _least_rows(plan: Plan, rows: int) -> int:
-    """How many rows a chunk of a prompt has at the least, where another message begins behind it.
+def rows_of_chunks(plan: Plan, rows: int, sequences: int) -> tuple[int, int]:
+    """How many rows a chunk of a prompt has: at most, and at the least where another message begins behind it.
 
-    More chunks mean that a prompt's next turn finds more of it computed; but each reads all that streams, and a GPU computes
-    few rows not much quicker than many.
+    More chunks mean that a prompt's next turn finds more of it computed, and that other answers wait less for it; but each
+    reads all that streams, and a GPU computes few rows not much quicker than many.
     """
-    is_dear = bool(plan.streaming) or any(window.gpu_layers for window in plan.route)
-    return max(1, rows // 2) if is_dear else min(LEAST_ROWS, rows)
+    if plan.streaming or any(window.gpu_layers for window in plan.route):
+        return rows, max(1, rows // 2)
+    least = min(LEAST_ROWS, rows)
+    return (rows if sequences == 1 else least), least

@@ -112,7 +112,7 @@ def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
     share_scratch((*windows.values(), tail))
     streams.begin({**windows, opening.route - 1: tail})
     controls = control_tokens(header)
-    chunking = Chunking(rows=opening.options.rows, least=opening.least_rows, begins=lambda token: token in controls)
+    chunking = Chunking(rows=opening.chunk_rows, least=opening.least_rows, begins=lambda token: token in controls)
     head = Head(
         windows=windows,
         tail=tail,

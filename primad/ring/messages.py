@@ -267,8 +267,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 
     ``route`` is the number of windows in the route. ``model`` is the path of the model file on the head and None on a
     worker; ``width`` is that of the hidden state. The head keeps at most ``depth`` steps in flight and runs so many
-    generations ``at_once``; a chunk of a prompt that ends before a message has ``least_rows`` or more. Of what streams
-    ``ahead_bytes`` are held ahead. How often experts are used is kept in the folder ``usage``, or nowhere.
+    generations ``at_once``; a chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a message. Of
+    what streams ``ahead_bytes`` are held ahead. How often experts are used is kept in the folder ``usage``, or nowhere.
     """
 
     ring: int
@@ -280,6 +280,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     host: str
     depth: int
     at_once: int
+    chunk_rows: int
     least_rows: int
     step_timeout_s: float
     options: EngineOptions

@@ -275,6 +275,7 @@ COMMANDS = [
         host="127.0.0.1",
         depth=2,
         at_once=1,
+        chunk_rows=8,
         least_rows=1,
         step_timeout_s=5.0,
         options=EngineOptions(context=64, sequences=1, rows=8, threads=1, batch_threads=2, kv_type="f16", lock=False),

@@ -379,6 +379,7 @@ def test_a_ring_process_streams_by_expert_and_says_what_is_in_memory(tmp_path):
         host="127.0.0.1",
         depth=1,
         at_once=1,
+        chunk_rows=8,
         least_rows=1,
         step_timeout_s=5,
         options=OPTIONS,

@@ -79,6 +79,7 @@ def an_open(**changes) -> Open:
         host="127.0.0.1",
         depth=2,
         at_once=1,
+        chunk_rows=8,
         least_rows=1,
         step_timeout_s=TIMEOUT_S,
         options=OPTIONS,

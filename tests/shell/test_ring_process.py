@@ -68,6 +68,7 @@ def an_open(**changes) -> Open:
         host="127.0.0.1",
         depth=1,
         at_once=1,
+        chunk_rows=8,
         least_rows=1,
         step_timeout_s=5,
         options=OPTIONS,

@@ -154,6 +154,7 @@ class LocalRing:
                 host="127.0.0.1",
                 depth=len(plan.devices),
                 at_once=self._sequences,
+                chunk_rows=self._rows,
                 least_rows=self._rows,
                 step_timeout_s=self._step_timeout_s,
                 options=options,
@@ -297,9 +298,14 @@ class LocalRing:
                     return sampled, event
 
     async def generate_all(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, logprobs: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        logprobs: int | None = None,
+        heard: Callable[[Sampled], None] = lambda _: None,
     ) -> list[list[Sampled]]:
-        """Continue all ``prompts``, which are there from the start: what was sampled for each."""
+        """Continue all ``prompts``, which are there from the start: what was sampled for each, and ``heard`` as it came."""
         first, head = self._requests + 1, self.plan.head
         found: dict[int, list[Sampled]] = {first + number: [] for number in range(len(prompts))}
         for request, prompt in zip(found, prompts, strict=True):
@@ -320,6 +326,7 @@ class LocalRing:
             match event:
                 case Sampled():
                     found[event.request].append(event)
+                    heard(event)
                 case Finished():
                     left -= 1
         return list(found.values())
