@@ -161,10 +161,14 @@ class Cluster:
         return worker
 
     def stream(self, prompt: str, max_tokens: int, **body: Any) -> Stream:
-        """Ask the head for a streamed chat completion, greedy unless ``body`` says otherwise; does not wait."""
+        """Ask the head for a streamed chat completion, greedy unless ``body`` says otherwise; does not wait.
+
+        All of its prompt is computed, whatever was asked before.
+        """
         asked = {
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": max_tokens,
+            "cache_prompt": False,
             "temperature": 0,
             "stream": True,
             **body,
