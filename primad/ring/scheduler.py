@@ -203,9 +203,11 @@ class Scheduler:
                 return 0
             return self._chunking.reused(generate.prompt, sequence.computed)
 
-        sequence = max(self._free, key=lambda each: (reused(each), -each.used))
+        kept, _, sequence = max(
+            ((reused(each), -each.used, each) for each in self._free), key=lambda candidate: candidate[:2]
+        )
         self._free.remove(sequence)
-        before, kept = sequence.computed, reused(sequence)
+        before = sequence.computed
         ends = [end for end in before.ends if end <= kept] if before is not None else []
         sequence.computed = Computed(generate.prompt, ends)
         self._running[generate.request] = _Running(
