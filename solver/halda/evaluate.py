@@ -192,8 +192,7 @@ class _Share:
     ) -> float:
         """Seconds of ``stops`` stops that compute and read; for ``within`` bytes layers wait for each other."""
         waiting, disk = read - stops * self.ahead_bytes, self.member.disk_bytes_per_s
-        slowing = max(0.0, waiting) if self.member.is_alone else read
-        compute_s += self.member.slows_s_per_byte * slowing + within / disk
+        compute_s += self.slowed_s(read, stops) + within / disk
         if waiting <= 0:
             return compute_s
         return max(compute_s, rest_s + stops * phase.edge_s + waiting / disk)
@@ -208,31 +207,22 @@ class _Share:
         Layers are told apart by their number alone: the other windows are as long as each other.
         """
         phase, others, layers, in_tail = self.member.decode, plan.rounds - 1, sum(self.cpu), sum(self.tail_cpu)
-        read, disk, tail_s = self.read_bytes(phase), self.member.disk_bytes_per_s, self.tail_s(phase, plan)
+        read, tail_s = self.read_bytes(phase), self.tail_s(phase, plan)
         window_s = (self.compute_s(phase, plan) - tail_s) / plan.rounds
         if not read:
             return tail_s + output_s + window_s, others * window_s
         of_tail = read * in_tail / layers
         of_window = (read - of_tail) / plan.rounds
-        sure_s = self.rest_s(phase, plan, output_s) / plan.rounds + phase.edge_s
-        other_s, first_s = (
-            compute_s
-            + self.member.slows_s_per_byte * (max(0.0, size - self.ahead_bytes) if self.member.is_alone else size)
-            for compute_s, size in (
-                (window_s, of_window),
-                (tail_s + output_s + window_s, of_tail + of_window),
-            )
-        )
-        if of_window > self.ahead_bytes:
-            other_s = max(other_s, sure_s + (of_window - self.ahead_bytes) / disk)
-        if of_tail + of_window > self.ahead_bytes:
-            first_s = max(first_s, sure_s + (of_tail + of_window - self.ahead_bytes) / disk)
+        rest_s = self.rest_s(phase, plan, output_s) / plan.rounds
+        other_s = self._reading_s(phase, window_s, rest_s, of_window, 1)
+        first_s = self._reading_s(phase, tail_s + output_s + window_s, rest_s, of_tail + of_window, 1)
         return max(first_s, tail_s + output_s + other_s), others * other_s
 
-    def slowed_s(self, phase: Phase, plan: Plan) -> float:
-        """Seconds that computing takes longer because of what is read meanwhile, experts aside."""
-        away = plan.rounds * self.ahead_bytes if self.member.is_alone else 0
-        return self.member.slows_s_per_byte * max(0.0, self.read_bytes(phase) - away)
+    def slowed_s(self, read: float, stops: int) -> float:
+        """Seconds that computing in so many stops takes longer because of what of ``read`` is read meanwhile."""
+        return self.member.slows_s_per_byte * (
+            max(0.0, read - stops * self.ahead_bytes) if self.member.is_alone else read
+        )
 
     def rest_s(self, phase: Phase, plan: Plan, output_s: float) -> float:
         """What is computed beside the CPU's layers and adds to reading for sure."""
@@ -273,8 +263,8 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
     ram, vram, short = _memory(plan, instance, shares, hosts)
     slowest = max(range(len(shares)), key=lambda i: disk[i])
     compute = [
-        min(window, share.compute_s(share.member.decode, plan) + out + share.slowed_s(share.member.decode, plan))
-        for window, share, out in zip(decode, shares, outputs, strict=True)
+        min(window, share.compute_s(share.member.decode, plan) + out + share.slowed_s(size, plan.rounds))
+        for window, share, out, size in zip(decode, shares, outputs, read, strict=True)
     ]
     late_s = max(0.0, disk_s - sum(token) - sum(hops))
     return Prediction(
@@ -349,7 +339,7 @@ def _prompt_s(
     rounds, tail_s = plan.rounds, chunk_s[0][1]
     lap_s = (sum(windows_s for windows_s, _ in chunk_s) + hops_s) / rounds
     stops = [windows_s / rounds for windows_s, _ in chunk_s]
-    following = [share.chunk_s(plan, instance, chunks) for share in shares]
+    following = [share.chunk_s(plan, instance, chunks) for share in shares] if chunks > 1 else chunk_s
     trains = [chunks * windows_s / rounds for windows_s, _ in following]
     once_more_s = max(following[0][1], occupied_s / rounds)
     laps_s, last_s, least = max(lap_s, chunks * occupied_s / rounds), (chunks - 1) * once_more_s, 0.0

@@ -580,8 +580,7 @@ class _Time:
             problem += last >= busy * (chunks / rounds) - stop, f"chunks at machine {i}"
             for m in host:
                 if m and not self._instance.by_expert:
-                    rest = _dot(self._layout.gpu[m], [s * MS for s in self._prefill[m].gpu])
-                    rest += self._steps(m, self._layout.windows[m])
+                    _, rest = self._computing(m, self._prefill[m])
                     train = rest * (chunks / rounds) + self._first_read(m, chunks, rounds)
                     problem += laps >= train, f"laps of the disk of {m}"
                     problem += last >= train - stop, f"chunks at the disk of {m}"
@@ -599,10 +598,10 @@ class _Time:
         phase = self._prefill[m]
         edge = self._streams.streams[m] * (phase.edge_s * MS)
         self._problem += prompt >= around + edge + self._first_read(m, chunks, 1), f"all chunks are read by {m}"
-        computing = chunks * _dot(self._layout.cpu[m], [s * MS for s in phase.cpu])
+        computing, _ = self._computing(m, phase)
         layers = chunks * pulp.lpSum(self._layout.cpu[m]) + 1
         for i, waiting in enumerate(self._within(m, chunks * self._streams.bytes[m], layers, chunks)):
-            self._problem += prompt >= around + computing + waiting, f"all chunks are read by {m} and wait {i}"
+            self._problem += prompt >= around + chunks * computing + waiting, f"all chunks are read by {m} and wait {i}"
 
     def _first_read(self, m: int, chunks: int, rounds: int) -> Expression:
         """Milliseconds of reading of a stop, if there are as many as ``rounds``, for all chunks of a prompt that begins."""
@@ -693,18 +692,18 @@ class _Time:
         """
         problem, chunks, phase = self._problem, self._instance.chunks, self._prefill[m]
         window = positive(problem, f"{name}_ms_{m}")
-        slowed = self._stops(name, m, phase, window, computing, sure, size, stops)
+        least = self._stops(name, m, phase, window, computing, sure, size, stops)
         if self._layout.loose or self._instance.by_expert:
             return window, window
-        following = window
+        following, passes = window, [(1, window)]
         if chunks > 1:
             following = positive(problem, f"{name}_following_ms_{m}")
             problem += following >= window, f"{name}: no chunk at {m} is quicker than the first"
-        for many, each in ((1, window), (chunks, following)) if chunks > 1 else ((1, window),):
+            passes.append((chunks, following))
+        for many, each in passes:
             for i, waiting in enumerate(self._within(m, size, layers + stops / many)):
-                for j, more in enumerate((0,) if isinstance(slowed, int) else (0, slowed)):
-                    which = f"{name}: {m} waits within windows {i} {j} of {many}"
-                    problem += each >= computing + more + waiting, which
+                for j, computed in enumerate(least):
+                    problem += each >= computed + waiting, f"{name}: {m} waits within windows {i} {j} of {many}"
         return window, following
 
     def _within(self, m: int, size: Expression, layers: Expression, passes: int = 1) -> list[Expression]:
@@ -726,26 +725,27 @@ class _Time:
         sure: Expression,
         size: Expression,
         stops: int,
-    ) -> Expression:
+    ) -> list[Expression]:
         """Have ``stop`` be milliseconds of ``stops`` stops that compute, or read ``size`` beside what is ``sure``.
 
-        Answers how much longer they compute because of what is read meanwhile.
+        Answers what they compute at the least: nothing read meanwhile, and longer because of what is.
         """
         problem, member, unit_ms = self._problem, self._instance.members[m], self._unit_ms(m)
         problem += stop >= computing, f"{name}: {m} computes"
         if self._instance.by_expert:
             problem += stop >= computing + size * (phase.read_share * unit_ms), f"{name}: {m} reads what is picked"
-            return 0
-        late, slowed = size - stops * self._streams.ahead[m], 0
+            return [computing]
+        late, least = size - stops * self._streams.ahead[m], [computing]
         if member.slows_s_per_byte and not (member.is_alone and self._layout.loose):
             slowed = (late if member.is_alone else size) * (member.slows_s_per_byte * self._unit * MS)
-            problem += stop >= computing + slowed, f"{name}: {m} reads and computes"
+            least.append(computing + slowed)
+            problem += stop >= least[-1], f"{name}: {m} reads and computes"
         if not self._layout.loose:
             waits = integer(problem, f"{name}_waits_{m}", 0, 1)
             edges = waits * (stops * phase.edge_s * MS)
             problem += late <= waits * self._total, f"{name}: {m} has no edges if it does not wait"
             problem += stop >= sure + edges + late * unit_ms, f"{name}: {m} waits for its disk"
-        return slowed
+        return least
 
     @property
     def _has_long_stop(self) -> bool:
