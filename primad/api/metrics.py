@@ -170,8 +170,9 @@ class Metrics:
                         (self._first if is_first else self._next).observe(now_s - before_s)
                         before_s, is_first = now_s, False
                         self._sampled.inc(part.sampled)
+                    if part.finish is not None:
+                        self._cached.inc(part.cached)
                     end = part.finish
-                    self._cached.inc(part.cached if end is not None else 0)
                     yield part
         except RequestError:
             end = "refused"

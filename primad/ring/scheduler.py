@@ -22,7 +22,7 @@ last bits. Like chunks they do not wait for each other.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from primad.errors import RingError
 from primad.ring.chunks import Chunking, Computed
@@ -68,12 +68,12 @@ class Draw:
 
 @dataclass(slots=True)
 class _Sequence:
-    """One KV sequence, and what its cells hold besides an answer; ``computed`` is None before the first step."""
+    """One KV sequence, and what its cells hold besides an answer."""
 
     number: int
-    computed: Computed | None = None
+    computed: Computed = field(default_factory=Computed)
     used: int = 0
-    """The step that used it last."""
+    """How many steps there were when it was used last; 0 while its cells are empty."""
 
 
 @dataclass(slots=True)
@@ -86,13 +86,11 @@ class _Running:
     sampled: list[int]
     """All tokens after the prompt, those of earlier epochs first."""
     reused: int
-    """Tokens of the prompt whose cells were there."""
+    """Tokens of the prompt whose cells were there, until that is told."""
     fed: int
     """Tokens of prompt and ``sampled`` handed out, or there."""
     ops: list[KvOp]
     """What its next step does to the cells before it computes."""
-    is_told: bool = False
-    """Whether it was said how many are reused."""
     first_token_s: float | None = None
 
     @property
@@ -188,7 +186,6 @@ class Scheduler:
         if first < len(prompt):
             running.fed = self._chunking.end(prompt, first)
             tokens = prompt[first : running.fed]
-            assert running.sequence.computed is not None
             running.sequence.computed.ends.append(running.fed)
         else:
             running.fed += 1
@@ -199,17 +196,13 @@ class Scheduler:
         """Give ``generate`` a sequence, with those cells that it would compute the same way; the others are forgotten."""
 
         def reused(sequence: _Sequence) -> int:
-            if sequence.computed is None or not generate.reuses:
-                return 0
-            return self._chunking.reused(generate.prompt, sequence.computed)
+            return self._chunking.reused(generate.prompt, sequence.computed) if generate.reuses else 0
 
         kept, _, sequence = max(
             ((reused(each), -each.used, each) for each in self._free), key=lambda candidate: candidate[:2]
         )
         self._free.remove(sequence)
-        before = sequence.computed
-        ends = [end for end in before.ends if end <= kept] if before is not None else []
-        sequence.computed = Computed(generate.prompt, ends)
+        sequence.computed = Computed(generate.prompt, [end for end in sequence.computed.ends if end <= kept])
         self._running[generate.request] = _Running(
             generate=generate,
             sequence=sequence,
@@ -217,7 +210,7 @@ class Scheduler:
             sampled=list(generate.sampled),
             reused=kept,
             fed=kept,
-            ops=[KvRemove(sequence.number, kept, -1)] if before is not None else [],
+            ops=[KvRemove(sequence.number, kept, -1)] if sequence.used else [],
         )
 
     def _release(self, request: int) -> None:
@@ -229,18 +222,15 @@ class Scheduler:
         running = self._running.get(request)
         if running is None:
             return []
-        reused = [] if running.is_told else self._tell_reused(running)
-        if draw is None:
-            is_within = computed < len(running.generate.prompt)
-            return [*reused, PromptProgress(request=request, tokens=computed)] if is_within else [*reused]
-        return [*reused, *self._drawn(running, draw, now)]
-
-    @staticmethod
-    def _tell_reused(running: _Running) -> list[GenerationEvent]:
-        running.is_told = True
-        if not running.reused:
-            return []
-        return [PromptProgress(request=running.generate.request, tokens=running.reused, reused=running.reused)]
+        told: list[GenerationEvent] = []
+        if running.reused:
+            told.append(PromptProgress(request=request, tokens=running.reused, reused=running.reused))
+            running.reused = 0
+        if draw is not None:
+            told += self._drawn(running, draw, now)
+        elif computed < len(running.generate.prompt):
+            told.append(PromptProgress(request=request, tokens=computed))
+        return told
 
     def _drawn(self, running: _Running, draw: Draw, now: float) -> list[GenerationEvent]:
         request = running.generate.request

@@ -19,6 +19,7 @@ from primad.api.backend import ServedModel
 from primad.api.chat import CHATML
 from primad.api.generation import Answered, GivenCall, GivenPart, Written, whole_calls
 from primad.api.ollama.job import LATEST
+from primad.api.openai.timings import AnswerClock
 from primad.api.reading import manner_of
 from primad.api.tool_prompt import mentions
 from primad.errors import PrimadError
@@ -81,23 +82,20 @@ def ollama_error(exc: PrimadError) -> OllamaError:
 
 @dataclass(slots=True, kw_only=True)
 class LinesAnswer:
-    """One answer, with its thoughts if it ``shows_thoughts``; ``model`` is the name that the client said. Times are seconds
-    on any scale, but ``created``."""
+    """One answer, with its thoughts if it ``shows_thoughts``; ``model`` is the name that the client said. Times are those of
+    the ``clock``, but ``created``."""
 
     model: str
     is_chat: bool
     shows_thoughts: bool
-    prompt_tokens: int
     created: float
-    begun_s: float
-    first_s: float | None = None
-    sampled: int = 0
+    clock: AnswerClock
     begun: list[GivenPart] = field(default_factory=list, init=False)
     """Of the call that is not whole yet: lines have whole calls."""
 
     def part(self, written: Written, now_s: float) -> OllamaLine | None:
         """What ``written`` adds, if that is enough for a line; the last one ends the answer."""
-        self._count(written.sampled, now_s)
+        self.clock.count(written.sampled, written.cached, now_s)
         self.begun += written.calls
         if written.finish is not None:
             return self._end(written, list(whole_calls(self.begun)), written.finish, now_s)
@@ -108,7 +106,7 @@ class LinesAnswer:
 
     def whole(self, answered: Answered, now_s: float) -> OllamaLine:
         """All of it at once."""
-        self._count(answered.sampled, now_s)
+        self.clock.count(answered.sampled, answered.cached, now_s)
         return self._end(answered, answered.calls, answered.finish, now_s)
 
     def nothing(self) -> OllamaLine:
@@ -119,24 +117,19 @@ class LinesAnswer:
         """The answer to who asks for nothing but the model."""
         return self._line(None, done=True, done_reason="load")
 
-    def _count(self, sampled: int, now_s: float) -> None:
-        self.sampled += sampled
-        if sampled and self.first_s is None:
-            self.first_s = now_s
-
     def _end(self, said: Written | Answered, calls: Sequence[GivenCall], finish: str, now_s: float) -> OllamaLine:
-        first_s = now_s if self.first_s is None else self.first_s
+        prompt_s, decode_s = self.clock.took_s(now_s)
         return self._line(
             said,
             calls,
             done=True,
             done_reason="length" if finish == "length" else "stop",
-            total_duration=nanoseconds(now_s - self.begun_s),
+            total_duration=nanoseconds(now_s - self.clock.begun_s),
             load_duration=0,
-            prompt_eval_count=self.prompt_tokens,
-            prompt_eval_duration=nanoseconds(first_s - self.begun_s),
-            eval_count=self.sampled,
-            eval_duration=nanoseconds(now_s - first_s),
+            prompt_eval_count=self.clock.prompt_tokens,
+            prompt_eval_duration=nanoseconds(prompt_s),
+            eval_count=self.clock.predicted,
+            eval_duration=nanoseconds(decode_s),
         )
 
     def _line(

@@ -33,6 +33,7 @@ from primad.api.ollama.schema import ModelRequest, OllamaChatRequest, OllamaGene
 from primad.api.openai.job import Job, chat_job, check_model, completion_job
 from primad.api.openai.sampling import SEEDS
 from primad.api.openai.schema import ChatRequest, CompletionRequest, parse
+from primad.api.openai.timings import AnswerClock
 from primad.errors import PrimadError, RequestError
 
 
@@ -103,9 +104,8 @@ class _Routes:
             model=ask.model,
             is_chat=isinstance(ask, OllamaChatRequest),
             shows_thoughts=ask.think is not False,
-            prompt_tokens=0 if job is None else job.prompt_tokens,
             created=time.time(),
-            begun_s=time.perf_counter(),
+            clock=AnswerClock(prompt_tokens=0 if job is None else job.prompt_tokens, begun_s=time.perf_counter()),
         )
         if job is None:
             return json_response(answer.loaded())

@@ -38,14 +38,19 @@ class AnswerClock:
         if sampled and self.first_s is None:
             self.first_s = now_s
 
+    def took_s(self, now_s: float) -> tuple[float, float]:
+        """Seconds until the first token, and from there until now."""
+        first_s = now_s if self.first_s is None else self.first_s
+        return first_s - self.begun_s, now_s - first_s
+
     def timings(self, now_s: float) -> AnswerTimings:
         """What it took until now."""
-        first_s = now_s if self.first_s is None else self.first_s
+        prompt_s, decode_s = self.took_s(now_s)
         return AnswerTimings(
             cache_n=self.cached,
             prompt_n=self.prompt_tokens - self.cached,
-            prompt_ms=1000 * (first_s - self.begun_s),
+            prompt_ms=1000 * prompt_s,
             predicted_n=self.predicted,
-            predicted_ms=1000 * (now_s - first_s),
-            predicted_per_second=self.predicted / (now_s - first_s) if now_s > first_s else 0.0,
+            predicted_ms=1000 * decode_s,
+            predicted_per_second=self.predicted / decode_s if decode_s > 0 else 0.0,
         )
