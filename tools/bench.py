@@ -50,7 +50,7 @@ from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
 from tools import bench_api, bench_limited, bench_memory, bench_serve, bench_solver  # noqa: E402
 from tools.lab import LabError  # noqa: E402
-from tools.lab.local_ring import LocalRing, types_of  # noqa: E402
+from tools.lab.local_ring import LocalRing, even_windows, types_of  # noqa: E402
 from tools.lab.plain_child import PlainChild  # noqa: E402
 from tools.lab.plain_llama import PROMPT  # noqa: E402
 from tools.synthetic import borrowed, model_path  # noqa: E402
@@ -95,14 +95,6 @@ class Row:
     rss_bytes: list[int]
     private_bytes: list[int]
     extra_buffers: list[bool]
-
-
-def even_windows(layers: int, devices: int) -> list[int] | None:
-    """Layers a device for a ring of ``devices``: even, one left over for the tail."""
-    if devices == 1:
-        return None
-    share, more = divmod(layers - 1, devices)
-    return [share + (devices - i <= more) for i in range(devices)]
 
 
 async def bench_model(model: Path, devices: Sequence[int], runs: int, threads: int) -> list[Row]:
@@ -333,10 +325,13 @@ def memory(options: argparse.Namespace) -> int:
     return int(any(row.get("broken") for row in rows))
 
 
+def models_in_memory(options: argparse.Namespace) -> list[Path]:
+    """Those asked for, or SmolLM2 and a synthetic 1B."""
+    return options.model or [SMALL, synthesise(LARGE, "1b-q4k")]
+
+
 def ring(options: argparse.Namespace) -> int:
-    models = options.model or [SMALL, LARGE]
-    if not options.model:
-        synthesise(LARGE, "1b-q4k")
+    models = models_in_memory(options)
     facts = machine()
     warn_if_busy(facts)
     rows: list[Row] = []
@@ -348,9 +343,7 @@ def ring(options: argparse.Namespace) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    models = options.model or [SMALL, LARGE]
-    if not options.model:
-        synthesise(LARGE, "1b-q4k")
+    models = models_in_memory(options)
     facts = machine()
     warn_if_busy(facts)
     rows: list[bench_serve.Served] = []

@@ -23,7 +23,7 @@ from rich.table import Table
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.ring.messages import Sampled
-from tools.lab.local_ring import LocalRing
+from tools.lab.local_ring import LocalRing, even_windows
 from tools.lab.plain_llama import PROMPT
 
 PROMPT_TOKENS: Final = 40
@@ -56,8 +56,7 @@ async def bench_streams(path: Path, devices: Sequence[int], streams: Sequence[in
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-serve-")))
         rings = {}
         for count in devices:
-            share, more = divmod(layers - 1, count)
-            windows = None if count == 1 else [share + (i >= count - more) for i in range(count)]
+            windows = even_windows(layers, count)
             ring = LocalRing(
                 path, windows, context=CONTEXT, rows=ROWS, sequences=max(streams), threads=1, folder=folder
             )

@@ -64,7 +64,7 @@ from primad.profiler.measure import ram_read_bytes_per_s  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.system.measuring_lock import measuring  # noqa: E402
 from primad.trust.identity import new_identity  # noqa: E402
-from tools.lab.local_ring import LocalRing, types_of  # noqa: E402
+from tools.lab.local_ring import LocalRing, even_windows, types_of  # noqa: E402
 from tools.lab.plain_llama import PROMPT  # noqa: E402
 
 PROMPT_TOKENS = 40
@@ -138,7 +138,7 @@ async def predict_model(path: Path, processes: Sequence[int], rounds: int, threa
         for count in processes:
             ring = LocalRing(
                 path,
-                _even(len(model.layers), count),
+                even_windows(len(model.layers), count),
                 context=CONTEXT,
                 threads=threads,
                 cpu=cpu,
@@ -164,13 +164,6 @@ async def predict_model(path: Path, processes: Sequence[int], rounds: int, threa
             found = evaluate(ring.plan, question)
             rows.append(predicted_row(path.stem, count, None, found, measured[count], first[count]))
         return rows
-
-
-def _even(layers: int, devices: int) -> list[int] | None:
-    if devices == 1:
-        return None
-    share, more = divmod(layers - 1, devices)
-    return [share + (devices - i <= more) for i in range(devices)]
 
 
 def _median_cpu(profiles: Sequence[CpuProfile]) -> CpuProfile:

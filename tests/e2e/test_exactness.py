@@ -101,21 +101,26 @@ def truth(path: Path, chunk: int, counts: tuple[int, ...], *, extra_buffers: boo
     return Truth(path, chunk, prompts, answers)
 
 
+def ring_of(expected: Truth, windows, rounds: int, layers: Path, *, sequences: int = 1) -> LocalRing:
+    """A ring of the model of ``expected``, whose layer files are kept in ``layers``."""
+    return LocalRing(
+        expected.path,
+        windows,
+        rounds=rounds,
+        context=CONTEXT,
+        rows=expected.chunk,
+        sequences=sequences,
+        threads=THREADS,
+        folder=layers / expected.path.stem,
+    )
+
+
 @pytest.mark.parametrize(("model", "windows", "rounds"), list(rings()))
 def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layers, model, windows, rounds):
     expected = truths(model)
 
     async def run():
-        ring = LocalRing(
-            expected.path,
-            windows,
-            rounds=rounds,
-            context=CONTEXT,
-            rows=expected.chunk,
-            threads=THREADS,
-            folder=layers / model,
-        )
-        async with ring:
+        async with ring_of(expected, windows, rounds, layers) as ring:
             for count, prompt in expected.prompts.items():
                 with_logprobs = count == max(expected.prompts)
                 sampled, finished = await ring.generate(prompt, TOKENS, logprobs=TOP if with_logprobs else None)
@@ -143,8 +148,7 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
     other = whole[: expected.chunk + 20] + whole[30:50]
 
     async def run():
-        options = {"context": CONTEXT, "rows": expected.chunk, "threads": THREADS, "folder": layers / model}
-        async with LocalRing(expected.path, windows, rounds=rounds, **options) as ring:
+        async with ring_of(expected, windows, rounds, layers) as ring:
             alone, _ = await ring.generate(other, TOKENS, logprobs=TOP)
             await ring.generate(whole, TOKENS)
             shared, _ = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
@@ -169,17 +173,7 @@ def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, mo
     asked = [*expected.prompts, *reversed(expected.prompts)]
 
     async def run():
-        ring = LocalRing(
-            expected.path,
-            windows,
-            rounds=rounds,
-            context=CONTEXT,
-            rows=expected.chunk,
-            sequences=4,
-            threads=THREADS,
-            folder=layers / model,
-        )
-        async with ring:
+        async with ring_of(expected, windows, rounds, layers, sequences=4) as ring:
             told = await ring.generate_all([expected.prompts[count] for count in asked], TOKENS, logprobs=0)
         for count, sampled in zip(asked, told, strict=True):
             answer = expected.answers[count]

@@ -52,6 +52,14 @@ def types_of(model: ModelProfile) -> tuple[str, ...]:
     return tuple(kind for kind in TYPES if sizes[kind] > 0.01 * sizes.total())
 
 
+def even_windows(layers: int, devices: int) -> list[int] | None:
+    """Layers a device for a ring of ``devices``: even, one left over for the tail."""
+    if devices == 1:
+        return None
+    share, more = divmod(layers - 1, devices)
+    return [share + (devices - i <= more) for i in range(devices)]
+
+
 class LocalRing:
     """``windows[i]`` layers a round for device ``i``; ``windows=None`` is the whole model in one process.
 
@@ -272,29 +280,18 @@ class LocalRing:
 
         ``heard`` is given each token as it comes, ``told`` what the head did and holds if ``report`` asks for it meanwhile.
         """
-        self._requests += 1
         head = self.plan.head
-        await self.processes[head].send(
-            Generate(
-                request=self._requests,
-                prompt=list(prompt),
-                sampled=list(replayed),
-                max_tokens=max_tokens,
-                sampling=sampling,
-                logprobs=logprobs,
-                reuses=reuses,
-            )
-        )
+        request = await self._ask(prompt, max_tokens, replayed, sampling, logprobs, reuses=reuses)
         sampled: list[Sampled] = []
         while True:
             event = await self._next(head)
             match event:
-                case Sampled() if event.request == self._requests:
+                case Sampled() if event.request == request:
                     sampled.append(event)
                     heard(event)
                 case Status():
                     told(event)
-                case Finished() if event.request == self._requests:
+                case Finished() if event.request == request:
                     return sampled, event
 
     async def generate_all(
@@ -306,23 +303,12 @@ class LocalRing:
         heard: Callable[[Sampled], None] = lambda _: None,
     ) -> list[list[Sampled]]:
         """Continue all ``prompts``, which are there from the start: what was sampled for each, and ``heard`` as it came."""
-        first, head = self._requests + 1, self.plan.head
-        found: dict[int, list[Sampled]] = {first + number: [] for number in range(len(prompts))}
-        for request, prompt in zip(found, prompts, strict=True):
-            await self.processes[head].send(
-                Generate(
-                    request=request,
-                    prompt=list(prompt),
-                    sampled=[],
-                    max_tokens=max_tokens,
-                    sampling=GREEDY,
-                    logprobs=logprobs,
-                    reuses=False,
-                )
-            )
-        self._requests, left = first + len(prompts) - 1, len(prompts)
+        found: dict[int, list[Sampled]] = {}
+        for prompt in prompts:
+            found[await self._ask(prompt, max_tokens, (), GREEDY, logprobs, reuses=False)] = []
+        left = len(prompts)
         while left:
-            event = await self._next(head)
+            event = await self._next(self.plan.head)
             match event:
                 case Sampled():
                     found[event.request].append(event)
@@ -330,6 +316,30 @@ class LocalRing:
                 case Finished():
                     left -= 1
         return list(found.values())
+
+    async def _ask(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        replayed: Sequence[int],
+        sampling: Sampling,
+        logprobs: int | None,
+        *,
+        reuses: bool,
+    ) -> int:
+        """Give the head a generation; its number."""
+        self._requests += 1
+        generate = Generate(
+            request=self._requests,
+            prompt=list(prompt),
+            sampled=list(replayed),
+            max_tokens=max_tokens,
+            sampling=sampling,
+            logprobs=logprobs,
+            reuses=reuses,
+        )
+        await self.processes[self.plan.head].send(generate)
+        return generate.request
 
     async def cancel(self) -> None:
         """Cancel the latest generation."""
