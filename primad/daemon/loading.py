@@ -6,7 +6,6 @@ Where missing layers come from is all that differs: the head cuts them out of it
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from halda import DeviceProfile
@@ -19,30 +18,18 @@ from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
 from primad.layers.fetch import in_thread, missing_layers
 from primad.network.messages import Load
-from primad.ring.messages import Open
+from primad.ring.messages import HeadPart, Open
 from primad.ring.spawn import RingProcess
 
 GetLayers = Callable[[Sequence[LayerRef], Callable[[int], None]], Awaitable[None]]
 """Puts layers that are missing into the cache, and tells bytes as they arrive, together the size of those layers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadModel:
-    """What only the head's own ring process is told: the model file, how many steps it may keep in flight, how many
-    generations run at once, and how many rows a chunk of a prompt has: at most, and before a message at the least."""
-
-    path: Path
-    depth: int
-    at_once: int
-    chunk_rows: int
-    least_rows: int
-
-
 class WindowLoad:
     """One load of windows by this daemon, as ``load`` asks for it. ``number`` tells its files from those of other loads.
 
     ``prepare`` it, ``start`` it; the ``LoadedProcess`` then owns the files. ``release`` it where it came to no process.
-    ``model`` is the head's. A plan of one window is the whole model: its window has no layer files.
+    ``head`` is for the head's own. A plan of one window is the whole model: its window has no layer files.
     """
 
     def __init__(
@@ -51,7 +38,7 @@ class WindowLoad:
         number: int,
         station: Station,
         profile: DeviceProfile,
-        model: HeadModel | None = None,
+        head: HeadPart | None = None,
     ) -> None:
         self.number = number
         self.layers = [ref for spec in load.windows for ref in spec.layers]
@@ -64,7 +51,7 @@ class WindowLoad:
             kv_type=load.kv_type,
             lock=station.config.lock,
         )
-        self._load, self._model = load, model
+        self._load, self._head = load, head
         self._place, self._config = station.workspace, station.config
 
     async def prepare(self, get: GetLayers, progress: Callable[[int, int], None]) -> None:
@@ -124,30 +111,25 @@ class WindowLoad:
         release_files(self._place, self.number)
 
     def _place_windows(self) -> list[WindowSource]:
-        load, model = self._load, self._model
-        if model is not None and load.route == 1:
+        load, head = self._load, self._head
+        if head is not None and load.route == 1:
             (assignment,), (extra,) = load.assignments, load.extra_buffers
-            path = str(model.path)
-            return [WindowSource(window=0, metadata=path, layers=(), assignment=assignment, extra_buffers=extra)]
+            return [WindowSource(window=0, metadata=head.model, layers=(), assignment=assignment, extra_buffers=extra)]
         windows = place_windows(self._place, load.windows, load.assignments, load.extra_buffers, self.number)
         for window in windows:
             read_header(Path(window.metadata))  # the head wrote it: judged before llama.cpp sees it
         return windows
 
     def _opening(self, windows: list[WindowSource]) -> Open:
-        load, model = self._load, self._model
+        load = self._load
         return Open(
             ring=load.ring,
             epoch=load.epoch,
             windows=windows,
             route=load.route,
             width=load.width,
-            model=None if model is None else str(model.path),
             host=self._config.host,
-            depth=1 if model is None else model.depth,
-            at_once=1 if model is None else model.at_once,
-            chunk_rows=load.rows if model is None else model.chunk_rows,
-            least_rows=1 if model is None else model.least_rows,
+            head=self._head,
             step_timeout_s=load.step_timeout_s,
             options=self.options,
             ahead_bytes=load.ahead_bytes,

@@ -8,10 +8,11 @@ from typing import Final
 from halda import Plan
 from primad.daemon.layer_files import copy_layers
 from primad.daemon.loaded_process import LoadedProcess
-from primad.daemon.loading import HeadModel, WindowLoad
+from primad.daemon.loading import WindowLoad
 from primad.gguf.layers import LayerRef
 from primad.head.ring_inputs import RingInputs
 from primad.network.messages import Load
+from primad.ring.messages import HeadPart
 
 LEAST_ROWS: Final = 64
 """A processor computes so many rows of a chunk nearly as quickly as any number of them."""
@@ -24,8 +25,8 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
     """
     plan = inputs.promise.plan
     chunk_rows, least_rows = rows_of_chunks(plan, load.rows, load.sequences)
-    own = HeadModel(
-        path=inputs.service.model.header.path,
+    own = HeadPart(
+        model=str(inputs.service.model.header.path),
         depth=len(plan.devices),
         at_once=1 if plan.streaming else load.sequences,  # every step reads what streams anew
         chunk_rows=chunk_rows,

@@ -180,8 +180,7 @@ class Head:
         planned = self._scheduler.next_step(now)
         if planned is None:
             return None
-        generate = self._scheduler.wants_draw(planned.step)
-        if generate is not None:
+        for generate in planned.draws.values():
             self._sampler_for(generate)
         step = self._step(planned)
         self._deadlines[step.step] = now + self._step_timeout_s
@@ -199,8 +198,8 @@ class Head:
             dtype=HIDDEN_DTYPE,
             shape=(rows, self._limits.width),
             positions=planned.positions,
-            sequences=[[planned.sequence]] * rows,
-            outputs=[False] * (rows - 1) + [planned.wants_output],
+            sequences=[[sequence] for sequence in planned.sequences],
+            outputs=[row in planned.draws for row in range(rows)],
             ops=planned.ops,
         )
 
@@ -214,9 +213,8 @@ class Head:
             apply(self._tail, op)
         self._tail.forward(rows_of(step, content))
         del self._deadlines[step.step], self._under_way[step.step]
-        generate = self._scheduler.wants_draw(step.step)
-        draw = self._draw(generate, step.rows - 1) if generate is not None and step.outputs[-1] else None
-        events = self._announce(self._scheduler.commit(step.step, draw, self._clock()))
+        draws = {row: self._draw(generate, row) for row, generate in self._scheduler.wants_draws(step.step).items()}
+        events = self._announce(self._scheduler.commit(step.step, draws, self._clock()))
         self._tell_drained()
         return Tell(events, step.rows)
 

@@ -87,9 +87,10 @@ def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
 
     Raises ``ModelError`` and ``EngineError`` when the model cannot be loaded.
     """
-    assert opening.model is not None
-    header = open_model(Path(opening.model))
-    vocabulary = LlamaVocabulary(Path(opening.model))
+    part = opening.head
+    assert part is not None
+    header = open_model(Path(part.model))
+    vocabulary = LlamaVocabulary(Path(part.model))
     ends, size = vocabulary.ends, vocabulary.size
     vocabulary.release()
     windows: dict[int, FirstWindow | MiddleWindow] = {}
@@ -112,7 +113,7 @@ def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
     share_scratch((*windows.values(), tail))
     streams.begin({**windows, opening.route - 1: tail})
     controls = control_tokens(header)
-    chunking = Chunking(rows=opening.chunk_rows, least=opening.least_rows, begins=lambda token: token in controls)
+    chunking = Chunking(rows=part.chunk_rows, least=part.least_rows, begins=lambda token: token in controls)
     head = Head(
         windows=windows,
         tail=tail,
@@ -121,9 +122,10 @@ def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
         scheduler=Scheduler(
             context=opening.options.context,
             chunking=chunking,
-            depth=opening.depth,
+            depth=part.depth,
             sequences=opening.options.sequences,
-            at_once=opening.at_once,
+            at_once=part.at_once,
+            batching=part.batching,
         ),
         step_timeout_s=opening.step_timeout_s,
         clock=time.monotonic,

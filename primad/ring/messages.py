@@ -22,6 +22,7 @@ from primad.engine.protocol import GREEDY as GREEDY
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError, printable
+from primad.ring.grouping import Batching
 
 PROTOCOL: Final = 2
 """The version of every message in this file. It grows when an older peer could misread a newer one."""
@@ -262,12 +263,26 @@ class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
 # ---- between a daemon and its ring process --------------------------------------------------------------------------
 
 
+class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What only the head's ring process is told: the path of the ``model`` file, and how it runs generations.
+
+    It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
+    together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a
+    message.
+    """
+
+    model: str
+    depth: int
+    at_once: int
+    chunk_rows: int
+    least_rows: int
+    batching: Batching = Batching()
+
+
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
 
-    ``route`` is the number of windows in the route. ``model`` is the path of the model file on the head and None on a
-    worker; ``width`` is that of the hidden state. The head keeps at most ``depth`` steps in flight and runs so many
-    generations ``at_once``; a chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a message. Of
+    ``route`` is the number of windows in the route, ``width`` that of the hidden state; ``head`` is None on a worker. Of
     what streams ``ahead_bytes`` are held ahead. How often experts are used is kept in the folder ``usage``, or nowhere.
     """
 
@@ -276,12 +291,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     windows: list[WindowSource]
     route: int
     width: int
-    model: str | None
     host: str
-    depth: int
-    at_once: int
-    chunk_rows: int
-    least_rows: int
+    head: HeadPart | None
     step_timeout_s: float
     options: EngineOptions
     ahead_bytes: int

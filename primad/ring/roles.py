@@ -285,7 +285,7 @@ def _forget(window: HiddenWindow, options: EngineOptions) -> None:
 
 def open_role(opening: Open, channel: RingChannel, timings: RingTimings) -> Role:
     """Load what ``opening`` asks for and listen. Raises ``PrimadError`` when that fails."""
-    if opening.model is not None:
+    if opening.head is not None:
         return HeadRole(opening, channel, timings)
     if opening.route < 2:
         raise RingError(f"a worker cannot be part of a route of {opening.route} windows")

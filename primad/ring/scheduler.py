@@ -3,29 +3,31 @@
 ``schedule -> the ring computes -> commit``. The scheduler sees no ring: it hands out ``PlannedStep`` steps in order (the
 step log) and takes back what was sampled for each. Time is passed in.
 
-Each generation has a KV sequence of its own, and each step rows of one generation, so what it computes is what it would
-compute alone. As many run ``at_once`` as may; of those that wait the first one of the owner who has the fewest running is
-next. Of those that run it is the owner who waited longest for a step, and of theirs the one that did: so the devices of a
-ring compute for different ones, neither a long prompt nor a long answer keeps the others from going on, and who asks for
-more at once has no larger share.
+Each generation has a KV sequence of its own, and a step computes a chunk of one prompt, or the next tokens of generations
+that are computed together (``grouping.py``). As many run ``at_once`` as may; of those that wait the first one of the owner
+who has the fewest running is next. Of those that run it is the owner who waited longest for a step, and of theirs the one
+that did: so the devices of a ring compute for different ones, neither a long prompt nor a long answer keeps the others from
+going on, and who asks for more at once has no larger share.
 
 Prompts are fed in chunks (``chunks.py``). Chunks follow each other into the ring without waiting (up to ``depth`` in
-flight), since only the last one's output is needed; decode steps wait for the token before them. The cells of a prompt stay
+flight), since only the last one's output is needed; decode steps wait for the tokens before them. The cells of a prompt stay
 when its generation is over: of the next prompt in that sequence only what follows the chunks that both have is computed, and
 a generation takes the sequence with which it has most in common.
 
 A generation that an earlier epoch began comes with the tokens it has sampled already. They are fed one by one, as they were
-fed then: llama.cpp computes a batch of several rows in another order than single rows, and its sums would differ in the
+fed then: llama.cpp computes several rows of a sequence in another order than single rows, and its sums would differ in the
 last bits. Like chunks they do not wait for each other.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from primad.errors import RingError
 from primad.ring.chunks import Chunking, Computed
+from primad.ring.grouping import Batching, Candidate
 from primad.ring.messages import (
     Cancel,
     Finished,
@@ -40,15 +42,18 @@ from primad.ring.messages import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """One step before it is computed: row ``i`` is ``tokens[i]`` at ``positions[i]``; the last may want an output."""
+    """One step before it is computed: row ``i`` is ``tokens[i]`` at ``positions[i]`` of ``sequences[i]``.
+
+    ``requests`` are the generations that it is for, ``draws`` the rows that want an output, with the one that does.
+    """
 
     step: int
-    request: int
+    requests: list[int]
     tokens: list[int]
     positions: list[int]
-    wants_output: bool
+    sequences: list[int]
+    draws: dict[int, Generate]
     ops: list[KvOp]
-    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,10 @@ class _Sequence:
     computed: Computed = field(default_factory=Computed)
     used: int = 0
     """How many steps there were when it was used last; 0 while its cells are empty."""
+    cells: int = 0
+    """Rows that were handed out for it, and not forgotten."""
+    ops: list[KvOp] = field(default_factory=list)
+    """What the next step in which it has a row does to its cells first."""
 
 
 @dataclass(slots=True)
@@ -87,33 +96,56 @@ class _Running:
     """All tokens after the prompt, those of earlier epochs first."""
     reused: int
     """Tokens of the prompt whose cells were there, until that is told."""
-    fed: int
-    """Tokens of prompt and ``sampled`` handed out, or there."""
-    ops: list[KvOp]
-    """What its next step does to the cells before it computes."""
     first_token_s: float | None = None
+
+    @property
+    def known(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.generate.prompt) + len(self.sampled)
 
     @property
     def has_step(self) -> bool:
         """Whether there is something to compute without another token."""
-        return self.fed < len(self.generate.prompt) + len(self.sampled)
+        return self.sequence.cells < self.known
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its prompt is in the ring."""
+        return self.sequence.cells >= len(self.generate.prompt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InFlight:
+    """A step on its way: whose rows it has, with how many tokens each will have behind it. ``decodes``: no prompt's."""
+
+    computed: Mapping[int, int]
+    draws: Mapping[int, Generate]
+    decodes: bool
 
 
 class Scheduler:
     """The queue of generations and those that run. ``context`` is that of each of the ring's ``sequences``."""
 
     def __init__(
-        self, *, context: int, chunking: Chunking, depth: int, sequences: int = 1, at_once: int | None = None
+        self,
+        *,
+        context: int,
+        chunking: Chunking,
+        depth: int,
+        sequences: int = 1,
+        at_once: int | None = None,
+        batching: Batching | None = None,
     ) -> None:
         self._context = context
         self._chunking = chunking
+        self._batching = batching or Batching()
         self._depth = depth
         self._at_once = min(sequences, at_once or sequences)
         self._waiting: deque[Generate] = deque()
         self._running: dict[int, _Running] = {}
-        self._free = [_Sequence(number) for number in range(sequences)]
-        self._in_flight: dict[int, tuple[int, int]] = {}
-        """By step its request, and how many tokens are computed behind it."""
+        self._sequences = [_Sequence(number) for number in range(sequences)]
+        self._free = list(self._sequences)
+        self._in_flight: dict[int, _InFlight] = {}
         self._steps = 0
         self._owners: dict[str, int] = {}
         """Who asks, and the latest step for them."""
@@ -178,19 +210,85 @@ class Scheduler:
             generate = min(self._waiting, key=lambda each: held[each.owner])
             self._waiting.remove(generate)
             self._begin(generate, now)
-        ready = [running for running in self._running.values() if running.has_step]
-        if not ready:
-            return None
-        running = min(ready, key=lambda each: (self._owners.get(each.generate.owner, 0), each.sequence.used))
-        prompt, first = running.generate.prompt, running.fed
-        if first < len(prompt):
-            running.fed = self._chunking.end(prompt, first)
-            tokens = prompt[first : running.fed]
-            running.sequence.computed.ends.append(running.fed)
-        else:
-            running.fed += 1
-            tokens = [running.sampled[first - len(prompt)]]
-        return self._plan(running, tokens, first)
+        ready = sorted(
+            (running for running in self._running.values() if running.has_step),
+            key=lambda each: (self._owners.get(each.generate.owner, 0), each.sequence.used),
+        )
+        for running in ready:
+            if not running.is_decoding:
+                return self._chunk(running)
+            if (
+                running.sequence.cells < running.known - 1 or self._may_decode()
+            ):  # an earlier epoch's tokens do not wait
+                return self._decode([each for each in ready if each.is_decoding], running)
+        return None
+
+    def _may_decode(self) -> bool:
+        """Whether a step of next tokens may be handed out, or is worth waiting for others to come with it."""
+        under_way = sum(step.decodes and bool(step.draws) for step in self._in_flight.values())
+        return under_way < self._batching.most_steps(self._decoding)
+
+    @property
+    def _decoding(self) -> int:
+        return sum(running.is_decoding for running in self._running.values())
+
+    def _chunk(self, running: _Running) -> PlannedStep:
+        """The next chunk of its prompt."""
+        prompt, sequence = running.generate.prompt, running.sequence
+        first, last = sequence.cells, self._chunking.end(prompt, sequence.cells)
+        sequence.computed.ends.append(last)
+        sequence.cells = last
+        step = PlannedStep(
+            step=self._steps,
+            requests=[running.generate.request],
+            tokens=prompt[first:last],
+            positions=list(range(first, last)),
+            sequences=[sequence.number] * (last - first),
+            draws={} if running.has_step else {last - first - 1: running.generate},
+            ops=_taken(sequence),
+        )
+        return self._hand_out(step, [running], decodes=False)
+
+    def _decode(self, ready: Sequence[_Running], first: _Running) -> PlannedStep:
+        """The next token of ``first`` and of those among ``ready`` that come with it."""
+        by_number = {each.sequence.number: each for each in ready}
+        candidates = [
+            Candidate(sequence=each.sequence.number, owner=each.generate.owner, cells=each.sequence.cells)
+            for each in (first, *(other for other in ready if other is not first))
+        ]
+        step = PlannedStep(step=self._steps, requests=[], tokens=[], positions=[], sequences=[], draws={}, ops=[])
+        chosen: list[_Running] = []
+        for number in self._batching.together(candidates, self._decoding):
+            running, sequence = by_number.get(number), self._sequences[number]
+            step.ops.extend(_taken(sequence))
+            if running is None:
+                self._bridge(step, sequence)
+                continue
+            step.requests.append(running.generate.request)
+            step.tokens.append(running.sampled[sequence.cells - len(running.generate.prompt)])
+            step.positions.append(sequence.cells)
+            step.sequences.append(number)
+            sequence.cells += 1
+            if not running.has_step:
+                step.draws[len(step.tokens) - 1] = running.generate
+            chosen.append(running)
+        return self._hand_out(step, chosen, decodes=True)
+
+    def _bridge(self, step: PlannedStep, sequence: _Sequence) -> None:
+        """A row of nobody behind the cells of ``sequence``, forgotten with the next step in which it has a row."""
+        step.tokens.append(0)
+        step.positions.append(sequence.cells)
+        step.sequences.append(sequence.number)
+        sequence.ops.append(KvRemove(sequence.number, sequence.cells, -1))
+
+    def _hand_out(self, step: PlannedStep, of: Sequence[_Running], *, decodes: bool) -> PlannedStep:
+        self._in_flight[step.step] = _InFlight(
+            computed={each.generate.request: each.sequence.cells for each in of}, draws=step.draws, decodes=decodes
+        )
+        self._steps += 1
+        for running in of:
+            running.sequence.used = self._owners[running.generate.owner] = self._steps
+        return step
 
     def _begin(self, generate: Generate, now: float) -> None:
         """Give ``generate`` a sequence, with those cells that it would compute the same way; the others are forgotten."""
@@ -203,33 +301,35 @@ class Scheduler:
         )
         self._free.remove(sequence)
         sequence.computed = Computed(generate.prompt, [end for end in sequence.computed.ends if end <= kept])
+        sequence.cells = kept
+        sequence.ops = [KvRemove(sequence.number, kept, -1)] if sequence.used or sequence.ops else []
         self._running[generate.request] = _Running(
             generate=generate,
             sequence=sequence,
             started_s=now,
             sampled=list(generate.sampled),
             reused=kept,
-            fed=kept,
-            ops=[KvRemove(sequence.number, kept, -1)] if sequence.used else [],
         )
 
     def _release(self, request: int) -> None:
         self._free.append(self._running.pop(request).sequence)
 
-    def commit(self, step: int, draw: Draw | None, now: float) -> list[GenerationEvent]:
-        """Take back step ``step`` with what was sampled for it (None when it wanted no output, or nobody does any more)."""
-        request, computed = self._in_flight.pop(step)
-        running = self._running.get(request)
-        if running is None:
-            return []
+    def commit(self, step: int, draws: Mapping[int, Draw], now: float) -> list[GenerationEvent]:
+        """Take back step ``step`` with what was sampled for its rows, as far as somebody wanted it still."""
+        back = self._in_flight.pop(step)
         told: list[GenerationEvent] = []
-        if running.reused:
-            told.append(PromptProgress(request=request, tokens=running.reused, reused=running.reused))
-            running.reused = 0
-        if draw is not None:
-            told += self._drawn(running, draw, now)
-        elif computed < len(running.generate.prompt):
-            told.append(PromptProgress(request=request, tokens=computed))
+        drawn = {back.draws[row].request: draw for row, draw in draws.items()}
+        for request, computed in back.computed.items():
+            running = self._running.get(request)
+            if running is None:
+                continue
+            if running.reused:
+                told.append(PromptProgress(request=request, tokens=running.reused, reused=running.reused))
+                running.reused = 0
+            if request in drawn:
+                told += self._drawn(running, drawn[request], now)
+            elif computed < len(running.generate.prompt):
+                told.append(PromptProgress(request=request, tokens=computed))
         return told
 
     def _drawn(self, running: _Running, draw: Draw, now: float) -> list[GenerationEvent]:
@@ -248,27 +348,9 @@ class Scheduler:
             return [sampled, self._finish(running, "length", now)]
         return [sampled]
 
-    def wants_draw(self, step: int) -> Generate | None:
-        """The generation that step ``step`` belongs to, if it still wants a token."""
-        request, _ = self._in_flight.get(step, (None, 0))
-        running = self._running.get(request) if request is not None else None
-        return running.generate if running is not None else None
-
-    def _plan(self, running: _Running, tokens: list[int], first: int) -> PlannedStep:
-        request, ops, running.ops = running.generate.request, running.ops, []
-        step = PlannedStep(
-            step=self._steps,
-            request=request,
-            tokens=tokens,
-            positions=list(range(first, first + len(tokens))),
-            wants_output=not running.has_step,
-            ops=ops,
-            sequence=running.sequence.number,
-        )
-        self._in_flight[step.step] = request, first + len(tokens)
-        self._steps += 1
-        running.sequence.used = self._owners[running.generate.owner] = self._steps
-        return step
+    def wants_draws(self, step: int) -> dict[int, Generate]:
+        """The rows of step ``step`` from which a token is wanted still, with the generation that wants it."""
+        return {row: each for row, each in self._in_flight[step].draws.items() if each.request in self._running}
 
     def _is_full(self, generate: Generate, sampled: int) -> bool:
         """Whether ``sampled`` tokens are all that ``generate`` may have."""
@@ -285,6 +367,11 @@ class Scheduler:
             prompt_s=first_token_s - running.started_s,
             decode_s=now - first_token_s,
         )
+
+
+def _taken(sequence: _Sequence) -> list[KvOp]:
+    ops, sequence.ops = sequence.ops, []
+    return ops
 
 
 def _finished(

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primad.errors import EngineError, ProtocolError, RingError
+from primad.ring.grouping import Batching
 from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import PROTOCOL, Finished, KvRemove, PromptProgress, Sampled, Serving, Step
 from primad.ring.worker import Worker
@@ -538,17 +539,24 @@ def test_what_prompts_have_in_common_is_computed_once_and_the_answers_are_those_
             assert window.steps[before:] == [step for step in own.steps if step[0] >= reused(ring, request)]
 
 
+batchings = st.builds(Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), bridges=st.booleans()) | st.builds(
+    Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), cells=st.sampled_from([1, 20, 50])
+)
+
+
 @rings
-@given(st.data(), shapes(), options(), st.integers(1, 5), st.sampled_from([GREEDY, DRAWN]))
-def test_generations_at_once_say_what_each_says_alone(data, shape, options, sequences, sampling):
-    """They come and are cancelled at any time, and begin like others."""
-    ring, texts, gone = FakeRing(shape.rounds, shape.tail, sequences=sequences, **options), [[]], set()
+@given(st.data(), shapes(), options(), st.integers(1, 5), st.sampled_from([GREEDY, DRAWN]), batchings)
+def test_generations_at_once_say_what_each_says_alone(data, shape, options, sequences, sampling, batching):
+    """They come and are cancelled at any time, begin like others, and some were begun by an earlier ring."""
+    ring = FakeRing(shape.rounds, shape.tail, sequences=sequences, batching=batching, **options)
+    texts, gone = [[]], set()
     count = data.draw(st.integers(1, 7))
     for request in range(1, count + 1):
         begin = data.draw(st.sampled_from(texts))
         text = begin[: data.draw(st.integers(0, len(begin)))] + prompt(data.draw(st.integers(1, 40)), request)
         texts.append(text)
-        ring.head.submit(generate(request, text, sampling=sampling))
+        sampled = ring.model.answer(text, data.draw(st.integers(0, 3)), sampling)
+        ring.head.submit(generate(request, text, sampled=sampled, sampling=sampling))
         for _ in range(data.draw(st.integers(0, 40))):
             ring.move()
         if data.draw(st.integers(0, 3)) == 0:
@@ -557,8 +565,10 @@ def test_generations_at_once_say_what_each_says_alone(data, shape, options, sequ
     ring.run()
     for request in set(range(1, count + 1)) - gone:
         tokens, finished = ring.answer(request)
-        assert tokens == ring.model.answer(texts[request], 8, sampling)
+        whole = ring.model.answer(texts[request], 8, sampling)
+        assert tokens == whole[len(whole) - len(tokens) :]
         assert (finished.reason, finished.prompt_tokens) == ("length", len(texts[request]))
+        assert (finished.completion_tokens, len(tokens)) in [(8, 8 - before) for before in range(4)]
 
 
 def test_a_generation_that_reuses_nothing_computes_its_whole_prompt():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from halda.assignment import in_memory
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.errors import ProtocolError
+from primad.ring.grouping import Batching
 from primad.ring.messages import (
     MAX_HEADER_BYTES,
     PROTOCOL,
@@ -20,6 +21,7 @@ from primad.ring.messages import (
     Drain,
     Drained,
     Finished,
+    HeadPart,
     KvCopy,
     KvRemove,
     Loading,
@@ -271,12 +273,10 @@ COMMANDS = [
         windows=[SOURCE],
         route=3,
         width=8,
-        model=None,
         host="127.0.0.1",
-        depth=2,
-        at_once=1,
-        chunk_rows=8,
-        least_rows=1,
+        head=HeadPart(
+            model="m", depth=2, at_once=1, chunk_rows=8, least_rows=1, batching=Batching(rows=3, steps=2, cells=256)
+        ),
         step_timeout_s=5.0,
         options=EngineOptions(context=64, sequences=1, rows=8, threads=1, batch_threads=2, kv_type="f16", lock=False),
         ahead_bytes=0,

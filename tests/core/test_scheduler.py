@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from primad.errors import RingError
+from primad.ring.grouping import Batching
 from primad.ring.messages import Cancel, Finished, KvRemove, PromptProgress, Sampled
 from primad.ring.scheduler import Draw, PlannedStep, Scheduler
 from tests.fakes.ring import chunks_of, generate
@@ -27,6 +28,11 @@ def draw_of(token: int) -> Draw:
     return Draw(token=token, ends=False)
 
 
+def commit(of: Scheduler, step: int, draw: Draw | None, now: float):
+    """Bring step ``step`` back, with ``draw`` for its only row that wants one."""
+    return of.commit(step, {row: draw for row in of.wants_draws(step) if draw is not None}, now)
+
+
 def next_step(of: Scheduler, now: float = 0.0) -> PlannedStep:
     planned = of.next_step(now)
     assert planned is not None
@@ -41,7 +47,13 @@ def test_nothing_to_do_is_no_step():
 
 def test_a_short_prompt_is_one_step_that_wants_an_output():
     assert next_step(with_prompt([7, 8, 9])) == PlannedStep(
-        step=0, request=1, tokens=[7, 8, 9], positions=[0, 1, 2], wants_output=True, ops=[]
+        step=0,
+        requests=[1],
+        tokens=[7, 8, 9],
+        positions=[0, 1, 2],
+        sequences=[0, 0, 0],
+        draws={2: generate(1, [7, 8, 9])},
+        ops=[],
     )
 
 
@@ -53,12 +65,12 @@ def test_a_long_prompt_goes_in_chunks_and_only_the_last_wants_an_output():
         (1, [4, 5, 6, 7], [4, 5, 6, 7]),
         (2, [8, 9], [8, 9]),
     ]
-    assert [chunk.wants_output for chunk in chunks] == [False, False, True]
+    assert [list(chunk.draws) for chunk in chunks] == [[], [], [1]]
 
 
 def test_a_prompt_of_whole_chunks_has_no_empty_chunk():
     made = with_prompt(range(8))
-    assert [next_step(made).wants_output for _ in range(2)] == [False, True]
+    assert [list(next_step(made).draws) for _ in range(2)] == [[], [3]]
     assert made.next_step(0) is None
 
 
@@ -67,7 +79,7 @@ def test_the_depth_bounds_the_steps_under_way():
     next_step(made)
     next_step(made)
     assert made.next_step(0) is None
-    assert made.commit(0, None, 0) == [PromptProgress(request=1, tokens=4)]
+    assert commit(made, 0, None, 0) == [PromptProgress(request=1, tokens=4)]
     assert next_step(made).step == 2
     assert made.in_flight == 2
 
@@ -76,9 +88,10 @@ def test_a_decode_step_waits_for_the_token_before_it():
     made = with_prompt([1, 2])
     next_step(made)
     assert made.next_step(0) is None
-    assert made.commit(0, draw_of(33), 0) == [Sampled(request=1, token=33, logprob=None, top=())]
-    assert next_step(made) == PlannedStep(step=1, request=1, tokens=[33], positions=[2], wants_output=True, ops=[])
-    made.commit(1, draw_of(34), 0)
+    assert commit(made, 0, draw_of(33), 0) == [Sampled(request=1, token=33, logprob=None, top=())]
+    step = next_step(made)
+    assert (step.step, step.requests, step.tokens, step.positions, list(step.draws)) == (1, [1], [33], [2], [0])
+    commit(made, 1, draw_of(34), 0)
     assert next_step(made).positions == [3]
 
 
@@ -86,15 +99,15 @@ def test_what_was_drawn_is_told_as_it_is():
     made = with_prompt([1])
     next_step(made)
     draw = Draw(token=5, ends=False, logprob=-0.5, top=((5, -0.5), (6, -1.5)))
-    assert made.commit(0, draw, 0) == [Sampled(request=1, token=5, logprob=-0.5, top=((5, -0.5), (6, -1.5)))]
+    assert commit(made, 0, draw, 0) == [Sampled(request=1, token=5, logprob=-0.5, top=((5, -0.5), (6, -1.5)))]
 
 
 def test_the_last_of_max_tokens_ends_the_answer():
     made = with_prompt([1, 2], tokens=2)
     next_step(made)
-    made.commit(0, draw_of(3), 0)
+    commit(made, 0, draw_of(3), 0)
     next_step(made)
-    sampled, finished = made.commit(1, draw_of(4), 0)
+    sampled, finished = commit(made, 1, draw_of(4), 0)
     assert isinstance(sampled, Sampled)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", 2, 2)
@@ -104,9 +117,9 @@ def test_the_last_of_max_tokens_ends_the_answer():
 def test_a_full_context_ends_the_answer():
     made = with_prompt([1, 2], context=4, tokens=50)
     next_step(made)
-    assert len(made.commit(0, draw_of(3), 0)) == 1
+    assert len(commit(made, 0, draw_of(3), 0)) == 1
     next_step(made)
-    _, finished = made.commit(1, draw_of(4), 0)
+    _, finished = commit(made, 1, draw_of(4), 0)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.completion_tokens) == ("length", 2)
 
@@ -114,7 +127,7 @@ def test_a_full_context_ends_the_answer():
 def test_a_prompt_that_leaves_room_for_one_token_gets_one():
     made = with_prompt(range(3), context=4, tokens=50)
     next_step(made)
-    sampled, finished = made.commit(0, draw_of(9), 0)
+    sampled, finished = commit(made, 0, draw_of(9), 0)
     assert isinstance(sampled, Sampled)
     assert isinstance(finished, Finished)
 
@@ -122,7 +135,7 @@ def test_a_prompt_that_leaves_room_for_one_token_gets_one():
 def test_a_token_that_ends_the_answer_is_not_told():
     made = with_prompt([1])
     next_step(made)
-    (finished,) = made.commit(0, Draw(token=2, ends=True), 0)
+    (finished,) = commit(made, 0, Draw(token=2, ends=True), 0)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.completion_tokens) == ("stop", 0)
 
@@ -130,9 +143,9 @@ def test_a_token_that_ends_the_answer_is_not_told():
 def test_times_count_from_the_first_step_and_from_the_first_token():
     made = with_prompt([1], tokens=2)
     next_step(made, now=10.0)
-    made.commit(0, draw_of(3), 12.5)
+    commit(made, 0, draw_of(3), 12.5)
     next_step(made, now=13.0)
-    finished = made.commit(1, draw_of(4), 20.0)[-1]
+    finished = commit(made, 1, draw_of(4), 20.0)[-1]
     assert isinstance(finished, Finished)
     assert (finished.prompt_s, finished.decode_s) == (2.5, 7.5)
 
@@ -142,16 +155,15 @@ def test_generations_take_turns_in_the_order_they_came():
     made.submit(generate(2, [5, 6], tokens=1))
     next_step(made)
     assert made.next_step(0) is None, "one sequence at a time"
-    made.commit(0, draw_of(3), 0)
-    assert next_step(made) == PlannedStep(
-        step=1, request=2, tokens=[5, 6], positions=[0, 1], wants_output=True, ops=FORGET
-    )
+    commit(made, 0, draw_of(3), 0)
+    step = next_step(made)
+    assert (step.step, step.requests, step.tokens, step.positions, step.ops) == (1, [2], [5, 6], [0, 1], FORGET)
 
 
 def test_the_first_step_after_a_generation_forgets_it_once():
     made = with_prompt([1], tokens=1)
     next_step(made)
-    made.commit(0, draw_of(3), 0)
+    commit(made, 0, draw_of(3), 0)
     made.submit(generate(2, range(8)))
     assert [next_step(made).ops for _ in range(2)] == [FORGET, []]
 
@@ -162,13 +174,13 @@ def test_a_cancel_forgets_what_runs_and_drops_what_is_under_way():
     next_step(made)
     made.cancel(Cancel(1))
     made.submit(generate(2, [9]))
-    assert made.wants_draw(1) is None
+    assert not made.wants_draws(1)
     following = next_step(made)
-    assert (following.step, following.request, following.ops) == (2, 2, FORGET)
-    assert made.commit(0, None, 0) == []
-    assert made.commit(1, draw_of(50), 0) == []
-    assert made.wants_draw(2) == generate(2, [9])
-    assert len(made.commit(2, draw_of(51), 0)) == 1
+    assert (following.step, following.requests, following.ops) == (2, [2], FORGET)
+    assert commit(made, 0, None, 0) == []
+    assert commit(made, 1, draw_of(50), 0) == []
+    assert made.wants_draws(2) == {0: generate(2, [9])}
+    assert len(commit(made, 2, draw_of(51), 0)) == 1
 
 
 def test_a_cancelled_generation_still_takes_its_place_in_the_depth():
@@ -179,14 +191,14 @@ def test_a_cancelled_generation_still_takes_its_place_in_the_depth():
     made.submit(generate(2, [9]))
     assert made.next_step(0) is None
     assert not made.is_idle
-    made.commit(0, None, 0)
-    assert next_step(made).request == 2
+    commit(made, 0, None, 0)
+    assert next_step(made).requests == [2]
 
 
 def test_a_cancel_between_two_tokens_lets_the_next_one_begin():
     made = with_prompt([1])
     next_step(made)
-    made.commit(0, draw_of(3), 0)
+    commit(made, 0, draw_of(3), 0)
     made.cancel(Cancel(1))
     assert made.is_idle
     made.submit(generate(2, [9]))
@@ -199,21 +211,20 @@ def test_a_cancelled_generation_that_waits_is_never_begun():
     made.submit(generate(3, [3]))
     made.cancel(Cancel(2))
     next_step(made)
-    made.commit(0, draw_of(5), 0)
-    assert next_step(made).request == 3
+    commit(made, 0, draw_of(5), 0)
+    assert next_step(made).requests == [3]
 
 
 def test_a_cancel_of_nothing_changes_nothing():
     made = with_prompt([1])
     made.cancel(Cancel(77))
-    assert next_step(made).request == 1
+    assert next_step(made).requests == [1]
 
 
 def test_a_draw_is_wanted_by_the_generation_of_the_step():
     made = with_prompt([1, 2])
     planned = next_step(made)
-    assert made.wants_draw(planned.step) == generate(1, [1, 2])
-    assert made.wants_draw(99) is None
+    assert made.wants_draws(planned.step) == {1: generate(1, [1, 2])}
 
 
 # ---- what an earlier epoch has sampled ---------------------------------------------------------------------------------
@@ -235,9 +246,9 @@ def test_the_prompt_goes_in_the_same_chunks_and_each_drawn_token_alone():
         ([21], [7]),
         ([22], [8]),
     ]
-    assert [step.wants_output for step in steps] == [False, False, False, False, True]
+    assert [list(step.draws) for step in steps] == [[], [], [], [], [0]]
     assert made.next_step(0) is None
-    (sampled,) = made.commit(4, draw_of(23), 0)
+    (sampled,) = commit(made, 4, draw_of(23), 0)
     assert isinstance(sampled, Sampled)
     assert next_step(made).tokens == [23]
 
@@ -247,7 +258,7 @@ def test_a_replay_keeps_to_the_depth():
     next_step(made)
     next_step(made)
     assert made.next_step(0) is None
-    assert made.commit(0, None, 0) == []
+    assert commit(made, 0, None, 0) == []
     assert next_step(made).tokens == [1]
 
 
@@ -255,7 +266,7 @@ def test_tokens_of_earlier_epochs_count():
     made = continued([1, 2], [5, 6], tokens=3)
     for _ in range(3):
         last = next_step(made)
-    _, finished = made.commit(last.step, draw_of(7), 0)
+    _, finished = commit(made, last.step, draw_of(7), 0)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", 2, 3)
 
@@ -263,7 +274,7 @@ def test_tokens_of_earlier_epochs_count():
 def test_the_context_ends_a_continued_answer_where_it_would_have_ended():
     made = continued([1, 2], [5], tokens=50, context=4)
     last = [next_step(made) for _ in range(2)][-1]
-    _, finished = made.commit(last.step, draw_of(6), 0)
+    _, finished = commit(made, last.step, draw_of(6), 0)
     assert isinstance(finished, Finished)
     assert finished.completion_tokens == 2
 
@@ -280,9 +291,9 @@ def test_a_complete_answer_ends_when_it_is_submitted(sampled, tokens, context):
 def test_the_time_to_the_first_token_is_that_of_the_first_new_one():
     made = continued([1], [5], tokens=3)
     last = [next_step(made, now=10.0) for _ in range(2)][-1]
-    made.commit(0, None, 11.0)
-    made.commit(last.step, draw_of(6), 12.0)
-    finished = made.commit(next_step(made).step, draw_of(7), 20.0)[-1]
+    commit(made, 0, None, 11.0)
+    commit(made, last.step, draw_of(6), 12.0)
+    finished = commit(made, next_step(made).step, draw_of(7), 20.0)[-1]
     assert isinstance(finished, Finished)
     assert (finished.prompt_s, finished.decode_s) == (2.0, 8.0)
 
@@ -296,9 +307,9 @@ def test_a_drain_hands_out_nothing_and_takes_everything_back():
     next_step(made)
     made.drain()
     assert not made.is_drained
-    assert made.commit(0, None, 0) == [PromptProgress(request=1, tokens=4)]
+    assert commit(made, 0, None, 0) == [PromptProgress(request=1, tokens=4)]
     assert made.next_step(0) is None
-    assert made.commit(1, None, 0) == [PromptProgress(request=1, tokens=8)]
+    assert commit(made, 1, None, 0) == [PromptProgress(request=1, tokens=8)]
     assert made.is_drained
     assert made.next_step(0) is None
 
@@ -307,7 +318,7 @@ def test_a_token_that_was_under_way_at_the_drain_is_told():
     made = with_prompt([1, 2])
     step = next_step(made).step
     made.drain()
-    assert made.commit(step, draw_of(9), 0) == [Sampled(request=1, token=9, logprob=None, top=())]
+    assert commit(made, step, draw_of(9), 0) == [Sampled(request=1, token=9, logprob=None, top=())]
     assert made.is_drained
 
 
@@ -338,17 +349,17 @@ def several(*prompts, sequences: int = 2, **options) -> Scheduler:
 
 
 def requests(of: Scheduler, count: int) -> list[int]:
-    return [next_step(of).request for _ in range(count)]
+    return [request for _ in range(count) for request in next_step(of).requests]
 
 
 def test_as_many_generations_run_as_there_are_sequences():
     made = several([1], [2], [3], depth=9)
     steps = [next_step(made) for _ in range(2)]
-    assert [(step.request, step.sequence) for step in steps] == [(1, 0), (2, 1)]
+    assert [(step.requests, step.sequences) for step in steps] == [([1], [0]), ([2], [1])]
     assert made.next_step(0) is None
     made.cancel(Cancel(1))
     third = next_step(made)
-    assert (third.request, third.sequence, third.ops) == (3, 0, FORGET)
+    assert (third.requests, third.sequences, third.ops) == ([3], [0], FORGET)
 
 
 def owned(*owners: str, **options) -> Scheduler:
@@ -380,7 +391,7 @@ def test_where_less_run_at_once_the_others_wait():
 def test_a_long_prompt_and_a_token_take_turns():
     made = several([1], range(40), depth=9, rows=4)
     assert requests(made, 3) == [1, 2, 2]
-    made.commit(0, draw_of(7), 0)
+    commit(made, 0, draw_of(7), 0)
     assert requests(made, 3) == [1, 2, 2]
 
 
@@ -393,7 +404,7 @@ def test_the_depth_bounds_the_steps_of_all():
     made = several([1], [2], [3], sequences=3, depth=2)
     assert requests(made, 2) == [1, 2]
     assert made.next_step(0) is None
-    made.commit(0, draw_of(7), 0)
+    commit(made, 0, draw_of(7), 0)
     assert requests(made, 1) == [3]
 
 
@@ -405,31 +416,132 @@ def test_a_generation_takes_the_sequence_with_which_it_has_most_in_common():
     made.cancel(Cancel(2))
     made.submit(generate(3, [*range(100, 117), 9]))
     step = next_step(made)
-    assert (step.sequence, step.positions[0], step.ops) == (1, 16, [KvRemove(1, 16, -1)])
+    assert (step.sequences[0], step.positions[0], step.ops) == (1, 16, [KvRemove(1, 16, -1)])
 
 
 def test_of_sequences_that_serve_alike_the_one_used_longest_ago_is_taken():
     made = several([1], [2], sequences=2, depth=9)
     assert requests(made, 2) == [1, 2]
-    made.commit(0, draw_of(7), 0)
+    commit(made, 0, draw_of(7), 0)
     assert requests(made, 1) == [1]
     made.cancel(Cancel(1))
     made.cancel(Cancel(2))
     made.submit(generate(3, [5]))
-    assert next_step(made).sequence == 1
+    assert next_step(made).sequences == [1]
 
 
 def test_one_that_is_cancelled_before_its_first_step_leaves_the_cells_of_the_one_before():
     made = several(range(12), depth=1, rows=4)
     for step in range(3):
         assert next_step(made).step == step
-        made.commit(step, None, 0)
+        commit(made, step, None, 0)
     made.cancel(Cancel(1))
     made.submit(generate(2, [77]))
     made.submit(generate(3, [*range(8), 50, 51]))
-    assert next_step(made).request == 2
+    assert next_step(made).requests == [2]
     made.cancel(Cancel(3))
     made.submit(generate(4, [*range(8), 60, 61]))
-    made.commit(3, None, 0)
+    commit(made, 3, None, 0)
     step = next_step(made)
-    assert (step.request, step.positions[0], step.ops) == (4, 8, [KvRemove(0, 8, -1)])
+    assert (step.requests, step.positions[0], step.ops) == ([4], 8, [KvRemove(0, 8, -1)])
+
+
+# ---- next tokens that are computed together -----------------------------------------------------------------------------
+
+
+def decoding(*generations: int, batching: Batching, sequences: int = 4, **options) -> Scheduler:
+    """Generations ``1, 2, ...`` behind their prompts of ``generations`` tokens; each waits for its second token's step."""
+    made = several(
+        *([1] * length for length in generations), sequences=sequences, depth=9, rows=64, batching=batching, **options
+    )
+    for step in range(len(generations)):
+        assert next_step(made).requests == [step + 1]
+    for step in range(len(generations)):
+        commit(made, step, draw_of(100 + step), 0)
+    return made
+
+
+def test_tokens_are_computed_together_as_far_as_may_be():
+    made = decoding(2, 3, 4, batching=Batching(rows=2, steps=1))
+    step = next_step(made)
+    assert (step.requests, step.tokens, step.positions, step.sequences) == ([1, 2], [100, 101], [2, 3], [0, 1])
+    assert {row: each.request for row, each in step.draws.items()} == {0: 1, 1: 2}
+    assert next_step(made).requests == [3]
+    assert made.next_step(0) is None
+
+
+def test_what_was_drawn_together_is_told_of_each():
+    made = decoding(2, 3, batching=Batching(rows=4))
+    step = next_step(made)
+    made.cancel(Cancel(1))
+    assert list(made.wants_draws(step.step)) == [1]
+    (sampled,) = made.commit(step.step, {1: draw_of(7)}, 0)
+    assert isinstance(sampled, Sampled)
+    assert (sampled.request, sampled.token) == (2, 7)
+
+
+def test_a_ring_is_filled_with_steps_of_the_same_size():
+    made = decoding(1, 1, 1, 1, batching=Batching(rows=4, steps=2))
+    assert [next_step(made).requests for _ in range(2)] == [[1, 2], [3, 4]]
+    assert made.next_step(0) is None
+
+
+def test_one_that_comes_late_waits_for_a_step_to_come_back_and_goes_with_its_generations():
+    made = decoding(1, 1, batching=Batching(rows=4, steps=1), sequences=3)
+    step = next_step(made)
+    assert step.requests == [1, 2]
+    made.submit(generate(3, [5]))
+    prompt = next_step(made)
+    commit(made, prompt.step, draw_of(9), 0)
+    assert made.next_step(0) is None
+    made.commit(step.step, {0: draw_of(7), 1: draw_of(8)}, 0)
+    assert next_step(made).requests == [1, 2, 3]
+
+
+def test_only_sequences_that_follow_each_other_are_computed_together():
+    made = decoding(1, 1, 1, batching=Batching(rows=4, steps=1))
+    made.cancel(Cancel(2))
+    step = next_step(made)
+    assert step.requests == [1]
+    assert made.next_step(0) is None
+    commit(made, step.step, draw_of(7), 0)
+    assert next_step(made).requests == [3]
+
+
+def test_a_gap_is_filled_by_a_row_of_nobody_which_is_forgotten():
+    made = decoding(1, 5, 1, batching=Batching(rows=4, steps=1, bridges=True), sequences=3)
+    made.cancel(Cancel(2))
+    step = next_step(made)
+    assert (step.requests, step.sequences, step.positions) == ([1, 3], [0, 1, 2], [1, 5, 1])
+    assert sorted(step.draws) == [0, 2]
+    made.commit(step.step, {0: draw_of(7), 2: draw_of(8)}, 0)
+    assert next_step(made).ops == [KvRemove(1, 5, -1)]
+    made.submit(generate(4, [1, 1, 1, 1, 9]))
+    assert next_step(made).ops == [KvRemove(1, 0, -1)]
+
+
+def test_rows_behind_many_cells_are_computed_alone():
+    made = decoding(20, 1, 1, 20, batching=Batching(rows=4, steps=1, cells=20))
+    assert next_step(made).requests == [1]
+    assert made.next_step(0) is None
+    commit(made, 4, draw_of(7), 0)
+    assert next_step(made).requests == [2, 3]
+
+
+def test_of_several_owners_each_has_the_same_share_of_the_rows():
+    made = scheduler(sequences=5, depth=9, batching=Batching(rows=8, steps=1))
+    for request, owner in enumerate("aaaab", 1):
+        made.submit(msgspec.structs.replace(generate(request, [1]), owner=owner))
+    for step in [next_step(made).step for _ in range(5)]:
+        commit(made, step, draw_of(3), 0)
+    step = next_step(made)
+    owners = [each.owner for each in step.draws.values()]
+    assert (owners.count("a"), owners.count("b")) == (3, 1)
+
+
+def test_what_earlier_epochs_sampled_is_fed_together_without_waiting():
+    made = scheduler(sequences=2, depth=9, batching=Batching(rows=2, steps=1))
+    for request in (1, 2):
+        made.submit(generate(request, [request], sampled=[5, 6, 7]))
+    assert [next_step(made).requests for _ in range(5)] == [[1], [2], [1, 2], [1, 2], [1, 2]]
+    assert made.next_step(0) is None

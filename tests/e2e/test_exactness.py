@@ -23,6 +23,7 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
 from primad.layers.cache import LayerCache
+from primad.ring.grouping import Batching
 from tests.e2e.reference import CONTEXT, THREADS, TOP, Continuation, Plain
 from tools.lab.local_ring import LocalRing
 
@@ -101,7 +102,7 @@ def truth(path: Path, chunk: int, counts: tuple[int, ...], *, extra_buffers: boo
     return Truth(path, chunk, prompts, answers)
 
 
-def ring_of(expected: Truth, windows, rounds: int, layers: Path, *, sequences: int = 1) -> LocalRing:
+def ring_of(expected: Truth, windows, rounds: int, layers: Path, **options) -> LocalRing:
     """A ring of the model of ``expected``, whose layer files are kept in ``layers``."""
     return LocalRing(
         expected.path,
@@ -109,9 +110,9 @@ def ring_of(expected: Truth, windows, rounds: int, layers: Path, *, sequences: i
         rounds=rounds,
         context=CONTEXT,
         rows=expected.chunk,
-        sequences=sequences,
         threads=THREADS,
         folder=layers / expected.path.stem,
+        **options,
     )
 
 
@@ -165,15 +166,22 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
 
 
 @pytest.mark.parametrize(
-    ("model", "windows", "rounds"), [("smollm2", (5, 8), 2), ("smollm2", None, 1), ("gemma3", (7, 9), 1)]
+    ("model", "windows", "rounds", "batching"),
+    [
+        ("smollm2", (5, 8), 2, Batching()),
+        ("smollm2", None, 1, Batching(rows=4)),
+        ("gemma3", (7, 9), 1, Batching()),
+        ("gemma3", (7, 9), 1, Batching(rows=3, steps=2)),
+        ("gemma3", (7, 9), 1, Batching(rows=4, bridges=True)),
+    ],
 )
-def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, model, windows, rounds):
+def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, model, windows, rounds, batching):
     """More of them than there are sequences, with prompts of one token, of a part of a chunk and of more than a chunk."""
     expected = truths(model)
     asked = [*expected.prompts, *reversed(expected.prompts)]
 
     async def run():
-        async with ring_of(expected, windows, rounds, layers, sequences=4) as ring:
+        async with ring_of(expected, windows, rounds, layers, sequences=4, batching=batching) as ring:
             told = await ring.generate_all([expected.prompts[count] for count in asked], TOKENS, logprobs=0)
         for count, sampled in zip(asked, told, strict=True):
             answer = expected.answers[count]

@@ -232,6 +232,10 @@ class _Window:
             assert len(set(sequences)) == len(sequences) > 0, f"a row of sequences {sequences}"
             for sequence in sequences:
                 self._check_sequence(sequence)
+        numbers = [sequence for sequences in rows.sequences for sequence in sequences]
+        assert len(set(numbers)) == 1 or numbers == list(range(numbers[0], numbers[0] + len(rows))), (
+            f"llama.cpp would compute rows of the sequences {numbers} in several parts"
+        )
 
     def _check_sequence(self, sequence: int) -> None:
         assert 0 <= sequence < self._model.options.sequences, f"sequence {sequence} does not exist"

@@ -15,6 +15,7 @@ import numpy as np
 
 from primad.engine.protocol import GREEDY, EngineOptions, Hidden, HiddenWindow, LogitsWindow, Sampling
 from primad.ring.chunks import Chunking
+from primad.ring.grouping import Batching
 from primad.ring.head import Head, HeadEvent, Send, Tell
 from primad.ring.messages import Cancel, Finished, Generate, Sampled, Step, StepLimits, decode_step, encode
 from primad.ring.scheduler import Scheduler
@@ -72,12 +73,19 @@ class FakeRing:
         ends: frozenset[int] = frozenset(),
         least: int | None = None,
         sequences: int = 1,
+        batching: Batching | None = None,
         seed: int = 0,
     ) -> None:
         owners = [device for sizes in rounds for device in range(len(sizes))] + [0]
         cuts = [0, *accumulate([size for sizes in rounds for size in sizes] + [tail])]
         options = EngineOptions(
-            context=context, sequences=sequences, rows=rows, threads=1, batch_threads=1, kv_type="f16", lock=False
+            context=context,
+            sequences=sequences,
+            rows=max(rows, sequences),
+            threads=1,
+            batch_threads=1,
+            kv_type="f16",
+            lock=False,
         )
         self.model = FakeModel(cuts[-1], ends, options=options)
         self.now_s = 100.0
@@ -97,14 +105,16 @@ class FakeRing:
                 epoch=3,
                 windows=frozenset(i for i, owner in enumerate(owners) if owner == device),
                 width=WIDTH,
-                rows=rows,
+                rows=options.rows,
                 context=context,
                 sequences=sequences,
             )
             for device in range(len(held))
         ]
         chunking = chunks_of(rows) if least is None else Chunking(rows=rows, least=least, begins=begins_message)
-        self.scheduler = Scheduler(context=context, chunking=chunking, depth=depth, sequences=sequences)
+        self.scheduler = Scheduler(
+            context=context, chunking=chunking, depth=depth, sequences=sequences, batching=batching
+        )
         self.head = Head(
             windows=held[0],
             tail=tail_window,

@@ -28,7 +28,7 @@ from primad.gguf.header import read_header
 from primad.gguf.layers import layer_header
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
 from primad.ring.loading import open_head
-from primad.ring.messages import Open
+from primad.ring.messages import HeadPart, Open
 from primad.ring.meter import Meter
 from tests.shell.test_cut_exact import rows, synth
 
@@ -375,12 +375,8 @@ def test_a_ring_process_streams_by_expert_and_says_what_is_in_memory(tmp_path):
         windows=[msgspec.structs.replace(files, assignment=assignment)],
         route=1,
         width=512,
-        model=str(header.path),
         host="127.0.0.1",
-        depth=1,
-        at_once=1,
-        chunk_rows=8,
-        least_rows=1,
+        head=HeadPart(model=str(header.path), depth=1, at_once=1, chunk_rows=8, least_rows=1),
         step_timeout_s=5,
         options=OPTIONS,
         ahead_bytes=0,

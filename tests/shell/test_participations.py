@@ -188,7 +188,7 @@ def test_a_part_is_loaded_linked_and_told(worker, processes):
         async with worker() as lap:
             process = await lap.serve(a_load(1))
             opening = await process.told(Open)
-            assert (opening.ring, opening.epoch, opening.model, opening.host) == (1, 1, None, "127.0.0.1")
+            assert (opening.ring, opening.epoch, opening.head, opening.host) == (1, 1, None, "127.0.0.1")
             assert processes.starts[0].place == 1
             assert lap.parts.is_serving
             assert lap.said == ["computing layers 2-3"]

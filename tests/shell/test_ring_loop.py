@@ -30,6 +30,7 @@ from primad.ring.messages import (
     Drained,
     Finished,
     Generate,
+    HeadPart,
     Open,
     Opened,
     Overdue,
@@ -75,12 +76,8 @@ def an_open(**changes) -> Open:
         windows=[],
         route=ROUTE,
         width=WIDTH,
-        model=None,
         host="127.0.0.1",
-        depth=2,
-        at_once=1,
-        chunk_rows=8,
-        least_rows=1,
+        head=None,
         step_timeout_s=TIMEOUT_S,
         options=OPTIONS,
         ahead_bytes=0,
@@ -413,7 +410,7 @@ def head_windows(monkeypatch, model) -> None:
             tail=model.whole() if alone else model.tail(ROUTE - 1),
             route=opening.route,
             limits=msgspec.structs.replace(limits_of_open(opening), windows=frozenset({opening.route - 1})),
-            scheduler=Scheduler(context=128, chunking=chunks_of(8), depth=opening.depth),
+            scheduler=Scheduler(context=128, chunking=chunks_of(8), depth=2),
             step_timeout_s=opening.step_timeout_s,
             clock=time.monotonic,
         )
@@ -425,13 +422,13 @@ def head_windows(monkeypatch, model) -> None:
 
 def head_limits(opening: Open) -> StepLimits:
     limits = limits_of_open(opening)
-    if opening.model is None:
+    if opening.head is None:
         return limits
     return msgspec.structs.replace(limits, windows=frozenset({opening.route - 1}))
 
 
 def a_head(**changes) -> Open:
-    return an_open(model="fake", **changes)
+    return an_open(head=HeadPart(model="fake", depth=2, at_once=1, chunk_rows=8, least_rows=1), **changes)
 
 
 def link(ring: list[tuple[Process, Opened]]) -> None:

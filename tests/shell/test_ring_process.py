@@ -25,6 +25,7 @@ from primad.ring.messages import (
     Cancel,
     Connect,
     Drain,
+    HeadPart,
     Open,
     Opened,
     Reopen,
@@ -64,12 +65,8 @@ def an_open(**changes) -> Open:
         windows=[WHOLE],
         route=1,
         width=8,
-        model="/nowhere/model.gguf",
         host="127.0.0.1",
-        depth=1,
-        at_once=1,
-        chunk_rows=8,
-        least_rows=1,
+        head=HeadPart(model="/nowhere/model.gguf", depth=1, at_once=1, chunk_rows=8, least_rows=1),
         step_timeout_s=5,
         options=OPTIONS,
         ahead_bytes=0,
@@ -154,7 +151,7 @@ def test_a_process_whose_mapped_file_was_cut_short_leaves_its_stacks_and_one_lin
 
     async def once() -> None:
         async with started(tmp_path) as process:
-            await process.send(an_open(route=3, model=None, windows=[]))
+            await process.send(an_open(route=3, head=None, windows=[]))
             events = process.events()
             assert isinstance(await anext(events), Opened)  # its handlers stand
             os.kill(process.pid, signal.SIGBUS)
@@ -247,7 +244,7 @@ def test_a_process_that_cannot_be_started_is_a_ring_error(tmp_path):
 def test_an_interrupt_of_the_terminal_is_the_daemons_business(tmp_path):
     async def once() -> None:
         async with started(tmp_path) as process:
-            await process.send(an_open(route=3, model=None, windows=[]))
+            await process.send(an_open(route=3, head=None, windows=[]))
             events = process.events()
             assert isinstance(await anext(events), Opened)
             os.kill(process.pid, signal.SIGINT)
@@ -286,7 +283,7 @@ def test_layer_files_that_are_none_break_it(tmp_path):
         assignment=in_memory(0, 1),
         extra_buffers=False,
     )
-    words = broken_by(tmp_path, an_open(model=None, route=3, windows=[window]))
+    words = broken_by(tmp_path, an_open(head=None, route=3, windows=[window]))
     assert words == f"{tmp_path / 'none.gguf'}: cannot be opened: No such file or directory"
 
 
@@ -323,7 +320,7 @@ def test_garbage_breaks_it_with_a_reason(tmp_path, content, why):
     "opening",
     [
         an_open(windows=[]),
-        an_open(model=None, route=1),
+        an_open(head=None, route=1),
         an_open(route=0),
         an_open(width=-1, route=3),
     ],

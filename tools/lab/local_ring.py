@@ -23,11 +23,13 @@ from primad.gguf.windows import ModelCutter
 from primad.head.extra_buffers import is_faster
 from primad.layers.cache import LayerCache
 from primad.profiler.effort import TYPES
+from primad.ring.grouping import Batching
 from primad.ring.messages import (
     Cancel,
     Connect,
     Finished,
     Generate,
+    HeadPart,
     Loading,
     Open,
     Opened,
@@ -81,6 +83,9 @@ class LocalRing:
         context: int = 2048,
         rows: int = 512,
         sequences: int = 1,
+        batching: Batching | None = None,
+        chunk_rows: int | None = None,
+        depth: int | None = None,
         kv_type: KvType = "f16",
         threads: Sequence[int] | int = 2,
         cpu: CpuProfile | None = None,
@@ -99,6 +104,9 @@ class LocalRing:
         self._context = context
         self._rows = rows
         self._sequences = sequences
+        self._batching = batching or Batching()
+        self._chunk_rows = chunk_rows
+        self._depth = depth
         self._kv_type = kv_type
         self._cpu = cpu
         self._folder = folder
@@ -158,12 +166,17 @@ class LocalRing:
                 windows=windows,
                 route=len(plan.route),
                 width=width,
-                model=str(self._model) if name == plan.head else None,
                 host="127.0.0.1",
-                depth=len(plan.devices),
-                at_once=self._sequences,
-                chunk_rows=self._rows,
-                least_rows=self._rows,
+                head=None
+                if name != plan.head
+                else HeadPart(
+                    model=str(self._model),
+                    depth=self._depth or len(plan.devices),
+                    at_once=self._sequences,
+                    chunk_rows=self._chunk_rows or self._rows,
+                    least_rows=self._chunk_rows or self._rows,
+                    batching=self._batching,
+                ),
                 step_timeout_s=self._step_timeout_s,
                 options=options,
                 ahead_bytes=self.assignments[name].ahead_bytes,

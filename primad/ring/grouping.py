@@ -1,0 +1,75 @@
+"""Which generations' next tokens one step computes together.
+
+A step of several rows costs less than as many steps of one: each step reads the weights, from memory or from a disk. But a
+ring of several devices is full only with several steps in it, and rows are computed bit for bit as each would be alone only
+as far as llama.cpp's kernels go (``Batching.rows`` and ``cells``).
+
+llama.cpp computes rows of several sequences, each with cells of its own, in one go only if their numbers follow one another.
+Where a step costs as much as all its rows, as with layers that a disk has to read, rows of nobody fill gaps between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A sequence whose next row could be computed, for one of those who ask (``owner``), behind so many ``cells``."""
+
+    sequence: int
+    owner: str
+    cells: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batching:
+    """At most ``rows`` rows a step, and ``steps`` such steps at once, or as many as there must be.
+
+    Behind ``cells`` cells or more a row is computed alone (None: never). ``bridges``: gaps are filled.
+    """
+
+    rows: int = 1
+    steps: int = 1
+    cells: int | None = None
+    bridges: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.rows >= 1
+        assert self.steps >= 1
+        assert self.cells is None or not self.bridges, "a row that fills a gap has cells as well"
+
+    def most_steps(self, decoding: int) -> int:
+        """How many steps may be in the ring while ``decoding`` generations wait for tokens."""
+        return max(self.steps, math.ceil(decoding / self.rows))
+
+    def together(self, ready: Sequence[Candidate], decoding: int) -> range:
+        """The sequences of the next step: the first of those that are ``ready``, and others that may come with it.
+
+        Of several owners each has the same share of the rows. ``ready`` are in the order in which they waited.
+        """
+        first, size = ready[0], math.ceil(decoding / self.most_steps(decoding))
+        alone = range(first.sequence, first.sequence + 1)
+        if size <= 1 or self._is_alone(first):
+            return alone
+        owners = {each.owner for each in ready}
+        left = dict.fromkeys(owners, math.ceil(size / len(owners)))
+        chosen: list[Candidate] = []
+        for each in ready:
+            if len(chosen) < size and left[each.owner] and not self._is_alone(each):
+                left[each.owner] -= 1
+                chosen.append(each)
+        numbers = {each.sequence for each in chosen}
+        if self.bridges:
+            return range(min(numbers), max(numbers) + 1)
+        low = high = first.sequence
+        while low - 1 in numbers:
+            low -= 1
+        while high + 1 in numbers:
+            high += 1
+        return range(low, high + 1)
+
+    def _is_alone(self, candidate: Candidate) -> bool:
+        return self.cells is not None and candidate.cells >= self.cells
