@@ -80,7 +80,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Promises(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan promises for the ring as a whole."""
+    """What the plan promises of an answer that is written alone, by the ring as a whole."""
 
     tokens_per_s: float
     tpot_ms: float
@@ -145,13 +145,17 @@ class EmbeddingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
-    """``GET /status``: ``serving``, ``detail`` and ``model`` as in the health check, then the ring that serves."""
+    """``GET /status``: ``serving``, ``detail`` and ``model`` as in the health check, then the ring that serves.
+
+    It writes ``sequences`` answers at once.
+    """
 
     serving: bool
     detail: str
     model: str | None
     epoch: int | None = None
     rounds: int | None = None
+    sequences: int | None = None
     predicted: Promises | None = None
     measured: AnswerFigures | None = None
     devices: list[DeviceStatus] = []

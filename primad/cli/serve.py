@@ -24,13 +24,14 @@ from primad.cli.output import err
 from primad.cli.progress import RichReporter
 from primad.errors import ConfigError, printable
 from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_host, load_config
-from primad.settings.quantities import parse_choice
+from primad.settings.quantities import parse_choice, parse_count
 
 if TYPE_CHECKING:
     from primad.head.options import ServeOptions
 
 MAX_NAME_CHARS: Final = 512
 """The longest name of a model that a client may say."""
+MAX_SEQUENCES: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +114,12 @@ class ServedPlanOptions:
     ] = False
     context: Context = None
     sequences: Annotated[
-        int,
+        str,
         typer.Option(
-            help="Answers at once, each with its own KV cache of --context tokens; where layers stream they take turns.",
-            min=1,
-            max=64,
+            help="Answers at once, each with its own KV cache of --context tokens; where layers stream they take turns. "
+            "auto: 1, 2 or 4, as memory is left."
         ),
-    ] = 1
+    ] = "auto"
     prompt: Annotated[
         int | None,
         typer.Option(
@@ -246,7 +246,7 @@ def _serve_options(
         alone=others.alone,
         objective=parse_choice(plan.objective, OBJECTIVES, "--objective"),
         use_all=plan.use_all,
-        sequences=plan.sequences,
+        sequences=parse_count(plan.sequences, MAX_SEQUENCES, "--sequences"),
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
         context_shift=endpoint.context_shift,

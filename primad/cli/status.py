@@ -126,6 +126,8 @@ def _title(status: StatusBody) -> str:
         words.append(f"epoch {status.epoch}")
     if status.rounds is not None:
         words.append(f"{status.rounds} round{'s' if status.rounds != 1 else ''} a token")
+    if status.sequences is not None and status.sequences > 1:
+        words.append(f"{status.sequences} answers at once")
     if status.predicted is not None:
         words.append(f"predicted {show_speed(status.predicted.tokens_per_s)}")
     return ", ".join(words)

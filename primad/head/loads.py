@@ -66,7 +66,7 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         extra_buffers=extra_buffers,
         sources=[],
         context=inputs.promise.context_tokens,
-        sequences=options.sequences,
+        sequences=inputs.promise.sequences,
         rows=inputs.rows,
         step_timeout_s=options.step_timeout_s,
         place=0,

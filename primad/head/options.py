@@ -43,7 +43,8 @@ class ServeOptions:
     ``embedding`` is a model file for embeddings. With ``api_key`` or ``api_key_file`` they need a key.
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
     with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are. So many ``sequences`` have a
-    KV cache each: as many generations run at once, where nothing streams, and as many prompts are remembered.
+    KV cache each (None: as many as the plan has room for): as many generations run at once, where nothing streams, and as
+    many prompts are remembered.
     """
 
     wait: int | None
@@ -60,7 +61,7 @@ class ServeOptions:
     alone: bool
     objective: Objective
     use_all: bool
-    sequences: int = 1
+    sequences: int | None = None
     aliases: tuple[str, ...] = ()
     any_model: bool = False
     tool_parser: str = AUTO
@@ -106,11 +107,18 @@ def stream_by_hand(plan: Plan, devices: Sequence[DeviceProfile], model: ModelPro
 
 
 def workload_of(options: ServeOptions, model: ModelProfile) -> Workload:
-    """What plans are made for. Raises ``ConfigError`` naming the flag that does not suit ``model``."""
+    """What plans are made for, one sequence where nobody said how many.
+
+    Raises ``ConfigError`` naming the flag that does not suit ``model``.
+    """
     check_kv_type(options.kv_type, model)
     context = default_context(options.context_tokens, model)
     return default_workload(
-        context, options.rows, options.kv_type, sequences=options.sequences, prompt_tokens=options.prompt_tokens
+        context,
+        options.rows,
+        options.kv_type,
+        sequences=options.sequences or 1,
+        prompt_tokens=options.prompt_tokens,
     )
 
 

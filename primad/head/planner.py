@@ -10,8 +10,9 @@ from typing import Final
 
 from msgspec import structs
 
-from halda import DeviceProfile, Infeasible, LinkProfile, Solution, Workload, evaluate, instance
-from primad.errors import PlanError, PrimadError
+from halda import DeviceProfile, Infeasible, LinkProfile, Plan, Solution, Workload, evaluate, instance
+from halda.instance import Instance
+from primad.errors import ModelError, PlanError, PrimadError
 from primad.gguf.architectures import cuttable
 from primad.head.devices import Devices
 from primad.head.learning import Learning
@@ -21,7 +22,7 @@ from primad.head.promise import Promise
 from primad.head.service import Service
 from primad.head.solver_process import SolverRequest, solve_apart
 from primad.head.worker_link import WorkerLink
-from primad.planning.context import widened_context
+from primad.planning.context import AtOnce, answers_at_once, widened_context
 from primad.system.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ class Planner:
         self.foreseeing: asyncio.Task[None] | None = None
         """The planning for losses that is under way."""
 
-    async def plan(self, candidates: frozenset[str], context_tokens: int | None) -> PlanResult:
-        """The plan for the head and ``candidates``, with the context that was served, if one was.
+    async def plan(self, candidates: frozenset[str], served: Promise | None) -> PlanResult:
+        """The plan for the head and ``candidates``, with the context and the sequences of ``served``, if one was.
 
         Raises ``PlanError`` or ``Infeasible`` when there is none.
         """
@@ -53,7 +54,7 @@ class Planner:
         # A device that is short of memory now has another profile than it had then.
         if foreseen is not None and profiles == [worker.profile for worker in workers]:
             return foreseen
-        return await self._solve(workers, context_tokens)
+        return await self._solve(workers, served)
 
     def forget(self) -> None:
         """What was foreseen holds no more: the head's own memory became short."""
@@ -61,21 +62,19 @@ class Planner:
             self.foreseeing.cancel()
         self._foreseen.clear()
 
-    def foresee(
-        self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks, *, context_tokens: int
-    ) -> None:
+    def foresee(self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks, served: Promise) -> None:
         """Begin to plan for the loss of each of ``members``, so that no time goes into it when it comes."""
         self.forget()
         if len(members) <= MOST_FORESEEN and self._service.options.windows is None:
-            self.foreseeing = tasks.start(self._foresee(candidates, members, context_tokens))
+            self.foreseeing = tasks.start(self._foresee(candidates, members, served))
 
-    async def _foresee(self, candidates: frozenset[str], members: frozenset[str], context_tokens: int) -> None:
+    async def _foresee(self, candidates: frozenset[str], members: frozenset[str], served: Promise) -> None:
         for lost in sorted(members):
             rest = candidates - {lost}
             workers = self._devices.present(rest)
             profiles = [worker.profile for worker in workers]
             try:
-                self._foreseen[rest] = profiles, await self._solve(workers, context_tokens, background=True)
+                self._foreseen[rest] = profiles, await self._solve(workers, served, background=True)
             except (PrimadError, Infeasible) as exc:
                 logger.info("without %s there is no plan: %s", lost, exc)
 
@@ -87,13 +86,13 @@ class Planner:
         if before is None or len(workers) + 1 < len(promise.plan.devices):
             return None
         devices, links = self._known([own, *(worker.profile for worker in workers)])
-        workload = self._workload(promise.context_tokens)
+        workload = replace(self._workload(promise), sequences=promise.sequences)
         known = instance(devices, links, self._service.model.profile, workload, {}, head=own.device)
         prediction = evaluate(promise.plan, known.with_rows(before.chunk_rows))
         return prediction.objective_s(options.objective, self._service.workload.answer_tokens)
 
     async def slowdown_with(
-        self, device: str, candidates: frozenset[str], serving_value: float, context_tokens: int
+        self, device: str, candidates: frozenset[str], serving_value: float, served: Promise
     ) -> float | None:
         """The share by which the best plan in which ``device`` has layers is slower than one of ``serving_value``.
 
@@ -104,7 +103,7 @@ class Planner:
         try:
             _, value = await self._solve(
                 self._devices.present(candidates),
-                context_tokens,
+                served,
                 require=frozenset({device}),
                 background=True,
             )
@@ -119,23 +118,24 @@ class Planner:
         links = self._devices.book.between(each.device for each in measured)
         return [corrections.apply(each) for each in measured], [corrections.apply_link(link) for link in links]
 
-    def _workload(self, context_tokens: int | None) -> Workload:
-        """What was asked to be planned for, with so much context, or as much as was asked for."""
+    def _workload(self, served: Promise | None) -> Workload:
+        """What was asked to be planned for, with the context of ``served``, or as much as was asked for."""
         workload = self._service.workload
-        return workload if context_tokens is None else replace(workload, context_tokens=context_tokens)
+        return workload if served is None else replace(workload, context_tokens=served.context_tokens)
 
     async def _solve(
         self,
         workers: Sequence[WorkerLink],
-        context_tokens: int | None,
+        served: Promise | None,
         *,
         require: frozenset[str] = frozenset(),
         background: bool = False,
     ) -> PlanResult:
         """The plan for the head and ``workers``, in which those of ``require`` have layers; what it promises, its objective.
 
-        It keeps the context of ``context_tokens``, if one was served, unless nobody asked for it and there is no plan with
-        it. Nothing is predicted for a plan that was set by hand. ``background`` lets all other work of this device go first.
+        It keeps the context of ``served``, unless nobody asked for it and there is no plan with it; and its sequences,
+        unless nobody asked for them and the plan has no room. Nothing is predicted for a plan that was set by hand.
+        ``background`` lets all other work of this device go first.
         """
         model, options = self._service.model, self._service.options
         devices, links = self._known([await self._own.profile(), *(worker.profile for worker in workers)])
@@ -148,7 +148,7 @@ class Planner:
             devices=devices,
             links=links,
             model=model.profile,
-            workload=self._workload(context_tokens),
+            workload=self._workload(served),
             objective=options.objective,
             require=frozenset(names) if options.use_all else require,
             time_limit_s=SOLVE_S,
@@ -158,26 +158,47 @@ class Planner:
         except Infeasible:
             if options.context_tokens is not None or asked.workload == self._service.workload:
                 raise
-            asked, context_tokens = structs.replace(asked, workload=self._service.workload), None
+            asked = structs.replace(asked, workload=self._service.workload)
             solution = await solve_apart(asked, background=background)
-        return self._promise(solution, asked, context_tokens), solution.objective_s
+            return self._promise(solution, asked, served, widens=True)
+        return self._promise(solution, asked, served, widens=options.context_tokens is None and served is None)
 
-    def _promise(self, solution: Solution, asked: SolverRequest, served_tokens: int | None) -> Promise:
-        """The promise of ``solution``, with more context where nobody said how much and none was served."""
-        plan, prediction = solution.plan, solution.prediction
-        tokens, why = asked.workload.context_tokens, ""
-        if self._service.options.context_tokens is None and served_tokens is None:
+    def _promise(self, solution: Solution, asked: SolverRequest, served: Promise | None, *, widens: bool) -> PlanResult:
+        """The promise of ``solution`` and its objective, for as many sequences as there is room for where nobody said how
+        many; with more context if it ``widens``."""
+        plan, prediction, value = solution.plan, solution.prediction, solution.objective_s
+        options, work, why_sequences, why_context = self._service.options, asked.workload, "", ""
+        if options.sequences is None or widens:
             question = instance(asked.devices, asked.links, asked.model, asked.workload, {}, head=plan.head)
-            found = widened_context(plan, question.with_rows(prediction.chunk_rows))
-            tokens, why = found.tokens, found.why
-        return Promise.of(
+            question = question.with_rows(prediction.chunk_rows)
+            work = question.workload
+            if options.sequences is None:
+                found = self._at_once(plan, question, served)
+                work, why_sequences = replace(work, sequences=found.sequences), found.why
+            if widens:
+                wider = widened_context(plan, question, sequences=work.sequences)
+                work, why_context = replace(work, context_tokens=wider.tokens), wider.why
+            prediction = evaluate(plan, replace(question, workload=work))
+            value = prediction.objective_s(options.objective, work.answer_tokens)
+        promise = Promise.of(
             plan,
             asked.model,
             prediction,
-            context_tokens=tokens,
+            context_tokens=work.context_tokens,
+            sequences=work.sequences,
             corrections=self._learning.corrections,
-            why_context=why,
+            why_context=why_context,
+            why_sequences=why_sequences,
         )
+        return promise, value
+
+    def _at_once(self, plan: Plan, question: Instance, served: Promise | None) -> AtOnce:
+        """How many sequences ``plan`` is for where nobody said how many: one, if it is not known that more do no harm."""
+        try:
+            cuttable(self._service.model.header)
+        except ModelError:
+            return AtOnce(sequences=1, why="more are not known to be exact with such a model; --sequences sets it")
+        return answers_at_once(plan, question, served=1 if served is None else served.sequences)
 
     def _by_hand(self, windows: tuple[int, ...], devices: Sequence[DeviceProfile]) -> Promise:
         """The promise of the plan in which the first of ``devices`` have ``windows``. Raises ``PlanError``."""
@@ -190,4 +211,12 @@ class Planner:
         devices = devices[: len(windows)]
         plan = plan_by_hand([device.device for device in devices], windows, self._service.options.rounds, model)
         plan = stream_by_hand(plan, devices, model, workload)
-        return Promise.of(plan, model, None, context_tokens=workload.context_tokens)
+        why = "--sequences sets it" if self._service.options.sequences is None else ""
+        return Promise.of(
+            plan,
+            model,
+            None,
+            context_tokens=workload.context_tokens,
+            sequences=workload.sequences,
+            why_sequences=why,
+        )

@@ -14,16 +14,18 @@ from primad.head.corrections import NOTHING_LEARNT, Corrections
 class Promise:
     """``prediction`` is what ``plan`` promises, None when it was set by hand; ``assignments`` are those of its devices.
 
-    Both were made with what was learnt until then, ``corrections``, and for a context of ``context_tokens``; ``why_context``
-    says why it is not more, where nobody said how much.
+    Both were made with what was learnt until then, ``corrections``, and for ``sequences`` answers at once, each with a
+    context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why it is not more, where nobody said how much.
     """
 
     plan: Plan
     prediction: Prediction | None
     assignments: Mapping[str, Assignment]
     context_tokens: int
+    sequences: int = 1
     corrections: Corrections = NOTHING_LEARNT
     why_context: str = ""
+    why_sequences: str = ""
 
     @classmethod
     def of(
@@ -33,8 +35,10 @@ class Promise:
         prediction: Prediction | None,
         *,
         context_tokens: int,
+        sequences: int = 1,
         corrections: Corrections = NOTHING_LEARNT,
         why_context: str = "",
+        why_sequences: str = "",
     ) -> Self:
         """The promise of ``plan`` for ``model``."""
         return cls(
@@ -42,6 +46,8 @@ class Promise:
             prediction=prediction,
             assignments=assignments(plan, model),
             context_tokens=context_tokens,
+            sequences=sequences,
             corrections=corrections,
             why_context=why_context,
+            why_sequences=why_sequences,
         )

@@ -235,6 +235,7 @@ class HeadRing:
         return {
             "epoch": self.epoch,
             "rounds": self.plan.rounds,
+            "sequences": self._inputs.promise.sequences,
             "predicted": None if self.prediction is None else msgspec.to_builtins(promises(self.prediction)),
             "measured": None if self.measured is None else msgspec.to_builtins(self.measured),
             "devices": msgspec.to_builtins(devices),

@@ -30,7 +30,7 @@ from primad.head.promise import Promise
 from primad.head.ring import HeadRing
 from primad.head.ring_inputs import RingDevices, RingInputs
 from primad.head.service import Service
-from primad.head.status import left_out_line
+from primad.head.status import at_once_line, left_out_line, predicted_line
 from primad.head.vocabulary import sampling_defaults
 from primad.layers.server import LayerSource
 from primad.membership import types
@@ -71,8 +71,8 @@ class Rings:
         self._rings: dict[int, HeadRing] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._serving = 0
-        self._context_tokens: int | None = None
-        """Of the latest ring that served; the next one keeps it where it can."""
+        self._promised: Promise | None = None
+        """By the latest ring that served; the next one keeps its context and its sequences where it can."""
         self._learner: asyncio.Task[None] | None = None
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
         self._tasks = Tasks()
@@ -111,7 +111,7 @@ class Rings:
         self._core.describe("planning")
         try:
             await asyncio.to_thread(self._model.check)
-            promise, value = await self._planner.plan(candidates, self._context_tokens)
+            promise, value = await self._planner.plan(candidates, self._promised)
             serving = self._plans.get(self._serving)
             serving_value = None if serving is None else await self._planner.value(serving)
         except (ModelError, PlanError, Infeasible) as exc:
@@ -245,8 +245,7 @@ class Rings:
 
     async def _serve(self, epoch: int, instead: int | None) -> None:
         ring, self._serving = self._rings[epoch], epoch
-        promise = self._plans[epoch]
-        self._context_tokens = promise.context_tokens
+        promise = self._promised = self._plans[epoch]
         if instead is not None and instead in self._rings:
             self._backend.hand_over()
             await self._rings[instead].drain()
@@ -278,15 +277,13 @@ class Rings:
             f"{self._model.id} is served at {self._service.options.url}/v1 with {promise.context_tokens} tokens of context"
             + (f" ({promise.why_context})" if promise.why_context else "")
         )
+        self._reporter.say(at_once_line(promise.sequences, promise.why_sequences))
         if (embedding := self._service.options.embedding) is not None:
             self._reporter.say(f"{model_id(embedding)} gives embeddings there, on this device alone")
         for line in [*ring.describe(), *why]:
             self._reporter.say(line)
         if ring.prediction is not None:
-            self._reporter.say(
-                f"predicted {ring.prediction.tokens_per_s:.3g} tokens/s, first token of an answer to "
-                f"{self._service.workload.prompt_tokens} tokens after {ring.prediction.ttft_s:.2g} s"
-            )
+            self._reporter.say(predicted_line(ring.prediction, promise.sequences, self._service.workload.prompt_tokens))
 
     async def _left_out(self, epoch: int, promise: Promise, left: LeftOut) -> str:
         slowdown = None
@@ -295,7 +292,7 @@ class Rings:
                 left.device,
                 self._candidates.get(epoch, frozenset()),
                 self._objective_s(promise.prediction),
-                promise.context_tokens,
+                promise,
             )
         return left_out_line(left.device, left.reason, slowdown)
 
@@ -312,7 +309,7 @@ class Rings:
             facts=facts_of(self._model.header),
             tool_parser=self._service.options.tool_parser,
             context_shift=self._service.options.context_shift,
-            sequences=self._service.options.sequences,
+            sequences=promise.sequences,
         )
 
     def _foresee(self, epoch: int) -> None:
@@ -321,5 +318,5 @@ class Rings:
             self._candidates.get(epoch, frozenset()),
             frozenset(ring.plan.devices) - {ring.plan.head},
             self._tasks,
-            context_tokens=self._plans[epoch].context_tokens,
+            self._plans[epoch],
         )

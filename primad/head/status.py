@@ -102,10 +102,25 @@ def device_status(
     )
 
 
+def at_once_line(sequences: int, why: str) -> str:
+    """How many answers are written at once, and ``why`` not more, if that is known."""
+    line = "1 answer at a time" if sequences == 1 else f"{sequences} answers at once, each with that context"
+    return f"{line} ({why})" if why else line
+
+
+def predicted_line(prediction: Prediction, sequences: int, prompt_tokens: int) -> str:
+    """What is predicted of one answer, and of ``sequences`` together."""
+    together = f" ({prediction.tokens_per_s:.3g} of {sequences} answers together)" if sequences > 1 else ""
+    return (
+        f"predicted {1 / prediction.tpot_s:.3g} tokens/s{together}, first token of an answer to {prompt_tokens} tokens "
+        f"after {prediction.ttft_s:.2g} s"
+    )
+
+
 def promises(prediction: Prediction) -> Promises:
-    """What a plan promises."""
+    """What a plan promises one answer."""
     return Promises(
-        tokens_per_s=prediction.tokens_per_s,
+        tokens_per_s=1 / prediction.tpot_s,
         tpot_ms=prediction.tpot_s * 1e3,
         ttft_ms=prediction.ttft_s * 1e3,
     )

@@ -1,8 +1,11 @@
-"""How much context a plan has room for, where nobody said how much: as much as costs next to nothing. Pure.
+"""How much context a plan has room for, and for how many answers at once, where nobody said it: as much as costs next to
+nothing. Pure.
 
 A wider context takes memory alone, for a larger KV cache; what a token costs depends on how much of it is filled. So a plan
 that still fits, and streams no more, is as good with it as it was, and a proof that it is the best one holds. Loading clears
 the cache: 0.2 s for the 530 MB by which 32,768 tokens are more than 4,096 (Gemma 3 270M); a token took 33 ms with both.
+
+The same holds for the KV caches of more sequences. They come first: a wider context is for each of them.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from typing import Final
 from halda import Plan, Prediction, evaluate
 from halda.instance import Instance
 
+MOST_AT_ONCE: Final = 4
+"""More answers at once have to be asked for."""
 MOST_OF_FREE: Final = 0.5
-"""Of the memory that a plan leaves free a wider context takes at most so much: devices are their owners'."""
+"""Of the memory that a plan leaves free both together take at most so much: devices are their owners'."""
 LITTLE_OF_FREE: Final = 0.05
 """The same where the KV cache is larger than the layers: memory that nobody misses, of small models on large machines."""
 
@@ -27,26 +32,51 @@ class Widened:
     why: str
 
 
-def widened_context(plan: Plan, question: Instance) -> Widened:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtOnce:
+    """So many ``sequences``, and ``why`` they are not more."""
+
+    sequences: int
+    why: str
+
+
+def answers_at_once(plan: Plan, question: Instance, *, served: int = 1) -> AtOnce:
+    """How many sequences ``plan``, of ``question`` for one, has room for: doubled as the context is, at most four.
+
+    As many as were ``served`` need no more than to fit. One, where layers stream: each KV cache takes the memory of some
+    that would be read from the disk instead, for every token.
+    """
+    count, now = question.workload.sequences, evaluate(plan, question)
+    assert count == 1
+    while count < MOST_AT_ONCE:
+        asked = replace(question, workload=replace(question.workload, sequences=2 * count))
+        obstacle = _obstacle(plan, now, asked, keeps=2 * count <= served)
+        if obstacle is not None:
+            return AtOnce(sequences=count, why=f"{2 * count} {obstacle}; --sequences sets it")
+        count *= 2
+    return AtOnce(sequences=count, why="--sequences sets it")
+
+
+def widened_context(plan: Plan, question: Instance, *, sequences: int | None = None) -> Widened:
     """The context of ``question``, doubled as long as ``plan`` has room for it, at most what the model was trained with.
 
-    It takes no more than half of what ``plan`` leaves free on any machine, and no more than a twentieth where the KV cache
-    is larger than the layers are.
+    With the KV caches of so many ``sequences`` (None: those of ``question``) it takes no more than half of what ``plan``
+    leaves free on any machine, and no more than a twentieth where the KV cache is larger than the layers are.
     """
     tokens, trained = question.workload.context_tokens, question.model.context_tokens
-    now = evaluate(plan, question)
+    now, count = evaluate(plan, question), sequences or question.workload.sequences
     while tokens < trained:
         wider = min(2 * tokens, trained)
-        obstacle = _obstacle(plan, question, now, wider)
+        work = replace(question.workload, context_tokens=wider, sequences=count)
+        obstacle = _obstacle(plan, now, replace(question, workload=work))
         if obstacle is not None:
             return Widened(tokens=tokens, why=f"{wider} {obstacle}; --context sets it")
         tokens = wider
     return Widened(tokens=tokens, why="all that the model was trained with" if trained else "--context sets it")
 
 
-def _obstacle(plan: Plan, question: Instance, now: Prediction, wider: int) -> str | None:
-    """What speaks against so many tokens."""
-    asked = replace(question, workload=replace(question.workload, context_tokens=wider))
+def _obstacle(plan: Plan, now: Prediction, asked: Instance, *, keeps: bool = False) -> str | None:
+    """What speaks against the larger KV cache of ``asked``; where it ``keeps`` what was served, all that is free may go."""
     kv_bytes = sum(asked.kv_bytes[kind] for kind in asked.kind_of)
     is_large = kv_bytes > sum(layer.size_bytes for layer in asked.model.layers)
     share = LITTLE_OF_FREE if is_large else MOST_OF_FREE
@@ -57,10 +87,12 @@ def _obstacle(plan: Plan, question: Instance, now: Prediction, wider: int) -> st
     then = evaluate(plan, asked)
     if then.short:
         return f"would not fit into the {then.short[0].what} of {then.short[0].where}"
-    members = {member.name: member for member in question.members}
+    if keeps:
+        return None
+    members = {member.name: member for member in asked.members}
     both = list(zip(now.devices, then.devices, strict=True))
-    for host in question.hosts:
-        here = [pair for pair in both if pair[0].device in {question.devices[i].device for i in host}]
+    for host in asked.hosts:
+        here = [pair for pair in both if pair[0].device in {asked.devices[i].device for i in host}]
         if not here:
             continue
         where = " and ".join(before.device for before, _ in here)

@@ -143,6 +143,16 @@ def parse_choice(text: str, choices: Sequence[_Choice], source: str) -> _Choice:
     raise ConfigError(f"{source} {text}: choose {', '.join(choices[:-1])} or {choices[-1]}")
 
 
+def parse_count(text: str, most: int, source: str) -> int | None:
+    """A whole number from 1 to ``most``; None for ``auto``."""
+    if text == "auto":
+        return None
+    count = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
+    if not 1 <= count <= most:
+        raise ConfigError(f"{source} {printable(text)}: give a whole number from 1 to {most}, or auto")
+    return count
+
+
 def parse_list(value: Any, source: str) -> list[Any]:
     """A list, or the parts of a text between commas."""
     if isinstance(value, str):

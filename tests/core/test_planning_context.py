@@ -1,4 +1,4 @@
-"""How much context a plan has room for, where nobody said how much."""
+"""How much context, and how many answers at once, a plan has room for, where nobody said it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from halda import DeviceProfile, ModelProfile, Plan, evaluate, instance, residency
 from halda.instance import Instance
 from halda_research.random_fleets import random_instance, random_plan
-from primad.planning.context import MOST_OF_FREE, widened_context
+from primad.planning.context import LITTLE_OF_FREE, MOST_AT_ONCE, MOST_OF_FREE, answers_at_once, widened_context
 from primad.planning.question import default_workload
 from tests.fakes.planning import GB, device, model
 from tests.solver.test_simulate import ring
@@ -49,6 +49,41 @@ def test_a_context_is_as_wide_as_costs_next_to_nothing(ram, trained, tokens, why
     assert (found.tokens, found.why) == (tokens, why)
 
 
+@pytest.mark.parametrize(
+    ("ram", "served", "sequences", "why"),
+    [
+        (64 * GB, 1, 4, "--sequences sets it"),
+        (8 * GB, 1, 4, "--sequences sets it"),
+        (7 * GB, 1, 2, "4 would take over half of the RAM that is left on desk; --sequences sets it"),
+        (7 * GB, 2, 2, "4 would take over half of the RAM that is left on desk; --sequences sets it"),
+        (7 * GB, 4, 4, "--sequences sets it"),
+        (6.5 * GB, 1, 1, "2 would take over half of the RAM that is left on desk; --sequences sets it"),
+        (6.5 * GB, 4, 2, "4 would not fit into the RAM of desk; --sequences sets it"),
+        (6 * GB, 4, 1, "2 would not fit into the RAM of desk; --sequences sets it"),
+        (5 * GB, 4, 1, "2 would have more read from the disk of desk for every token; --sequences sets it"),
+    ],
+)
+def test_as_many_answers_are_written_at_once_as_cost_next_to_nothing_or_were_served_and_fit(
+    ram, served, sequences, why
+):
+    found = answers_at_once(*alone(int(ram)), served=served)
+    assert (found.sequences, found.why) == (sequences, why)
+
+
+def test_of_small_layers_and_large_caches_there_are_few():
+    small = model(layer_bytes=GB // 100, context_tokens=1 << 20)
+    found = answers_at_once(*alone(4 * GB, small))
+    assert found.sequences == 1
+    assert f"larger than the model's layers and over {LITTLE_OF_FREE:.0%}" in found.why
+
+
+def test_a_context_is_for_each_of_the_answers_at_once():
+    plan, asked = alone(10 * GB)
+    assert (widened_context(plan, asked).tokens, widened_context(plan, asked, sequences=4).tokens) == (16384, 4096)
+    plan, asked = alone(64 * GB)
+    assert (widened_context(plan, asked).tokens, widened_context(plan, asked, sequences=4).tokens) == (32768, 8192)
+
+
 def test_devices_of_one_machine_share_what_is_left():
     both = question(device("a", ram=8 * GB, host="box"), device("b", ram=8 * GB, host="box"))
     plan = ring(("a", 9), ("b", 10), ("a", 1))
@@ -57,8 +92,8 @@ def test_devices_of_one_machine_share_what_is_left():
     assert "on a and b" in widened_context(plan, both).why
 
 
-def test_a_wider_context_costs_no_time_and_breaks_no_limit():
-    widened = 0
+def test_answers_at_once_and_a_wider_context_cost_no_time_and_break_no_limit():
+    widened, several = 0, 0
     for seed in range(80):
         rng = random.Random(seed)
         asked = random_instance(rng)
@@ -68,10 +103,14 @@ def test_a_wider_context_costs_no_time_and_breaks_no_limit():
         now = evaluate(plan, asked)
         if now.short:
             continue
-        found = widened_context(plan, asked)
+        asked = replace(asked, workload=replace(work, sequences=1))
+        now, count = evaluate(plan, asked), answers_at_once(plan, asked).sequences
+        found = widened_context(plan, asked, sequences=count)
         assert found.tokens >= work.context_tokens
+        assert count in (1, 2, MOST_AT_ONCE)
         widened += found.tokens > work.context_tokens
-        then = evaluate(plan, replace(asked, workload=replace(work, context_tokens=found.tokens)))
+        several += count > 1
+        then = evaluate(plan, replace(asked, workload=replace(work, context_tokens=found.tokens, sequences=count)))
         assert not then.short
         assert then.tpot_s == pytest.approx(now.tpot_s)
         assert then.ttft_s == pytest.approx(now.ttft_s)
@@ -79,3 +118,4 @@ def test_a_wider_context_costs_no_time_and_breaks_no_limit():
         for before, after in zip(now.devices, then.devices, strict=True):
             assert after.ram_bytes - before.ram_bytes <= MOST_OF_FREE * (limits[before.device] - before.ram_bytes)
     assert widened >= 10
+    assert several >= 10

@@ -77,6 +77,23 @@ def test_every_window_sees_the_same_rows_in_the_same_steps(cut, sampling):
         assert all(window.steps == [] for window in other.windows)
 
 
+@pytest.mark.parametrize("cut", [0, 3, 60, 200])
+@pytest.mark.parametrize("fewer", [1, 2])
+def test_more_generations_than_a_ring_has_sequences_go_on_one_after_another(cut, fewer):
+    texts = {request: prompt(20 + request, request) for request in range(1, 5)}
+    first, second = FakeRing(*SMALL, sequences=4), FakeRing(*SMALL, sequences=fewer)
+    for request, text in texts.items():
+        first.head.submit(generate(request, text, tokens=12, sampling=WILD))
+    for _ in range(cut):
+        first.move()
+    told = {request: sampled(first, request) for request in texts}
+    for request, text in texts.items():
+        second.head.submit(generate(request, text, sampled=told[request], tokens=12, sampling=WILD))
+    second.run()
+    for request, text in texts.items():
+        assert told[request] + sampled(second, request) == second.model.answer(text, 12, WILD)
+
+
 def test_a_generation_may_be_cut_again_and_again():
     text, told = prompt(20), []
     whole = FakeRing(*SMALL).model.answer(text, 12, WILD)

@@ -222,6 +222,7 @@ def test_the_body_without_a_ring():
         "model": None,
         "epoch": None,
         "rounds": None,
+        "sequences": None,
         "predicted": None,
         "measured": None,
         "devices": [],

@@ -241,6 +241,7 @@ def test_windows_that_do_not_fit(tiny, new_home, cluster, temporary):
         (("--context", "1000000"), "--context 1000000"),
         (("--prompt", "64", "--context", "64"), "--prompt 64"),
         (("--kv-type", "q5_1"), "--kv-type q5_1"),
+        (("--sequences", "many"), "--sequences many: give a whole number from 1 to 64, or auto"),
         (("--tool-parser", "odd"), "--tool-parser odd: choose auto, "),
         (("--port", "99999"), "--port"),
         (("--insecure-lan",), "--insecure-lan"),

@@ -45,6 +45,7 @@ class Lab:
         arguments = ("--wait", 2, "--use-all", "--context", 512)
         self.head: Head = stack.enter_context(heading(model, make_home("head"), self.cluster, *arguments, config=""))
         self.head.wait_serving()
+        self.at_once = self.head.status()["sequences"]
         self.undisturbed = ask(self.head).text
 
     def add(self, count: int) -> list[str]:
@@ -90,6 +91,7 @@ class Lab:
         note(promise, told.gap_s, what)
         assert (told.text, told.finish, told.error) == (self.undisturbed, "length", None), self.head.run.output
         assert self.head.health()[0] == 200
+        wait_until(lambda: self.head.status().get("sequences") == self.at_once, "it has as many sequences as before")
         if said is not None:
             self.head.run.wait_for(said, start=before)
         assert "Traceback" not in self.head.run.output

@@ -179,6 +179,11 @@ def test_the_head_says_that_it_does_not_pause_on_battery(primad, served, home):
         (("--max-ram", "0B"), "--max-ram: without memory"),
         (("--interface", "no-such0"), "--interface no-such0: "),
         (("--pause-on-battery",), "--pause-on-battery"),
+        (("--sequences", "many"), "--sequences many: give a whole number from 1 to 64, or auto"),
+        (("--sequences", "0"), "--sequences 0: "),
+        (("--sequences", "65"), "--sequences 65: "),
+        (("--sequences", "-1"), "--sequences"),
+        (("--sequences", "1.5"), "--sequences 1.5: "),
     ],
 )
 def test_options_that_serve_refuses(primad, served, arguments, named):

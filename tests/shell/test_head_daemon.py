@@ -165,6 +165,7 @@ class Lab:
             alone=False,
             objective="balanced",
             use_all=use_all,
+            sequences=1,
         )
         place = Workspace(cache=LayerCache(config.layers), run=config.run, usage=self.home / "v", build="a build")
         station = Station(config=config, workspace=place, identity=HEAD, trust=self.trust, timings=timings)

@@ -147,7 +147,7 @@ def props(served: ServedModel) -> dict[str, Any]:
     template = served.vocabulary.chat_template or CHATML
     return {
         "default_generation_settings": {"id": 0, "n_ctx": served.context_tokens, "params": {}},
-        "total_slots": 1,
+        "total_slots": served.sequences,
         "model_alias": served.id,
         "model_path": f"{served.id}.gguf",
         "chat_template": template,

@@ -1,0 +1,124 @@
+"""How many answers at once a head plans for, and what becomes of them when devices are lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from types import SimpleNamespace
+
+import pytest
+
+from halda import DeviceProfile, Solution, solve
+from primad.errors import ModelError
+from primad.head import planner as planner_module
+from primad.head.learning import Learning
+from primad.head.planner import Planner, PlanResult
+from primad.head.promise import Promise
+from primad.head.solver_process import SolverRequest
+from primad.planning.question import default_workload
+from tests.fakes.planning import GB, device, link, model
+
+LAP = frozenset({"lap"})
+
+
+async def solve_here(asked: SolverRequest, *, background: bool = False) -> Solution:
+    return solve(
+        asked.devices,
+        asked.links,
+        asked.model,
+        asked.workload,
+        objective=asked.objective,
+        heads=["desk"],
+        require=asked.require,
+        time_limit_s=60,
+    )
+
+
+class House:
+    """A head with so much RAM, and a laptop that computes as much."""
+
+    def __init__(self, monkeypatch, tmp_path, *, ram: float, lap: float = 8 * GB, **wishes: object) -> None:
+        monkeypatch.setattr(planner_module, "solve_apart", solve_here)
+        self._profiles = [device("desk", ram=int(ram)), device("lap", ram=int(lap))]
+        wished = {"sequences": None, "context_tokens": None, "windows": None, "rounds": None} | wishes
+        options = SimpleNamespace(**{"objective": "balanced", "use_all": False} | wished)
+        toy = model(context_tokens=4096)
+        work = default_workload(4096, 512, "f16", sequences=options.sequences or 1)
+        service = SimpleNamespace(model=SimpleNamespace(profile=toy, header=None), workload=work, options=options)
+        book = SimpleNamespace(between=lambda names: [link("desk", "lap"), link("lap", "desk")])
+        monkeypatch.setattr(planner_module, "cuttable", lambda header: None)
+        own, devices = SimpleNamespace(profile=self._own), SimpleNamespace(present=self._present, book=book)
+        self.planner = Planner(service, own, devices, Learning(tmp_path))
+
+    def plan(self, candidates: frozenset[str] = frozenset(), served: Promise | None = None) -> PlanResult:
+        return asyncio.run(self.planner.plan(candidates, served))
+
+    async def _own(self) -> DeviceProfile:
+        return self._profiles[0]
+
+    def _present(self, names: Collection[str]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(profile=each) for each in self._profiles[1:] if each.device in names]
+
+
+@pytest.fixture
+def house(monkeypatch, tmp_path):
+    return lambda **wishes: House(monkeypatch, tmp_path, **wishes)
+
+
+@pytest.mark.parametrize(
+    ("ram", "sequences", "why"),
+    [
+        (64 * GB, 4, "--sequences sets it"),
+        (7 * GB, 2, "4 would take over half of the RAM that is left on desk; --sequences sets it"),
+        (5 * GB, 1, "2 would have more read from the disk of desk for every token; --sequences sets it"),
+    ],
+)
+def test_a_first_plan_has_as_many_as_its_memory_gives_at_little_cost(house, ram, sequences, why):
+    promise, value = house(ram=ram).plan()
+    assert (promise.sequences, promise.why_sequences) == (sequences, why)
+    assert value == promise.prediction.objective_s("balanced", 256)
+    one, of_one = house(ram=ram, sequences=1).plan()
+    assert one.plan == promise.plan
+    assert value == pytest.approx(of_one)
+    assert promise.prediction.devices[0].ram_bytes >= one.prediction.devices[0].ram_bytes + (sequences - 1) * 0.3 * GB
+
+
+def test_of_a_model_that_is_not_known_to_be_exact_one_is_written_at_a_time(house, monkeypatch):
+    at_home = house(ram=64 * GB)
+
+    def refused(header: None) -> None:
+        raise ModelError("it keeps recurrent state")
+
+    monkeypatch.setattr(planner_module, "cuttable", refused)
+    promise, _ = at_home.plan()
+    assert (promise.sequences, promise.context_tokens) == (1, 4096)
+    assert promise.why_sequences == "more are not known to be exact with such a model; --sequences sets it"
+
+
+def test_who_says_how_many_gets_them_and_no_reason(house):
+    promise, _ = house(ram=64 * GB, sequences=7).plan()
+    assert (promise.sequences, promise.why_sequences) == (7, "")
+
+
+@pytest.mark.parametrize(("asked", "planned"), [(None, 1), (3, 3)])
+def test_a_plan_by_hand_is_for_one_unless_said_otherwise(house, asked, planned):
+    promise, _ = house(ram=64 * GB, windows=(19,), rounds=1, sequences=asked).plan()
+    assert promise.sequences == planned
+
+
+@pytest.mark.parametrize(("ram", "left"), [(7, 4), (6.5, 2), (5, 1)])
+def test_without_a_device_as_many_go_on_as_still_fit(house, ram, left):
+    at_home = house(ram=ram * GB, lap=64 * GB, use_all=True)
+    both, _ = at_home.plan(LAP)
+    assert (both.sequences, both.plan.devices) == (4, ("desk", "lap"))
+    rest, _ = at_home.plan(served=both)
+    assert (rest.sequences, rest.plan.devices) == (left, ("desk",))
+    again, _ = at_home.plan(LAP, rest)
+    assert again.sequences == 4
+
+
+def test_a_plan_that_serves_is_valued_for_the_answers_that_it_promised(house):
+    at_home = house(ram=64 * GB, objective="throughput")
+    promise, value = at_home.plan()
+    assert promise.sequences == 4
+    assert asyncio.run(at_home.planner.value(promise)) == pytest.approx(value)
