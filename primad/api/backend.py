@@ -97,7 +97,8 @@ class SamplingDefaults:
 class ServedModel:
     """The model behind the API. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus answer;
     ``tool_parser`` names the form of its calls, or is ``auto``. With ``context_shift`` the oldest messages of
-    a conversation that is too long are left out. As many as ``sequences`` answers are written at once."""
+    a conversation that is too long are left out. As many as ``sequences`` answers are written at once; if that ``is_exact``,
+    each is what it is alone."""
 
     id: str
     created: int
@@ -109,6 +110,7 @@ class ServedModel:
     tool_parser: str = "auto"
     context_shift: bool = False
     sequences: int = 1
+    is_exact: bool = True
 
     @property
     def all_names(self) -> tuple[str, ...]:

@@ -120,6 +120,13 @@ class ServedPlanOptions:
             "auto: 1, 2 or 4, as memory is left."
         ),
     ] = "auto"
+    batching: Annotated[
+        str,
+        typer.Option(
+            help="What several answers compute together: exact (each is what it is alone), fast (as many tokens a second as "
+            "can be), or auto: exact where that keeps nine tenths of them."
+        ),
+    ] = "auto"
     prompt: Annotated[
         int | None,
         typer.Option(
@@ -228,6 +235,7 @@ def _serve_options(
 ) -> ServeOptions:
     from halda import KV_TYPES, OBJECTIVES
     from primad.api.reading import PARSERS
+    from primad.head.batching import BATCHING_MODES
     from primad.head.options import ServeOptions
 
     return ServeOptions(
@@ -247,6 +255,7 @@ def _serve_options(
         objective=parse_choice(plan.objective, OBJECTIVES, "--objective"),
         use_all=plan.use_all,
         sequences=parse_count(plan.sequences, MAX_SEQUENCES, "--sequences"),
+        batching=parse_choice(plan.batching, BATCHING_MODES, "--batching"),
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
         context_shift=endpoint.context_shift,

@@ -50,6 +50,7 @@ class WindowLoad:
             batch_threads=profile.cpu.batch_threads,
             kv_type=load.kv_type,
             lock=station.config.lock,
+            flash=load.flash,
         )
         self._load, self._head = load, head
         self._place, self._config = station.workspace, station.config

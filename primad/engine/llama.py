@@ -368,6 +368,8 @@ class _Model:
         params.type_k = params.type_v = _KV_TYPES[options.kv_type]
         if options.kv_type != "f16":  # llama.cpp quantises values only for it
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        elif not options.flash:
+            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         # A bound method of a dict subclass: see the module's docstring. Kept alive beside the context.
         self._callback = EVAL_CALLBACK(self._tap.__getitem__)
         params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))

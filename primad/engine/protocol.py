@@ -133,7 +133,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How windows are opened on this device.
 
     ``context`` cells of KV cache of type ``kv_type`` for each of ``sequences`` sequences; at most ``rows`` rows a step;
-    ``threads`` for decode and ``batch_threads`` for prefill. ``lock`` pins resident weights to memory (mlock).
+    ``threads`` for decode and ``batch_threads`` for prefill. ``lock`` pins resident weights to memory (mlock). Without
+    ``flash`` attention keeps the scores of all cells, where the KV cache allows it.
     """
 
     context: int
@@ -143,6 +144,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     batch_threads: int
     kv_type: KvType
     lock: bool
+    flash: bool = True
 
 
 class WindowSource(msgspec.Struct, frozen=True, kw_only=True):

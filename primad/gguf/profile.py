@@ -68,6 +68,7 @@ def model_profile(header: Header) -> ModelProfile:
             _first(header, f"{name}.attention.head_count", layer) * _head_widths(header, name, layer)[0]
             for layer in range(layers)
         ),
+        heads=max(_first(header, f"{name}.attention.head_count", layer) for layer in range(layers)),
     )
 
 

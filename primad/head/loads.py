@@ -71,6 +71,7 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         step_timeout_s=options.step_timeout_s,
         place=0,
         kv_type=options.kv_type,
+        flash=inputs.promise.flash,
     )
 
 

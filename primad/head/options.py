@@ -24,6 +24,7 @@ from halda import (
 from primad.api.reading import AUTO
 from primad.engine.protocol import KvType
 from primad.errors import ConfigError, PlanError
+from primad.head.batching import BatchingMode
 from primad.planning.question import check_kv_type, default_context, default_workload
 from primad.settings.config import LOOPBACK
 from primad.settings.quantities import show_bytes
@@ -44,7 +45,7 @@ class ServeOptions:
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
     with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are. So many ``sequences`` have a
     KV cache each (None: as many as the plan has room for): as many generations run at once, where nothing streams, and as
-    many prompts are remembered.
+    many prompts are remembered. ``batching`` says whether what they compute together must be exact.
     """
 
     wait: int | None
@@ -62,6 +63,7 @@ class ServeOptions:
     objective: Objective
     use_all: bool
     sequences: int | None = None
+    batching: BatchingMode = "auto"
     aliases: tuple[str, ...] = ()
     any_model: bool = False
     tool_parser: str = AUTO

@@ -10,11 +10,12 @@ from typing import Final
 
 from msgspec import structs
 
-from halda import DeviceProfile, Infeasible, LinkProfile, Plan, Solution, Workload, evaluate, instance
-from halda.instance import Instance
+from halda import DeviceProfile, Infeasible, LinkProfile, Solution, Workload, evaluate, instance
 from primad.errors import ModelError, PlanError, PrimadError
 from primad.gguf.architectures import cuttable
+from primad.head.batching import batches_of
 from primad.head.devices import Devices
+from primad.head.fitting import fitted
 from primad.head.learning import Learning
 from primad.head.options import plan_by_hand, stream_by_hand
 from primad.head.own_device import OwnDevice
@@ -22,7 +23,7 @@ from primad.head.promise import Promise
 from primad.head.service import Service
 from primad.head.solver_process import SolverRequest, solve_apart
 from primad.head.worker_link import WorkerLink
-from primad.planning.context import AtOnce, answers_at_once, widened_context
+from primad.planning.context import attends_plainly
 from primad.system.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Planner:
         if before is None or len(workers) + 1 < len(promise.plan.devices):
             return None
         devices, links = self._known([own, *(worker.profile for worker in workers)])
-        workload = replace(self._workload(promise), sequences=promise.sequences)
+        workload = replace(self._workload(promise), sequences=promise.sequences, flash=promise.flash)
         known = instance(devices, links, self._service.model.profile, workload, {}, head=own.device)
         prediction = evaluate(promise.plan, known.with_rows(before.chunk_rows))
         return prediction.objective_s(options.objective, self._service.workload.answer_tokens)
@@ -164,41 +165,37 @@ class Planner:
         return self._promise(solution, asked, served, widens=options.context_tokens is None and served is None)
 
     def _promise(self, solution: Solution, asked: SolverRequest, served: Promise | None, *, widens: bool) -> PlanResult:
-        """The promise of ``solution`` and its objective, for as many sequences as there is room for where nobody said how
-        many; with more context if it ``widens``."""
-        plan, prediction, value = solution.plan, solution.prediction, solution.objective_s
-        options, work, why_sequences, why_context = self._service.options, asked.workload, "", ""
-        if options.sequences is None or widens:
-            question = instance(asked.devices, asked.links, asked.model, asked.workload, {}, head=plan.head)
-            question = question.with_rows(prediction.chunk_rows)
-            work = question.workload
-            if options.sequences is None:
-                found = self._at_once(plan, question, served)
-                work, why_sequences = replace(work, sequences=found.sequences), found.why
-            if widens:
-                wider = widened_context(plan, question, sequences=work.sequences)
-                work, why_context = replace(work, context_tokens=wider.tokens), wider.why
-            prediction = evaluate(plan, replace(question, workload=work))
-            value = prediction.objective_s(options.objective, work.answer_tokens)
+        """The promise of ``solution`` and its objective."""
+        plan = solution.plan
+        found = fitted(
+            solution,
+            instance(asked.devices, asked.links, asked.model, asked.workload, {}, head=plan.head),
+            self._service.options,
+            served,
+            widens=widens,
+            may_be_several=self._is_cuttable(),
+        )
+        work = found.question.workload
         promise = Promise.of(
             plan,
             asked.model,
-            prediction,
+            found.prediction,
             context_tokens=work.context_tokens,
             sequences=work.sequences,
             corrections=self._learning.corrections,
-            why_context=why_context,
-            why_sequences=why_sequences,
+            why_context=found.why_context,
+            why_sequences=found.why_sequences,
+            flash=work.flash,
+            batches=found.batches,
         )
-        return promise, value
+        return promise, found.objective_s
 
-    def _at_once(self, plan: Plan, question: Instance, served: Promise | None) -> AtOnce:
-        """How many sequences ``plan`` is for where nobody said how many: one, if it is not known that more do no harm."""
+    def _is_cuttable(self) -> bool:
         try:
             cuttable(self._service.model.header)
         except ModelError:
-            return AtOnce(sequences=1, why="more are not known to be exact with such a model; --sequences sets it")
-        return answers_at_once(plan, question, served=1 if served is None else served.sequences)
+            return False
+        return True
 
     def _by_hand(self, windows: tuple[int, ...], devices: Sequence[DeviceProfile]) -> Promise:
         """The promise of the plan in which the first of ``devices`` have ``windows``. Raises ``PlanError``."""
@@ -211,6 +208,9 @@ class Planner:
         devices = devices[: len(windows)]
         plan = plan_by_hand([device.device for device in devices], windows, self._service.options.rounds, model)
         plan = stream_by_hand(plan, devices, model, workload)
+        question = instance(devices, [], model, workload, {}, head=plan.head)
+        workload = replace(workload, flash=not attends_plainly(plan, question, workload))
+        question = replace(question, workload=workload)
         why = "--sequences sets it" if self._service.options.sequences is None else ""
         return Promise.of(
             plan,
@@ -219,4 +219,6 @@ class Planner:
             context_tokens=workload.context_tokens,
             sequences=workload.sequences,
             why_sequences=why,
+            flash=workload.flash,
+            batches=batches_of(self._service.options.batching, plan, question, workload.sequences),
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from halda import Assignment, ModelProfile, Plan, Prediction, assignments
+from primad.head.batching import Batches
 from primad.head.corrections import NOTHING_LEARNT, Corrections
 
 
@@ -16,6 +17,7 @@ class Promise:
 
     Both were made with what was learnt until then, ``corrections``, and for ``sequences`` answers at once, each with a
     context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why it is not more, where nobody said how much.
+    Attention is ``flash`` attention or not, and next tokens are computed together as ``batches`` say.
     """
 
     plan: Plan
@@ -26,6 +28,8 @@ class Promise:
     corrections: Corrections = NOTHING_LEARNT
     why_context: str = ""
     why_sequences: str = ""
+    flash: bool = True
+    batches: Batches | None = None
 
     @classmethod
     def of(
@@ -39,6 +43,8 @@ class Promise:
         corrections: Corrections = NOTHING_LEARNT,
         why_context: str = "",
         why_sequences: str = "",
+        flash: bool = True,
+        batches: Batches | None = None,
     ) -> Self:
         """The promise of ``plan`` for ``model``."""
         return cls(
@@ -50,4 +56,6 @@ class Promise:
             corrections=corrections,
             why_context=why_context,
             why_sequences=why_sequences,
+            flash=flash,
+            batches=batches,
         )

@@ -277,13 +277,14 @@ class Rings:
             f"{self._model.id} is served at {self._service.options.url}/v1 with {promise.context_tokens} tokens of context"
             + (f" ({promise.why_context})" if promise.why_context else "")
         )
-        self._reporter.say(at_once_line(promise.sequences, promise.why_sequences))
+        self._reporter.say(at_once_line(promise))
         if (embedding := self._service.options.embedding) is not None:
             self._reporter.say(f"{model_id(embedding)} gives embeddings there, on this device alone")
         for line in [*ring.describe(), *why]:
             self._reporter.say(line)
         if ring.prediction is not None:
-            self._reporter.say(predicted_line(ring.prediction, promise.sequences, self._service.workload.prompt_tokens))
+            load = None if promise.batches is None else promise.batches.load
+            self._reporter.say(predicted_line(ring.prediction, load, self._service.workload.prompt_tokens))
 
     async def _left_out(self, epoch: int, promise: Promise, left: LeftOut) -> str:
         slowdown = None
@@ -310,6 +311,7 @@ class Rings:
             tool_parser=self._service.options.tool_parser,
             context_shift=self._service.options.context_shift,
             sequences=promise.sequences,
+            is_exact=promise.batches is None or promise.batches.is_exact,
         )
 
     def _foresee(self, epoch: int) -> None:

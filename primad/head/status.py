@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from halda import Assignment, LinkProfile, Plan, Prediction
+from halda.load import UnderLoad
 from primad.api.status import DeviceStatus, LinkStatus, MemoryFigures, PlannedFigures, Promises, RingFigures
+from primad.head.promise import Promise
 from primad.ring.messages import Status
 
 
@@ -102,15 +104,22 @@ def device_status(
     )
 
 
-def at_once_line(sequences: int, why: str) -> str:
-    """How many answers are written at once, and ``why`` not more, if that is known."""
-    line = "1 answer at a time" if sequences == 1 else f"{sequences} answers at once, each with that context"
-    return f"{line} ({why})" if why else line
+def at_once_line(promise: Promise) -> str:
+    """How many answers are written at once, why not more, if that is known, and whether they depend on each other."""
+    why = f" ({promise.why_sequences})" if promise.why_sequences else ""
+    if promise.sequences == 1:
+        return f"1 answer at a time{why}"
+    line = f"{promise.sequences} answers at once, each with that context{why}"
+    if promise.batches is None or promise.batches.is_exact:
+        return f"{line}; each is what it is alone"
+    return f"{line}; computed together, which may change how one is worded (--batching exact keeps that from it)"
 
 
-def predicted_line(prediction: Prediction, sequences: int, prompt_tokens: int) -> str:
-    """What is predicted of one answer, and of ``sequences`` together."""
-    together = f" ({prediction.tokens_per_s:.3g} of {sequences} answers together)" if sequences > 1 else ""
+def predicted_line(prediction: Prediction, load: UnderLoad | None, prompt_tokens: int) -> str:
+    """What is predicted of one answer, and of several together."""
+    together = ""
+    if load is not None and load.sequences > 1:
+        together = f" ({load.tokens_per_s:.3g} of {load.sequences} answers together)"
     return (
         f"predicted {1 / prediction.tpot_s:.3g} tokens/s{together}, first token of an answer to {prompt_tokens} tokens "
         f"after {prediction.ttft_s:.2g} s"

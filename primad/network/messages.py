@@ -103,7 +103,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     ``place`` tells devices of this ring that share a machine apart (see ``ring.spawn.environment``). A worker may have parts
     in several epochs at a time: the next ring is loaded while the last one serves. ``assignments[i]`` says what of
     ``windows[i]`` is on the GPU and how much of it stays in memory, ``extra_buffers[i]`` whether llama.cpp may keep copies
-    of its weights; of what streams ``ahead_bytes`` are held ahead. ``kv_type`` is that of the KV cache.
+    of its weights; of what streams ``ahead_bytes`` are held ahead. ``kv_type`` is that of the KV cache, ``flash`` whether
+    attention is flash attention.
     """
 
     ring: int
@@ -121,6 +122,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     step_timeout_s: Annotated[float, Meta(gt=0, le=1e9)]
     place: Annotated[int, Meta(ge=0, lt=1 << 16)]
     kv_type: KvType
+    flash: bool = True
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):

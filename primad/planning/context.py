@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from halda import Plan, Prediction, evaluate
+from halda import Plan, Prediction, Workload, evaluate
 from halda.instance import Instance
 
 MOST_AT_ONCE: Final = 4
@@ -57,18 +57,33 @@ def answers_at_once(plan: Plan, question: Instance, *, served: int = 1) -> AtOnc
     return AtOnce(sequences=count, why="--sequences sets it")
 
 
-def widened_context(plan: Plan, question: Instance, *, sequences: int | None = None) -> Widened:
-    """The context of ``question``, doubled as long as ``plan`` has room for it, at most what the model was trained with.
+def attends_plainly(plan: Plan, question: Instance, work: Workload, *, served: bool = False) -> bool:
+    """Whether attention without flash attention is quicker for a token of ``work``, and ``plan`` has room for it.
 
-    With the KV caches of so many ``sequences`` (None: those of ``question``) it takes no more than half of what ``plan``
-    leaves free on any machine, and no more than a twentieth where the KV cache is larger than the layers are.
+    A prompt's scores take memory for each head and token of the context. On processors that were measured a token of a long
+    text takes less than half of the time so, and a prompt a tenth more: those that had no time to find out count as they do.
+    What was ``served`` needs no more than to fit.
+    """
+    profiles = [device.cpu for device in question.devices if device.device in plan.devices]
+    is_quicker = all(cpu.plain_attention_s < cpu.attention_s or not cpu.attention_s for cpu in profiles)
+    on_gpu = plan.output_on_gpu or any(window.gpu_layers for window in plan.route)
+    if work.kv_type != "f16" or on_gpu or not (is_quicker or served):
+        return False
+    asked = replace(question, workload=replace(work, flash=False))
+    return _obstacle(plan, evaluate(plan, question), asked, keeps=served) is None
+
+
+def widened_context(plan: Plan, question: Instance, work: Workload | None = None) -> Widened:
+    """The context of ``work``, doubled as long as ``plan`` has room for it, at most what the model was trained with.
+
+    Besides what ``question`` takes, that of ``work`` itself, it takes no more than half of what ``plan`` leaves free on any
+    machine, and no more than a twentieth where the KV cache is larger than the layers are.
     """
     tokens, trained = question.workload.context_tokens, question.model.context_tokens
-    now, count = evaluate(plan, question), sequences or question.workload.sequences
+    now, work = evaluate(plan, question), work or question.workload
     while tokens < trained:
         wider = min(2 * tokens, trained)
-        work = replace(question.workload, context_tokens=wider, sequences=count)
-        obstacle = _obstacle(plan, now, replace(question, workload=work))
+        obstacle = _obstacle(plan, now, replace(question, workload=replace(work, context_tokens=wider)))
         if obstacle is not None:
             return Widened(tokens=tokens, why=f"{wider} {obstacle}; --context sets it")
         tokens = wider

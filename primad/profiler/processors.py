@@ -20,7 +20,7 @@ from primad.errors import EngineError
 from primad.profiler.beside import VOCABULARIES, head_costs, measure_wake
 from primad.profiler.effort import Budget, Effort
 from primad.profiler.gpus import gpu_now
-from primad.profiler.shapes import measure_attention, measure_rows, measure_widths
+from primad.profiler.shapes import measure_attention, measure_exact, measure_rows, measure_widths
 from primad.profiler.speeds import (
     MAIN,
     Bench,
@@ -102,7 +102,8 @@ def measure_cpu(
         reserve = 0.0 if effort.is_quick else _OF_SHAPES * budget.left_s
         types = replace(bench, budget=budget.less(reserve))
         layer_s, speeds = measure_types(types, step_s, advance)
-        attention_s = measure_attention(bench, speeds[0])
+        attention_s, plain_attention_s = measure_attention(bench, speeds[0])
+        exact_rows = measure_exact(bench, speeds)
         row_s = measure_rows(bench, speeds[0], step_s, layer_s)
         widths = measure_widths(bench, speeds[0], step_s, layer_s)
     return CpuProfile(
@@ -116,6 +117,8 @@ def measure_cpu(
         widths=widths,
         row_s=row_s,
         attention_s=attention_s,
+        plain_attention_s=plain_attention_s,
+        exact_rows=exact_rows,
         **beside,
     )
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import statistics
+from collections.abc import Sequence
 from typing import Final
 
-from halda import PREFILL_ROWS, RATE_WIDTH, TypeSpeed, WidthCost
+from halda import PREFILL_ROWS, RATE_WIDTH, TypeRows, TypeSpeed, WidthCost
+from primad.profiler.effort import TYPES
 from primad.profiler.speeds import Bench, answered
 from primad.profiler.synthetic import BIG, MIDDLE, NARROW, WIDE, LayerShape
 
@@ -65,16 +67,26 @@ def measure_rows(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -
     return max(0.0, more_s) / NARROW.short_rows / (1 - NARROW.width / RATE_WIDTH)
 
 
-def measure_attention(bench: Bench, main: TypeSpeed) -> float:
-    """Seconds of a channel of a row for each token in the KV cache; 0 where no time is left for it."""
+def measure_attention(bench: Bench, main: TypeSpeed) -> tuple[float, float]:
+    """Seconds of a channel of a row for each token in the KV cache, with flash attention and without; 0 for lack of time."""
     if not _has_time(bench):
-        return 0.0
+        return 0.0, 0.0
     seconds = _OF_SHAPE * bench.effort.seconds
-    without, with_cached = (
-        statistics.median(answered(bench.time_cached(MIDDLE, main.type, _LAYERS, cached, seconds)).decode_s)
-        for cached in (0, CACHED)
-    )
-    return max(0.0, with_cached - without) / (_LAYERS * CACHED * MIDDLE.width)
+
+    def row_s(cached: int, *, flash: bool) -> float:
+        timings = bench.time_cached(MIDDLE, main.type, _LAYERS, cached, seconds, flash=flash)
+        return statistics.median(answered(timings).decode_s)
+
+    without_s = row_s(0, flash=True)
+    flash_s, plain_s = (max(0.0, row_s(CACHED, flash=flash) - without_s) for flash in (True, False))
+    channels = _LAYERS * CACHED * MIDDLE.width
+    return flash_s / channels, plain_s / channels
+
+
+def measure_exact(bench: Bench, speeds: Sequence[TypeSpeed]) -> tuple[TypeRows, ...]:
+    """How many rows of a step are bit for bit single ones, by type; with extra buffers where ``speeds`` have them."""
+    extra = {speed.type: speed.extra_buffers for speed in speeds}
+    return tuple(TypeRows(type=kind, rows=bench.exact_rows(kind, extra=extra.get(kind, False))) for kind in TYPES)
 
 
 def _of_layer_s(bench: Bench, shape: LayerShape, main: TypeSpeed, step_s: float, layer_s: float) -> float | None:

@@ -25,7 +25,7 @@ from halda import BATCH_ROWS, RowSpeed, TypeSpeed
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget, Effort
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
-from primad.profiler.trial import FEWEST_ROWS, TimeWindow, TrialTimes
+from primad.profiler.trial import FEWEST_ROWS, CompareRows, TimeWindow, TrialTimes
 from primad.profiler.trials import Trials
 
 logger = logging.getLogger(__name__)
@@ -129,9 +129,21 @@ class Bench:
             shape, kind, self.layers_of(shape), extra, seconds, sweep_bytes=self.sweep_bytes, many_rows=True
         )
 
-    def time_cached(self, shape: LayerShape, kind: str, layers: int, cached: int, seconds: float) -> TrialTimes | str:
+    def time_cached(
+        self, shape: LayerShape, kind: str, layers: int, cached: int, seconds: float, *, flash: bool = True
+    ) -> TrialTimes | str:
         """Time one row behind ``cached`` tokens through a few layers, which may stay in caches."""
-        return self._time(shape, kind, layers, (False,), seconds, sweep_bytes=0, many_rows=False, cached=cached)[0]
+        return self._time(
+            shape, kind, layers, (False,), seconds, sweep_bytes=0, many_rows=False, cached=cached, flash=flash
+        )[0]
+
+    def exact_rows(self, kind: str, *, extra: bool) -> int:
+        """How many rows of a layer of type ``kind`` are bit for bit single ones when they are computed together."""
+        with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
+            window = write_window(Path(name), MIDDLE, kind, 1, gpu_layers=1 if self.on_gpu else 0)
+            window = msgspec.structs.replace(window, extra_buffers=extra)
+            found = self.trials.compare(CompareRows(window=window, width=MIDDLE.width, threads=self.threads))
+        return 1 if isinstance(found, str) else found.rows
 
     def _time(
         self,
@@ -144,6 +156,7 @@ class Bench:
         sweep_bytes: int,
         many_rows: bool,
         cached: int = 0,
+        flash: bool = True,
     ) -> list[TrialTimes | str]:
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
             window = write_window(Path(name), shape, kind, layers, gpu_layers=layers if self.on_gpu else 0)
@@ -159,6 +172,7 @@ class Bench:
                         seconds=seconds,
                         counts=ROW_COUNTS if many_rows and kind == MAIN and not self.effort.is_quick else (),
                         cached=cached,
+                        flash=flash,
                     )
                 )
                 for setting in extra

@@ -18,13 +18,16 @@ import msgspec
 
 from halda import BATCH_ROWS, PREFILL_ROWS
 from primad.engine.devices import GpuDevice
-from primad.engine.protocol import EngineOptions, Rows, WindowSource
+from primad.engine.protocol import EngineOptions, Hidden, Rows, WindowSource
 
 CONTEXT: Final = PREFILL_ROWS + 256
 _RUN_STEPS: Final = 6
 """A run is the median of so many steps."""
 _RUNS: Final = 6
 """More tell nothing new."""
+COMPARED: Final = (2, 3, 4, 7, 8)
+"""Counts of rows that are compared with single ones, in their order: kernels of llama.cpp change at these."""
+_COMPARED_CELLS: Final = 256
 FEWEST_ROWS: Final = 64
 """Of a chunk of a prompt, on a device that takes long."""
 
@@ -48,7 +51,8 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     """Time ``window``; ``sweep_bytes`` are read between two steps (0: the window itself is larger than caches).
 
     One row, or where ``many_rows`` several and a chunk of a prompt: runs for ``seconds``, one in any case. ``counts`` are
-    more counts of rows, of which one run is made each. One row comes behind ``cached`` tokens in the KV cache.
+    more counts of rows, of which one run is made each. One row comes behind ``cached`` tokens in the KV cache, with
+    ``flash`` attention or without.
     """
 
     window: WindowSource
@@ -60,6 +64,21 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     seconds: float
     counts: tuple[int, ...] = ()
     cached: int = 0
+    flash: bool = True
+
+
+class CompareRows(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
+    """Compare what ``window`` computes of the rows of several sequences together with what it computes of each alone."""
+
+    window: WindowSource
+    width: int
+    threads: int
+
+
+class ExactRows(msgspec.Struct, frozen=True, tag="exact"):
+    """Steps of up to so many ``rows`` compute each bit for bit as alone."""
+
+    rows: int
 
 
 class HoldWindow(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
@@ -118,7 +137,7 @@ class Gpus(msgspec.Struct, frozen=True, tag="gpus"):
     gpus: tuple[GpuDevice, ...]
 
 
-Task = TimeWindow | HoldWindow | StepWindow | StepOn | TimeHead | ListGpus
+Task = TimeWindow | CompareRows | HoldWindow | StepWindow | StepOn | TimeHead | ListGpus
 
 
 def main() -> None:
@@ -126,7 +145,7 @@ def main() -> None:
     decoder = msgspec.json.Decoder(Task)
     step: Callable[[], float] | None = None
     for line in sys.stdin.buffer:
-        answer: TrialTimes | Stepped | SteppedOn | HeadTimes | Gpus
+        answer: TrialTimes | ExactRows | Stepped | SteppedOn | HeadTimes | Gpus
         match decoder.decode(line):
             case HoldWindow() as task:
                 step = _hold(task)
@@ -145,6 +164,8 @@ def main() -> None:
                 answer = _gpus()
             case TimeWindow() as task:
                 answer = _time(task)
+            case CompareRows() as task:
+                answer = ExactRows(_compare(task))
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
 
@@ -155,7 +176,7 @@ def _gpus() -> Gpus:
     return Gpus(tuple(list_gpus()))
 
 
-def _options(threads: int, batch_threads: int) -> EngineOptions:
+def _options(threads: int, batch_threads: int, *, flash: bool = True) -> EngineOptions:
     return EngineOptions(
         context=CONTEXT,
         sequences=1,
@@ -164,7 +185,42 @@ def _options(threads: int, batch_threads: int) -> EngineOptions:
         batch_threads=batch_threads,
         kv_type="f16",
         lock=False,
+        flash=flash,
     )
+
+
+def _compare(task: CompareRows) -> int:
+    import numpy as np
+
+    from primad.engine.llama import MiddleWindow
+
+    most = max(COMPARED)
+    options = msgspec.structs.replace(
+        _options(task.threads, task.threads, flash=False), context=_COMPARED_CELLS, sequences=most, rows=most
+    )
+    window = MiddleWindow(task.window, options, width=task.width)
+    hidden = np.random.default_rng(0).standard_normal((most, task.width), np.float32)
+
+    def computed(sequences: range) -> Hidden:
+        for sequence in sequences:
+            window.kv_remove(sequence, 0, -1)
+        return window.forward(
+            Rows(
+                content=hidden[sequences.start : sequences.stop],
+                positions=[0] * len(sequences),
+                sequences=[[sequence] for sequence in sequences],
+                outputs=[True] * len(sequences),
+            )
+        )
+
+    alone = np.concatenate([computed(range(row, row + 1)) for row in range(most)])
+    exact = 1
+    for count in COMPARED:
+        if computed(range(count)).tobytes() != alone[:count].tobytes():
+            break
+        exact = count
+    window.release()
+    return exact
 
 
 def _hold(task: HoldWindow) -> Callable[[], float]:
@@ -200,7 +256,7 @@ def _time(task: TimeWindow) -> TrialTimes:
 
     from primad.engine.llama import MiddleWindow
 
-    window = MiddleWindow(task.window, _options(task.threads, task.batch_threads), width=task.width)
+    window = MiddleWindow(task.window, _options(task.threads, task.batch_threads, flash=task.flash), width=task.width)
     sweep = np.ones(task.sweep_bytes // 8, np.uint64)
     hidden = np.random.default_rng(0).standard_normal((PREFILL_ROWS, task.width), np.float32)
 

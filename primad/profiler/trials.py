@@ -18,6 +18,8 @@ import msgspec
 
 from primad.engine.devices import GpuDevice
 from primad.profiler.trial import (
+    CompareRows,
+    ExactRows,
     Gpus,
     HeadTimes,
     HoldWindow,
@@ -43,6 +45,9 @@ class Trials(Protocol):
     def time(self, task: TimeWindow) -> TrialTimes | str:
         """Time the window of ``task``."""
 
+    def compare(self, task: CompareRows) -> ExactRows | str:
+        """Compare rows of the window of ``task``."""
+
     def gpus(self) -> tuple[GpuDevice, ...] | str:
         """The GPUs that llama.cpp can use."""
 
@@ -60,6 +65,10 @@ class ChildTrials:
     def time(self, task: TimeWindow) -> TrialTimes | str:
         """As in ``Trials``."""
         return self._ask(task, TrialTimes)
+
+    def compare(self, task: CompareRows) -> ExactRows | str:
+        """As in ``Trials``."""
+        return self._ask(task, ExactRows)
 
     def hold(self, task: HoldWindow) -> Stepped | str:
         """Load the window of ``task`` and compute a step of it; the child keeps it."""

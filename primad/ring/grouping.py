@@ -56,12 +56,13 @@ class Batching:
             return alone
         owners = {each.owner for each in ready}
         left = dict.fromkeys(owners, math.ceil(size / len(owners)))
-        chosen: list[Candidate] = []
+        numbers: set[int] = set()
         for each in ready:
-            if len(chosen) < size and left[each.owner] and not self._is_alone(each):
+            span = max(*numbers, each.sequence) - min(*numbers, each.sequence) + 1 if numbers else 1
+            fits = len(numbers) < size and (span <= self.rows or not self.bridges)
+            if fits and left[each.owner] and not self._is_alone(each):
                 left[each.owner] -= 1
-                chosen.append(each)
-        numbers = {each.sequence for each in chosen}
+                numbers.add(each.sequence)
         if self.bridges:
             return range(min(numbers), max(numbers) + 1)
         low = high = first.sequence

@@ -56,7 +56,9 @@ GPU_RUNTIME_BYTES: Final = 256 << 20
 ACTIVATION_BYTES: Final = 4
 """A value of a compute buffer: float32."""
 MASK_BYTES: Final = 2
-"""A value of an attention mask."""
+"""A value of an attention mask of flash attention; without, it is as any other."""
+ATTENTION_WIDTHS: Final = 5
+"""Widths of the hidden state that a row has in the compute buffer beside its scores."""
 TILE_ROWS: Final = 64
 """From so many rows on llama.cpp's flash attention computes several at once on a CPU."""
 LOGIT_ROWS: Final = 64
@@ -144,6 +146,8 @@ def attention_s(
     rows: float,
     kv: float,
     kv_type: CacheType,
+    *,
+    flash: bool = True,
 ) -> float:
     """Seconds of attention over ``kv`` tokens: the KV cache read once, and what is computed for each row, token and channel.
 
@@ -153,7 +157,7 @@ def attention_s(
     read = kv * kv_bytes_per_token(layer, kv_type) / read_bytes_per_s
     computed = rows * kv * model.attention_width
     if isinstance(processor, CpuProfile) and rows < TILE_ROWS:
-        return read + computed * processor.attention_s
+        return read + computed * (processor.attention_s if flash else processor.plain_attention_s)
     if rows <= BATCH_ROWS:
         return read
     return read + 4 * computed / speed_of(processor.speeds, "F16").prefill_flop_per_s
@@ -167,6 +171,8 @@ def layer_s(
     rows: float,
     kv: float,
     kv_type: CacheType,
+    *,
+    flash: bool = True,
 ) -> float:
     """Seconds of one layer on one processor (paper: alpha, of which beta is the difference between GPU and CPU).
 
@@ -178,20 +184,20 @@ def layer_s(
         processor.layer_s
         + weights_s(processor.speeds, layer.bytes_by_type, rows, ratio, many_ratio)
         + experts_s(processor.speeds, layer, model, rows)
-        + attention_s(processor, read_bytes_per_s, layer, model, rows, kv, kv_type)
+        + attention_s(processor, read_bytes_per_s, layer, model, rows, kv, kv_type, flash=flash)
     )
 
 
-def output_s(cpu: CpuProfile, processor: CpuProfile | GpuProfile, model: ModelProfile) -> float:
-    """Seconds from the last hidden state to a token; prefill wants the logits of one row only (paper: part of kappa).
+def output_s(cpu: CpuProfile, processor: CpuProfile | GpuProfile, model: ModelProfile, rows: int = 1) -> float:
+    """Seconds from ``rows`` last hidden states to tokens; prefill wants the logits of one row only (paper: part of kappa).
 
     ``processor`` has the output matrix, whose rows cost more than their bytes where they are short; the ``cpu`` draws the
     token and tells it.
     """
-    matrix_s = weights_s(processor.speeds, model.output_bytes_by_type, 1)
+    matrix_s = weights_s(processor.speeds, model.output_bytes_by_type, rows)
     if isinstance(processor, CpuProfile):
         matrix_s += short_rows_s(processor, model.vocabulary, model.width)
-    return matrix_s + cpu.value_s * model.vocabulary + cpu.token_s
+    return matrix_s + rows * (cpu.value_s * model.vocabulary + cpu.token_s)
 
 
 def short_rows_s(cpu: CpuProfile, rows: float, width: int) -> float:
@@ -255,12 +261,15 @@ def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
     Measured as what llama.cpp allocates: a row of a dense layer with gates takes 4 bytes for three feed-forward widths and
     four widths, and 2 bytes for each cell of the KV cache. This estimate, which has only the bytes of a layer, is 1 to 5 %
     above it for Llama of 135M to 8B, Qwen2, Gemma 3, Mixtral and Qwen3 MoE, 5 to 30 % for other mixtures of experts, and 25
-    to 50 % where feed-forward has no gate or there are as many keys as queries (StarCoder2, Phi-3).
+    to 50 % where feed-forward has no gate or there are as many keys as queries (StarCoder2, Phi-3). Without flash attention
+    a row has a score for each head and cell, at another time than feed-forward's values (1 % above for Llama).
     """
-    cells = workload.context_tokens * workload.sequences
-    masks = 2 if model.architecture in TWO_MASKS else 1
-    values = max(_values_a_row(layer, model) for layer in model.layers)
-    return math.ceil(_largest_rows(workload) * (values * ACTIVATION_BYTES + masks * cells * MASK_BYTES))
+    cells, values = workload.context_tokens, max(_values_a_row(layer, model) for layer in model.layers)
+    masks = cells * (2 if model.architecture in TWO_MASKS else 1)
+    mask_bytes = MASK_BYTES if workload.flash else ACTIVATION_BYTES
+    if not workload.flash:
+        values = max(values, model.attention_heads * cells + ATTENTION_WIDTHS * model.width)
+    return math.ceil(_largest_rows(workload) * (values * ACTIVATION_BYTES + masks * mask_bytes))
 
 
 def _largest_rows(workload: Workload) -> int:

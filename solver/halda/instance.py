@@ -99,7 +99,8 @@ class Member:
 class Instance:
     """Devices (the first is the head), links, model, workload and the owners' limits.
 
-    ``crowded`` are the machines of which a part of a question does not have every device.
+    ``crowded`` are the machines of which a part of a question does not have every device. A step of decode has
+    ``decode_rows`` rows, each of another sequence.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -108,6 +109,7 @@ class Instance:
     workload: Workload
     limits: Mapping[str, Limits]
     crowded: frozenset[str] = frozenset()
+    decode_rows: int = 1
 
     @cached_property
     def kinds(self) -> tuple[LayerProfile, ...]:
@@ -238,8 +240,8 @@ class Instance:
 
     @cached_property
     def hops_s(self) -> list[list[float]]:
-        """Seconds of the hop from each member to each other with one row; infinite to itself."""
-        return self._hops(lambda link: cost.hop_s(link, 1, self.model.width))
+        """Seconds of the hop from each member to each other with a step of decode; infinite to itself."""
+        return self._hops(lambda link: cost.hop_s(link, self.decode_rows, self.model.width))
 
     @cached_property
     def chunk_hops_s(self) -> list[list[float]]:
@@ -283,7 +285,9 @@ class Instance:
             return Phase(
                 rows=rows,
                 cpu=tuple(
-                    cost.layer_s(device.cpu, device.ram_read_bytes_per_s, kind, model, rows, kv, work.kv_type)
+                    cost.layer_s(
+                        device.cpu, device.ram_read_bytes_per_s, kind, model, rows, kv, work.kv_type, flash=work.flash
+                    )
                     for kind in self.kinds
                 ),
                 gpu=tuple(
@@ -296,7 +300,8 @@ class Instance:
                 read_share=streaming.read_share(model, rows),
             )
 
-        decode = phase(1, cost.decode_kv_tokens(work), self.buffer_bytes)
+        rows = self.decode_rows
+        decode = phase(rows, cost.decode_kv_tokens(work), self.buffer_bytes)
         return Member(
             profile=device,
             decode=decode,
@@ -304,8 +309,8 @@ class Instance:
             ram_limit=_least(device.ram_available_bytes, limits.ram_bytes),
             vram_limit=_least(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
             disk_limit=_least(device.disk.free_bytes, limits.disk_bytes),
-            cpu_output_s=cost.output_s(device.cpu, device.cpu, model),
-            gpu_output_s=cost.output_s(device.cpu, gpu, model) if gpu is not None else 0.0,
+            cpu_output_s=cost.output_s(device.cpu, device.cpu, model, rows),
+            gpu_output_s=cost.output_s(device.cpu, gpu, model, rows) if gpu is not None else 0.0,
             ahead_steps=streaming.ahead_steps(model, max(decode.cpu), device.disk.prefetch_bytes_per_s),
             is_alone=device.host not in self.shared_hosts,
         )

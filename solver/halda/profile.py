@@ -20,6 +20,8 @@ KV_TYPES: Final[tuple[CacheType, ...]] = get_args(CacheType)
 """The largest first."""
 RATE_WIDTH: Final = 2048
 """Values of a row of the matrices that ``TypeSpeed`` is measured with."""
+LEAST_HEAD_WIDTH: Final = 64
+"""Channels of a head of attention, as narrow as they are in most models."""
 KV_BLOCK: Final = 32
 """Values of a block of a quantised KV cache: the heads of a model must be whole blocks wide."""
 
@@ -65,6 +67,14 @@ class TypeSpeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TypeRows:
+    """Of a step of up to ``rows`` rows each is computed bit for bit as it is alone by layers of one quantisation type."""
+
+    type: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CpuProfile:
     """The processor. ``threads`` and ``batch_threads`` are the counts that the speeds hold for (decode, prefill).
 
@@ -73,7 +83,8 @@ class CpuProfile:
     for each token of the vocabulary. ``wake_s`` is what it costs that the cores computed for another process just before:
     of use only where devices share a machine. ``widths`` corrects the rates for layers of other sizes. ``row_s`` is what
     each row of a matrix costs besides its bytes, of which rates hold for rows of ``RATE_WIDTH`` values; ``attention_s`` what
-    a token in the KV cache costs for each channel of the queries of one row.
+    a token in the KV cache costs for each channel of the queries of one row, ``plain_attention_s`` the same without flash
+    attention. ``exact_rows`` are of the types that were compared.
     """
 
     name: str
@@ -89,6 +100,8 @@ class CpuProfile:
     widths: tuple[WidthCost, ...] = ()
     row_s: float = 0.0
     attention_s: float = 0.0
+    plain_attention_s: float = 0.0
+    exact_rows: tuple[TypeRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,8 +227,8 @@ class ModelProfile:
     ``embedding_bytes`` is the table that tokens are looked up in; ``output_bytes_by_type`` is the matrix that gives logits
     (the same bytes again where the two are tied). ``width`` is that of the hidden state, ``context_tokens`` what the model
     was trained for, ``experts`` 0 for a dense model. ``query_width`` counts the channels of the queries of all heads of a
-    layer, 0 for as many as the hidden state has. ``kv_head_width`` divides the widths of all heads in the KV cache. A
-    window may begin only at a multiple of ``cut_multiple`` layers.
+    layer, 0 for as many as the hidden state has; ``heads`` are those heads, 0 where that is not known. ``kv_head_width``
+    divides the widths of all heads in the KV cache. A window may begin only at a multiple of ``cut_multiple`` layers.
     """
 
     name: str
@@ -232,11 +245,17 @@ class ModelProfile:
     kv_head_width: int
     cut_multiple: int
     query_width: int = 0
+    heads: int = 0
 
     @property
     def attention_width(self) -> int:
         """Channels of all heads' queries: as many as the hidden state is wide where the model says nothing else."""
         return self.query_width or self.width
+
+    @property
+    def attention_heads(self) -> int:
+        """Heads of queries: as many as of ``LEAST_HEAD_WIDTH`` channels where the model says nothing else."""
+        return self.heads or -(-self.attention_width // LEAST_HEAD_WIDTH)
 
     @property
     def largest_layer_bytes(self) -> int:
@@ -260,6 +279,8 @@ class Workload:
     """What the plan is for: ``sequences`` at once, each with ``context_tokens`` of KV cache of type ``kv_type``.
 
     A typical request has ``prompt_tokens`` and ``answer_tokens``; prompts are computed ``chunk_rows`` rows at a time.
+    Attention is llama.cpp's ``flash`` attention, or keeps the scores of all tokens: that takes more memory, and on a CPU
+    less time for a token.
     """
 
     context_tokens: int
@@ -268,3 +289,4 @@ class Workload:
     prompt_tokens: int
     answer_tokens: int
     chunk_rows: int
+    flash: bool = True

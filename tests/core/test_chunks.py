@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halda import Plan, Streaming, Window
-from primad.head.load_own import rows_of_chunks
 from primad.ring.chunks import Chunking, Computed
 
 FEW = st.lists(st.integers(0, 9), min_size=1, max_size=60)
@@ -72,21 +70,3 @@ def test_the_same_prompt_computes_its_last_chunk_again():
     of = chunking()
     prompt = [1] * 20
     assert of.reused(prompt, Computed(prompt, ends(of, prompt))) == 16
-
-
-@pytest.mark.parametrize(
-    ("sequences", "streams", "gpu_layers", "expected"),
-    [
-        (1, False, 0, (512, 64)),
-        (4, False, 0, (64, 64)),
-        (4, True, 0, (512, 256)),
-        (1, False, 2, (512, 256)),
-    ],
-    ids=["one answer", "several wait for each other", "each chunk reads all", "a GPU"],
-)
-def test_how_large_chunks_are_depends_on_what_each_costs(sequences, streams, gpu_layers, expected):
-    streaming = (Streaming(device="desk", streamed_bytes=1500, ahead_bytes=200),) if streams else ()
-    window = Window(device="desk", first=0, last=4, gpu_layers=gpu_layers)
-    plan = Plan(rounds=1, route=(window,), output_on_gpu=gpu_layers > 0, streaming=streaming, left_out=())
-    assert rows_of_chunks(plan, 512, sequences) == expected
-    assert rows_of_chunks(plan, 1, sequences) == (1, 1)

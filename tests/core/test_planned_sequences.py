@@ -41,7 +41,7 @@ class House:
         monkeypatch.setattr(planner_module, "solve_apart", solve_here)
         self._profiles = [device("desk", ram=int(ram)), device("lap", ram=int(lap))]
         wished = {"sequences": None, "context_tokens": None, "windows": None, "rounds": None} | wishes
-        options = SimpleNamespace(**{"objective": "balanced", "use_all": False} | wished)
+        options = SimpleNamespace(**{"objective": "balanced", "use_all": False, "batching": "auto"} | wished)
         toy = model(context_tokens=4096)
         work = default_workload(4096, 512, "f16", sequences=options.sequences or 1)
         service = SimpleNamespace(model=SimpleNamespace(profile=toy, header=None), workload=work, options=options)
@@ -79,8 +79,8 @@ def test_a_first_plan_has_as_many_as_its_memory_gives_at_little_cost(house, ram,
     assert value == promise.prediction.objective_s("balanced", 256)
     one, of_one = house(ram=ram, sequences=1).plan()
     assert one.plan == promise.plan
-    assert value == pytest.approx(of_one)
-    assert promise.prediction.devices[0].ram_bytes >= one.prediction.devices[0].ram_bytes + (sequences - 1) * 0.3 * GB
+    assert value == pytest.approx(of_one, rel=0.01), "chunks of a prompt are smaller"
+    assert promise.flash == one.flash == (ram < 6 * GB), "where nothing streams, scores have room"
 
 
 def test_of_a_model_that_is_not_known_to_be_exact_one_is_written_at_a_time(house, monkeypatch):

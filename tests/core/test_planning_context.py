@@ -79,9 +79,15 @@ def test_of_small_layers_and_large_caches_there_are_few():
 
 def test_a_context_is_for_each_of_the_answers_at_once():
     plan, asked = alone(10 * GB)
-    assert (widened_context(plan, asked).tokens, widened_context(plan, asked, sequences=4).tokens) == (16384, 4096)
+    assert (
+        widened_context(plan, asked).tokens,
+        widened_context(plan, asked, replace(asked.workload, sequences=4)).tokens,
+    ) == (16384, 4096)
     plan, asked = alone(64 * GB)
-    assert (widened_context(plan, asked).tokens, widened_context(plan, asked, sequences=4).tokens) == (32768, 8192)
+    assert (
+        widened_context(plan, asked).tokens,
+        widened_context(plan, asked, replace(asked.workload, sequences=4)).tokens,
+    ) == (32768, 8192)
 
 
 def test_devices_of_one_machine_share_what_is_left():
@@ -105,7 +111,7 @@ def test_answers_at_once_and_a_wider_context_cost_no_time_and_break_no_limit():
             continue
         asked = replace(asked, workload=replace(work, sequences=1))
         now, count = evaluate(plan, asked), answers_at_once(plan, asked).sequences
-        found = widened_context(plan, asked, sequences=count)
+        found = widened_context(plan, asked, replace(asked.workload, sequences=count))
         assert found.tokens >= work.context_tokens
         assert count in (1, 2, MOST_AT_ONCE)
         widened += found.tokens > work.context_tokens

@@ -51,9 +51,12 @@ class Continuation:
 
 
 class Plain:
-    """The whole model in one context with the settings that ring processes use; ``chunk`` rows in a step of prefill."""
+    """The whole model in one context with the settings that ring processes use; ``chunk`` rows in a step of prefill.
 
-    def __init__(self, path: Path, *, chunk: int = 512, extra_buffers: bool = False) -> None:
+    With ``flash`` attention where llama.cpp takes it by itself, or without.
+    """
+
+    def __init__(self, path: Path, *, chunk: int = 512, extra_buffers: bool = False, flash: bool = True) -> None:
         self._chunk = chunk
         llama.llama_backend_init()
         params = llama.llama_model_default_params()
@@ -67,6 +70,8 @@ class Plain:
         settings.n_seq_max = 1
         settings.n_threads = settings.n_threads_batch = THREADS
         settings.kv_unified = True
+        if not flash:
+            settings.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = llama.llama_init_from_model(self._model, settings)
         assert self._context, path
         self._vocab = llama.llama_model_get_vocab(self._model)

@@ -78,10 +78,10 @@ class Truth:
 
 
 @pytest.fixture(scope="module")
-def truths(smollm2: Path, gemma3: Path) -> Callable[[str], Truth]:
-    """The truth about a model by its name, found out when it is first asked for."""
+def truths(smollm2: Path, gemma3: Path) -> Callable[..., Truth]:
+    """The truth about a model by its name, with flash attention or without, found out when it is first asked for."""
     paths = {"smollm2": smollm2, "gemma3": gemma3}
-    return cache(lambda model: truth(paths[model], CHUNKS[model], PROMPTS[model]))
+    return cache(lambda model, flash=True: truth(paths[model], CHUNKS[model], PROMPTS[model], flash=flash))
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +92,8 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def truth(path: Path, chunk: int, counts: tuple[int, ...], *, extra_buffers: bool = False) -> Truth:
-    plain = Plain(path, chunk=chunk, extra_buffers=extra_buffers)
+def truth(path: Path, chunk: int, counts: tuple[int, ...], **options) -> Truth:
+    plain = Plain(path, chunk=chunk, **options)
     text = plain.tokenize(TEXT)
     prompts = {count: text[:count] for count in counts}
     answers = {count: plain.continue_(prompt, TOKENS) for count, prompt in prompts.items()}
@@ -166,22 +166,23 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
 
 
 @pytest.mark.parametrize(
-    ("model", "windows", "rounds", "batching"),
+    ("model", "windows", "rounds", "batching", "flash"),
     [
-        ("smollm2", (5, 8), 2, Batching()),
-        ("smollm2", None, 1, Batching(rows=4)),
-        ("gemma3", (7, 9), 1, Batching()),
-        ("gemma3", (7, 9), 1, Batching(rows=3, steps=2)),
-        ("gemma3", (7, 9), 1, Batching(rows=4, bridges=True)),
+        ("smollm2", (5, 8), 2, Batching(), True),
+        ("smollm2", (5, 8), 2, Batching(rows=3, steps=2), False),
+        ("smollm2", None, 1, Batching(rows=4), True),
+        ("gemma3", (7, 9), 1, Batching(), False),
+        ("gemma3", (7, 9), 1, Batching(rows=3, steps=2), True),
+        ("gemma3", (7, 9), 1, Batching(rows=4, bridges=True), False),
     ],
 )
-def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, model, windows, rounds, batching):
+def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, model, windows, rounds, batching, flash):
     """More of them than there are sequences, with prompts of one token, of a part of a chunk and of more than a chunk."""
-    expected = truths(model)
+    expected = truths(model) if flash else truths(model, flash=False)
     asked = [*expected.prompts, *reversed(expected.prompts)]
 
     async def run():
-        async with ring_of(expected, windows, rounds, layers, sequences=4, batching=batching) as ring:
+        async with ring_of(expected, windows, rounds, layers, sequences=4, batching=batching, flash=flash) as ring:
             told = await ring.generate_all([expected.prompts[count] for count in asked], TOKENS, logprobs=0)
         for count, sampled in zip(asked, told, strict=True):
             answer = expected.answers[count]

@@ -61,7 +61,7 @@ class Machine:
 
     def __init__(self, step_s: float = 2e-4, layer_s: float = 3e-5, rate: float = 2e10) -> None:
         self.step_s, self.layer_s, self.rate = step_s, layer_s, rate
-        self.row_s = self.attention_s = 0.0
+        self.row_s = self.attention_s = self.plain_attention_s = 0.0
         self.extra_factor: float | None = 1.0
         self.disturbed = 0
         self.asked: list[TimeWindow] = []
@@ -79,7 +79,12 @@ class Machine:
         step_s = self.step_s + task.window.assignment.layers * self.layer_s + factor * weights / self.rate
         rows = shape.short_rows * task.window.assignment.layers * (shape is NARROW)
         step_s += self.row_s * rows * (1 - shape.width / RATE_WIDTH)
-        step_s += self.attention_s * task.cached * shape.width * task.window.assignment.layers
+        step_s += (
+            (self.attention_s if task.flash else self.plain_attention_s)
+            * task.cached
+            * shape.width
+            * task.window.assignment.layers
+        )
         noise = 3.0 if self.disturbed else 1.0
         self.disturbed = max(0, self.disturbed - 1)
         return TrialTimes(
@@ -198,11 +203,11 @@ def test_what_disturbs_a_type_for_a_while_does_not_count_as_its_speed(tmp_path):
 
 def test_other_shapes_cost_what_the_times_were_made_of(tmp_path):
     machine = Machine()
-    machine.row_s, machine.attention_s = 8e-9, 5e-10
+    machine.row_s, machine.attention_s, machine.plain_attention_s = 8e-9, 5e-10, 1e-10
     place = bench(tmp_path, machine)
     layer_s, (main, *_) = measure_types(place, machine.step_s, lambda _: None)
     assert measure_rows(place, main, machine.step_s, layer_s) == pytest.approx(8e-9, rel=0.05)
-    assert measure_attention(place, main) == pytest.approx(5e-10, rel=0.01)
+    assert measure_attention(place, main) == pytest.approx((5e-10, 1e-10), rel=0.01)
     assert [width.ratio for width in measure_widths(place, main, machine.step_s, layer_s)] == pytest.approx(
         [1, 1, 1], rel=0.01
     )
@@ -213,7 +218,8 @@ def test_who_has_no_time_measures_no_other_shapes(tmp_path):
     machine = Machine()
     for place in (bench(tmp_path, machine, effort=QUICK), bench(tmp_path, machine, budget=Budget(0.0, lambda: 0.0))):
         _, (main, *_) = measure_types(place, machine.step_s, lambda _: None)
-        assert measure_rows(place, main, machine.step_s, 1e-5) == measure_attention(place, main) == 0
+        assert measure_rows(place, main, machine.step_s, 1e-5) == 0
+        assert measure_attention(place, main) == (0, 0)
         assert measure_widths(place, main, machine.step_s, 1e-5) == ()
 
 

@@ -122,10 +122,28 @@ def test_a_buffer_is_a_little_more_than_llama_cpp_allocates(of, rows, context, m
     assert counted == max(cost.compute_buffer_bytes(of, work), cost.logits_bytes(of, work))
 
 
-def test_more_users_need_a_larger_mask_and_no_more_activations():
+def test_more_users_need_no_larger_mask_and_no_more_activations():
+    """A step has rows of one sequence, or one row of each."""
     one = cost.compute_buffer_bytes(LLAMA_3B, WORK)
-    four = cost.compute_buffer_bytes(LLAMA_3B, replace(WORK, sequences=4))
-    assert four - one == 512 * 3 * 1024 * cost.MASK_BYTES
+    assert cost.compute_buffer_bytes(LLAMA_3B, replace(WORK, sequences=4)) == one
+
+
+@pytest.mark.parametrize(
+    ("context", "rows", "width", "heads", "mib"),
+    [
+        (4096, 256, 2048, 32, 143.0),
+        (16384, 64, 2048, 32, 134.75),
+        (4096, 256, 576, 9, 43.19),
+        (16384, 64, 576, 9, 40.8),
+    ],
+)
+def test_without_flash_attention_a_row_has_a_score_for_each_head_and_cell(context, rows, width, heads, mib):
+    """As llama.cpp allocates it, for a synthetic model of 1B and for SmolLM2."""
+    work = replace(WORK, context_tokens=context, chunk_rows=rows, flash=False)
+    found = cost.compute_buffer_bytes(
+        replace(planning.model(layer_bytes=width * width), width=width, heads=heads), work
+    )
+    assert found == pytest.approx(mib * (1 << 20), rel=0.02)
 
 
 # ---- windows -------------------------------------------------------------------------------------------------------------

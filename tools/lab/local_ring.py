@@ -87,6 +87,7 @@ class LocalRing:
         chunk_rows: int | None = None,
         depth: int | None = None,
         kv_type: KvType = "f16",
+        flash: bool = True,
         threads: Sequence[int] | int = 2,
         cpu: CpuProfile | None = None,
         folder: Path | None = None,
@@ -108,6 +109,7 @@ class LocalRing:
         self._chunk_rows = chunk_rows
         self._depth = depth
         self._kv_type = kv_type
+        self._flash = flash
         self._cpu = cpu
         self._folder = folder
         self._step_timeout_s = step_timeout_s
@@ -150,6 +152,7 @@ class LocalRing:
                 batch_threads=self._threads[number],
                 kv_type=self._kv_type,
                 lock=False,
+                flash=self._flash,
             )
             place = Workspace(
                 cache=LayerCache(self._folder / name), run=run, usage=self._folder / "usage", build=build_id()

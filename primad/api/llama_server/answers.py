@@ -148,6 +148,7 @@ def props(served: ServedModel) -> dict[str, Any]:
     return {
         "default_generation_settings": {"id": 0, "n_ctx": served.context_tokens, "params": {}},
         "total_slots": served.sequences,
+        "batching": "exact" if served.is_exact else "fast",
         "model_alias": served.id,
         "model_path": f"{served.id}.gguf",
         "chat_template": template,

@@ -1,0 +1,105 @@
+"""Whose next tokens a ring computes together: what is exact, what is quickest, and which of the two is taken.
+
+Several rows of a step are bit for bit what each is alone as far as the kernels go that llama.cpp chooses for so many: the
+profile of every device says that for each type of weights (``CpuProfile.exact_rows``). Flash attention computes a single row
+in parts, one a thread, from ``SPLIT_CELLS`` cells on, and several rows in another way. What experts and GPUs compute is not
+compared, and taken for exact one by one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from halda import DeviceProfile, ModelProfile, Plan, evaluate
+from halda.instance import Instance
+from halda.load import UnderLoad, under_load
+from primad.ring.grouping import Batching
+
+BatchingMode = Literal["exact", "auto", "fast"]
+BATCHING_MODES: Final[tuple[BatchingMode, ...]] = get_args(BatchingMode)
+KEPT: Final = 0.9
+"""Share of the tokens of the quickest batches that exact ones must keep to be taken."""
+SPLIT_CELLS: Final = 256
+"""llama.cpp pads the KV cache to whole groups of so many cells, and splits what has more than one."""
+MOST_ROWS: Final = 256
+"""Of a chunk, where other answers may wait for it."""
+_ROWS: Final = (128, 64, 32, 16)
+LEAST_ROWS: Final = 64
+"""A processor computes so many rows of a chunk nearly as quickly as any number of them."""
+_LITTLE: Final = 0.01
+"""Share of a model's bytes in float32 that are norms: no matrix has so few."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """How next tokens are computed together; ``is_exact``: each answer is what it is alone. ``load`` is what that gives."""
+
+    batching: Batching
+    is_exact: bool
+    load: UnderLoad
+
+
+def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: int) -> Batches:
+    """The batches of ``plan`` for so many ``sequences``, as ``mode`` asks for."""
+    profiles = [device for device in question.devices if device.device in plan.devices]
+    work, most = question.workload, min(sequences, question.workload.chunk_rows)
+    rows = min(most, exact_rows(plan, profiles, question.model))
+    splits = work.flash and work.kv_type == "f16" and any(device.cpu.threads > 1 for device in profiles)
+    exact = under_load(plan, question, sequences=sequences, most_rows=1 if splits else rows)
+    fast = under_load(plan, question, sequences=sequences, most_rows=most)
+    is_exact = mode == "exact" or (mode == "auto" and exact.tokens_per_s >= KEPT * fast.tokens_per_s)
+    cells = SPLIT_CELLS if is_exact and splits else None
+    return Batches(
+        batching=Batching(
+            rows=rows if is_exact else most,
+            steps=fast.machines,
+            cells=cells,
+            bridges=bool(plan.streaming) and cells is None,
+        ),
+        is_exact=is_exact or most == 1,
+        load=exact if is_exact else fast,
+    )
+
+
+def exact_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> int:
+    """How many rows of a step are bit for bit single ones on all of the devices."""
+    if model.experts or plan.output_on_gpu or any(window.gpu_layers for window in plan.route):
+        return 1
+    types = {kind for layer in model.layers for kind in layer.bytes_by_type} | set(model.output_bytes_by_type)
+    size = sum(layer.bytes_by_type.get("F32", 0) for layer in model.layers)
+    if size <= _LITTLE * model.size_bytes:
+        types.discard("F32")
+    return min(
+        {each.type: each.rows for each in profile.cpu.exact_rows}.get(kind, 1) for profile in profiles for kind in types
+    )
+
+
+def rows_of_chunks(plan: Plan, question: Instance, sequences: int, *, asked: bool) -> int:
+    """How many rows a chunk of a prompt has at most.
+
+    Other answers wait for each chunk. Where so many ``sequences`` were asked for, it takes no longer than the tokens of all
+    others do; where not, one is expected as a rule, whose prompt is quicker in larger ones. Each chunk reads all that
+    streams, and a GPU computes few rows not much quicker than many.
+    """
+    most = question.workload.chunk_rows
+    if sequences == 1 or _needs_large(plan):
+        return most
+    if not asked:
+        return min(MOST_ROWS, most)
+    lap_s = under_load(plan, question, sequences=sequences).tbt_s
+    for rows in _ROWS:
+        if rows < most and max(each.prefill_s for each in evaluate(plan, question.with_rows(rows)).devices) <= lap_s:
+            return rows
+    return min(most, _ROWS[-1])
+
+
+def least_rows(plan: Plan, rows: int) -> int:
+    """How many rows a chunk of at most ``rows`` has at the least where another message begins behind it: more chunks mean
+    that more of a prompt is found computed when it comes again."""
+    return max(1, rows // 2) if _needs_large(plan) else min(LEAST_ROWS, rows)
+
+
+def _needs_large(plan: Plan) -> bool:
+    return bool(plan.streaming) or any(window.gpu_layers for window in plan.route)

@@ -1,0 +1,65 @@
+"""What a plan that was solved is run with: how many answers at once, in which chunks, with which attention and context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from halda import Prediction, Solution, evaluate
+from halda.instance import Instance
+from primad.head.batching import Batches, batches_of, rows_of_chunks
+from primad.head.options import ServeOptions
+from primad.head.promise import Promise
+from primad.planning.context import AtOnce, answers_at_once, attends_plainly, widened_context
+
+UNKNOWN = AtOnce(sequences=1, why="more are not known to be exact with such a model; --sequences sets it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """``question`` is what the plan is run with and ``prediction`` what that gives; the others as in ``Promise``."""
+
+    question: Instance
+    prediction: Prediction
+    objective_s: float
+    batches: Batches
+    why_sequences: str
+    why_context: str
+
+
+def fitted(
+    solution: Solution,
+    question: Instance,
+    options: ServeOptions,
+    served: Promise | None,
+    *,
+    widens: bool,
+    may_be_several: bool,
+) -> Fitted:
+    """The plan of ``solution`` with what it has room for besides, where nobody asked for it; more context if it ``widens``.
+
+    As many sequences as were ``served``, and their attention, need no more than to fit. One sequence, where it is not known
+    that they ``may_be_several``.
+    """
+    plan, question = solution.plan, question.with_rows(solution.prediction.chunk_rows)
+    work, why_sequences, why_context = question.workload, "", ""
+    if options.sequences is None:
+        count = 1 if served is None else served.sequences
+        found = answers_at_once(plan, question, served=count) if may_be_several else UNKNOWN
+        work, why_sequences = replace(work, sequences=found.sequences), found.why
+    rows = rows_of_chunks(plan, question, work.sequences, asked=options.sequences is not None)
+    work = replace(work, chunk_rows=rows)
+    is_plain = attends_plainly(plan, question, work, served=served is not None and not served.flash)
+    work = replace(work, flash=not is_plain)
+    if widens:
+        wider = widened_context(plan, question, work)
+        work, why_context = replace(work, context_tokens=wider.tokens), wider.why
+    question = replace(question, workload=work)
+    prediction = evaluate(plan, question)
+    return Fitted(
+        question=question,
+        prediction=prediction,
+        objective_s=prediction.objective_s(options.objective, work.answer_tokens),
+        batches=batches_of(options.batching, plan, question, work.sequences),
+        why_sequences=why_sequences,
+        why_context=why_context,
+    )

@@ -1,0 +1,59 @@
+"""What a plan gives several sequences at once.
+
+Their next tokens are computed in steps of b rows, each of another sequence, of which several are in the ring: G where a
+token passes G machines, so that none of them waits; one where weights stream, since every step reads all of them. Of n
+sequences n / b such steps follow each other, so that all together write
+
+    X = b / max(T(b) / G, busiest machine, disk or link with b rows) tokens a second,
+
+and each waits n / X for its next one. T(b) is what a step of b rows takes to pass the ring (``evaluate``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from halda.evaluate import evaluate
+from halda.instance import Instance
+from halda.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderLoad:
+    """``sequences`` at once: steps of ``rows`` rows, of which ``machines`` fill the ring and ``steps`` make a round.
+
+    All write ``tokens_per_s``; one waits ``tbt_s`` between two tokens, and ``ttft_s`` for the first one of a typical request
+    that comes while the others write.
+    """
+
+    sequences: int
+    rows: int
+    machines: int
+    steps: int
+    tokens_per_s: float
+    tbt_s: float
+    ttft_s: float
+
+
+def under_load(plan: Plan, instance: Instance, *, sequences: int, most_rows: int | None = None) -> UnderLoad:
+    """What ``plan`` gives so many ``sequences``, with at most ``most_rows`` rows a step, or as many as are of use."""
+    hosts = {device.device: device.host for device in instance.devices}
+    machines = 1 if plan.streaming else len({hosts[name] for name in plan.devices})
+    rows = min(math.ceil(sequences / machines), most_rows or sequences)
+    steps = math.ceil(sequences / rows)
+    asked = replace(
+        instance, decode_rows=rows, workload=replace(instance.workload, sequences=1 if plan.streaming else steps)
+    )
+    step = evaluate(plan, asked)
+    between_s = steps * step.period_s
+    others_s = math.ceil((sequences - 1) / rows) * step.period_s
+    return UnderLoad(
+        sequences=sequences,
+        rows=rows,
+        machines=machines,
+        steps=steps,
+        tokens_per_s=sequences / between_s,
+        tbt_s=between_s,
+        ttft_s=evaluate(plan, instance).ttft_s + instance.chunks * others_s,
+    )

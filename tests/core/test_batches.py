@@ -1,0 +1,135 @@
+"""Whose next tokens a ring computes together, and what that gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from halda import DeviceProfile, TypeRows, evaluate, instance, residency
+from halda.instance import Instance
+from halda.load import under_load
+from primad.head.batching import SPLIT_CELLS, batches_of, exact_rows, least_rows, rows_of_chunks
+from primad.planning.question import default_workload
+from primad.ring.grouping import Batching
+from tests.fakes.planning import GB, device, model
+from tests.solver.test_simulate import ring
+
+PLAN = ring(("a", 9), ("b", 10), ("a", 1))
+ALONE = ring(("a", 20))
+
+
+def exactly(rows: int, profile: DeviceProfile, *, batch: float = 0.5, threads: int = 4) -> DeviceProfile:
+    """``profile`` with steps of up to ``rows`` exact rows; with 8 rows it computes ``batch`` of the bytes a second."""
+    (speed,) = profile.cpu.speeds
+    speed = replace(speed, batch_bytes_per_s=batch * speed.decode_bytes_per_s)
+    exact = (TypeRows(type=speed.type, rows=rows),)
+    return replace(profile, cpu=replace(profile.cpu, speeds=(speed,), exact_rows=exact, threads=threads))
+
+
+def question(*devices: DeviceProfile, flash: bool = False, **changes) -> Instance:
+    work = replace(default_workload(4096, 512, "f16"), flash=flash, **changes)
+    return instance(devices, [], model(), work, {})
+
+
+def test_a_step_of_several_rows_is_worth_it_as_far_as_it_costs_less_than_single_ones():
+    cheap, dear = (question(exactly(8, device("a"), batch=batch)) for batch in (0.5, 1 / 8))
+    one = evaluate(ALONE, cheap).tpot_s
+    assert under_load(ALONE, cheap, sequences=8, most_rows=1).tokens_per_s == pytest.approx(1 / one)
+    assert under_load(ALONE, cheap, sequences=8).tokens_per_s > 3 / one
+    assert under_load(ALONE, dear, sequences=8).tokens_per_s == pytest.approx(1 / one, rel=0.1)
+
+
+def test_a_ring_of_two_machines_writes_twice_as_much_with_two_steps_in_it():
+    asked = question(exactly(8, device("a", rate=1e9)), exactly(8, device("b", rate=1e9)))
+    alone, both = (under_load(PLAN, asked, sequences=n, most_rows=1) for n in (1, 2))
+    assert both.tokens_per_s == pytest.approx(2 * alone.tokens_per_s, rel=0.06)
+    assert (both.rows, both.machines, both.steps) == (1, 2, 2)
+    many = under_load(PLAN, asked, sequences=8)
+    assert (many.rows, many.machines, many.steps) == (4, 2, 2)
+    assert many.tbt_s == pytest.approx(8 / many.tokens_per_s)
+
+
+def test_where_layers_stream_every_step_reads_them_all():
+    asked = question(exactly(8, device("a", ram=3 * GB, disk=2e8)))
+    plan = residency(ALONE, asked)
+    assert plan.streaming
+    alone, together, apart = (
+        under_load(plan, asked, sequences=n, most_rows=most) for n, most in ((1, 4), (4, 4), (4, 1))
+    )
+    assert together.tokens_per_s > 3.5 * alone.tokens_per_s
+    assert apart.tokens_per_s == pytest.approx(alone.tokens_per_s)
+
+
+def test_a_prompt_that_comes_while_others_write_waits_for_them_at_every_chunk():
+    asked = question(exactly(8, device("a")))
+    idle, busy = (under_load(ALONE, asked, sequences=n) for n in (1, 4))
+    assert idle.ttft_s == evaluate(ALONE, asked).ttft_s
+    assert busy.ttft_s > idle.ttft_s
+
+
+def test_exact_batches_are_taken_where_they_keep_nine_tenths_of_what_is_quickest():
+    found = batches_of("auto", PLAN, question(exactly(7, device("a")), exactly(7, device("b"))), 8)
+    assert (found.batching, found.is_exact) == (Batching(rows=7, steps=2), True)
+    asked = question(exactly(1, device("a")), exactly(7, device("b")))
+    assert batches_of("auto", PLAN, asked, 8).batching == Batching(rows=8, steps=2)
+    assert not batches_of("auto", PLAN, asked, 8).is_exact
+    exact = batches_of("exact", PLAN, asked, 8)
+    assert (exact.batching, exact.is_exact) == (Batching(rows=1, steps=2), True)
+    assert not batches_of("fast", PLAN, question(exactly(7, device("a")), exactly(7, device("b"))), 8).is_exact
+
+
+def test_one_sequence_is_exact_whatever_is_asked_for():
+    asked = question(exactly(1, device("a")), exactly(1, device("b")))
+    for mode in ("exact", "auto", "fast"):
+        found = batches_of(mode, PLAN, asked, 1)
+        assert (found.batching.rows, found.is_exact) == (1, True)
+
+
+def test_flash_attention_on_several_threads_is_exact_before_many_cells_alone():
+    devices = exactly(7, device("a")), exactly(7, device("b"))
+    assert batches_of("exact", PLAN, question(*devices, flash=True), 8).batching.cells == SPLIT_CELLS
+    assert not batches_of("auto", PLAN, question(*devices, flash=True), 8).is_exact
+    assert batches_of("auto", PLAN, question(*devices, flash=True, kv_type="q8_0"), 8).is_exact
+    single = [exactly(7, device(name), threads=1) for name in "ab"]
+    assert batches_of("auto", PLAN, question(*single, flash=True), 8).batching.cells is None
+
+
+def test_gaps_are_filled_where_a_step_reads_all_that_streams():
+    asked = question(exactly(7, device("a", ram=3 * GB)))
+    found = batches_of("auto", residency(ALONE, asked), asked, 4)
+    assert found.batching == Batching(rows=4, bridges=True)
+    flash = replace(asked, workload=replace(asked.workload, flash=True))
+    assert batches_of("exact", residency(ALONE, flash), flash, 4).batching == Batching(rows=4, cells=SPLIT_CELLS)
+
+
+def test_what_was_not_compared_is_computed_alone():
+    plan, devices = ALONE, [exactly(7, device("a"))]
+    assert exact_rows(plan, devices, model()) == 7
+    assert exact_rows(plan, devices, replace(model(), experts=8, experts_used=2)) == 1
+    assert exact_rows(plan, devices, replace(model(), output_bytes_by_type={"Q6_K": GB})) == 1
+    gpu = replace(plan, output_on_gpu=True)
+    assert exact_rows(gpu, devices, model()) == 1
+    norms = replace(model().layers[0], bytes_by_type={"Q4_K": GB // 4, "F32": 32_000})
+    assert exact_rows(plan, devices, replace(model(), layers=(norms,) * 20)) == 7
+    wide = replace(norms, bytes_by_type={"F32": GB})
+    assert exact_rows(plan, devices, replace(model(), layers=(wide,) * 20)) == 1
+
+
+def test_chunks_are_small_where_several_answers_were_asked_for():
+    asked = question(exactly(8, device("a")), exactly(8, device("b")))
+    assert rows_of_chunks(PLAN, asked, 1, asked=False) == 512
+    assert rows_of_chunks(PLAN, asked, 4, asked=False) == 256
+    few, many = (rows_of_chunks(PLAN, asked, sequences, asked=True) for sequences in (2, 64))
+    assert 16 <= few < many <= 128
+    longest = max(each.prefill_s for each in evaluate(PLAN, asked.with_rows(many)).devices)
+    assert longest <= under_load(PLAN, asked, sequences=64).tbt_s
+    assert rows_of_chunks(PLAN, asked.with_rows(8), 4, asked=True) == 8
+    assert (least_rows(PLAN, 256), least_rows(PLAN, 16)) == (64, 16)
+
+
+def test_chunks_that_each_read_all_that_streams_stay_large():
+    asked = question(exactly(7, device("a", ram=3 * GB)))
+    plan = residency(ALONE, asked)
+    assert rows_of_chunks(plan, asked, 4, asked=True) == 512
+    assert least_rows(plan, 512) == 256
