@@ -7,7 +7,7 @@
     tools/bench solve [--json FILE] [--sizes N ...]
     tools/bench paper [--json FILE] [--fleets N]
     tools/bench api [--json FILE] [--rounds N] [--model FILE.gguf]
-    tools/bench serve [--json FILE] [--rounds N] [--model FILE.gguf ...] [--devices N ...] [--streams N ...]
+    tools/bench serve [--json FILE] [--rounds N] [--model FILE.gguf ...] [--devices N ...] [--rows N ...] [--streams N ...]
 
 ``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
 Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
@@ -348,7 +348,9 @@ def serve(options: argparse.Namespace) -> int:
     warn_if_busy(facts)
     rows: list[bench_serve.Served] = []
     for model in models:
-        rows += asyncio.run(bench_serve.bench_streams(model, options.devices, options.streams, options.rounds))
+        rows += asyncio.run(
+            bench_serve.bench_streams(model, options.devices, options.rows, options.streams, options.rounds)
+        )
     write_json(options.json, "serve", facts, bench_serve.show(rows))
     return 0
 

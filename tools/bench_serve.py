@@ -7,6 +7,7 @@ them write a second, what one of them waits between tokens and for its first one
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
+from primad.ring.grouping import Batching
 from primad.ring.messages import Sampled
 from tools.lab.local_ring import LocalRing, even_windows
 from tools.lab.plain_llama import PROMPT
@@ -38,32 +40,42 @@ out = Console(highlight=False)
 
 @dataclass
 class Served:
-    """One ring with so many streams: what each run gave; waits of all runs together, seconds."""
+    """One ring with steps of so many rows at most, and so many streams: what each run gave; waits of all runs, seconds."""
 
     model: str
     devices: int
+    rows: int
     streams: int
     tokens_per_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     next_s: list[float] = field(default_factory=list)
 
 
-async def bench_streams(path: Path, devices: Sequence[int], streams: Sequence[int], rounds: int) -> list[Served]:
+async def bench_streams(
+    path: Path, devices: Sequence[int], rows: Sequence[int], streams: Sequence[int], rounds: int
+) -> list[Served]:
     """Every ring and number of streams in turn, ``rounds`` times, after a run of each that does not count."""
     layers = len(model_profile(open_model(path)).layers)
-    found = [Served(path.stem, count, many) for count in devices for many in streams]
+    found = [Served(path.stem, count, most, many) for count in devices for most in rows for many in streams]
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-serve-")))
         rings = {}
-        for count in devices:
-            windows = even_windows(layers, count)
+        for count, most in itertools.product(devices, rows):
             ring = LocalRing(
-                path, windows, context=CONTEXT, rows=ROWS, sequences=max(streams), threads=1, folder=folder
+                path,
+                even_windows(layers, count),
+                context=CONTEXT,
+                rows=ROWS,
+                sequences=max(streams),
+                batching=Batching(rows=most, steps=count),
+                flash=False,
+                threads=1,
+                folder=folder,
             )
-            rings[count] = await stack.enter_async_context(ring)
+            rings[count, most] = await stack.enter_async_context(ring)
         for number in range(rounds + 1):
             for each in found:
-                await _run(rings[each.devices], each, counts=number > 0)
+                await _run(rings[each.devices, each.rows], each, counts=number > 0)
     return found
 
 
@@ -91,6 +103,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     one = benches.add_parser("serve", help="several answers at once")
     one.add_argument("--model", type=Path, action="append", help="GGUF file (default: SmolLM2 and a synthetic 1B)")
     one.add_argument("--devices", type=int, nargs="+", default=[1, 2], help="ring sizes, each device with a thread")
+    one.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="rows of a step at most")
     one.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8])
     one.add_argument("--rounds", type=int, default=5)
     one.add_argument("--json", help="also write the figures to this file")
@@ -101,6 +114,7 @@ def show(rows: Sequence[Served]) -> list[dict[str, Any]]:
     table = Table(
         "model",
         "devices",
+        "rows",
         "streams",
         "tokens/s",
         "of 1 stream",
@@ -110,12 +124,15 @@ def show(rows: Sequence[Served]) -> list[dict[str, Any]]:
         box=SIMPLE_HEAD,
     )
     for row in rows:
-        alone = next(each for each in rows if (each.model, each.devices) == (row.model, row.devices))
+        alone = next(
+            each for each in rows if (each.model, each.devices, each.rows) == (row.model, row.devices, row.rows)
+        )
         ratio = statistics.median(row.tokens_per_s) / statistics.median(alone.tokens_per_s)
         late_s = sorted(row.next_s)[round(LATE * (len(row.next_s) - 1))]
         table.add_row(
             row.model,
             str(row.devices),
+            str(row.rows),
             str(row.streams),
             f"{statistics.median(row.tokens_per_s):.1f}",
             f"{ratio:.2f}",
