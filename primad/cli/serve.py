@@ -116,8 +116,7 @@ class ServedPlanOptions:
     sequences: Annotated[
         str,
         typer.Option(
-            help="Answers at once, each with its own KV cache of --context tokens; where layers stream they take turns. "
-            "auto: 1, 2 or 4, as memory is left."
+            help="Answers at once, each with its own KV cache of --context tokens. auto: 1, 2 or 4, as memory is left."
         ),
     ] = "auto"
     batching: Annotated[

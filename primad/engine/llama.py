@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from halda import WindowAssignment
 from primad.engine.masks import Allowed, GrammarMask, Words
-from primad.engine.protocol import EngineOptions, Hidden, KvType, Rows, Sampling, WindowSource
+from primad.engine.protocol import KV_CELL_PADDING, EngineOptions, Hidden, KvType, Rows, Sampling, WindowSource
 from primad.engine.sampling import ChainSampler, GreedySampler
 from primad.engine.streaming.prefetch import WindowStream
 from primad.engine.streaming.residency import Residency
@@ -60,8 +60,6 @@ _KV_TYPES: Final[dict[KvType, int]] = {
 }
 _ENTRIES: Final = frozenset((b"embd", b"inp_scaled"))
 """What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
-KV_CELL_PADDING: Final = 256
-"""llama.cpp rounds the KV cache up to whole groups of cells."""
 
 _recent_log: deque[str] = deque(maxlen=8)
 

@@ -112,6 +112,9 @@ GREEDY: Final = Sampling(
 KvType = Literal["f16", "q8_0", "q4_0"]
 """Types of KV cache."""
 
+KV_CELL_PADDING: Final = 256
+"""llama.cpp rounds the KV cache up to whole groups of so many cells."""
+
 _MASK_64: Final = (1 << 64) - 1
 
 

@@ -15,14 +15,15 @@ from typing import Final, Literal, get_args
 from halda import DeviceProfile, ModelProfile, Plan, evaluate
 from halda.instance import Instance
 from halda.load import UnderLoad, under_load
+from primad.engine.protocol import KV_CELL_PADDING
 from primad.ring.grouping import Batching
 
 BatchingMode = Literal["exact", "auto", "fast"]
 BATCHING_MODES: Final[tuple[BatchingMode, ...]] = get_args(BatchingMode)
 KEPT: Final = 0.9
 """Share of the tokens of the quickest batches that exact ones must keep to be taken."""
-SPLIT_CELLS: Final = 256
-"""llama.cpp pads the KV cache to whole groups of so many cells, and splits what has more than one."""
+SPLIT_CELLS: Final = KV_CELL_PADDING
+"""llama.cpp splits what has more than one group of cells."""
 MOST_ROWS: Final = 256
 """Of a chunk, where other answers may wait for it."""
 _ROWS: Final = (128, 64, 32, 16)
@@ -65,7 +66,7 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
 
 def exact_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> int:
     """How many rows of a step are bit for bit single ones on all of the devices."""
-    if model.experts or plan.output_on_gpu or any(window.gpu_layers for window in plan.route):
+    if model.experts or plan.uses_gpu:
         return 1
     types = {kind for layer in model.layers for kind in layer.bytes_by_type} | set(model.output_bytes_by_type)
     size = sum(layer.bytes_by_type.get("F32", 0) for layer in model.layers)
@@ -102,4 +103,4 @@ def least_rows(plan: Plan, rows: int) -> int:
 
 
 def _needs_large(plan: Plan) -> bool:
-    return bool(plan.streaming) or any(window.gpu_layers for window in plan.route)
+    return bool(plan.streaming) or plan.gpu_layers > 0

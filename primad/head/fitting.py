@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from halda import Prediction, Solution, evaluate
 from halda.instance import Instance
@@ -11,7 +12,7 @@ from primad.head.options import ServeOptions
 from primad.head.promise import Promise
 from primad.planning.context import AtOnce, answers_at_once, attends_plainly, widened_context
 
-UNKNOWN = AtOnce(sequences=1, why="more are not known to be exact with such a model; --sequences sets it")
+UNKNOWN: Final = AtOnce(sequences=1, why="more are not known to be exact with such a model; --sequences sets it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

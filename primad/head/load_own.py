@@ -11,7 +11,6 @@ from primad.gguf.layers import LayerRef
 from primad.head.batching import least_rows
 from primad.head.ring_inputs import RingInputs
 from primad.network.messages import Load
-from primad.ring.grouping import Batching
 from primad.ring.messages import HeadPart
 
 
@@ -20,11 +19,10 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
 
     Raises ``PrimadError`` when a disk refuses or llama.cpp cannot compute the model.
     """
-    plan = inputs.promise.plan
-    batching = inputs.promise.batches.batching if inputs.promise.batches is not None else Batching()
+    plan, batching = inputs.promise.plan, inputs.promise.batching
     own = HeadPart(
         model=str(inputs.service.model.header.path),
-        depth=max(len(plan.devices), batching.steps),
+        depth=len(plan.devices),
         at_once=load.sequences if batching.rows > 1 or not plan.streaming else 1,  # every step reads what streams anew
         chunk_rows=load.rows,
         least_rows=least_rows(plan, load.rows),

@@ -44,8 +44,8 @@ class ServeOptions:
     ``embedding`` is a model file for embeddings. With ``api_key`` or ``api_key_file`` they need a key.
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
     with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are. So many ``sequences`` have a
-    KV cache each (None: as many as the plan has room for): as many generations run at once, where nothing streams, and as
-    many prompts are remembered. ``batching`` says whether what they compute together must be exact.
+    KV cache each (None: as many as the plan has room for): as many generations run at once, and as many prompts are
+    remembered. ``batching`` says whether what they compute together must be exact.
     """
 
     wait: int | None

@@ -9,6 +9,7 @@ from typing import Self
 from halda import Assignment, ModelProfile, Plan, Prediction, assignments
 from primad.head.batching import Batches
 from primad.head.corrections import NOTHING_LEARNT, Corrections
+from primad.ring.grouping import Batching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,16 @@ class Promise:
     why_sequences: str = ""
     flash: bool = True
     batches: Batches | None = None
+
+    @property
+    def batching(self) -> Batching:
+        """How next tokens are computed together: one by one where nothing says more."""
+        return Batching() if self.batches is None else self.batches.batching
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each answer is what it is alone."""
+        return self.batches is None or self.batches.is_exact
 
     @classmethod
     def of(

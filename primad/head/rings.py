@@ -311,7 +311,7 @@ class Rings:
             tool_parser=self._service.options.tool_parser,
             context_shift=self._service.options.context_shift,
             sequences=promise.sequences,
-            is_exact=promise.batches is None or promise.batches.is_exact,
+            is_exact=promise.is_exact,
         )
 
     def _foresee(self, epoch: int) -> None:

@@ -110,7 +110,7 @@ def at_once_line(promise: Promise) -> str:
     if promise.sequences == 1:
         return f"1 answer at a time{why}"
     line = f"{promise.sequences} answers at once, each with that context{why}"
-    if promise.batches is None or promise.batches.is_exact:
+    if promise.is_exact:
         return f"{line}; each is what it is alone"
     return f"{line}; computed together, which may change how one is worded (--batching exact keeps that from it)"
 

@@ -66,8 +66,7 @@ def attends_plainly(plan: Plan, question: Instance, work: Workload, *, served: b
     """
     profiles = [device.cpu for device in question.devices if device.device in plan.devices]
     is_quicker = all(cpu.plain_attention_s < cpu.attention_s or not cpu.attention_s for cpu in profiles)
-    on_gpu = plan.output_on_gpu or any(window.gpu_layers for window in plan.route)
-    if work.kv_type != "f16" or on_gpu or not (is_quicker or served):
+    if work.kv_type != "f16" or plan.uses_gpu or not (is_quicker or served):
         return False
     asked = replace(question, workload=replace(work, flash=False))
     return _obstacle(plan, evaluate(plan, question), asked, keeps=served) is None

@@ -18,7 +18,7 @@ import msgspec
 
 from halda import BATCH_ROWS, PREFILL_ROWS
 from primad.engine.devices import GpuDevice
-from primad.engine.protocol import EngineOptions, Hidden, Rows, WindowSource
+from primad.engine.protocol import KV_CELL_PADDING, EngineOptions, Hidden, Rows, WindowSource
 
 CONTEXT: Final = PREFILL_ROWS + 256
 _RUN_STEPS: Final = 6
@@ -27,7 +27,6 @@ _RUNS: Final = 6
 """More tell nothing new."""
 COMPARED: Final = (2, 3, 4, 7, 8)
 """Counts of rows that are compared with single ones, in their order: kernels of llama.cpp change at these."""
-_COMPARED_CELLS: Final = 256
 FEWEST_ROWS: Final = 64
 """Of a chunk of a prompt, on a device that takes long."""
 
@@ -196,7 +195,7 @@ def _compare(task: CompareRows) -> int:
 
     most = max(COMPARED)
     options = msgspec.structs.replace(
-        _options(task.threads, task.threads, flash=False), context=_COMPARED_CELLS, sequences=most, rows=most
+        _options(task.threads, task.threads, flash=False), context=KV_CELL_PADDING, sequences=most, rows=most
     )
     window = MiddleWindow(task.window, options, width=task.width)
     hidden = np.random.default_rng(0).standard_normal((most, task.width), np.float32)

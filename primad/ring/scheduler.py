@@ -217,9 +217,8 @@ class Scheduler:
         for running in ready:
             if not running.is_decoding:
                 return self._chunk(running)
-            if (
-                running.sequence.cells < running.known - 1 or self._may_decode()
-            ):  # an earlier epoch's tokens do not wait
+            of_earlier_epoch = running.sequence.cells < running.known - 1
+            if of_earlier_epoch or self._may_decode():
                 return self._decode([each for each in ready if each.is_decoding], running)
         return None
 

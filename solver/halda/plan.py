@@ -96,6 +96,16 @@ class Plan:
         """The number of the model's layers."""
         return self.route[-1].last
 
+    @property
+    def gpu_layers(self) -> int:
+        """How many layers GPUs compute."""
+        return sum(window.gpu_layers for window in self.route)
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether anything is on a GPU."""
+        return self.output_on_gpu or self.gpu_layers > 0
+
     def output_place(self, device: str) -> OutputPlace:
         """Where ``device`` has the output matrix: the head's tail window ends in it."""
         if device != self.head:

@@ -84,8 +84,6 @@ class LocalRing:
         rows: int = 512,
         sequences: int = 1,
         batching: Batching | None = None,
-        chunk_rows: int | None = None,
-        depth: int | None = None,
         kv_type: KvType = "f16",
         flash: bool = True,
         threads: Sequence[int] | int = 2,
@@ -106,8 +104,6 @@ class LocalRing:
         self._rows = rows
         self._sequences = sequences
         self._batching = batching or Batching()
-        self._chunk_rows = chunk_rows
-        self._depth = depth
         self._kv_type = kv_type
         self._flash = flash
         self._cpu = cpu
@@ -174,10 +170,10 @@ class LocalRing:
                 if name != plan.head
                 else HeadPart(
                     model=str(self._model),
-                    depth=self._depth or len(plan.devices),
+                    depth=len(plan.devices),
                     at_once=self._sequences,
-                    chunk_rows=self._chunk_rows or self._rows,
-                    least_rows=self._chunk_rows or self._rows,
+                    chunk_rows=self._rows,
+                    least_rows=self._rows,
                     batching=self._batching,
                 ),
                 step_timeout_s=self._step_timeout_s,
