@@ -8,14 +8,16 @@ compared, and taken for exact one by one alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from halda import DeviceProfile, ModelProfile, Plan, evaluate
+from halda import DeviceProfile, ModelProfile, Plan, TypeRows, evaluate
 from halda.instance import Instance
 from halda.load import UnderLoad, under_load
 from primad.engine.protocol import KV_CELL_PADDING
+from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 
 BatchingMode = Literal["exact", "auto", "fast"]
@@ -35,16 +37,20 @@ _LITTLE: Final = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """How next tokens are computed together; ``is_exact``: each answer is what it is alone. ``load`` is what that gives."""
+    """How next tokens are computed together, and prompts beside them; ``is_exact``: each answer is what it is alone.
+
+    ``load`` is what that gives.
+    """
 
     batching: Batching
     is_exact: bool
     load: UnderLoad
+    pieces: Pieces | None = None
 
 
 def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: int) -> Batches:
     """The batches of ``plan`` for so many ``sequences``, as ``mode`` asks for."""
-    profiles = [device for device in question.devices if device.device in plan.devices]
+    profiles = _profiles(plan, question)
     work, most = question.workload, min(sequences, question.workload.chunk_rows)
     rows = min(most, exact_rows(plan, profiles, question.model))
     splits = work.flash and work.kv_type == "f16" and any(device.cpu.threads > 1 for device in profiles)
@@ -61,24 +67,64 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
         ),
         is_exact=is_exact or most == 1,
         load=exact if is_exact else fast,
+        pieces=pieces_of(plan, question, sequences),
     )
 
 
 def exact_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> int:
     """How many rows of a step are bit for bit single ones on all of the devices."""
-    if model.experts or plan.uses_gpu:
-        return 1
+    return min(each.rows for each in _known(plan, profiles, model))
+
+
+def piece_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> int:
+    """Of how many rows the pieces of a chunk are multiples that are bit for bit the whole one on all devices; 0: unknown."""
+    return math.lcm(*(each.piece_rows for each in _known(plan, profiles, model)))
+
+
+def _known(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> list[TypeRows]:
+    """What is known of each type of ``model`` on each device: of what was not compared, that single rows are exact."""
+    is_compared = not (model.experts or plan.uses_gpu)
     types = {kind for layer in model.layers for kind in layer.bytes_by_type} | set(model.output_bytes_by_type)
     size = sum(layer.bytes_by_type.get("F32", 0) for layer in model.layers)
     if size <= _LITTLE * model.size_bytes:
         types.discard("F32")
-    return min(
-        {each.type: each.rows for each in profile.cpu.exact_rows}.get(kind, 1) for profile in profiles for kind in types
-    )
+    return [
+        {each.type: each for each in profile.cpu.exact_rows if is_compared}.get(kind, TypeRows(type=kind, rows=1))
+        for profile in profiles
+        for kind in types
+    ]
+
+
+def multiple_of_pieces(plan: Plan, question: Instance, sequences: int) -> int:
+    """Of how many rows the pieces of a chunk are multiples beside others of so many ``sequences``; 0: it is not cut."""
+    work = question.workload
+    if sequences == 1 or work.flash or _needs_large(plan):
+        return 0
+    multiple = piece_rows(plan, _profiles(plan, question), question.model)
+    return multiple if multiple < work.chunk_rows else 0
+
+
+def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
+    """The pieces in which chunks are computed while others of so many ``sequences`` write; None: they are not cut.
+
+    The others wait for a piece no longer than for the tokens of all of them. Where they are fewer than the machines of the
+    ring, pieces follow each other between two tokens of theirs.
+    """
+    multiple = multiple_of_pieces(plan, question, sequences)
+    if not multiple:
+        return None
+    sizes = [multiple << i for i in range((question.workload.chunk_rows // multiple).bit_length())]
+    took_s = {rows: max(each.prefill_s for each in evaluate(plan, question.with_rows(rows)).devices) for rows in sizes}
+    rows = []
+    for writing in range(1, sequences):
+        load = under_load(plan, question, sequences=writing)
+        between = max(1, load.machines - writing)
+        rows.append(max((size for size in sizes if between * took_s[size] <= load.tbt_s), default=multiple))
+    return Pieces(multiple=multiple, rows=tuple(rows))
 
 
 def rows_of_chunks(plan: Plan, question: Instance, sequences: int, *, asked: bool) -> int:
-    """How many rows a chunk of a prompt has at most.
+    """How many rows a chunk of a prompt has at most, where it cannot be cut into pieces.
 
     Other answers wait for each chunk. Where so many ``sequences`` were asked for, it takes no longer than the tokens of all
     others do; where not, one is expected as a rule, whose prompt is quicker in larger ones. Each chunk reads all that
@@ -100,6 +146,10 @@ def least_rows(plan: Plan, rows: int) -> int:
     """How many rows a chunk of at most ``rows`` has at the least where another message begins behind it: more chunks mean
     that more of a prompt is found computed when it comes again."""
     return max(1, rows // 2) if _needs_large(plan) else min(LEAST_ROWS, rows)
+
+
+def _profiles(plan: Plan, question: Instance) -> list[DeviceProfile]:
+    return [device for device in question.devices if device.device in plan.devices]
 
 
 def _needs_large(plan: Plan) -> bool:

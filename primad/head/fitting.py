@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from halda import Prediction, Solution, evaluate
+from halda import Prediction, Solution, Workload, evaluate
 from halda.instance import Instance
-from primad.head.batching import Batches, batches_of, rows_of_chunks
+from primad.head.batching import Batches, batches_of, multiple_of_pieces, rows_of_chunks
 from primad.head.options import ServeOptions
 from primad.head.promise import Promise
 from primad.planning.context import AtOnce, answers_at_once, attends_plainly, widened_context
@@ -47,10 +47,15 @@ def fitted(
         count = 1 if served is None else served.sequences
         found = answers_at_once(plan, question, served=count) if may_be_several else UNKNOWN
         work, why_sequences = replace(work, sequences=found.sequences), found.why
-    rows = rows_of_chunks(plan, question, work.sequences, asked=options.sequences is not None)
-    work = replace(work, chunk_rows=rows)
-    is_plain = attends_plainly(plan, question, work, served=served is not None and not served.flash)
-    work = replace(work, flash=not is_plain)
+    kept = served is not None and not served.flash
+
+    def attending(work: Workload) -> Workload:
+        return replace(work, flash=not attends_plainly(plan, question, work, served=kept))
+
+    work = attending(work)
+    if not multiple_of_pieces(plan, replace(question, workload=work), work.sequences):
+        rows = rows_of_chunks(plan, question, work.sequences, asked=options.sequences is not None)
+        work = attending(replace(work, chunk_rows=rows))
     if widens:
         wider = widened_context(plan, question, work)
         work, why_context = replace(work, context_tokens=wider.tokens), wider.why

@@ -27,6 +27,7 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
         chunk_rows=load.rows,
         least_rows=least_rows(plan, load.rows),
         batching=batching,
+        pieces=inputs.promise.pieces,
     )
     windows = WindowLoad(
         load,

@@ -9,6 +9,7 @@ from typing import Self
 from halda import Assignment, ModelProfile, Plan, Prediction, assignments
 from primad.head.batching import Batches
 from primad.head.corrections import NOTHING_LEARNT, Corrections
+from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 
 
@@ -36,6 +37,11 @@ class Promise:
     def batching(self) -> Batching:
         """How next tokens are computed together: one by one where nothing says more."""
         return Batching() if self.batches is None else self.batches.batching
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """The pieces in which chunks of a prompt are computed beside other answers; None: they are not cut."""
+        return None if self.batches is None else self.batches.pieces
 
     @property
     def is_exact(self) -> bool:

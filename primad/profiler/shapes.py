@@ -84,9 +84,9 @@ def measure_attention(bench: Bench, main: TypeSpeed) -> tuple[float, float]:
 
 
 def measure_exact(bench: Bench, speeds: Sequence[TypeSpeed]) -> tuple[TypeRows, ...]:
-    """How many rows of a step are bit for bit single ones, by type; with extra buffers where ``speeds`` have them."""
+    """What is bit for bit the same in steps of other rows, by type; with extra buffers where ``speeds`` have them."""
     extra = {speed.type: speed.extra_buffers for speed in speeds}
-    return tuple(TypeRows(type=kind, rows=bench.exact_rows(kind, extra=extra.get(kind, False))) for kind in TYPES)
+    return tuple(bench.exact_rows(kind, extra=extra.get(kind, False)) for kind in TYPES)
 
 
 def _of_layer_s(bench: Bench, shape: LayerShape, main: TypeSpeed, step_s: float, layer_s: float) -> float | None:

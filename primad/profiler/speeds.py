@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from halda import BATCH_ROWS, RowSpeed, TypeSpeed
+from halda import BATCH_ROWS, RowSpeed, TypeRows, TypeSpeed
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget, Effort
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
@@ -137,13 +137,15 @@ class Bench:
             shape, kind, layers, (False,), seconds, sweep_bytes=0, many_rows=False, cached=cached, flash=flash
         )[0]
 
-    def exact_rows(self, kind: str, *, extra: bool) -> int:
-        """How many rows of a layer of type ``kind`` are bit for bit single ones when they are computed together."""
+    def exact_rows(self, kind: str, *, extra: bool) -> TypeRows:
+        """What a layer of type ``kind`` computes bit for bit the same in steps of other rows."""
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
             window = write_window(Path(name), MIDDLE, kind, 1, gpu_layers=1 if self.on_gpu else 0)
             window = msgspec.structs.replace(window, extra_buffers=extra)
             found = self.trials.compare(CompareRows(window=window, width=MIDDLE.width, threads=self.threads))
-        return 1 if isinstance(found, str) else found.rows
+        if isinstance(found, str):
+            return TypeRows(type=kind, rows=1)
+        return TypeRows(type=kind, rows=found.rows, piece_rows=found.piece_rows)
 
     def _time(
         self,

@@ -11,7 +11,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -27,6 +27,12 @@ _RUNS: Final = 6
 """More tell nothing new."""
 COMPARED: Final = (2, 3, 4, 7, 8)
 """Counts of rows that are compared with single ones, in their order: kernels of llama.cpp change at these."""
+PIECES: Final = (4, 8, 16, 32)
+"""Rows of the pieces that a chunk is computed in, in their order, and compared with the whole."""
+CHUNK: Final = 43
+"""Rows of that chunk: a multiple of nothing that kernels take together."""
+BEFORE: Final = KV_CELL_PADDING - 16
+"""Rows before it, so that its pieces attend to other numbers of cells than the whole does."""
 FEWEST_ROWS: Final = 64
 """Of a chunk of a prompt, on a device that takes long."""
 
@@ -67,7 +73,8 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
 
 
 class CompareRows(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
-    """Compare what ``window`` computes of the rows of several sequences together with what it computes of each alone."""
+    """Compare what ``window`` computes of the rows of several sequences together with what it computes of each alone, and
+    what it computes of a chunk with what it computes of its pieces."""
 
     window: WindowSource
     width: int
@@ -75,9 +82,11 @@ class CompareRows(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
 
 
 class ExactRows(msgspec.Struct, frozen=True, tag="exact"):
-    """Steps of up to so many ``rows`` compute each bit for bit as alone."""
+    """Steps of up to so many ``rows`` compute each bit for bit as alone, and pieces of multiples of ``piece_rows`` what the
+    whole chunk does (0: none does)."""
 
     rows: int
+    piece_rows: int
 
 
 class HoldWindow(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
@@ -164,7 +173,7 @@ def main() -> None:
             case TimeWindow() as task:
                 answer = _time(task)
             case CompareRows() as task:
-                answer = ExactRows(_compare(task))
+                answer = _compare(task)
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
 
@@ -188,38 +197,56 @@ def _options(threads: int, batch_threads: int, *, flash: bool = True) -> EngineO
     )
 
 
-def _compare(task: CompareRows) -> int:
+def _compare(task: CompareRows) -> ExactRows:
     import numpy as np
 
     from primad.engine.llama import MiddleWindow
 
     most = max(COMPARED)
     options = msgspec.structs.replace(
-        _options(task.threads, task.threads, flash=False), context=KV_CELL_PADDING, sequences=most, rows=most
+        _options(task.threads, task.threads, flash=False), context=2 * KV_CELL_PADDING, sequences=most, rows=BEFORE
     )
     window = MiddleWindow(task.window, options, width=task.width)
-    hidden = np.random.default_rng(0).standard_normal((most, task.width), np.float32)
+    hidden = np.random.default_rng(0).standard_normal((BEFORE + CHUNK, task.width), np.float32)
 
-    def computed(sequences: range) -> Hidden:
-        for sequence in sequences:
-            window.kv_remove(sequence, 0, -1)
+    def computed(rows: range, positions: Sequence[int], sequences: Sequence[int]) -> Hidden:
         return window.forward(
             Rows(
-                content=hidden[sequences.start : sequences.stop],
-                positions=[0] * len(sequences),
+                content=hidden[rows.start : rows.stop],
+                positions=list(positions),
                 sequences=[[sequence] for sequence in sequences],
-                outputs=[True] * len(sequences),
+                outputs=[True] * len(rows),
             )
         )
 
-    alone = np.concatenate([computed(range(row, row + 1)) for row in range(most)])
+    def together(sequences: range) -> Hidden:
+        for sequence in sequences:
+            window.kv_remove(sequence, 0, -1)
+        return computed(sequences, [0] * len(sequences), sequences)
+
+    alone = np.concatenate([together(range(row, row + 1)) for row in range(most)])
     exact = 1
     for count in COMPARED:
-        if computed(range(count)).tobytes() != alone[:count].tobytes():
+        if together(range(count)).tobytes() != alone[:count].tobytes():
             break
         exact = count
+
+    def piece(first: int, last: int) -> bytes:
+        rows = range(first, last)
+        return computed(rows, rows, [0] * len(rows)).tobytes()
+
+    def chunk(rows: int) -> bytes:
+        """What one sequence's rows give in pieces of so many, the last of which may be larger."""
+        window.kv_remove(0, BEFORE, -1)
+        starts = range(BEFORE, BEFORE + CHUNK - rows + 1, rows)
+        return b"".join(map(piece, starts, [*starts[1:], BEFORE + CHUNK]))
+
+    window.kv_remove(0, 0, -1)
+    piece(0, BEFORE)
+    whole = chunk(CHUNK)
+    pieces = next((rows for rows in PIECES if chunk(rows) == whole), 0)
     window.release()
-    return exact
+    return ExactRows(exact, pieces)
 
 
 def _hold(task: HoldWindow) -> Callable[[], float]:

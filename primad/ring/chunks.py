@@ -6,6 +6,9 @@ computed the other would compute, bit for bit.
 
 A chunk ends after ``rows`` tokens, or once it has ``least`` of them before a token that begins something: in a chat each
 message begins with one. So the next turn computes what is new, and the answer before it, which was computed row by row.
+
+Other answers wait for a chunk. Where llama.cpp computes a chunk bit for bit the same in pieces, it is cut into some that
+take no longer than the others' tokens do (``Pieces``): a prompt that comes alone is computed in whole chunks.
 """
 
 from __future__ import annotations
@@ -15,12 +18,39 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """While n generations write, a chunk is computed in pieces of ``rows[n - 1]`` rows, the last of which may have more.
+
+    All are multiples of ``multiple``, and the last piece is no smaller. For more generations than are listed the last holds.
+    """
+
+    multiple: int
+    rows: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert self.multiple >= 1
+        assert self.rows
+        assert all(rows > 0 and rows % self.multiple == 0 for rows in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunking:
-    """Chunks of at most ``rows`` tokens, and of at least ``least`` before a token that ``begins`` something."""
+    """Chunks of at most ``rows`` tokens, and of at least ``least`` before a token that ``begins`` something.
+
+    They are computed in ``pieces`` beside other generations, or whole.
+    """
 
     rows: int
     least: int
     begins: Callable[[int], bool]
+    pieces: Pieces | None = None
+
+    def piece(self, first: int, end: int, writing: int) -> int:
+        """The end of the next piece of a chunk up to ``end`` of which what is before ``first`` is computed."""
+        if self.pieces is None or not writing:
+            return end
+        last = first + self.pieces.rows[min(writing, len(self.pieces.rows)) - 1]
+        return last if last + self.pieces.multiple <= end else end
 
     def end(self, prompt: Sequence[int], first: int) -> int:
         """The end of the chunk of ``prompt`` that begins with token ``first``."""

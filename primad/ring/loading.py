@@ -113,7 +113,9 @@ def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
     share_scratch((*windows.values(), tail))
     streams.begin({**windows, opening.route - 1: tail})
     controls = control_tokens(header)
-    chunking = Chunking(rows=part.chunk_rows, least=part.least_rows, begins=lambda token: token in controls)
+    chunking = Chunking(
+        rows=part.chunk_rows, least=part.least_rows, begins=lambda token: token in controls, pieces=part.pieces
+    )
     head = Head(
         windows=windows,
         tail=tail,

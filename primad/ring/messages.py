@@ -22,6 +22,7 @@ from primad.engine.protocol import GREEDY as GREEDY
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError, printable
+from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 
 PROTOCOL: Final = 2
@@ -268,7 +269,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
 
     It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
     together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a
-    message.
+    message; beside other answers it is computed in ``pieces``.
     """
 
     model: str
@@ -277,6 +278,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     chunk_rows: int
     least_rows: int
     batching: Batching = Batching()
+    pieces: Pieces | None = None
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):

@@ -9,10 +9,11 @@ who has the fewest running is next. Of those that run it is the owner who waited
 that did: so the devices of a ring compute for different ones, neither a long prompt nor a long answer keeps the others from
 going on, and who asks for more at once has no larger share.
 
-Prompts are fed in chunks (``chunks.py``). Chunks follow each other into the ring without waiting (up to ``depth`` in
-flight), since only the last one's output is needed; decode steps wait for the tokens before them. The cells of a prompt stay
-when its generation is over: of the next prompt in that sequence only what follows the chunks that both have is computed, and
-a generation takes the sequence with which it has most in common.
+Prompts are fed in chunks or pieces of them (``chunks.py``). They follow each other into the ring without waiting (up to
+``depth`` in flight), since only the last one's output is needed; decode steps wait for the tokens before them. Behind each
+the others that write have their turn, for it takes as long as a round of theirs. The cells of a prompt stay when its
+generation is over: of the next prompt in that sequence only what follows the chunks that both have is computed, and a
+generation takes the sequence with which it has most in common.
 
 A generation that an earlier epoch began comes with the tokens it has sampled already. They are fed one by one, as they were
 fed then: llama.cpp computes several rows of a sequence in another order than single rows, and its sums would differ in the
@@ -21,6 +22,7 @@ last bits. Like chunks they do not wait for each other.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +98,10 @@ class _Running:
     """All tokens after the prompt, those of earlier epochs first."""
     reused: int
     """Tokens of the prompt whose cells were there, until that is told."""
+    chunk_end: int = 0
+    """Of the chunk that was begun last."""
+    waits_since: int = 0
+    """How many steps there were when it had one last, and some that its turn counts for."""
     first_token_s: float | None = None
 
     @property
@@ -148,7 +154,7 @@ class Scheduler:
         self._in_flight: dict[int, _InFlight] = {}
         self._steps = 0
         self._owners: dict[str, int] = {}
-        """Who asks, and the latest step for them."""
+        """Who asks, and the latest step for them, counted as for ``waits_since``."""
         self._drains = False
 
     @property
@@ -212,7 +218,7 @@ class Scheduler:
             self._begin(generate, now)
         ready = sorted(
             (running for running in self._running.values() if running.has_step),
-            key=lambda each: (self._owners.get(each.generate.owner, 0), each.sequence.used),
+            key=lambda each: (self._owners.get(each.generate.owner, 0), each.waits_since),
         )
         for running in ready:
             if not running.is_decoding:
@@ -232,10 +238,14 @@ class Scheduler:
         return sum(running.is_decoding for running in self._running.values())
 
     def _chunk(self, running: _Running) -> PlannedStep:
-        """The next chunk of its prompt."""
+        """The next chunk of its prompt, or the next piece of it."""
         prompt, sequence = running.generate.prompt, running.sequence
-        first, last = sequence.cells, self._chunking.end(prompt, sequence.cells)
-        sequence.computed.ends.append(last)
+        first = sequence.cells
+        if first >= running.chunk_end:
+            running.chunk_end = self._chunking.end(prompt, first)
+        last = self._chunking.piece(first, running.chunk_end, self._decoding)
+        if last == running.chunk_end:
+            sequence.computed.ends.append(last)
         sequence.cells = last
         step = PlannedStep(
             step=self._steps,
@@ -285,8 +295,11 @@ class Scheduler:
             computed={each.generate.request: each.sequence.cells for each in of}, draws=step.draws, decodes=decodes
         )
         self._steps += 1
+        more = max(0, math.ceil(self._decoding / self._batching.rows) - 1)
         for running in of:
-            running.sequence.used = self._owners[running.generate.owner] = self._steps
+            running.sequence.used = self._steps
+            running.waits_since = self._steps + (0 if running.is_decoding else more)
+            self._owners[running.generate.owner] = running.waits_since
         return step
 
     def _begin(self, generate: Generate, now: float) -> None:

@@ -68,10 +68,15 @@ class TypeSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeRows:
-    """Of a step of up to ``rows`` rows each is computed bit for bit as it is alone by layers of one quantisation type."""
+    """What layers of one quantisation type, without flash attention, compute bit for bit the same.
+
+    Of a step of up to ``rows`` rows each is computed as it is alone. A chunk of a prompt may be cut at multiples of
+    ``piece_rows`` if its last piece is no smaller; 0: not at any that is known.
+    """
 
     type: str
     rows: int
+    piece_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 from halda import DeviceProfile, TypeRows, evaluate, instance, residency
 from halda.instance import Instance
 from halda.load import under_load
-from primad.head.batching import SPLIT_CELLS, batches_of, exact_rows, least_rows, rows_of_chunks
+from primad.head.batching import SPLIT_CELLS, batches_of, exact_rows, least_rows, piece_rows, pieces_of, rows_of_chunks
 from primad.planning.question import default_workload
 from primad.ring.grouping import Batching
 from tests.fakes.planning import GB, device, model
@@ -23,7 +23,7 @@ def exactly(rows: int, profile: DeviceProfile, *, batch: float = 0.5, threads: i
     """``profile`` with steps of up to ``rows`` exact rows; with 8 rows it computes ``batch`` of the bytes a second."""
     (speed,) = profile.cpu.speeds
     speed = replace(speed, batch_bytes_per_s=batch * speed.decode_bytes_per_s)
-    exact = (TypeRows(type=speed.type, rows=rows),)
+    exact = (TypeRows(type=speed.type, rows=rows, piece_rows=8),)
     return replace(profile, cpu=replace(profile.cpu, speeds=(speed,), exact_rows=exact, threads=threads))
 
 
@@ -126,6 +126,35 @@ def test_chunks_are_small_where_several_answers_were_asked_for():
     assert longest <= under_load(PLAN, asked, sequences=64).tbt_s
     assert rows_of_chunks(PLAN, asked.with_rows(8), 4, asked=True) == 8
     assert (least_rows(PLAN, 256), least_rows(PLAN, 16)) == (64, 16)
+
+
+def test_pieces_of_a_chunk_take_no_longer_than_the_tokens_of_all_others():
+    asked = question(exactly(8, device("a")), exactly(8, device("b")))
+    found = pieces_of(PLAN, asked, 65)
+    assert found is not None
+    assert found.multiple == 8
+    assert len(found.rows) == 64
+    assert list(found.rows) == sorted(found.rows)
+    assert found.rows[0] < found.rows[-1] <= 512
+    took_s = max(each.prefill_s for each in evaluate(PLAN, asked.with_rows(found.rows[-1])).devices)
+    assert took_s <= under_load(PLAN, asked, sequences=64).tbt_s
+    assert batches_of("auto", PLAN, asked, 65).pieces == found
+
+
+def test_chunks_are_cut_only_where_that_is_known_to_be_exact_and_reads_nothing_twice():
+    devices = exactly(8, device("a")), exactly(8, device("b"))
+    asked = question(*devices)
+    assert pieces_of(PLAN, asked, 1) is None, "nobody else waits"
+    assert pieces_of(PLAN, question(*devices, flash=True), 4) is None
+    assert pieces_of(PLAN, asked.with_rows(8), 4) is None
+    unknown = replace(devices[0].cpu, exact_rows=())
+    assert pieces_of(PLAN, question(replace(devices[0], cpu=unknown), devices[1]), 4) is None
+    assert piece_rows(PLAN, devices, replace(model(), experts=8, experts_used=2)) == 0
+    streams = question(exactly(7, device("a", ram=3 * GB)))
+    assert pieces_of(residency(ALONE, streams), streams, 4) is None
+    (rows,) = devices[0].cpu.exact_rows
+    finer = replace(devices[0].cpu, exact_rows=(replace(rows, piece_rows=3),))
+    assert piece_rows(PLAN, (replace(devices[0], cpu=finer), devices[1]), model()) == 24
 
 
 def test_chunks_that_each_read_all_that_streams_stay_large():

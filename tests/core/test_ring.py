@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primad.errors import EngineError, ProtocolError, RingError
+from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import PROTOCOL, Finished, KvRemove, PromptProgress, Sampled, Serving, Step
@@ -539,16 +540,21 @@ def test_what_prompts_have_in_common_is_computed_once_and_the_answers_are_those_
             assert window.steps[before:] == [step for step in own.steps if step[0] >= reused(ring, request)]
 
 
+cuts = st.none() | st.builds(
+    lambda multiple, times: Pieces(multiple=multiple, rows=tuple(multiple * each for each in times)),
+    st.integers(1, 4),
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+)
 batchings = st.builds(Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), bridges=st.booleans()) | st.builds(
     Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), cells=st.sampled_from([1, 20, 50])
 )
 
 
 @rings
-@given(st.data(), shapes(), options(), st.integers(1, 5), st.sampled_from([GREEDY, DRAWN]), batchings)
-def test_generations_at_once_say_what_each_says_alone(data, shape, options, sequences, sampling, batching):
+@given(st.data(), shapes(), options(), st.integers(1, 5), st.sampled_from([GREEDY, DRAWN]), batchings, cuts)
+def test_generations_at_once_say_what_each_says_alone(data, shape, options, sequences, sampling, batching, pieces):
     """They come and are cancelled at any time, begin like others, and some were begun by an earlier ring."""
-    ring = FakeRing(shape.rounds, shape.tail, sequences=sequences, batching=batching, **options)
+    ring = FakeRing(shape.rounds, shape.tail, sequences=sequences, batching=batching, pieces=pieces, **options)
     texts, gone = [[]], set()
     count = data.draw(st.integers(1, 7))
     for request in range(1, count + 1):

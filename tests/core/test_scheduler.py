@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from primad.errors import RingError
+from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.messages import Cancel, Finished, KvRemove, PromptProgress, Sampled
 from primad.ring.scheduler import Draw, PlannedStep, Scheduler
@@ -545,3 +548,53 @@ def test_what_earlier_epochs_sampled_is_fed_together_without_waiting():
         made.submit(generate(request, [request], sampled=[5, 6, 7]))
     assert [next_step(made).requests for _ in range(5)] == [[1], [2], [1, 2], [1, 2], [1, 2]]
     assert made.next_step(0) is None
+
+
+def in_pieces() -> Scheduler:
+    """One generation writes; another one has a prompt of 20 tokens in chunks of 9, which are cut beside the first."""
+    chunking = replace(chunks_of(9), pieces=Pieces(multiple=2, rows=(2, 4)))
+    made = Scheduler(context=100, chunking=chunking, depth=1, sequences=3)
+    made.submit(generate(1, [1]))
+    commit(made, next_step(made).step, draw_of(7), 0)
+    made.submit(generate(2, range(20)))
+    return made
+
+
+def test_beside_others_a_chunk_is_computed_in_pieces_between_their_tokens():
+    made = in_pieces()
+    found = []
+    for _ in range(14):
+        step = next_step(made)
+        found.append((step.requests[0], len(step.tokens)))
+        commit(made, step.step, draw_of(9), 0)
+    pieces = [rows for request, rows in found if request == 2]
+    assert [request for request, _ in found] == [2, 1] * 7
+    assert pieces == [2, 2, 2, 3, 2, 2, 2]
+    last = next_step(made)
+    assert (last.requests, last.tokens) == ([2], [15, 16, 17])
+
+
+def test_a_chunk_goes_on_whole_once_it_is_alone():
+    made = in_pieces()
+    commit(made, next_step(made).step, draw_of(9), 0)
+    made.cancel(Cancel(1))
+    steps = []
+    for _ in range(3):
+        steps.append(next_step(made))
+        commit(made, steps[-1].step, draw_of(9), 0)
+    assert [len(step.tokens) for step in steps] == [7, 9, 2]
+    made.cancel(Cancel(2))
+    made.submit(generate(3, [*range(19), 99]))
+    assert next_step(made).positions == [18, 19], "both have the same chunks, whatever they were cut into"
+
+
+def test_behind_a_part_of_a_prompt_all_that_write_have_a_turn_whoever_asks():
+    made = scheduler(sequences=4, depth=1, rows=4)
+    for request, owner in enumerate("aab", 1):
+        made.submit(msgspec.structs.replace(generate(request, range(40) if owner == "b" else [1]), owner=owner))
+    found = []
+    for _ in range(9):
+        step = next_step(made)
+        found += step.requests
+        commit(made, step.step, draw_of(9), 0)
+    assert found[3:] == [3, 1, 2] * 2

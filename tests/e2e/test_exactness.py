@@ -23,6 +23,7 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
 from primad.layers.cache import LayerCache
+from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from tests.e2e.reference import CONTEXT, THREADS, TOP, Continuation, Plain
 from tools.lab.local_ring import LocalRing
@@ -166,23 +167,28 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
 
 
 @pytest.mark.parametrize(
-    ("model", "windows", "rounds", "batching", "flash"),
+    ("model", "windows", "rounds", "batching", "pieces"),
     [
-        ("smollm2", (5, 8), 2, Batching(), True),
-        ("smollm2", (5, 8), 2, Batching(rows=3, steps=2), False),
-        ("smollm2", None, 1, Batching(rows=4), True),
-        ("gemma3", (7, 9), 1, Batching(), False),
-        ("gemma3", (7, 9), 1, Batching(rows=3, steps=2), True),
-        ("gemma3", (7, 9), 1, Batching(rows=4, bridges=True), False),
+        ("smollm2", (5, 8), 2, Batching(), None),
+        ("smollm2", (5, 8), 2, Batching(rows=3, steps=2), Pieces(multiple=4, rows=(4, 12))),
+        ("smollm2", None, 1, Batching(rows=4), None),
+        ("gemma3", (7, 9), 1, Batching(), Pieces(multiple=8, rows=(16, 8))),
+        ("gemma3", (7, 9), 1, Batching(rows=3, steps=2), None),
+        ("gemma3", (7, 9), 1, Batching(rows=4, bridges=True), Pieces(multiple=8, rows=(8,))),
     ],
 )
-def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, model, windows, rounds, batching, flash):
-    """More of them than there are sequences, with prompts of one token, of a part of a chunk and of more than a chunk."""
+def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, model, windows, rounds, batching, pieces):
+    """More of them than there are sequences, with prompts of one token, of a part of a chunk and of more than a chunk.
+
+    Chunks are cut into pieces without flash attention.
+    """
+    flash = pieces is None
     expected = truths(model) if flash else truths(model, flash=False)
     asked = [*expected.prompts, *reversed(expected.prompts)]
 
     async def run():
-        async with ring_of(expected, windows, rounds, layers, sequences=4, batching=batching, flash=flash) as ring:
+        several = {"sequences": 4, "batching": batching, "pieces": pieces, "flash": flash}
+        async with ring_of(expected, windows, rounds, layers, **several) as ring:
             told = await ring.generate_all([expected.prompts[count] for count in asked], TOKENS, logprobs=0)
         for count, sampled in zip(asked, told, strict=True):
             answer = expected.answers[count]

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from primad.engine.protocol import GREEDY, EngineOptions, Hidden, HiddenWindow, LogitsWindow, Sampling
-from primad.ring.chunks import Chunking
+from primad.ring.chunks import Chunking, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.head import Head, HeadEvent, Send, Tell
 from primad.ring.messages import Cancel, Finished, Generate, Sampled, Step, StepLimits, decode_step, encode
@@ -27,7 +27,12 @@ STEP_TIMEOUT_S = 180.0
 
 def chunks_of(rows: int) -> Chunking:
     """Chunks of ``rows`` rows, whatever the tokens."""
-    return Chunking(rows=rows, least=rows, begins=lambda _: False)
+    return Chunking(rows=rows, least=rows, begins=never)
+
+
+def never(_: int) -> bool:
+    """No token begins a message."""
+    return False
 
 
 def begins_message(token: int) -> bool:
@@ -74,6 +79,7 @@ class FakeRing:
         least: int | None = None,
         sequences: int = 1,
         batching: Batching | None = None,
+        pieces: Pieces | None = None,
         seed: int = 0,
     ) -> None:
         owners = [device for sizes in rounds for device in range(len(sizes))] + [0]
@@ -111,7 +117,7 @@ class FakeRing:
             )
             for device in range(len(held))
         ]
-        chunking = chunks_of(rows) if least is None else Chunking(rows=rows, least=least, begins=begins_message)
+        chunking = Chunking(rows=rows, least=least or rows, begins=begins_message if least else never, pieces=pieces)
         self.scheduler = Scheduler(
             context=context, chunking=chunking, depth=depth, sequences=sequences, batching=batching
         )

@@ -23,6 +23,7 @@ from primad.gguf.windows import ModelCutter
 from primad.head.extra_buffers import is_faster
 from primad.layers.cache import LayerCache
 from primad.profiler.effort import TYPES
+from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.messages import (
     Cancel,
@@ -84,6 +85,7 @@ class LocalRing:
         rows: int = 512,
         sequences: int = 1,
         batching: Batching | None = None,
+        pieces: Pieces | None = None,
         kv_type: KvType = "f16",
         flash: bool = True,
         threads: Sequence[int] | int = 2,
@@ -104,6 +106,7 @@ class LocalRing:
         self._rows = rows
         self._sequences = sequences
         self._batching = batching or Batching()
+        self._pieces = pieces
         self._kv_type = kv_type
         self._flash = flash
         self._cpu = cpu
@@ -175,6 +178,7 @@ class LocalRing:
                     chunk_rows=self._rows,
                     least_rows=self._rows,
                     batching=self._batching,
+                    pieces=self._pieces,
                 ),
                 step_timeout_s=self._step_timeout_s,
                 options=options,

@@ -110,10 +110,10 @@ def reserved_bytes(solution: Solution, model: ModelProfile) -> int:
     return device.ram_bytes - (weights - device.streamed_bytes) - device.ahead_bytes
 
 
-def most_read_bytes(solution: Solution, others: int = 0, *, slack: float = SLACK) -> float:
+def most_read_bytes(solution: Solution, others: int = 0) -> float:
     """What a token may read: what the plan for one device says and what ``others`` take of its memory, and a little more."""
     (device,) = solution.prediction.devices
-    return slack * (device.disk_bytes_per_token + others)
+    return SLACK * (device.disk_bytes_per_token + others)
 
 
 def prefetch_rate(path: Path) -> float:
