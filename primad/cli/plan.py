@@ -188,7 +188,9 @@ def _ask(wishes: Wishes, model: ModelOptions, paths: list[Path], fleet: str | No
     if paths or fleet is not None:
         return ask(wishes, *read_devices(paths, fleet), profile)
     from primad.cli.progress import RichReporter
+    from primad.gguf.model import open_model
     from primad.head.survey import survey
+    from primad.planning.experts import with_expert_use
 
     own_flags = {
         "home": live.home,
@@ -197,8 +199,11 @@ def _ask(wishes: Wishes, model: ModelOptions, paths: list[Path], fleet: str | No
         "interface": live.interface,
         "devices": tuple(live.device or ()),
     }
-    found = survey(load_config(own_flags), live.seconds, RichReporter(err))
+    config = load_config(own_flags)
+    found = survey(config, live.seconds, RichReporter(err))
     own = found.devices[0].device
+    if model.model is not None:
+        profile = with_expert_use(profile, open_model(model.model, header_only=True), config.home)
     return ask(dataclasses.replace(wishes, head=wishes.head or own), found.devices, found.links, profile)
 
 

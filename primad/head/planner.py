@@ -88,7 +88,7 @@ class Planner:
             return None
         devices, links = self._known([own, *(worker.profile for worker in workers)])
         workload = replace(self._workload(promise), sequences=promise.sequences, flash=promise.flash)
-        known = instance(devices, links, self._service.model.profile, workload, {}, head=own.device)
+        known = instance(devices, links, await self._service.model.planned(), workload, {}, head=own.device)
         prediction = evaluate(promise.plan, known.with_rows(before.chunk_rows))
         return prediction.objective_s(options.objective, self._service.workload.answer_tokens)
 
@@ -148,7 +148,7 @@ class Planner:
         asked = SolverRequest(
             devices=devices,
             links=links,
-            model=model.profile,
+            model=await model.planned(),
             workload=self._workload(served),
             objective=options.objective,
             require=frozenset(names) if options.use_all else require,

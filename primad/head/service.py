@@ -17,18 +17,20 @@ from primad.gguf.windows import ModelCutter
 from primad.head.options import ServeOptions, model_id, workload_of
 from primad.head.vocabulary import ModelVocabulary
 from primad.layers.server import LayerSource
+from primad.planning.experts import with_expert_use
+from primad.settings.config import digests_file
 
 
 class ModelSource:
-    """The model file: its ``header``, its ``profile`` for the solver, and its layers, whose digests are kept in ``digests``.
+    """The model file: its ``header``, its ``profile``, and its layers, of which is kept in ``home`` what was learnt.
 
     A file that could not be read is tried again after ``again_s``.
     """
 
-    def __init__(self, header: Header, profile: ModelProfile, digests: Path, *, again_s: float) -> None:
+    def __init__(self, header: Header, profile: ModelProfile, home: Path, *, again_s: float) -> None:
         self._again_s = again_s
         self.header, self.profile = header, profile
-        self._digests = digests
+        self._home = home
         self._stamps = stamps_of(header)
         self._unreadable: tuple[str, float] | None = None
         self._cutter: ModelCutter | None = None
@@ -43,8 +45,12 @@ class ModelSource:
     def cutter(self) -> ModelCutter:
         """Cuts its layers out; made when one is needed for the first time."""
         if self._cutter is None:
-            self._cutter = ModelCutter(self.header, LayerDigests(self.header, self._digests))
+            self._cutter = ModelCutter(self.header, LayerDigests(self.header, digests_file(self._home)))
         return self._cutter
+
+    async def planned(self) -> ModelProfile:
+        """Its profile with what is known by now of the use of its experts."""
+        return await asyncio.to_thread(with_expert_use, self.profile, self.header, self._home)
 
     def find_layer(self, digest: str) -> LayerSource | None:
         """The layer ``digest``, if a plan needed it and it is in the file."""
@@ -79,7 +85,5 @@ class Service:
 
 def service_of(station: Station, header: Header, model: ModelProfile, options: ServeOptions) -> Service:
     """The model of ``header`` as ``options`` ask for it. Raises ``PlanError`` when no work can be planned so."""
-    source = ModelSource(
-        header, model, station.config.home / "digests.json", again_s=station.timings.head.model_again_s
-    )
+    source = ModelSource(header, model, station.config.home, again_s=station.timings.head.model_again_s)
     return Service(model=source, options=options, workload=workload_of(options, model))

@@ -131,6 +131,11 @@ def layer_folder(home: Path) -> Path:
     return home / "cache" / "layers"
 
 
+def digests_file(home: Path) -> Path:
+    """The file in ``home`` where it is kept what the layers of model files hold."""
+    return home / "digests.json"
+
+
 def usage_folder(home: Path) -> Path:
     """The folder in ``home`` where it is kept how often the experts of each layer are used."""
     return home / "expert-usage"

@@ -268,7 +268,10 @@ class _Pricing:
                 ways.append(np.full(compute.shape, float(step.wide_bytes)))
             for ahead in ways:
                 streamed = over + ahead
-                read = np.maximum(streamed - phase.spare_bytes, 0) * phase.read_share
+                left = np.maximum(streamed - phase.spare_bytes, 0)
+                read = np.max(
+                    [line.of_streamed * left + line.of_streamable * streamable for line in phase.read_lines], 0
+                )
                 waiting = read - k * ahead
                 if instance.by_expert:
                     seconds = compute + rest + read / rate

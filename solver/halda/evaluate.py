@@ -124,6 +124,7 @@ class _Share:
     windows: int
     cpu: tuple[int, ...]
     gpu: tuple[int, ...]
+    streamable_bytes: int
     streamed_bytes: int
     ahead_bytes: int
     tail_cpu: tuple[int, ...]
@@ -149,7 +150,7 @@ class _Share:
 
     def read_bytes(self, phase: Phase) -> float:
         """What is read for a token or a chunk."""
-        return phase.streamed_bytes(self.streamed_bytes) * phase.read_share
+        return phase.read_bytes(self.streamed_bytes, self.streamable_bytes)
 
     def token_s(self, plan: Plan, instance: Instance, output_s: float) -> float:
         """Seconds of all windows of a token and of the output matrix, computing or waiting for the disk."""
@@ -413,8 +414,7 @@ def stream(
         wanted = (least or {}).get(name, 0)
         if over <= 0 and not wanted:
             continue
-        most = _total(share.cpu, instance.streamable)
-        steps = share.member.ahead_steps
+        steps, most = share.member.ahead_steps, share.streamable_bytes
         for step in steps:
             asked = step.wide_bytes if wide else ahead.get(name, 0)
             held = 0 if instance.by_expert else held_ahead(steps, step, asked)
@@ -449,8 +449,7 @@ def is_regular(plan: Plan, instance: Instance) -> bool:
     if instance.by_expert:
         return True
     for share in _shares(plan, instance):
-        streamable = _total(share.cpu, instance.streamable)
-        steps = share.member.ahead_steps
+        steps, streamable = share.member.ahead_steps, share.streamable_bytes
         if share.streamed_bytes and not is_held(steps, share.streamed_bytes, streamable, share.ahead_bytes):
             return False
     if plan.rounds == 1 or not plan.streaming_of(plan.head).streamed_bytes:
@@ -483,6 +482,7 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
         windows=len(windows),
         cpu=cpu,
         gpu=_by_kind(on_gpu, instance),
+        streamable_bytes=streamable,
         streamed_bytes=streaming.streamed_bytes,
         ahead_bytes=streaming.ahead_bytes,
         tail_cpu=_by_kind(cpu_layers(windows[-1]), instance),

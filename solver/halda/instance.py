@@ -31,8 +31,8 @@ class Phase:
     """One layer of each kind on the GPU."""
     spare_bytes: int
     """So much less streams than the plan says: room that is free meanwhile keeps it."""
-    read_share: float
-    """The share of what streams that is read."""
+    read_lines: tuple[streaming.ReadLine, ...]
+    """What is read of what streams."""
 
     @property
     def edge_s(self) -> float:
@@ -42,6 +42,10 @@ class Phase:
     def streamed_bytes(self, plan_bytes: float) -> float:
         """What streams in this phase where ``plan_bytes`` do in a plan."""
         return max(0.0, plan_bytes - self.spare_bytes)
+
+    def read_bytes(self, plan_bytes: float, streamable_bytes: float) -> float:
+        """What is read where ``plan_bytes`` of ``streamable_bytes`` stream in a plan."""
+        return streaming.read_bytes(self.read_lines, self.streamed_bytes(plan_bytes), streamable_bytes)
 
 
 @dataclass(frozen=True)
@@ -297,7 +301,7 @@ class Instance:
                     for kind in self.kinds
                 ),
                 spare_bytes=spare_bytes,
-                read_share=streaming.read_share(model, rows),
+                read_lines=streaming.read_lines(model, rows),
             )
 
         rows = self.decode_rows

@@ -523,6 +523,7 @@ class _Time:
         self._first_ms: Expression = 0
         self._other_ms: Expression = 0
         self._lengths: tuple[_Lengths, _Lengths] | None = None
+        self._reads: dict[str, Any] = {}
 
     def objective(self, objective: Objective) -> Expression:
         work = self._instance.workload
@@ -733,7 +734,8 @@ class _Time:
         problem, member, unit_ms = self._problem, self._instance.members[m], self._unit_ms(m)
         problem += stop >= computing, f"{name}: {m} computes"
         if self._instance.by_expert:
-            problem += stop >= computing + size * (phase.read_share * unit_ms), f"{name}: {m} reads what is picked"
+            for i, read in enumerate(self._picked(m, phase, size)):
+                problem += stop >= computing + read * unit_ms, f"{name}: {m} reads what is picked {i}"
             return [computing]
         late, least = size - stops * self._streams.ahead[m], [computing]
         if member.slows_s_per_byte and not (member.is_alone and self._layout.loose):
@@ -817,7 +819,20 @@ class _Time:
     def _read(self, m: int, phase: Phase) -> Expression:
         """Milliseconds in which ``m`` reads what a pass needs of what streams."""
         streamed = self._streams.decode[m] if phase.spare_bytes else self._streams.bytes[m]
-        return streamed * (phase.read_share * self._unit_ms(m))
+        picked = self._picked(m, phase, streamed)
+        if len(picked) == 1:
+            return picked[0] * self._unit_ms(m)
+        name = f"read_ms_{m}_{phase.rows}"
+        if name not in self._reads:
+            self._reads[name] = positive(self._problem, name)
+            for i, size in enumerate(picked):
+                self._problem += self._reads[name] >= size * self._unit_ms(m), f"{name} {i}"
+        return self._reads[name]
+
+    def _picked(self, m: int, phase: Phase, streamed: Expression) -> list[Expression]:
+        """What ``m`` reads of what is ``streamed``, in units of memory: at least each of these."""
+        streamable = _dot(self._layout.cpu[m], [size / self._unit for size in self._instance.streamable])
+        return [streamed * line.of_streamed + streamable * line.of_streamable for line in phase.read_lines]
 
     def _unit_ms(self, m: int) -> float:
         """Milliseconds in which ``m`` reads a unit of memory."""

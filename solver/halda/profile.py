@@ -234,6 +234,8 @@ class ModelProfile:
     was trained for, ``experts`` 0 for a dense model. ``query_width`` counts the channels of the queries of all heads of a
     layer, 0 for as many as the hidden state has; ``heads`` are those heads, 0 where that is not known. ``kv_head_width``
     divides the widths of all heads in the KV cache. A window may begin only at a multiple of ``cut_multiple`` layers.
+    ``expert_use`` says how likely a row picks an expert of each of as many groups, which have as many experts each; without
+    it all are alike.
     """
 
     name: str
@@ -251,6 +253,7 @@ class ModelProfile:
     cut_multiple: int
     query_width: int = 0
     heads: int = 0
+    expert_use: tuple[float, ...] = ()
 
     @property
     def attention_width(self) -> int:

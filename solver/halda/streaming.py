@@ -23,7 +23,8 @@ two parts where the prompt is worth it.
 While tokens are drawn, the compute buffer lies idle, and as much of s stays in its room: ``decode_bytes``.
 
 A layer with experts streams by expert. What a pass needs of them is known when the layer's router has picked, so nothing is
-read ahead: V gets s times ``read_share`` over disk, the share of the experts that the rows of a pass pick.
+read ahead: V gets what is picked of s over disk. The experts that are picked most stay, so with x = s / L what is picked of
+s is L times a convex function of x, the sum of what the rows pick of the experts that are picked least (``read_lines``).
 """
 
 from __future__ import annotations
@@ -130,11 +131,32 @@ def pool_bytes(model: ModelProfile) -> int:
     return max(layer.expert_bytes for layer in model.layers)
 
 
-def read_share(model: ModelProfile, rows: float) -> float:
-    """The share of what streams that a pass of ``rows`` rows reads."""
+class ReadLine(NamedTuple):
+    """A pass reads at least so much of each byte that streams, and of each byte that may (at most 0)."""
+
+    of_streamed: float
+    of_streamable: float
+
+
+def read_lines(model: ModelProfile, rows: float) -> tuple[ReadLine, ...]:
+    """What a pass of ``rows`` rows reads of what streams: the most that a line says.
+
+    All of it; of experts those that a row picks at least once. Those that are picked least stream first.
+    """
     if not by_expert(model):
-        return 1.0
-    return 1 - math.pow(1 - model.experts_used / model.experts, rows)
+        return (ReadLine(1.0, 0.0),)
+    uses = sorted(model.expert_use or (model.experts_used / model.experts,))
+    lines, streamed, read = dict[float, ReadLine](), 0.0, 0.0
+    for use in uses:
+        picked = 1 - math.pow(1 - use, rows)
+        lines.setdefault(picked, ReadLine(picked, read - picked * streamed))
+        streamed, read = streamed + 1 / len(uses), read + picked / len(uses)
+    return tuple(lines.values())
+
+
+def read_bytes(lines: Sequence[ReadLine], streamed_bytes: float, streamable_bytes: float) -> float:
+    """What a pass reads where ``streamed_bytes`` of ``streamable_bytes`` stream."""
+    return max(line.of_streamed * streamed_bytes + line.of_streamable * streamable_bytes for line in lines)
 
 
 def edge_s(layers_s: tuple[float, ...]) -> float:

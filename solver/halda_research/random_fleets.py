@@ -72,6 +72,7 @@ def random_model(rng: random.Random, *, layers: int | None = None) -> ModelProfi
         kinds = dense * count
     tied = rng.random() < 0.3
     vocabulary = rng.choice([32_000, 128_256, 151_936])
+    used = max(1, experts // 8)
     width = 64 * round(math.sqrt(size / bytes_per_weight("Q4_K") / rng.choice([8, 12, 16, 24])) / 64)
     output = int(vocabulary * width * bytes_per_weight("Q6_K"))
     return ModelProfile(
@@ -85,10 +86,23 @@ def random_model(rng: random.Random, *, layers: int | None = None) -> ModelProfi
         vocabulary=vocabulary,
         context_tokens=32768,
         experts=experts,
-        experts_used=max(1, experts // 8),
+        experts_used=used,
+        expert_use=_use(random.Random(size), used / experts) if experts else (),
         kv_head_width=64,
         cut_multiple=rng.choice([2, 4]) if count >= 12 and rng.random() < 0.1 else 1,
     )
+
+
+def _use(rng: random.Random, mean: float) -> tuple[float, ...]:
+    """How likely a row picks experts of eight groups, ``mean`` on average: some much more often, or all alike.
+
+    It has a generator of its own, so that whoever draws on does so as ever.
+    """
+    if rng.random() < 0.5:
+        return ()
+    steepness = rng.uniform(0.1, 1.5)
+    parts = [1 / (i + 1) ** steepness for i in range(8)]
+    return tuple(part * mean * len(parts) / sum(parts) for part in parts)
 
 
 def random_device(

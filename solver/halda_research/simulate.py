@@ -225,7 +225,7 @@ def _pieces(
     name = window.device
     all_layers = [layer for _, each in plan.windows_of(name) for layer in cpu_layers(each)]
     most = sum(instance.streamable[instance.kind_of[layer]] for layer in all_layers)
-    share = phase.streamed_bytes(plan.streaming_of(name).streamed_bytes) * phase.read_share / max(most, 1)
+    share = phase.read_bytes(plan.streaming_of(name).streamed_bytes, most) / max(most, 1)
     pieces: list[Segment] = []
     layers: list[int] = []
     seconds = step_s

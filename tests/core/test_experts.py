@@ -9,8 +9,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from halda.streaming import read_bytes, read_lines
 from primad.engine.streaming.experts import LIKELY, Change, ExpertUsage, LayerExperts, Pool
 from primad.engine.streaming.residency import Residency, by_expert, ladder
+from primad.planning.experts import grouped
+from tests.fakes import planning
 
 
 def picks(*rows):
@@ -229,3 +232,24 @@ def test_under_pressure_the_pool_shrinks_to_one_layer_before_any_unit_streams(po
     assert levels[-1].pool_bytes == layer
     for level in levels:
         assert level.pool_bytes == layer or not level.streamed
+
+
+@pytest.mark.parametrize("steepness", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("held", [0.25, 0.5, 0.75])
+def test_a_plan_forecasts_what_the_pool_reads_of_experts_that_are_picked_unevenly(steepness, held):
+    """All taken for alike, the plan would have 1.2 to 6 times as much read."""
+    count, used, layers = 32, 4, 8
+    rng = np.random.default_rng(0)
+    liking = [-steepness * np.log(1 + rng.permutation(count)) for _ in range(layers)]
+    capacity = int(held * layers * count)
+    pool = Pool([LayerExperts(count, 1)] * layers, capacity, [ExpertUsage(count) for _ in range(layers)])
+    pool.fill()
+    read = []
+    for _ in range(1200):
+        picks = [np.argsort(-likes - rng.gumbel(size=count))[None, :used].astype(np.int32) for likes in liking]
+        read.append(sum(len(pool.pick(layer, picked).read) for layer, picked in enumerate(picks)))
+    shares = [share for usage in pool.usages for share in usage.share().tolist()]
+    model = replace(planning.model(), experts=count, experts_used=used, expert_use=grouped(shares, used / count))
+    sparse = replace(model.layers[0], expert_bytes_by_type={"Q4_K": count})
+    lines = read_lines(replace(model, layers=(sparse,)), 1)
+    assert np.mean(read[-600:]) == pytest.approx(read_bytes(lines, layers * count - capacity, layers * count), rel=0.1)

@@ -10,8 +10,23 @@ import numpy as np
 import pytest
 
 from primad.engine.streaming import expert_usage
-from primad.engine.streaming.expert_usage import LEFT_S, MOST_AGE_S, StoredFile, UsageFolder, excess, stored
+from primad.engine.streaming.expert_usage import (
+    LEFT_S,
+    MOST_AGE_S,
+    StoredFile,
+    UsageFolder,
+    excess,
+    stored,
+    whole_model_key,
+)
 from primad.engine.streaming.experts import ExpertUsage
+from primad.gguf.digests import LayerDigests
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from primad.gguf.windows import ModelCutter
+from primad.planning.experts import grouped, with_expert_use
+from primad.settings.config import digests_file, usage_folder
+from tools import synth
 
 NOW = 1e9
 
@@ -80,3 +95,33 @@ def test_nobody_looks_at_the_folder_where_nothing_was_added(tmp_path, monkeypatc
 def test_a_folder_that_is_not_there_has_nothing_to_let_go(tmp_path):
     assert stored(tmp_path / "none") == []
     expert_usage.remove([StoredFile(tmp_path / "none" / "a.json", 0.0)])
+
+
+def test_plans_know_which_share_of_a_models_experts_is_picked_most(tmp_path):
+    path, home = tmp_path / "model.gguf", tmp_path / "home"
+    synth.write_model(path, architecture="qwen3moe")
+    header = open_model(path)
+    model = model_profile(header)
+    assert with_expert_use(model, header, home) == model, "nothing was counted"
+    even = model.experts_used / model.experts
+    usage, folder = ExpertUsage(model.experts), UsageFolder(usage_folder(home))
+    usage.note(np.array([[0, 1]] * 200, np.int32))
+    folder.save(whole_model_key(path, 1), usage)
+    first = with_expert_use(model, header, home).expert_use
+    assert sum(first) / len(first) == pytest.approx(even)
+    assert list(first) == sorted(first, reverse=True)
+    assert first[0] > 0.9 > 0.1 > first[-1]
+    digests = LayerDigests(header, digests_file(home))
+    cutter = ModelCutter(header, digests)
+    usage.note(np.array([[2, 3]] * 4000, np.int32))
+    folder.save(cutter.ref(1).digest, usage)
+    digests.save()
+    assert with_expert_use(model, header, home).expert_use != first, "of two countings the longer one counts"
+
+
+def test_groups_of_experts_have_the_same_size_and_all_of_what_a_row_picks():
+    assert grouped([0.5, 0.1, 0.1, 0.3], 0.25) == pytest.approx((0.5, 0.3, 0.1, 0.1))
+    groups = grouped([0.9] * 4 + [0.1] * 60, 10 / 64)
+    assert len(groups) == 8
+    assert sum(groups) / 8 == pytest.approx(10 / 64)
+    assert grouped([1.0] * 2 + [0.0] * 14, 0.5)[0] == 1, "none is picked more often than always"

@@ -81,7 +81,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
             session=1,
             promise=Promise.of(plan, model_profile(header), None, context_tokens=64),
             service=Service(
-                model=ModelSource(header, model_profile(header), tmp_path / "digests.json", again_s=1.0),
+                model=ModelSource(header, model_profile(header), tmp_path, again_s=1.0),
                 options=SimpleNamespace(kv_type="f16", rows=16, extra_buffers="off", step_timeout_s=5.0),
                 workload=SimpleNamespace(context_tokens=64),
             ),

@@ -39,7 +39,16 @@ class Times:
     layers_s: float
     """Of the layers on the CPU."""
     spare: int
-    share: float
+    picked: tuple[float, ...]
+    """Of the experts of groups of equal size, those that are picked least first, what is read if they stream."""
+
+    def read(self, streamed: float, most: float) -> float:
+        """What is read of what is ``streamed``, of ``most`` that may be."""
+        left, read = max(0.0, streamed - self.spare), 0.0
+        for picked in self.picked:
+            of_group = min(left, most / len(self.picked))
+            left, read = left - of_group, read + picked * of_group
+        return read
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +196,8 @@ class Brute:
         if self._objective in ("ttft", "balanced"):
             found += [option.chunk.compute_s] + [option.chunk.rest_s, option.chunk.layers_s] * (not self._by_expert)
             found += [option.chunk.tail_s, -option.chunk.tail_s]
+        found.append(-float(option.most) if option.streams else -math.inf)
         if not self._by_expert:
-            found.append(-float(option.most) if option.streams else -math.inf)
             found += [option.stop_share, -option.stop_share] if option.streams else [-math.inf, -math.inf]
             found.append(-float(option.layers) if option.streams else -math.inf)
         return tuple(found)
@@ -233,9 +242,10 @@ class Brute:
                 tail_s += step_s
                 rest -= out + step_s + tail_gpu * max(phase.gpu)
             model = instance.model
-            share = 1 - (1 - model.experts_used / model.experts) ** phase.rows if self._by_expert else 1.0
+            uses = sorted(model.expert_use or [model.experts_used / model.experts]) if self._by_expert else [1.0]
+            picked = tuple(1 - (1 - use) ** phase.rows for use in uses)
             layers = sum(phase.cpu[kinds[i]] for i in on_cpu)
-            both.append(Times(compute, rest, tail_s, 2 * min(phase.cpu), layers, spare, share))
+            both.append(Times(compute, rest, tail_s, 2 * min(phase.cpu), layers, spare, picked))
         disk, slows = member.disk_bytes_per_s, member.profile.disk.slows_s_per_byte
         window, k = ranges[0][1] - gpu - ranges[0][0] if ranges else 0, len(ranges)
         longer = len(of_tail[0]) - window
@@ -315,7 +325,7 @@ class Brute:
             streamed = option.over + self._reserve + ahead if option.streams else 0
             both = []
             for times in (option.decode, option.chunk):
-                read = max(0, streamed - times.spare) * times.share
+                read = times.read(streamed, option.most)
                 window = times.compute_s
                 if self._by_expert:
                     window += read / option.disk
@@ -413,9 +423,9 @@ class Brute:
             if held[i] is None:
                 continue
             streamed, ahead, in_decode, exact, is_wide = held[i]
-            problem += token >= in_decode * (option.decode.share * ms[i])
-            problem += period >= in_decode * (option.decode.share * ms[i])
-            read = streamed * (option.chunk.share * ms[i])
+            problem += token >= in_decode * ms[i]
+            problem += period >= in_decode * ms[i]
+            read = streamed * ms[i]
             problem += first >= n * read - ahead * ms[i]
             if i:
                 train = read * (n / k) - ahead * ms[i] + n * option.chunk.rest_s * MS / k

@@ -9,7 +9,7 @@ import pytest
 
 from halda import Infeasible, Instance, ModelProfile, Plan, Streaming, arrange, evaluate, instance, solve
 from halda.profile import Workload
-from halda.streaming import RESERVE_BYTES, read_share
+from halda.streaming import RESERVE_BYTES, ReadLine, read_bytes, read_lines
 from halda_research.random_fleets import random_instance, random_plan
 from halda_research.simulate import simulate
 from tests.fakes import planning
@@ -44,10 +44,37 @@ def streaming(model: ModelProfile, size: int) -> Plan:
 @pytest.mark.parametrize(("used", "experts", "share"), [(4, 32, 1 / 8), (8, 128, 1 / 16), (1, 3, 1 / 3), (32, 32, 1)])
 def test_a_row_reads_the_experts_that_it_uses_and_many_rows_nearly_all(used, experts, share):
     model = replace(moe(), experts=experts, experts_used=used)
-    assert read_share(model, 1) == pytest.approx(share)
-    assert read_share(model, 2) == pytest.approx(1 - (1 - share) ** 2), "two rows may pick the same"
-    assert read_share(model, 512) == pytest.approx(1, abs=1e-6)
-    assert read_share(planning.model(), 1) == 1
+    for all_bytes in (1000, 2000):
+        assert read_bytes(read_lines(model, 1), 1000, all_bytes) == pytest.approx(1000 * share)
+        two = 1 - (1 - share) ** 2
+        assert read_bytes(read_lines(model, 2), 1000, all_bytes) == pytest.approx(1000 * two), "two may pick the same"
+        assert read_bytes(read_lines(model, 512), 1000, all_bytes) == pytest.approx(1000, rel=1e-6)
+        assert read_bytes(read_lines(planning.model(), 1), 1000, all_bytes) == 1000
+
+
+def test_the_experts_that_are_picked_least_stream_first():
+    lines = read_lines(replace(moe(), expert_use=(0.3, 0.1, 0.1, 0.0)), 1)
+
+    def read(streamed: float, rows_read: tuple[ReadLine, ...] = lines) -> float:
+        return read_bytes(rows_read, streamed, 400)
+
+    assert [read(size) for size in (0, 50, 100, 200, 300)] == pytest.approx([0, 0, 0, 10, 20])
+    assert [read(size) for size in (350, 400)] == pytest.approx([35, 50]), "at the end all that a row picks"
+    many = read_lines(replace(moe(), expert_use=(0.3, 0.1, 0.1, 0.0)), 512)
+    assert read(400, many) == pytest.approx(300), "what is never picked is not read"
+    assert read_lines(replace(moe(), expert_use=(0.125,) * 8), 1) == read_lines(moe(), 1)
+
+
+def test_a_model_whose_routers_have_favourites_reads_less_for_a_token():
+    model, size = moe(), 800 * MB
+    biased = replace(model, expert_use=(0.3, 0.3, 0.1, 0.1, 0.1, 0.05, 0.05, 0.0))
+    read = []
+    for each in (model, biased):
+        asked = question(each, 10**10)
+        read.append(evaluate(streaming(each, asked.buffer_bytes + size), asked).devices[0].disk_bytes_per_token)
+    streamed = size / (12 * EXPERTS)
+    assert read[0] == pytest.approx(size / 8)
+    assert read[1] == pytest.approx(12 * EXPERTS * ((0.05 + 0.05) / 8 + 0.1 * (streamed - 3 / 8)), rel=1e-6)
 
 
 def test_a_token_waits_for_what_the_routers_pick_and_a_chunk_for_all():
@@ -111,7 +138,7 @@ def test_the_plan_is_better_than_one_that_counts_whole_layers(monkeypatch, dense
 
     by_expert = answer()
     with monkeypatch.context() as counting:
-        counting.setattr("halda.streaming.read_share", lambda model, rows: 1.0)
+        counting.setattr("halda.streaming.read_lines", lambda model, rows: (ReadLine(1.0, 0.0),))
         whole = answer()
     judged = replace(asked, links={(link.source, link.target): link for link in links})
     ours, theirs = evaluate(by_expert, judged), evaluate(whole, judged)

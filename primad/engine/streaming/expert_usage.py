@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +34,13 @@ class StoredUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     counts: list[float]
     rows: float
     used: int
+
+
+def whole_model_key(model: Path, layer: int) -> str:
+    """The key of layer ``layer`` of the file ``model`` where that is computed whole; else it is the layer file's digest."""
+    path = model.resolve()
+    text = f"{path}\n{path.stat().st_size}\n{layer}"
+    return blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 _decoder = msgspec.json.Decoder(StoredUsage)

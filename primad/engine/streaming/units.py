@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
 from primad.engine.protocol import WindowSource
 from primad.engine.streaming.expert_loader import ExpertFiles, ExpertTensor
+from primad.engine.streaming.expert_usage import whole_model_key
 from primad.engine.streaming.pages import FileRange
 from primad.errors import EngineError, ModelError
 from primad.gguf.architectures import SUPPORTED
@@ -68,7 +68,9 @@ def units_of_model(header: Header, source: WindowSource) -> WindowUnits:
     output = _ranges([matrix]) if matrix is not None and source.assignment.output != "gpu" else ()
     rest = _ranges([embedding]) if own is not None and embedding is not None else ()
     known = header.text("general.architecture") in SUPPORTED  # the router of another one may mean something else
-    experts = [_experts(_name(header, layer), tensors if known else ()) for layer, tensors in enumerate(layers)]
+    experts = [
+        _experts(whole_model_key(header.path, layer), tensors if known else ()) for layer, tensors in enumerate(layers)
+    ]
     return WindowUnits(tuple(map(_ranges, layers)), tuple(experts), output, rest)
 
 
@@ -110,13 +112,6 @@ def _header(path: str) -> Header:
 def _digest(path: str) -> str:
     """The digest in the name of a layer file."""
     return Path(path).stem.partition("-")[0]
-
-
-def _name(header: Header, layer: int) -> str:
-    """A name for a layer of a whole model, the same in every run."""
-    path = header.path.resolve()
-    text = f"{path}\n{path.stat().st_size}\n{layer}"
-    return blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def _ranges(tensors: Iterable[TensorInfo]) -> tuple[FileRange, ...]:
