@@ -13,7 +13,18 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Final, Literal
 
-from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, LinkProfile, Plan, Prediction, TypeSpeed
+from halda import (
+    CpuProfile,
+    DeviceProfile,
+    DiskProfile,
+    GpuProfile,
+    Instance,
+    LinkProfile,
+    Plan,
+    Prediction,
+    TypeSpeed,
+    prompt_row_s,
+)
 from primad.ring.messages import DecodeStatus, Status
 
 LEAST: Final = 0.5
@@ -41,6 +52,8 @@ class DeviceFactors:
     stamp: str
     compute: float = 1.0
     disk: float = 1.0
+    prompts: float = 1.0
+    """On what it computes of prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +74,16 @@ class Corrections:
         return replace(self, devices={**self.devices} | {each.device: self.of(each) for each in profiles})
 
     def apply(self, profile: DeviceProfile) -> DeviceProfile:
-        """``profile`` with the speeds that its answers showed. Those of prompts stay, as answers say nothing of them."""
+        """``profile`` with the speeds that its answers showed."""
         factors = self.of(profile)
-        if factors.compute == factors.disk == 1.0:
+        if factors.compute == factors.disk == factors.prompts == 1.0:
             return profile
         gpu = profile.gpu
         return replace(
             profile,
-            cpu=_slower(profile.cpu, factors.compute),
+            cpu=_slower(profile.cpu, factors),
             ram_read_bytes_per_s=profile.ram_read_bytes_per_s / factors.compute,
-            gpu=None if gpu is None else _slower_gpu(gpu, factors.compute),
+            gpu=None if gpu is None else _slower_gpu(gpu, factors),
             disk=_slower_disk(profile.disk, factors),
         )
 
@@ -96,7 +109,8 @@ class Corrections:
                 found.add(pair[0])
         for name in self.devices.keys() & before.devices.keys() & set(plan.devices):
             now, then = self.devices[name], before.devices[name]
-            step = max(abs(now.compute / then.compute - 1), abs(now.disk / then.disk - 1))
+            pairs = ((now.compute, then.compute), (now.disk, then.disk), (now.prompts, then.prompts))
+            step = max(abs(one / other - 1) for one, other in pairs)
             if now.stamp == then.stamp and step >= share:
                 found.add(name)
         return found
@@ -227,6 +241,26 @@ def learnt(before: Corrections, verdict: Verdict, plan: Plan, used: Corrections)
     return Corrections(devices=devices, links=links)
 
 
+def prompts_learnt(
+    before: Corrections, plan: Plan, instance: Instance, used: Corrections, statuses: Mapping[str, Status | None]
+) -> Corrections:
+    """What is known after prompts on ``plan``, made for ``instance`` with the factors ``used``.
+
+    Nothing of devices that stream: what they compute takes longer while they read.
+    """
+    devices = dict(before.devices)
+    for name in plan.devices:
+        status, factors = statuses.get(name), devices.get(name)
+        if status is None or status.prompt is None or factors is None or plan.streaming_of(name).streamed_bytes:
+            continue
+        rows, row_s = status.prompt.rows, status.prompt.row_s
+        if not (1 <= rows < math.inf and 0 < row_s < math.inf) or factors.stamp != used.devices[name].stamp:
+            continue
+        ratio = row_s / prompt_row_s(plan, instance, rows)[name]
+        devices[name] = replace(factors, prompts=moved(factors.prompts, used.devices[name].prompts * ratio))
+    return replace(before, devices=devices)
+
+
 def moved(factor: float, wanted: float) -> float:
     """``factor`` after an answer that asks for ``wanted``."""
     target = min(MOST, max(LEAST, wanted))
@@ -256,7 +290,8 @@ def _clean(status: Status | None) -> DecodeStatus | None:
     return decode if all(0 <= figure < math.inf for figure in figures) else None
 
 
-def _slower(cpu: CpuProfile, factor: float) -> CpuProfile:
+def _slower(cpu: CpuProfile, factors: DeviceFactors) -> CpuProfile:
+    factor = factors.compute
     return replace(
         cpu,
         step_s=cpu.step_s * factor,
@@ -265,29 +300,33 @@ def _slower(cpu: CpuProfile, factor: float) -> CpuProfile:
         value_s=cpu.value_s * factor,
         row_s=cpu.row_s * factor,
         attention_s=cpu.attention_s * factor,
-        speeds=_slower_speeds(cpu.speeds, factor),
+        plain_attention_s=cpu.plain_attention_s * factor,
+        speeds=_slower_speeds(cpu.speeds, factors),
     )
 
 
-def _slower_gpu(gpu: GpuProfile, factor: float) -> GpuProfile:
+def _slower_gpu(gpu: GpuProfile, factors: DeviceFactors) -> GpuProfile:
+    factor = factors.compute
     return replace(
         gpu,
         step_s=gpu.step_s * factor,
         layer_s=gpu.layer_s * factor,
         vram_read_bytes_per_s=gpu.vram_read_bytes_per_s / factor,
-        speeds=_slower_speeds(gpu.speeds, factor),
+        speeds=_slower_speeds(gpu.speeds, factors),
     )
 
 
-def _slower_speeds(speeds: tuple[TypeSpeed, ...], factor: float) -> tuple[TypeSpeed, ...]:
-    """A device that takes longer for one row takes longer for a few."""
+def _slower_speeds(speeds: tuple[TypeSpeed, ...], factors: DeviceFactors) -> tuple[TypeSpeed, ...]:
+    """A device that takes longer for one row takes longer for a few; of many rows prompts tell."""
+    factor = factors.compute
     return tuple(
         replace(
             speed,
             decode_bytes_per_s=speed.decode_bytes_per_s / factor,
             batch_bytes_per_s=speed.batch_bytes_per_s / factor,
+            prefill_flop_per_s=speed.prefill_flop_per_s / factors.prompts,
             rows=tuple(
-                replace(each, bytes_per_s=each.bytes_per_s / factor) if each.rows <= _FEW_ROWS else each
+                replace(each, bytes_per_s=each.bytes_per_s / (factor if each.rows <= _FEW_ROWS else factors.prompts))
                 for each in speed.rows
             ),
         )

@@ -19,6 +19,7 @@ from primad.head.corrections import (
     DeviceFactors,
     Verdict,
     learnt,
+    prompts_learnt,
     verdict_of,
 )
 from primad.head.promise import Promise
@@ -46,6 +47,7 @@ class _Device(msgspec.Struct, frozen=True, kw_only=True):
     stamp: str
     compute: float
     disk: float
+    prompts: float = 1.0
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,13 +69,14 @@ def read_corrections(home: Path) -> Corrections:
         return Corrections()
     if kept.version != VERSION:
         return Corrections()
-    figures = [figure for each in kept.devices for figure in (each.compute, each.disk)]
+    figures = [figure for each in kept.devices for figure in (each.compute, each.disk, each.prompts)]
     figures += [each.factor for each in kept.links]
     if not all(LEAST <= figure <= MOST for figure in figures):
         return Corrections()
     return Corrections(
         devices={
-            each.device: DeviceFactors(stamp=each.stamp, compute=each.compute, disk=each.disk) for each in kept.devices
+            each.device: DeviceFactors(stamp=each.stamp, compute=each.compute, disk=each.disk, prompts=each.prompts)
+            for each in kept.devices
         },
         links={(each.source, each.target): each.factor for each in kept.links},
     )
@@ -82,7 +85,7 @@ def read_corrections(home: Path) -> Corrections:
 def correction_line(home: Path, profile: DeviceProfile) -> str | None:
     """What the head of this ``home`` learnt about its own device, for its owner; None for nothing."""
     factors = read_corrections(home).of(profile)
-    changed = {"computing": factors.compute, "reading its disk": factors.disk}
+    changed = {"computing": factors.compute, "computing prompts": factors.prompts, "reading its disk": factors.disk}
     said = [f"{what} takes {factor:.2f} times as long" for what, factor in changed.items() if factor != 1.0]
     return f"corrected by answers: {', '.join(said)}" if said else None
 
@@ -113,6 +116,8 @@ class Learning:
         if verdict is None:
             return None
         now = learnt(self.corrections, verdict, plan, used)
+        if promise.question is not None:
+            now = prompts_learnt(now, plan, promise.question, used, statuses)
         self._is_settled = now == self.corrections
         self._keep(now)
         measured = _told(verdict)
@@ -154,7 +159,8 @@ class Learning:
         kept = _Kept(
             version=VERSION,
             devices=[
-                _Device(device=name, stamp=each.stamp, compute=each.compute, disk=each.disk) for name, each in devices
+                _Device(device=name, stamp=each.stamp, compute=each.compute, disk=each.disk, prompts=each.prompts)
+                for name, each in devices
             ],
             links=[_Link(source=source, target=target, factor=factor) for (source, target), factor in links],
         )

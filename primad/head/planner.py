@@ -187,6 +187,7 @@ class Planner:
             why_sequences=found.why_sequences,
             flash=work.flash,
             batches=found.batches,
+            question=found.question,
         )
         return promise, found.objective_s
 

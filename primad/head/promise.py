@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from halda import Assignment, ModelProfile, Plan, Prediction, assignments
+from halda import Assignment, Instance, ModelProfile, Plan, Prediction, assignments
 from primad.head.batching import Batches
 from primad.head.corrections import NOTHING_LEARNT, Corrections
 from primad.ring.chunks import Pieces
@@ -19,7 +19,8 @@ class Promise:
 
     Both were made with what was learnt until then, ``corrections``, and for ``sequences`` answers at once, each with a
     context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why it is not more, where nobody said how much.
-    Attention is ``flash`` attention or not, and next tokens are computed together as ``batches`` say.
+    Attention is ``flash`` attention or not, and next tokens are computed together as ``batches`` say. ``question`` is what
+    was planned for, if that was solved.
     """
 
     plan: Plan
@@ -32,6 +33,7 @@ class Promise:
     why_sequences: str = ""
     flash: bool = True
     batches: Batches | None = None
+    question: Instance | None = None
 
     @property
     def batching(self) -> Batching:
@@ -62,6 +64,7 @@ class Promise:
         why_sequences: str = "",
         flash: bool = True,
         batches: Batches | None = None,
+        question: Instance | None = None,
     ) -> Self:
         """The promise of ``plan`` for ``model``."""
         return cls(
@@ -75,4 +78,5 @@ class Promise:
             why_sequences=why_sequences,
             flash=flash,
             batches=batches,
+            question=question,
         )

@@ -422,6 +422,16 @@ class DecodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes: float
 
 
+class PromptStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a row of a prompt costs this device: of the latest large chunks, with ``rows`` rows on average, the quickest.
+
+    ``row_s`` is what it computes for a row, over all windows.
+    """
+
+    rows: float
+    row_s: float
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """What this ring process did and holds since it was opened, or reopened, last.
 
@@ -438,6 +448,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     refused: int
     memory: MemoryStatus | None = None
     decode: DecodeStatus | None = None
+    prompt: PromptStatus | None = None
 
 
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report

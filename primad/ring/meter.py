@@ -11,10 +11,14 @@ import psutil
 
 from halda.assignment import layers_worth
 from primad.engine.streaming.streams import Streams
-from primad.ring.messages import DecodeStatus, MemoryStatus, Status
+from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status
 
 HOPS_KEPT: Final = 4096
 TOKENS_KEPT: Final = 32
+CHUNKS_KEPT: Final = 8
+"""Of the chunks of prompts the quickest counts: the first of a prompt has the least to attend to."""
+LARGE_ROWS: Final = 64
+"""Chunks of so many rows take about as long a row as any larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Meter:
         self.compute_s = 0.0
         self.hop_s: deque[float] = deque(maxlen=HOPS_KEPT)
         self._visits: dict[int, deque[_Visit]] = {}
+        self._chunks: dict[int, deque[tuple[float, int]]] = {}
+        """By visit the seconds a row and the rows of the latest large chunks."""
         self._token_s: deque[float] = deque(maxlen=TOKENS_KEPT)
         self._drawn: tuple[int, float] | None = None
         self._disk: tuple[float, int] | None = None
@@ -45,8 +51,13 @@ class Meter:
         self.rows += rows
         self.compute_s += seconds
         before, self._disk = self._disk, _disk(streams)
-        if rows == 1 and before is not None:  # what was read before the first visit was read to load
-            waited_s, read_bytes = self._disk[0] - before[0], max(0, self._disk[1] - before[1])
+        if before is None:  # what was read before the first visit was read to load
+            return
+        waited_s, read_bytes = self._disk[0] - before[0], max(0, self._disk[1] - before[1])
+        if rows >= LARGE_ROWS:
+            chunks = self._chunks.setdefault(visit, deque(maxlen=CHUNKS_KEPT))
+            chunks.append(((seconds - waited_s) / rows, rows))
+        if rows == 1:
             kept = self._visits.setdefault(visit, deque(maxlen=TOKENS_KEPT))
             kept.append(_Visit(seconds - waited_s, waited_s, read_bytes))
 
@@ -67,6 +78,15 @@ class Meter:
             read_bytes=sum(statistics.fmean(each.read_bytes for each in kept) for kept in visits),
         )
 
+    def prompt(self) -> PromptStatus | None:
+        """What a row of the latest prompts cost; None before the first large chunk."""
+        quickest = [min(chunks) for chunks in self._chunks.values()]
+        if not quickest:
+            return None
+        return PromptStatus(
+            rows=statistics.fmean(rows for _, rows in quickest), row_s=sum(row_s for row_s, _ in quickest)
+        )
+
     def status(self, refused: int, streams: Streams) -> Status:
         """The figures until now; ``streams`` looks after the weights."""
         memory = psutil.Process().memory_info()
@@ -80,6 +100,7 @@ class Meter:
             refused=refused,
             memory=_memory(streams),
             decode=self.decode(),
+            prompt=self.prompt(),
         )
 
 

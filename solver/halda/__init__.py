@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from halda.arrange import arrange
 from halda.assignment import Assignment, WindowAssignment, assignments
-from halda.evaluate import OBJECTIVES, DevicePrediction, Objective, Prediction, Short, evaluate, residency
+from halda.evaluate import (
+    OBJECTIVES,
+    DevicePrediction,
+    Objective,
+    Prediction,
+    Short,
+    evaluate,
+    prompt_row_s,
+    residency,
+)
 from halda.instance import Instance, instance
 from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
 from halda.profile import (
@@ -89,6 +98,7 @@ __all__ = [
     "assignments",
     "evaluate",
     "instance",
+    "prompt_row_s",
     "residency",
     "solve",
 ]

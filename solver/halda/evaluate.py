@@ -302,6 +302,14 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
     )
 
 
+def prompt_row_s(plan: Plan, instance: Instance, rows: float) -> dict[str, float]:
+    """Seconds that each device of ``plan`` computes a row of the first chunk of a prompt, if that has ``rows`` rows."""
+    asked = replace(
+        instance, workload=replace(instance.workload, prompt_tokens=math.ceil(rows), chunk_rows=math.ceil(rows))
+    )
+    return {share.member.name: share.compute_s(share.member.prefill, plan) / rows for share in _shares(plan, asked)}
+
+
 def _waiting_between(
     plan: Plan,
     instance: Instance,

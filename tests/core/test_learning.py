@@ -13,7 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halda import DevicePrediction, DeviceProfile, Plan, Prediction, RowSpeed, Window, Workload
+from halda import (
+    DevicePrediction,
+    DeviceProfile,
+    ModelProfile,
+    Plan,
+    Prediction,
+    RowSpeed,
+    Streaming,
+    Window,
+    Workload,
+    instance,
+    prompt_row_s,
+)
 from primad.api.status import AnswerFigures, wrong_line
 from primad.head.corrections import (
     LEAST,
@@ -25,13 +37,15 @@ from primad.head.corrections import (
     DeviceFactors,
     learnt,
     moved,
+    prompts_learnt,
     stamp_of,
     verdict_of,
 )
 from primad.head.learning import Learning, correction_line, corrections_file, read_corrections
 from primad.head.planner import Planner
 from primad.head.promise import Promise
-from primad.ring.messages import DecodeStatus, MemoryStatus, Status
+from primad.planning.question import default_workload
+from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status
 from tests.fakes.planning import device, link, model
 
 PLAN = Plan(
@@ -147,16 +161,52 @@ def test_a_slow_device_is_planned_with_slower_from_then_on():
     assert known.apply(PROFILES[0]) == PROFILES[0]
 
 
-def test_a_few_rows_are_corrected_with_one_and_those_of_prompts_are_not():
+def test_a_few_rows_are_corrected_with_one_and_many_as_prompts_are():
     rows = tuple(RowSpeed(rows=count, bytes_per_s=1e9) for count in (2, 16, 64))
     cpu = PROFILES[0].cpu
     measured = dataclasses.replace(
         PROFILES[0], cpu=dataclasses.replace(cpu, speeds=(dataclasses.replace(cpu.speeds[0], rows=rows),))
     )
-    known = Corrections(devices={"desk": DeviceFactors(stamp=stamp_of(measured), compute=2.0)})
+    known = Corrections(devices={"desk": DeviceFactors(stamp=stamp_of(measured), compute=2.0, prompts=1.25)})
     after = known.apply(measured).cpu
-    assert [each.bytes_per_s for each in after.speeds[0].rows] == [5e8, 5e8, 1e9]
+    assert [each.bytes_per_s for each in after.speeds[0].rows] == [5e8, 5e8, 8e8]
+    assert after.speeds[0].prefill_flop_per_s == pytest.approx(cpu.speeds[0].prefill_flop_per_s / 1.25)
+    assert after.plain_attention_s == 2 * cpu.plain_attention_s
     assert (after.token_s, after.value_s, after.wake_s) == (2 * cpu.token_s, 2 * cpu.value_s, cpu.wake_s)
+
+
+QUESTION = instance(PROFILES, [], model(layers=20), default_workload(1024, 512, "f16"), {})
+
+
+def prompts(plan: Plan = PLAN, *, used: Corrections = USED, **slower: float) -> Corrections:
+    """What is known after prompts of which each device takes as many times as long as planned, in chunks of 100 rows."""
+    planned = prompt_row_s(plan, QUESTION, 100)
+    said = {
+        name: msgspec.structs.replace(status(0.02), prompt=PromptStatus(rows=100, row_s=row_s * slower.get(name, 1)))
+        for name, row_s in planned.items()
+    }
+    return prompts_learnt(used, plan, QUESTION, used, said)
+
+
+def test_prompts_that_take_longer_than_planned_are_planned_with_longer():
+    assert prompts() == USED
+    known = prompts(lap=1.8)
+    assert known.devices["lap"] == dataclasses.replace(USED.devices["lap"], prompts=pytest.approx(1.4))
+    assert known.devices["desk"] == USED.devices["desk"]
+    after = known.apply(PROFILES[1])
+    assert after.gpu.speeds[0].prefill_flop_per_s == pytest.approx(PROFILES[1].gpu.speeds[0].prefill_flop_per_s / 1.4)
+    assert after.cpu.speeds[0].decode_bytes_per_s == PROFILES[1].cpu.speeds[0].decode_bytes_per_s
+    slow = dataclasses.replace(QUESTION, devices=tuple(known.apply(each) for each in QUESTION.devices))
+    ratio = prompt_row_s(PLAN, slow, 100)["lap"] / prompt_row_s(PLAN, QUESTION, 100)["lap"]
+    assert 1.3 < ratio < 1.4, "what a layer costs besides its weights is as one row takes it"
+
+
+def test_prompts_teach_nothing_of_devices_that_stream_or_were_measured_anew():
+    streams = dataclasses.replace(PLAN, streaming=(Streaming(device="lap", streamed_bytes=1, ahead_bytes=1),))
+    assert prompts(streams, lap=1.8) == USED
+    anew = USED.noted([device("lap", rate=19e9)])
+    said = {"lap": msgspec.structs.replace(status(0.02), prompt=PromptStatus(rows=100, row_s=1.0))}
+    assert prompts_learnt(anew, PLAN, QUESTION, USED, said) == anew
 
 
 def test_what_a_plan_was_made_with_is_not_corrected_twice():
@@ -250,10 +300,13 @@ def test_an_answer_of_a_plan_with_older_figures_teaches_nothing_of_that_device()
 def test_what_was_learnt_is_kept(tmp_path):
     learning = Learning(tmp_path)
     assert learning.planned(PROFILES) == USED
-    learning.answered(1, PROMISE, LAP_SLOW)
+    slow = msgspec.structs.replace(LAP_SLOW["lap"], prompt=PromptStatus(rows=100, row_s=1e9))
+    learning.answered(1, dataclasses.replace(PROMISE, question=QUESTION), LAP_SLOW | {"lap": slow})
     assert Learning(tmp_path).corrections == learning.corrections
+    assert learning.corrections.devices["lap"].prompts == pytest.approx(1.5)
     assert learning.corrections.devices["lap"].compute == pytest.approx(1.5)
-    assert correction_line(tmp_path, PROFILES[1]) == "corrected by answers: computing takes 1.50 times as long"
+    line = "corrected by answers: computing takes 1.50 times as long, computing prompts takes 1.50 times as long"
+    assert correction_line(tmp_path, PROFILES[1]) == line
     assert correction_line(tmp_path, PROFILES[0]) is None
     assert correction_line(tmp_path, device("lap", rate=19e9)) is None
 
@@ -359,12 +412,15 @@ def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
     async def own() -> DeviceProfile:
         return profiles["desk"]
 
+    async def planned() -> ModelProfile:
+        return model()
+
     def present(names: Collection[str]) -> list[SimpleNamespace]:
         return [SimpleNamespace(profile=profile) for name, profile in profiles.items() if name in set(names) - {"desk"}]
 
     work = Workload(context_tokens=512, kv_type="f16", sequences=1, prompt_tokens=16, answer_tokens=100, chunk_rows=16)
     service = SimpleNamespace(
-        model=SimpleNamespace(profile=model()), workload=work, options=SimpleNamespace(objective="latency")
+        model=SimpleNamespace(planned=planned), workload=work, options=SimpleNamespace(objective="latency")
     )
     book = SimpleNamespace(between=lambda names: [link("desk", "lap"), link("lap", "desk")])
     learning = Learning(tmp_path)

@@ -14,7 +14,7 @@ from primad.api.backend import Health
 from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.head.status import Costs, device_status, left_out_line, link_status, plan_lines, promises
-from primad.ring.messages import DecodeStatus, MemoryStatus, Status
+from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status
 from primad.ring.meter import TOKENS_KEPT, Meter
 from tests.fakes.planning import model
 
@@ -250,6 +250,16 @@ def test_a_token_costs_what_its_windows_do_one_beside_the_other():
     )
     assert (meter.steps, meter.rows) == (7, 22)
     assert meter.compute_s == pytest.approx(9.83)
+
+
+def test_a_row_of_a_prompt_costs_what_its_quickest_large_chunks_do_in_all_windows():
+    meter = Meter()
+    meter.computed(1, 512, 99.0, streams())  # what was read before was read to load
+    assert meter.prompt() is None
+    for rows, seconds in ((512, 2.56), (128, 0.512), (63, 0.001), (1, 0.001)):
+        meter.computed(1, rows, seconds, streams())
+    meter.computed(3, 256, 0.5 + 0.256, streams(stall_s=0.5))
+    assert meter.prompt() == PromptStatus(rows=(128 + 256) / 2, row_s=pytest.approx(0.004 + 0.001))
 
 
 def test_waiting_for_the_disk_is_no_computing():
