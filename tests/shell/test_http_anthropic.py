@@ -112,6 +112,24 @@ def test_blocks_become_messages():
     assert len(backend.calls) == 1
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_format_bounds_the_answer_or_is_refused_by_its_own_name(is_old):
+    def field(wanted: dict[str, Any]) -> dict[str, Any]:
+        return {"output_format": wanted} if is_old else {"output_config": {"format": wanted}}
+
+    backend = FakeBackend(says("{}"), vocabulary=VOCABULARY)
+    assert post(backend, PATH, **ASK | field({"type": "json_schema", "schema": SCHEMA})).status_code == 200
+    assert backend.calls[0].sampling.grammar is not None
+    assert post(backend, PATH, **ASK, output_config={"effort": "high"}).status_code == 200
+    assert backend.calls[1].sampling.grammar is None
+    error = refused(post(backend, PATH, **ASK | field({"type": "json_schema", "schema": {"not": {}}})), 400)
+    assert error["message"].startswith("'output_config.format': the keyword 'not'")
+    refused(post(backend, PATH, **ASK | field({"type": "grammar"})), 400)
+
+
 def test_a_name_that_is_neither_claude_nor_served():
     assert refused(post(FakeBackend(says()), PATH, **ASK | {"model": "gpt-4"}), 404)["type"] == "not_found_error"
     assert post(FakeBackend(says()), PATH, **ASK | {"model": "toy"}).status_code == 200

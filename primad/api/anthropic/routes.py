@@ -19,14 +19,14 @@ from primad.api.anthropic.answers import (
     anthropic_error,
     error_event,
 )
-from primad.api.anthropic.job import chat_request
+from primad.api.anthropic.job import NAMES, chat_request
 from primad.api.anthropic.schema import CountRequest, MessagesRequest
 from primad.api.backend import ServedModel
 from primad.api.dialect import EVENT_STREAM, Dialect, Framing, NamedEvent, Route, named_event
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.openai.job import Job, chat_job
 from primad.api.openai.sampling import SEEDS
-from primad.api.openai.schema import parse
+from primad.api.openai.schema import parse, said_as
 from primad.errors import PrimadError
 
 
@@ -86,7 +86,8 @@ class _Routes:
 
 def _job(ask: CountRequest, served: ServedModel) -> Job:
     request = chat_request(ask, served)
-    return chat_job(request, served, seed=secrets.randbelow(SEEDS), now=datetime.now().astimezone())
+    with said_as(NAMES):
+        return chat_job(request, served, seed=secrets.randbelow(SEEDS), now=datetime.now().astimezone())
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
