@@ -65,7 +65,7 @@ def reached(url: str | None, head: str | None, key: str | None) -> Reached:
     if url is not None:
         if head is not None:
             raise ConfigError("--head: contradicts --url; leave one of them out")
-        return Reached(url=url, key=_sound(key))
+        return Reached(url=url.rstrip("/").removesuffix("/v1"), key=_sound(key))  # as serve prints it for clients, too
     from primad.network.local_heads import chosen_head, home_note, local_heads, read_head
 
     home = load_config({}).home
