@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.fakes.http import call, post, served
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "Hi"}]
+LONG = {"role": "user", "content": "x" * 50}
 ASK: dict[str, Any] = {"model": "claude-any", "max_tokens": 50, "messages": HELLO}
 VOCABULARY = ByteVocabulary(chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>")
 
@@ -151,6 +153,21 @@ def test_what_cannot_be_served_is_named(asked, told):
     error = refused(post(FakeBackend(says()), PATH, **ASK | asked), 400)
     assert error["type"] == "invalid_request_error"
     assert told in error["message"]
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_by_which_clients_know_it():
+    said = refused(post(FakeBackend(says(), context_tokens=16), PATH, **ASK | {"messages": [LONG]}), 400)["message"]
+    assert said.startswith("prompt is too long: ")
+    assert "tokens > 16 maximum" in said
+    assert "--context" in said
+
+
+def test_what_does_not_fit_is_counted_all_the_same():
+    backend = FakeBackend(says(), vocabulary=VOCABULARY, context_tokens=16)
+    assert post(backend, COUNT, model="claude-x", messages=[LONG]).json() == {"input_tokens": 58}
+    assert backend.served is not None
+    backend.served = dataclasses.replace(backend.served, context_shift=True)
+    assert post(backend, COUNT, model="claude-x", messages=[*HELLO, LONG]).json() == {"input_tokens": 66}
 
 
 def test_bad_days_have_its_own_shape():
