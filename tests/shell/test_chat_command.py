@@ -174,6 +174,12 @@ def test_lines_of_another_program_are_answered_without_a_prompt(
     assert chat(lines=None)[:2] == (0, "1\n2\n")
 
 
+def test_who_needs_a_key_is_told_so_once(chat: Types, endpoint: Endpoint):
+    endpoint.says(b'{"error": {"message": "send an API key"}}', status=401)
+    told = f"primad: error: {endpoint.url}: asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY\n"
+    assert chat("Why?") == (2, "", told)
+
+
 def test_a_command_that_is_none_shows_those_that_are(chat: Types, endpoint: Endpoint, tmp_path: Path):
     code, out, err = chat(lines=("/sytem x", "/save", f"/save {tmp_path / 'no' / 'where'}", "/system"))
     assert (code, out, endpoint.asked) == (0, "", [])
