@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -18,6 +19,7 @@ from primad.api.generation import Answered, Written, write
 from primad.api.metrics import Metrics
 from primad.api.openai.errors import RETRY_AFTER_S
 from primad.api.openai.job import Choice, Job
+from primad.api.openai.timings import AnswerClock
 from primad.errors import RingError
 from primad.settings.timings import ApiTimings
 
@@ -63,15 +65,21 @@ class Endpoint:
         written = charged(write(self.backend, served.vocabulary, job, choice, owner=caller()), len(choice.prompt))
         return self._metrics.metered(written, len(choice.prompt))
 
-    async def whole(self, request: Request, served: ServedModel, job: Job) -> list[Answered]:
-        """All choices of ``job``, written to their ends; it stops when the client leaves."""
-        return await while_connected(request.receive, self._answered(served, job))
+    async def whole(
+        self, request: Request, served: ServedModel, job: Job, clock: AnswerClock | None = None
+    ) -> list[Answered]:
+        """All choices of ``job``, written to their ends, as ``clock`` sees; it stops when the client leaves."""
+        return await while_connected(request.receive, self._answered(served, job, clock))
 
-    async def _answered(self, served: ServedModel, job: Job) -> list[Answered]:
+    async def _answered(self, served: ServedModel, job: Job, clock: AnswerClock | None) -> list[Answered]:
         answered = []
         for choice in job.choices:
+            parts = []
             async with aclosing(self.write(served, job, choice)) as written:
-                parts = [part async for part in written]
+                async for part in written:
+                    parts.append(part)
+                    if clock is not None:
+                        clock.count(part.sampled, part.cached, time.perf_counter())
             answered.append(Answered.of(choice, parts))
         return answered
 

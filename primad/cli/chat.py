@@ -13,7 +13,7 @@ import typer
 
 from primad.cli.conversation import COMMANDS, Conversation, Piece, Received, shown, split_command
 from primad.cli.drawing import Drawing
-from primad.cli.endpoint import CONNECT_TIMEOUT_S, HeadName, Key, Reached, Url, check_let_in, in_our_words, reached
+from primad.cli.endpoint import ASKS_FOR_KEY, CONNECT_TIMEOUT_S, HeadName, Key, Reached, Url, in_our_words, reached
 from primad.cli.line_input import is_typed, line_reader
 from primad.cli.output import err, out
 from primad.errors import ClusterError, printable
@@ -89,7 +89,6 @@ class Talk:
                 httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=timeout) as client,
                 client.stream("POST", "/v1/chat/completions", json=body) as response,
             ):
-                check_let_in(self._url, response.status_code)
                 if response.status_code != 200:
                     await response.aread()
                     raise ClusterError(_error(response))
@@ -114,6 +113,8 @@ class Talk:
 
 
 def _error(response: httpx.Response) -> str:
+    if response.status_code == 401:
+        return ASKS_FOR_KEY
     try:
         return str(response.json()["error"]["message"])
     except (json.JSONDecodeError, KeyError, TypeError):

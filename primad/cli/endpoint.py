@@ -38,6 +38,7 @@ Key = Annotated[
     ),
 ]
 DEFAULT_URL: Final = f"http://{LOOPBACK}:{DEFAULT_HTTP_PORT}"
+ASKS_FOR_KEY: Final = "asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY"
 CONNECT_TIMEOUT_S: Final = 5.0
 
 
@@ -65,7 +66,7 @@ def reached(url: str | None, head: str | None, key: str | None) -> Reached:
     if url is not None:
         if head is not None:
             raise ConfigError("--head: contradicts --url; leave one of them out")
-        return Reached(url=url, key=_sound(key))
+        return Reached(url=url.rstrip("/").removesuffix("/v1"), key=_sound(key))  # as serve prints it for clients, too
     from primad.network.local_heads import chosen_head, home_note, local_heads, read_head
 
     home = load_config({}).home
@@ -85,7 +86,7 @@ def _sound(key: str | None) -> str | None:
 def check_let_in(url: str, status: int) -> None:
     """Raise ``ClusterError`` where the endpoint answers that it wants a key, or another one."""
     if status == 401:
-        raise ClusterError(f"{url}: asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY")
+        raise ClusterError(f"{url}: {ASKS_FOR_KEY}")
 
 
 @contextmanager

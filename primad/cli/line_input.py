@@ -29,7 +29,7 @@ def line_reader(home: Path) -> Callable[[], str]:
     Raises ``EOFError`` at the end and ``KeyboardInterrupt`` for Ctrl-C.
     """
     if not is_typed():
-        return lambda: out.input(PROMPT)
+        return out.input
     from prompt_toolkit import PromptSession
 
     session: PromptSession[str] = PromptSession(history=_history(home), key_bindings=_keys(), multiline=True)

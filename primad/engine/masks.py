@@ -31,6 +31,20 @@ Candidates = NDArray[np.int64]
 """Token ids, ascending."""
 
 
+def likeliest(logits: NDArray[np.float32], candidates: Candidates | None) -> int:
+    """The token with the highest of ``logits`` among ``candidates``, None for all; the first of equals.
+
+    The likeliest of all is looked at first: mostly it is one of them, and to pick the logits of many costs more.
+    """
+    token = int(logits.argmax())
+    if candidates is None:
+        return token
+    at = int(candidates.searchsorted(token))
+    if at < len(candidates) and candidates[at] == token:
+        return token
+    return int(candidates[logits[candidates].argmax()])
+
+
 class ModelTokens(Protocol):
     """A vocabulary, as grammars and llama.cpp's samplers need it."""
 
@@ -120,6 +134,9 @@ class GrammarMask:
         self._words = words
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._matcher: LLMatcher | None = None
+        self._mask = b""
+        """The last one, and the tokens that it allows: in the middle of a text it is often the next one too."""
+        self._allowed: Candidates = np.empty(0, np.int64)
         self._next: Future[Candidates] = self._thread.submit(self._begin, grammar, list(sampled))
 
     def allowed(self) -> Candidates:
@@ -157,12 +174,15 @@ class GrammarMask:
     def _compute(self) -> Candidates:
         assert self._matcher is not None
         self._check()
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = self._matcher.compute_bitmask()
         self._check()
-        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-        if not len(allowed):
+        if mask != self._mask:
+            # as booleans, which numpy looks through several times faster than through bytes (7 to 32 us, not 65 to 210)
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").view(np.bool_)
+            self._mask, self._allowed = mask, np.flatnonzero(bits)
+        if not len(self._allowed):
             raise GrammarError("the grammar allows no token here, and does not end either")
-        return allowed
+        return self._allowed
 
     def _check(self) -> None:
         assert self._matcher is not None

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.masks import Allowed, Candidates, Words
+from primad.engine.masks import Allowed, Candidates, Words, likeliest
 from primad.engine.protocol import Sampling, draw_seed
 from primad.errors import EngineError
 from primad.system.allocator import without_top
@@ -52,8 +52,7 @@ class GreedySampler:
 
     def sample(self, row: int) -> int:
         candidates = self._allowed.next() if self._allowed is not None else None
-        logits = self._window.logits(row)
-        token = int(logits.argmax()) if candidates is None else int(candidates[logits[candidates].argmax()])
+        token = likeliest(self._window.logits(row), candidates)
         if self._allowed is not None:
             self._allowed.took(token)
         return token

@@ -42,7 +42,7 @@ def refusal(parse_it, **fields) -> RequestError:
         ("repeat_last_n", [-2, "all"]),
         ("max_tokens", [0, -2, 1.5, "9", 2**31]),
         ("n", [0, 129, "2"]),
-        ("stop", ["", [""], ["x"] * 17, "x" * 257, 7, [7], {}]),
+        ("stop", ["", [""], ["x"] * 65, "x" * 257, 7, [7], {}]),
         ("stream", [1, "true"]),
         ("stream_options", [{"include_usage": True}]),
         ("model", [7, []]),

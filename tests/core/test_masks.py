@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from primad.engine.masks import Allowed, GrammarMask, Words
+from primad.engine.masks import Allowed, GrammarMask, Words, likeliest
 from primad.errors import GrammarError
 from tests.fakes.backend import BOS, EOS, SIZE, ByteVocabulary
 from tests.fakes.ring import GREEDY
@@ -52,6 +54,25 @@ def test_a_mask_follows_the_answer_to_its_end(words):
         mask.took(token)
     assert [*seen, text_of(mask.allowed())] == ["a", "bc", "d$", "$"]
     mask.release()
+
+
+def test_a_mask_that_comes_again_is_the_same(words):
+    mask = GrammarMask(words, "start: /[ab]+/ /[cd]/", [])
+    seen = []
+    for token in b"abac":
+        seen.append(text_of(mask.allowed()))
+        mask.took(token)
+    assert [*seen, text_of(mask.allowed())] == ["ab", "abcd", "abcd", "abcd", "$"]
+    mask.release()
+
+
+@given(logits=st.lists(st.sampled_from([-1.0, 0.0, 2.0]), min_size=1, max_size=9), data=st.data())
+def test_the_likeliest_token_is_the_first_of_the_best_that_may_come(logits, data):
+    tokens = data.draw(st.sets(st.integers(0, len(logits) - 1), min_size=1))
+    best = max(logits[token] for token in tokens)
+    first = min(token for token in tokens if logits[token] == best)
+    assert likeliest(np.array(logits, np.float32), np.array(sorted(tokens), np.int64)) == first
+    assert likeliest(np.array(logits, np.float32), None) == logits.index(max(logits))
 
 
 @pytest.mark.parametrize("cut", range(4))

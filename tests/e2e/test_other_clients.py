@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import anthropic
 import httpx
 import ollama
 import openai
+import pydantic
 import pytest
 
 from tests.e2e.cluster import PATIENCE_S, Head, serving
@@ -86,6 +88,26 @@ def test_the_next_turn_of_a_chat_computes_what_is_new_and_says_the_same(head):
         again, _, cached = ask(first)
         assert again == said
         assert 0 < cached < before
+
+
+class Ship(pydantic.BaseModel):
+    name: Annotated[str, pydantic.Field(max_length=12)]
+    masts: Literal[1, 2, 3]
+
+
+def test_each_client_gets_the_model_that_it_asked_for(head):
+    asked: Any = HELLO
+    with anthropic.Anthropic(base_url=head.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        said = client.messages.parse(model="claude-any", max_tokens=400, messages=asked, output_format=Ship)
+        assert isinstance(said.parsed_output, Ship)
+    with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        response = client.responses.parse(model=MODEL, input=asked, text_format=Ship, max_output_tokens=400)
+        assert isinstance(response.output_parsed, Ship)
+    local = ollama.Client(host=head.url, timeout=PATIENCE_S)
+    told = local.chat(model=MODEL, messages=asked, format=Ship.model_json_schema(), options={"num_predict": 400})
+    assert Ship.model_validate_json(told.message.content)
+    assert told.eval_duration > 0
+    local._client.close()
 
 
 def test_responses(head, said):

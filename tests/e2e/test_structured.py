@@ -107,7 +107,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(schema=SCHEMAS, seed=st.integers(0, 2**31))
 def test_an_answer_fits_its_schema_also_when_another_ring_takes_it_over(rings, schema, seed):
     grammar = of_schema(schema)

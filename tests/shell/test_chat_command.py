@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import socket
@@ -29,11 +30,13 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.asked: list[list[dict[str, str]]] = []
+        self.paths: list[str] = []
         self.answers: list[tuple[int, bytes]] = []
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
+                endpoint.paths.append(self.path)
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 endpoint.asked.append(body["messages"])
                 status, content = endpoint.answers.pop(0)
@@ -71,21 +74,22 @@ Types = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint) -> Types:
-    """Runs ``primad chat`` in which ``lines`` are typed; gives exit code, output and error output."""
+    """Runs ``primad chat``, in which ``lines`` are typed unless it reads its standard input; gives exit code and outputs."""
     monkeypatch.setenv("PRIMAD_LOG", "WARNING")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(*arguments: str, lines: tuple[str, ...] = (), url: str = endpoint.url) -> tuple[int, str, str]:
-        left = list(lines)
+    def run(*arguments: str, lines: tuple[str, ...] | None = (), url: str = endpoint.url) -> tuple[int, str, str]:
+        left = list(lines or ())
 
         def read() -> str:
             if not left:
                 raise EOFError
             return left.pop(0)
 
-        monkeypatch.setattr(chat_command, "line_reader", lambda _: read)
+        if lines is not None:
+            monkeypatch.setattr(chat_command, "line_reader", lambda _: read)
         monkeypatch.setattr(sys, "argv", ["primad", "chat", "--url", url, *arguments])
         code = 0
         try:
@@ -152,6 +156,28 @@ def test_nobody_there_is_told_in_our_words(chat: Types):
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         expected = f"primad: error: {url}: nobody answers there; is 'primad serve' running?\n"
         assert chat("Why?", url=url) == (2, "", expected)
+
+
+@pytest.mark.parametrize("behind", ["/v1", "/v1/", "/"])
+def test_the_url_that_serve_prints_for_clients_is_taken(chat: Types, endpoint: Endpoint, behind: str):
+    endpoint.says(event(content="yes"), DONE)
+    assert chat("Why?", url=endpoint.url + behind) == (0, "yes\n", "")
+    assert endpoint.paths == ["/v1/chat/completions"]
+
+
+def test_lines_of_another_program_are_answered_without_a_prompt(
+    chat: Types, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+):
+    for text in ("1", "2"):
+        endpoint.says(event(content=text), DONE)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one?\ntwo?\n"))
+    assert chat(lines=None)[:2] == (0, "1\n2\n")
+
+
+def test_who_needs_a_key_is_told_so_once(chat: Types, endpoint: Endpoint):
+    endpoint.says(b'{"error": {"message": "send an API key"}}', status=401)
+    told = f"primad: error: {endpoint.url}: asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY\n"
+    assert chat("Why?") == (2, "", told)
 
 
 def test_a_command_that_is_none_shows_those_that_are(chat: Types, endpoint: Endpoint, tmp_path: Path):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.backend import ByteVocabulary, FakeBackend, says
-from tests.fakes.http import call
+from tests.fakes.http import call, events
 
 CALL = '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.txt"}}\n</tool_call>'
 TEMPLATE = (
@@ -27,7 +27,8 @@ FUNCTION = {"name": "read_file", "description": "Reads a file.", "parameters": P
 GIVEN = {"id": "call_1", "type": "function", "function": {"name": "read_file", "arguments": '{"path": "a.txt"}'}}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
-OPEN_WEBUI: dict[str, Any] = {  # Open WebUI with native function calling: OpenAI's chat API
+# github.com/open-webui/open-webui, backend/open_webui/utils/middleware.py: native function calling
+OPEN_WEBUI: dict[str, Any] = {
     "model": "toy",
     "stream": True,
     "stream_options": {"include_usage": True},
@@ -39,7 +40,8 @@ OPEN_WEBUI: dict[str, Any] = {  # Open WebUI with native function calling: OpenA
     ],
     "tools": [{"type": "function", "function": FUNCTION}],
 }
-CONTINUE: dict[str, Any] = {  # Continue in agent mode, provider openai: OpenAI's chat API
+# github.com/continuedev/continue, core/llm/llms/OpenAI.ts: agent mode, provider openai
+CONTINUE: dict[str, Any] = {
     "model": "toy",
     "max_tokens": 4096,
     "stream": True,
@@ -53,15 +55,28 @@ CONTINUE: dict[str, Any] = {  # Continue in agent mode, provider openai: OpenAI'
     "tools": [{"type": "function", "function": FUNCTION | {"strict": False}, "displayTitle": "Read"}],
     "parallel_tool_calls": False,
 }
-CLAUDE_CODE: dict[
-    str, Any
-] = {  # Claude Code: Anthropic's Messages, with the system of github.com/ggml-org/llama.cpp/pull/20623
+# the same while somebody types: core/autocomplete, starcoder2 and Python, with the stops that it sent first
+CONTINUE_TYPING: dict[str, Any] = {
+    "model": "toy",
+    "prompt": "<fim_prefix>def add(a, b):\n    return <fim_suffix>\n<fim_middle>",
+    "max_tokens": 4096,
+    "temperature": 0.01,
+    "stream": True,
+    "stop": [
+        *("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>", "<|endoftext|>", "</fim_middle>", "</code>"),
+        *("\n\n", "\r\n\r\n", "/src/", "#- coding: utf-8", "```", "t.", "\nt", "<file_sep>"),
+        *("\ndef", "\nclass", '\n"""#'),
+    ],
+}
+# Claude Code: Anthropic's Messages, with the system of github.com/ggml-org/llama.cpp/pull/20623
+CLAUDE_CODE: dict[str, Any] = {
     "model": "claude-sonnet-4-5-20250929",
     "max_tokens": 32_000,
     "stream": True,
     "temperature": 1,
     "metadata": {"user_id": "user_1_account__session_2"},
     "thinking": {"type": "enabled", "budget_tokens": 31_999},
+    "output_config": {"effort": "high"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "system": [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=2"},
@@ -100,7 +115,8 @@ CLAUDE_CODE: dict[
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
     ],
 }
-CODEX: dict[str, Any] = {  # Codex: Responses, as github.com/openai/codex has them in codex-rs/codex-api
+# github.com/openai/codex, codex-rs/codex-api/src/common.rs (ResponsesApiRequest)
+CODEX: dict[str, Any] = {
     "model": "toy",
     "instructions": "You are a coding agent.",
     "stream": True,
@@ -108,6 +124,7 @@ CODEX: dict[str, Any] = {  # Codex: Responses, as github.com/openai/codex has th
     "include": ["reasoning.encrypted_content"],
     "prompt_cache_key": "0197",
     "reasoning": {"effort": "medium", "summary": "auto"},
+    "text": {"verbosity": "low"},
     "tool_choice": "auto",
     "parallel_tool_calls": False,
     "input": [
@@ -123,7 +140,8 @@ CODEX: dict[str, Any] = {  # Codex: Responses, as github.com/openai/codex has th
         {"type": "web_search"},
     ],
 }
-HOME_ASSISTANT: dict[str, Any] = {  # Home Assistant's Ollama integration: Ollama's chat API
+# github.com/home-assistant/core, homeassistant/components/ollama/entity.py
+HOME_ASSISTANT: dict[str, Any] = {
     "model": "toy",
     "stream": True,
     "keep_alive": "-1s",
@@ -169,3 +187,9 @@ def test_agents_are_answered(path, body, turns):
     assert json.dumps(FUNCTION) in first
     assert "x-anthropic" not in first
     assert '{"name": "read_file", "arguments": {"path": "a.txt"}}[tool]seven>' in second
+
+
+def test_what_an_editor_completes_while_somebody_types_stops_where_it_says():
+    made = FakeBackend(says("a + b\ndef more"))
+    told = events(call(made, "POST", "/v1/completions", json=CONTINUE_TYPING))
+    assert "".join(event["choices"][0]["text"] for event in told[:-1]) == "a + b"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.fakes.http import call, post, served
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "Hi"}]
+LONG = {"role": "user", "content": "x" * 50}
 ASK: dict[str, Any] = {"model": "claude-any", "max_tokens": 50, "messages": HELLO}
 VOCABULARY = ByteVocabulary(chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>")
 
@@ -112,6 +114,24 @@ def test_blocks_become_messages():
     assert len(backend.calls) == 1
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_format_bounds_the_answer_or_is_refused_by_its_own_name(is_old):
+    def field(wanted: dict[str, Any]) -> dict[str, Any]:
+        return {"output_format": wanted} if is_old else {"output_config": {"format": wanted}}
+
+    backend = FakeBackend(says("{}"), vocabulary=VOCABULARY)
+    assert post(backend, PATH, **ASK | field({"type": "json_schema", "schema": SCHEMA})).status_code == 200
+    assert backend.calls[0].sampling.grammar is not None
+    assert post(backend, PATH, **ASK, output_config={"effort": "high"}).status_code == 200
+    assert backend.calls[1].sampling.grammar is None
+    error = refused(post(backend, PATH, **ASK | field({"type": "json_schema", "schema": {"not": {}}})), 400)
+    assert error["message"].startswith("'output_config.format': the keyword 'not'")
+    refused(post(backend, PATH, **ASK | field({"type": "grammar"})), 400)
+
+
 def test_a_name_that_is_neither_claude_nor_served():
     assert refused(post(FakeBackend(says()), PATH, **ASK | {"model": "gpt-4"}), 404)["type"] == "not_found_error"
     assert post(FakeBackend(says()), PATH, **ASK | {"model": "toy"}).status_code == 200
@@ -133,6 +153,21 @@ def test_what_cannot_be_served_is_named(asked, told):
     error = refused(post(FakeBackend(says()), PATH, **ASK | asked), 400)
     assert error["type"] == "invalid_request_error"
     assert told in error["message"]
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_by_which_clients_know_it():
+    said = refused(post(FakeBackend(says(), context_tokens=16), PATH, **ASK | {"messages": [LONG]}), 400)["message"]
+    assert said.startswith("prompt is too long: ")
+    assert "tokens > 16 maximum" in said
+    assert "--context" in said
+
+
+def test_what_does_not_fit_is_counted_all_the_same():
+    backend = FakeBackend(says(), vocabulary=VOCABULARY, context_tokens=16)
+    assert post(backend, COUNT, model="claude-x", messages=[LONG]).json() == {"input_tokens": 58}
+    assert backend.served is not None
+    backend.served = dataclasses.replace(backend.served, context_shift=True)
+    assert post(backend, COUNT, model="claude-x", messages=[*HELLO, LONG]).json() == {"input_tokens": 66}
 
 
 def test_bad_days_have_its_own_shape():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 
 from primad.api.backend import FillInTokens, Health
@@ -48,6 +51,14 @@ def test_a_completion_says_why_it_stopped(asked, kind, word, text):
     assert not any(part["stop"] for part in parts)
     assert (end["stop"], end["stop_type"], end["content"]) == (True, kind, "")
     assert end["tokens_predicted"] == whole["tokens_predicted"]
+
+
+def test_a_completion_in_one_piece_says_what_its_tokens_took(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+    told = post(FakeBackend(says("abc")), "/completion", prompt="Hi").json()["timings"]
+    assert told["predicted_ms"] >= 2000
+    assert told["predicted_per_second"] == told["predicted_n"] / told["predicted_ms"] * 1000
 
 
 def test_every_event_says_what_it_took_if_it_is_asked_to():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import time
 from typing import Any
 
 import ollama
@@ -54,6 +56,34 @@ def test_options_and_format_reach_the_core():
     assert [each.sampling.grammar is None for each in backend.calls] == [False, False, True]
 
 
+def test_an_answer_in_one_piece_says_what_its_tokens_took(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+    whole = post(FakeBackend(says("abc"), vocabulary=VOCABULARY), CHAT, **VALID[CHAT], stream=False).json()
+    assert whole["eval_duration"] >= 2e9
+    assert whole["total_duration"] == whole["prompt_eval_duration"] + whole["eval_duration"]
+
+
+def test_content_that_is_null_is_empty():
+    backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+    said = [{"role": "assistant", "content": None}, *HELLO]
+    assert post(backend, CHAT, model="toy", messages=said).status_code == 200
+    assert backend.calls[0].prompt == [BOS, *b"[assistant][user]Hi>"]
+
+
+@both
+def test_log_probabilities_stand_beside_their_tokens(path):
+    asked = {"logprobs": True, "top_logprobs": 1}
+    whole = post(FakeBackend(says("aé"), vocabulary=VOCABULARY), path, **VALID[path], **asked, stream=False).json()
+    assert next((each["token"], len(each["top_logprobs"])) for each in whole["logprobs"]) == ("a", 1)
+    lines = post(FakeBackend(says("aé"), vocabulary=VOCABULARY), path, **VALID[path], **asked).text.splitlines()
+    streamed = [each for line in lines for each in json.loads(line).get("logprobs", [])]
+    assert streamed == whole["logprobs"]
+    assert "logprobs" not in post(FakeBackend(says("a")), path, **VALID[path], stream=False).json()
+    assert post(FakeBackend(says("a")), path, **VALID[path], top_logprobs=1).status_code == 400
+    assert post(FakeBackend(says("a")), GENERATE, model="toy", prompt="a", raw=True, **asked).status_code == 200
+
+
 def test_what_generate_makes_of_its_prompt():
     backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
     post(backend, GENERATE, **VALID[GENERATE], system="S")
@@ -87,7 +117,9 @@ def test_what_it_says_of_models():
 def test_errors_have_its_shape(path):
     for asked, status, told in (
         ({"model": "other"}, 404, "other"),
-        ({"options": {"temperature": 9}}, 400, "temperature"),
+        ({"options": {"temperature": 9}}, 400, "'options.temperature'"),
+        ({"options": {"num_predict": 0}}, 400, "'options.num_predict'"),
+        ({"format": {"not": {}}}, 400, "'format'"),
         ({"format": 3}, 400, "format"),
         ({"stream": "yes"}, 400, "stream"),
     ):

@@ -54,6 +54,38 @@ def test_items_become_messages():
     assert backend.calls[0].prompt == [BOS, *b"[system]S[user]a[assistant]b[user]c>"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"reasoning": {"effort": "x" * 40}}, "reasoning.effort"),
+        ({"input": "a" * 5000}, "input"),
+    ],
+)
+def test_a_refusal_names_the_field_as_it_was_sent(asked, param):
+    response = post(FakeBackend(says()), PATH, **{"input": "Hi"} | asked)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert "response_format" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        ({"type": "web_search_call", "id": "w"}, "input[1] is of type 'web_search_call'"),
+        (
+            {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+            "input[1] has a part of type 'input_image'",
+        ),
+        ({"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}, "'input_file'"),
+    ],
+)
+def test_an_item_that_cannot_be_read_is_named(item, told):
+    response = post(FakeBackend(says()), PATH, input=[{"role": "user", "content": "Hi"}, item])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
+    assert told in response.json()["error"]["message"]
+
+
 def test_a_stream_of_named_events():
     got = named_events(post(FakeBackend(says("ab")), PATH, input="Hello", stream=True))
     assert [event["type"].removeprefix("response.") for event in got] == [

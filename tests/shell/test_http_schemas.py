@@ -13,9 +13,12 @@ from schemathesis.specs.openapi.checks import (
 from primad.api.app import create_app
 from primad.api.backend import ModelNames
 from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.embeddings import FakeEmbeddings
 
 PLAIN = ByteVocabulary(chat_template="{{ messages[-1].content }}")
-APP = create_app(FakeBackend(says("Hé"), vocabulary=PLAIN), names=ModelNames(any_model=True))
+APP = create_app(
+    FakeBackend(says("Hé"), vocabulary=PLAIN), names=ModelNames(any_model=True), embeddings=FakeEmbeddings()
+)
 SCHEMA = schemathesis.openapi.from_dict(APP.openapi())
 SCHEMA.app = APP
 CHECKS = [

@@ -12,7 +12,7 @@ from primad.api.anthropic.job import stop_reason
 from primad.api.dialect import NamedEvent
 from primad.api.generation import Answered, GivenCall, GivenPart, Written
 from primad.api.openai.errors import status_of
-from primad.errors import PrimadError
+from primad.errors import PrimadError, PromptTooLongError
 
 _KINDS: Final = {
     400: "invalid_request_error",
@@ -67,10 +67,13 @@ class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def anthropic_error(exc: PrimadError) -> AnthropicError:
-    """Anthropic's error object for ``exc``."""
+    """Anthropic's error object for ``exc``. Of a prompt that is too long clients know the first words, and shorten it."""
     status = status_of(exc)
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return AnthropicError(error=AnthropicErrorDetail(type=kind, message=str(exc)))
+    message = str(exc)
+    if isinstance(exc, PromptTooLongError):
+        message = f"prompt is too long: {exc.prompt_tokens} tokens > {exc.context_tokens} maximum; {message}"
+    return AnthropicError(error=AnthropicErrorDetail(type=kind, message=message))
 
 
 def error_event(exc: PrimadError) -> NamedEvent:

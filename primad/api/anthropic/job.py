@@ -20,6 +20,8 @@ from primad.api.openai.schema import ChatRequest, build
 
 _BILLING: Final = "x-anthropic-"
 """A system block that begins so is the client's note to Anthropic; it changes with every request."""
+NAMES: Final = {"json_schema": "output_config.format"}
+"""What fields of the core are called here."""
 _CHOICES: Final = {"auto": "auto", "none": "none", "any": "required"}
 
 
@@ -54,6 +56,10 @@ def chat_request(ask: CountRequest, served: ServedModel) -> ChatRequest:
             "top_k": ask.top_k,
             "stop": ask.stop_sequences,
         }
+        wanted = None if ask.output_config is None else ask.output_config.format
+        wanted = wanted or ask.output_format
+        if wanted is not None:
+            fields["json_schema"] = wanted.schema_
     return build(ChatRequest, fields)
 
 

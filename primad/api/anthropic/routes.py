@@ -19,14 +19,16 @@ from primad.api.anthropic.answers import (
     anthropic_error,
     error_event,
 )
-from primad.api.anthropic.job import chat_request
+from primad.api.anthropic.job import NAMES, chat_request
 from primad.api.anthropic.schema import CountRequest, MessagesRequest
 from primad.api.backend import ServedModel
+from primad.api.chat import tokenize_prompt
 from primad.api.dialect import EVENT_STREAM, Dialect, Framing, NamedEvent, Route, named_event
 from primad.api.endpoint import Endpoint, json_response
-from primad.api.openai.job import Job, chat_job
+from primad.api.openai.job import Job, chat_job, check_model
 from primad.api.openai.sampling import SEEDS
-from primad.api.openai.schema import parse
+from primad.api.openai.schema import parse, said_as
+from primad.api.openai.tool_use import chat_text
 from primad.errors import PrimadError
 
 
@@ -52,10 +54,12 @@ class _Routes:
         return json_response({"message": "hello"})
 
     async def count(self, request: Request) -> Response:
-        """How many tokens a conversation has."""
+        """How many tokens a conversation has, also one that is too long."""
         served = self._endpoint.serving()
-        ask = parse(CountRequest, await self._endpoint.read(request))
-        return json_response(TokenCount(input_tokens=_job(ask, served).prompt_tokens))
+        asked = chat_request(parse(CountRequest, await self._endpoint.read(request)), served)
+        check_model(asked.model, [served])
+        text = chat_text(asked, served, now=datetime.now().astimezone())
+        return json_response(TokenCount(input_tokens=len(tokenize_prompt(served.vocabulary, text))))
 
     async def messages(self, request: Request) -> Response:
         """Continue a conversation."""
@@ -84,9 +88,10 @@ class _Routes:
                     yield event
 
 
-def _job(ask: CountRequest, served: ServedModel) -> Job:
+def _job(ask: MessagesRequest, served: ServedModel) -> Job:
     request = chat_request(ask, served)
-    return chat_job(request, served, seed=secrets.randbelow(SEEDS), now=datetime.now().astimezone())
+    with said_as(NAMES):
+        return chat_job(request, served, seed=secrets.randbelow(SEEDS), now=datetime.now().astimezone())
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:

@@ -102,6 +102,19 @@ class ThinkingChoice(Strict):
     budget_tokens: int | None = None
 
 
+class OutputFormat(Strict):
+    """What the answer must be."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    """How the answer is to be."""
+
+    format: OutputFormat | None = None
+
+
 class CountRequest(Strict):
     """``POST /v1/messages/count_tokens``."""
 
@@ -128,6 +141,9 @@ class MessagesRequest(CountRequest):
         | None
     ) = None
     stream: bool | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """What ``output_config.format`` was called before."""
 
 
 def _check_blocks(value: Any) -> Any:

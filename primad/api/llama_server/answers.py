@@ -97,8 +97,7 @@ class RawAnswer:
         )
 
     def whole(self, answered: Answered, now_s: float) -> CompletionEnd:
-        """All of it at once."""
-        self.clock.count(answered.sampled, answered.cached, now_s)
+        """All of it at once; the ``clock`` saw it written."""
         return self.end(
             answered.finish,
             answered.stopped_by,

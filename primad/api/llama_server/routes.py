@@ -102,7 +102,7 @@ class _Routes:
         answer = RawAnswer(served=served, job=job, clock=clock, times_parts=bool(ask.timings_per_token))
         if ask.stream:
             return self._endpoint.stream(self._stream(served, job, answer), _EVENTS)
-        answered = await self._endpoint.whole(request, served, job)
+        answered = await self._endpoint.whole(request, served, job, clock)
         return json_response(answer.whole(answered[0], time.perf_counter()))
 
     async def _stream(self, served: ServedModel, job: Job, answer: RawAnswer) -> AsyncGenerator[msgspec.Struct, None]:

@@ -15,10 +15,12 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from primad.api.backend import ServedModel
+from primad.api.backend import ServedModel, Vocabulary
 from primad.api.chat import CHATML
 from primad.api.generation import Answered, GivenCall, GivenPart, Written, whole_calls
 from primad.api.ollama.job import LATEST
+from primad.api.openai.logprobs import chat_logprobs
+from primad.api.openai.shapes import TokenLogprob
 from primad.api.openai.timings import AnswerClock
 from primad.api.reading import manner_of
 from primad.api.tool_prompt import mentions
@@ -65,6 +67,7 @@ class OllamaLine(msgspec.Struct, frozen=True, kw_only=True):
     message: OllamaReply | UnsetType = UNSET
     response: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
     done: bool
     done_reason: str | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
@@ -90,6 +93,8 @@ class LinesAnswer:
     shows_thoughts: bool
     created: float
     clock: AnswerClock
+    vocabulary: Vocabulary | None = None
+    """Of the log-probabilities, if they are told."""
     begun: list[GivenPart] = field(default_factory=list, init=False)
     """Of the call that is not whole yet: lines have whole calls."""
 
@@ -102,11 +107,11 @@ class LinesAnswer:
         is_told = bool(self.begun) and self.begun[-1].is_whole
         calls = list(whole_calls(self.begun)) if is_told else []
         self.begun = [] if is_told else self.begun
-        return self._line(written, calls) if written.text or written.thought or calls else None
+        is_something = written.text or written.thought or calls or (written.tokens and self.vocabulary is not None)
+        return self._line(written, calls) if is_something else None
 
     def whole(self, answered: Answered, now_s: float) -> OllamaLine:
-        """All of it at once."""
-        self.clock.count(answered.sampled, answered.cached, now_s)
+        """All of it at once; the ``clock`` saw it written."""
         return self._end(answered, answered.calls, answered.finish, now_s)
 
     def nothing(self) -> OllamaLine:
@@ -141,6 +146,8 @@ class LinesAnswer:
         parts: dict[str, Any] = {"response": text, "thinking": thinking}
         if self.is_chat:
             parts = {"message": OllamaReply(content=text, thinking=thinking, tool_calls=given or UNSET)}
+        if self.vocabulary is not None and said is not None and said.tokens:
+            parts["logprobs"] = chat_logprobs(said.tokens, self.vocabulary).content
         return OllamaLine(model=self.model, created_at=iso(self.created), done=done, **parts, **ended)
 
 

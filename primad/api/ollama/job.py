@@ -29,6 +29,14 @@ _OPTIONS: Final = (
 )
 """Options that are the core's fields. Others say how Ollama loads a model (``num_ctx``, ``num_gpu``), and are ignored."""
 
+NAMES: Final = {name: f"options.{name}" for name in _OPTIONS} | {
+    "max_tokens": "options.num_predict",
+    "response_format": "format",
+    "json_schema": "format",
+    "reasoning_effort": "think",
+}
+"""What fields of the core are called here."""
+
 
 def plain(name: str) -> str:
     """A model's name without the tag that says nothing."""
@@ -46,15 +54,18 @@ def chat_request(ask: OllamaChatRequest) -> ChatRequest:
 def generate_request(ask: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
     """``ask`` as a chat request of one message, with ``raw`` or ``suffix`` as a completion; raises as ``chat_request``."""
     if ask.raw or ask.suffix:
-        plain_fields = {"prompt": ask.prompt, "suffix": ask.suffix}
-        return build(CompletionRequest, {"max_tokens": -1} | _shared(ask) | plain_fields)
+        fields: dict[str, Any] = {"max_tokens": -1} | _shared(ask) | {"prompt": ask.prompt, "suffix": ask.suffix}
+        fields["logprobs"] = fields.pop("top_logprobs", 0) if fields.get("logprobs") else None
+        return build(CompletionRequest, fields)
     system = [{"role": "system", "content": ask.system}] if ask.system else []
     return build(ChatRequest, _shared(ask) | {"messages": [*system, {"role": "user", "content": ask.prompt}]})
 
 
 def _shared(ask: OllamaRequest) -> dict[str, Any]:
     options: Mapping[str, Any] = ask.options or {}
-    fields: dict[str, Any] = {"model": plain(ask.model)}
+    fields: dict[str, Any] = {"model": plain(ask.model), "logprobs": ask.logprobs}
+    if ask.top_logprobs is not None:
+        fields["top_logprobs"] = ask.top_logprobs
     fields |= {name: options[name] for name in _OPTIONS if options.get(name) is not None}
     limit = options.get("num_predict")
     if limit is not None:
@@ -71,7 +82,7 @@ def _shared(ask: OllamaRequest) -> dict[str, Any]:
 
 
 def _message(message: OllamaMessage) -> dict[str, Any]:
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.thinking:
         fields["reasoning_content"] = message.thinking
     if message.tool_name:

@@ -28,11 +28,11 @@ from primad.api.ollama.answers import (
     shown,
     tags,
 )
-from primad.api.ollama.job import chat_request, generate_request, plain
+from primad.api.ollama.job import NAMES, chat_request, generate_request, plain
 from primad.api.ollama.schema import ModelRequest, OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
 from primad.api.openai.job import Job, chat_job, check_model, completion_job
 from primad.api.openai.sampling import SEEDS
-from primad.api.openai.schema import ChatRequest, CompletionRequest, parse
+from primad.api.openai.schema import ChatRequest, CompletionRequest, parse, said_as
 from primad.api.openai.timings import AnswerClock
 from primad.errors import PrimadError, RequestError
 
@@ -81,14 +81,16 @@ class _Routes:
         """Continue a conversation."""
         served = self._endpoint.serving()
         ask = parse(OllamaChatRequest, await self._endpoint.read(request))
-        core = chat_request(ask) if ask.messages else None
+        with said_as(NAMES):
+            core = chat_request(ask) if ask.messages else None
         return await self._respond(request, ask, served, core)
 
     async def generate(self, request: Request) -> Response:
         """Answer a prompt."""
         served = self._endpoint.serving()
         ask = parse(OllamaGenerateRequest, await self._endpoint.read(request))
-        core = generate_request(ask) if ask.prompt else None
+        with said_as(NAMES):
+            core = generate_request(ask) if ask.prompt else None
         return await self._respond(request, ask, served, core)
 
     async def _respond(
@@ -105,6 +107,7 @@ class _Routes:
             is_chat=isinstance(ask, OllamaChatRequest),
             shows_thoughts=ask.think is not False,
             created=time.time(),
+            vocabulary=served.vocabulary if ask.logprobs else None,
             clock=AnswerClock(prompt_tokens=0 if job is None else job.prompt_tokens, begun_s=time.perf_counter()),
         )
         if job is None:
@@ -112,7 +115,7 @@ class _Routes:
         if ask.stream is not False:
             framing = replace(_LINES, waiting=_line(answer.nothing()))
             return self._endpoint.stream(self._stream(served, job, answer), framing)
-        answered = await self._endpoint.whole(request, served, job)
+        answered = await self._endpoint.whole(request, served, job, answer.clock)
         return json_response(answer.whole(answered[0], time.perf_counter()))
 
     async def _stream(self, served: ServedModel, job: Job, answer: LinesAnswer) -> AsyncGenerator[msgspec.Struct, None]:
@@ -125,9 +128,10 @@ class _Routes:
 
 def _job(core: ChatRequest | CompletionRequest, served: ServedModel) -> Job:
     seed = secrets.randbelow(SEEDS)
-    if isinstance(core, CompletionRequest):
-        return completion_job(core, served, seed=seed)
-    return chat_job(core, served, seed=seed, now=datetime.now().astimezone())
+    with said_as(NAMES):
+        if isinstance(core, CompletionRequest):
+            return completion_job(core, served, seed=seed)
+        return chat_job(core, served, seed=seed, now=datetime.now().astimezone())
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from primad.api.openai.fields import Strict, expecting, only
+from primad.api.openai.schema import MAX_TOP_LOGPROBS
 
 _NoImages = Annotated[Any, only(None, [], why="this model reads text only")]
 
@@ -28,7 +29,7 @@ class OllamaMessage(Strict):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | None = None
     thinking: str | None = None
     images: _NoImages = None
     tool_calls: list[OllamaCall] | None = None
@@ -53,6 +54,8 @@ class OllamaRequest(Strict):
         bool | Literal["low", "medium", "high"] | None, expecting('true, false, "low", "medium" or "high"')
     ] = None
     keep_alive: Any = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
 class OllamaChatRequest(OllamaRequest):

@@ -9,6 +9,8 @@ length) is checked in ``job``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -25,7 +27,8 @@ logger = logging.getLogger(__name__)
 MAX_CHOICES: Final = 128
 """Answers of one request: prompts times ``n``."""
 
-MAX_STOPS: Final = 16
+MAX_STOPS: Final = 64
+"""Editors send as many as a language has keywords."""
 MAX_STOP_CHARS: Final = 256
 MAX_TOP_LOGPROBS: Final = 20
 MAX_TOLD: Final = 8
@@ -202,6 +205,19 @@ def build(model: type[R], fields: dict[str, Any]) -> R:
         return model.model_validate(fields)
     except ValidationError as exc:
         raise _refusal(exc) from exc
+
+
+@contextmanager
+def said_as(names: Mapping[str, str]) -> Iterator[None]:
+    """A field that is refused in here is called as ``names`` has it: as the client of a dialect wrote it."""
+    try:
+        yield
+    except RequestError as exc:
+        name = names.get(exc.param or "")
+        if name is not None:
+            exc.args = (str(exc).replace(f"'{exc.param}'", f"'{name}'"),)
+            exc.param = name
+        raise
 
 
 def _refusal(exc: ValidationError) -> RequestError:

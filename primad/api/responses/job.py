@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from primad.api.openai.schema import ChatRequest, build
 from primad.api.responses.schema import ContentPart, InputItem, ResponsesRequest, TextFormat
 from primad.errors import RequestError
+
+T = TypeVar("T")
+NAMES: Final = {"response_format": "text.format", "messages": "input", "reasoning_effort": "reasoning.effort"}
+"""What fields of the core are called here."""
 
 
 def chat_request(ask: ResponsesRequest) -> ChatRequest:
@@ -69,7 +73,7 @@ def _call(item: InputItem, number: int) -> dict[str, Any]:
     return {"id": _needed(item.call_id, f"input[{number}].call_id"), "type": "function", "function": function}
 
 
-def _needed(value: str | None, at: str) -> str:
+def _needed(value: T | None, at: str) -> T:
     if value is None:
         raise RequestError(f"'{at}' is required", param=at, code="missing_required_parameter")
     return value
@@ -96,4 +100,5 @@ def _choice(choice: str | dict[str, Any] | None) -> Any:
 def _format(wanted: TextFormat) -> dict[str, Any]:
     if wanted.type != "json_schema":
         return {"type": wanted.type}
-    return {"type": "json_schema", "json_schema": {"name": wanted.name, "schema": wanted.schema_}}
+    schema = _needed(wanted.schema_, "text.format.schema")
+    return {"type": "json_schema", "json_schema": {"name": wanted.name, "schema": schema}}

@@ -20,9 +20,9 @@ from primad.api.openai.errors import error_body
 from primad.api.openai.job import Job, chat_job
 from primad.api.openai.routes import EVENTS
 from primad.api.openai.sampling import SEEDS
-from primad.api.openai.schema import parse
+from primad.api.openai.schema import parse, said_as
 from primad.api.responses.answers import ResponseAnswer, ResponseBody
-from primad.api.responses.job import chat_request
+from primad.api.responses.job import NAMES, chat_request
 from primad.api.responses.schema import ResponsesRequest
 from primad.errors import PrimadError
 
@@ -38,7 +38,8 @@ class _Routes:
         served = self._endpoint.serving()
         ask = parse(ResponsesRequest, await self._endpoint.read(request))
         seed, now = secrets.randbelow(SEEDS), datetime.now().astimezone()
-        job = chat_job(chat_request(ask), served, seed=seed, now=now)
+        with said_as(NAMES):
+            job = chat_job(chat_request(ask), served, seed=seed, now=now)
         answer = ResponseAnswer(
             id=f"resp_{secrets.token_hex(16)}",
             created=int(time.time()),

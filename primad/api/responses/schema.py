@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from primad.api.openai.fields import Strict, expecting, only
 from primad.api.openai.samplers import MAX_TOKENS
+from primad.errors import printable
 
 _STATELESS = "nothing is kept between requests; send the whole conversation as 'input'"
+
+
+_PartKind = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+_ItemKind = Literal["message", "function_call", "function_call_output", "reasoning"]
 
 
 class ContentPart(Strict):
     """A part of an item: text that was put in or came out, or a refusal."""
 
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    type: _PartKind
     text: str
 
 
@@ -28,7 +34,7 @@ _Parts = Annotated[
 class InputItem(Strict):
     """One item of a conversation: a message, a call of a function, what it gave back, or thoughts."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: _ItemKind = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"
     content: _Parts = None
     call_id: str | None = None
@@ -82,3 +88,31 @@ class ResponsesRequest(Strict):
     prompt: Annotated[Any, only(None, why="no prompts are stored here")] = None
     background: Annotated[Any, only(None, False, why=_STATELESS)] = None
     top_logprobs: Annotated[Any, only(None, 0, why="use /v1/chat/completions")] = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _served(cls, value: Any) -> Any:
+        return _check_items(value)
+
+
+def _check_items(value: Any) -> Any:
+    """Raise an error that names the item that is of another type than those served, or has such a part."""
+    for number, item in enumerate(value if isinstance(value, list) else ()):
+        if not isinstance(item, dict):
+            continue
+        _check_kind(item, _ItemKind, f"input[{number}] is")
+        for field in ("content", "output", "summary"):
+            parts = item.get(field)
+            for part in parts if isinstance(parts, list) else ():
+                _check_kind(part, _PartKind, f"input[{number}] has a part")
+    return value
+
+
+def _check_kind(given: Any, known: Any, what: str) -> None:
+    kind = given.get("type") if isinstance(given, dict) else None
+    if isinstance(kind, str) and kind not in get_args(known):
+        raise PydanticCustomError(
+            "unsupported",
+            "{what} of type '{kind}', which is not supported: this server reads text and calls of functions",
+            {"what": what, "kind": printable(kind, 64)},
+        )
