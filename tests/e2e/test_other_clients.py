@@ -124,7 +124,8 @@ def test_llama_servers_paths(head, said):
     assert ask("/completion", prompt=prompt, n_predict=TOKENS, temperature=0)["content"] == said
     tokens = ask("/tokenize", content=prompt)["tokens"]
     assert ask("/completion", prompt=tokens, n_predict=TOKENS, temperature=0)["content"] == said
-    assert ask("/detokenize", tokens=ask("/tokenize", content="Grüße 😀")["tokens"])["content"] == "Grüße 😀"
+    for text in ("Grüße 😀", "<|im_start|>user\nHi<|im_end|>"):
+        assert ask("/detokenize", tokens=ask("/tokenize", content=text)["tokens"])["content"] == text
     props = httpx.get(f"{head.url}/props", timeout=PATIENCE_S).json()
     assert props["default_generation_settings"]["n_ctx"] == 1024
     models = httpx.get(f"{head.url}/v1/models", timeout=PATIENCE_S).json()["data"]

@@ -21,7 +21,8 @@ def test_tokens_and_back():
     assert post(backend, "/tokenize", content="a", add_special=True).json() == {"tokens": [BOS, 97]}
     whole = post(backend, "/tokenize", content="aé", with_pieces=True).json()["tokens"]
     assert whole == [{"id": 97, "piece": "a"}, {"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]
-    assert post(backend, "/detokenize", tokens=[BOS, 72, 195, 169]).json() == {"content": "Hé"}
+    name = ByteVocabulary().name(BOS)
+    assert post(backend, "/detokenize", tokens=[BOS, 72, 195, 169]).json() == {"content": f"{name}Hé"}
     assert post(backend, "/detokenize", tokens=[999]).json()["error"]["param"] == "tokens"
 
 

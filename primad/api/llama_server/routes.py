@@ -58,12 +58,12 @@ class _Routes:
         return json_response(TokenList(tokens=pieces(tokens, vocabulary) if ask.with_pieces else tokens))
 
     async def detokenize(self, request: Request) -> Response:
-        """Token ids as text."""
+        """Token ids as text, control tokens by their names."""
         vocabulary = self._endpoint.serving().vocabulary
         ask = parse(DetokenizeRequest, await self._endpoint.read(request))
         check_tokens(ask.tokens, vocabulary, at="tokens")
-        text = b"".join(map(vocabulary.piece, ask.tokens)).decode("utf-8", "replace")
-        return json_response(DetokenizedText(content=text))
+        said = (vocabulary.piece(token) or vocabulary.name(token).encode() for token in ask.tokens)
+        return json_response(DetokenizedText(content=b"".join(said).decode("utf-8", "replace")))
 
     async def apply_template(self, request: Request) -> Response:
         """Messages as the prompt that the model's template makes of them."""
