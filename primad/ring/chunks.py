@@ -70,6 +70,15 @@ class Chunking:
             found = end
         return found
 
+    def common(self, prompt: Sequence[int], other: Sequence[int]) -> int:
+        """How many tokens of ``prompt`` are in chunks that ``other`` has as well; never all."""
+        found = 0
+        while (end := self.end(prompt, found)) < len(prompt):
+            if self.end(other, found) != end or prompt[found:end] != other[found:end]:
+                break
+            found = end
+        return found
+
 
 @dataclass(slots=True)
 class Computed:

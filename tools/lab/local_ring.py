@@ -316,12 +316,13 @@ class LocalRing:
         max_tokens: int,
         *,
         logprobs: int | None = None,
+        reuses: bool = False,
         heard: Callable[[Sampled], None] = lambda _: None,
     ) -> list[list[Sampled]]:
         """Continue all ``prompts``, which are there from the start: what was sampled for each, and ``heard`` as it came."""
         found: dict[int, list[Sampled]] = {}
         for prompt in prompts:
-            found[await self._ask(prompt, max_tokens, (), GREEDY, logprobs, reuses=False)] = []
+            found[await self._ask(prompt, max_tokens, (), GREEDY, logprobs, reuses=reuses)] = []
         left = len(prompts)
         while left:
             event = await self._next(self.plan.head)
