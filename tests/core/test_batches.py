@@ -5,13 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
-from halda import DeviceProfile, TypeRows, evaluate, instance, residency
+from halda import CHUNKS, DeviceProfile, TypeRows, evaluate, instance, residency, solve
 from halda.instance import Instance
 from halda.load import under_load
-from primad.head.batching import SPLIT_CELLS, batches_of, exact_rows, least_rows, piece_rows, pieces_of, rows_of_chunks
-from primad.planning.question import default_workload
+from primad.planning.batching import (
+    SPLIT_CELLS,
+    batches_of,
+    exact_rows,
+    least_rows,
+    piece_rows,
+    pieces_of,
+    rows_of_chunks,
+)
+from primad.planning.explain import explain
+from primad.planning.fitting import fitted
+from primad.planning.question import Wishes, ask, default_workload
+from primad.planning.table import render
 from primad.ring.grouping import Batching
+from primad.settings.quantities import show_speed
 from tests.fakes.planning import GB, device, model
 from tests.solver.test_simulate import ring
 
@@ -101,6 +114,26 @@ def test_gaps_are_filled_where_a_step_reads_all_that_streams():
     assert found.batching == Batching(rows=4, bridges=True)
     flash = replace(asked, workload=replace(asked.workload, flash=True))
     assert batches_of("exact", residency(ALONE, flash), flash, 4).batching == Batching(rows=4, cells=SPLIT_CELLS)
+
+
+def test_what_is_planned_for_several_sequences_is_what_is_served():
+    devices = exactly(8, device("a")), exactly(8, device("b"))
+    wishes = Wishes(links=("1Gbit/s,1ms",), sequences=8, context=4096)
+    answer = explain(ask(wishes, devices, (), model()))
+    asked = ask(wishes, devices, (), model())
+    solution = solve(devices, asked.all_links, asked.model, asked.workload, chunks=CHUNKS)
+    question = instance(devices, asked.all_links, asked.model, asked.workload, {}, solution.plan.head)
+    served = fitted(solution, question, objective="balanced", sequences=8, widens=False)
+    load = served.batches.load
+    assert answer.load is not None
+    assert (answer.load.sequences, answer.load.rows, answer.load.is_exact) == (8, load.rows, served.batches.is_exact)
+    assert answer.load.tokens_per_s == pytest.approx(load.tokens_per_s)
+    assert (answer.load.tbt_ms, answer.load.ttft_ms) == pytest.approx((1e3 * load.tbt_s, 1e3 * load.ttft_s))
+    assert explain(ask(replace(wishes, sequences=1), devices, (), model())).load is None
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(render(answer, 200))
+    assert f"8 answers write {show_speed(load.tokens_per_s)}, each a token in" in shown.get()
 
 
 def test_what_was_not_compared_is_computed_alone():
