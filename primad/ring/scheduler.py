@@ -17,7 +17,8 @@ tokens drawn from the same logits.
 
 A generation that an earlier epoch began comes with the tokens it has sampled already. They are fed one by one, as they were
 fed then: llama.cpp computes several rows of a sequence in another order than single rows, and its sums would differ in the
-last bits. Like chunks they do not wait for each other.
+last bits. Where it is known that they do not, a step has some (``Batching.replays``). Like chunks they do not wait for each
+other.
 """
 
 from __future__ import annotations
@@ -178,6 +179,8 @@ class Scheduler:
             if not running.is_decoding:
                 return self._chunk(running)
             of_earlier_epoch = running.sequence.cells < running.known - 1
+            if of_earlier_epoch and self._batching.replays > 1:
+                return self._replay(running)
             if of_earlier_epoch or self._may_decode():
                 return self._decode([each for each in ready if each.is_decoding], running)
         return None
@@ -223,6 +226,22 @@ class Scheduler:
                 self._in_flight[step.step].computed[running.generate.request] = running.sequence.cells
                 if not running.has_step:
                     step.draws.setdefault(len(step.tokens) - 1, []).append(running.generate)
+
+    def _replay(self, running: Running) -> PlannedStep:
+        """Tokens that an earlier epoch sampled for it, but for the last one, behind which another one is drawn."""
+        sequence, begin = running.sequence, len(running.generate.prompt)
+        first, last = sequence.cells, self._batching.replayed(sequence.cells, running.known - 1)
+        sequence.cells = last
+        step = PlannedStep(
+            step=self._steps,
+            requests=[running.generate.request],
+            tokens=running.sampled[first - begin : last - begin],
+            positions=list(range(first, last)),
+            sequences=[sequence.number] * (last - first),
+            draws={},
+            ops=sequence.take_ops(),
+        )
+        return self._hand_out(step, [running], decodes=True)
 
     def _decode(self, ready: Sequence[Running], first: Running) -> PlannedStep:
         """The next token of ``first`` and of those among ``ready`` that come with it."""

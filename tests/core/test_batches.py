@@ -12,6 +12,7 @@ from halda.instance import Instance
 from halda.load import under_load
 from primad.planning.batching import (
     SPLIT_CELLS,
+    BatchingMode,
     batches_of,
     exact_rows,
     least_rows,
@@ -114,6 +115,29 @@ def test_gaps_are_filled_where_a_step_reads_all_that_streams():
     assert found.batching == Batching(rows=4, bridges=True)
     flash = replace(asked, workload=replace(asked.workload, flash=True))
     assert batches_of("exact", residency(ALONE, flash), flash, 4).batching == Batching(rows=4, cells=SPLIT_CELLS)
+
+
+def test_answers_of_another_ring_are_computed_anew_as_many_rows_a_step_as_are_known_to_be_exact():
+    def replays(mode: BatchingMode, sequences: int, *devices: DeviceProfile, **changes) -> tuple[int, int | None]:
+        batching = batches_of(mode, PLAN, question(*devices, **changes), sequences).batching
+        return batching.replays, batching.cells
+
+    known = [replaying(7, exactly(8, device(name))) for name in "ab"]
+    single = [replaying(7, exactly(8, device(name), threads=1)) for name in "ab"]
+    assert replays("exact", 4, *known, flash=True) == (7, SPLIT_CELLS)
+    assert replays("exact", 4, *single, flash=True) == (7, None)
+    assert replays("exact", 4, *known, flash=True, kv_type="q8_0") == (7, None)
+    assert replays("fast", 1, *known, flash=True) == (7, SPLIT_CELLS), "one alone is exact in any case"
+    assert replays("exact", 4, *known) == (1, None)
+    assert replays("exact", 4, known[0], exactly(8, device("b")), flash=True) == (1, SPLIT_CELLS)
+    assert replays("fast", 8, *known, flash=True) == (1, None), "of rows behind many cells it is not known"
+    assert replays("fast", 8, *single, flash=True) == (7, None)
+
+
+def replaying(rows: int, profile: DeviceProfile) -> DeviceProfile:
+    """``profile`` with steps of up to ``rows`` exact rows of one sequence."""
+    (exact,) = profile.cpu.exact_rows
+    return replace(profile, cpu=replace(profile.cpu, exact_rows=(replace(exact, replay_rows=rows),)))
 
 
 def test_what_is_planned_for_several_sequences_is_what_is_served():

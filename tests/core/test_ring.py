@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -545,8 +545,11 @@ cuts = st.none() | st.builds(
     st.integers(1, 4),
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
 )
-batchings = st.builds(Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), bridges=st.booleans()) | st.builds(
-    Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), cells=st.sampled_from([1, 20, 50])
+replays = st.sampled_from([1, 1, 3, 7])
+batchings = st.builds(
+    Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), bridges=st.booleans(), replays=replays
+) | st.builds(
+    Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), cells=st.sampled_from([1, 20, 50]), replays=replays
 )
 
 
@@ -556,6 +559,7 @@ def rings_for_several(draw, shape: Shape):
 
     Chunks are the same: an answer that goes on elsewhere would have other bits.
     """
+    batching = draw(batchings)
     return FakeRing(
         shape.rounds,
         shape.tail,
@@ -564,7 +568,7 @@ def rings_for_several(draw, shape: Shape):
         depth=draw(st.integers(1, 4)),
         context=CONTEXT,
         sequences=draw(st.integers(1, 5)),
-        batching=draw(batchings),
+        batching=replace(batching, replays=min(batching.replays, shape.rows)),
         pieces=draw(cuts),
         seed=draw(st.integers(0, 2**32)),
     )

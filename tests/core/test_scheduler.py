@@ -556,6 +556,21 @@ def test_what_earlier_epochs_sampled_is_fed_together_without_waiting():
     assert made.next_step(0) is None
 
 
+@pytest.mark.parametrize(("cells", "steps"), [(None, [3, 3, 1]), (6, [3, 1, 1, 1, 1]), (2, [1] * 7)])
+def test_what_an_earlier_epoch_sampled_is_fed_some_at_a_time_where_that_is_exact(cells, steps):
+    made = scheduler(depth=99, batching=Batching(replays=3, cells=cells))
+    made.submit(generate(1, [1, 2, 3], sampled=range(10, 18), tokens=20))
+    prompt = next_step(made)
+    assert len(prompt.tokens) == 3
+    replayed = [next_step(made) for _ in steps]
+    assert [len(step.tokens) for step in replayed] == steps
+    assert [token for step in replayed for token in step.tokens] == list(range(10, 17))
+    assert [position for step in replayed for position in step.positions] == list(range(3, 10))
+    assert not any(step.draws for step in replayed)
+    last = next_step(made)
+    assert (last.tokens, list(last.draws)) == ([17], [0])
+
+
 def in_pieces() -> Scheduler:
     """One generation writes; another one has a prompt of 20 tokens in chunks of 9, which are cut beside the first."""
     chunking = replace(chunks_of(9), pieces=Pieces(multiple=2, rows=(2, 4)))

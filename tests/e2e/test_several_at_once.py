@@ -38,7 +38,7 @@ def test_answers_at_once_are_what_each_is_alone_though_a_worker_is_killed(
     with ExitStack() as stack:
         homes = [module_home(f"w{number}-{streams}") for number in (1, 2)]
         first, second = stack.enter_context(all_joined(homes, cluster))
-        arguments = ("--wait", 2, "--use-all", "--context", 1024, "--sequences", sequences)
+        arguments = ("--wait", 2, "--use-all", "--context", 1024, "--sequences", sequences, "--batching", "exact")
         home = module_home(f"head-{streams}")
         head: Head = stack.enter_context(heading(smollm2, home, cluster, *arguments, config=""))
         head.wait_serving()
