@@ -13,18 +13,20 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from rich.console import Console
 
-from halda import DeviceProfile
+from halda import DeviceProfile, DiskProfile, LinkProfile, arrange, instance
 from primad.engine.protocol import GREEDY, Rows
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import control_tokens
+from primad.planning.batching import Batches, batches_of
+from primad.planning.question import default_workload
 from primad.profiler.effort import Effort
 from primad.profiler.measure import measure_home, ram_read_bytes_per_s
 from primad.profiler.processors import measure_cpu
@@ -33,7 +35,7 @@ from primad.ring.grouping import Batching
 from primad.ring.head import Head, Tell
 from primad.ring.messages import Finished, Generate, Sampled, StepLimits
 from primad.ring.scheduler import Draw, Scheduler
-from tools.bench_solver import device_here
+from tools.bench_solver import device_here, links_between
 from tools.lab.local_ring import LocalRing, even_windows, types_of
 from tools.lab.memory import LimitedGroup
 from tools.lab.memory_runs import device_in, plan_alone, prefetch_rate
@@ -42,6 +44,14 @@ from tools.lab.plain_llama import prompt_of
 out = Console(highlight=False)
 
 PIECES: Final = Pieces(multiple=8, rows=(16,))
+ROWS: Final = 256
+"""Of a chunk."""
+HERE: Final = LinkProfile(source="", target="", address="", round_trip_s=0.0004, bytes_per_s=2e9)
+"""Between two processes of this machine."""
+NO_DISK: Final = DiskProfile(
+    prefetch_bytes_per_s=1e9, fault_bytes_per_s=1e9, random_bytes_per_s=1e9, free_bytes=1 << 40
+)
+"""Nothing streams."""
 LONG_TOKENS: Final = 4000
 SHORT_TOKENS: Final = 50
 HISTORY_TOKENS: Final = 2000
@@ -83,16 +93,31 @@ def late(waits_s: Sequence[float]) -> float:
     return sorted(waits_s)[round(_LATE * (len(waits_s) - 1))]
 
 
+def _as_served(path: Path, devices: int, context: int, sequences: int) -> Batches:
+    """The batches and pieces that ``serve`` would have, on devices with a core each as they are measured now."""
+    model, names = model_profile(open_model(path)), [f"d{i}" for i in range(devices)]
+    with tempfile.TemporaryDirectory(prefix="primad-serve-") as name:
+        cpu = measure_cpu(Path(name), 1, lambda _: None, Effort(types=types_of(model)))
+    found = [replace(device_here(name, cpu, ram_read_bytes_per_s(1), NO_DISK), host=name) for name in names]
+    work = replace(default_workload(context, ROWS, "f16", sequences=sequences), flash=False)
+    windows = even_windows(len(model.layers), devices) or [len(model.layers)]
+    plan = arrange(names, windows, rounds=1, model=model)
+    question = instance(found, links_between(names, [HERE]), model, work, {}, plan.head)
+    return batches_of("exact", plan, question, sequences)
+
+
 def _ring(path: Path, devices: int, **options: Any) -> LocalRing:
     layers = len(model_profile(open_model(path)).layers)
-    made: dict[str, Any] = {"flash": False, "threads": 1, "rows": 256, **options}
+    made: dict[str, Any] = {"flash": False, "threads": 1, "rows": ROWS, **options}
     return LocalRing(path, even_windows(layers, devices), **made)
 
 
 async def long_prompt(path: Path, devices: int) -> dict[str, Any]:
     """A prompt of 4,000 tokens over four answers, and one of 50 behind it."""
-    batching = Batching(rows=4, steps=devices)
-    async with _ring(path, devices, context=LONG_TOKENS + 96, sequences=6, batching=batching, pieces=PIECES) as ring:
+    context, sequences = LONG_TOKENS + 96, 6
+    batches = _as_served(path, devices, context, sequences)
+    how = {"batching": batches.batching, "pieces": batches.pieces}
+    async with _ring(path, devices, context=context, sequences=sequences, **how) as ring:
         told = _Told()
         writing = [await ring.ask(prompt_of(20 + i)[i:], LONG_TOKENS) for i in range(4)]
         await told.until(ring, lambda: min(map(told.count, writing)) >= 10)
@@ -106,6 +131,8 @@ async def long_prompt(path: Path, devices: int) -> dict[str, Any]:
     before, beside = (late(told.waits_s(writing, *span)) for span in ((calm_s, begin_s), (begin_s, end_s)))
     return {
         "case": "prompt",
+        "rows": batches.batching.rows,
+        "pieces": batches.pieces.rows if batches.pieces else None,
         "late_before_ms": 1e3 * before,
         "late_beside_ms": 1e3 * beside,
         "times": beside / before,
