@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from halda import DeviceProfile, ModelProfile, Plan, TypeRows, evaluate
@@ -123,13 +123,24 @@ def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
     if not multiple:
         return None
     sizes = [multiple << i for i in range((question.workload.chunk_rows // multiple).bit_length())]
-    took_s = {rows: max(each.prefill_s for each in evaluate(plan, question.with_rows(rows)).devices) for rows in sizes}
+    took_s = {rows: _piece_s(plan, question, rows, behind=0) for rows in sizes}
     rows = []
     for writing in range(1, sequences):
         load = under_load(plan, question, sequences=writing)
         between = max(1, load.machines - writing)
         rows.append(max((size for size in sizes if between * took_s[size] <= load.tbt_s), default=multiple))
-    return Pieces(multiple=multiple, rows=tuple(rows))
+    far = question.workload.context_tokens // 2
+    slower_s = _piece_s(plan, question, rows[0], behind=far) - took_s[rows[0]]
+    twice = max(1, round(far * took_s[rows[0]] / slower_s)) if slower_s > 0 else None
+    return Pieces(multiple=multiple, rows=tuple(rows), twice=twice)
+
+
+def _piece_s(plan: Plan, question: Instance, rows: int, *, behind: int) -> float:
+    """What a piece of so many rows takes on the slowest device, ``behind`` so many tokens of its prompt."""
+    asked = question.with_rows(rows)
+    prompt_tokens = max(2 * behind, rows)  # a prompt's rows are behind half of it on average
+    asked = replace(asked, workload=replace(asked.workload, prompt_tokens=prompt_tokens))
+    return max(each.prefill_s for each in evaluate(plan, asked).devices)
 
 
 def rows_of_chunks(plan: Plan, question: Instance, sequences: int, *, asked: bool) -> int:

@@ -196,6 +196,12 @@ def test_pieces_of_a_chunk_take_no_longer_than_the_tokens_of_all_others():
     took_s = max(each.prefill_s for each in evaluate(PLAN, asked.with_rows(found.rows[-1])).devices)
     assert took_s <= under_load(PLAN, asked, sequences=64).tbt_s
     assert batches_of("auto", PLAN, asked, 65).pieces == found
+    assert found.twice is not None, "attention to what is before a piece takes time"
+    slow = [replace(each, cpu=replace(each.cpu, plain_attention_s=1e-8)) for each in asked.devices]
+    slower = pieces_of(PLAN, question(*slow), 65)
+    assert slower is not None
+    assert slower.twice is not None
+    assert slower.twice < found.twice
 
 
 def test_chunks_are_cut_only_where_that_is_known_to_be_exact_and_reads_nothing_twice():

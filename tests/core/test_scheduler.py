@@ -595,6 +595,13 @@ def test_beside_others_a_chunk_is_computed_in_pieces_between_their_tokens():
     assert (last.requests, last.tokens) == ([2], [15, 16, 17])
 
 
+def test_pieces_far_behind_the_beginning_have_fewer_rows_for_the_same_time():
+    pieces = Pieces(multiple=4, rows=(8, 32), twice=100)
+    assert [pieces.of(first, 2) for first in (0, 50, 100, 300, 100_000)] == [32, 20, 16, 8, 4]
+    assert [pieces.of(first, 1) for first in (0, 100, 300)] == [8, 4, 4]
+    assert replace(pieces, twice=None).of(100_000, 2) == 32
+
+
 def test_a_chunk_goes_on_whole_once_it_is_alone():
     made = in_pieces()
     commit(made, next_step(made).step, draw_of(9), 0)
