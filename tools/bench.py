@@ -8,12 +8,14 @@
     tools/bench paper [--json FILE] [--fleets N]
     tools/bench api [--json FILE] [--rounds N] [--model FILE.gguf]
     tools/bench serve [--json FILE] [--rounds N] [--model FILE.gguf ...] [--devices N ...] [--rows N ...] [--streams N ...]
+    tools/bench serve --case CASE ... [--json FILE] [--model FILE.gguf ...] [--devices N ...]
 
 ``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
 Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
 a core each); decode and prefill are each compared with the best of the four. All processes are loaded before the first run
 and take turns, so that whatever else the machine does disturbs all of them alike. ``memory``: see ``bench_memory.py``;
-``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``; ``serve``: ``bench_serve.py``.
+``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``; ``serve``: ``bench_serve.py``
+and ``bench_together.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from primad.gguf.profile import model_profile  # noqa: E402
 from primad.profiler.effort import Effort  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
-from tools import bench_api, bench_limited, bench_memory, bench_serve, bench_solver  # noqa: E402
+from tools import bench_api, bench_limited, bench_memory, bench_serve, bench_solver, bench_together  # noqa: E402
 from tools.lab import LabError  # noqa: E402
 from tools.lab.local_ring import LocalRing, even_windows, types_of  # noqa: E402
 from tools.lab.plain_child import PlainChild  # noqa: E402
@@ -346,6 +348,16 @@ def serve(options: argparse.Namespace) -> int:
     models = models_in_memory(options)
     facts = machine()
     warn_if_busy(facts)
+    if options.case:
+        figures = [
+            {"model": model.stem, "devices": count, **asyncio.run(bench_together.CASES[case](model, count))}
+            for case in options.case
+            for model in models
+            for count in options.devices
+        ]
+        bench_together.show(figures)
+        write_json(options.json, "serve", facts, figures)
+        return 0
     rows: list[bench_serve.Served] = []
     for model in models:
         rows += asyncio.run(

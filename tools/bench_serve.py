@@ -25,6 +25,7 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.ring.grouping import Batching
 from primad.ring.messages import Sampled
+from tools.bench_together import CASES
 from tools.lab.local_ring import LocalRing, even_windows
 from tools.lab.plain_llama import PROMPT
 
@@ -104,8 +105,11 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     one.add_argument("--model", type=Path, action="append", help="GGUF file (default: SmolLM2 and a synthetic 1B)")
     one.add_argument("--devices", type=int, nargs="+", default=[1, 2], help="ring sizes, each device with a thread")
     one.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="rows of a step at most")
-    one.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8])
+    one.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     one.add_argument("--rounds", type=int, default=5)
+    one.add_argument(
+        "--case", choices=list(CASES), nargs="+", help="what must hold of several answers, in place of all"
+    )
     one.add_argument("--json", help="also write the figures to this file")
 
 

@@ -2,6 +2,7 @@
 
     tools/faults [pytest arguments]          every cell of the fault matrix, and the table of ``docs/faults.md``
     tools/faults times [pytest arguments]    what primad promises in seconds (``tools/lab/promises.py``)
+    tools/faults crowd [pytest arguments]    1,000 requests of clients who leave, give up, read slowly: what is left of them
 
 Arguments go to pytest, so that ``-k 'decode'`` makes some cells anew; the times of the others stay as they are, and
 so does that of a cell that fails. ``times`` runs tests that note how long things take, one after another, and judges.
@@ -24,6 +25,7 @@ from tools.lab.matrix import CELLS, PAGE, Outcome, pages_seconds, with_table  # 
 from tools.lab.promises import judged  # noqa: E402
 
 TESTS = "tests/homelab/test_faults.py"
+CROWD = "tests/e2e/test_crowd.py"
 TIMED = (
     "tests/e2e/test_ctrl_c.py",
     "tests/e2e/test_recovery.py",
@@ -38,7 +40,9 @@ TIMED = (
 
 def main(arguments: list[str]) -> int:
     """Make the matrix, or judge the times; the exit code."""
-    return times(arguments[1:]) if arguments[:1] == ["times"] else matrix(arguments)
+    if arguments[:1] == ["times"]:
+        return times(arguments[1:])
+    return crowd(arguments[1:]) if arguments[:1] == ["crowd"] else matrix(arguments)
 
 
 def matrix(arguments: list[str]) -> int:
@@ -62,6 +66,12 @@ def times(arguments: list[str]) -> int:
     lines = judged(found)
     print("\n".join(lines))
     return code or int(any(line.startswith("BROKEN") for line in lines))
+
+
+def crowd(arguments: list[str]) -> int:
+    """Run what a crowd of clients does to a ring of three, and say what was held before and after; the exit code."""
+    code, _ = run([CROWD, "-q", "-rP", "-m", "slow and matrix", *arguments])
+    return code
 
 
 def run(arguments: list[str]) -> tuple[int, list[tuple[str, str, float]]]:

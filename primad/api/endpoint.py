@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -13,6 +14,7 @@ from starlette.responses import Response
 
 from primad.api.access import caller, charged
 from primad.api.backend import Backend, Embeddings, ModelNames, ServedModel
+from primad.api.choices import together
 from primad.api.connection import MessageStream, read_json, while_connected
 from primad.api.dialect import Framing
 from primad.api.generation import Answered, Written, write
@@ -72,16 +74,14 @@ class Endpoint:
         return await while_connected(request.receive, self._answered(served, job, clock))
 
     async def _answered(self, served: ServedModel, job: Job, clock: AnswerClock | None) -> list[Answered]:
-        answered = []
-        for choice in job.choices:
-            parts = []
-            async with aclosing(self.write(served, job, choice)) as written:
-                async for part in written:
-                    parts.append(part)
-                    if clock is not None:
-                        clock.count(part.sampled, part.cached, time.perf_counter())
-            answered.append(Answered.of(choice, parts))
-        return answered
+        parts: list[list[Written]] = [[] for _ in job.choices]
+        begins = [partial(self.write, served, job, choice) for choice in job.choices]
+        async with aclosing(together(begins, served.sequences)) as written:
+            async for place, part in written:
+                parts[place].append(part)
+                if clock is not None:
+                    clock.count(part.sampled, part.cached, time.perf_counter())
+        return [Answered.of(choice, each) for choice, each in zip(job.choices, parts, strict=True)]
 
     def stream(self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing) -> Response:
         """``messages`` as they come; an error before the first one becomes an ordinary answer."""

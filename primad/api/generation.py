@@ -112,11 +112,11 @@ class Answered:
 
 
 def cached_tokens(ended: Iterable[tuple[Choice, int]]) -> int:
-    """What choices that ended had ``cached``, each prompt counted once: with its first choice."""
-    first: dict[int, int] = {}
+    """What choices that ended had ``cached``, each prompt counted once: with the choice for which most was computed."""
+    least: dict[int, int] = {}
     for choice, cached in ended:
-        first.setdefault(id(choice.prompt), cached)
-    return sum(first.values())
+        least[id(choice.prompt)] = min(cached, least.get(id(choice.prompt), cached))
+    return sum(least.values())
 
 
 def whole_calls(parts: Iterable[GivenPart]) -> Iterator[GivenCall]:

@@ -234,8 +234,8 @@ def _serve_options(
 ) -> ServeOptions:
     from halda import KV_TYPES, OBJECTIVES
     from primad.api.reading import PARSERS
-    from primad.head.batching import BATCHING_MODES
     from primad.head.options import ServeOptions
+    from primad.planning.batching import BATCHING_MODES
 
     return ServeOptions(
         wait=others.wait,

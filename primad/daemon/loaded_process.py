@@ -85,9 +85,9 @@ class LoadedProcess:
         with contextlib.suppress(asyncio.QueueFull):
             self._events.put_nowait(None)
 
-    async def send(self, command: RingCommand) -> None:
-        """Give it a command; when it is gone, ``events`` says so."""
-        await self._ring.send(command)
+    async def send(self, *commands: RingCommand) -> None:
+        """Give it commands; when it is gone, ``events`` says so."""
+        await self._ring.send(*commands)
 
     async def events(self) -> AsyncIterator[RingEvent]:
         """Its events as they come.

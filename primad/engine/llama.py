@@ -385,8 +385,10 @@ class _Model:
         if not llama.llama_memory_seq_rm(self._memory, sequence, start, end):
             raise EngineError(f"llama.cpp cannot forget positions {start} to {end} of sequence {sequence}")
 
-    def kv_copy(self, source: int, target: int, start: int, end: int) -> None:
-        llama.llama_memory_seq_cp(self._memory, source, target, start, end)
+    def kv_copy(self, source: int, target: int, end: int) -> None:
+        # Sequences with cells of their own are copied whole: llama.cpp aborts where a part is asked for.
+        llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+        self.kv_remove(target, end, -1)
 
     def release(self) -> None:
         llama.llama_free(self._context)

@@ -188,8 +188,8 @@ class EngineWindow(Protocol):
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
         """Forget positions ``start <= p < end`` of ``sequence``; ``end = -1`` means to the end."""
 
-    def kv_copy(self, source: int, target: int, start: int, end: int) -> None:
-        """Let ``target`` share the cells of ``source`` at positions ``start <= p < end``."""
+    def kv_copy(self, source: int, target: int, end: int) -> None:
+        """Forget ``target``, and let it have the cells that ``source`` has at positions before ``end``."""
 
     def release(self) -> None:
         """Give back all memory; the window must not be used again."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -31,7 +31,14 @@ from primad.ring.messages import (
 MAX_WAITING: Final = 64
 """Generations that may run or wait at one time."""
 
-SendCommand = Callable[[RingCommand], Awaitable[None]]
+
+class SendCommands(Protocol):
+    """Gives commands to the head's ring process, all of them at once."""
+
+    def __call__(self, *commands: RingCommand) -> Awaitable[None]:
+        """As above."""
+
+
 StatusOf = Callable[[], Awaitable[dict[str, Any]]]
 
 
@@ -75,7 +82,7 @@ class _Ring:
     """The ring that serves."""
 
     epoch: int
-    send: SendCommand
+    send: SendCommands
     status: StatusOf
 
 
@@ -94,6 +101,7 @@ class RingBackend:
         self._detail = "starting"
         self._requests = count(1)
         self._open: dict[int, _Open] = {}
+        self._unsent: list[Generate] = []
         self.created = int(time.time())
 
     def health(self) -> Health:
@@ -115,7 +123,7 @@ class RingBackend:
         """What the health check says goes on."""
         self._detail = detail
 
-    async def attach(self, served: ServedModel, epoch: int, send: SendCommand, status: StatusOf, detail: str) -> None:
+    async def attach(self, served: ServedModel, epoch: int, send: SendCommands, status: StatusOf, detail: str) -> None:
         """Ring ``epoch`` serves from now on: every open generation goes on there, in the order of their requests.
 
         One whose prompt does not fit the context any more ends with an error.
@@ -123,6 +131,7 @@ class RingBackend:
         self._served, self._ring, self._detail = served, _Ring(epoch, send, status), detail
         self._holding = False
         self._handing_over = False
+        self._unsent.clear()
         for request, generation in list(self._open.items()):
             if len(generation.generate.prompt) >= served.context_tokens:
                 generation.fail(f"the context has {served.context_tokens} tokens now, and the prompt does not fit it")
@@ -193,13 +202,25 @@ class RingBackend:
         self._open[request] = generation
         finished = False
         try:
-            if self._ring is not None and not self._handing_over:
-                await self._ring.send(generate)
+            await self._submit(generate)
             while not finished:
                 event = await generation.events.get()
                 finished = isinstance(event, Finished)
                 yield event
         finally:
             del self._open[request]
-            if not finished and self._ring is not None:
+            if generate in self._unsent:
+                self._unsent.remove(generate)
+            elif not finished and self._ring is not None:
                 await self._ring.send(Cancel(request))
+
+    async def _submit(self, generate: Generate) -> None:
+        """Give it to the ring, together with those that are asked for in the same turn of the loop.
+
+        So the choices of a request are there before the first one's prompt is computed, which is computed once.
+        """
+        self._unsent.append(generate)
+        await asyncio.sleep(0)
+        unsent, self._unsent = self._unsent, []
+        if unsent and self._ring is not None and not self._handing_over:
+            await self._ring.send(*unsent)

@@ -8,9 +8,9 @@ from primad.daemon.layer_files import copy_layers
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
 from primad.gguf.layers import LayerRef
-from primad.head.batching import least_rows
 from primad.head.ring_inputs import RingInputs
 from primad.network.messages import Load
+from primad.planning.batching import least_rows
 from primad.ring.messages import HeadPart
 
 

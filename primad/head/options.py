@@ -24,7 +24,7 @@ from halda import (
 from primad.api.reading import AUTO
 from primad.engine.protocol import KvType
 from primad.errors import ConfigError, PlanError
-from primad.head.batching import BatchingMode
+from primad.planning.batching import BatchingMode
 from primad.planning.question import check_kv_type, default_context, default_workload
 from primad.settings.config import LOOPBACK
 from primad.settings.quantities import show_bytes

@@ -13,9 +13,7 @@ from msgspec import structs
 from halda import DeviceProfile, Infeasible, LinkProfile, Solution, Workload, evaluate, instance
 from primad.errors import ModelError, PlanError, PrimadError
 from primad.gguf.architectures import cuttable
-from primad.head.batching import batches_of
 from primad.head.devices import Devices
-from primad.head.fitting import fitted
 from primad.head.learning import Learning
 from primad.head.options import plan_by_hand, stream_by_hand
 from primad.head.own_device import OwnDevice
@@ -23,7 +21,9 @@ from primad.head.promise import Promise
 from primad.head.service import Service
 from primad.head.solver_process import SolverRequest, solve_apart
 from primad.head.worker_link import WorkerLink
+from primad.planning.batching import batches_of
 from primad.planning.context import attends_plainly
+from primad.planning.fitting import fitted
 from primad.system.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -166,12 +166,14 @@ class Planner:
 
     def _promise(self, solution: Solution, asked: SolverRequest, served: Promise | None, *, widens: bool) -> PlanResult:
         """The promise of ``solution`` and its objective."""
-        plan = solution.plan
+        plan, options = solution.plan, self._service.options
         found = fitted(
             solution,
             instance(asked.devices, asked.links, asked.model, asked.workload, {}, head=plan.head),
-            self._service.options,
             served,
+            objective=options.objective,
+            sequences=options.sequences,
+            batching=options.batching,
             widens=widens,
             may_be_several=self._is_cuttable(),
         )

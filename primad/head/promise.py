@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from halda import Assignment, Instance, ModelProfile, Plan, Prediction, assignments
-from primad.head.batching import Batches
 from primad.head.corrections import NOTHING_LEARNT, Corrections
+from primad.planning.batching import Batches
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 

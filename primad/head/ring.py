@@ -132,10 +132,10 @@ class HeadRing:
             await self._link(own, loaded)
             await self._serving
 
-    async def send(self, command: RingCommand) -> None:
+    async def send(self, *commands: RingCommand) -> None:
         """Give the head's ring process a command; it need not be taken any more once the ring is broken."""
         assert self._process is not None
-        sending = asyncio.create_task(self._process.send(command))
+        sending = asyncio.create_task(self._process.send(*commands))
         try:
             await _first_of(sending, self._broken)
             if sending.done():

@@ -10,10 +10,12 @@ from halda import Assignment, Plan, assignments
 from halda.evaluate import DevicePrediction, Prediction
 from halda.instance import Instance
 from halda.solution import Solution
+from primad.planning.batching import Batches
 from primad.planning.bottleneck import bottleneck
 from primad.planning.question import Question
 from primad.planning.schema import (
     DeviceJson,
+    LoadJson,
     ModelJson,
     Predicted,
     Proof,
@@ -28,7 +30,8 @@ from primad.planning.schema import (
 class DescribedPlan:
     """One plan; ``solution`` is how Halda found it, None for the paper's plan.
 
-    ``why_context``: why the context is not more, where nobody said how much.
+    ``why_context``: why the context is not more, where nobody said how much. ``batches`` is how several answers at once are
+    computed, None for one and for the paper's plan.
     """
 
     plan: Plan
@@ -36,6 +39,7 @@ class DescribedPlan:
     instance: Instance
     solution: Solution | None = None
     why_context: str = ""
+    batches: Batches | None = None
 
 
 def ring_part(answer: DescribedPlan) -> RingJson:
@@ -51,6 +55,20 @@ def ring_part(answer: DescribedPlan) -> RingJson:
         devices=[_device(answer, device, kept[device.device]) for device in prediction.devices],
         predicted=predicted_part(answer),
         short=msgspec.convert(prediction.short, list[ShortJson], from_attributes=True),
+    )
+
+
+def load_part(batches: Batches) -> LoadJson:
+    """What is expected of several answers at once."""
+    load = batches.load
+    return LoadJson(
+        sequences=load.sequences,
+        tokens_per_s=load.tokens_per_s,
+        tbt_ms=load.tbt_s * 1e3,
+        ttft_ms=load.ttft_s * 1e3,
+        rows=load.rows,
+        machines=load.machines,
+        is_exact=batches.is_exact,
     )
 
 

@@ -19,15 +19,18 @@ from halda.search import CHUNKS, solve
 from halda.solution import Solution
 from primad import __version__
 from primad.errors import ConfigError, PlanError
+from primad.planning.batching import Batches
 from primad.planning.context import widened_context
 from primad.planning.describe import (
     DescribedPlan,
+    load_part,
     model_part,
     predicted_part,
     proof_part,
     ring_part,
     workload_part,
 )
+from primad.planning.fitting import fitted
 from primad.planning.question import Question
 from primad.planning.schema import SCHEMA, AloneJson, Explanation, LeftOutJson, WhatIf
 from primad.settings.quantities import show_ms
@@ -68,6 +71,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         proof=proof_part(question, chosen),
         left_out=_left_out(question, chosen),
         alone=_alone(question),
+        load=None if chosen.batches is None else load_part(chosen.batches),
         compared=None if chosen is halda else ring_part(halda),
         what_if=earlier,
     )
@@ -108,12 +112,19 @@ def _solve(
 def _answer(question: Question, solution: Solution) -> DescribedPlan:
     asked = _instance(question, solution.plan.head)
     asked = asked.with_rows(solution.prediction.chunk_rows)
+    batches = _batches(question, solution, asked) if asked.workload.sequences > 1 else None
     if not question.widens or question.solver == "paper":
-        return DescribedPlan(solution.plan, solution.prediction, asked, solution=solution)
+        return DescribedPlan(solution.plan, solution.prediction, asked, solution=solution, batches=batches)
     found = widened_context(solution.plan, asked)
     asked = replace(asked, workload=replace(asked.workload, context_tokens=found.tokens))
     prediction = evaluate(solution.plan, asked)
-    return DescribedPlan(solution.plan, prediction, asked, solution=solution, why_context=found.why)
+    return DescribedPlan(solution.plan, prediction, asked, solution=solution, why_context=found.why, batches=batches)
+
+
+def _batches(question: Question, solution: Solution, asked: Instance) -> Batches:
+    """How ``serve --sequences`` would compute as many answers at once."""
+    sequences = asked.workload.sequences
+    return fitted(solution, asked, objective=question.objective, sequences=sequences, widens=question.widens).batches
 
 
 def _paper(question: Question, head: str) -> DescribedPlan:

@@ -77,6 +77,23 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes_per_token: int
 
 
+class LoadJson(msgspec.Struct, frozen=True, kw_only=True):
+    """What is expected while ``sequences`` answers are written, as ``primad serve --sequences`` would.
+
+    All together write ``tokens_per_s``; each waits ``tbt_ms`` between two tokens, and ``ttft_ms`` for the first one of a
+    typical request that comes while the others write. A step computes next tokens of ``rows`` of them, and ``machines``
+    such steps are in the ring. If that ``is_exact``, each answer is what it is alone.
+    """
+
+    sequences: int
+    tokens_per_s: float
+    tbt_ms: float
+    ttft_ms: float
+    rows: int
+    machines: int
+    is_exact: bool
+
+
 class ShortJson(msgspec.Struct, frozen=True, kw_only=True):
     """A limit that a plan breaks: ``what`` is RAM, VRAM or disk."""
 
@@ -170,6 +187,7 @@ class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
 class Explanation(RingJson, frozen=True, kw_only=True):
     """The whole answer; ``schema`` is ``SCHEMA``, ``primad`` the version that answered.
 
+    ``load`` is there for several sequences and a plan of Halda's.
     ``compared`` is Halda's plan beside that of the paper's solver under the same evaluation; null where the plan is Halda's.
     """
 
@@ -180,6 +198,7 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     proof: Proof
     left_out: list[LeftOutJson]
     alone: list[AloneJson]
+    load: LoadJson | None
     compared: RingJson | None
     what_if: WhatIf | None
 

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from primad.planning.schema import DeviceJson, Explanation, Predicted, Proof, RingJson, WhatIf
+from primad.planning.schema import DeviceJson, Explanation, LoadJson, Predicted, Proof, RingJson, WhatIf
 from primad.settings.quantities import show_bytes, show_ms, show_speed
 
 _PLAIN_WIDTH: Final = 160
@@ -102,6 +102,8 @@ def _facts(answer: Explanation) -> Table:
     prompt = f"a prompt of {_count(work.prompt_tokens, 'token')}{chunks}"
     table.add_row("first token", f"{show_ms(found.ttft_ms)} for {prompt}")
     table.add_row("a request", f"{show_ms(found.exchange_ms)} with an answer of {_count(work.answer_tokens, 'token')}")
+    if answer.load is not None:
+        table.add_row("at once", _load(answer.load))
     why = f" ({work.why_context})" if work.why_context else ""
     table.add_row("context", f"{_count(work.context_tokens, 'token')}{why}")
     if _streams(answer):
@@ -118,6 +120,15 @@ def _facts(answer: Explanation) -> Table:
     return table
 
 
+def _load(load: LoadJson) -> str:
+    """What several answers at once are expected to give."""
+    rows, exact = _count(load.rows, "row"), "as each is alone" if load.is_exact else "not always as each is alone"
+    return (
+        f"{load.sequences} answers write {show_speed(load.tokens_per_s)}, each a token in {show_ms(load.tbt_ms)}, the first "
+        f"after {show_ms(load.ttft_ms)} where others write; steps of {rows}, {exact}"
+    )
+
+
 def _reading(answer: Explanation) -> str:
     """All that streams, what is read for a token, and how long a token waits for it."""
     found, layers = answer.predicted, sum(device.streamed_layers for device in answer.devices)
@@ -129,6 +140,8 @@ def _reading(answer: Explanation) -> str:
 
 
 def _speed(answer: Explanation) -> str:
+    if answer.load is not None:
+        return show_speed(1e3 / answer.predicted.tpot_ms)
     speed = show_speed(answer.predicted.tokens_per_s)
     sequences = answer.workload.sequences
     return speed if sequences == 1 else f"{speed} with {sequences} sequences"

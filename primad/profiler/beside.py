@@ -126,7 +126,7 @@ class _Nothing:
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
         """There is none."""
 
-    def kv_copy(self, source: int, target: int, start: int, end: int) -> None:
+    def kv_copy(self, source: int, target: int, end: int) -> None:
         """There is none."""
 
     def release(self) -> None:

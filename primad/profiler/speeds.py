@@ -145,7 +145,7 @@ class Bench:
             found = self.trials.compare(CompareRows(window=window, width=MIDDLE.width, threads=self.threads))
         if isinstance(found, str):
             return TypeRows(type=kind, rows=1)
-        return TypeRows(type=kind, rows=found.rows, piece_rows=found.piece_rows)
+        return TypeRows(type=kind, rows=found.rows, piece_rows=found.piece_rows, replay_rows=found.replay_rows)
 
     def _time(
         self,

@@ -33,6 +33,8 @@ CHUNK: Final = 43
 """Rows of that chunk: a multiple of nothing that kernels take together."""
 BEFORE: Final = KV_CELL_PADDING - 16
 """Rows before it, so that its pieces attend to other numbers of cells than the whole does."""
+REPLAYED: Final = 24
+"""Rows that are compared with single ones as an answer is computed anew."""
 FEWEST_ROWS: Final = 64
 """Of a chunk of a prompt, on a device that takes long."""
 
@@ -73,8 +75,8 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
 
 
 class CompareRows(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
-    """Compare what ``window`` computes of the rows of several sequences together with what it computes of each alone, and
-    what it computes of a chunk with what it computes of its pieces."""
+    """Compare what ``window`` computes of the rows of several sequences, and of one, together with what it computes of each
+    alone, and what it computes of a chunk with what it computes of its pieces."""
 
     window: WindowSource
     width: int
@@ -82,11 +84,12 @@ class CompareRows(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
 
 
 class ExactRows(msgspec.Struct, frozen=True, tag="exact"):
-    """Steps of up to so many ``rows`` compute each bit for bit as alone, and pieces of multiples of ``piece_rows`` what the
-    whole chunk does (0: none does)."""
+    """Steps of up to so many ``rows`` compute each bit for bit as alone, pieces of multiples of ``piece_rows`` what the
+    whole chunk does (0: none does), and with flash attention ``replay_rows`` of one sequence what they are alone."""
 
     rows: int
     piece_rows: int
+    replay_rows: int
 
 
 class HoldWindow(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
@@ -246,7 +249,40 @@ def _compare(task: CompareRows) -> ExactRows:
     whole = chunk(CHUNK)
     pieces = next((rows for rows in PIECES if chunk(rows) == whole), 0)
     window.release()
-    return ExactRows(exact, pieces)
+    return ExactRows(exact, pieces, _replayed(task, hidden))
+
+
+def _replayed(task: CompareRows, hidden: Hidden) -> int:
+    """How many rows of one sequence flash attention computes together bit for bit like single ones."""
+    from primad.engine.llama import MiddleWindow
+
+    options = msgspec.structs.replace(_options(task.threads, task.threads), context=KV_CELL_PADDING, rows=max(COMPARED))
+    window = MiddleWindow(task.window, options, width=task.width)
+
+    def computed(rows: int) -> bytes:
+        """``REPLAYED`` rows, so many at a time."""
+        window.kv_remove(0, 0, -1)
+        steps = [range(first, min(first + rows, REPLAYED)) for first in range(0, REPLAYED, rows)]
+        outputs = [
+            window.forward(
+                Rows(
+                    content=hidden[step.start : step.stop],
+                    positions=list(step),
+                    sequences=[[0]] * len(step),
+                    outputs=[True] * len(step),
+                )
+            )
+            for step in steps
+        ]
+        return b"".join(output.tobytes() for output in outputs)
+
+    single, exact = computed(1), 1
+    for count in COMPARED:
+        if computed(count) != single:
+            break
+        exact = count
+    window.release()
+    return exact
 
 
 def _hold(task: HoldWindow) -> Callable[[], float]:

@@ -22,15 +22,25 @@ class Pieces:
     """While n generations write, a chunk is computed in pieces of ``rows[n - 1]`` rows, the last of which may have more.
 
     All are multiples of ``multiple``, and the last piece is no smaller. For more generations than are listed the last holds.
+    Behind ``twice`` tokens a row takes twice as long as the first (None: all take the same), and a piece has half of them.
     """
 
     multiple: int
     rows: tuple[int, ...]
+    twice: int | None = None
 
     def __post_init__(self) -> None:
         assert self.multiple >= 1
         assert self.rows
         assert all(rows > 0 and rows % self.multiple == 0 for rows in self.rows)
+        assert self.twice is None or self.twice > 0
+
+    def of(self, first: int, writing: int) -> int:
+        """Rows of a piece behind ``first`` tokens while so many write."""
+        rows = self.rows[min(writing, len(self.rows)) - 1]
+        if self.twice is not None:
+            rows = rows * self.twice // (self.twice + first) // self.multiple * self.multiple
+        return max(rows, self.multiple)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +59,7 @@ class Chunking:
         """The end of the next piece of a chunk up to ``end`` of which what is before ``first`` is computed."""
         if self.pieces is None or not writing:
             return end
-        last = first + self.pieces.rows[min(writing, len(self.pieces.rows)) - 1]
+        last = first + self.pieces.of(first, writing)
         return last if last + self.pieces.multiple <= end else end
 
     def end(self, prompt: Sequence[int], first: int) -> int:
@@ -66,6 +76,15 @@ class Chunking:
         while end < len(prompt):
             end = self.end(prompt, end)
             if end == len(prompt) or end not in before.ends or prompt[found:end] != before.prompt[found:end]:
+                break
+            found = end
+        return found
+
+    def common(self, prompt: Sequence[int], other: Sequence[int]) -> int:
+        """How many tokens of ``prompt`` are in chunks that ``other`` has as well; never all."""
+        found = 0
+        while (end := self.end(prompt, found)) < len(prompt):
+            if self.end(other, found) != end or prompt[found:end] != other[found:end]:
                 break
             found = end
         return found

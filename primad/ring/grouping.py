@@ -28,22 +28,30 @@ class Candidate:
 class Batching:
     """At most ``rows`` rows a step, and ``steps`` such steps at once, or as many as there must be.
 
-    Behind ``cells`` cells or more a row is computed alone (None: never). ``bridges``: gaps are filled.
+    Behind ``cells`` cells or more a row is computed alone (None: never). ``bridges``: gaps are filled. Of an answer that an
+    earlier epoch began so many rows are computed at once as it ``replays``.
     """
 
     rows: int = 1
     steps: int = 1
     cells: int | None = None
     bridges: bool = False
+    replays: int = 1
 
     def __post_init__(self) -> None:
         assert self.rows >= 1
         assert self.steps >= 1
+        assert self.replays >= 1
         assert self.cells is None or not self.bridges, "a row that fills a gap has cells as well"
 
     def most_steps(self, decoding: int) -> int:
         """How many steps may be in the ring while ``decoding`` generations wait for tokens."""
         return max(self.steps, math.ceil(decoding / self.rows))
+
+    def replayed(self, cells: int, known: int) -> int:
+        """The end of the next step of a sequence of ``cells`` cells whose tokens up to ``known`` are known."""
+        most = known if self.cells is None else max(cells + 1, min(known, self.cells))
+        return min(cells + self.replays, most)
 
     def together(self, ready: Sequence[Candidate], decoding: int) -> range:
         """The sequences of the next step: the first of those that are ``ready``, and others that may come with it.

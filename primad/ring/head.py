@@ -180,8 +180,9 @@ class Head:
         planned = self._scheduler.next_step(now)
         if planned is None:
             return None
-        for generate in planned.draws.values():
-            self._sampler_for(generate)
+        for generates in planned.draws.values():
+            for generate in generates:
+                self._sampler_for(generate)
         step = self._step(planned)
         self._deadlines[step.step] = now + self._step_timeout_s
         self._under_way[step.step] = step
@@ -213,8 +214,8 @@ class Head:
             apply(self._tail, op)
         self._tail.forward(rows_of(step, content))
         del self._deadlines[step.step], self._under_way[step.step]
-        draws = {row: self._draw(generate, row) for row, generate in self._scheduler.wants_draws(step.step).items()}
-        events = self._announce(self._scheduler.commit(step.step, draws, self._clock()))
+        drawn = {each.request: self._draw(each, row) for row, each in self._scheduler.wants_draws(step.step)}
+        events = self._announce(self._scheduler.commit(step.step, drawn, self._clock()))
         self._tell_drained()
         return Tell(events, step.rows)
 

@@ -25,7 +25,7 @@ from primad.errors import ProtocolError, printable
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """The version of every message in this file. It grows when an older peer could misread a newer one."""
 
 HIDDEN_DTYPE: Final = "f32"
@@ -47,11 +47,10 @@ class KvRemove(msgspec.Struct, frozen=True, tag="remove", array_like=True):
 
 
 class KvCopy(msgspec.Struct, frozen=True, tag="copy", array_like=True):
-    """Let ``target`` share the cells of ``source`` at positions ``start <= p < end``; ``end = -1`` means to the end."""
+    """Forget ``target``, and let it have the cells that ``source`` has at positions before ``end``."""
 
     source: int
     target: int
-    start: int
     end: int
 
 
@@ -170,8 +169,10 @@ def _check_op(op: KvOp, limits: StepLimits) -> None:
     match op:
         case KvRemove(sequence, start, end):
             sequences, span = [sequence], (start, end)
-        case KvCopy(source, target, start, end):
-            sequences, span = [source, target], (start, end)
+        case KvCopy(source, target, end):
+            sequences, span = [source, target], (0, end)
+            if source == target or end < 0:
+                raise ProtocolError(f"KV operation {op} copies a sequence onto itself or up to a position before it")
     if any(not 0 <= sequence < limits.sequences for sequence in sequences):
         raise ProtocolError(f"KV operation {op} names a sequence outside 0..{limits.sequences - 1}")
     if not 0 <= span[0] <= limits.context or not -1 <= span[1] <= limits.context:

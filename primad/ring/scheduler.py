@@ -11,13 +11,14 @@ going on, and who asks for more at once has no larger share.
 
 Prompts are fed in chunks or pieces of them (``chunks.py``). They follow each other into the ring without waiting (up to
 ``depth`` in flight), since only the last one's output is needed; decode steps wait for the tokens before them. Behind each
-the others that write have their turn, for it takes as long as a round of theirs. The cells of a prompt stay when its
-generation is over: of the next prompt in that sequence only what follows the chunks that both have is computed, and a
-generation takes the sequence with which it has most in common.
+the others that write have their turn, for it takes as long as a round of theirs. What of a prompt is there already is not
+computed again (``slots.py``); generations with the same whole prompt, as the choices of one request, have their first
+tokens drawn from the same logits.
 
 A generation that an earlier epoch began comes with the tokens it has sampled already. They are fed one by one, as they were
 fed then: llama.cpp computes several rows of a sequence in another order than single rows, and its sums would differ in the
-last bits. Like chunks they do not wait for each other.
+last bits. Where it is known that they do not, a step has some (``Batching.replays``). Like chunks they do not wait for each
+other.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from primad.errors import RingError
-from primad.ring.chunks import Chunking, Computed
+from primad.ring.chunks import Chunking
 from primad.ring.grouping import Batching, Candidate
 from primad.ring.messages import (
     Cancel,
@@ -40,13 +41,14 @@ from primad.ring.messages import (
     PromptProgress,
     Sampled,
 )
+from primad.ring.slots import KvSequence, Running, Slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
     """One step before it is computed: row ``i`` is ``tokens[i]`` at ``positions[i]`` of ``sequences[i]``.
 
-    ``requests`` are the generations that it is for, ``draws`` the rows that want an output, with the one that does.
+    ``requests`` are the generations that it is for, ``draws`` the rows that want an output, with those that do.
     """
 
     step: int
@@ -54,7 +56,7 @@ class PlannedStep:
     tokens: list[int]
     positions: list[int]
     sequences: list[int]
-    draws: dict[int, Generate]
+    draws: dict[int, list[Generate]]
     ops: list[KvOp]
 
 
@@ -73,59 +75,12 @@ class Draw:
     mirostat_mu: float | None = None
 
 
-@dataclass(slots=True)
-class _Sequence:
-    """One KV sequence, and what its cells hold besides an answer."""
-
-    number: int
-    computed: Computed = field(default_factory=Computed)
-    used: int = 0
-    """How many steps there were when it was used last; 0 while its cells are empty."""
-    cells: int = 0
-    """Rows that were handed out for it, and not forgotten."""
-    ops: list[KvOp] = field(default_factory=list)
-    """What the next step in which it has a row does to its cells first."""
-
-
-@dataclass(slots=True)
-class _Running:
-    """A generation that holds a sequence."""
-
-    generate: Generate
-    sequence: _Sequence
-    started_s: float
-    sampled: list[int]
-    """All tokens after the prompt, those of earlier epochs first."""
-    reused: int
-    """Tokens of the prompt whose cells were there, until that is told."""
-    chunk_end: int = 0
-    """Of the chunk that was begun last."""
-    waits_since: int = 0
-    """How many steps there were when it had one last, and some that its turn counts for."""
-    first_token_s: float | None = None
-
-    @property
-    def known(self) -> int:
-        """Tokens of prompt and answer."""
-        return len(self.generate.prompt) + len(self.sampled)
-
-    @property
-    def has_step(self) -> bool:
-        """Whether there is something to compute without another token."""
-        return self.sequence.cells < self.known
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether its prompt is in the ring."""
-        return self.sequence.cells >= len(self.generate.prompt)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InFlight:
     """A step on its way: whose rows it has, with how many tokens each will have behind it. ``decodes``: no prompt's."""
 
-    computed: Mapping[int, int]
-    draws: Mapping[int, Generate]
+    computed: dict[int, int]
+    draws: dict[int, list[Generate]]
     decodes: bool
 
 
@@ -148,9 +103,8 @@ class Scheduler:
         self._depth = depth
         self._at_once = min(sequences, at_once or sequences)
         self._waiting: deque[Generate] = deque()
-        self._running: dict[int, _Running] = {}
-        self._sequences = [_Sequence(number) for number in range(sequences)]
-        self._free = list(self._sequences)
+        self._running: dict[int, Running] = {}
+        self._slots = Slots(sequences, context=context, chunking=chunking)
         self._in_flight: dict[int, _InFlight] = {}
         self._steps = 0
         self._owners: dict[str, int] = {}
@@ -216,6 +170,7 @@ class Scheduler:
             generate = min(self._waiting, key=lambda each: held[each.owner])
             self._waiting.remove(generate)
             self._begin(generate, now)
+        self._slots.go_on(self._running, self._steps)
         ready = sorted(
             (running for running in self._running.values() if running.has_step),
             key=lambda each: (self._owners.get(each.generate.owner, 0), each.waits_since),
@@ -224,6 +179,8 @@ class Scheduler:
             if not running.is_decoding:
                 return self._chunk(running)
             of_earlier_epoch = running.sequence.cells < running.known - 1
+            if of_earlier_epoch and self._batching.replays > 1:
+                return self._replay(running)
             if of_earlier_epoch or self._may_decode():
                 return self._decode([each for each in ready if each.is_decoding], running)
         return None
@@ -237,7 +194,7 @@ class Scheduler:
     def _decoding(self) -> int:
         return sum(running.is_decoding for running in self._running.values())
 
-    def _chunk(self, running: _Running) -> PlannedStep:
+    def _chunk(self, running: Running) -> PlannedStep:
         """The next chunk of its prompt, or the next piece of it."""
         prompt, sequence = running.generate.prompt, running.sequence
         first = sequence.cells
@@ -253,12 +210,40 @@ class Scheduler:
             tokens=prompt[first:last],
             positions=list(range(first, last)),
             sequences=[sequence.number] * (last - first),
-            draws={} if running.has_step else {last - first - 1: running.generate},
-            ops=_taken(sequence),
+            draws={} if running.has_step else {last - first - 1: [running.generate]},
+            ops=sequence.take_ops(),
         )
-        return self._hand_out(step, [running], decodes=False)
+        handed_out = self._hand_out(step, [running], decodes=False)
+        if running.is_decoding:
+            self._join(running, step)
+        return handed_out
 
-    def _decode(self, ready: Sequence[_Running], first: _Running) -> PlannedStep:
+    def _join(self, leader: Running, step: PlannedStep) -> None:
+        """Those with the prompt that ``step`` ends go on behind it; their first tokens are drawn from its last row."""
+        for running in self._running.values():
+            if running.behind is leader:
+                self._slots.copy(running, self._steps)
+                self._in_flight[step.step].computed[running.generate.request] = running.sequence.cells
+                if not running.has_step:
+                    step.draws.setdefault(len(step.tokens) - 1, []).append(running.generate)
+
+    def _replay(self, running: Running) -> PlannedStep:
+        """Tokens that an earlier epoch sampled for it, but for the last one, behind which another one is drawn."""
+        sequence, begin = running.sequence, len(running.generate.prompt)
+        first, last = sequence.cells, self._batching.replayed(sequence.cells, running.known - 1)
+        sequence.cells = last
+        step = PlannedStep(
+            step=self._steps,
+            requests=[running.generate.request],
+            tokens=running.sampled[first - begin : last - begin],
+            positions=list(range(first, last)),
+            sequences=[sequence.number] * (last - first),
+            draws={},
+            ops=sequence.take_ops(),
+        )
+        return self._hand_out(step, [running], decodes=True)
+
+    def _decode(self, ready: Sequence[Running], first: Running) -> PlannedStep:
         """The next token of ``first`` and of those among ``ready`` that come with it."""
         by_number = {each.sequence.number: each for each in ready}
         candidates = [
@@ -266,10 +251,10 @@ class Scheduler:
             for each in (first, *(other for other in ready if other is not first))
         ]
         step = PlannedStep(step=self._steps, requests=[], tokens=[], positions=[], sequences=[], draws={}, ops=[])
-        chosen: list[_Running] = []
+        chosen: list[Running] = []
         for number in self._batching.together(candidates, self._decoding):
-            running, sequence = by_number.get(number), self._sequences[number]
-            step.ops.extend(_taken(sequence))
+            running, sequence = by_number.get(number), self._slots.sequences[number]
+            step.ops.extend(sequence.take_ops())
             if running is None:
                 self._bridge(step, sequence)
                 continue
@@ -279,18 +264,19 @@ class Scheduler:
             step.sequences.append(number)
             sequence.cells += 1
             if not running.has_step:
-                step.draws[len(step.tokens) - 1] = running.generate
+                step.draws[len(step.tokens) - 1] = [running.generate]
             chosen.append(running)
         return self._hand_out(step, chosen, decodes=True)
 
-    def _bridge(self, step: PlannedStep, sequence: _Sequence) -> None:
+    def _bridge(self, step: PlannedStep, sequence: KvSequence) -> None:
         """A row of nobody behind the cells of ``sequence``, forgotten with the next step in which it has a row."""
         step.tokens.append(0)
         step.positions.append(sequence.cells)
         step.sequences.append(sequence.number)
         sequence.ops.append(KvRemove(sequence.number, sequence.cells, -1))
 
-    def _hand_out(self, step: PlannedStep, of: Sequence[_Running], *, decodes: bool) -> PlannedStep:
+    def _hand_out(self, step: PlannedStep, of: Sequence[Running], *, decodes: bool) -> PlannedStep:
+        step.ops[:0] = self._slots.take_copies()
         self._in_flight[step.step] = _InFlight(
             computed={each.generate.request: each.sequence.cells for each in of}, draws=step.draws, decodes=decodes
         )
@@ -303,34 +289,16 @@ class Scheduler:
         return step
 
     def _begin(self, generate: Generate, now: float) -> None:
-        """Give ``generate`` a sequence, with those cells that it would compute the same way; the others are forgotten."""
-
-        def reused(sequence: _Sequence) -> int:
-            return self._chunking.reused(generate.prompt, sequence.computed) if generate.reuses else 0
-
-        kept, _, sequence = max(
-            ((reused(each), -each.used, each) for each in self._free), key=lambda candidate: candidate[:2]
-        )
-        self._free.remove(sequence)
-        sequence.computed = Computed(generate.prompt, [end for end in sequence.computed.ends if end <= kept])
-        sequence.cells = kept
-        sequence.ops = [KvRemove(sequence.number, kept, -1)] if sequence.used or sequence.ops else []
-        self._running[generate.request] = _Running(
-            generate=generate,
-            sequence=sequence,
-            started_s=now,
-            sampled=list(generate.sampled),
-            reused=kept,
-        )
+        running = self._slots.begin(generate, now, self._running.values())
+        self._running[generate.request] = running
 
     def _release(self, request: int) -> None:
-        self._free.append(self._running.pop(request).sequence)
+        self._slots.release(self._running.pop(request))
 
-    def commit(self, step: int, draws: Mapping[int, Draw], now: float) -> list[GenerationEvent]:
-        """Take back step ``step`` with what was sampled for its rows, as far as somebody wanted it still."""
+    def commit(self, step: int, drawn: Mapping[int, Draw], now: float) -> list[GenerationEvent]:
+        """Take back step ``step`` with what was ``drawn`` for its requests, as far as somebody wanted it still."""
         back = self._in_flight.pop(step)
         told: list[GenerationEvent] = []
-        drawn = {back.draws[row].request: draw for row, draw in draws.items()}
         for request, computed in back.computed.items():
             running = self._running.get(request)
             if running is None:
@@ -344,7 +312,7 @@ class Scheduler:
                 told.append(PromptProgress(request=request, tokens=computed))
         return told
 
-    def _drawn(self, running: _Running, draw: Draw, now: float) -> list[GenerationEvent]:
+    def _drawn(self, running: Running, draw: Draw, now: float) -> list[GenerationEvent]:
         request = running.generate.request
         if running.first_token_s is None:
             running.first_token_s = now
@@ -360,15 +328,16 @@ class Scheduler:
             return [sampled, self._finish(running, "length", now)]
         return [sampled]
 
-    def wants_draws(self, step: int) -> dict[int, Generate]:
-        """The rows of step ``step`` from which a token is wanted still, with the generation that wants it."""
-        return {row: each for row, each in self._in_flight[step].draws.items() if each.request in self._running}
+    def wants_draws(self, step: int) -> list[tuple[int, Generate]]:
+        """The rows of step ``step`` from which a token is wanted still, each with the generation that wants it."""
+        draws = self._in_flight[step].draws.items()
+        return [(row, each) for row, of in draws for each in of if each.request in self._running]
 
     def _is_full(self, generate: Generate, sampled: int) -> bool:
         """Whether ``sampled`` tokens are all that ``generate`` may have."""
         return sampled >= generate.max_tokens or len(generate.prompt) + sampled >= self._context
 
-    def _finish(self, running: _Running, reason: str, now: float, *, error: str | None = None) -> Finished:
+    def _finish(self, running: Running, reason: str, now: float, *, error: str | None = None) -> Finished:
         first_token_s = running.first_token_s if running.first_token_s is not None else now
         self._release(running.generate.request)
         return _finished(
@@ -379,11 +348,6 @@ class Scheduler:
             prompt_s=first_token_s - running.started_s,
             decode_s=now - first_token_s,
         )
-
-
-def _taken(sequence: _Sequence) -> list[KvOp]:
-    ops, sequence.ops = sequence.ops, []
-    return ops
 
 
 def _finished(

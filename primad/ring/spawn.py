@@ -121,10 +121,10 @@ class RingProcess:
         """The process id."""
         return self._process.pid
 
-    async def send(self, command: RingCommand) -> None:
-        """Give it a command; when it is gone, ``events`` says so."""
+    async def send(self, *commands: RingCommand) -> None:
+        """Give it commands, which it reads together; when it is gone, ``events`` says so."""
         with contextlib.suppress(OSError):
-            self._writer.write(frame(command))
+            self._writer.write(b"".join(map(frame, commands)))
             await self._writer.drain()
 
     async def events(self) -> AsyncIterator[RingEvent]:

@@ -21,8 +21,8 @@ def apply(window: RouteWindow, op: KvOp) -> None:
     match op:
         case KvRemove(sequence, start, end):
             window.kv_remove(sequence, start, end)
-        case KvCopy(source, target, start, end):
-            window.kv_copy(source, target, start, end)
+        case KvCopy(source, target, end):
+            window.kv_copy(source, target, end)
 
 
 def rows_of(step: Step, content: Tokens | Hidden) -> Rows:

@@ -68,15 +68,17 @@ class TypeSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeRows:
-    """What layers of one quantisation type, without flash attention, compute bit for bit the same.
+    """What layers of one quantisation type compute bit for bit the same.
 
-    Of a step of up to ``rows`` rows each is computed as it is alone. A chunk of a prompt may be cut at multiples of
-    ``piece_rows`` if its last piece is no smaller; 0: not at any that is known.
+    Of a step of up to ``rows`` rows, each of another sequence, each is computed as it is alone; so it is in a step of up to
+    ``replay_rows`` of one sequence with flash attention. A chunk of a prompt may be cut at multiples of ``piece_rows``
+    without flash attention if its last piece is no smaller; 0: not at any that is known.
     """
 
     type: str
     rows: int
     piece_rows: int = 0
+    replay_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

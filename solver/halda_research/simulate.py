@@ -65,13 +65,14 @@ def simulate(
 ) -> Simulation:
     """Decode ``tokens`` tokens of each of ``sequences`` sequences after a warm-up of half as many, at least 3.
 
-    ``jitter`` (0 to 1) is the share of half the round trip that is random: exponentially distributed, the mean kept.
+    A step of ``instance.decode_rows`` rows counts as a token. ``jitter`` (0 to 1) is the share of half the round trip that
+    is random: exponentially distributed, the mean kept.
     """
     assert tokens >= 1
     meter = _Meter(sequences, max(3, tokens // 2), tokens, timeline)
     meter.ring = SimulatedRing(
         _stops(plan, instance, decode=True),
-        _fixtures(plan, instance, rows=1),
+        _fixtures(plan, instance, rows=instance.decode_rows),
         sequences=sequences,
         cyclic=True,
         filled=False,

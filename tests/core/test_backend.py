@@ -27,8 +27,8 @@ class FakeRing:
         self.epoch = epoch
         self.told: list[RingCommand] = []
 
-    async def send(self, command: RingCommand) -> None:
-        self.told.append(command)
+    async def send(self, *commands: RingCommand) -> None:
+        self.told += commands
 
     async def status(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
@@ -134,6 +134,31 @@ def test_generations_go_on_in_the_order_in_which_they_came():
         second = await attach(backend, 2)
         assert [each.prompt for each in second.generates] == [[1], [2], [3], [4]]
         for reader in readers:
+            await reader.cancel()
+
+    asyncio.run(once())
+
+
+def test_generations_that_are_asked_for_at_once_come_to_the_ring_at_once():
+    """So that the choices of a request are all there before the first one's prompt is computed."""
+
+    async def once() -> None:
+        backend, batches = RingBackend(), []
+
+        async def send(*commands: RingCommand) -> None:
+            batches.append([each.request for each in commands])
+
+        await backend.attach(SERVED, 1, send, FakeRing(1).status, "serving")
+        readers = [Reader(ask(backend, 1)) for _ in range(3)]
+        await settled()
+        assert batches == [[1, 2, 3]]
+        gone = Reader(ask(backend, 1))
+        last = Reader(ask(backend, 1))
+        await asyncio.sleep(0)
+        await gone.cancel()
+        await settled()
+        assert batches[1:] == [[5]], "who was gone before it was sent is not sent, nor cancelled"
+        for reader in (*readers, last):
             await reader.cancel()
 
     asyncio.run(once())

@@ -5,13 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
-from halda import DeviceProfile, TypeRows, evaluate, instance, residency
+from halda import CHUNKS, DeviceProfile, TypeRows, evaluate, instance, residency, solve
 from halda.instance import Instance
 from halda.load import under_load
-from primad.head.batching import SPLIT_CELLS, batches_of, exact_rows, least_rows, piece_rows, pieces_of, rows_of_chunks
-from primad.planning.question import default_workload
+from primad.planning.batching import (
+    SPLIT_CELLS,
+    BatchingMode,
+    batches_of,
+    exact_rows,
+    least_rows,
+    piece_rows,
+    pieces_of,
+    rows_of_chunks,
+)
+from primad.planning.explain import explain
+from primad.planning.fitting import fitted
+from primad.planning.question import Wishes, ask, default_workload
+from primad.planning.table import render
 from primad.ring.grouping import Batching
+from primad.settings.quantities import show_speed
 from tests.fakes.planning import GB, device, model
 from tests.solver.test_simulate import ring
 
@@ -103,6 +117,49 @@ def test_gaps_are_filled_where_a_step_reads_all_that_streams():
     assert batches_of("exact", residency(ALONE, flash), flash, 4).batching == Batching(rows=4, cells=SPLIT_CELLS)
 
 
+def test_answers_of_another_ring_are_computed_anew_as_many_rows_a_step_as_are_known_to_be_exact():
+    def replays(mode: BatchingMode, sequences: int, *devices: DeviceProfile, **changes) -> tuple[int, int | None]:
+        batching = batches_of(mode, PLAN, question(*devices, **changes), sequences).batching
+        return batching.replays, batching.cells
+
+    known = [replaying(7, exactly(8, device(name))) for name in "ab"]
+    single = [replaying(7, exactly(8, device(name), threads=1)) for name in "ab"]
+    assert replays("exact", 4, *known, flash=True) == (7, SPLIT_CELLS)
+    assert replays("exact", 4, *single, flash=True) == (7, None)
+    assert replays("exact", 4, *known, flash=True, kv_type="q8_0") == (7, None)
+    assert replays("fast", 1, *known, flash=True) == (7, SPLIT_CELLS), "one alone is exact in any case"
+    assert replays("exact", 4, *known) == (1, None)
+    assert replays("exact", 4, known[0], exactly(8, device("b")), flash=True) == (1, SPLIT_CELLS)
+    assert replays("fast", 8, *known, flash=True) == (1, None), "of rows behind many cells it is not known"
+    assert replays("fast", 8, *single, flash=True) == (7, None)
+
+
+def replaying(rows: int, profile: DeviceProfile) -> DeviceProfile:
+    """``profile`` with steps of up to ``rows`` exact rows of one sequence."""
+    (exact,) = profile.cpu.exact_rows
+    return replace(profile, cpu=replace(profile.cpu, exact_rows=(replace(exact, replay_rows=rows),)))
+
+
+def test_what_is_planned_for_several_sequences_is_what_is_served():
+    devices = exactly(8, device("a")), exactly(8, device("b"))
+    wishes = Wishes(links=("1Gbit/s,1ms",), sequences=8, context=4096)
+    answer = explain(ask(wishes, devices, (), model()))
+    asked = ask(wishes, devices, (), model())
+    solution = solve(devices, asked.all_links, asked.model, asked.workload, chunks=CHUNKS)
+    question = instance(devices, asked.all_links, asked.model, asked.workload, {}, solution.plan.head)
+    served = fitted(solution, question, objective="balanced", sequences=8, widens=False)
+    load = served.batches.load
+    assert answer.load is not None
+    assert (answer.load.sequences, answer.load.rows, answer.load.is_exact) == (8, load.rows, served.batches.is_exact)
+    assert answer.load.tokens_per_s == pytest.approx(load.tokens_per_s)
+    assert (answer.load.tbt_ms, answer.load.ttft_ms) == pytest.approx((1e3 * load.tbt_s, 1e3 * load.ttft_s))
+    assert explain(ask(replace(wishes, sequences=1), devices, (), model())).load is None
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(render(answer, 200))
+    assert f"8 answers write {show_speed(load.tokens_per_s)}, each a token in" in shown.get()
+
+
 def test_what_was_not_compared_is_computed_alone():
     plan, devices = ALONE, [exactly(7, device("a"))]
     assert exact_rows(plan, devices, model()) == 7
@@ -139,6 +196,12 @@ def test_pieces_of_a_chunk_take_no_longer_than_the_tokens_of_all_others():
     took_s = max(each.prefill_s for each in evaluate(PLAN, asked.with_rows(found.rows[-1])).devices)
     assert took_s <= under_load(PLAN, asked, sequences=64).tbt_s
     assert batches_of("auto", PLAN, asked, 65).pieces == found
+    assert found.twice is not None, "attention to what is before a piece takes time"
+    slow = [replace(each, cpu=replace(each.cpu, plain_attention_s=1e-8)) for each in asked.devices]
+    slower = pieces_of(PLAN, question(*slow), 65)
+    assert slower is not None
+    assert slower.twice is not None
+    assert slower.twice < found.twice
 
 
 def test_chunks_are_cut_only_where_that_is_known_to_be_exact_and_reads_nothing_twice():

@@ -99,7 +99,7 @@ def test_content_of_another_kind_is_noticed():
 def test_sequences_may_share_a_beginning():
     window = model().whole()
     window.forward(rows([1, 2, 3]))
-    window.kv_copy(0, 1, 0, 2)
+    window.kv_copy(0, 1, 2)
     window.forward(rows([9], start=2, sequences=[1]))
     assert np.array_equal(window.logits(0), model().logits([1, 2, 9]))
     window.kv_remove(0, 0, -1)
@@ -114,7 +114,7 @@ def test_an_operation_that_does_not_fit_the_cache_is_noticed():
     with pytest.raises(AssertionError, match="removal from position 4"):
         window.kv_remove(0, 4, -1)
     with pytest.raises(AssertionError, match="copy of positions"):
-        window.kv_copy(0, 1, 0, 4)
+        window.kv_copy(0, 1, 4)
     with pytest.raises(AssertionError, match="does not exist"):
         window.kv_remove(3, 0, -1)
     window.kv_remove(0, 2, -1)

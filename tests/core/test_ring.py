@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -541,40 +541,99 @@ def test_what_prompts_have_in_common_is_computed_once_and_the_answers_are_those_
 
 
 cuts = st.none() | st.builds(
-    lambda multiple, times: Pieces(multiple=multiple, rows=tuple(multiple * each for each in times)),
+    lambda multiple, times, twice: Pieces(
+        multiple=multiple, rows=tuple(multiple * each for each in times), twice=twice
+    ),
     st.integers(1, 4),
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.none() | st.integers(1, 40),
 )
-batchings = st.builds(Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), bridges=st.booleans()) | st.builds(
-    Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), cells=st.sampled_from([1, 20, 50])
+replays = st.sampled_from([1, 1, 3, 7])
+batchings = st.builds(
+    Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), bridges=st.booleans(), replays=replays
+) | st.builds(
+    Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), cells=st.sampled_from([1, 20, 50]), replays=replays
 )
+
+
+@st.composite
+def rings_for_several(draw, shape: Shape):
+    """A ring of ``shape`` as it might be formed anew: it runs another number of generations in other batches and pieces.
+
+    Chunks are the same: an answer that goes on elsewhere would have other bits.
+    """
+    batching = draw(batchings)
+    return FakeRing(
+        shape.rounds,
+        shape.tail,
+        rows=shape.rows,
+        least=min(3, shape.rows),
+        depth=draw(st.integers(1, 4)),
+        context=CONTEXT,
+        sequences=draw(st.integers(1, 5)),
+        batching=replace(batching, replays=min(batching.replays, shape.rows)),
+        pieces=draw(cuts),
+        seed=draw(st.integers(0, 2**32)),
+    )
 
 
 @rings
-@given(st.data(), shapes(), options(), st.integers(1, 5), st.sampled_from([GREEDY, DRAWN]), batchings, cuts)
-def test_generations_at_once_say_what_each_says_alone(data, shape, options, sequences, sampling, batching, pieces):
-    """They come and are cancelled at any time, begin like others, and some were begun by an earlier ring."""
-    ring = FakeRing(shape.rounds, shape.tail, sequences=sequences, batching=batching, pieces=pieces, **options)
-    texts, gone = [[]], set()
-    count = data.draw(st.integers(1, 7))
-    for request in range(1, count + 1):
-        begin = data.draw(st.sampled_from(texts))
-        text = begin[: data.draw(st.integers(0, len(begin)))] + prompt(data.draw(st.integers(1, 40)), request)
-        texts.append(text)
-        sampled = ring.model.answer(text, data.draw(st.integers(0, 3)), sampling)
-        ring.head.submit(generate(request, text, sampled=sampled, sampling=sampling))
+@given(st.data(), shapes(), st.sampled_from([GREEDY, DRAWN]))
+def test_generations_at_once_say_what_each_says_alone_whoever_comes_goes_and_dies(data, shape, sampling):
+    """They come and are cancelled at any time, begin like others or are the same, and rings break under them."""
+    ring = data.draw(rings_for_several(shape))
+    texts: dict[int, list[int]] = {}
+    told: dict[int, list[int]] = {}
+    ends: dict[int, Finished] = {}
+
+    def note() -> None:
+        for event in ring.events:
+            if isinstance(event, Sampled):
+                told[event.request].append(event.token)
+            elif isinstance(event, Finished):
+                ends[event.request] = event
+        ring.events.clear()
+
+    for request in range(1, data.draw(st.integers(1, 7)) + 1):
+        begin = data.draw(st.sampled_from([[], *texts.values()]))
+        is_same = bool(begin) and data.draw(st.booleans())
+        new = prompt(data.draw(st.integers(1, 40)), request)
+        texts[request] = begin if is_same else begin[: data.draw(st.integers(0, len(begin)))] + new
+        told[request] = []
+        ring.head.submit(generate(request, texts[request], sampling=sampling))
         for _ in range(data.draw(st.integers(0, 40))):
             ring.move()
-        if data.draw(st.integers(0, 3)) == 0:
-            gone.add(data.draw(st.integers(1, request)))
-            ring.cancel(max(gone))
+        note()
+        what = data.draw(st.sampled_from(["nothing", "nothing", "cancel", "death"]))
+        if what == "cancel":
+            gone = data.draw(st.sampled_from(sorted(texts)))
+            ring.cancel(gone)
+            del texts[gone]
+        if what == "death":
+            ring = data.draw(rings_for_several(shape))
+            for each in sorted(texts.keys() - ends.keys()):
+                ring.head.submit(generate(each, texts[each], sampled=told[each], sampling=sampling))
     ring.run()
-    for request in set(range(1, count + 1)) - gone:
-        tokens, finished = ring.answer(request)
-        whole = ring.model.answer(texts[request], 8, sampling)
-        assert tokens == whole[len(whole) - len(tokens) :]
-        assert (finished.reason, finished.prompt_tokens) == ("length", len(texts[request]))
-        assert (finished.completion_tokens, len(tokens)) in [(8, 8 - before) for before in range(4)]
+    note()
+    for request, text in texts.items():
+        assert told[request] == ring.model.answer(text, 8, sampling)
+        finished = ends[request]
+        assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", len(text), 8)
+
+
+def test_choices_of_one_prompt_compute_it_once():
+    ring, text = FakeRing(*SMALL, rows=16, sequences=4), prompt(40)
+    for request in range(1, 5):
+        sampling = msgspec.structs.replace(DRAWN, seed=request)
+        ring.head.submit(generate(request, text, sampling=sampling))
+    ring.run()
+    for request in range(1, 5):
+        assert ring.answer(request)[0] == ring.model.answer(text, 8, msgspec.structs.replace(DRAWN, seed=request))
+    assert [positions for positions in ring.windows[0].steps if len(positions) > 1] == [
+        tuple(range(16)),
+        tuple(range(16, 32)),
+        tuple(range(32, 40)),
+    ]
 
 
 def test_a_generation_that_reuses_nothing_computes_its_whole_prompt():

@@ -62,7 +62,7 @@ def a_step(**changes: Any) -> Step:
         positions=[0, 1, 31],
         sequences=[[0], [1, 2], [0, 1, 2]],
         outputs=[False, True, True],
-        ops=[KvRemove(0, 0, -1), KvCopy(0, 1, 0, 32)],
+        ops=[KvRemove(0, 0, -1), KvCopy(0, 1, 32)],
     )
     return msgspec.structs.replace(step, **changes)
 
@@ -89,8 +89,10 @@ def assert_within_limits(step: Step) -> None:
         match op:
             case KvRemove(sequence, start, end):
                 named, span = {sequence}, (start, end)
-            case KvCopy(source, target, start, end):
-                named, span = {source, target}, (start, end)
+            case KvCopy(source, target, end):
+                named, span = {source, target}, (0, end)
+                assert len(named) == 2
+                assert end >= 0
         assert all(0 <= sequence < LIMITS.sequences for sequence in named)
         assert 0 <= span[0] <= LIMITS.context
         assert -1 <= span[1] <= LIMITS.context
@@ -155,9 +157,11 @@ def test_another_ring_or_epoch_is_stale(changes):
         ({"ops": [KvRemove(0, -1, -1)]}, "position"),
         ({"ops": [KvRemove(0, 0, -2)]}, "position"),
         ({"ops": [KvRemove(0, 0, 33)]}, "position"),
-        ({"ops": [KvCopy(0, -1, 0, 1)]}, "sequence"),
-        ({"ops": [KvCopy(9, 0, 0, 1)]}, "sequence"),
-        ({"ops": [KvCopy(0, 1, 0, 1 << 40)]}, "position"),
+        ({"ops": [KvCopy(0, -1, 1)]}, "sequence"),
+        ({"ops": [KvCopy(9, 0, 1)]}, "sequence"),
+        ({"ops": [KvCopy(0, 1, 1 << 40)]}, "position"),
+        ({"ops": [KvCopy(0, 1, -1)]}, "a position before it"),
+        ({"ops": [KvCopy(1, 1, 4)]}, "onto itself"),
     ],
 )
 def test_a_step_outside_the_limits_is_refused_by_name(changes, why):
@@ -241,7 +245,7 @@ def test_a_header_with_fields_of_any_value_is_refused_or_within_the_limits(data)
     sequences=st.lists(st.lists(numbers, max_size=3), max_size=4),
     outputs=st.lists(st.booleans(), max_size=4),
     ops=st.lists(
-        st.builds(KvRemove, numbers, numbers, numbers) | st.builds(KvCopy, numbers, numbers, numbers, numbers),
+        st.builds(KvRemove, numbers, numbers, numbers) | st.builds(KvCopy, numbers, numbers, numbers),
         max_size=3,
     ),
 )

@@ -10,8 +10,9 @@ import pytest
 from primad.errors import RingError
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
-from primad.ring.messages import Cancel, Finished, KvRemove, PromptProgress, Sampled
+from primad.ring.messages import Cancel, Finished, KvCopy, KvRemove, PromptProgress, Sampled
 from primad.ring.scheduler import Draw, PlannedStep, Scheduler
+from primad.ring.slots import COPIED_CELLS
 from tests.fakes.ring import chunks_of, generate
 
 FORGET = [KvRemove(0, 0, -1)]
@@ -33,7 +34,7 @@ def draw_of(token: int) -> Draw:
 
 def commit(of: Scheduler, step: int, draw: Draw | None, now: float):
     """Bring step ``step`` back, with ``draw`` for its only row that wants one."""
-    return of.commit(step, {row: draw for row in of.wants_draws(step) if draw is not None}, now)
+    return of.commit(step, {each.request: draw for _, each in of.wants_draws(step) if draw is not None}, now)
 
 
 def next_step(of: Scheduler, now: float = 0.0) -> PlannedStep:
@@ -55,7 +56,7 @@ def test_a_short_prompt_is_one_step_that_wants_an_output():
         tokens=[7, 8, 9],
         positions=[0, 1, 2],
         sequences=[0, 0, 0],
-        draws={2: generate(1, [7, 8, 9])},
+        draws={2: [generate(1, [7, 8, 9])]},
         ops=[],
     )
 
@@ -182,7 +183,7 @@ def test_a_cancel_forgets_what_runs_and_drops_what_is_under_way():
     assert (following.step, following.requests, following.ops) == (2, [2], FORGET)
     assert commit(made, 0, None, 0) == []
     assert commit(made, 1, draw_of(50), 0) == []
-    assert made.wants_draws(2) == {0: generate(2, [9])}
+    assert made.wants_draws(2) == [(0, generate(2, [9]))]
     assert len(commit(made, 2, draw_of(51), 0)) == 1
 
 
@@ -227,7 +228,7 @@ def test_a_cancel_of_nothing_changes_nothing():
 def test_a_draw_is_wanted_by_the_generation_of_the_step():
     made = with_prompt([1, 2])
     planned = next_step(made)
-    assert made.wants_draws(planned.step) == {1: generate(1, [1, 2])}
+    assert made.wants_draws(planned.step) == [(1, generate(1, [1, 2]))]
 
 
 # ---- what an earlier epoch has sampled ---------------------------------------------------------------------------------
@@ -369,7 +370,7 @@ def owned(*owners: str, **options) -> Scheduler:
     """A generation for each of ``owners``, with a prompt of 40 tokens."""
     made = scheduler(**options)
     for request, owner in enumerate(owners, 1):
-        made.submit(msgspec.structs.replace(generate(request, range(40)), owner=owner))
+        made.submit(msgspec.structs.replace(generate(request, [request] * 40), owner=owner))
     return made
 
 
@@ -455,7 +456,12 @@ def test_one_that_is_cancelled_before_its_first_step_leaves_the_cells_of_the_one
 def decoding(*generations: int, batching: Batching, sequences: int = 4, **options) -> Scheduler:
     """Generations ``1, 2, ...`` behind their prompts of ``generations`` tokens; each waits for its second token's step."""
     made = several(
-        *([1] * length for length in generations), sequences=sequences, depth=9, rows=64, batching=batching, **options
+        *([number] * length for number, length in enumerate(generations)),
+        sequences=sequences,
+        depth=9,
+        rows=64,
+        batching=batching,
+        **options,
     )
     for step in range(len(generations)):
         assert next_step(made).requests == [step + 1]
@@ -468,7 +474,7 @@ def test_tokens_are_computed_together_as_far_as_may_be():
     made = decoding(2, 3, 4, batching=Batching(rows=2, steps=1))
     step = next_step(made)
     assert (step.requests, step.tokens, step.positions, step.sequences) == ([1, 2], [100, 101], [2, 3], [0, 1])
-    assert {row: each.request for row, each in step.draws.items()} == {0: 1, 1: 2}
+    assert {row: [each.request for each in of] for row, of in step.draws.items()} == {0: [1], 1: [2]}
     assert next_step(made).requests == [3]
     assert made.next_step(0) is None
 
@@ -477,8 +483,8 @@ def test_what_was_drawn_together_is_told_of_each():
     made = decoding(2, 3, batching=Batching(rows=4))
     step = next_step(made)
     made.cancel(Cancel(1))
-    assert list(made.wants_draws(step.step)) == [1]
-    (sampled,) = made.commit(step.step, {1: draw_of(7)}, 0)
+    assert [row for row, _ in made.wants_draws(step.step)] == [1]
+    (sampled,) = made.commit(step.step, {2: draw_of(7)}, 0)
     assert isinstance(sampled, Sampled)
     assert (sampled.request, sampled.token) == (2, 7)
 
@@ -497,7 +503,7 @@ def test_one_that_comes_late_waits_for_a_step_to_come_back_and_goes_with_its_gen
     prompt = next_step(made)
     commit(made, prompt.step, draw_of(9), 0)
     assert made.next_step(0) is None
-    made.commit(step.step, {0: draw_of(7), 1: draw_of(8)}, 0)
+    made.commit(step.step, {1: draw_of(7), 2: draw_of(8)}, 0)
     assert next_step(made).requests == [1, 2, 3]
 
 
@@ -517,7 +523,7 @@ def test_a_gap_is_filled_by_a_row_of_nobody_which_is_forgotten():
     step = next_step(made)
     assert (step.requests, step.sequences, step.positions) == ([1, 3], [0, 1, 2], [1, 5, 1])
     assert sorted(step.draws) == [0, 2]
-    made.commit(step.step, {0: draw_of(7), 2: draw_of(8)}, 0)
+    made.commit(step.step, {1: draw_of(7), 3: draw_of(8)}, 0)
     assert next_step(made).ops == [KvRemove(1, 5, -1)]
     made.submit(generate(4, [1, 1, 1, 1, 9]))
     assert next_step(made).ops == [KvRemove(1, 0, -1)]
@@ -534,11 +540,11 @@ def test_rows_behind_many_cells_are_computed_alone():
 def test_of_several_owners_each_has_the_same_share_of_the_rows():
     made = scheduler(sequences=5, depth=9, batching=Batching(rows=8, steps=1))
     for request, owner in enumerate("aaaab", 1):
-        made.submit(msgspec.structs.replace(generate(request, [1]), owner=owner))
+        made.submit(msgspec.structs.replace(generate(request, [request]), owner=owner))
     for step in [next_step(made).step for _ in range(5)]:
         commit(made, step, draw_of(3), 0)
     step = next_step(made)
-    owners = [each.owner for each in step.draws.values()]
+    owners = [each.owner for of in step.draws.values() for each in of]
     assert (owners.count("a"), owners.count("b")) == (3, 1)
 
 
@@ -548,6 +554,21 @@ def test_what_earlier_epochs_sampled_is_fed_together_without_waiting():
         made.submit(generate(request, [request], sampled=[5, 6, 7]))
     assert [next_step(made).requests for _ in range(5)] == [[1], [2], [1, 2], [1, 2], [1, 2]]
     assert made.next_step(0) is None
+
+
+@pytest.mark.parametrize(("cells", "steps"), [(None, [3, 3, 1]), (6, [3, 1, 1, 1, 1]), (2, [1] * 7)])
+def test_what_an_earlier_epoch_sampled_is_fed_some_at_a_time_where_that_is_exact(cells, steps):
+    made = scheduler(depth=99, batching=Batching(replays=3, cells=cells))
+    made.submit(generate(1, [1, 2, 3], sampled=range(10, 18), tokens=20))
+    prompt = next_step(made)
+    assert len(prompt.tokens) == 3
+    replayed = [next_step(made) for _ in steps]
+    assert [len(step.tokens) for step in replayed] == steps
+    assert [token for step in replayed for token in step.tokens] == list(range(10, 17))
+    assert [position for step in replayed for position in step.positions] == list(range(3, 10))
+    assert not any(step.draws for step in replayed)
+    last = next_step(made)
+    assert (last.tokens, list(last.draws)) == ([17], [0])
 
 
 def in_pieces() -> Scheduler:
@@ -574,6 +595,13 @@ def test_beside_others_a_chunk_is_computed_in_pieces_between_their_tokens():
     assert (last.requests, last.tokens) == ([2], [15, 16, 17])
 
 
+def test_pieces_far_behind_the_beginning_have_fewer_rows_for_the_same_time():
+    pieces = Pieces(multiple=4, rows=(8, 32), twice=100)
+    assert [pieces.of(first, 2) for first in (0, 50, 100, 300, 100_000)] == [32, 20, 16, 8, 4]
+    assert [pieces.of(first, 1) for first in (0, 100, 300)] == [8, 4, 4]
+    assert replace(pieces, twice=None).of(100_000, 2) == 32
+
+
 def test_a_chunk_goes_on_whole_once_it_is_alone():
     made = in_pieces()
     commit(made, next_step(made).step, draw_of(9), 0)
@@ -591,10 +619,85 @@ def test_a_chunk_goes_on_whole_once_it_is_alone():
 def test_behind_a_part_of_a_prompt_all_that_write_have_a_turn_whoever_asks():
     made = scheduler(sequences=4, depth=1, rows=4)
     for request, owner in enumerate("aab", 1):
-        made.submit(msgspec.structs.replace(generate(request, range(40) if owner == "b" else [1]), owner=owner))
+        made.submit(msgspec.structs.replace(generate(request, [request] * (40 if owner == "b" else 1)), owner=owner))
     found = []
     for _ in range(9):
         step = next_step(made)
         found += step.requests
         commit(made, step.step, draw_of(9), 0)
     assert found[3:] == [3, 1, 2] * 2
+
+
+# ---- prompts that begin alike at the same time -------------------------------------------------------------------------
+
+
+def test_generations_with_one_prompt_draw_their_first_tokens_from_one_row():
+    made = several(range(10), range(10), range(10), sequences=3, depth=9)
+    steps = [next_step(made) for _ in range(3)]
+    assert made.next_step(0) is None
+    assert [step.requests for step in steps] == [[1]] * 3
+    assert [each.request for each in steps[-1].draws[1]] == [1, 2, 3]
+    for step in steps:
+        told = made.commit(step.step, {request: draw_of(20 + request) for request in (1, 2, 3) if step.draws}, 0)
+    assert [(each.request, each.token) for each in told if isinstance(each, Sampled)] == [(1, 21), (2, 22), (3, 23)]
+    assert [(each.request, each.reused) for each in told if isinstance(each, PromptProgress)] == [(2, 10), (3, 10)]
+    following = next_step(made)
+    assert following.ops == [KvCopy(0, 1, 10), KvCopy(0, 2, 10)], "whosever the next step is"
+    assert [(following.requests, following.tokens, following.positions)] == [([2], [22], [10])]
+
+
+def test_a_prompt_that_begins_like_one_under_way_waits_for_what_both_have():
+    made = several(range(10), [*range(8), 50, 51], depth=9)
+    steps = [next_step(made) for _ in range(4)]
+    assert [(step.requests, step.positions, step.ops) for step in steps] == [
+        ([1], [0, 1, 2, 3], []),
+        ([1], [4, 5, 6, 7], []),
+        ([2], [8, 9], [KvCopy(0, 1, 8)]),
+        ([1], [8, 9], []),
+    ]
+
+
+def test_a_prompt_that_begins_like_one_that_writes_copies_it_at_once():
+    made = several([1, 2, 3, 4, 5], depth=9)
+    for _ in range(2):
+        commit(made, next_step(made).step, draw_of(9), 0)
+    made.submit(generate(2, [1, 2, 3, 4, 6]))
+    step = next_step(made)
+    assert (step.requests, step.positions, step.ops) == ([2], [4], [KvCopy(0, 1, 4)])
+
+
+def test_who_waits_for_another_prompt_goes_on_alone_when_that_is_cancelled():
+    made = several(range(10), range(10), depth=9)
+    assert requests(made, 2) == [1, 1]
+    made.cancel(Cancel(1))
+    step = next_step(made)
+    assert (step.requests, step.sequences[0], step.positions) == ([2], 0, [8, 9]), "in the sequence that has it"
+
+
+def test_what_is_copied_is_so_before_its_sequence_has_another_text():
+    made = several([1, 2], [1, 2], depth=1)
+    step = next_step(made)
+    made.submit(msgspec.structs.replace(generate(3, [7]), owner="another"))
+    made.commit(step.step, {1: Draw(token=2, ends=True), 2: draw_of(8)}, 0)
+    following = next_step(made)
+    assert (following.requests, following.ops) == ([3], [KvCopy(0, 1, 2), KvRemove(0, 0, -1)])
+
+
+def test_little_that_is_common_in_a_wide_context_is_computed_again():
+    made = several(range(40), [*range(36), 50], context=36 * COPIED_CELLS, depth=99)
+    assert requests(made, 4) == [1, 2, 1, 2]
+
+
+def test_a_generation_that_reuses_nothing_waits_for_nobody():
+    made = several(range(10), depth=9)
+    made.submit(msgspec.structs.replace(generate(2, range(10)), reuses=False))
+    assert requests(made, 4) == [1, 2, 1, 2]
+
+
+def test_what_earlier_epochs_sampled_for_one_prompt_goes_on_behind_one_prefill():
+    made = scheduler(sequences=2, depth=9)
+    made.submit(generate(1, [1, 2], sampled=[5]))
+    made.submit(generate(2, [1, 2], sampled=[6, 7]))
+    steps = [next_step(made) for _ in range(4)]
+    assert [(step.requests, step.tokens) for step in steps] == [([1], [1, 2]), ([2], [6]), ([1], [5]), ([2], [7])]
+    assert [list(step.draws) for step in steps] == [[], [], [0], [0]]

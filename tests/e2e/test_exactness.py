@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
 from primad.layers.cache import LayerCache
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
+from primad.ring.messages import Sampled
 from tests.e2e.reference import CONTEXT, THREADS, TOP, Continuation, Plain
 from tools.lab.local_ring import LocalRing
 
@@ -111,9 +112,8 @@ def ring_of(expected: Truth, windows, rounds: int, layers: Path, **options) -> L
         rounds=rounds,
         context=CONTEXT,
         rows=expected.chunk,
-        threads=THREADS,
         folder=layers / expected.path.stem,
-        **options,
+        **{"threads": THREADS, **options},
     )
 
 
@@ -180,7 +180,8 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
 def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, model, windows, rounds, batching, pieces):
     """More of them than there are sequences, with prompts of one token, of a part of a chunk and of more than a chunk.
 
-    Chunks are cut into pieces without flash attention.
+    All begin alike, and each prompt is there twice: what they have in common is copied. Chunks are cut into pieces without
+    flash attention.
     """
     flash = pieces is None
     expected = truths(model) if flash else truths(model, flash=False)
@@ -189,7 +190,8 @@ def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, mo
     async def run():
         several = {"sequences": 4, "batching": batching, "pieces": pieces, "flash": flash}
         async with ring_of(expected, windows, rounds, layers, **several) as ring:
-            told = await ring.generate_all([expected.prompts[count] for count in asked], TOKENS, logprobs=0)
+            prompts = [expected.prompts[count] for count in asked]
+            told = await ring.generate_all(prompts, TOKENS, logprobs=0, reuses=True)
         for count, sampled in zip(asked, told, strict=True):
             answer = expected.answers[count]
             assert [event.token for event in sampled] == answer.tokens, f"prompt of {count}"
@@ -197,6 +199,42 @@ def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, mo
                 assert event.logprob == pytest.approx(answer.logprob(step, event.token), abs=1e-9)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("model", "windows", "counts", "threads", "tokens"),
+    [
+        ("smollm2", None, (40, 300), 2, 6),
+        *(
+            pytest.param(model, windows, (40, 300, 1500), threads, TOKENS, marks=pytest.mark.matrix)
+            for model, windows in (("smollm2", (10, 12)), ("gemma3", (7, 9)))
+            for threads in (1, 2)
+        ),
+    ],
+)
+def test_sixteen_answers_at_once_are_each_what_it_is_alone(truths, layers, model, windows, counts, threads, tokens):
+    """Batches, pieces and copies as a ring on these processors has them without flash attention."""
+    expected = truths(model, flash=False)
+    plain = Plain(expected.path)
+    text = plain.tokenize(TEXT)
+    plain.release()
+    different = [text[10 * number :][: counts[number % len(counts)]] for number in range(6)]
+    prompts = [different[number % 6] for number in range(16)]
+    several = {"sequences": 16, "batching": Batching(rows=4, steps=2), "pieces": Pieces(multiple=8, rows=(16, 8))}
+
+    async def run():
+        async with ring_of(expected, windows, 1, layers, flash=False, threads=threads, **several) as ring:
+            alone = [(await ring.generate(prompt, tokens, logprobs=1))[0] for prompt in different]
+            together = await ring.generate_all(prompts, tokens, logprobs=1, reuses=True)
+        for number, sampled in enumerate(together):
+            assert said(sampled) == said(alone[number % 6]), f"prompt {number}"
+
+    asyncio.run(run())
+
+
+def said(sampled: Iterable[Sampled]) -> list[Sampled]:
+    """What was sampled, whatever the number of the request."""
+    return [msgspec.structs.replace(event, request=0) for event in sampled]
 
 
 class Route:

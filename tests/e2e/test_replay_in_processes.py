@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from primad.ring.grouping import Batching
 from primad.ring.messages import Sampled
 from tools.lab.local_ring import GREEDY, LocalRing
 
@@ -24,13 +25,15 @@ DRAWN = msgspec.structs.replace(
 
 
 class Rings:
-    """A ring of each shape over the same model."""
+    """A ring of each shape over the same model, which computes what was sampled before one by one or some at a time."""
 
     def __init__(self, model: Path) -> None:
         self._runner = asyncio.Runner()
         self._rings = {
-            shape: LocalRing(model, shape, rounds=rounds, context=256, rows=ROWS, threads=1)
-            for shape, rounds in ((None, 1), ((10, 12, 7), 1), ((8, 6), 2))
+            shape: LocalRing(
+                model, shape, rounds=rounds, context=256, rows=ROWS, threads=1, batching=Batching(replays=replays)
+            )
+            for shape, rounds, replays in ((None, 1, 1), ((10, 12, 7), 1, 7), ((8, 6), 2, 3))
         }
         for ring in self._rings.values():
             self._runner.run(ring.__aenter__())

@@ -6,12 +6,13 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.cluster import Head, all_joined, heading
-from tests.e2e.streams import STORY, Told, ask
+from tests.e2e.streams import STORY, Told, ask, show
 
 pytestmark = pytest.mark.slow
 
@@ -19,28 +20,35 @@ PROMPTS = (STORY, "The capital of France is", f"{STORY} there lived a baker. " *
 TOKENS = 60
 
 
-def ask_all(head: Head, act: Callable[[], object] | None = None) -> list[Told]:
-    """All prompts at once; ``act`` in the middle of the first answer."""
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+def ask_all(head: Head, streams: int, act: Callable[[], object] | None = None) -> list[Told]:
+    """So many at once, each prompt in turn; ``act`` in the middle of the first answer."""
+    with ThreadPoolExecutor(streams) as pool:
         asked = [
             pool.submit(ask, head, act if number == 0 else None, tokens=TOKENS, middle=20, prompt=prompt)
-            for number, prompt in enumerate(PROMPTS)
+            for number, prompt in zip(range(streams), cycle(PROMPTS), strict=False)
         ]
         return [answer.result() for answer in asked]
 
 
-def test_answers_at_once_are_what_each_is_alone_though_a_worker_is_killed(smollm2: Path, module_home):
+@pytest.mark.parametrize(("streams", "sequences"), [(4, 3), pytest.param(8, 8, marks=pytest.mark.matrix)])
+def test_answers_at_once_are_what_each_is_alone_though_a_worker_is_killed(
+    smollm2: Path, module_home, streams, sequences
+):
     cluster = f"several-{secrets.token_hex(6)}"
     with ExitStack() as stack:
-        first, second = stack.enter_context(all_joined([module_home("w1"), module_home("w2")], cluster))
-        arguments = ("--wait", 2, "--use-all", "--context", 1024, "--sequences", 3)
-        head: Head = stack.enter_context(heading(smollm2, module_home("head"), cluster, *arguments, config=""))
+        homes = [module_home(f"w{number}-{streams}") for number in (1, 2)]
+        first, second = stack.enter_context(all_joined(homes, cluster))
+        arguments = ("--wait", 2, "--use-all", "--context", 1024, "--sequences", sequences, "--batching", "exact")
+        home = module_home(f"head-{streams}")
+        head: Head = stack.enter_context(heading(smollm2, home, cluster, *arguments, config=""))
         head.wait_serving()
         alone = [ask(head, tokens=TOKENS, prompt=prompt).text for prompt in PROMPTS]
         assert all(alone)
-        undisturbed = ask_all(head)
-        assert [told.text for told in undisturbed] == alone
-        disturbed = ask_all(head, second.kill)
-        assert [(told.text, told.error) for told in disturbed] == [(text, None) for text in alone], head.run.output
+        expected = [text for _, text in zip(range(streams), cycle(alone), strict=False)]
+        undisturbed = ask_all(head, streams)
+        assert [told.text for told in undisturbed] == expected
+        disturbed = ask_all(head, streams, second.kill)
+        show(f"a worker killed under {streams} answers: longest gap {max(told.gap_s for told in disturbed):.2f} s")
+        assert [(told.text, told.error) for told in disturbed] == [(text, None) for text in expected], head.run.output
         assert first.process.poll() is None
         assert "Traceback" not in head.run.output

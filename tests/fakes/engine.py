@@ -150,17 +150,14 @@ class _Window:
         assert end == -1 or end >= len(cells), f"removal up to {end} would leave a hole in {len(cells)} positions"
         del cells[start:]
 
-    def kv_copy(self, source: int, target: int, start: int, end: int) -> None:
+    def kv_copy(self, source: int, target: int, end: int) -> None:
         self._check_open()
         self._check_sequence(source)
         self._check_sequence(target)
         assert source != target, f"sequence {source} copied onto itself"
-        origin, goal = self._cells.get(source, []), self._cells.setdefault(target, [])
-        end = len(origin) if end == -1 else end
-        assert 0 <= start < end <= len(origin), f"copy of positions {start} to {end} of {len(origin)}"
-        assert len(goal) == start, f"copy to position {start} of a sequence of {len(goal)}"
-        assert goal == origin[:start], "copy onto another history"
-        goal += origin[start:end]
+        origin = self._cells.get(source, [])
+        assert 0 < end <= len(origin), f"copy of positions up to {end} of {len(origin)}"
+        self._cells[target] = origin[:end]
 
     def release(self) -> None:
         self._check_open()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 
+from primad.api.app import create_app
 from primad.api.backend import ModelNames
 from primad.ring.messages import PromptProgress
 from tests.fakes.backend import BOS, EOS, ByteVocabulary, FakeBackend, says
-from tests.fakes.http import call, events, post
+from tests.fakes.http import PATIENCE_S, BareClient, call, events, post
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -108,6 +112,28 @@ def test_prompts_and_choices_run_one_after_another():
         (3, "bb6"),
     ]
     assert body["usage"] == usage(4, 8)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_are_written_at_once_where_several_answers_are(stream):
+    async def scenario():
+        all_began = asyncio.Event()
+
+        def script(call):
+            if len(backend.calls) == 3:
+                all_began.set()
+            yield all_began
+            yield from str(call.sampling.seed).encode()
+
+        backend = FakeBackend(script)
+        backend.served = replace(backend.served, sequences=3)
+        client = BareClient(CHAT, messages=HELLO, n=3, seed=5, stream=stream)
+        async with asyncio.timeout(PATIENCE_S):
+            await create_app(backend)(client.scope, client.receive, client.send)
+        return b"".join([client.got.get_nowait().get("body", b"") for _ in range(client.got.qsize())])
+
+    said = asyncio.run(scenario())
+    assert all(b'"content":"%d"' % seed in said for seed in (5, 6, 7))
 
 
 def test_choices_that_stream_each_have_a_role_and_an_end():

@@ -27,6 +27,7 @@ from halda import (
 from halda.evaluate import cpu_layers, evaluate, stream
 from halda.instance import Instance
 from halda.instance import instance as ask
+from halda.load import under_load
 from halda_research.random_fleets import random_instance, random_plan
 from halda_research.simulate import Simulation, simulate, simulate_prefill
 from tests.solver.small_fleets import solved
@@ -283,6 +284,30 @@ def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(objective, c
     assert least < min(ratios)
     assert sum(abs(ratio - 1) > 0.05 for ratio in ratios) <= share * count
     assert max(ratios) < most
+
+
+def of_load(plan: Plan, question: Instance, sequences: int) -> float:
+    """What is played of what the closed form says that so many sequences write together."""
+    load = under_load(plan, question, sequences=sequences)
+    steps = 1 if plan.streaming else load.steps
+    played = simulate(plan, replace(question, decode_rows=load.rows), tokens=8, sequences=steps)
+    return played.tokens_per_s / steps * load.tbt_s * (load.steps if plan.streaming else 1)
+
+
+@pytest.mark.parametrize("sequences", [2, 4, 8])
+def test_what_several_sequences_write_together_is_what_is_played(sequences):
+    """Where nothing streams and tokens make several rounds, steps wait for each other, and the closed form is a bound."""
+    alone, resident = [], []
+    for seed in range(40):
+        rng = random.Random(seed)
+        question = random_instance(rng, shared_hosts=False)
+        plan = random_plan(rng, question, streams=0)
+        (alone if plan.rounds == 1 else resident).append(of_load(plan, question, sequences))
+    streaming = [of_load(*found, sequences) for found in streaming_plans(40, shared_hosts=False)]
+    assert alone == pytest.approx([1.0] * len(alone), rel=0.01)
+    assert 1.01 > max(resident) > min(resident) > 0.5
+    assert 1.02 > max(streaming) > min(streaming) > 0.85
+    assert sum(abs(ratio - 1) > 0.05 for ratio in streaming) <= 2
 
 
 def test_what_is_to_stream_at_the_least_does():

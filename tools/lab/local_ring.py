@@ -86,6 +86,7 @@ class LocalRing:
         sequences: int = 1,
         batching: Batching | None = None,
         pieces: Pieces | None = None,
+        least_rows: int | None = None,
         kv_type: KvType = "f16",
         flash: bool = True,
         threads: Sequence[int] | int = 2,
@@ -107,6 +108,7 @@ class LocalRing:
         self._sequences = sequences
         self._batching = batching or Batching()
         self._pieces = pieces
+        self._least_rows = rows if least_rows is None else least_rows
         self._kv_type = kv_type
         self._flash = flash
         self._cpu = cpu
@@ -176,7 +178,7 @@ class LocalRing:
                     depth=len(plan.devices),
                     at_once=self._sequences,
                     chunk_rows=self._rows,
-                    least_rows=self._rows,
+                    least_rows=self._least_rows,
                     batching=self._batching,
                     pieces=self._pieces,
                 ),
@@ -297,7 +299,7 @@ class LocalRing:
         ``heard`` is given each token as it comes, ``told`` what the head did and holds if ``report`` asks for it meanwhile.
         """
         head = self.plan.head
-        request = await self._ask(prompt, max_tokens, replayed, sampling, logprobs, reuses=reuses)
+        request = await self.ask(prompt, max_tokens, replayed, sampling, logprobs, reuses=reuses)
         sampled: list[Sampled] = []
         while True:
             event = await self._next(head)
@@ -316,12 +318,13 @@ class LocalRing:
         max_tokens: int,
         *,
         logprobs: int | None = None,
+        reuses: bool = False,
         heard: Callable[[Sampled], None] = lambda _: None,
     ) -> list[list[Sampled]]:
         """Continue all ``prompts``, which are there from the start: what was sampled for each, and ``heard`` as it came."""
         found: dict[int, list[Sampled]] = {}
         for prompt in prompts:
-            found[await self._ask(prompt, max_tokens, (), GREEDY, logprobs, reuses=False)] = []
+            found[await self.ask(prompt, max_tokens, (), GREEDY, logprobs, reuses=reuses)] = []
         left = len(prompts)
         while left:
             event = await self._next(self.plan.head)
@@ -333,17 +336,18 @@ class LocalRing:
                     left -= 1
         return list(found.values())
 
-    async def _ask(
+    async def ask(
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        replayed: Sequence[int],
-        sampling: Sampling,
-        logprobs: int | None,
+        replayed: Sequence[int] = (),
+        sampling: Sampling = GREEDY,
+        logprobs: int | None = None,
         *,
-        reuses: bool,
+        reuses: bool = False,
+        owner: str = "",
     ) -> int:
-        """Give the head a generation; its number."""
+        """Give the head a generation; its number. What it samples is told by ``next_event``."""
         self._requests += 1
         generate = Generate(
             request=self._requests,
@@ -353,9 +357,14 @@ class LocalRing:
             sampling=sampling,
             logprobs=logprobs,
             reuses=reuses,
+            owner=owner,
         )
         await self.processes[self.plan.head].send(generate)
         return generate.request
+
+    async def next_event(self) -> object:
+        """What the head says next."""
+        return await self._next(self.plan.head)
 
     async def cancel(self) -> None:
         """Cancel the latest generation."""

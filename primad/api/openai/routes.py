@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from datetime import datetime
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -15,9 +16,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.backend import ServedModel
+from primad.api.choices import together
 from primad.api.dialect import EVENT_STREAM, Dialect, Framing, Route
 from primad.api.endpoint import Endpoint, json_response
-from primad.api.generation import cached_tokens
+from primad.api.generation import Written, cached_tokens
 from primad.api.openai import embeddings, schema, shapes
 from primad.api.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
 from primad.api.openai.errors import error_body
@@ -106,30 +108,37 @@ class _Routes:
         self, served: ServedModel, job: Job, answer: ApiAnswer, *, times_parts: bool
     ) -> AsyncGenerator[msgspec.Struct, None]:
         sampled, begin_s, ended = 0, time.perf_counter(), list[tuple[Choice, int]]()
-        for choice in job.choices:
-            begun = False
-            clock = AnswerClock(prompt_tokens=len(choice.prompt), begun_s=time.perf_counter())
-            async with aclosing(self._endpoint.write(served, job, choice)) as written:
-                async for part in written:
-                    sampled += part.sampled
-                    now_s = time.perf_counter()
-                    clock.count(part.sampled, part.cached, now_s)
-                    timings = clock.timings(now_s) if times_parts else UNSET
-                    opening = None if begun else answer.opening(choice)
-                    if opening is not None:
-                        yield opening
-                    begun = True
-                    if part.read_tokens is not None:
-                        took_ms = round(1e3 * (now_s - begin_s))
-                        read = ReadPrompt(
-                            total=len(choice.prompt), cache=part.cached, processed=part.read_tokens, time_ms=took_ms
-                        )
-                        yield answer.progress(choice, read)
-                    if part.says_something or (part.tokens and answer.with_logprobs):
-                        yield _timed(answer.piece(choice, part), timings)
-                    if part.finish is not None:
-                        ended.append((choice, part.cached))
-                        yield _timed(answer.closing(choice, part.finish), timings)
+        clocks: dict[int, AnswerClock] = {}
+        begun: set[int] = set()
+
+        def begins(place: int) -> AsyncGenerator[Written, None]:
+            choice = job.choices[place]
+            clocks[place] = AnswerClock(prompt_tokens=len(choice.prompt), begun_s=time.perf_counter())
+            return self._endpoint.write(served, job, choice)
+
+        all_begin = [partial(begins, place) for place in range(len(job.choices))]
+        async with aclosing(together(all_begin, served.sequences)) as written:
+            async for place, part in written:
+                choice, clock = job.choices[place], clocks[place]
+                sampled += part.sampled
+                now_s = time.perf_counter()
+                clock.count(part.sampled, part.cached, now_s)
+                timings = clock.timings(now_s) if times_parts else UNSET
+                opening = None if place in begun else answer.opening(choice)
+                if opening is not None:
+                    yield opening
+                begun.add(place)
+                if part.read_tokens is not None:
+                    took_ms = round(1e3 * (now_s - begin_s))
+                    read = ReadPrompt(
+                        total=len(choice.prompt), cache=part.cached, processed=part.read_tokens, time_ms=took_ms
+                    )
+                    yield answer.progress(choice, read)
+                if part.says_something or (part.tokens and answer.with_logprobs):
+                    yield _timed(answer.piece(choice, part), timings)
+                if part.finish is not None:
+                    ended.append((choice, part.cached))
+                    yield _timed(answer.closing(choice, part.finish), timings)
         if answer.include_usage:
             yield answer.counts(_usage(job, sampled, ended))
 

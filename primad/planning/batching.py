@@ -3,14 +3,15 @@
 Several rows of a step are bit for bit what each is alone as far as the kernels go that llama.cpp chooses for so many: the
 profile of every device says that for each type of weights (``CpuProfile.exact_rows``). Flash attention computes a single row
 in parts, one a thread, from ``SPLIT_CELLS`` cells on, and several rows in another way. What experts and GPUs compute is not
-compared, and taken for exact one by one alone.
+compared, and taken for exact one by one alone. Several rows of one sequence are single ones with flash attention alone; an
+answer that another ring began is computed anew so many at a time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from halda import DeviceProfile, ModelProfile, Plan, TypeRows, evaluate
@@ -56,7 +57,7 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
     splits = work.flash and work.kv_type == "f16" and any(device.cpu.threads > 1 for device in profiles)
     exact = under_load(plan, question, sequences=sequences, most_rows=1 if splits else rows)
     fast = under_load(plan, question, sequences=sequences, most_rows=most)
-    is_exact = mode == "exact" or (mode == "auto" and exact.tokens_per_s >= KEPT * fast.tokens_per_s)
+    is_exact = mode == "exact" or most == 1 or (mode == "auto" and exact.tokens_per_s >= KEPT * fast.tokens_per_s)
     cells = SPLIT_CELLS if is_exact and splits else None
     return Batches(
         batching=Batching(
@@ -64,8 +65,9 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
             steps=fast.machines,
             cells=cells,
             bridges=bool(plan.streaming) and cells is None,
+            replays=replay_rows(plan, question, profiles) if cells is not None or not splits else 1,
         ),
-        is_exact=is_exact or most == 1,
+        is_exact=is_exact,
         load=exact if is_exact else fast,
         pieces=pieces_of(plan, question, sequences),
     )
@@ -74,6 +76,13 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
 def exact_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> int:
     """How many rows of a step are bit for bit single ones on all of the devices."""
     return min(each.rows for each in _known(plan, profiles, model))
+
+
+def replay_rows(plan: Plan, question: Instance, profiles: Iterable[DeviceProfile]) -> int:
+    """How many rows of one sequence are bit for bit single ones on all devices: more than one with flash attention alone."""
+    work = question.workload
+    exact = min(each.replay_rows for each in _known(plan, profiles, question.model))
+    return min(exact, work.chunk_rows) if work.flash else 1
 
 
 def piece_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> int:
@@ -114,13 +123,24 @@ def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
     if not multiple:
         return None
     sizes = [multiple << i for i in range((question.workload.chunk_rows // multiple).bit_length())]
-    took_s = {rows: max(each.prefill_s for each in evaluate(plan, question.with_rows(rows)).devices) for rows in sizes}
+    took_s = {rows: _piece_s(plan, question, rows, behind=0) for rows in sizes}
     rows = []
     for writing in range(1, sequences):
         load = under_load(plan, question, sequences=writing)
         between = max(1, load.machines - writing)
         rows.append(max((size for size in sizes if between * took_s[size] <= load.tbt_s), default=multiple))
-    return Pieces(multiple=multiple, rows=tuple(rows))
+    far = question.workload.context_tokens // 2
+    slower_s = _piece_s(plan, question, rows[0], behind=far) - took_s[rows[0]]
+    twice = max(1, round(far * took_s[rows[0]] / slower_s)) if slower_s > 0 else None
+    return Pieces(multiple=multiple, rows=tuple(rows), twice=twice)
+
+
+def _piece_s(plan: Plan, question: Instance, rows: int, *, behind: int) -> float:
+    """What a piece of so many rows takes on the slowest device, ``behind`` so many tokens of its prompt."""
+    asked = question.with_rows(rows)
+    prompt_tokens = max(2 * behind, rows)  # a prompt's rows are behind half of it on average
+    asked = replace(asked, workload=replace(asked.workload, prompt_tokens=prompt_tokens))
+    return max(each.prefill_s for each in evaluate(plan, asked).devices)
 
 
 def rows_of_chunks(plan: Plan, question: Instance, sequences: int, *, asked: bool) -> int:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol
 
-from halda import Prediction, Solution, Workload, evaluate
+from halda import Objective, Prediction, Solution, Workload, evaluate
 from halda.instance import Instance
-from primad.head.batching import Batches, batches_of, multiple_of_pieces, rows_of_chunks
-from primad.head.options import ServeOptions
-from primad.head.promise import Promise
+from primad.planning.batching import Batches, BatchingMode, batches_of, multiple_of_pieces, rows_of_chunks
 from primad.planning.context import AtOnce, answers_at_once, attends_plainly, widened_context
 
 UNKNOWN: Final = AtOnce(sequences=1, why="more are not known to be exact with such a model; --sequences sets it")
@@ -17,7 +15,10 @@ UNKNOWN: Final = AtOnce(sequences=1, why="more are not known to be exact with su
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """``question`` is what the plan is run with and ``prediction`` what that gives; the others as in ``Promise``."""
+    """``question`` is what the plan is run with and ``prediction`` what that gives.
+
+    ``why_sequences`` and ``why_context`` say why they are not more, where nobody said how many.
+    """
 
     question: Instance
     prediction: Prediction
@@ -27,23 +28,37 @@ class Fitted:
     why_context: str
 
 
+class Served(Protocol):
+    """What was served before."""
+
+    @property
+    def sequences(self) -> int:
+        """Answers at once."""
+
+    @property
+    def flash(self) -> bool:
+        """Whether with flash attention."""
+
+
 def fitted(
     solution: Solution,
     question: Instance,
-    options: ServeOptions,
-    served: Promise | None,
+    served: Served | None = None,
     *,
+    objective: Objective,
+    sequences: int | None,
+    batching: BatchingMode = "auto",
     widens: bool,
-    may_be_several: bool,
+    may_be_several: bool = True,
 ) -> Fitted:
     """The plan of ``solution`` with what it has room for besides, where nobody asked for it; more context if it ``widens``.
 
-    As many sequences as were ``served``, and their attention, need no more than to fit. One sequence, where it is not known
-    that they ``may_be_several``.
+    So many ``sequences``, or where that is None as many as there is room for: those that were ``served``, and their
+    attention, need no more than to fit, and it is one where it is not known that they ``may_be_several``.
     """
     plan, question = solution.plan, question.with_rows(solution.prediction.chunk_rows)
     work, why_sequences, why_context = question.workload, "", ""
-    if options.sequences is None:
+    if sequences is None:
         count = 1 if served is None else served.sequences
         found = answers_at_once(plan, question, served=count) if may_be_several else UNKNOWN
         work, why_sequences = replace(work, sequences=found.sequences), found.why
@@ -54,7 +69,7 @@ def fitted(
 
     work = attending(work)
     if not multiple_of_pieces(plan, replace(question, workload=work), work.sequences):
-        rows = rows_of_chunks(plan, question, work.sequences, asked=options.sequences is not None)
+        rows = rows_of_chunks(plan, question, work.sequences, asked=sequences is not None)
         work = attending(replace(work, chunk_rows=rows))
     if widens:
         wider = widened_context(plan, question, work)
@@ -64,8 +79,8 @@ def fitted(
     return Fitted(
         question=question,
         prediction=prediction,
-        objective_s=prediction.objective_s(options.objective, work.answer_tokens),
-        batches=batches_of(options.batching, plan, question, work.sequences),
+        objective_s=prediction.objective_s(objective, work.answer_tokens),
+        batches=batches_of(batching, plan, question, work.sequences),
         why_sequences=why_sequences,
         why_context=why_context,
     )

@@ -1,0 +1,83 @@
+"""Choices of one request that are written at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from functools import partial
+
+import pytest
+
+from primad.api.choices import together
+from primad.errors import RingError
+
+
+class Writing:
+    """Choices that give ``parts`` each; says which are open."""
+
+    def __init__(self, parts: int = 3, fails: int | None = None) -> None:
+        self.parts, self.fails = parts, fails
+        self.open: set[int] = set()
+        self.most_open = self.given = 0
+
+    async def write(self, place: int) -> AsyncGenerator[int, None]:
+        self.open.add(place)
+        self.most_open = max(self.most_open, len(self.open))
+        try:
+            for part in range(self.parts):
+                await asyncio.sleep(0)
+                if place == self.fails:
+                    raise RingError("broken")
+                self.given += 1
+                yield part
+        finally:
+            self.open.remove(place)
+
+    def begins(self, count: int):
+        return [partial(self.write, place) for place in range(count)]
+
+
+@pytest.mark.parametrize(("count", "at_once", "most"), [(1, 4, 1), (3, 1, 1), (5, 2, 2), (3, 9, 3)])
+def test_all_of_each_is_given_in_its_order_and_so_many_are_open_at_once(count, at_once, most):
+    async def scenario():
+        writing = Writing()
+        told = [each async for each in together(writing.begins(count), at_once)]
+        for place in range(count):
+            assert [part for where, part in told if where == place] == [0, 1, 2]
+        assert (writing.most_open, writing.open) == (most, set())
+
+    asyncio.run(scenario())
+
+
+def test_one_at_a_time_each_ends_before_the_next_begins():
+    async def scenario():
+        told = [place async for place, _ in together(Writing().begins(3), 1)]
+        assert told == sorted(told)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fails", [0, 2])
+def test_what_one_raises_ends_all(fails):
+    async def scenario():
+        writing = Writing(parts=50, fails=fails)
+        with pytest.raises(RingError, match="broken"):
+            assert [each async for each in together(writing.begins(3), 3)]
+        assert writing.open == set()
+
+    asyncio.run(scenario())
+
+
+def test_who_closes_it_closes_all_and_none_gives_much_more_than_is_taken():
+    async def scenario():
+        writing = Writing(parts=1000)
+        choices = together(writing.begins(4), 4)
+        for _ in range(5):
+            await anext(choices)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert writing.given <= 5 + 1 + 4, "taken, given, and one that each holds"
+        await choices.aclose()
+        assert writing.open == set()
+
+    asyncio.run(scenario())

@@ -1,0 +1,128 @@
+"""Many clients of one head at once, who read as people do: to the end, slowly, for a while, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import httpx
+import psutil
+
+from tests.e2e.cluster import HTTP, PATIENCE_S, Head, wait_until
+
+PROMPTS = (
+    "Once upon a time",
+    "The capital of France is",
+    "In a village by the sea there lived a baker. " * 6,
+    "One, two,",
+)
+LEFT_S = 0.2
+"""A client that loses patience does so within this time."""
+SLOW_S = 0.02
+"""A slow reader pauses so long before each piece, at most."""
+
+
+class Crowd:
+    """``clients`` that ask ``url`` in turn; ``ends`` counts how each request ended, by what its client did."""
+
+    def __init__(self, url: str, *, seed: int) -> None:
+        self._url = url
+        self._random = random.Random(seed)
+        self.ends: Counter[str] = Counter()
+
+    async def ask(self, requests: int, clients: int) -> None:
+        """All ``requests``, no more of them at once than there are ``clients``."""
+        ways: Sequence[Callable[[httpx.AsyncClient], Awaitable[None]]]
+        ways = (self.whole, self.streamed, self.slow, self.leaves, self.gives_up, self.choices)
+        turns = asyncio.Semaphore(clients)
+        limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
+        async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as client, asyncio.TaskGroup() as group:
+
+            async def one(way: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+                async with turns:
+                    await way(client)
+                    self.ends[way.__name__] += 1
+
+            for _ in range(requests):
+                group.create_task(one(self._random.choice(ways)))
+
+    def _body(self, **fields: object) -> dict[str, object]:
+        prompt, seed = self._random.choice(PROMPTS), self._random.randrange(1000)
+        return {"prompt": prompt, "max_tokens": self._random.randint(1, 24), "seed": seed, **fields}
+
+    async def whole(self, client: httpx.AsyncClient) -> None:
+        answer = await client.post(f"{self._url}/v1/completions", json=self._body())
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
+
+    async def choices(self, client: httpx.AsyncClient) -> None:
+        answer = await client.post(f"{self._url}/v1/completions", json=self._body(n=3, max_tokens=8))
+        assert answer.status_code == 200, answer.text
+        assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2]
+
+    async def streamed(self, client: httpx.AsyncClient) -> None:
+        await self._read(client, pieces=1 << 30, pause_s=0)
+
+    async def slow(self, client: httpx.AsyncClient) -> None:
+        await self._read(client, pieces=1 << 30, pause_s=SLOW_S)
+
+    async def leaves(self, client: httpx.AsyncClient) -> None:
+        await self._read(client, pieces=self._random.randint(0, 8), pause_s=0)
+
+    async def gives_up(self, client: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(client.post(f"{self._url}/v1/completions", json=self._body()))
+        await asyncio.wait([asking], timeout=self._random.uniform(0, LEFT_S))
+        asking.cancel()
+        await asyncio.wait([asking])
+
+    async def _read(self, client: httpx.AsyncClient, *, pieces: int, pause_s: float) -> None:
+        lines: list[str] = []
+        async with client.stream("POST", f"{self._url}/v1/completions", json=self._body(stream=True)) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    lines.append(line.removeprefix("data: "))
+                if len(lines) > pieces:
+                    return
+                await asyncio.sleep(self._random.uniform(0, pause_s))
+        assert lines[-1] == "[DONE]", lines
+        assert json.loads(lines[-2])["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+@dataclass(frozen=True)
+class Held:
+    """What all processes of a head hold."""
+
+    descriptors: int
+    threads: int
+    private_bytes: int
+
+
+def held(head: Head) -> Held:
+    """What ``head`` holds once no answer is open any more, and no connection of a client."""
+
+    def settled() -> bool:
+        if "primad_answers_open 0.0" not in HTTP.get(f"{head.url}/metrics").text:
+            return False
+        wait_until(lambda: not _connections(head), "no connection of a client is open")
+        return True
+
+    wait_until(settled, "no answer is open")
+    return _held(head.run.processes())
+
+
+def _connections(head: Head) -> list[object]:
+    ours = psutil.Process(head.run.process.pid).net_connections("tcp")
+    return [each for each in ours if each.laddr.port == head.port and each.status != psutil.CONN_LISTEN]
+
+
+def _held(processes: Sequence[psutil.Process]) -> Held:
+    return Held(
+        descriptors=sum(process.num_fds() for process in processes),
+        threads=sum(process.num_threads() for process in processes),
+        private_bytes=sum(process.memory_full_info().uss for process in processes),
+    )
