@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from halda import DeviceProfile, Solution, solve
+from halda import DeviceProfile, ModelProfile, Solution, solve
 from primad.errors import ModelError
 from primad.head import planner as planner_module
 from primad.head.learning import Learning
@@ -34,6 +34,18 @@ async def solve_here(asked: SolverRequest, *, background: bool = False) -> Solut
     )
 
 
+class Served:
+    """The model, of whose experts nothing is known."""
+
+    header = None
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+
+    async def planned(self) -> ModelProfile:
+        return self.profile
+
+
 class House:
     """A head with so much RAM, and a laptop that computes as much."""
 
@@ -44,7 +56,7 @@ class House:
         options = SimpleNamespace(**{"objective": "balanced", "use_all": False, "batching": "auto"} | wished)
         toy = model(context_tokens=4096)
         work = default_workload(4096, 512, "f16", sequences=options.sequences or 1)
-        service = SimpleNamespace(model=SimpleNamespace(profile=toy, header=None), workload=work, options=options)
+        service = SimpleNamespace(model=Served(toy), workload=work, options=options)
         book = SimpleNamespace(between=lambda names: [link("desk", "lap"), link("lap", "desk")])
         monkeypatch.setattr(planner_module, "cuttable", lambda header: None)
         own, devices = SimpleNamespace(profile=self._own), SimpleNamespace(present=self._present, book=book)
