@@ -329,6 +329,7 @@ def _slower_speeds(speeds: tuple[TypeSpeed, ...], factors: DeviceFactors) -> tup
                 replace(each, bytes_per_s=each.bytes_per_s / (factor if each.rows <= _FEW_ROWS else factors.prompts))
                 for each in speed.rows
             ),
+            plain=None if speed.plain is None else _slower_speeds((speed.plain,), factors)[0],
         )
         for speed in speeds
     )

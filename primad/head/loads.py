@@ -5,20 +5,25 @@ from __future__ import annotations
 import msgspec
 
 from primad.gguf.windows import WindowSpec, token_embedding
-from primad.head.extra_buffers import choose_extra_buffers
 from primad.head.ring_inputs import RingInputs
 from primad.head.ways import Ways
 from primad.layers.fetch import hash_in_thread
 from primad.network.messages import Load
+from primad.planning.extra_buffers import as_planned, choose_extra_buffers
 
 
 async def loads_of(inputs: RingInputs, ways: Ways) -> dict[str, Load]:
     """What the head and each worker loads, by name. Raises ``ParticipationError`` for a worker to which there is no way."""
     specs = await _specs(inputs)
     head = inputs.promise.plan.head
+    question = inputs.promise.question
+    planned = () if question is None else question.devices
     profiles = {head: inputs.profile} | {name: worker.profile for name, worker in inputs.devices.workers.items()}
     extra = choose_extra_buffers(
-        inputs.promise, profiles, inputs.service.model.profile, inputs.service.options.extra_buffers
+        inputs.promise.assignments,
+        {name: as_planned(profile, planned) for name, profile in profiles.items()},
+        inputs.service.model.profile,
+        inputs.service.options.extra_buffers,
     )
     loads = {head: _load(inputs, head, specs[head], extra[head])}
     for name, worker in inputs.devices.workers.items():

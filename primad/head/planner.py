@@ -23,6 +23,7 @@ from primad.head.solver_process import SolverRequest, solve_apart
 from primad.head.worker_link import WorkerLink
 from primad.planning.batching import batches_of
 from primad.planning.context import attends_plainly
+from primad.planning.extra_buffers import as_planned, without_copies
 from primad.planning.fitting import fitted
 from primad.system.tasks import Tasks
 
@@ -87,6 +88,8 @@ class Planner:
         if before is None or len(workers) + 1 < len(promise.plan.devices):
             return None
         devices, links = self._known([own, *(worker.profile for worker in workers)])
+        if promise.question is not None:
+            devices = [as_planned(device, promise.question.devices) for device in devices]
         workload = replace(self._workload(promise), sequences=promise.sequences, flash=promise.flash)
         known = instance(devices, links, await self._service.model.planned(), workload, {}, head=own.device)
         prediction = evaluate(promise.plan, known.with_rows(before.chunk_rows))
@@ -155,14 +158,24 @@ class Planner:
             time_limit_s=SOLVE_S,
         )
         try:
-            solution = await solve_apart(asked, background=background)
+            solution, settled = await self._settled(asked, background=background)
         except Infeasible:
             if options.context_tokens is not None or asked.workload == self._service.workload:
                 raise
             asked = structs.replace(asked, workload=self._service.workload)
+            solution, settled = await self._settled(asked, background=background)
+            return self._promise(solution, settled, served, widens=True)
+        return self._promise(solution, settled, served, widens=options.context_tokens is None and served is None)
+
+    async def _settled(self, asked: SolverRequest, *, background: bool) -> tuple[Solution, SolverRequest]:
+        """The plan, made for devices with the extra buffers that they will have, and what was asked for it."""
+        while True:
             solution = await solve_apart(asked, background=background)
-            return self._promise(solution, asked, served, widens=True)
-        return self._promise(solution, asked, served, widens=options.context_tokens is None and served is None)
+            wish = self._service.options.extra_buffers
+            devices = without_copies(solution.plan, asked.devices, asked.model, wish)
+            if devices is None:
+                return solution, asked
+            asked = structs.replace(asked, devices=devices)
 
     def _promise(self, solution: Solution, asked: SolverRequest, served: Promise | None, *, widens: bool) -> PlanResult:
         """The promise of ``solution`` and its objective."""

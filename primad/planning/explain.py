@@ -30,6 +30,7 @@ from primad.planning.describe import (
     ring_part,
     workload_part,
 )
+from primad.planning.extra_buffers import without_copies
 from primad.planning.fitting import fitted
 from primad.planning.question import Question
 from primad.planning.schema import SCHEMA, AloneJson, Explanation, LeftOutJson, WhatIf
@@ -83,7 +84,7 @@ def _plans(question: Question) -> tuple[DescribedPlan, DescribedPlan]:
     Raises ``Infeasible``.
     """
     heads = [device.device for device in question.devices] if question.head is None else [question.head]
-    halda = _answer(question, _solve(question, question.devices, heads, question.time_limit_s))
+    halda = _answer(*_solve(question, question.devices, heads, question.time_limit_s))
     return halda, _paper(question, halda.plan.head) if question.solver == "paper" else halda
 
 
@@ -93,20 +94,29 @@ def _solve(
     heads: Sequence[str],
     time_limit_s: float,
     require: frozenset[str] = frozenset(),
-) -> Solution:
-    """The best plan for ``devices`` with the best of ``heads``. Raises ``Infeasible``."""
-    return solve(
-        devices,
-        question.all_links,
-        question.model,
-        question.workload,
-        objective=question.objective,
-        heads=heads,
-        limits=question.limits,
-        require=require,
-        chunks=CHUNKS,
-        time_limit_s=time_limit_s,
-    )
+) -> tuple[Question, Solution]:
+    """The best plan for ``devices`` with the best of ``heads``, and the question with devices as they are in it.
+
+    Raises ``Infeasible``.
+    """
+    while True:
+        solution = solve(
+            devices,
+            question.all_links,
+            question.model,
+            question.workload,
+            objective=question.objective,
+            heads=heads,
+            limits=question.limits,
+            require=require,
+            chunks=CHUNKS,
+            time_limit_s=time_limit_s,
+        )
+        others = without_copies(solution.plan, devices, question.model, "auto")
+        if others is None:
+            return question, solution
+        devices, found = others, {device.device: device for device in others}
+        question = replace(question, devices=tuple(found.get(each.device, each) for each in question.devices))
 
 
 def _answer(question: Question, solution: Solution) -> DescribedPlan:
@@ -178,7 +188,7 @@ def _with_device(question: Question, chosen: DescribedPlan, solution: Solution, 
     """What it would cost to have ``name`` take part, with the same head."""
     time_limit_s = min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s)
     try:
-        forced = _solve(question, question.devices, [chosen.plan.head], time_limit_s, frozenset({name}))
+        _, forced = _solve(question, question.devices, [chosen.plan.head], time_limit_s, frozenset({name}))
     except Infeasible as exc:
         return LeftOutJson(name=name, reason=f"cannot take part: {exc}", slower_ms=None, objective_ms=None)
     slower_s = forced.prediction.tpot_s - chosen.prediction.tpot_s
@@ -204,10 +214,10 @@ def _alone(question: Question) -> list[AloneJson]:
     parts = []
     for device in question.devices:
         try:
-            answer = _solve(question, [device], [device.device], question.time_limit_s / len(question.devices))
+            asked, answer = _solve(question, [device], [device.device], question.time_limit_s / len(question.devices))
         except Infeasible as exc:
             parts.append((float("inf"), AloneJson(name=device.device, predicted=None, reason=str(exc))))
         else:
-            found = predicted_part(_answer(question, answer))
+            found = predicted_part(_answer(asked, answer))
             parts.append((answer.objective_s, AloneJson(name=device.device, predicted=found, reason=None)))
     return [part for _, part in sorted(parts, key=lambda pair: pair[0])]

@@ -7,6 +7,7 @@ are little else, attention with and without tokens in the KV cache.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Final
@@ -84,9 +85,27 @@ def measure_attention(bench: Bench, main: TypeSpeed) -> tuple[float, float]:
 
 
 def measure_exact(bench: Bench, speeds: Sequence[TypeSpeed]) -> tuple[TypeRows, ...]:
-    """What is bit for bit the same in steps of other rows, by type; with extra buffers where ``speeds`` have them."""
-    extra = {speed.type: speed.extra_buffers for speed in speeds}
-    return tuple(bench.exact_rows(kind, extra=extra.get(kind, False)) for kind in TYPES)
+    """What is bit for bit the same in steps of other rows, by type; both with and without extra buffers where they are used.
+
+    Windows that stream do without.
+    """
+    extra = {speed.type for speed in speeds if speed.extra_buffers}
+    return tuple(
+        _both(bench.exact_rows(kind, extra=False), bench.exact_rows(kind, extra=True))
+        if kind in extra
+        else bench.exact_rows(kind, extra=False)
+        for kind in TYPES
+    )
+
+
+def _both(one: TypeRows, other: TypeRows) -> TypeRows:
+    """What holds of both."""
+    return TypeRows(
+        type=one.type,
+        rows=min(one.rows, other.rows),
+        piece_rows=math.lcm(one.piece_rows, other.piece_rows),
+        replay_rows=min(one.replay_rows, other.replay_rows),
+    )
 
 
 def _of_layer_s(bench: Bench, shape: LayerShape, main: TypeSpeed, step_s: float, layer_s: float) -> float | None:

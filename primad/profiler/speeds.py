@@ -231,19 +231,24 @@ def measure_step(bench: Bench) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """What was timed of one type: big layers as they are best computed, and middle-sized ones if they were computed."""
+    """What was timed of one type: big layers as they are best computed, and middle-sized ones if they were computed.
+
+    ``plain`` are big layers without extra buffers, where those are best.
+    """
 
     kind: str
     big: TrialTimes
     extra: bool
+    plain: TrialTimes | None
     middle: TrialTimes | None
 
 
 def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -> tuple[float, tuple[TypeSpeed, ...]]:
     """The fixed seconds of a layer, and the speed of every type that llama.cpp computes here and for which time is left.
 
-    Each type has extra buffers where they are worth it, which takes more than a quick effort to find out. The first one is
-    measured in any case. Raises ``EngineError`` when none is computed, ``OSError`` when the files cannot be written.
+    Each type has extra buffers where they are worth it, which takes more than a quick effort to find out; then its speed
+    without them comes besides. The first one is measured in any case. Raises ``EngineError`` when none is
+    computed, ``OSError`` when the files cannot be written.
     """
     trials = _again(bench, _first_trials(bench, advance))
     lines = [
@@ -251,7 +256,12 @@ def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -
     ]
     layer_s = max(_LEAST_S, statistics.median(lines)) if lines else _LEAST_S
     speeds = [speed(bench, trial.kind, trial.big, step_s, layer_s, extra_buffers=trial.extra) for trial in trials]
-    return layer_s, tuple(with_rows_of(speeds[0], each) for each in speeds)
+    plain = {
+        trial.kind: speed(bench, trial.kind, trial.plain, step_s, layer_s, extra_buffers=False)
+        for trial in trials
+        if trial.plain is not None
+    }
+    return layer_s, tuple(replace(with_rows_of(speeds[0], each), plain=plain.get(each.type)) for each in speeds)
 
 
 def _first_trials(bench: Bench, advance: Callable[[str], None]) -> list[_Trial]:
@@ -276,7 +286,13 @@ def _first_trials(bench: Bench, advance: Callable[[str], None]) -> list[_Trial]:
         middle = bench.time_decode(MIDDLE, kind, (extra,), _OF_ROW * share_s)[0]
         took_s = left_s - bench.budget.left_s
         trials.append(
-            _Trial(kind=kind, big=chosen, extra=extra, middle=middle if isinstance(middle, TrialTimes) else None)
+            _Trial(
+                kind=kind,
+                big=chosen,
+                extra=extra,
+                plain=plain if extra and isinstance(plain, TrialTimes) else None,
+                middle=middle if isinstance(middle, TrialTimes) else None,
+            )
         )
     if not trials:
         raise EngineError(

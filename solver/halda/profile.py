@@ -7,7 +7,7 @@ as stored, so ``bytes / rate`` is a time whatever the type.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 BATCH_ROWS: Final = 8
@@ -54,6 +54,7 @@ class TypeSpeed:
     ``prefill_flop_per_s``: 2 FLOP a weight and row, with ``PREFILL_ROWS`` rows. ``extra_buffers``: whether these figures
     hold with llama.cpp's repacked or AMX copies. The spreads are (largest - smallest) / median of the runs, 0 where
     nothing was measured. ``rows`` are more counts of rows; without them costs lie on straight lines between the three.
+    ``plain`` is the speed without extra buffers, where these figures are with them.
     """
 
     type: str
@@ -64,6 +65,7 @@ class TypeSpeed:
     decode_spread: float
     prefill_spread: float
     rows: tuple[RowSpeed, ...] = ()
+    plain: TypeSpeed | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,7 @@ class CpuProfile:
     of use only where devices share a machine. ``widths`` corrects the rates for layers of other sizes. ``row_s`` is what
     each row of a matrix costs besides its bytes, of which rates hold for rows of ``RATE_WIDTH`` values; ``attention_s`` what
     a token in the KV cache costs for each channel of the queries of one row, ``plain_attention_s`` the same without flash
-    attention. ``exact_rows`` are of the types that were compared.
+    attention. ``exact_rows`` are of the types that were compared, with extra buffers and without.
     """
 
     name: str
@@ -109,6 +111,10 @@ class CpuProfile:
     attention_s: float = 0.0
     plain_attention_s: float = 0.0
     exact_rows: tuple[TypeRows, ...] = ()
+
+    def without_extra_buffers(self) -> CpuProfile:
+        """The processor where weights are computed as they lie in their files, as those that stream are."""
+        return replace(self, speeds=tuple(speed.plain or speed for speed in self.speeds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +171,10 @@ class DeviceProfile:
     disk: DiskProfile
     gpu: GpuProfile | None
     wireless: bool = False
+
+    def without_extra_buffers(self) -> DeviceProfile:
+        """The device whose processor does without them."""
+        return replace(self, cpu=self.cpu.without_extra_buffers())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

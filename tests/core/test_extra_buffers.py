@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from halda import DeviceProfile, LayerProfile, ModelProfile, Plan, arrange
+from halda import DeviceProfile, LayerProfile, ModelProfile, Plan, arrange, assignments
 from halda.plan import Streaming
-from primad.head.extra_buffers import MEMORY_SHARE, choose_extra_buffers
-from primad.head.promise import Promise
+from primad.planning.extra_buffers import MEMORY_SHARE, as_planned, choose_extra_buffers, without_copies
 from tests.fakes.planning import GB, device, model
 
 MODEL = model(layers=20, layer_bytes=GB // 10)
@@ -33,7 +32,7 @@ def chosen(
 ) -> dict[str, bool]:
     """Whether all windows of a device have extra buffers; all or none do."""
     found = choose_extra_buffers(
-        Promise.of(plan, model, None, context_tokens=64), {profile.device: profile for profile in profiles}, model, wish
+        assignments(plan, model), {profile.device: profile for profile in profiles}, model, wish
     )
     assert {name: len(extra) for name, extra in found.items()} == {
         name: len(plan.windows_of(name)) for name in plan.devices
@@ -92,3 +91,37 @@ def test_of_a_window_that_streams_there_are_no_copies(wish):
     streaming = Streaming(device="lap", streamed_bytes=1, ahead_bytes=1)
     devices = [profiled("desk", "Q4_K"), profiled("lap", "Q4_K")]
     assert chosen(devices, wish=wish, plan=replace(PLAN, streaming=(streaming,))) == {"desk": True, "lap": False}
+
+
+def with_plain(profile: DeviceProfile) -> DeviceProfile:
+    """``profile``, which is half as fast without extra buffers."""
+    speeds = tuple(
+        replace(
+            speed,
+            plain=replace(speed, decode_bytes_per_s=speed.decode_bytes_per_s / 2, extra_buffers=False)
+            if speed.extra_buffers
+            else None,
+        )
+        for speed in profile.cpu.speeds
+    )
+    return replace(profile, cpu=replace(profile.cpu, speeds=speeds))
+
+
+def test_a_device_that_will_have_no_copies_is_planned_for_as_it_is_without():
+    devices = [with_plain(profiled("desk", "Q4_K")), with_plain(profiled("lap", "Q4_K"))]
+    assert without_copies(PLAN, devices, MODEL, "auto") is None
+    streams = replace(PLAN, streaming=(Streaming(device="lap", streamed_bytes=1, ahead_bytes=1),))
+    found = without_copies(streams, devices, MODEL, "auto")
+    assert found == [devices[0], devices[1].without_extra_buffers()]
+    before, after = devices[1].cpu.speeds[0], found[1].cpu.speeds[0]
+    assert after.decode_bytes_per_s == before.decode_bytes_per_s / 2
+    assert not after.extra_buffers
+    assert without_copies(streams, found, MODEL, "auto") is None, "the plan was made for them as they are"
+    assert without_copies(PLAN, devices, MODEL, "off") == [device.without_extra_buffers() for device in devices]
+
+
+def test_what_was_planned_without_copies_is_computed_without_whatever_fits_by_then():
+    devices = [with_plain(profiled("desk", "Q4_K")), with_plain(profiled("lap", "Q4_K"))]
+    planned = [devices[0], devices[1].without_extra_buffers()]
+    assert chosen([as_planned(device, planned) for device in devices]) == {"desk": True, "lap": False}
+    assert [as_planned(device, ()) for device in devices] == devices

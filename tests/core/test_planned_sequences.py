@@ -53,7 +53,9 @@ class House:
         monkeypatch.setattr(planner_module, "solve_apart", solve_here)
         self._profiles = [device("desk", ram=int(ram)), device("lap", ram=int(lap))]
         wished = {"sequences": None, "context_tokens": None, "windows": None, "rounds": None} | wishes
-        options = SimpleNamespace(**{"objective": "balanced", "use_all": False, "batching": "auto"} | wished)
+        options = SimpleNamespace(
+            **{"objective": "balanced", "use_all": False, "batching": "auto", "extra_buffers": "auto"} | wished
+        )
         toy = model(context_tokens=4096)
         work = default_workload(4096, 512, "f16", sequences=options.sequences or 1)
         service = SimpleNamespace(model=Served(toy), workload=work, options=options)

@@ -20,8 +20,8 @@ from primad.engine.protocol import GREEDY, EngineOptions, KvType, Sampling, Wind
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
-from primad.head.extra_buffers import is_faster
 from primad.layers.cache import LayerCache
+from primad.planning.extra_buffers import is_faster
 from primad.profiler.effort import TYPES
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching

@@ -3,35 +3,37 @@
 On some builds they crash (LLAMA issue 20824: GCC before 12.4 on a CPU with AMX), on some machines they make decode faster
 and prefill slower, for some types they change nothing. A device's profile was measured with its build of llama.cpp, in
 processes where a crash is an answer; it says for each type whether a typical exchange is faster with them.
+
+Windows that stream have none, so that a plan that was made for their speed may not come true. Then it is made again with
+such devices as they are without (``without_copies``), until every device of the plan is as it was planned for.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from halda import CpuProfile, DeviceProfile, ModelProfile, WindowAssignment
-from primad.head.promise import Promise
+from halda import Assignment, CpuProfile, DeviceProfile, ModelProfile, Plan, WindowAssignment, assignments
 
 MEMORY_SHARE: Final = 0.4
 """Extra buffers copy weights: only where the copies on a machine take at most this share of what plans may use there."""
 
 
 def choose_extra_buffers(
-    promise: Promise, profiles: Mapping[str, DeviceProfile], model: ModelProfile, wish: str
+    assigned: Mapping[str, Assignment], profiles: Mapping[str, DeviceProfile], model: ModelProfile, wish: str
 ) -> dict[str, list[bool]]:
-    """For each window of each device of the plan whether it uses extra buffers; ``wish`` is auto, on or off.
+    """For each window that a device was ``assigned`` whether it uses extra buffers; ``wish`` is auto, on or off.
 
     ``profiles`` are those of the devices, as of now and within their owners' limits. A window that streams has no copies.
     """
     if wish != "auto":
         return {
             name: [wish == "on" and not window.streamed_bytes for window in assignment.windows]
-            for name, assignment in promise.assignments.items()
+            for name, assignment in assigned.items()
         }
     chosen, copied_bytes = {}, Counter[str]()
-    for name, assignment in promise.assignments.items():
+    for name, assignment in assigned.items():
         profile = profiles[name]
         chosen[name] = [
             not window.streamed_bytes and is_faster(window, model, profile.cpu) for window in assignment.windows
@@ -42,6 +44,27 @@ def choose_extra_buffers(
         if copied_bytes[profile.host] > MEMORY_SHARE * profile.ram_available_bytes:
             chosen[name] = [False] * len(chosen[name])
     return chosen
+
+
+def without_copies(
+    plan: Plan, devices: Sequence[DeviceProfile], model: ModelProfile, wish: str
+) -> list[DeviceProfile] | None:
+    """``devices``, of which those whose windows in ``plan`` have no extra buffers are as they are without.
+
+    None where ``plan`` was made for them as they are.
+    """
+    profiles = {device.device: device for device in devices if device.device in plan.devices}
+    chosen = choose_extra_buffers(assignments(plan, model), profiles, model, wish)
+    found = [device if any(chosen.get(device.device, [True])) else device.without_extra_buffers() for device in devices]
+    return None if found == list(devices) else found
+
+
+def as_planned(device: DeviceProfile, planned: Sequence[DeviceProfile]) -> DeviceProfile:
+    """``device`` as it is now, without extra buffers where it was ``planned`` so."""
+    for other in planned:
+        if other.device == device.device and not any(speed.extra_buffers for speed in other.cpu.speeds):
+            return device.without_extra_buffers()
+    return device
 
 
 def is_faster(window: WindowAssignment, model: ModelProfile, cpu: CpuProfile) -> bool:
