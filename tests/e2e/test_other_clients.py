@@ -91,6 +91,8 @@ def test_the_next_turn_of_a_chat_computes_what_is_new_and_says_the_same(head):
 
 
 class Ship(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")  # else the model may add fields without end
+
     name: Annotated[str, pydantic.Field(max_length=12)]
     masts: Literal[1, 2, 3]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import sys
 from itertools import count
@@ -48,7 +49,12 @@ def config(tmp_path, monkeypatch) -> Config:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "primad.profiler.process" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
+            if "primad.profiler.process" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 async def until_a_child_runs() -> None:
