@@ -301,7 +301,7 @@ def _slower(cpu: CpuProfile, factors: DeviceFactors) -> CpuProfile:
         row_s=cpu.row_s * factor,
         attention_s=cpu.attention_s * factor,
         plain_attention_s=cpu.plain_attention_s * factor,
-        speeds=_slower_speeds(cpu.speeds, factors),
+        speeds=tuple(_slower_speed(speed, factors) for speed in cpu.speeds),
     )
 
 
@@ -312,26 +312,25 @@ def _slower_gpu(gpu: GpuProfile, factors: DeviceFactors) -> GpuProfile:
         step_s=gpu.step_s * factor,
         layer_s=gpu.layer_s * factor,
         vram_read_bytes_per_s=gpu.vram_read_bytes_per_s / factor,
-        speeds=_slower_speeds(gpu.speeds, factors),
+        speeds=tuple(_slower_speed(speed, factors) for speed in gpu.speeds),
     )
 
 
-def _slower_speeds(speeds: tuple[TypeSpeed, ...], factors: DeviceFactors) -> tuple[TypeSpeed, ...]:
+def _slower_speed(speed: TypeSpeed, factors: DeviceFactors) -> TypeSpeed:
     """A device that takes longer for one row takes longer for a few; of many rows prompts tell."""
-    factor = factors.compute
-    return tuple(
-        replace(
-            speed,
-            decode_bytes_per_s=speed.decode_bytes_per_s / factor,
-            batch_bytes_per_s=speed.batch_bytes_per_s / factor,
-            prefill_flop_per_s=speed.prefill_flop_per_s / factors.prompts,
-            rows=tuple(
-                replace(each, bytes_per_s=each.bytes_per_s / (factor if each.rows <= _FEW_ROWS else factors.prompts))
-                for each in speed.rows
-            ),
-            plain=None if speed.plain is None else _slower_speeds((speed.plain,), factors)[0],
-        )
-        for speed in speeds
+    return replace(
+        speed,
+        decode_bytes_per_s=speed.decode_bytes_per_s / factors.compute,
+        batch_bytes_per_s=speed.batch_bytes_per_s / factors.compute,
+        prefill_flop_per_s=speed.prefill_flop_per_s / factors.prompts,
+        rows=tuple(
+            replace(
+                each,
+                bytes_per_s=each.bytes_per_s / (factors.compute if each.rows <= _FEW_ROWS else factors.prompts),
+            )
+            for each in speed.rows
+        ),
+        plain=None if speed.plain is None else _slower_speed(speed.plain, factors),
     )
 
 

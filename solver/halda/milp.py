@@ -822,7 +822,7 @@ class _Time:
         picked = self._picked(m, phase, streamed)
         if len(picked) == 1:
             return picked[0] * self._unit_ms(m)
-        name = f"read_ms_{m}_{phase.rows}"
+        name = f"read_ms_{m}_{phase.rows}_{phase.spare_bytes}"
         if name not in self._reads:
             self._reads[name] = positive(self._problem, name)
             for i, size in enumerate(picked):
