@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, Final
 
-from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, RowSpeed, TypeSpeed, WidthCost
+from halda import CacheCost, CpuProfile, DeviceProfile, DiskProfile, GpuProfile, RowSpeed, TypeSpeed, WidthCost
 from halda.quantisation import BYTES_PER_WEIGHT, bytes_per_weight
 from primad.errors import printable
 from primad.settings.config import NAME
@@ -39,6 +39,7 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
     },
     RowSpeed: {"rows": (2, 511), "bytes_per_s": _RATE},
     WidthCost: {"weights": (1, 1e12), "ratio": (0.1, 10), "many_ratio": (0.1, 10)},
+    CacheCost: {"bytes": (1, 1e12), "ratio": (0.02, 1)},
     GpuProfile: {
         "vram_total_bytes": (1e6, 1e14),
         "vram_available_bytes": (0, 1e14),
@@ -122,6 +123,8 @@ def check_cpu(cpu: CpuProfile, ram_read_bytes_per_s: float) -> None:
     _check_bounds(cpu, "cpu.")
     for number, width in enumerate(cpu.widths):
         _check_bounds(width, f"cpu.widths[{number}].")
+    for number, cache in enumerate(cpu.caches):
+        _check_bounds(cache, f"cpu.caches[{number}].")
     _check_speeds(cpu.speeds, "cpu.speeds", ram_read_bytes_per_s, "ram_read_bytes_per_s")
 
 

@@ -20,7 +20,7 @@ from primad.errors import EngineError
 from primad.profiler.beside import VOCABULARIES, head_costs, measure_wake
 from primad.profiler.effort import Budget, Effort
 from primad.profiler.gpus import gpu_now
-from primad.profiler.shapes import measure_attention, measure_exact, measure_rows, measure_widths
+from primad.profiler.shapes import measure_attention, measure_caches, measure_exact, measure_rows, measure_widths
 from primad.profiler.speeds import (
     MAIN,
     Bench,
@@ -61,7 +61,7 @@ _OF_PATIENCE: Final = 0.15
 """Share of all time in which trials are repeated that something disturbed."""
 _OF_BESIDE: Final = 0.025
 """Share of all time for a head's work besides computing, and for what it costs that another process computed before."""
-_OF_SHAPES: Final = 0.2
+_OF_SHAPES: Final = 0.4
 """Share of the time of types that layers of other shapes get."""
 _ENOUGH: Final = 0.4
 """Share of all time that must be left for them."""
@@ -102,6 +102,7 @@ def measure_cpu(
         reserve = 0.0 if effort.is_quick else _OF_SHAPES * budget.left_s
         types = replace(bench, budget=budget.less(reserve))
         layer_s, speeds = measure_types(types, step_s, advance)
+        caches = measure_caches(bench, speeds[0], step_s, layer_s)
         attention_s, plain_attention_s = measure_attention(bench, speeds[0])
         exact_rows = measure_exact(bench, speeds)
         row_s = measure_rows(bench, speeds[0], step_s, layer_s)
@@ -119,6 +120,7 @@ def measure_cpu(
         attention_s=attention_s,
         plain_attention_s=plain_attention_s,
         exact_rows=exact_rows,
+        caches=caches,
         **beside,
     )
 

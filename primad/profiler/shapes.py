@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from halda import PREFILL_ROWS, RATE_WIDTH, TypeRows, TypeSpeed, WidthCost
+from halda import PREFILL_ROWS, RATE_WIDTH, CacheCost, TypeRows, TypeSpeed, WidthCost
 from primad.profiler.effort import TYPES
 from primad.profiler.speeds import Bench, answered
 from primad.profiler.synthetic import BIG, MIDDLE, NARROW, WIDE, LayerShape
@@ -27,6 +27,10 @@ _OF_SHAPE: Final = 0.02
 """Share of all time in which one window is run; it is written and loaded besides."""
 _ENOUGH: Final = 0.06
 """Share of all time that must be left for each."""
+MODEL_BYTES: Final = (64 << 20, 112 << 20)
+"""Sizes of models of which caches may hold some."""
+_LEAST_RATIO: Final = 0.1
+"""Of what a byte takes that no cache holds."""
 _RATIO: Final = (0.8, 1.25)
 """Bounds of what a wide layer may take beside the rates; only a disturbed trial says otherwise."""
 _MANY_RATIO: Final = (1.0, 2.0)
@@ -66,6 +70,20 @@ def measure_rows(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -
         return 0.0
     more_s = of_layer_s - NARROW.weight_bytes(main.type) / main.decode_bytes_per_s
     return max(0.0, more_s) / NARROW.short_rows / (1 - NARROW.width / RATE_WIDTH)
+
+
+def measure_caches(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> tuple[CacheCost, ...]:
+    """What a byte takes in models so small that caches hold some of them; empty for lack of time."""
+    if not _has_time(bench):
+        return ()
+    seconds, layer_bytes = _OF_SHAPE * bench.effort.seconds, MIDDLE.weight_bytes(main.type)
+
+    def cost_of(layers: int) -> CacheCost:
+        taken_s = statistics.median(answered(bench.time_again(MIDDLE, main, layers, seconds)).decode_s)
+        ratio = ((taken_s - step_s) / layers - layer_s) * main.decode_bytes_per_s / layer_bytes
+        return CacheCost(bytes=layers * layer_bytes, ratio=min(1.0, max(_LEAST_RATIO, ratio)))
+
+    return tuple(cost_of(size // layer_bytes) for size in MODEL_BYTES)
 
 
 def measure_attention(bench: Bench, main: TypeSpeed) -> tuple[float, float]:

@@ -117,6 +117,11 @@ class Bench:
         """
         return self._time(shape, kind, self.layers_to_read(shape, kind), extra, seconds, sweep_bytes=0, many_rows=False)
 
+    def time_again(self, shape: LayerShape, main: TypeSpeed, layers: int, seconds: float) -> TrialTimes | str:
+        """Time one row through ``layers`` layers, again and again: caches keep of them what they can."""
+        extra = (main.extra_buffers,)
+        return self._time(shape, main.type, layers, extra, seconds, sweep_bytes=0, many_rows=False)[0]
+
     def time_small(self, layers: int, seconds: float) -> TrialTimes | str:
         """Time one row through ``layers`` tiny layers, the caches swept before each step."""
         return self._time(SMALL, MAIN, layers, (False,), seconds, sweep_bytes=self.sweep_bytes, many_rows=False)[0]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
@@ -21,6 +22,7 @@ from halda.profile import (
     BATCH_ROWS,
     PREFILL_ROWS,
     RATE_WIDTH,
+    CacheCost,
     CacheType,
     CpuProfile,
     GpuProfile,
@@ -31,7 +33,7 @@ from halda.profile import (
     WidthCost,
     Workload,
 )
-from halda.quantisation import bytes_per_weight
+from halda.quantisation import bytes_per_weight, family
 
 HIDDEN_VALUE_BYTES: Final = 4
 """Hidden states travel as float32."""
@@ -74,9 +76,13 @@ KV_VALUE_BYTES: Final[Mapping[CacheType, Fraction]] = {
 
 
 def speed_of(speeds: Sequence[TypeSpeed], kind: str) -> TypeSpeed:
-    """The speed of type ``kind``; of the measured type of nearest size where ``kind`` was not measured."""
-    size = bytes_per_weight(kind)
-    return min(speeds, key=lambda speed: (speed.type != kind, abs(math.log(bytes_per_weight(speed.type) / size))))
+    """The speed of type ``kind``; where it was not measured, that of the nearest size, in its own family if there is one."""
+    size, its = bytes_per_weight(kind), family(kind)
+
+    def distance(speed: TypeSpeed) -> tuple[bool, bool, float]:
+        return speed.type != kind, family(speed.type) != its, abs(math.log(bytes_per_weight(speed.type) / size))
+
+    return min(speeds, key=distance)
 
 
 def seconds_per_byte(speed: TypeSpeed, rows: float, ratio: float = 1.0, many_ratio: float = 1.0) -> float:
@@ -113,6 +119,38 @@ def width_ratio(widths: Sequence[WidthCost], weights: float) -> tuple[float, flo
             )
         before = after
     return before.ratio, before.many_ratio
+
+
+def cached(cpu: CpuProfile, model: ModelProfile) -> CpuProfile:
+    """``cpu`` as one row of ``model`` finds it: quicker where its caches hold some of what a token reads.
+
+    A machine may have all of the model to compute or a part of it, which is known only with the plan; all is counted. Even
+    between the sizes that were measured, the rates hold beyond them.
+    """
+    ratio = _cache_ratio(cpu.caches, read_bytes(model))
+    if ratio == 1:
+        return cpu
+    speeds = (replace(each, decode_bytes_per_s=each.decode_bytes_per_s / ratio) for each in cpu.speeds)
+    return replace(cpu, speeds=tuple(speeds))
+
+
+def _cache_ratio(caches: Sequence[CacheCost], size_bytes: float) -> float:
+    before: CacheCost | None = None
+    for after in sorted(caches, key=lambda each: each.bytes):
+        if size_bytes <= after.bytes:
+            if before is None:
+                return after.ratio
+            share = (size_bytes - before.bytes) / (after.bytes - before.bytes)
+            return before.ratio + share * (after.ratio - before.ratio)
+        before = after
+    return 1.0
+
+
+def read_bytes(model: ModelProfile) -> float:
+    """Bytes of weights that a token reads."""
+    used = model.experts_used / model.experts if model.experts else 0.0
+    layers = sum(layer.size_bytes - (1 - used) * layer.expert_bytes for layer in model.layers)
+    return layers + model.output_bytes
 
 
 def weights_s(

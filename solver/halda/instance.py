@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Final
 
 from halda import cost, streaming
-from halda.profile import DeviceProfile, LayerProfile, Limits, LinkProfile, ModelProfile, Workload
+from halda.profile import CpuProfile, DeviceProfile, LayerProfile, Limits, LinkProfile, ModelProfile, Workload
 
 DEFAULT_ROUND_TRIP_S: Final = 0.002
 DEFAULT_LINK_BYTES_PER_S: Final = 100e6
@@ -284,13 +284,15 @@ class Instance:
         limits = self.limits.get(device.device, NO_LIMITS)
         gpu = device.gpu
         _, chunk = cost.prefill_chunks(work)
+        rows = self.decode_rows
+        cpu = cost.cached(device.cpu, model)
 
-        def phase(rows: float, kv: float, spare_bytes: int) -> Phase:
+        def phase(cpu: CpuProfile, rows: float, kv: float, spare_bytes: int) -> Phase:
             return Phase(
                 rows=rows,
                 cpu=tuple(
                     cost.layer_s(
-                        device.cpu, device.ram_read_bytes_per_s, kind, model, rows, kv, work.kv_type, flash=work.flash
+                        cpu, device.ram_read_bytes_per_s, kind, model, rows, kv, work.kv_type, flash=work.flash
                     )
                     for kind in self.kinds
                 ),
@@ -304,16 +306,15 @@ class Instance:
                 read_lines=streaming.read_lines(model, rows),
             )
 
-        rows = self.decode_rows
-        decode = phase(rows, cost.decode_kv_tokens(work), self.buffer_bytes)
+        decode = phase(cpu, rows, cost.decode_kv_tokens(work), self.buffer_bytes)
         return Member(
             profile=device,
             decode=decode,
-            prefill=phase(chunk, work.prompt_tokens / 2, 0),
+            prefill=phase(device.cpu, chunk, work.prompt_tokens / 2, 0),
             ram_limit=_least(device.ram_available_bytes, limits.ram_bytes),
             vram_limit=_least(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
             disk_limit=_least(device.disk.free_bytes, limits.disk_bytes),
-            cpu_output_s=cost.output_s(device.cpu, device.cpu, model, rows),
+            cpu_output_s=cost.output_s(cpu, cpu, model, rows),
             gpu_output_s=cost.output_s(device.cpu, gpu, model, rows) if gpu is not None else 0.0,
             ahead_steps=streaming.ahead_steps(model, max(decode.cpu), device.disk.prefetch_bytes_per_s),
             is_alone=device.host not in self.shared_hosts,

@@ -47,6 +47,15 @@ class WidthCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheCost:
+    """What one row takes of each byte over what the rates say, where a token reads no more than so many ``bytes``: caches
+    hold some of them from token to token."""
+
+    bytes: int
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TypeSpeed:
     """How fast weights of one quantisation type are computed, as measured on windows of llama.cpp layers.
 
@@ -90,7 +99,8 @@ class CpuProfile:
     ``step_s`` is what a window costs a step besides its layers, ``layer_s`` what a layer costs a step besides its bytes.
     ``token_s`` is what a head does for a token besides computing it (plan the step, draw, tell the daemon), ``value_s`` more
     for each token of the vocabulary. ``wake_s`` is what it costs that the cores computed for another process just before:
-    of use only where devices share a machine. ``widths`` corrects the rates for layers of other sizes. ``row_s`` is what
+    of use only where devices share a machine. ``widths`` corrects the rates for layers of other sizes, ``caches`` for models
+    so small that caches hold some of them. ``row_s`` is what
     each row of a matrix costs besides its bytes, of which rates hold for rows of ``RATE_WIDTH`` values; ``attention_s`` what
     a token in the KV cache costs for each channel of the queries of one row, ``plain_attention_s`` the same without flash
     attention. ``exact_rows`` are of the types that were compared, with extra buffers and without.
@@ -111,6 +121,7 @@ class CpuProfile:
     attention_s: float = 0.0
     plain_attention_s: float = 0.0
     exact_rows: tuple[TypeRows, ...] = ()
+    caches: tuple[CacheCost, ...] = ()
 
     def without_extra_buffers(self) -> CpuProfile:
         """The processor where weights are computed as they lie in their files, as those that stream are."""

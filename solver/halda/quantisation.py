@@ -34,6 +34,15 @@ BYTES_PER_WEIGHT: Final = {
 """Block bytes over block weights."""
 
 
+def family(kind: str) -> str:
+    """The types whose kernels are made alike: blocks of 32 weights, K-quants, those with tables, floats."""
+    if kind.endswith("_K"):
+        return "K"
+    if kind.startswith("IQ"):
+        return "IQ"
+    return "F" if kind.startswith(("F", "BF")) else "blocks"
+
+
 def bytes_per_weight(kind: str) -> float:
     """Bytes of one weight; a type that is not listed (newer than this table) counts as one byte."""
     return BYTES_PER_WEIGHT.get(kind, 1.0)

@@ -25,7 +25,7 @@ from primad.profiler import disk, gpus, measure, processors, speeds
 from primad.profiler.device import is_profiled, profile_device
 from primad.profiler.effort import QUICK, TYPES, Budget, Effort
 from primad.profiler.records import VERSION, home_file, machine_file, read_home, read_machine, write
-from primad.profiler.shapes import CACHED, measure_attention, measure_rows, measure_widths
+from primad.profiler.shapes import CACHED, MODEL_BYTES, measure_attention, measure_caches, measure_rows, measure_widths
 from primad.profiler.speeds import (
     Bench,
     RetryBudget,
@@ -63,6 +63,7 @@ class Machine:
         self.step_s, self.layer_s, self.rate = step_s, layer_s, rate
         self.row_s = self.attention_s = self.plain_attention_s = 0.0
         self.extra_factor: float | None = 1.0
+        self.cache_bytes, self.cached_ratio = 0, 1.0
         self.disturbed = 0
         self.asked: list[TimeWindow] = []
 
@@ -76,6 +77,8 @@ class Machine:
             (shape.weight_bytes(kind) for kind in TYPES), key=lambda b: abs(b * task.window.assignment.layers - size)
         )
         factor = self.extra_factor or 1.0 if task.window.extra_buffers else 1.0
+        if not task.many_rows and weights <= self.cache_bytes:
+            factor *= self.cached_ratio
         step_s = self.step_s + task.window.assignment.layers * self.layer_s + factor * weights / self.rate
         rows = shape.short_rows * task.window.assignment.layers * (shape is NARROW)
         step_s += self.row_s * rows * (1 - shape.width / RATE_WIDTH)
@@ -214,6 +217,16 @@ def test_other_shapes_cost_what_the_times_were_made_of(tmp_path):
     assert {task.cached for task in machine.asked} == {0, CACHED}
 
 
+def test_small_models_cost_what_caches_leave_of_the_time(tmp_path):
+    machine = Machine()
+    place = bench(tmp_path, machine)
+    layer_s, (main, *_) = measure_types(place, machine.step_s, lambda _: None)
+    machine.cache_bytes, machine.cached_ratio = MODEL_BYTES[0], 0.5
+    found = measure_caches(place, main, machine.step_s, layer_s)
+    assert [each.ratio for each in found] == pytest.approx([0.5, 1], rel=0.03)
+    assert [each.bytes for each in found] == pytest.approx(MODEL_BYTES, rel=0.2)
+
+
 def test_who_has_no_time_measures_no_other_shapes(tmp_path):
     machine = Machine()
     for place in (bench(tmp_path, machine, effort=QUICK), bench(tmp_path, machine, budget=Budget(0.0, lambda: 0.0))):
@@ -221,6 +234,7 @@ def test_who_has_no_time_measures_no_other_shapes(tmp_path):
         assert measure_rows(place, main, machine.step_s, 1e-5) == 0
         assert measure_attention(place, main) == (0, 0)
         assert measure_widths(place, main, machine.step_s, 1e-5) == ()
+        assert measure_caches(place, main, machine.step_s, 1e-5) == ()
 
 
 def test_a_crash_with_extra_buffers_leaves_them_out(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halda import RATE_WIDTH, CpuProfile, LayerProfile, RowSpeed, TypeSpeed, WidthCost
-from halda.cost import layer_s, output_s, seconds_per_byte, width_ratio
+from halda import RATE_WIDTH, CacheCost, CpuProfile, LayerProfile, RowSpeed, TypeSpeed, WidthCost
+from halda.cost import cached, layer_s, output_s, read_bytes, seconds_per_byte, speed_of, width_ratio
 from tests.fakes.planning import model
 
 RATES = st.floats(1e8, 1e11)
@@ -76,6 +76,34 @@ def test_layers_of_other_sizes_cost_what_lies_between_those_measured():
     assert many == pytest.approx([1.4, 1.4, 1.2, 1, 1])
     assert width_ratio((), 10**7) == (1, 1)
     assert width_ratio(widths, 0) == (1, 1)
+
+
+def test_small_models_are_quicker_as_far_as_caches_hold_them():
+    cpu = replace(CPU, caches=(CacheCost(bytes=20_000_000, ratio=0.5), CacheCost(bytes=40_000_000, ratio=0.9)))
+
+    def of_layers(count):
+        asked = replace(model(), layers=(LAYER,) * count, output_bytes_by_type={})
+        found = cached(cpu, asked)
+        assert read_bytes(asked) == count * 9_000_000
+        taken = (layer_s(each, 1e10, LAYER, asked, 1, 0, "f16") - CPU.layer_s for each in (found, CPU))
+        few, many = (layer_s(each, 1e10, LAYER, asked, 512, 0, "f16") for each in (found, CPU))
+        assert few == many
+        return next(taken) / next(taken)
+
+    assert [of_layers(count) for count in (1, 2, 3, 5)] == pytest.approx([0.5, 0.5, 0.64, 1])
+
+
+def test_of_experts_a_token_reads_those_that_it_uses():
+    layer = replace(LAYER, expert_bytes_by_type={"Q4_K": 8_000_000})
+    asked = replace(model(), layers=(layer,), output_bytes_by_type={"Q6_K": 100}, experts=8, experts_used=2)
+    assert read_bytes(asked) == 9_000_000 + 2_000_000 + 100
+
+
+def test_a_type_that_was_not_measured_is_as_quick_as_the_nearest_of_its_family():
+    speeds = [replace(SPEED, type=kind) for kind in ("Q4_K", "Q6_K", "Q8_0", "F16", "Q4_0", "Q5_K")]
+    wanted = {"Q4_1": "Q4_0", "Q5_0": "Q4_0", "Q2_K": "Q4_K", "BF16": "F16", "Q6_K": "Q6_K", "IQ4_XS": "Q4_K"}
+    assert {kind: speed_of(speeds, kind).type for kind in wanted} == wanted
+    assert speed_of(speeds[:1], "Q8_0").type == "Q4_K"
 
 
 def test_narrow_layers_cost_more_with_many_rows():
