@@ -112,7 +112,7 @@ async def _ring(
         groups={f"d{i}": limit for i, limit in enumerate(limits)},
         flash=False,
         threads=1,
-        pinned=cpus is None and devices <= (os.cpu_count() or 1),
+        pinned=cpus is None,
         folder=Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-serve-"))),
     )
     ring = await stack.enter_async_context(ring)

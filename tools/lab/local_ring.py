@@ -70,8 +70,8 @@ class LocalRing:
 
     ``plan`` takes the place of ``windows`` and ``rounds``, and may stream.
     ``groups`` limits the memory of the process of a device; then no process finds anything of its files in the page cache
-    when it starts. ``pinned`` gives device i core i alone, where the system can. Extra buffers are used where ``cpu`` says
-    that they are faster; without it they are off.
+    when it starts. ``pinned`` gives each device a core alone, where there are as many. Extra buffers are used where ``cpu``
+    says that they are faster; without it they are off.
 
     ``async with LocalRing(...) as ring`` loads and links it; layer files live in ``folder`` (shared between rings).
     """
@@ -118,7 +118,7 @@ class LocalRing:
         self._cpu = cpu
         self._folder = folder
         self._step_timeout_s = step_timeout_s
-        self._pinned = pinned and sys.platform == "linux"
+        self._pinned = pinned
         self._stack = AsyncExitStack()
         self._ring = random.getrandbits(62)
         self._requests = 0
@@ -215,8 +215,10 @@ class LocalRing:
         )
         if name in self._groups:
             self._groups[name].add(process.pid)
-        if self._pinned:  # before it loads: the threads that compute are begun by its first one
-            os.sched_setaffinity(process.pid, {sorted(os.sched_getaffinity(0))[number]})
+        if self._pinned and sys.platform == "linux":
+            cores = sorted(os.sched_getaffinity(0))
+            if len(self.plan.devices) <= len(cores):  # before it loads: its first thread begins those that compute
+                os.sched_setaffinity(process.pid, {cores[number]})
         self._stack.push_async_callback(process.close)
         self.processes[name] = process
         events: asyncio.Queue[object] = asyncio.Queue()
