@@ -234,7 +234,7 @@ class RingBackend:
         if generation.begun or generation.ended:
             return
         generation.ended = True
-        waited = f"it waited {self._max_wait_s:g} s, as long as this server lets a request wait"
+        waited = f"the request waited {self._max_wait_s:g} s, as long as this server lets a request wait"
         if self._ring is None:
             generation.events.put_nowait(RingError(f"{waited}: {self._detail}"))
         else:
