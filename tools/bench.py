@@ -8,6 +8,7 @@
     tools/bench paper [--json FILE] [--fleets N]
     tools/bench api [--json FILE] [--rounds N] [--model FILE.gguf]
     tools/bench serve [--json FILE] [--rounds N] [--model FILE.gguf ...] [--devices N ...] [--rows N ...] [--streams N ...]
+                      [--cpus SHARE | --beside [--rpc FILE]]
     tools/bench serve --case CASE ... [--json FILE] [--model FILE.gguf ...] [--devices N ...]
 
 ``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
@@ -55,6 +56,7 @@ from tools.lab import LabError  # noqa: E402
 from tools.lab.local_ring import LocalRing, even_windows, types_of  # noqa: E402
 from tools.lab.plain_child import PlainChild  # noqa: E402
 from tools.lab.plain_llama import PROMPT  # noqa: E402
+from tools.lab.served import Served, wanted  # noqa: E402
 from tools.synthetic import borrowed, model_path  # noqa: E402
 from tools.synthetic import write as synthesise  # noqa: E402
 
@@ -346,6 +348,7 @@ def ring(options: argparse.Namespace) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     models = models_in_memory(options)
+    options.devices = options.devices or ([1, 2, 3] if options.beside else [1, 2])
     facts = machine()
     warn_if_busy(facts)
     if options.case:
@@ -358,12 +361,17 @@ def serve(options: argparse.Namespace) -> int:
         bench_together.show(figures)
         write_json(options.json, "serve", facts, figures)
         return 0
-    rows: list[bench_serve.Served] = []
-    for model in models:
-        rows += asyncio.run(
-            bench_serve.bench_streams(model, options.devices, options.rows, options.streams, options.rounds)
-        )
-    write_json(options.json, "serve", facts, bench_serve.show(rows))
+    rows: list[Served] = []
+    try:
+        for model in models:
+            rows += asyncio.run(bench_serve.bench_streams(model, options))
+    except LabError as exc:
+        out.print(f"tools/bench serve: error: {exc}")
+        return 1
+    ratios = wanted(rows)
+    bench_serve.show(rows, bench_serve.title(options))
+    bench_serve.show_wanted(ratios)
+    write_json(options.json, "serve", facts, bench_serve.plain_data(rows, ratios))
     return 0
 
 
@@ -394,6 +402,8 @@ def main() -> int:
     benches.choices["solve"].set_defaults(run=solve)
     benches.choices["paper"].set_defaults(run=paper)
     options = parser.parse_args()
+    if options.bench == "serve" and options.cpus is not None and options.beside:
+        parser.error("--cpus limits primad's devices alone, so it does not go with --beside")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was written and started is taken away again
     return int(options.run(options))
 

@@ -155,6 +155,8 @@ async def write(
         logprobs=job.logprobs,
         reuses=job.reuses,
         owner=owner,
+        priority=job.priority,
+        may_expire=choice.index == 0,  # one that waits behind others of its request is part of an answer that has begun
     )
     async with aclosing(events):
         async for event in events:

@@ -63,6 +63,15 @@ class EndpointOptions:
             "--context-shift", help="Leave out the oldest messages of a conversation that is too long for the context."
         ),
     ] = False
+    max_wait: Annotated[
+        float | None,
+        typer.Option(
+            help="Refuse a request that waited so many seconds for others [default: it waits as long as its client].",
+            min=0.1,
+            max=86_400,
+            show_default=False,
+        ),
+    ] = None
     embedding: Annotated[
         Path | None,
         typer.Option(
@@ -258,6 +267,7 @@ def _serve_options(
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
         context_shift=endpoint.context_shift,
+        max_wait_s=endpoint.max_wait,
         tool_parser=parse_choice(endpoint.tool_parser, PARSERS, "--tool-parser"),
         embedding=endpoint.embedding,
         allowed_hosts=allowed_hosts(asking),

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from primad.api.backend import Health, ServedModel
-from primad.errors import PromptTooLongError, RequestError, RingError
+from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
 from primad.ring.messages import (
     Cancel,
     Finished,
@@ -48,11 +48,12 @@ class _Open:
     answer, and one end)."""
 
     generate: Generate
-    events: asyncio.Queue[GenerationEvent]
+    events: asyncio.Queue[GenerationEvent | PrimadError]
     read_tokens: int = 0
     """Of the prompt, as was told; a ring that begins anew says nothing of it twice."""
     sampled: list[int] = field(default_factory=list)
     mirostat_mu: float | None = None
+    begun: bool = False
     ended: bool = False
 
     def to_go_on(self) -> Generate:
@@ -90,10 +91,12 @@ class RingBackend:
     """Serves the API from rings that come and go.
 
     ``attach`` the one that serves; ``hold`` while open generations wait for the next one; ``fail`` when there is none.
+    A generation that has not begun after ``max_wait_s`` is refused.
     """
 
-    def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, *, max_waiting: int = MAX_WAITING, max_wait_s: float | None = None) -> None:
         self._max_waiting = max_waiting
+        self._max_wait_s = max_wait_s
         self._served: ServedModel | None = None
         self._ring: _Ring | None = None
         self._holding = False
@@ -157,6 +160,7 @@ class RingBackend:
         generation = self._open.get(event.request)
         if generation is None or generation.ended or self._ring is None or self._ring.epoch != epoch:
             return
+        generation.begun = True
         match event:
             case Sampled():
                 generation.sampled.append(event.token)
@@ -178,6 +182,8 @@ class RingBackend:
         logprobs: int | None,
         reuses: bool = True,
         owner: str = "",
+        priority: int = 0,
+        may_expire: bool = True,
     ) -> AsyncGenerator[GenerationEvent, None]:
         if self._ring is None and not self._holding:
             raise RingError(f"the model cannot be served now: {self._detail}")
@@ -197,22 +203,43 @@ class RingBackend:
             logprobs=logprobs,
             reuses=reuses,
             owner=owner,
+            priority=priority,
+            tells_begin=may_expire and self._max_wait_s is not None,
         )
         generation = _Open(generate=generate, events=asyncio.Queue(len(prompt) + max_tokens + 3))
         self._open[request] = generation
         finished = False
+        expiry: asyncio.TimerHandle | None = None
         try:
             await self._submit(generate)
+            if may_expire and self._max_wait_s is not None:
+                expiry = asyncio.get_running_loop().call_later(self._max_wait_s, self._expire, generation)
             while not finished:
                 event = await generation.events.get()
+                if isinstance(event, PrimadError):
+                    raise event
                 finished = isinstance(event, Finished)
                 yield event
         finally:
             del self._open[request]
+            if expiry is not None:
+                expiry.cancel()
             if generate in self._unsent:
                 self._unsent.remove(generate)
             elif not finished and self._ring is not None:
                 await self._ring.send(Cancel(request))
+
+    def _expire(self, generation: _Open) -> None:
+        """Refuse it, unless it has begun."""
+        if generation.begun or generation.ended:
+            return
+        generation.ended = True
+        waited = f"the request waited {self._max_wait_s:g} s, as long as this server lets a request wait"
+        if self._ring is None:
+            generation.events.put_nowait(RingError(f"{waited}: {self._detail}"))
+        else:
+            error = RequestError(f"{waited} for others; try again later", status=429, code="waited_too_long")
+            generation.events.put_nowait(error)
 
     async def _submit(self, generate: Generate) -> None:
         """Give it to the ring, together with those that are asked for in the same turn of the loop.

@@ -45,7 +45,8 @@ class ServeOptions:
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
     with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are. So many ``sequences`` have a
     KV cache each (None: as many as the plan has room for): as many generations run at once, and as many prompts are
-    remembered. ``batching`` says whether what they compute together must be exact.
+    remembered. ``batching`` says whether what they compute together must be exact. A request that has not begun after
+    ``max_wait_s`` is refused (None: it waits as long as its client does).
     """
 
     wait: int | None
@@ -64,6 +65,7 @@ class ServeOptions:
     use_all: bool
     sequences: int | None = None
     batching: BatchingMode = "auto"
+    max_wait_s: float | None = None
     aliases: tuple[str, ...] = ()
     any_model: bool = False
     tool_parser: str = AUTO

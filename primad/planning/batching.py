@@ -10,6 +10,7 @@ answer that another ring began is computed anew so many at a time.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
@@ -24,7 +25,7 @@ from primad.ring.grouping import Batching
 BatchingMode = Literal["exact", "auto", "fast"]
 BATCHING_MODES: Final[tuple[BatchingMode, ...]] = get_args(BatchingMode)
 KEPT: Final = 0.9
-"""Share of the tokens of the quickest batches that exact ones must keep to be taken."""
+"""Share of the tokens of the quickest batches that exact ones must keep to be taken, or be thought to keep but for noise."""
 SPLIT_CELLS: Final = KV_CELL_PADDING
 """llama.cpp splits what has more than one group of cells."""
 MOST_ROWS: Final = 256
@@ -57,7 +58,8 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
     splits = work.flash and work.kv_type == "f16" and any(device.cpu.threads > 1 for device in profiles)
     exact = under_load(plan, question, sequences=sequences, most_rows=1 if splits else rows)
     fast = under_load(plan, question, sequences=sequences, most_rows=most)
-    is_exact = mode == "exact" or most == 1 or (mode == "auto" and exact.tokens_per_s >= KEPT * fast.tokens_per_s)
+    thought = exact.tokens_per_s * (1 + noise(profiles, question.model))
+    is_exact = mode == "exact" or most == 1 or (mode == "auto" and thought >= KEPT * fast.tokens_per_s)
     cells = SPLIT_CELLS if is_exact and splits else None
     return Batches(
         batching=Batching(
@@ -71,6 +73,23 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
         load=exact if is_exact else fast,
         pieces=pieces_of(plan, question, sequences),
     )
+
+
+def noise(profiles: Iterable[DeviceProfile], model: ModelProfile) -> float:
+    """By what share the runs differed that the figures of ``model`` on the worst measured device are from.
+
+    What a step of several rows takes was measured as single rows were, so what is gained by them is no surer.
+    """
+    sizes = Counter(model.output_bytes_by_type)
+    for layer in model.layers:
+        sizes.update(layer.bytes_by_type)
+
+    def of(profile: DeviceProfile) -> float:
+        measured = [speed for speed in profile.cpu.speeds if sizes[speed.type]]
+        total = sum(sizes[speed.type] for speed in measured)
+        return sum(sizes[speed.type] * speed.decode_spread for speed in measured) / total if total else 0.0
+
+    return max(map(of, profiles), default=0.0)
 
 
 def exact_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> int:

@@ -178,6 +178,7 @@ class Head:
             return self._compute(step, hidden)
         now = self._clock()
         planned = self._scheduler.next_step(now)
+        self._news += self._scheduler.take_begun()
         if planned is None:
             return None
         for generates in planned.draws.values():

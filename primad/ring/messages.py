@@ -188,7 +188,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     ``sampled`` are those of its tokens that were sampled under an earlier epoch: they are computed again, count as if this
     ring had sampled them, and are not told again. ``logprobs`` is None, or how many of the most likely tokens each
     ``Sampled`` lists (0 to 20). It ``reuses`` what of its prompt was computed before; the answer is the same without. Of
-    several owners each has the same share of the ring.
+    several owners each has the same share of the ring; of what waits for one of them the lowest ``priority`` is next.
+    With ``tells_begin`` a ``PromptProgress`` of no tokens says that it waits no longer.
     """
 
     request: int
@@ -199,6 +200,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     logprobs: int | None
     reuses: bool = True
     owner: str = ""
+    priority: int = 0
+    tells_begin: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -4,10 +4,11 @@
 step log) and takes back what was sampled for each. Time is passed in.
 
 Each generation has a KV sequence of its own, and a step computes a chunk of one prompt, or the next tokens of generations
-that are computed together (``grouping.py``). As many run ``at_once`` as may; of those that wait the first one of the owner
-who has the fewest running is next. Of those that run it is the owner who waited longest for a step, and of theirs the one
-that did: so the devices of a ring compute for different ones, neither a long prompt nor a long answer keeps the others from
-going on, and who asks for more at once has no larger share.
+that are computed together (``grouping.py``). As many run ``at_once`` as may; of those that wait the owner who has the
+fewest running is next, and of theirs the first one of the lowest priority, behind what an earlier epoch began. Of those
+that run it is the owner who waited longest for a step, and of theirs the one that did: so the devices of a ring compute for
+different ones, neither a long prompt nor a long answer keeps the others from going on, and who asks for more at once has no
+larger share.
 
 Prompts are fed in chunks or pieces of them (``chunks.py``). They follow each other into the ring without waiting (up to
 ``depth`` in flight), since only the last one's output is needed; decode steps wait for the tokens before them. Behind each
@@ -106,6 +107,7 @@ class Scheduler:
         self._running: dict[int, Running] = {}
         self._slots = Slots(sequences, context=context, chunking=chunking)
         self._in_flight: dict[int, _InFlight] = {}
+        self._begun: list[GenerationEvent] = []
         self._steps = 0
         self._owners: dict[str, int] = {}
         """Who asks, and the latest step for them, counted as for ``waits_since``."""
@@ -148,7 +150,16 @@ class Scheduler:
         if self._is_full(generate, len(generate.sampled)):
             return _finished(generate, len(generate.sampled), "length", prompt_s=0.0, decode_s=0.0)
         self._waiting.append(generate)
+        self._order(generate.owner)
         return None
+
+    def _order(self, owner: str) -> None:
+        """What waits for ``owner`` has the same places as before among what waits for others, those begun earlier first."""
+        places = [place for place, each in enumerate(self._waiting) if each.owner == owner]
+        of_owner = [self._waiting[place] for place in places]
+        of_owner.sort(key=lambda each: -math.inf if each.sampled else each.priority)
+        for place, each in zip(places, of_owner, strict=True):
+            self._waiting[place] = each
 
     def drain(self) -> None:
         """Hand out no step from now on."""
@@ -184,6 +195,11 @@ class Scheduler:
             if of_earlier_epoch or self._may_decode():
                 return self._decode([each for each in ready if each.is_decoding], running)
         return None
+
+    def take_begun(self) -> list[GenerationEvent]:
+        """What is to be told of those that hold a sequence since it was asked last."""
+        begun, self._begun = self._begun, []
+        return begun
 
     def _may_decode(self) -> bool:
         """Whether a step of next tokens may be handed out, or is worth waiting for others to come with it."""
@@ -291,6 +307,8 @@ class Scheduler:
     def _begin(self, generate: Generate, now: float) -> None:
         running = self._slots.begin(generate, now, self._running.values())
         self._running[generate.request] = running
+        if generate.tells_begin:
+            self._begun.append(PromptProgress(request=generate.request, tokens=0))
 
     def _release(self, request: int) -> None:
         self._slots.release(self._running.pop(request))

@@ -6,7 +6,8 @@ sequences n / b such steps follow each other, so that all together write
 
     X = b / max(T(b) / G, busiest machine, disk or link with b rows) tokens a second,
 
-and each waits n / X for its next one. T(b) is what a step of b rows takes to pass the ring (``evaluate``).
+and each waits n / X for its next one. T(b) is what a step of b rows takes to pass the ring (``evaluate``). Where tokens make
+several rounds and nothing streams, steps wait for each other besides, as they are played (``play.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from halda.evaluate import evaluate
 from halda.instance import Instance
 from halda.plan import Plan
+from halda.play import played_period_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +47,11 @@ def under_load(plan: Plan, instance: Instance, *, sequences: int, most_rows: int
     asked = replace(
         instance, decode_rows=rows, workload=replace(instance.workload, sequences=1 if plan.streaming else steps)
     )
-    step = evaluate(plan, asked)
-    between_s = steps * step.period_s
-    others_s = math.ceil((sequences - 1) / rows) * step.period_s
+    period_s = evaluate(plan, asked).period_s
+    if plan.rounds > 1 and steps > 1 and not plan.streaming:
+        period_s = max(period_s, played_period_s(plan, asked, steps))
+    between_s = steps * period_s
+    others_s = math.ceil((sequences - 1) / rows) * period_s
     return UnderLoad(
         sequences=sequences,
         rows=rows,

@@ -67,6 +67,7 @@ def refusal(parse_it, **fields) -> RequestError:
         ("grammar", [7, {}]),
         ("id_slot", [-2, "0"]),
         ("cache_prompt", [1]),
+        ("priority", ["1", 0.5, 2**31, -(2**31)]),
     ],
 )
 def test_a_value_out_of_range_or_type_is_refused(field, values):

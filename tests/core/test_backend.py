@@ -369,6 +369,79 @@ def test_a_full_queue_refuses_with_429():
     asyncio.run(once())
 
 
+def test_one_that_has_not_begun_in_time_is_refused_and_cancelled():
+    async def once() -> None:
+        backend = RingBackend(max_wait_s=0.0)
+        ring = await attach(backend, 1)
+        with pytest.raises(RequestError, match=r"waited 0 s, .* for others; try again later") as refused:
+            await anext(ask(backend))
+        assert (refused.value.status, refused.value.code) == (429, "waited_too_long")
+        (generate,) = ring.generates
+        assert generate.tells_begin
+        assert ring.told[-1] == Cancel(generate.request)
+        assert backend.generations == 0
+
+    asyncio.run(once())
+
+
+def test_one_that_waited_for_devices_too_long_hears_what_goes_on():
+    async def once() -> None:
+        backend = RingBackend(max_wait_s=0.0)
+        backend.hold("a device is gone")
+        with pytest.raises(RingError, match="a device is gone"):
+            await anext(ask(backend))
+
+    asyncio.run(once())
+
+
+class BeginningRing(FakeRing):
+    """Begins whatever it is given."""
+
+    async def send(self, *commands: RingCommand) -> None:
+        await super().send(*commands)
+        for command in commands:
+            if isinstance(command, Generate):
+                self.backend.deliver(self.epoch, PromptProgress(request=command.request, tokens=0))
+
+    def __init__(self, epoch: int, backend: RingBackend) -> None:
+        super().__init__(epoch)
+        self.backend = backend
+
+
+def test_one_that_has_begun_goes_on_however_long_it_takes():
+    async def once() -> None:
+        backend = RingBackend(max_wait_s=0.0)
+        ring = BeginningRing(1, backend)
+        await backend.attach(SERVED, 1, ring.send, ring.status, "serving")
+        reader = Reader(ask(backend))
+        await settled()
+        backend.hold("a device is gone")
+        await settled()
+        await attach(backend, 2)
+        backend.deliver(2, sampled(1, 7))
+        backend.deliver(2, finished(1))
+        await asyncio.wait([reader.task])
+        assert (reader.tokens, len(reader.ends)) == ([7], 1)
+        assert reader.events[0] == sampled(1, 7), "that it began is nobody else's business"
+
+    asyncio.run(once())
+
+
+def test_one_that_may_not_expire_waits_on():
+    async def once() -> None:
+        backend = RingBackend(max_wait_s=0.0)
+        ring = await attach(backend, 1)
+        more = backend.generate([1], max_tokens=8, sampling=GREEDY, logprobs=None, may_expire=False)
+        readers = [Reader(more), Reader(ask(backend))]
+        await asyncio.wait([readers[1].task])
+        assert isinstance(readers[1].task.exception(), RequestError)
+        assert not readers[0].task.done()
+        assert not ring.generates[0].tells_begin
+        await readers[0].cancel()
+
+    asyncio.run(once())
+
+
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["attach", "hold", "fail", "hand over", "ask"]), st.just(0), st.just(0)),

@@ -93,6 +93,26 @@ def test_exact_batches_are_taken_where_they_keep_nine_tenths_of_what_is_quickest
     assert not batches_of("fast", PLAN, question(exactly(7, device("a")), exactly(7, device("b"))), 8).is_exact
 
 
+def test_noise_alone_makes_no_batch_inexact():
+    def is_exact(spread: float, *, other: float = 0.0) -> bool:
+        devices = [exactly(1, device("a"), batch=0.7), exactly(1, device("b"), batch=0.7)]
+        for i, each in enumerate((spread, other)):
+            (speed,) = devices[i].cpu.speeds
+            rare = replace(speed, type="Q2_K", decode_spread=9.0)  # none of the model's
+            speeds = (replace(speed, decode_spread=each), rare)
+            devices[i] = replace(devices[i], cpu=replace(devices[i].cpu, speeds=speeds))
+        return batches_of("auto", PLAN, question(*devices), 8).is_exact
+
+    asked = question(exactly(1, device("a"), batch=0.7), exactly(1, device("b"), batch=0.7))
+    fast, exact = (under_load(PLAN, asked, sequences=8, most_rows=rows).tokens_per_s for rows in (8, 1))
+    enough = 0.9 * fast / exact - 1
+    assert enough > 0.1
+    assert not is_exact(0.0)
+    assert not is_exact(0.99 * enough)
+    assert is_exact(1.01 * enough)
+    assert is_exact(0.0, other=1.01 * enough), "the device that was measured worst counts"
+
+
 def test_one_sequence_is_exact_whatever_is_asked_for():
     asked = question(exactly(1, device("a")), exactly(1, device("b")))
     for mode in ("exact", "auto", "fast"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from primad.errors import EngineError, ProtocolError, RingError
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
+from primad.ring.head import Send, Tell
 from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import PROTOCOL, Finished, KvRemove, PromptProgress, Sampled, Serving, Step
 from primad.ring.worker import Worker
@@ -295,6 +296,14 @@ def quiet_until_the_workers_answer() -> FakeRing:
 
 def test_a_quiet_head_waits_for_nothing():
     assert FakeRing(*SMALL).head.wait_s() == math.inf
+
+
+def test_that_a_generation_waits_no_longer_is_told_while_its_first_step_is_on_its_way():
+    ring = FakeRing(*SMALL)
+    ring.head.submit(msgspec.structs.replace(generate(1, [1, 2]), tells_begin=True))
+    assert isinstance(ring.head.turn(), Send)
+    assert ring.head.turn() == Tell([PromptProgress(request=1, tokens=0)])
+    assert ring.head.turn() is None
 
 
 def test_a_step_on_its_way_is_waited_for_until_its_deadline():

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from primad.errors import RingError
 from primad.ring.chunks import Pieces
@@ -384,6 +386,54 @@ def test_who_has_the_fewest_running_is_next():
     assert requests(made, 4) == [1, 4, 1, 4]
     made.cancel(Cancel(1))
     assert requests(made, 2) == [2, 4]
+
+
+def begun(made: Scheduler) -> list[int]:
+    """The generations of ``made``, at most one at a time, in the order in which they begin."""
+    order = []
+    while (step := made.next_step(0)) is not None:
+        order += step.requests
+        made.commit(step.step, {}, 0)
+        made.cancel(Cancel(order[-1]))
+    return order
+
+
+def prioritised(*asked: tuple[str, int], earlier: int | None = None) -> Scheduler:
+    """A generation for each owner and priority; an earlier epoch sampled tokens for number ``earlier``."""
+    made = scheduler(at_once=1)
+    for request, (owner, priority) in enumerate(asked, 1):
+        sampled = [5] if request == earlier else []
+        one = generate(request, [request], sampled=sampled)
+        made.submit(msgspec.structs.replace(one, owner=owner, priority=priority))
+    return made
+
+
+def test_of_what_waits_the_lowest_priority_is_next_and_of_equal_ones_the_first():
+    assert begun(prioritised(("a", 0), ("a", 1), ("a", -1), ("a", 0), ("a", -1))) == [3, 5, 1, 4, 2]
+
+
+def test_what_an_earlier_epoch_began_goes_on_before_what_waits():
+    assert begun(prioritised(("a", 0), ("a", -9), ("a", 7), earlier=3)) == [3, 2, 1]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=12))
+def test_no_priority_changes_whose_turn_it_is(asked):
+    def owners(*of: tuple[str, int]) -> list[str]:
+        return [of[request - 1][0] for request in begun(prioritised(*of))]
+
+    assert owners(*asked) == owners(*((owner, 0) for owner, _ in asked))
+
+
+def test_that_it_waits_no_longer_is_told_of_those_that_ask_for_it():
+    made = scheduler(sequences=2)
+    for request in (1, 2, 3):
+        made.submit(msgspec.structs.replace(generate(request, [1]), tells_begin=request > 1))
+    assert made.take_begun() == []
+    made.next_step(0)
+    assert made.take_begun() == [PromptProgress(request=2, tokens=0)]
+    made.cancel(Cancel(1))
+    made.next_step(0)
+    assert made.take_begun() == [PromptProgress(request=3, tokens=0)]
 
 
 def test_where_less_run_at_once_the_others_wait():

@@ -67,6 +67,8 @@ class Call:
     logprobs: int | None
     reuses: bool
     owner: str
+    priority: int
+    may_expire: bool
     sampled: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -113,6 +115,8 @@ class FakeBackend:
         logprobs: int | None,
         reuses: bool = True,
         owner: str = "",
+        priority: int = 0,
+        may_expire: bool = True,
     ) -> AsyncGenerator[GenerationEvent, None]:
         assert self.state.serving, "asked while not serving"
         assert self.served is not None, "asked without a model"
@@ -123,7 +127,7 @@ class FakeBackend:
         check_sampling(sampling)
         open_calls = sum(not call.closed.is_set() for call in self.calls)
         assert open_calls < self.served.sequences, "one request at a time: the last was not closed"
-        call = Call(list(prompt), max_tokens, sampling, logprobs, reuses, owner)
+        call = Call(list(prompt), max_tokens, sampling, logprobs, reuses, owner, priority, may_expire)
         self.calls.append(call)
         try:
             async with aclosing(self._answer(call)) as events:

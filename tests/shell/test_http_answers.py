@@ -147,6 +147,14 @@ def test_choices_that_stream_each_have_a_role_and_an_end():
     assert got[-2]["usage"]["completion_tokens"] == 2
 
 
+@pytest.mark.parametrize(("path", "asks"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "Hi"})])
+def test_a_request_says_how_soon_it_is_and_may_expire_until_its_first_choice_begins(path, asks):
+    backend = FakeBackend(says("a"))
+    post(backend, path, **asks, n=2, priority=-3)
+    post(backend, path, **asks)
+    assert [(call.priority, call.may_expire) for call in backend.calls] == [(-3, True), (-3, False), (0, True)]
+
+
 def test_max_tokens_ends_an_answer_with_length():
     body = post(FakeBackend(says("abcdef")), CHAT, messages=HELLO, max_tokens=3).json()
     assert (body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"]) == ("abc", "length")

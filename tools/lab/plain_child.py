@@ -9,9 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tools.lab.rpc_server import RpcServers
+
 
 class PlainChild:
-    """A whole model in one process, mapped; ``extra_buffers`` is on or off, ``rows`` the most that it computes at once."""
+    """A whole model in one process, mapped; ``extra_buffers`` is on or off, ``rows`` the most that it computes at once.
+
+    ``context`` is that of all ``sequences`` together. ``rpc`` computes ``remote_layers``, the last ones.
+    """
 
     def __init__(
         self,
@@ -23,18 +28,24 @@ class PlainChild:
         context: int,
         rows: int = 512,
         kv_type: str = "f16",
+        sequences: int = 1,
+        rpc: RpcServers | None = None,
+        remote_layers: int = 0,
     ) -> None:
+        options = {
+            "path": str(model),
+            "threads": threads,
+            "extra_buffers": extra_buffers == "on",
+            "context": context,
+            "rows": rows,
+            "kv_type": kv_type,
+            "sequences": sequences,
+            "library": "" if rpc is None else str(rpc.library),
+            "servers": [] if rpc is None else rpc.endpoints,
+            "remote_layers": remote_layers,
+        }
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                str(Path(__file__).with_name("plain_llama.py")),
-                str(model),
-                str(threads),
-                extra_buffers,
-                str(context),
-                str(rows),
-                kv_type,
-            ],
+            [sys.executable, str(Path(__file__).with_name("plain_llama.py")), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

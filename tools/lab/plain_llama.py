@@ -3,6 +3,11 @@
 Speaks JSON lines: {"prefill": rows}, {"decode": tokens, "after": rows} or, to go on with what was computed last, {"more":
 tokens} in, {"seconds": s, "tokens": [...], "rss_bytes": b} out. Decode takes the most likely token each time, and nothing
 else: it is the fastest loop that these calls allow.
+
+{"answers": n, "of": tokens, "after": rows} asks for n answers at once, as llama-server computes them: one context whose KV
+cache all sequences share, and one ``llama_decode`` a step over the next token of each that writes, then the prompts as far
+as there is room. It says what each token was waited for, {"first_s": [...], "next_s": [...]}. So it stands for llama-server
+without HTTP; llama-cpp-python's own server computes one request at a time.
 """
 
 from __future__ import annotations
@@ -11,10 +16,13 @@ import ctypes
 import json
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import llama_cpp as llama
 import numpy as np
 import psutil
+from llama_cpp._ggml import libggml
 
 KV_TYPES = {"f16": llama.GGML_TYPE_F16, "q8_0": llama.GGML_TYPE_Q8_0, "q4_0": llama.GGML_TYPE_Q4_0}
 SEQUENCE = 0
@@ -34,16 +42,36 @@ def _quiet(*_: object) -> None:
 
 
 class Plain:
-    def __init__(self, path: str, threads: int, extra_buffers: bool, context: int, rows: int, kv_type: str) -> None:
+    """``remote_layers``, the last ones, are computed by llama.cpp's RPC ``servers``, for which its ``library`` is needed."""
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        threads: int,
+        extra_buffers: bool,
+        context: int,
+        rows: int,
+        kv_type: str,
+        sequences: int,
+        library: str,
+        servers: Sequence[str],
+        remote_layers: int,
+    ) -> None:
         llama.llama_log_set(_quiet, ctypes.c_void_p(0))
         llama.llama_backend_init()
         model_params = llama.llama_model_default_params()
         model_params.use_extra_bufts = extra_buffers
-        model_params.n_gpu_layers = 0
+        model_params.n_gpu_layers = remote_layers
+        if servers:
+            devices = _devices_of(library, servers)
+            model_params.devices = ctypes.cast(devices, ctypes.c_void_p)
+            model_params.tensor_split = (ctypes.c_float * llama.llama_max_devices())(*[1.0] * len(servers))
         self.model = llama.llama_model_load_from_file(path.encode(), model_params)
         params = llama.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = context, rows, rows
         params.n_threads = params.n_threads_batch = threads
+        params.n_seq_max, params.kv_unified = sequences, True
         params.no_perf = True
         params.type_k = params.type_v = KV_TYPES[kv_type]
         if kv_type != "f16":  # llama.cpp quantises values only for it
@@ -91,20 +119,73 @@ class Plain:
             self.position += 1
         return time.perf_counter() - start
 
-    def answer(self, ask: dict[str, int]) -> float:
-        """Seconds that it took to do what was asked."""
-        if "prefill" in ask:
-            return self.prefill(ask["prefill"])
-        return self.more(ask["more"]) if "more" in ask else self.decode(ask["decode"], ask["after"])
+    def together(self, answers: int, tokens: int, after: int) -> dict[str, Any]:
+        """So many ``answers`` of ``tokens`` tokens, all ``after`` the same prompt, which each computes."""
+        llama.llama_memory_clear(self.memory, True)
+        known = [prompt_of(after) for _ in range(answers)]
+        cells = [0] * answers
+        begin = time.perf_counter()
+        latest, first_s, next_s = [begin] * answers, list[float](), list[float]()
+        while writing := [i for i in range(answers) if len(known[i]) < after + tokens]:
+            for i in self._shared_step(sorted(writing, key=lambda i: cells[i] < after), known, cells):
+                now = time.perf_counter()
+                (next_s if len(known[i]) > after + 1 else first_s).append(now - latest[i])
+                latest[i] = now
+        self.tokens = known[0][after:]
+        return {"seconds": time.perf_counter() - begin, "first_s": first_s, "next_s": next_s}
+
+    def _shared_step(self, writing: Sequence[int], known: Sequence[list[int]], cells: list[int]) -> list[int]:
+        """One step over what the sequences ``writing`` know and have no cells of; those of which it drew a token."""
+        batch, row, drawn = self.batch, 0, dict[int, int]()
+        for i in writing:
+            for position in range(cells[i], min(len(known[i]), cells[i] + self.rows - row)):
+                batch.token[row], batch.pos[row] = known[i][position], position
+                batch.n_seq_id[row], batch.seq_id[row][0] = 1, i
+                batch.logits[row] = position == len(known[i]) - 1
+                if batch.logits[row]:
+                    drawn[i] = row
+                row, cells[i] = row + 1, position + 1
+        batch.n_tokens = row
+        if llama.llama_decode(self.context, batch):
+            raise SystemExit("llama_decode failed")
+        for i, at in drawn.items():
+            logits = np.ctypeslib.as_array(llama.llama_get_logits_ith(self.context, at), shape=(self.vocabulary,))
+            known[i].append(int(logits.argmax()))
+        return list(drawn)
+
+    def answer(self, ask: dict[str, int]) -> dict[str, Any]:
+        """Seconds that it took to do what was asked, and what else is told of it."""
+        match ask:
+            case {"prefill": rows}:
+                return {"seconds": self.prefill(rows)}
+            case {"more": tokens}:
+                return {"seconds": self.more(tokens)}
+            case {"answers": answers, "of": tokens, "after": rows}:
+                return self.together(answers, tokens, rows)
+        return {"seconds": self.decode(ask["decode"], ask["after"])}
+
+
+def _devices_of(library: str, servers: Sequence[str]) -> ctypes.Array[Any]:
+    """The first device of each of ``servers``, as llama.cpp takes them: a list that ends with a null."""
+    rpc, ggml = ctypes.CDLL(library), libggml
+    rpc.ggml_backend_rpc_add_server.restype = ctypes.c_void_p
+    ggml.ggml_backend_reg_dev_get.restype = ctypes.c_void_p
+    found = []
+    for server in servers:
+        registered = ctypes.c_void_p(rpc.ggml_backend_rpc_add_server(server.encode()))
+        if not registered:
+            raise SystemExit(f"llama.cpp's RPC server {server} does not answer")
+        ggml.ggml_backend_register(registered)
+        found.append(ggml.ggml_backend_reg_dev_get(registered, ctypes.c_size_t(0)))
+    return (ctypes.c_void_p * (len(found) + 1))(*found, None)
 
 
 def main() -> None:
-    path, threads, extra_buffers, context, rows, kv_type = sys.argv[1:]
-    plain = Plain(path, int(threads), extra_buffers == "on", int(context), int(rows), kv_type)
+    plain = Plain(**json.loads(sys.argv[1]))
     for line in sys.stdin:
-        seconds = plain.answer(json.loads(line))
+        answer = plain.answer(json.loads(line))
         held = psutil.Process().memory_info().rss
-        print(json.dumps({"seconds": seconds, "tokens": plain.tokens, "rss_bytes": held}), flush=True)
+        print(json.dumps(answer | {"tokens": plain.tokens, "rss_bytes": held}), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Choice:
 class Job:
     """A request's whole work. ``prompt_tokens`` counts each prompt once, however many choices it has; ``reading`` says what
     is looked for in each answer, None for nothing. With ``tells_progress`` a stream says how much of its prompt is computed;
-    what of it was computed before is computed again unless it ``reuses`` that.
+    what of it was computed before is computed again unless it ``reuses`` that. ``priority`` is as in ``ring.messages``.
     """
 
     choices: tuple[Choice, ...]
@@ -46,6 +46,7 @@ class Job:
     reading: AnswerReading | None
     tells_progress: bool
     reuses: bool
+    priority: int
 
 
 def check_model(name: str | None, served: Sequence[ServedModel]) -> None:
@@ -146,6 +147,7 @@ def _job(
         reading=reading,
         tells_progress=bool(request.stream and request.return_progress),
         reuses=request.cache_prompt is not False,
+        priority=request.priority or 0,
     )
 
 

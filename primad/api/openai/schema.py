@@ -31,6 +31,8 @@ MAX_STOPS: Final = 64
 """Editors send as many as a language has keywords."""
 MAX_STOP_CHARS: Final = 256
 MAX_TOP_LOGPROBS: Final = 20
+MAX_PRIORITY: Final = 2**31 - 1
+"""Of vLLM, where the lower ones are sooner."""
 MAX_TOLD: Final = 8
 """Fields that are ignored, of one request, by which they are told."""
 _HARMLESS: Final = frozenset(
@@ -77,6 +79,7 @@ class SamplingRequest(SamplerFields):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
     @field_validator("stream_options")
     @classmethod

@@ -1,0 +1,68 @@
+"""What ``tools/bench serve`` compares, and the llama.cpp that it compares with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools.lab.plain_child import PlainChild
+from tools.lab.rpc_server import RpcServers
+from tools.lab.served import ONE_BATCH, RPC, Served, wanted
+
+
+def served(devices: int, streams: int, *rates: float, **changes: object) -> Served:
+    return Served(model="m", devices=devices, streams=streams, rows=4, tokens_per_s=list(rates), **changes)
+
+
+def test_a_ring_of_three_is_compared_with_other_servers_and_two_devices_with_twice_one():
+    rows = [
+        served(1, 1, 10, 20),
+        served(1, 4, 11, 11),
+        served(2, 1, 10, 10),
+        served(2, 4, 18, 40),
+        served(3, 4, 45, 90),
+        served(1, 4, 50, 100, system=ONE_BATCH),
+        served(3, 4, 30, 60, system=RPC),
+    ]
+    told = "m: ring of {}, 4 rows, 4 streams, of {}".format
+    assert wanted(rows) == [
+        {"ratio": told(2, "2 x one device with one"), "times": pytest.approx(0.95), "at_least": 0.9},
+        {"ratio": told(3, ONE_BATCH), "times": 0.9, "at_least": 0.9},
+        {"ratio": told(3, RPC), "times": 1.5, "at_least": 1.5},
+    ]
+
+
+def test_devices_with_a_share_of_a_core_are_compared_with_as_many_times_one_of_them():
+    rows = [served(1, 1, 10, cpus=0.5), served(4, 4, 30, cpus=0.5)]
+    (found,) = wanted(rows)
+    assert (found["times"], found["at_least"]) == (0.75, None)
+
+
+def test_without_the_system_that_it_is_compared_with_there_is_no_ratio():
+    assert wanted([served(3, 4, 45), served(2, 4, 18)]) == []
+
+
+@pytest.fixture
+def plain(smollm2: Path) -> Iterator[PlainChild]:
+    child = PlainChild(smollm2, 1, "off", os.environ, context=256, rows=64, sequences=3)
+    yield child
+    child.close()
+
+
+@pytest.mark.slow
+def test_what_stands_for_llama_server_writes_what_llama_cpp_writes_alone(plain: PlainChild):
+    alone = plain.answer(decode=8, after=40)
+    for answers in (1, 3):  # of three prompts of 40 tokens the second goes in two steps
+        told = plain.answer(answers=answers, of=9, after=40)
+        assert told["tokens"] == alone["tokens"]
+        assert (len(told["first_s"]), len(told["next_s"])) == (answers, 8 * answers)
+
+
+def test_a_library_that_is_none_is_told(tmp_path: Path):
+    library = tmp_path / "libggml-rpc.so"
+    library.touch()
+    with pytest.raises(RuntimeError, match=f"{library}: no RPC server"), RpcServers(library, 1, 1):
+        pass
