@@ -2,8 +2,8 @@
 
 All chunks are there at the beginning, and nothing overtakes: a device computes all chunks in one round before the first in
 the next. So it is enough to follow the first and the last chunk. At a stop the first begins when it has come and the last
-one of the round before is through; the last leaves as long after it as the others take, or after its own way here.
-(Measured against the simulator on 195 random plans of mixtures of experts: within 0.5 %.)
+one of the round before is through; the last leaves as long after it as the others take, or after its own way here. (Of 230
+random plans with experts the simulator was within 3 % of it on each.)
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ def all_chunks(
     some times is not before any of them.
     """
     others, first, last = chunks - 1, 0, 0
-    begins, sent = list[Time](), list[Time]()
+    free, sent = list[Sequence[Time]](), list[Time]()
     for r, lap in enumerate(laps):
         for i, (stop, hop) in enumerate(zip(lap, hops, strict=True)):
-            begin = largest(first, begins[i] + chunks * laps[r - 1][i].machine) if r else first
-            send = largest(begin + stop.own, sent[i] + chunks * hop.occupied) if r else begin + stop.own
-            last = hop.takes + largest(
-                last + stop.own, begin + stop.own + others * stop.machine, send + others * hop.occupied
-            )
-            first = send + hop.takes
-            begins[i : i + 1], sent[i : i + 1] = [begin], [send]
-    begin = largest(first, begins[0] + chunks * laps[-1][0].machine)
+            begin = largest(first, *free[i]) if r else first
+            done = begin + stop.own
+            last = largest(last + stop.own, done + others * stop.machine)
+            free[i : i + 1] = [(last, begin + chunks * stop.machine)]
+            send = largest(done, sent[i]) if r else done
+            last = largest(last, send + others * hop.occupied)
+            sent[i : i + 1] = [last + hop.occupied]
+            first, last = send + hop.takes, last + hop.takes
+    begin = largest(first, *free[0])
     return largest(last + tail, begin + chunks * tail)

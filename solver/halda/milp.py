@@ -565,10 +565,10 @@ class _Time:
         link = self._hops(lambda order: order.chunk_link_s, lambda _: 0.0)
         passing = pulp.lpSum(chunk.windows) + hops
         problem += prompt >= passing + chunk.tail, "a chunk passes all windows and hops"
-        problem += prompt >= chunks * link, "a link is busy"
         if self._has_uneven_stops:
             self._uneven_stops(prompt, chunk, passing, hops, link)
             return prompt + self._output()
+        problem += prompt >= chunks * link, "a link is busy"
         laps, last = positive(problem, "laps"), positive(problem, "last_lap")
         problem += laps >= passing * (1 / rounds), "laps of one chunk"
         problem += laps >= link * (chunks / rounds), "laps over the busiest link"
@@ -627,18 +627,22 @@ class _Time:
             )
             problem += prompt >= prompt_of.takes(), "chunks follow each other"
             return
-        once, following, least = passing + chunk.tail, chunks - 1, self._least_stops()
-        problem += prompt >= once + following * chunk.tail, "chunks follow each other in the tail"
-        problem += prompt >= once + link * (following / rounds), "chunks follow each other on a link"
+        last, following, least = positive(problem, "last_chunk"), chunks - 1, self._least_stops()
+        problem += prompt >= passing + chunk.tail + last, "chunks follow each other"
+        problem += last >= following * chunk.tail, "chunks in the tail"
+        problem += last >= link * (following / rounds), "chunks on a link"
         problem += prompt >= link * chunks + (hops - link) * (1 / rounds) + chunk.tail, "all chunks pass a link"
         for i, host in enumerate(self._instance.hosts):
-            of_tail = int(0 in host)
-            stops = pulp.lpSum(chunk.windows[m] for m in host) + of_tail * chunk.tail
-            problem += prompt >= once + stops * (following / (rounds + of_tail)), f"chunks follow each other at {i}"
+            of_tail, busy = int(0 in host), positive(problem, f"busy_{i}")
+            problem += (
+                busy >= pulp.lpSum(chunk.windows[m] for m in host) + of_tail * chunk.tail,
+                f"stops at machine {i}",
+            )
+            problem += last >= busy * (following / (rounds + of_tail)), f"chunks at machine {i}"
             around = (
                 pulp.lpSum(stop for m, stop in enumerate(least) if m not in host) + hops * (1 / rounds) + chunk.tail
             )
-            problem += prompt >= stops * chunks + (1 - of_tail) * around, f"machine {i} is busy with a prompt"
+            problem += prompt >= busy * chunks + (1 - of_tail) * around, f"machine {i} is busy with a prompt"
 
     def _least_stops(self) -> list[Expression]:
         """What a window of each member takes at the least, whichever layers it has."""
