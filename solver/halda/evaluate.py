@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from halda.instance import Instance, Member, Phase
+from halda.laps import Hop, Stop, all_chunks
 from halda.plan import Plan, Streaming, Window
 from halda.streaming import held_ahead, is_held
 
@@ -198,6 +199,14 @@ class _Share:
             return compute_s
         return max(compute_s, rest_s + stops * phase.edge_s + waiting / disk)
 
+    def picking_s(self, window: Window, plan: Plan, instance: Instance) -> float:
+        """Seconds of a window for a chunk where layers stream by expert: computing, and reading what is picked."""
+        phase, on_cpu = self.member.prefill, cpu_layers(window)
+        cpu, gpu = _by_kind(on_cpu, instance), _by_kind(range(on_cpu.stop, window.last), instance)
+        read = self.read_bytes(phase) * _total(cpu, instance.streamable) / max(1, self.streamable_bytes)
+        computing_s = _dot(cpu, phase.cpu) + _dot(gpu, phase.gpu) + self.step_s(plan)
+        return computing_s + read / self.member.disk_bytes_per_s
+
     def has_long_stop(self, plan: Plan) -> bool:
         """Whether one of a token's stops here has the tail besides a window."""
         return self.is_head and plan.rounds > 1
@@ -345,6 +354,8 @@ def _prompt_s(
     chunks: int,
 ) -> float:
     """Seconds in which ``chunks`` chunks of a prompt pass the ring, the output matrix aside."""
+    if instance.by_expert and len(plan.route) > 1:
+        return _picking_prompt_s(plan, instance, shares, chunks)
     rounds, tail_s = plan.rounds, chunk_s[0][1]
     lap_s = (sum(windows_s for windows_s, _ in chunk_s) + hops_s) / rounds
     stops = [windows_s / rounds for windows_s, _ in chunk_s]
@@ -372,6 +383,24 @@ def _prompt_s(
                 train_s = max(train_s, chunks * share.rest_s(phase, plan, 0.0) / rounds + late_s)
         laps_s, last_s, least = max(laps_s, train_s), max(last_s, train_s - stop_s), max(least, reading_s)
     return max(least, (rounds - 1) * laps_s + lap_s + tail_s + last_s)
+
+
+def _picking_prompt_s(plan: Plan, instance: Instance, shares: Sequence[_Share], chunks: int) -> float:
+    """The same where layers stream by expert: nothing is read ahead, so each window takes what it takes by itself."""
+    count, index = len(shares), {device.device: i for i, device in enumerate(instance.devices)}
+    *windows, tail_s = [shares[i % count].picking_s(window, plan, instance) for i, window in enumerate(plan.route)]
+    host_of = {i: host for host in _by_host(shares) for i in host}
+    laps = [
+        [Stop(lap[i], sum(lap[other] for other in host_of[i])) for i in range(count)]
+        for lap in (windows[first : first + count] for first in range(0, len(windows), count))
+    ]
+    ring = [index[name] for name in plan.devices]
+    hops = [
+        Hop(instance.chunk_hops_s[a][b], occupied_s)
+        for a, b, occupied_s in zip(ring, [*ring[1:], ring[0]], instance.chunk_links_s(ring), strict=True)
+    ]
+    seconds: float = all_chunks(laps, hops, tail_s, chunks, max)
+    return seconds
 
 
 def residency(

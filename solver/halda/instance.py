@@ -269,11 +269,18 @@ class Instance:
         sends it: hops from and to wireless devices add up. Between two of them a message passes the air twice, to the access
         point and from it; so did those that the link was measured with, so that its rate has both in it.
         """
+        return max(self._links_s(ring))
+
+    def chunk_links_s(self, ring: Sequence[int]) -> list[float]:
+        """The same of each hop of ``ring`` with a chunk of a prompt: its link, or the air."""
+        return [self.members[0].prefill.rows * seconds for seconds in self._links_s(ring)]
+
+    def _links_s(self, ring: Sequence[int]) -> list[float]:
         if len(ring) == 1:
-            return 0.0
+            return [0.0]
         pairs = list(zip(ring, (*ring[1:], ring[0]), strict=True))
         air = math.fsum(self.transfers_s[a][b] for a, b in pairs if self.in_air(a, b))
-        return max([air, *(self.transfers_s[a][b] for a, b in pairs if not self.in_air(a, b))])
+        return [air if self.in_air(a, b) else self.transfers_s[a][b] for a, b in pairs]
 
     def _hops(self, seconds: Callable[[LinkProfile], float]) -> list[list[float]]:
         members = range(len(self.devices))

@@ -27,17 +27,16 @@ import pulp
 from halda.evaluate import Objective, cpu_layers, regular_tails
 from halda.instance import Instance, Phase
 from halda.orders import HopShare, RingOrder, ring_order
+from halda.picking import Column, Columns, PickedPrompt, columns_between, fixed_columns
 from halda.plan import Plan
+from halda.variables import MS, Expression, positive
 
-MS: Final = 1000.0
 TIE: Final = 1e-8
 """Of plans with the same time to the first token or between tokens, the one with the quicker token is better."""
 READ_TIE: Final = 1e-8
 """A millisecond of reading counts so much besides: of plans that take the same time, the one that reads less is better."""
 EVEN_MS: Final = 2e-6
 """Of plans that take the same time, the one that leaves the fullest device the most memory is better."""
-Expression = Any
-"""A PuLP expression; PuLP has no types."""
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class Layout:
     that it may be. ``tail_on_gpu`` counts the layers of the head's last window that are on its GPU. ``tail`` are its layers
     on the CPU and on the GPU, by kind, or one count where it is not known of which kinds they are; None without a ring.
     ``window_on_cpu`` counts those of each of its other windows on the CPU, None where that is not asked.
-    ``orders`` with ``picked``: which ring.
+    ``orders`` with ``picked``: which ring. ``columns`` is None where it is not known which layers a window has.
     """
 
     rounds: int
@@ -63,6 +62,7 @@ class Layout:
     orders: Sequence[RingOrder]
     picked: list[Expression]
     shares: Sequence[HopShare] = ()
+    columns: Columns | None = None
     variables: dict[str, Any] = field(default_factory=dict)
 
 
@@ -100,11 +100,6 @@ def new_problem(name: str) -> Any:
 def integer(problem: Any, name: str, low: int, high: int) -> Any:
     """A whole number."""
     return problem.add_variable(name, low, high, pulp.LpInteger)
-
-
-def positive(problem: Any, name: str) -> Any:
-    """A number of at least 0."""
-    return problem.add_variable(name, 0)
 
 
 def even_layout(
@@ -205,6 +200,7 @@ def cut_layout(
     in_columns = [[instance.kind_of[r * columns + i] for r in range(rounds)] for i in range(columns)]
     cpu: list[list[Expression]] = [[] for _ in sequence]
     gpu: list[list[Expression]] = [[] for _ in sequence]
+    placed: list[list[Column]] = [[] for _ in sequence]
     before: list[Expression] = [0] * columns
     ends, starts = {}, {}
     for place, m in enumerate(sequence):
@@ -213,6 +209,7 @@ def cut_layout(
         start = _staircase(problem, f"gpu_{m}", columns, 1, before, end) if instance.members[m].has_gpu else end
         cpu[m] = _counts(instance, in_columns, before, start)
         gpu[m] = _counts(instance, in_columns, start, end)
+        placed[m] = columns_between(in_columns, before, start, end)
         width = pulp.lpSum(end) - pulp.lpSum(before)
         problem += width >= cut * used[m], f"{m} has a window if it takes part"
         problem += width <= columns * used[m], f"{m} has none if it does not"
@@ -245,6 +242,7 @@ def cut_layout(
         window_on_cpu=pulp.lpSum(starts[sequence[0]]),
         orders=orders,
         picked=picked,
+        columns=Columns(placed, columns_between(tail_columns, tail_before, tail_start, every), sequence),
         variables={"end": ends, "start": starts, "tail_start": tail_start, "columns": columns},
     )
 
@@ -274,6 +272,7 @@ def fixed_layout(instance: Instance, plan: Plan) -> Layout:
         window_on_cpu=pulp.lpSum([len(cpu_layers(plan.route[0]))]),
         orders=(order,),
         picked=[pulp.lpSum([1])],
+        columns=fixed_columns(instance, plan, order.members) if len(plan.route) > 1 else None,
     )
 
 
@@ -566,6 +565,9 @@ class _Time:
         link = self._hops(lambda order: order.chunk_link_s, lambda _: 0.0)
         passing = pulp.lpSum(chunk.windows) + hops
         problem += prompt >= passing + chunk.tail, "a chunk passes all windows and hops"
+        if self._has_uneven_stops:
+            self._uneven_stops(prompt, chunk, passing, hops, link)
+            return prompt + self._output()
         problem += prompt >= chunks * link, "a link is busy"
         laps, last = positive(problem, "laps"), positive(problem, "last_lap")
         problem += laps >= passing * (1 / rounds), "laps of one chunk"
@@ -593,6 +595,62 @@ class _Time:
                     around = lap - window * (1 / rounds) + chunk.tail if m else 0
                     self._read_all(m, prompt, around, chunks)
         return prompt + self._output()
+
+    @property
+    def _picks_one_by_one(self) -> bool:
+        """Whether chunks of a prompt follow each other through layers that stream by expert."""
+        instance, layout = self._instance, self._layout
+        return instance.by_expert and instance.chunks > 1 and not layout.loose and layout.tail is not None
+
+    @property
+    def _has_uneven_stops(self) -> bool:
+        """Whether such stops may differ from round to round."""
+        differ = len(self._instance.kinds) > 1 or self._layout.columns is not None
+        return self._picks_one_by_one and differ
+
+    def _uneven_stops(
+        self, prompt: Any, chunk: _Chunk, passing: Expression, hops: Expression, link: Expression
+    ) -> None:
+        """Have ``prompt`` be as ``laps.py`` has it; where it is not known which layers a window has, no more than that."""
+        problem, layout, chunks, rounds = self._problem, self._layout, self._instance.chunks, self._layout.rounds
+        if layout.columns is not None:
+            prompt_of = PickedPrompt(
+                problem=problem,
+                instance=self._instance,
+                columns=layout.columns,
+                rounds=rounds,
+                used=layout.used,
+                step_ms=[self._steps(m, 1) for m in range(len(layout.used))],
+                read_ms=[self._read(m, phase) for m, phase in enumerate(self._prefill)],
+                orders=layout.orders,
+                picked=layout.picked,
+            )
+            problem += prompt >= prompt_of.takes(), "chunks follow each other"
+            return
+        last, following, least = positive(problem, "last_chunk"), chunks - 1, self._least_stops()
+        problem += prompt >= passing + chunk.tail + last, "chunks follow each other"
+        problem += last >= following * chunk.tail, "chunks in the tail"
+        problem += last >= link * (following / rounds), "chunks on a link"
+        problem += prompt >= link * chunks + (hops - link) * (1 / rounds) + chunk.tail, "all chunks pass a link"
+        for i, host in enumerate(self._instance.hosts):
+            of_tail, busy = int(0 in host), positive(problem, f"busy_{i}")
+            problem += (
+                busy >= pulp.lpSum(chunk.windows[m] for m in host) + of_tail * chunk.tail,
+                f"stops at machine {i}",
+            )
+            problem += last >= busy * (following / (rounds + of_tail)), f"chunks at machine {i}"
+            around = (
+                pulp.lpSum(stop for m, stop in enumerate(least) if m not in host) + hops * (1 / rounds) + chunk.tail
+            )
+            problem += prompt >= busy * chunks + (1 - of_tail) * around, f"machine {i} is busy with a prompt"
+
+    def _least_stops(self) -> list[Expression]:
+        """What a window of each member takes at the least, whichever layers it has."""
+        found, cut = self._layout.variables, self._instance.model.cut_multiple
+        return [
+            (cut * w - n) * (min(phase.cpu) * MS) + n * (min(phase.gpu) * MS) + self._steps(m, 1)
+            for m, (phase, w, n) in enumerate(zip(self._prefill, found["w"], found["n"], strict=True))
+        ]
 
     def _read_all(self, m: int, prompt: Any, around: Expression, chunks: int) -> None:
         """From the beginning of its first stop to the end of its last one ``m`` reads what was not there."""
@@ -673,6 +731,10 @@ class _Time:
                 window, following = self._follow("chunk", m, computing, sure - (0 if m else tail), size, count, rounds)
                 if m == 0:
                     found.tail = found.tails = tail
+            if m == 0 and self._picks_one_by_one and not self._has_uneven_stops:
+                of_window, of_tail = self._head_parts("chunk", self._read(0, phase) * (1 / self._unit_ms(0)))
+                window = following = computing + of_window * (rounds * self._unit_ms(0))
+                found.tail = found.tails = tail + of_tail * self._unit_ms(0)
             found.windows.append(window)
             found.following.append(following)
         return found
@@ -776,15 +838,17 @@ class _Time:
             layout, window = self._layout, self._layout.window_on_cpu
             assert window is not None
             assert layout.tail is not None
+            total, in_tail = len(self._instance.model.layers), pulp.lpSum(layout.tail[0])
             least, most = regular_tails(layout.rounds)
-            longest = (len(self._instance.model.layers) - least) // (layout.rounds + 1)
-            longer = pulp.lpSum(layout.tail[0]) - window
+            longest, longer = (total - least) // (layout.rounds + 1), in_tail - window
+            if self._instance.by_expert:  # any tail will do
+                least, most, longest, longer = 0, total, total // layout.rounds, in_tail
             self._lengths = (
                 self._of_length("window", range(longest + 1), window),
                 self._of_length("tail", range(least, most + 1), longer),
             )
         (part, of_window), (same, more) = (self._parts(name, lengths) for lengths in self._lengths)
-        of_tail = of_window + more
+        of_tail = more if self._instance.by_expert else of_window + more
         self._problem += part == same, f"{name}: as much of each layer of the head streams"
         self._problem += self._layout.rounds * of_window + of_tail == size, f"{name}: what of the head streams"
         return of_window, of_tail

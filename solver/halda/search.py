@@ -37,6 +37,7 @@ from halda.plan import Infeasible, LeftOut, Plan, Window
 from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
 from halda.solution import Solution
 from halda.solving import Outcome, run
+from halda.variables import MS
 
 CHUNKS: Final = (128, 256, 1024, 2048)
 """Rows of a chunk of the prompt that may be better than those asked for where layers stream: what is read serves more of
@@ -306,7 +307,7 @@ class _Search:
         problem = milp.new_problem("bound")
         layout = self._even(problem, rounds, orders, loose=True)
         outcome, _ = self._run(problem, layout, most_s=self._most_s(orders))
-        self._least_s = max(self._least_s, outcome.bound / milp.MS)
+        self._least_s = max(self._least_s, outcome.bound / MS)
         if self._least_s >= self._best_s * (1 - _SAME):
             return False
         if self._left_s <= 0:
@@ -324,7 +325,7 @@ class _Search:
         problem = milp.new_problem(f"rounds_{rounds}")
         layout = self._even(problem, rounds, orders)
         outcome, program = self._run(problem, layout, most_s=self._most_s(orders))
-        bound_s, differ = max(self._least_s, outcome.bound / milp.MS), len(self._instance.kinds) > 1
+        bound_s, differ = max(self._least_s, outcome.bound / MS), len(self._instance.kinds) > 1
         if outcome.found:
             ring = self._take_even(program)
             if orders is None and bound_s < self._best_s * (1 - _SAME):
@@ -389,7 +390,7 @@ class _Search:
                 outcome, program = self._run(problem, layout)
                 if outcome.found:
                     self._take_even(program)
-                if outcome.bound / milp.MS >= self._best_s * (1 - _SAME):
+                if outcome.bound / MS >= self._best_s * (1 - _SAME):
                     continue
             for sequence in device_sequences(self._instance):
                 if self._left_s <= 0:
@@ -507,7 +508,7 @@ class _Search:
     def _note(self, outcome: Outcome) -> None:
         """Remember what an unfinished program leaves open."""
         if not outcome.proven:
-            self._open_bound_s = min(self._open_bound_s, outcome.bound / milp.MS)
+            self._open_bound_s = min(self._open_bound_s, outcome.bound / MS)
 
     def _run(
         self,
@@ -528,9 +529,9 @@ class _Search:
             elastic=False,
         )
         if cutoff and self._best is not None:
-            slack = self._best_s * milp.MS * _SAME
+            slack = self._best_s * MS * _SAME
             most = slack + milp.EVEN_MS if self._wins_ties(layout.rounds) else -slack
-            problem.addConstraint(program.objective <= self._best_s * milp.MS + most, "better than the best so far")
+            problem.addConstraint(program.objective <= self._best_s * MS + most, "better than the best so far")
         # Without any plan yet a program gets time enough to find one.
         least_s = _LEAST_S if self._best is not None else _FIRST_S
         outcome = run(problem, max(least_s, min(most_s, self._left_s)))

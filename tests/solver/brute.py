@@ -72,6 +72,8 @@ class Option:
     """What of the layers on the CPU a stop with the tail and one window has."""
     steps: tuple[tuple[float, int, int], ...]
     layers: int
+    laps: tuple[tuple[float, int], ...]
+    """Of each window and the tail: seconds that it computes for a chunk, and what of it may stream."""
 
     @property
     def streams(self) -> bool:
@@ -197,6 +199,8 @@ class Brute:
             found += [option.chunk.compute_s] + [option.chunk.rest_s, option.chunk.layers_s] * (not self._by_expert)
             found += [option.chunk.tail_s, -option.chunk.tail_s]
         found.append(-float(option.most) if option.streams else -math.inf)
+        if self._by_expert and self._objective in ("ttft", "balanced"):
+            found += [figure for seconds, size in option.laps for figure in (seconds, size, -size)]
         if not self._by_expert:
             found += [option.stop_share, -option.stop_share] if option.streams else [-math.inf, -math.inf]
             found.append(-float(option.layers) if option.streams else -math.inf)
@@ -251,7 +255,15 @@ class Brute:
         longer = len(of_tail[0]) - window
         regular = not tail or k < 2 or self._by_expert or -(k // 2) <= longer <= -(-k // 2)
         stop_share = (len(of_tail[0]) + window) / max(1, len(on_cpu))
-        steps = self._steps(m)
+        steps, step_s = self._steps(m), member.step_s + (member.gpu_step_s if uses_gpu else 0.0)
+        parts = [(range(a, b - gpu), range(b - gpu, b)) for a, b in ranges] + ([of_tail] if tail else [])
+        laps = tuple(
+            (
+                sum(member.prefill.cpu[kinds[i]] for i in cpu) + sum(member.prefill.gpu[kinds[i]] for i in on) + step_s,
+                sum(self._experts[i] for i in cpu),
+            )
+            for cpu, on in parts
+        )
         return Option(
             *both,
             output_s,
@@ -267,6 +279,7 @@ class Brute:
             stop_share,
             steps,
             len(on_cpu),
+            laps,
         )
 
     def _steps(self, m: int) -> tuple[tuple[float, int, int], ...]:
@@ -347,9 +360,40 @@ class Brute:
         laps = max(lap, n * hops.chunk_link / k, *(train for train, _ in trains))
         last = max((n - 1) * max(tail, hops.chunk_link / k), *(train - stop for train, stop in trains))
         first = max((k - 1) * laps + lap + tail + last, n * windows[0], reading)
+        if self._by_expert and len(way.members) > 1:
+            first = self._picked_s(way, n)
         token_s = max(token_s, read_s)
         period = max(token_s / self._instance.workload.sequences, busy_s, read_s)
         return self._value(token_s, first + sum(option.output_s for option in way.options), period)
+
+    def _picked_s(self, way: Way, n: int) -> float:
+        """When all ``n`` chunks are through that read nothing ahead; each device has a machine of its own.
+
+        A device begins a round when the first chunk has come and the last one of its round before is done. From there on
+        chunks are as far apart as the slowest stop or link makes them.
+        """
+        instance, members = self._instance, way.members
+        rows, ends = instance.members[0].prefill.rows, [*members[1:], members[0]]
+        links = [instance.link(a, b) for a, b in zip(members, ends, strict=True)]
+        sends = [rows * instance.model.width * 4 / link.bytes_per_s for link in links]
+        delays = [link.round_trip_s / 2 + 0.185 * link.late_s for link in links]
+        stops = []
+        for option in way.options:
+            streamed = option.over + self._reserve if option.streams else 0
+            a_byte = option.chunk.read(streamed, option.most) / max(1, option.most) / option.disk
+            stops.append([seconds + size * a_byte for seconds, size in option.laps])
+        free, sent, first, last = [0.0] * len(members), [0.0] * len(members), 0.0, 0.0
+        for at in range(way.rounds * len(members) + 1):
+            r, i = divmod(at, len(members))
+            stop = stops[i][r]
+            first = max(first, free[i]) + stop
+            last = max(last + stop, first + (n - 1) * stop)
+            free[i] = last
+            if r < way.rounds:
+                first = max(first, sent[i]) + sends[i]
+                last = sent[i] = max(last + sends[i], first + (n - 1) * sends[i])
+                first, last = first + delays[i], last + delays[i]
+        return last
 
     def _value(self, token: float, first: float, period: float) -> float:
         match self._objective:

@@ -1,0 +1,164 @@
+"""A prompt where layers stream by expert, in a program: stop by stop, since rounds differ where layers do.
+
+Which layers a window has is known from its columns: column i of a round holds the layers i, W + i, 2 W + i ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pulp
+
+from halda.evaluate import cpu_layers
+from halda.instance import Instance
+from halda.laps import Hop, Stop, all_chunks
+from halda.orders import RingOrder
+from halda.plan import Plan, Window
+from halda.variables import MS, Expression, positive
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A place in the windows of a member, or in the tail: its kind of layer in each round, and whether it is the member's,
+    on the CPU or on the GPU (0, 1 or an expression)."""
+
+    kinds: Sequence[int]
+    cpu: Expression
+    gpu: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of each member's windows, and of the tail. ``sequence`` are the members in ring order."""
+
+    windows: Sequence[Sequence[Column]]
+    tail: Sequence[Column]
+    sequence: Sequence[int]
+
+
+def columns_between(
+    kinds: Sequence[Sequence[int]], before: Sequence[Expression], start: Sequence[Expression], end: Sequence[Expression]
+) -> list[Column]:
+    """The columns from boundary ``before`` on, those from ``start`` to ``end`` on the GPU."""
+    return [Column(of, b - a, c - b) for of, a, b, c in zip(kinds, before, start, end, strict=True)]
+
+
+def fixed_columns(instance: Instance, plan: Plan, sequence: Sequence[int]) -> Columns:
+    """The columns of ``plan``, whose windows are the same in each round."""
+
+    def columns(windows: Sequence[Window]) -> list[Column]:
+        on_cpu = len(cpu_layers(windows[0]))
+        return [
+            Column([instance.kind_of[layer] for layer in layers], int(i < on_cpu), int(i >= on_cpu))
+            for i, layers in enumerate(zip(*(window.layers for window in windows), strict=True))
+        ]
+
+    *windows, tail = plan.route
+    of_members = [columns([each for each in windows if each.device == device.device]) for device in instance.devices]
+    return Columns(of_members, columns([tail]), sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class PickedPrompt:
+    """What a prompt takes in a program: of each member whether it takes part, what a window costs besides its layers, and
+    what it reads for a chunk, in milliseconds; the ring orders and which of them is picked."""
+
+    problem: Any
+    instance: Instance
+    columns: Columns
+    rounds: int
+    used: Sequence[Expression]
+    step_ms: Sequence[Expression]
+    read_ms: Sequence[Expression]
+    orders: Sequence[RingOrder]
+    picked: Sequence[Expression]
+
+    def takes(self) -> Expression:
+        """Milliseconds of all chunks, as ``evaluate`` has it."""
+        stops, tails = list[list[Expression]](), list[Expression]()
+        for m, windows in enumerate(self.columns.windows):
+            *laps, tail = self._stops(m, windows, self.columns.tail if m == 0 else [])
+            stops.append(laps)
+            tails.append(tail)
+        laps = [
+            [Stop(stops[m][r], self._of_machine(m, r, stops)) for m in self.columns.sequence]
+            for r in range(self.rounds)
+        ]
+        numbers = count()
+
+        def largest(*times: Expression) -> Expression:
+            name = f"prompt_{next(numbers)}"
+            found = positive(self.problem, name)
+            for i, time in enumerate(times):
+                self.problem.addConstraint(found >= time, f"{name} is not before {i}")
+            return found
+
+        return all_chunks(laps, self._hops(), tails[0], self.instance.chunks, largest)
+
+    def _stops(self, m: int, windows: Sequence[Column], tail: Sequence[Column]) -> list[Expression]:
+        """Of each window of ``m``, and at last of its tail.
+
+        The same share of each layer is read. That is a product where it is open whether a column is the member's.
+        """
+        member = self.instance.members[m]
+        phase, unit_ms = member.prefill, MS / member.disk_bytes_per_s
+        share = positive(self.problem, f"share_{m}")
+        reads: list[Expression] = []
+        found: list[list[Expression]] = [[self.step_ms[m]] for _ in range(self.rounds + 1)]
+        for place, column in enumerate([*windows, *tail]):
+            stops = range(self.rounds) if place < len(windows) else [self.rounds]
+            part = self._part(f"{m}_{place}", share, column)
+            for r, kind in zip(stops, column.kinds, strict=True):
+                read = part * (self.instance.streamable[kind] * unit_ms)
+                found[r] += [column.cpu * (phase.cpu[kind] * MS), column.gpu * (phase.gpu[kind] * MS), read]
+                reads.append(read)
+        self.problem.addConstraint(pulp.lpSum(reads) == self.read_ms[m], f"what {m} reads for a prompt")
+        return [pulp.lpSum(terms) for terms in found]
+
+    def _part(self, name: str, share: Any, column: Column) -> Expression:
+        """``share`` of a layer where it is read: on the CPU, and of experts."""
+        if isinstance(column.cpu, int) or not any(self.instance.streamable[kind] for kind in column.kinds):
+            return share * column.cpu if isinstance(column.cpu, int) else 0 * share
+        part = positive(self.problem, f"part_{name}")
+        self.problem.addConstraint(part <= column.cpu, f"{name} is read where it is computed")
+        self.problem.addConstraint(part <= share, f"{name} is read as far as the others")
+        self.problem.addConstraint(part >= share + column.cpu - 1, f"{name} is read as the others")
+        return part
+
+    def _of_machine(self, m: int, r: int, stops: Sequence[Sequence[Expression]]) -> Expression:
+        """What the machine of ``m`` computes in round ``r``; less than nothing if ``m`` takes no part."""
+        host = next(host for host in self.instance.hosts if m in host)
+        if len(host) == 1:
+            return stops[m][r]
+        most = MS * sum(self._most_s(other) for other in host)
+        busy = positive(self.problem, f"machine_{m}_{r}")
+        self.problem.addConstraint(
+            busy >= pulp.lpSum(stops[other][r] for other in host) - most * (1 - self.used[m]),
+            f"{m} busy {r}",
+        )
+        return busy
+
+    def _most_s(self, m: int) -> float:
+        """No window of ``m`` takes longer."""
+        member, instance = self.instance.members[m], self.instance
+        phase = member.prefill
+        layers = sum(
+            max(phase.cpu[kind], phase.gpu[kind]) + instance.streamable[kind] / member.disk_bytes_per_s
+            for kind in instance.kind_of
+        )
+        return layers + member.step_s + member.gpu_step_s
+
+    def _hops(self) -> list[Hop]:
+        """Behind each member; nothing behind one that takes no part."""
+        takes = {m: pulp.LpAffineExpression() for m in self.columns.sequence}
+        occupied = {m: pulp.LpAffineExpression() for m in self.columns.sequence}
+        for z, order in zip(self.picked, self.orders, strict=True):
+            ring = order.members
+            pairs = zip(ring, [*ring[1:], ring[0]], self.instance.chunk_links_s(ring), strict=True)
+            for a, b, occupied_s in pairs:
+                takes[a] += z * (self.instance.chunk_hops_s[a][b] * MS)
+                occupied[a] += z * (occupied_s * MS)
+        return [Hop(takes[m], occupied[m]) for m in self.columns.sequence]

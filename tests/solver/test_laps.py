@@ -1,0 +1,58 @@
+"""Chunks that follow each other, against every chunk at every stop in turn."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+
+import pytest
+
+from halda.laps import Hop, Stop, all_chunks
+
+
+def in_turn(laps: list[list[float]], hops: list[tuple[float, float]], tail: float, chunks: int) -> float:
+    """When the last chunk leaves the tail: each device and each link serves one after the other, round by round."""
+    free, sent = [0.0] * len(hops), [0.0] * len(hops)
+    come = [0.0] * chunks
+    for lap in laps:
+        for i, (stop, (takes, occupied)) in enumerate(zip(lap, hops, strict=True)):
+            for c in range(chunks):
+                free[i] = max(free[i], come[c]) + stop
+                begin = max(free[i], sent[i])
+                sent[i] = begin + occupied
+                come[c] = begin + takes
+    for c in range(chunks):
+        free[0] = max(free[0], come[c]) + tail
+    return free[0]
+
+
+def of(laps: list[list[float]], hops: list[tuple[float, float]], tail: float, chunks: int) -> float:
+    stops = [[Stop(stop, stop) for stop in lap] for lap in laps]
+    found: float = all_chunks(stops, [Hop(*hop) for hop in hops], tail, chunks, max)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_first_and_the_last_chunk_tell_of_all_of_them(seed):
+    rng = random.Random(seed)
+    devices, rounds, chunks = rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 9)
+    laps = [[rng.choice([0.1, 1, 1, 2, 5]) * rng.random() for _ in range(devices)] for _ in range(rounds)]
+    hops = [tuple(accumulate([rng.random() / 4, rng.random() * rng.choice([0.1, 3])])) for _ in range(devices)]
+    ways = [(takes, takes - least) for least, takes in hops]
+    tail = rng.random() * rng.choice([0.1, 1, 5])
+    assert of(laps, ways, tail, chunks) == pytest.approx(in_turn(laps, ways, tail, chunks))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_where_rounds_are_alike_each_takes_as_long_as_its_slowest_part(seed):
+    """Then there is a closed form, which programs have that do not know which layers a window gets."""
+    rng = random.Random(seed)
+    devices, rounds, chunks = rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 9)
+    lap, tail = [rng.random() * rng.choice([0.1, 1, 5]) for _ in range(devices)], rng.random() * rng.choice([0.1, 1, 5])
+    links = [rng.random() * rng.choice([0.1, 3]) for _ in range(devices)]
+    hops = [(link + rng.random() / 4, link) for link in links]
+    once = sum(lap) + sum(takes for takes, _ in hops)
+    last = max(*lap, tail, *links)
+    expected = (rounds - 1) * max(once, chunks * max(*lap, *links)) + once + tail + (chunks - 1) * last
+    head = chunks * (rounds * lap[0] + tail)
+    assert of([lap] * rounds, hops, tail, chunks) == pytest.approx(max(expected, head))
