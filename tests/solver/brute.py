@@ -370,13 +370,16 @@ class Brute:
         """When all ``n`` chunks are through that read nothing ahead; each device has a machine of its own.
 
         A device begins a round when the first chunk has come and the last one of its round before is done. From there on
-        chunks are as far apart as the slowest stop or link makes them.
+        chunks are as far apart as the slowest stop or link makes them, or all hops through the air that they share.
         """
         instance, members = self._instance, way.members
         rows, ends = instance.members[0].prefill.rows, [*members[1:], members[0]]
         links = [instance.link(a, b) for a, b in zip(members, ends, strict=True)]
         sends = [rows * instance.model.width * 4 / link.bytes_per_s for link in links]
         delays = [link.round_trip_s / 2 + 0.185 * link.late_s for link in links]
+        airy = [instance.in_air(a, b) for a, b in zip(members, ends, strict=True)]
+        air = sum(seconds for seconds, is_airy in zip(sends, airy, strict=True) if is_airy)
+        apart = [air if is_airy else seconds for seconds, is_airy in zip(sends, airy, strict=True)]
         stops = []
         for option in way.options:
             streamed = option.over + self._reserve if option.streams else 0
@@ -390,8 +393,10 @@ class Brute:
             last = max(last + stop, first + (n - 1) * stop)
             free[i] = last
             if r < way.rounds:
-                first = max(first, sent[i]) + sends[i]
-                last = sent[i] = max(last + sends[i], first + (n - 1) * sends[i])
+                begin = max(first, sent[i])
+                first = begin + sends[i]
+                last = max(last + sends[i], first + (n - 1) * apart[i])
+                sent[i] = begin + n * air if airy[i] else last
                 first, last = first + delays[i], last + delays[i]
         return last
 
