@@ -246,7 +246,7 @@ def streaming_plans(count: int, **options: bool) -> Iterator[tuple[Plan, Instanc
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.matrix)])
 def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
-    """A token is within 5 % in 99 of 100 plans, and hardly ever sooner; a first token within 5 % in 95 of 100."""
+    """A token is within 5 % in 99 of 100 plans, and hardly ever sooner; a first token within 5 % in 97 of 100."""
     tokens, firsts = [], []
     for plan, question in streaming_plans(count, shared_hosts=False):
         closed = evaluate(plan, question)
@@ -255,9 +255,9 @@ def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
     assert min(tokens) > 0.98
     assert sum(ratio > 1.05 for ratio in tokens) <= 0.01 * count
     assert max(tokens) < 1.15
-    assert sum(abs(ratio - 1) > 0.05 for ratio in firsts) <= 0.055 * count
-    assert min(firsts) > 0.85
-    assert max(firsts) < 1.25
+    assert sum(abs(ratio - 1) > 0.05 for ratio in firsts) <= 0.03 * count
+    assert min(firsts) > 0.87
+    assert max(firsts) < 1.2
 
 
 @pytest.mark.parametrize("objective", ["latency", "ttft"])
