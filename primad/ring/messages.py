@@ -22,10 +22,11 @@ from primad.engine.protocol import GREEDY as GREEDY
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError, printable
+from primad.kv.keys import KvBlock
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """The version of every message in this file. It grows when an older peer could misread a newer one."""
 
 HIDDEN_DTYPE: Final = "f32"
@@ -54,7 +55,22 @@ class KvCopy(msgspec.Struct, frozen=True, tag="copy", array_like=True):
     end: int
 
 
-KvOp = KvRemove | KvCopy
+class KvKeep(msgspec.Struct, frozen=True, tag="keep", array_like=True):
+    """Hand the cells of ``block`` of ``sequence`` to this device's store of KV cells."""
+
+    sequence: int
+    block: KvBlock
+
+
+class KvLoad(msgspec.Struct, frozen=True, tag="load", array_like=True):
+    """Forget ``sequence``, and fill its positions before ``end`` from the blocks whose chain ends with ``key``."""
+
+    sequence: int
+    key: str
+    end: int
+
+
+KvOp = KvRemove | KvCopy | KvKeep | KvLoad
 
 
 class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
@@ -189,6 +205,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     ring had sampled them, and are not told again. ``logprobs`` is None, or how many of the most likely tokens each
     ``Sampled`` lists (0 to 20). It ``reuses`` what of its prompt was computed before; the answer is the same without. Of
     several owners each has the same share of the ring.
+
+    Its cells are kept under ``root`` (empty: they are not), and those of ``blocks``, a chain from position 0 on, are held by
+    every device of the ring. ``replays_rows``: what of ``sampled`` is in no block is computed row by row, as it was before.
     """
 
     request: int
@@ -199,6 +218,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     logprobs: int | None
     reuses: bool = True
     owner: str = ""
+    root: str = ""
+    blocks: list[KvBlock] = []
+    replays_rows: bool = True
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -250,6 +272,19 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     decode_s: float
 
 
+class KvKept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
+    """Every window was told to keep ``blocks`` of ``request``, the next of its chain."""
+
+    request: int
+    blocks: list[KvBlock]
+
+
+class KvForgotten(msgspec.Struct, frozen=True, kw_only=True, tag="forgotten"):
+    """Nothing in the ring needs the blocks ``keys`` any more."""
+
+    keys: list[str]
+
+
 class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
     """This ring process cannot go on; ``error`` is one line. It is the process's last event.
 
@@ -270,7 +305,8 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
 
     It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
     together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a
-    message; beside other answers it is computed in ``pieces``.
+    message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept, or
+    none.
     """
 
     model: str
@@ -280,13 +316,15 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     least_rows: int
     batching: Batching = Batching()
     pieces: Pieces | None = None
+    keep_rows: int | None = None
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
 
     ``route`` is the number of windows in the route, ``width`` that of the hidden state; ``head`` is None on a worker. Of
-    what streams ``ahead_bytes`` are held ahead. How often experts are used is kept in the folder ``usage``, or nowhere.
+    what streams ``ahead_bytes`` are held ahead. How often experts are used is kept in the folder ``usage``, or nowhere; KV
+    cells are kept in the folder ``cells``, or nowhere.
     """
 
     ring: int
@@ -300,6 +338,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     options: EngineOptions
     ahead_bytes: int
     usage: str | None
+    cells: str | None = None
 
 
 class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
@@ -454,7 +493,19 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report
 GenerationEvent = Sampled | PromptProgress | Finished
-RingEvent = Loading | Opened | Serving | GenerationEvent | Overdue | Drained | ProcessMemoryLow | Status | RingBroken
+RingEvent = (
+    Loading
+    | Opened
+    | Serving
+    | GenerationEvent
+    | KvKept
+    | KvForgotten
+    | Overdue
+    | Drained
+    | ProcessMemoryLow
+    | Status
+    | RingBroken
+)
 
 command_decoder = msgspec.msgpack.Decoder(RingCommand)
 event_decoder = msgspec.msgpack.Decoder(RingEvent)
