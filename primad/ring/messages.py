@@ -13,6 +13,7 @@ A header is checked against the ring's ``StepLimits`` before its payload is touc
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import msgspec
@@ -22,7 +23,7 @@ from primad.engine.protocol import GREEDY as GREEDY
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError, printable
-from primad.kv.keys import KvBlock
+from primad.kv.keys import KEY_HEX, KvBlock
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 
@@ -120,6 +121,8 @@ class StaleEpochError(ProtocolError):
     """A message of another ring or an older epoch: dropped by number, no one's fault."""
 
 
+_KEY: Final = re.compile(rf"[0-9a-f]{{{KEY_HEX}}}")
+"""A key becomes a file's name, so it is nothing else."""
 _step_decoder = msgspec.msgpack.Decoder(Step)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -185,6 +188,15 @@ def _check_op(op: KvOp, limits: StepLimits) -> None:
     match op:
         case KvRemove(sequence, start, end):
             sequences, span = [sequence], (start, end)
+        case KvKeep(sequence, block):
+            sequences, span = [sequence], (block.start, block.end)
+            is_first = block.start == 0 and not block.before
+            if not _KEY.fullmatch(block.key) or not (is_first or (block.start and _KEY.fullmatch(block.before))):
+                raise ProtocolError(f"a KV operation keeps what is no block: {printable(str(block))}")
+        case KvLoad(sequence, key, end):
+            sequences, span = [sequence], (0, end)
+            if not _KEY.fullmatch(key) or end <= 0:
+                raise ProtocolError(f"a KV operation loads what is no block: {printable(f'{key!r} up to {end}')}")
         case KvCopy(source, target, end):
             sequences, span = [source, target], (0, end)
             if source == target or end < 0:
@@ -207,7 +219,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     several owners each has the same share of the ring.
 
     Its cells are kept under ``root`` (empty: they are not), and those of ``blocks``, a chain from position 0 on, are held by
-    every device of the ring. ``replays_rows``: what of ``sampled`` is in no block is computed row by row, as it was before.
+    every device of the ring, and leased to it until it is over: what it has no use for is never told as forgotten.
+    ``replays_rows``: what of ``sampled`` is in no block is computed row by row, as it was before, and else in chunks.
     """
 
     request: int
@@ -224,7 +237,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Stop generating for ``request`` and free its sequence; nothing more will be sent for it."""
+    """Stop generating for ``request`` and free its sequence; no more of its answer will be sent."""
 
     request: int
 
@@ -273,14 +286,19 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
 
 
 class KvKept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
-    """Every window was told to keep ``blocks`` of ``request``, the next of its chain."""
+    """Every window was told to keep ``blocks`` of ``request``, the next of its chain, which began with ``Generate.blocks`` as
+    far as they were loaded. Blocks of its prompt may be told behind its ``Finished`` or its ``Cancel``.
+    """
 
     request: int
     blocks: list[KvBlock]
 
 
 class KvForgotten(msgspec.Struct, frozen=True, kw_only=True, tag="forgotten"):
-    """Nothing in the ring needs the blocks ``keys`` any more."""
+    """Nothing in the ring needs the blocks ``keys`` any more, which were told as kept, or under way to be, or were loaded.
+
+    What of a prompt its sequence remembers is needed. A ring that ends needs nothing, and does not say so.
+    """
 
     keys: list[str]
 
@@ -371,8 +389,9 @@ class Connect(msgspec.Struct, frozen=True, tag="connect"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """To the head's ring process: begin no further step; ``Drained`` is told once those on their way are back.
+    """To the head's ring process: compute no further row; ``Drained`` is told once the steps on their way are back.
 
+    One more step without rows keeps what of the answers is computed and in no block yet; that is told before ``Drained``.
     Generations that are not over stay with the daemon, which has seen every token of theirs by then. No ``Generate`` may
     follow.
     """
@@ -392,11 +411,12 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     """Every window is loaded; steps of the device before this one are received at ``endpoint``.
 
     ``key`` is the public key of this ring process (Z85, 40 characters), new with every ``Opened``. Both are empty without
-    a ring.
+    a ring. ``keeps``: all its windows can hand out KV cells and take them in, and there is a folder for them.
     """
 
     endpoint: str
     key: str
+    keeps: bool = False
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
