@@ -186,6 +186,14 @@ class Rows:
 class EngineWindow(Protocol):
     """A contiguous run of layers with its KV cache. Every method raises ``EngineError`` when llama.cpp fails."""
 
+    @property
+    def layers(self) -> range:
+        """The window's layers, numbered as in the whole model."""
+
+    @property
+    def kv_supported(self) -> bool:
+        """Whether ``kv_cells`` and ``kv_restore`` work here. To be asked before rows are computed: it is tried then."""
+
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
         """Forget positions ``start <= p < end`` of ``sequence``; ``end = -1`` means to the end."""
 
