@@ -95,7 +95,7 @@ class Head:
         self._news: list[HeadEvent] = []
         self._is_draining = False
         self._is_drained = False
-        self._shelf = shelf
+        self.shelf = shelf
         self._samplers: dict[int, Sampler] = {}
         self._clock = clock
 
@@ -113,7 +113,7 @@ class Head:
         """Queue a generation. Raises ``RingError`` after ``drain``."""
         finished = self._scheduler.submit(generate)
         if finished is not None:
-            self._news.append(finished)
+            self._news += [finished, *self._scheduler.kv_news()]
 
     def cancel(self, cancel: Cancel) -> None:
         """Stop a generation."""
@@ -215,17 +215,18 @@ class Head:
 
     def _compute(self, step: Step, content: Tokens | Hidden) -> TurnOutcome:
         while step.window in self._windows:
-            step, content = visit(self._windows[step.window], step, content, self._shelf)
+            step, content = visit(self._windows[step.window], step, content, self.shelf)
         if step.window < self._last:
             self._laps.left(step.step, step.rows, self._clock())
             return Send(step, content)  # type: ignore[arg-type]
-        apply(self._tail, step, self._shelf)
+        apply(self._tail, step, self.shelf)
         if step.rows:
             self._tail.forward(rows_of(step, content))
         del self._deadlines[step.step], self._under_way[step.step]
         drawn = {each.request: self._draw(each, row) for row, each in self._scheduler.wants_draws(step.step)}
+        news, self._news = self._news, []  # of before this step
         events = self._announce(self._scheduler.commit(step.step, drawn, self._clock()))
-        events += self._scheduler.kv_news()
+        events = [*news, *events, *self._scheduler.kv_news()]
         self._tell_drained()
         return Tell(events, step.rows)
 

@@ -4,8 +4,8 @@ A chunk of a prompt is a block once its last row is in the log, and so is every 
 computed again. The operation that keeps it goes in front of the next step: then each window has computed it, and nobody has
 had its sequence since. A block is told as kept once that step is back, and as forgotten when no sequence has it any more.
 
-Pieces of a chunk, and rows of a known answer that are computed some at a time, have the bits of the whole and of single rows:
-they make the same blocks.
+Pieces of a chunk, and rows of a known answer that are computed some at a time, have the bits of the whole and of single
+rows: they make the same blocks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def _prompt_blocks(chunking: Chunking, prompt: Sequence[int], root: str) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class Usable:
-    """What of a generation need not be computed: its first ``blocks``, of which the first ``chunks`` are chunks of this ring's.
+    """What of a generation need not be computed: its first ``blocks``, of which the first ``chunks`` are this ring's chunks.
 
-    A chunk of another ring's may have ended elsewhere.
+    Those of the ring that computed them may have ended elsewhere.
     """
 
     blocks: list[KvBlock]
@@ -93,7 +93,7 @@ class Keeping:
 
     def __init__(self) -> None:
         self._having: Counter[str] = Counter()
-        """By key: how many chains have it."""
+        """By key: how many chains and leases have it."""
         self._waiting: dict[str, KvKeep] = {}
         self._out: dict[int, list[str]] = {}
         """By step: what it keeps, until it is back."""
@@ -105,15 +105,22 @@ class Keeping:
         """Whether the next step has something to keep."""
         return bool(self._waiting)
 
-    def begin(self, chain: Chain, generate: Generate, blocks: Sequence[KvBlock], *, loaded: bool = False) -> None:
-        """``chain`` is that of ``generate`` now and has ``blocks`` already, which are held where they are ``loaded``."""
+    def lease(self, generate: Generate) -> None:
+        """What ``generate`` brings is held, and needed as long as there is ``generate``."""
+        for each in generate.blocks:
+            self._need(each)
+            self._held.add(each.key)
+
+    def end_lease(self, generate: Generate) -> None:
+        """``generate`` is over."""
+        self._drop(generate.blocks)
+
+    def begin(self, chain: Chain, generate: Generate, blocks: Sequence[KvBlock], *, told: bool) -> None:
+        """``chain`` is that of ``generate`` now and has ``blocks`` already, which need not be ``told``, or must."""
         before, chain.request, chain.root = chain.blocks, generate.request, generate.root
-        chain.blocks, chain.told = list(blocks), len(blocks) if loaded else 0
+        chain.blocks, chain.told = list(blocks), len(blocks) if told else 0
         for each in blocks:
-            self._having[each.key] += 1
-            self._forgotten.pop(each.key, None)
-        if loaded:
-            self._held.update(each.key for each in blocks)
+            self._need(each)
         self._drop(before)
 
     def cut(self, chain: Chain, ends: Sequence[int]) -> None:
@@ -127,11 +134,14 @@ class Keeping:
         """The next block of ``chain`` is computed in ``sequence``, by the steps handed out so far."""
         found = block_of(chain.root, chain.blocks[-1] if chain.blocks else None, tokens, ends)
         chain.blocks.append(found)
-        self._having[found.key] += 1
-        self._forgotten.pop(found.key, None)
+        self._need(found)
         is_out = any(found.key in keys for keys in self._out.values())
         if not is_out and found.key not in self._held:
             self._waiting.setdefault(found.key, KvKeep(sequence, found))
+
+    def _need(self, block: KvBlock) -> None:
+        self._having[block.key] += 1
+        self._forgotten.pop(block.key, None)
 
     def _drop(self, blocks: Iterable[KvBlock]) -> None:
         for key in (each.key for each in blocks):
@@ -170,6 +180,6 @@ class Keeping:
                 chain.told += len(blocks)
                 told.append(KvKept(request=chain.request, blocks=blocks))
         if self._forgotten:
-            told.append(KvForgotten(list(self._forgotten)))
+            told.append(KvForgotten(keys=list(self._forgotten)))
             self._forgotten = {}
         return told

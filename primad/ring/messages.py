@@ -13,7 +13,6 @@ A header is checked against the ring's ``StepLimits`` before its payload is touc
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 import msgspec
@@ -23,7 +22,8 @@ from primad.engine.protocol import GREEDY as GREEDY
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError, printable
-from primad.kv.keys import KEY_HEX, KvBlock
+from primad.kv.cells import is_key
+from primad.kv.keys import KvBlock
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 
@@ -121,8 +121,6 @@ class StaleEpochError(ProtocolError):
     """A message of another ring or an older epoch: dropped by number, no one's fault."""
 
 
-_KEY: Final = re.compile(rf"[0-9a-f]{{{KEY_HEX}}}")
-"""A key becomes a file's name, so it is nothing else."""
 _step_decoder = msgspec.msgpack.Decoder(Step)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -191,11 +189,11 @@ def _check_op(op: KvOp, limits: StepLimits) -> None:
         case KvKeep(sequence, block):
             sequences, span = [sequence], (block.start, block.end)
             is_first = block.start == 0 and not block.before
-            if not _KEY.fullmatch(block.key) or not (is_first or (block.start and _KEY.fullmatch(block.before))):
+            if not is_key(block.key) or not (is_first or (block.start and is_key(block.before))):
                 raise ProtocolError(f"a KV operation keeps what is no block: {printable(str(block))}")
         case KvLoad(sequence, key, end):
             sequences, span = [sequence], (0, end)
-            if not _KEY.fullmatch(key) or end <= 0:
+            if not is_key(key) or end <= 0:
                 raise ProtocolError(f"a KV operation loads what is no block: {printable(f'{key!r} up to {end}')}")
         case KvCopy(source, target, end):
             sequences, span = [source, target], (0, end)
@@ -219,7 +217,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     several owners each has the same share of the ring.
 
     Its cells are kept under ``root`` (empty: they are not), and those of ``blocks``, a chain from position 0 on, are held by
-    every device of the ring, and leased to it until it is over: what it has no use for is never told as forgotten.
+    every device of the ring, which says of each when it is forgotten, whether it was of use or not.
     ``replays_rows``: what of ``sampled`` is in no block is computed row by row, as it was before, and else in chunks.
     """
 
@@ -286,8 +284,10 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
 
 
 class KvKept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
-    """Every window was told to keep ``blocks`` of ``request``, the next of its chain, which began with ``Generate.blocks`` as
-    far as they were loaded. Blocks of its prompt may be told behind its ``Finished`` or its ``Cancel``.
+    """Every window was told to keep ``blocks`` of ``request``, the next of its chain.
+
+    The chain begins with ``Generate.blocks`` as far as they were loaded: where ``before`` of the first of ``blocks`` is not
+    the last that is known, it goes on from there. Blocks of a prompt may be told behind ``Finished`` or ``Cancel``.
     """
 
     request: int
@@ -295,7 +295,7 @@ class KvKept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
 
 
 class KvForgotten(msgspec.Struct, frozen=True, kw_only=True, tag="forgotten"):
-    """Nothing in the ring needs the blocks ``keys`` any more, which were told as kept, or under way to be, or were loaded.
+    """Nothing in the ring needs the blocks ``keys`` any more, which were kept, or came with a ``Generate``.
 
     What of a prompt its sequence remembers is needed. A ring that ends needs nothing, and does not say so.
     """
@@ -323,8 +323,8 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
 
     It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
     together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a
-    message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept, or
-    none.
+    message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
+    or none.
     """
 
     model: str

@@ -154,7 +154,9 @@ class Scheduler:
         assert all(each.before == before.key for before, each in pairwise(generate.blocks))
         if self._drains:
             raise RingError(f"request {generate.request} was given to a ring that drains; give it to the next one")
+        self._slots.lease(generate)
         if self._is_full(generate, len(generate.sampled)):
+            self._slots.end_lease(generate)
             return _finished(generate, len(generate.sampled), "length", prompt_s=0.0, decode_s=0.0)
         self._waiting.append(generate)
         return None
@@ -163,14 +165,15 @@ class Scheduler:
         """Hand out no row from now on; one more step keeps those of answers that are in no block."""
         self._drains = True
         for running in self._running.values():
-            self._slots.keep(running, rest=True)
+            self._slots.keep_rest(running)
 
     def cancel(self, cancel: Cancel) -> None:
         """Forget a generation, wherever it is; what is in flight for it is dropped when it comes back."""
         if cancel.request in self._running:
             self._release(cancel.request)
-        else:
-            self._waiting = deque(waiting for waiting in self._waiting if waiting.request != cancel.request)
+        for waiting in [waiting for waiting in self._waiting if waiting.request == cancel.request]:
+            self._waiting.remove(waiting)
+            self._slots.end_lease(waiting)
 
     def next_step(self, now: float) -> PlannedStep | None:
         """The next step of the log, or None when the ring must answer first or there is nothing to do."""

@@ -14,7 +14,7 @@ from typing import Final
 
 from primad.ring.chunks import Chunking, Computed
 from primad.ring.keeping import Chain, Keeping, Usable, usable
-from primad.ring.messages import Generate, KvCopy, KvKept, KvForgotten, KvLoad, KvOp, KvRemove
+from primad.ring.messages import Generate, KvCopy, KvForgotten, KvKept, KvLoad, KvOp, KvRemove
 
 COPIED_CELLS: Final = 128
 """As many cells of context are copied in less time than a token of a prompt takes, on what was measured."""
@@ -118,6 +118,16 @@ class Slots:
         """What is kept, and what nothing needs any more, since this was asked last."""
         return self._keeping.news(each.chain for each in self.sequences) if self._keep_rows is not None else []
 
+    def lease(self, generate: Generate) -> None:
+        """The blocks of ``generate`` are held and needed until it is over, whether it runs or waits."""
+        if self._keep_rows is not None:
+            self._keeping.lease(generate)
+
+    def end_lease(self, generate: Generate) -> None:
+        """``generate`` is over."""
+        if self._keep_rows is not None:
+            self._keeping.end_lease(generate)
+
     def begin(self, generate: Generate, now: float, others: Collection[Running]) -> Running:
         """``generate`` in a sequence of its own, beside those that run."""
         running = Running(
@@ -130,27 +140,33 @@ class Slots:
         """It is over; what its sequence has of its prompt stays."""
         self._free.append(running.sequence)
         self._keeping.cut(running.sequence.chain, running.sequence.computed.ends)
+        self.end_lease(running.generate)
 
-    def keep(self, running: Running, *, rest: bool = False) -> None:
-        """Have kept what is complete of its blocks, and the ``rest`` of its answer's rows."""
+    def keep(self, running: Running) -> None:
+        """Have kept what is complete of its blocks. Its cells are all in the log."""
         sequence, chain = running.sequence, running.sequence.chain
         if self._keep_rows is None or running.behind is not None or not chain.root:
             return
-        while ends := self._ends(running, sequence.cells if rest else None):
-            if ends[-1] > sequence.cells:
-                return
+        while (ends := self._ends(running)) and ends[-1] <= sequence.cells:
             self._keeping.add(chain, sequence.number, running.tokens(chain.end, ends[-1]), ends)
 
-    def _ends(self, running: Running, most: int | None) -> Sequence[int]:
-        """The ends of the steps that compute its next block; of an answer's rows ``most`` cells are as many as there will be."""
+    def keep_rest(self, running: Running) -> None:
+        """Have kept the rows of its answer that are in no block, as a shorter one."""
+        sequence, chain = running.sequence, running.sequence.chain
+        rows = range(chain.end + 1, sequence.cells + 1)
+        is_known = running.is_decoding and chain.end >= max(len(running.generate.prompt), running.chunk_end)
+        if self._keep_rows is not None and chain.root and is_known and rows:
+            self._keeping.add(chain, sequence.number, running.tokens(chain.end, sequence.cells), rows)
+
+    def _ends(self, running: Running) -> Sequence[int]:
+        """The ends of the steps that compute its next block; none where these are not known yet."""
         first = running.sequence.chain.end
         if first < len(running.generate.prompt):
             return [end for end in running.sequence.computed.ends if end > first][:1]
         if first < running.chunk_end:
             return [running.chunk_end]
         assert self._keep_rows is not None
-        last = first + self._keep_rows
-        return range(first + 1, (last if most is None else min(last, most)) + 1)
+        return range(first + 1, first + self._keep_rows + 1)
 
     def _place(self, running: Running, others: Collection[Running]) -> None:
         """Give it a sequence, with those cells that it would compute the same way; the others are forgotten.
@@ -187,7 +203,7 @@ class Slots:
         """Fill its sequence with what is kept. With the next step, since who waits for this prompt may copy it then."""
         generate, sequence = running.generate, running.sequence
         running.reused = 0 if generate.sampled else loaded.end
-        self._keeping.begin(sequence.chain, generate, loaded.blocks, loaded=True)
+        self._keeping.begin(sequence.chain, generate, loaded.blocks, told=True)
         ends = [each.end for each in loaded.blocks]
         running.is_foreign = any(end <= len(generate.prompt) for end in ends[loaded.chunks :])
         sequence.computed = Computed(generate.prompt, ends[: loaded.chunks])
@@ -199,7 +215,7 @@ class Slots:
         root = running.generate.root if self._keep_rows is not None else ""
         if root or running.sequence.chain.root:
             blocks = source.before(cells, root) if root else []
-            self._keeping.begin(running.sequence.chain, running.generate, blocks)
+            self._keeping.begin(running.sequence.chain, running.generate, blocks, told=False)
 
     def _leader(self, generate: Generate, others: Collection[Running]) -> tuple[Running | None, int]:
         """The one of the ``others`` whose prompt has most in common with that of ``generate``, and how much."""

@@ -31,6 +31,9 @@ class Shelf(Protocol):
     def flush(self) -> bool:
         """Wait, within bounds, until what was handed over can be read by others; whether it can."""
 
+    def close(self) -> None:
+        """Write what was handed over, and end."""
+
 
 def apply(window: RouteWindow, step: Step, shelf: Shelf | None) -> None:
     """Apply the KV operations of ``step``. One without rows ends when what it keeps is there for others.
@@ -61,7 +64,9 @@ def _chain(window: RouteWindow, op: KvLoad, shelf: Shelf | None) -> Sequence[Seq
     layers = window.layers
     blocks = shelf.chain(op.key, layers.start, layers.stop) if shelf is not None else []
     if not blocks or blocks[-1][0].end != op.end:
-        raise RingError(f"KV block {op.key}, with layers {layers.start} to {layers.stop - 1} up to {op.end}, is not here")
+        raise RingError(
+            f"KV block {op.key}, with layers {layers.start} to {layers.stop - 1} up to {op.end}, is not here"
+        )
     return blocks
 
 
@@ -70,9 +75,7 @@ def rows_of(step: Step, content: Tokens | Hidden) -> Rows:
     return Rows(content=content, positions=step.positions, sequences=step.sequences, outputs=step.outputs)
 
 
-def visit(
-    window: HiddenWindow, step: Step, content: Tokens | Hidden, shelf: Shelf | None
-) -> tuple[Step, Hidden]:
+def visit(window: HiddenWindow, step: Step, content: Tokens | Hidden, shelf: Shelf | None) -> tuple[Step, Hidden]:
     """Let ``step`` visit ``window``: the step for the next window of the route, and its hidden states (rows, width)."""
     apply(window, step, shelf)
     hidden = window.forward(rows_of(step, content)) if step.rows else np.empty((0, step.shape[1]), np.float32)

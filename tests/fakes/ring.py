@@ -72,7 +72,7 @@ class FakeRing:
     """``rounds[r][d]`` layers for device ``d`` in round ``r`` and ``tail`` for the head at the end; device 0 is the head.
 
     Without rounds the head computes the whole model of ``tail`` layers. ``now_s`` is the head's clock. Chunks of a prompt
-    that have ``least`` rows end before a token that ``begins_message``. Each device has a shelf for the cells of its ``layers``.
+    that have ``least`` rows end before a token that ``begins_message``. Each device has a shelf for cells of its ``layers``.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class FakeRing:
         batching: Batching | None = None,
         pieces: Pieces | None = None,
         keep_rows: int | None = None,
+        shelves: Sequence[FakeShelf] = (),
         seed: int = 0,
     ) -> None:
         owners = [device for sizes in rounds for device in range(len(sizes))] + [0]
@@ -135,8 +136,8 @@ class FakeRing:
             batching=batching,
             keep_rows=keep_rows,
         )
-        self.chunking = chunking
-        self.shelves = [FakeShelf() for _ in held]
+        self.chunking, self.keep_rows = chunking, keep_rows
+        self.shelves = [*shelves, *(FakeShelf() for _ in held)][: len(held)]
         self.layers = [
             {layer for i, window in enumerate(self.windows) if owners[i] == device for layer in window.layers}
             for device in range(len(held))
