@@ -159,7 +159,7 @@ class CellsFile:
         )
 
 
-def unpack(data: bytes) -> tuple[KvBlock, list[LayerCells]]:
+def unpack(data: Bytes) -> tuple[KvBlock, list[LayerCells]]:
     """What ``pack`` was given. Raises ``CellsError``."""
     file = CellsFile(BytesIO(data), len(data))
     return file.block, [file.read(layer) for layer in file.layers]

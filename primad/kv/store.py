@@ -54,8 +54,8 @@ class KvStore:
     """
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
-        self._folder = folder
-        self._limit_bytes = limit_bytes
+        self.folder = folder
+        self.limit_bytes = limit_bytes
         self._leases: dict[str, frozenset[str]] = {}
         self._numbers = count()
         self._counted_bytes: int | None = None
@@ -69,7 +69,7 @@ class KvStore:
             pieces = pack(block, run)
             size_bytes = sum(map(len, pieces))
             with self._disk_errors(f"{size_bytes} bytes of KV cells cannot be written"):
-                self._write(self._folder / block.key, f"{run[0].layer}-{run[-1].layer + 1}.cells", pieces)
+                self._write(self.folder / block.key, f"{run[0].layer}-{run[-1].layer + 1}.cells", pieces)
             self._written_bytes += size_bytes
         self._keep_to_limit()
 
@@ -119,27 +119,28 @@ class KvStore:
         now = time.time_ns()
         for i, key in enumerate(filter(is_key, keys)):
             with contextlib.suppress(OSError):  # not here
-                os.utime(self._folder / key, ns=(now - 1000 * i, now - 1000 * i))
+                os.utime(self.folder / key, ns=(now - 1000 * i, now - 1000 * i))
 
     # ---- between devices ---------------------------------------------------------------------------------------------
 
-    def part(self, key: str, layer: int) -> bytes | None:
-        """The cells of one layer as ``add_part`` takes them in; None when they are not here."""
-        cells, block = self.read(key, layer, layer + 1), self.block(key)
+    def part(self, key: str, first: int, last: int) -> bytes | None:
+        """What is here of layers ``first <= layer < last`` of a block: the first run of them, as ``add_part`` takes it in.
+
+        None when none of them is here.
+        """
+        here = sorted(layer for layer in self.layers(key) if first <= layer < last)
+        run = [layer for i, layer in enumerate(here) if layer == here[0] + i]
+        if not run:
+            return None
+        cells, block = self.read(key, run[0], run[-1] + 1), self.block(key)
         return b"".join(pack(block, cells)) if cells and block is not None else None
 
-    def add_part(self, key: str, *parts: bytes) -> None:
-        """Keep parts of block ``key`` that came from another device. Raises ``CellsError`` for what is none."""
-        cells: list[LayerCells] = []
-        block = self.block(key)
-        for part in parts:
-            found, layers = unpack(part)
-            if found.key != key or (block is not None and found != block):
-                raise CellsError(f"KV cells of block {found.key} came in place of those of block {key}")
-            block = found
-            cells += layers
-        if block is not None:
-            self.put(block, cells)
+    def add_part(self, block: KvBlock, part: Bytes) -> None:
+        """Keep a part of ``block`` that came from another device. Raises ``CellsError`` for what is none."""
+        found, cells = unpack(part)
+        if found != block:
+            raise CellsError(f"KV cells of block {found.key} came in place of those of block {block.key}")
+        self.put(block, cells)
 
     # ---- use and room ------------------------------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class KvStore:
         """What is here, least recently used first."""
         leased, found = self._leased(), []
         with self._disk_errors("cannot be listed"):
-            for folder in self._folder.iterdir() if self._folder.exists() else ():
+            for folder in self.folder.iterdir() if self.folder.exists() else ():
                 if not is_key(folder.name):
                     continue
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # forgotten in this moment
@@ -170,20 +171,20 @@ class KvStore:
 
     def evict(self) -> None:
         """Remove the least recently used until the limit holds; of what others wrote, too."""
-        assert self._limit_bytes is not None
+        assert self.limit_bytes is not None
         blocks = self.list()
         left_bytes = sum(block.size_bytes for block in blocks)
         for block in blocks:
-            if left_bytes <= self._limit_bytes:
+            if left_bytes <= self.limit_bytes:
                 break
             if not block.leased and self._remove(block.key):
                 left_bytes -= block.size_bytes
         self._counted_bytes, self._written_bytes = left_bytes, 0
 
     def _keep_to_limit(self) -> None:
-        if self._limit_bytes is None:
+        if self.limit_bytes is None:
             return
-        counted, written, limit = self._counted_bytes, self._written_bytes, self._limit_bytes
+        counted, written, limit = self._counted_bytes, self._written_bytes, self.limit_bytes
         if counted is None or counted + written > limit or written * _COUNT_SHARE > limit:
             self.evict()
 
@@ -192,13 +193,13 @@ class KvStore:
     def _leased(self) -> frozenset[str]:
         return frozenset().union(*self._leases.values())
 
-    def _files(self, key: str) -> list[tuple[Path, range]]:
+    def _files(self, key: str) -> Sequence[tuple[Path, range]]:
         """The block's files and the layers that their names say, the largest first."""
         if not is_key(key):
             return []
         found = []
         with self._disk_errors("cannot be listed"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for path in (self._folder / key).iterdir():
+            for path in (self.folder / key).iterdir():
                 if match := _FILE.fullmatch(path.name):
                     found.append((path, range(int(match[1]), int(match[2]))))
         return sorted(found, key=lambda each: (-len(each[1]), each[0].name))
@@ -245,21 +246,21 @@ class KvStore:
             partial.unlink(missing_ok=True)
 
     def _check_disk(self, size_bytes: int) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        usage = shutil.disk_usage(self._folder)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        usage = shutil.disk_usage(self.folder)
         if usage.free - size_bytes < reserve_bytes(usage.total):
             raise DiskError(
-                f"{self._folder}: {size_bytes} bytes of KV cells do not fit: {usage.free} bytes of disk are free, of which "
+                f"{self.folder}: {size_bytes} bytes of KV cells do not fit: {usage.free} bytes of disk are free, of which "
                 f"{reserve_bytes(usage.total)} stay free; make room there"
             )
 
     def _remove(self, key: str) -> bool:
         try:
-            shutil.rmtree(self._folder / key)
+            shutil.rmtree(self.folder / key)
         except FileNotFoundError:
             return True
         except OSError as exc:  # somebody else writes or reads there
-            logger.warning("%s: block %s cannot be removed: %s", self._folder, key, exc.strerror or exc)
+            logger.warning("%s: block %s cannot be removed: %s", self.folder, key, exc.strerror or exc)
             return False
         return True
 
@@ -271,7 +272,7 @@ class KvStore:
             raise self._disk_error(what, exc) from exc
 
     def _disk_error(self, what: str, exc: OSError) -> DiskError:
-        return DiskError(f"{self._folder}: {what}: {exc.strerror or exc}; make room or the folder writable")
+        return DiskError(f"{self.folder}: {what}: {exc.strerror or exc}; make room or the folder writable")
 
 
 def _runs(cells: Sequence[LayerCells]) -> list[list[LayerCells]]:

@@ -125,25 +125,25 @@ def test_a_key_that_is_none_names_no_file(tmp_path, key):
     store.forget([key])
     store.touch([key])
     assert not store.held(key, 0, 1)
-    assert store.part(key, 0) is None
+    assert store.part(key, 0, 1) is None
     assert outside.exists()
 
 
 def test_a_part_goes_to_another_device_whole_or_not_at_all(tmp_path):
     here, there = KvStore(tmp_path / "here"), KvStore(tmp_path / "there")
     here.put(FIRST, cells(FIRST, 0, 1, 2))
-    parts = [here.part(FIRST.key, layer) for layer in (1, 2)]
-    there.add_part(FIRST.key, *parts)
+    whole = here.part(FIRST.key, 1, 5)
+    there.add_part(FIRST, whole)
     assert there.read(FIRST.key, 1, 3) == cells(FIRST, 1, 2)
-    assert here.part(FIRST.key, 3) is None
-    damaged = bytearray(parts[0])
+    assert here.part(FIRST.key, 3, 5) is None
+    damaged = bytearray(whole)
     damaged[-1] ^= 1
-    for part in (bytes(damaged), parts[0][:-1], b"", b"x" * 100):
+    for part in (bytes(damaged), whole[:-1], b"", b"x" * 100):
         with pytest.raises(CellsError):
-            there.add_part(FIRST.key, part)
+            there.add_part(FIRST, part)
     here.put(OTHER, cells(OTHER, 0))
     with pytest.raises(CellsError, match="in place of"):
-        there.add_part(FIRST.key, here.part(OTHER.key, 0))
+        there.add_part(FIRST, here.part(OTHER.key, 0, 1))
     assert there.layers(FIRST.key) == {1, 2}
     assert there.list()[0].key == FIRST.key
     assert len(there.list()) == 1

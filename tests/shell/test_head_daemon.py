@@ -36,6 +36,7 @@ from primad.head.options import ServeOptions
 from primad.head.planner import Planner
 from primad.head.promise import Promise
 from primad.head.service import service_of
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.membership.transitions import GREET_S
 from primad.membership.types import DeviceRefused, Effect, Event, State
@@ -180,7 +181,13 @@ class Lab:
             use_all=use_all,
             sequences=1,
         )
-        place = Workspace(cache=LayerCache(config.layers), run=config.run, usage=self.home / "v", build="a build")
+        place = Workspace(
+            cache=LayerCache(config.layers),
+            cells=KvStore(self.home / "cells"),
+            run=config.run,
+            usage=self.home / "v",
+            build="a build",
+        )
         station = Station(config=config, workspace=place, identity=HEAD, trust=self.trust, timings=timings)
         self.daemon = HeadDaemon(
             station,

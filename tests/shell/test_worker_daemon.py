@@ -27,6 +27,7 @@ from primad.gguf.windows import WindowSpec
 from primad.head.blame import ParticipationError
 from primad.head.participation import Participation
 from primad.head.worker_link import Caller, WorkerLink, greet, probe
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.membership import types
 from primad.network import messages
@@ -195,7 +196,13 @@ class Lab:
             self.trust.add(trusted_now(name, identity.public, BY_HAND))
         station = Station(
             config=config,
-            workspace=Workspace(cache=LayerCache(config.layers), run=config.run, usage=home / "v", build="a build"),
+            workspace=Workspace(
+                cache=LayerCache(config.layers),
+                cells=KvStore(home / "cells"),
+                run=config.run,
+                usage=home / "v",
+                build="a build",
+            ),
             identity=self.identity,
             trust=self.trust,
             timings=timings,
