@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _FILE: Final = re.compile(r"(\d{1,4})-(\d{1,4})\.cells")
 _COUNT_SHARE: Final = 16
-"""What others write is counted again after a 16th of the limit was written here."""
+"""What others write is counted again after a 16th of the limit was written here, and so much goes at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,12 +170,13 @@ class KvStore:
         self.forget(block.key for block in self.list())
 
     def evict(self) -> None:
-        """Remove the least recently used until the limit holds; of what others wrote, too."""
+        """Hold the limit, also of what others wrote: the least recently used go, so many that there is room for a while."""
         assert self.limit_bytes is not None
         blocks = self.list()
         left_bytes = sum(block.size_bytes for block in blocks)
+        room_bytes = self.limit_bytes // _COUNT_SHARE if left_bytes > self.limit_bytes else 0
         for block in blocks:
-            if left_bytes <= self.limit_bytes:
+            if left_bytes <= self.limit_bytes - room_bytes:
                 break
             if not block.leased and self._remove(block.key):
                 left_bytes -= block.size_bytes

@@ -120,6 +120,14 @@ def test_an_index_that_says_what_cannot_be_is_refused(change):
         unpack(forged(change))
 
 
+def test_a_size_that_is_not_of_whole_cells_is_refused():
+    def change(index):
+        index[1][0][3:5] = 11, 9  # two cells of 6 and 4 bytes: the file's size still fits
+
+    with pytest.raises(CellsError, match="2 KV cells of layer 3 cannot take 11 bytes"):
+        unpack(forged(change))
+
+
 def test_an_index_without_sense_is_refused():
     for index in (b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode([])):
         with pytest.raises(CellsError):

@@ -177,6 +177,18 @@ def _put(folder, block):
     return files(folder)
 
 
+def test_an_eviction_makes_room_for_a_while(tmp_path):
+    chain = [keys.block(str(i), None, [1], [1]) for i in range(40)]
+    store = KvStore(tmp_path, limit_bytes=16 * 330)
+    for block in chain:
+        store.put(block, cells(block, 0))
+        assert sum(each.size_bytes for each in store.list()) <= 16 * 330
+    assert chain[-1].key in {block.key for block in store.list()}
+    KvStore(tmp_path).put(FIRST, cells(FIRST, 0, 1))
+    store.evict()
+    assert sum(each.size_bytes for each in store.list()) <= 15 * 330
+
+
 def test_what_others_write_counts_at_the_next_eviction(tmp_path):
     store, other = KvStore(tmp_path, limit_bytes=1), KvStore(tmp_path)
     other.put(FIRST, cells(FIRST, 0))
