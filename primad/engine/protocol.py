@@ -188,11 +188,11 @@ class EngineWindow(Protocol):
 
     @property
     def layers(self) -> range:
-        """Its layers, as numbered in the whole model."""
+        """The window's layers, numbered as in the whole model."""
 
     @property
     def kv_supported(self) -> bool:
-        """Whether ``kv_cells`` and ``kv_restore`` work."""
+        """Whether ``kv_cells`` and ``kv_restore`` work here. To be asked before rows are computed: it is tried then."""
 
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
         """Forget positions ``start <= p < end`` of ``sequence``; ``end = -1`` means to the end."""
