@@ -188,8 +188,8 @@ def _check_op(op: KvOp, limits: StepLimits) -> None:
             sequences, span = [sequence], (start, end)
         case KvKeep(sequence, block):
             sequences, span = [sequence], (block.start, block.end)
-            is_first = block.start == 0 and not block.before
-            if not is_key(block.key) or not (is_first or (block.start and is_key(block.before))):
+            is_behind = is_key(block.before) if block.start else not block.before
+            if not (is_key(block.key) and is_behind and block.start < block.end):
                 raise ProtocolError(f"a KV operation keeps what is no block: {printable(str(block))}")
         case KvLoad(sequence, key, end):
             sequences, span = [sequence], (0, end)

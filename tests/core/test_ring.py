@@ -579,9 +579,9 @@ batchings = st.builds(
 def rings_for_several(draw, shape: Shape, shelves: Sequence[FakeShelf] = ()):
     """A ring of the layers of ``shape`` as it might be formed anew, of devices that have ``shelves`` or none.
 
-    It runs another number of generations in other batches and pieces, and keeps blocks of another size. Chunks are the
-    same: an answer that goes on elsewhere would have other bits.
+    It runs another number of generations in other batches, chunks and pieces, and keeps blocks of another size.
     """
+    rows = draw(st.sampled_from([shape.rows, shape.rows, 3, 16]))
     batching = draw(batchings)
     layers = sum(map(sum, shape.rounds)) + shape.tail
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=4))) if layers > 1 else []
@@ -590,12 +590,12 @@ def rings_for_several(draw, shape: Shape, shelves: Sequence[FakeShelf] = ()):
     return FakeRing(
         shape.rounds if not is_cut_anew else [sizes[:-1]] if cuts else [],
         shape.tail if not is_cut_anew else sizes[-1],
-        rows=shape.rows,
-        least=min(3, shape.rows),
+        rows=rows,
+        least=min(3, rows),
         depth=draw(st.integers(1, 4)),
         context=CONTEXT,
         sequences=draw(st.integers(1, 5)),
-        batching=replace(batching, replays=min(batching.replays, shape.rows)),
+        batching=replace(batching, replays=min(batching.replays, rows)),
         pieces=draw(cuts_of_chunks),
         keep_rows=draw(st.sampled_from([None, 1, 3, 16])),
         shelves=shelves,
