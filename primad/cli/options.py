@@ -68,8 +68,8 @@ MaxDisk = Annotated[
 KvCache = Annotated[
     str | None,
     typer.Option(
-        help="Keep KV cells of prompts in this folder, so that they are found again, or off [default: off: what people write "
-        "goes when nobody needs it].",
+        help="Keep KV cells of prompts in this folder, so that they are found again, or off [default: off: what people "
+        "write goes when nobody needs it].",
         metavar="DIR|off",
         show_default=False,
     ),

@@ -389,8 +389,8 @@ class WorkerDaemon:
         self._lease = None
         self._dismissed.set()  # nobody is left to hand over to
         self._stop_measuring()
-        await self._end_holding()
         await self._participations.release_all()
+        await self._end_holding()
 
     async def _end_holding(self) -> None:
         """Nobody is left for whom KV cells are held."""
