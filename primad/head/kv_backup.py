@@ -49,6 +49,7 @@ MOST_TRIES: Final = 20
 LEAST_RESTORE_S: Final = 2.0
 MOST_RESTORE_S: Final = 30.0
 """An answer does not stand still for longer until what is lacking is computed again."""
+_LAST_WRITES_S: Final = (0.02, 0.1, 0.3)
 FIND_S: Final = 0.1
 """A prompt waits no longer for its beginning to come from other devices."""
 FIRST_TOKENS_PER_S: Final = 20.0
@@ -227,30 +228,36 @@ class KvBackup:
     ) -> dict[int, list[KvBlock]]:
         """Have every device of ``ring`` hold the blocks of ``chains`` in its layers; of each what all hold from its start.
 
-        Waits no longer than they may take on their way. ``again``: a moment after the first time.
+        Waits no longer than they may take on their way. ``again``: a moment after the first time, when what came last may
+        not be written yet where it was computed.
         """
         blocks = list({block.key: block for chain in chains.values() for block in chain}.values())[:MAX_BLOCKS]
         if not ring.keeps or not blocks:
             return {}
         began_s = time.monotonic()
-        held = await self._held_by_all(ring, blocks, await ring.sources(), self._patience_s(ring.plan, blocks), again)
-        found = {request: list(takewhile(lambda each: each.key in held, chain)) for request, chain in chains.items()}
+        sources, patience_s = await ring.sources(), self._patience_s(ring.plan, blocks)
+        held = await self._held_by_all(ring.plan, blocks, sources, patience_s, verify=not again)
+        for pause_s in _LAST_WRITES_S if again else ():
+            if lacking := [block for block in blocks if block.key not in held]:
+                await asyncio.sleep(pause_s)
+                held |= await self._held_by_all(ring.plan, lacking, sources, patience_s, verify=False)
         self._restores += not again
         self._restore_s += time.monotonic() - began_s
-        return found
+        return {request: list(takewhile(lambda each: each.key in held, chain)) for request, chain in chains.items()}
 
     async def _held_by_all(
         self,
-        ring: KeptRing,
+        plan: Plan,
         blocks: Sequence[KvBlock],
         sources: Mapping[str, list[Contact]],
         timeout_s: float,
-        again: bool,
+        *,
+        verify: bool,
     ) -> set[str]:
         answers = await asyncio.gather(
             *(
-                self._hold(name, blocks, _layers(ring.plan, name), sources.get(name, []), timeout_s, verify=not again)
-                for name in ring.plan.devices
+                self._hold(name, blocks, _layers(plan, name), sources.get(name, []), timeout_s, verify=verify)
+                for name in plan.devices
             )
         )
         return {block.key for block, held in zip(blocks, zip(*answers, strict=True), strict=True) if all(held)}
