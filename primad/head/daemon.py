@@ -238,15 +238,13 @@ class HeadDaemon:
                 self._devices.drop(device)
             case types.Measure(devices, again):
                 self._tasks.start(self._devices.measure(devices, again=again))
-            case types.LetGo(device):
-                self._tasks.start(self._devices.dismiss(device))
             case types.Solve(epoch, candidates, instead):
                 self._rings.solve(epoch, candidates, instead)
             case types.Form(epoch):
                 self._rings.form(epoch)
             case types.Abandon(epoch):
                 self._rings.abandon(epoch)
-            case types.Serve() | types.Close() | types.Fail():
+            case types.Serve() | types.Close() | types.Fail() | types.LetGo():
                 self._rings.order(effect)
             case types.SayLine(text):
                 self._reporter.settle()

@@ -20,7 +20,7 @@ from typing import Final, Protocol
 import msgspec
 
 from halda import DeviceProfile, Plan
-from primad.api.status import AnswerFigures, CopyStatus, KvStatus
+from primad.api.status import CopyStatus, KvStatus
 from primad.daemon.cells import HeldCells
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
@@ -60,8 +60,6 @@ Layers = list[tuple[int, int]]
 
 class KeptRing(Protocol):
     """What is asked of a ring."""
-
-    measured: AnswerFigures | None
 
     @property
     def plan(self) -> Plan:
@@ -381,12 +379,12 @@ class KvBackup:
         controls = control_tokens(self._service.model.header)
         return Chunking(rows=rows, least=least_rows(promise.plan, rows), begins=lambda token: token in controls)
 
-    def most_rows(self, promise: Promise, measured: AnswerFigures | None) -> int | None:
+    def most_rows(self, promise: Promise) -> int | None:
         """How many rows of an answer are computed again one by one; None: all, since answers must be exact."""
         if self._service.options.batching == "exact":
             return None
-        token_s = 1 / _tokens_per_s(promise) if measured is None else measured.tpot_ms / 1e3
-        return int(self._service.options.exact_replay_s / token_s * promise.batching.replays)
+        rows_per_s = _tokens_per_s(promise) * promise.batching.replays
+        return int(self._service.options.exact_replay_s * rows_per_s)
 
     # ---- figures -------------------------------------------------------------------------------------------------------
 

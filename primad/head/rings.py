@@ -46,7 +46,7 @@ _MAX_ORDERS: Final = 1000
 MOST_EXPLAINED: Final = 4
 """For so many devices that are left out it is solved for how much slower the ring would be with them."""
 
-Order = types.Serve | types.Close | types.Fail
+Order = types.Serve | types.Close | types.Fail | types.LetGo
 
 
 class Rings:
@@ -250,6 +250,8 @@ class Rings:
                 case types.Close(epoch, reason):
                     self._backend.hold(f"forming the ring again: {reason}")
                     self._tasks.start(self._abandon(epoch))
+                case types.LetGo(device):  # behind the ring that takes over, which has what it kept by now
+                    await self._devices.dismiss(device)
                 case types.Fail(reason):
                     self._backend.fail(reason)
                     self._reporter.say(f"nothing can be served: {reason}; waiting for devices")
@@ -263,8 +265,9 @@ class Rings:
             self._backend.hand_over()
             await before.drain()
             blocks = await self._kv.bring(ring, self._backend.chains(), again=True)
+        blocks = {request: blocks.get(request, []) for request in self._backend.chains()}  # some ended meanwhile
         self._kv.serve(ring, await ring.sources(), epoch, promise, blocks)
-        cells = GoOn(root=self._kv.root, blocks=blocks, most_rows=self._kv.most_rows(promise, ring.measured))
+        cells = GoOn(root=self._kv.root, blocks=blocks, most_rows=self._kv.most_rows(promise))
         self._kv.went_on(*self._backend.rows_again(blocks))
         count = len(ring.plan.devices)
         detail = f"serving with {count} device{'s' if count > 1 else ''}"

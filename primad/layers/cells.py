@@ -172,11 +172,16 @@ class _Fetch:
             at += size
         await in_thread(self._keep, parts)
         for block, _ in parts:
-            self._lacking[block.key] -= self._fetcher.store.layers(block.key)
-            if not self._lacking[block.key]:
-                del self._lacking[block.key]
-            elif layers[0] in self._lacking[block.key]:
+            lacked = self._lacking[block.key]
+            came = self._fetcher.store.layers(block.key).intersection(lacked, layers)
+            if not came:
                 raise SourceError("gave other layers of KV cells than it was asked for")
+            refused.setdefault(block.key, set()).update(
+                range(layers.start, min(came))
+            )  # it gives the first that it has
+            lacked -= came
+            if not lacked:
+                del self._lacking[block.key]
 
     def _keep(self, parts: Iterable[tuple[KvBlock, memoryview]]) -> None:
         for block, part in parts:

@@ -12,9 +12,10 @@ from primad.api.status import AnswerFigures
 from primad.errors import PrimadError, RingError
 from primad.head.ring import RingInputs
 from primad.head.solver_process import SolverRequest
+from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact
 from primad.network.peer import Peer
-from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled, Status
+from primad.ring.messages import Cancel, Finished, Generate, KvForgotten, KvKept, RingCommand, Sampled, Status
 from primad.settings.timings import DiscoveryTimings
 from tests.fakes.control import HEAD, HOST, FakeDevice
 
@@ -163,6 +164,14 @@ class FakeRing:
         """It drew ``tokens`` for ``request``."""
         for token in tokens:
             self.inputs.listener.deliver(self.epoch, Sampled(request=request, token=token, logprob=None, top=()))
+
+    def keep(self, request: int, *blocks: KvBlock) -> None:
+        """All its devices keep ``blocks`` of ``request``."""
+        self.inputs.listener.cells(self.epoch, KvKept(request=request, blocks=list(blocks)))
+
+    def forget(self, *blocks: KvBlock) -> None:
+        """It needs ``blocks`` no more."""
+        self.inputs.listener.cells(self.epoch, KvForgotten(keys=[block.key for block in blocks]))
 
     def finish(self, request: int, tokens: int = 1) -> None:
         """``request`` is over, after so many ``tokens``."""

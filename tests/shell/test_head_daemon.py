@@ -138,6 +138,7 @@ class Lab:
         self.context, self.home, self.header = context, home, header
         self.solver, self.rings, self.discovery = FakeSolver(), FakeRings(), FakeDiscovery()
         self.backend = RingBackend()
+        self.more_options: dict[str, object] = {}
         self.free_bytes = profile_of("desk").ram_available_bytes
         self.profile = KnownProfile(lambda _: replace(profile_of("desk"), ram_available_bytes=self.free_bytes))
         self.said: list[str] = []
@@ -180,6 +181,7 @@ class Lab:
             objective="balanced",
             use_all=use_all,
             sequences=1,
+            **self.more_options,
         )
         place = Workspace(
             cache=LayerCache(config.layers),
