@@ -278,6 +278,11 @@ class KvBackup:
         """Ring ``epoch`` serves from now on, and goes on with ``blocks``: what only the one before needed is forgotten."""
         self._epoch, self._keeps, self._sources = epoch, ring.keeps, sources
         self._layers = {name: _layers(ring.plan, name) for name in ring.plan.devices}
+        has_cache = self._station.config.kv_cache is not None
+        if not ring.keeps and self._service.options.keep_rows(has_cache=has_cache) is not None:
+            self._say_once(
+                "KV cells are not kept, as not every device can; after a loss answers are computed again as a whole"
+            )
         needed = {block.key: block for chain in blocks.values() for block in chain}
         self._chunking = self._chunking_of(promise) if ring.keeps else None
         self._copies = self._new_copies(ring, promise) if ring.keeps else []

@@ -66,8 +66,8 @@ class FakeDevice:
     What it does not answer by itself is in ``heard``. ``silent`` answers nothing; ``refuses`` is what it says to a hello;
     its pongs say that it is ``measuring`` links, that it is not, or nothing of it; without ``echoes`` no link to it can be
     measured, nor where it ``garbles`` them. ``stand`` says how its participations stand: a head whose ping shows that it
-    does not know is told, unless ``loses_states``. ``known`` is what the head's last ping said that it knows. ``held`` is what
-    it was asked to hold of KV cells: it has all but the blocks that it ``lacks``.
+    does not know is told, unless ``loses_states``. ``known`` is what the head's last ping said that it knows. ``held`` is
+    what it was asked to hold of KV cells: it has all but the blocks that it ``lacks``.
     """
 
     def __init__(
