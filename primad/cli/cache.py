@@ -13,7 +13,7 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from primad.cli.options import Home, KvCache
+from primad.cli.options import Home, KvCacheFolder
 from primad.cli.output import err, out, print_json
 from primad.errors import ConfigError
 from primad.settings.config import Config, load_config, usage_folder
@@ -38,7 +38,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes, and Unix 
 
 
 @cache_app.command("list")
-def list_layers(home: Home = None, kv_cache: KvCache = None, json: Json = False) -> None:
+def list_layers(home: Home = None, kv_cache: KvCacheFolder = None, json: Json = False) -> None:
     """List the layers on disk, least recently used first, and say how many KV cells are kept.
 
     Examples:
@@ -155,7 +155,7 @@ def prune(
         typer.Option(help="Remove what was not used for so many days.", metavar="DAYS", min=0, show_default=False),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all layers and KV cells.")] = False,
-    kv_cache: KvCache = None,
+    kv_cache: KvCacheFolder = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
     json: Json = False,
 ) -> None:

@@ -65,7 +65,7 @@ MaxVram = Annotated[
 MaxDisk = Annotated[
     str | None, typer.Option(help="Keep layers of at most so many bytes on disk: 40GB.", show_default=False)
 ]
-KvCache = Annotated[
+KvCacheFolder = Annotated[
     str | None,
     typer.Option(
         help="Keep KV cells of prompts in this folder, so that they are found again, or off [default: off: what people "
@@ -107,7 +107,7 @@ class OwnerOptions:
     max_ram: MaxRam = None
     max_vram: MaxVram = None
     max_disk: MaxDisk = None
-    kv_cache: KvCache = None
+    kv_cache: KvCacheFolder = None
     kv_cache_limit: KvCacheLimit = None
 
 

@@ -119,7 +119,7 @@ class _TypeTraits(ctypes.Structure):
 
 _TO_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 _STOP: Final = llama.ggml_abort_callback(lambda _: True)
-_GO_ON: Final = ctypes.cast(None, llama.ggml_abort_callback)
+_GO_ON: Final = llama.ggml_abort_callback()
 EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
 """The callback's true prototype has two more parameters; in the C calling convention a callee may ignore them."""
 

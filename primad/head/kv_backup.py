@@ -33,7 +33,7 @@ from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact
 from primad.network.messages import MAX_BLOCKS, KvForget
 from primad.planning.batching import least_rows
-from primad.planning.keepers import Keeping, Kept, keepers, token_bytes
+from primad.planning.keepers import Holder, Kept, keepers, token_bytes
 from primad.ring.chunks import Chunking
 from primad.ring.keeping import prompt_blocks
 from primad.system.tasks import Tasks
@@ -305,7 +305,7 @@ class KvBackup:
             return []
         bytes_of = self._token_bytes(ring.plan)
         devices = [
-            Keeping(
+            Holder(
                 device=name,
                 host=profile.host,
                 room_bytes=profile.disk.free_bytes,

@@ -19,7 +19,7 @@ LINK_SHARE: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
+class Holder:
     """A device that may keep cells or has some: ``host`` is its machine, as in its profile, ``room_bytes`` its free disk.
 
     A token has ``token_bytes`` of cells in its layers.
@@ -53,7 +53,7 @@ def token_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) 
 
 
 def keepers(
-    devices: Collection[Keeping],
+    devices: Collection[Holder],
     head: str,
     links: Mapping[tuple[str, str], float],
     tokens_per_s: float,

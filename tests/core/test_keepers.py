@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halda import LayerProfile, Plan, Window
-from primad.planning.keepers import LINK_SHARE, Keeping, keepers, token_bytes
+from primad.planning.keepers import LINK_SHARE, Holder, keepers, token_bytes
 
 FAST = 1e9
 
 
-def device(name: str, *, host: str | None = None, room: int = 10, token: int = 1000) -> Keeping:
-    return Keeping(device=name, host=host or f"host of {name}", room_bytes=room, token_bytes=token)
+def device(name: str, *, host: str | None = None, room: int = 10, token: int = 1000) -> Holder:
+    return Holder(device=name, host=host or f"host of {name}", room_bytes=room, token_bytes=token)
 
 
 def links(*names: str, rate: float = FAST) -> dict[tuple[str, str], float]:
     return {(source, target): rate for source in names for target in names if source != target}
 
 
-def chosen(devices: list[Keeping], rates: dict[tuple[str, str], float], **options: object) -> dict[str, str | None]:
+def chosen(devices: list[Holder], rates: dict[tuple[str, str], float], **options: object) -> dict[str, str | None]:
     return {kept.device: kept.keeper for kept in keepers(devices, "desk", rates, 10.0, **options)}
 
 
