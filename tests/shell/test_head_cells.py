@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from primad.kv import keys
@@ -9,11 +11,17 @@ from primad.kv.cells import LayerCells
 from primad.kv.keys import KvBlock
 from primad.kv.store import KvStore
 from primad.network.messages import KvForget
+from primad.ring.keeping import prompt_blocks
+from primad.ring.messages import Generate
 from tests.fakes.control import FakeDevice
+from tests.fakes.ring import GREEDY
 from tests.fakes.rings import LAYERS, FakeRing
 from tests.shell.test_head_daemon import Lab, Stream, header, lab, run
 
 __all__ = ["header", "lab"]
+
+PROMPT = list(range(100, 140))
+"""Two chunks of 16 tokens, and a rest."""
 
 
 def chain(count: int, rows: int = 2) -> list[KvBlock]:
@@ -28,9 +36,16 @@ def own_cells(here: Lab, blocks: list[KvBlock]) -> KvStore:
     """What the head's ring process would have kept."""
     store = KvStore(here.home / "cells")
     for block in blocks:
+        size = 4 * (block.end - block.start)
         cells = [
             LayerCells(
-                layer=layer, start=block.start, end=block.end, key_type=1, value_type=1, keys=b"k" * 8, values=b"v" * 8
+                layer=layer,
+                start=block.start,
+                end=block.end,
+                key_type=1,
+                value_type=1,
+                keys=b"k" * size,
+                values=b"v" * size,
             )
             for layer in range(LAYERS)
         ]
@@ -185,5 +200,80 @@ def test_more_than_some_seconds_of_rows_are_computed_in_chunks(lab, most_s, rows
         after = await here.serves("nas", after=ring.epoch)
         await here.rings.find(lambda each: each is after and bool(each.generates))
         assert after.generates[0].replays_rows == rows
+
+    run(lab, test)
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+async def asked(here: Lab, ring: FakeRing, owner: str, prompt: list[int] = PROMPT) -> Generate:
+    """What ``ring`` is told of an answer to ``prompt`` for ``owner``, who leaves again."""
+    before = len(ring.generates)
+    answer = here.backend.generate(prompt, max_tokens=9, sampling=GREEDY, logprobs=None, owner=owner)
+    reading = asyncio.create_task(anext(answer))
+    await here.rings.find(lambda each: each is ring and len(each.generates) > before)
+    reading.cancel()
+    await asyncio.wait([reading])
+    await answer.aclose()
+    return ring.generates[-1]
+
+
+def blocks_of(here: Lab, generate: Generate) -> list[KvBlock]:
+    """The blocks of its prompt that can be of use."""
+    assert here.daemon is not None
+    chunking = here.daemon._kv._chunking
+    assert chunking is not None
+    return prompt_blocks(chunking, generate.prompt, generate.root)[:-1]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_prompt_is_found_for_its_key_and_for_all_where_prefixes_are_shared(lab, tmp_path, shares):
+    async def test(here: Lab) -> None:
+        here.rings.keeps, here.more_options = True, {"share_prefixes": shares}
+        nas = here.device("nas")
+        here.start(kv_cache=str(tmp_path / "cache"))
+        ring = await here.serves("nas")
+        generate = await asked(here, ring, "ann")
+        assert generate.blocks == []
+        blocks = blocks_of(here, generate)
+        assert [block.end for block in blocks] == [16, 32]
+        own_cells(here, blocks)
+        assert (await asked(here, ring, "ann")).blocks == blocks
+        assert [hold.blocks for hold in nas.held if hold.verify] == [blocks]
+        for_bob = await asked(here, ring, "bob")
+        assert (for_bob.root == generate.root) == shares
+        assert for_bob.blocks == []  # of another key, or in a sequence of the ring already
+        ring.forget(*blocks)
+        assert ((await asked(here, ring, "bob")).blocks == blocks) == shares
+        assert (await figures(here))["found_tokens"] == 32 + 32 * shares
+
+    run(lab, test)
+
+
+def test_what_a_worker_does_not_have_of_a_prompt_is_computed(lab, tmp_path):
+    async def test(here: Lab) -> None:
+        here.rings.keeps = True
+        nas = here.device("nas")
+        here.start(kv_cache=str(tmp_path / "cache"))
+        ring = await here.serves("nas")
+        blocks = blocks_of(here, await asked(here, ring, ""))
+        own_cells(here, blocks)
+        nas.lacks.add(blocks[1].key)
+        assert (await asked(here, ring, "")).blocks == blocks[:1]
+        assert (await nas.hear(KvForget)).keys == [blocks[1].key]
+
+    run(lab, test)
+
+
+def test_without_a_cache_no_prompt_is_looked_for(lab):
+    async def test(here: Lab) -> None:
+        here.rings.keeps = True
+        nas = here.device("nas")
+        here.start()
+        ring = await here.serves("nas")
+        own_cells(here, blocks_of(here, await asked(here, ring, "")))
+        assert (await asked(here, ring, "")).blocks == []
+        assert nas.held == []
 
     run(lab, test)
