@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import zmq.asyncio
 
@@ -16,6 +18,9 @@ from primad.network.contacts import Contact
 
 logger = logging.getLogger(__name__)
 
+EVICT_EVERY_S: Final = 10.0
+"""The limit of a cache is held so often, besides when other devices' cells come."""
+
 
 class HeldCells:
     """Blocks that somebody needs. Where the owner has a cache, others stay until there is no room for them."""
@@ -23,6 +28,7 @@ class HeldCells:
     def __init__(self, station: Station, context: zmq.asyncio.Context) -> None:
         self.store = station.workspace.cells
         self._held: set[str] = set()
+        self._evict_at_s = 0.0
         self._fetcher = CellsFetcher(
             context,
             station.identity,
@@ -57,7 +63,8 @@ class HeldCells:
         self.store.lease("held", self._held)
         if self.store.limit_bytes is None or not lasting:
             await self._do(self.store.forget, keys)
-        else:
+        elif time.monotonic() >= self._evict_at_s:  # looks at every file
+            self._evict_at_s = time.monotonic() + EVICT_EVERY_S
             await self._do(self.store.evict)
 
     async def clear(self) -> None:
