@@ -170,10 +170,10 @@ class _Fetch:
             else:
                 refused.setdefault(key, set()).update(layers)
             at += size
-        await in_thread(self._keep, parts)
-        for block, _ in parts:
+        held = await in_thread(self._keep, parts)
+        for (block, _), here in zip(parts, held, strict=True):
             lacked = self._lacking[block.key]
-            came = self._fetcher.store.layers(block.key).intersection(lacked, layers)
+            came = here.intersection(lacked, layers)
             if not came:
                 raise SourceError("gave other layers of KV cells than it was asked for")
             refused.setdefault(block.key, set()).update(
@@ -183,9 +183,12 @@ class _Fetch:
             if not lacked:
                 del self._lacking[block.key]
 
-    def _keep(self, parts: Iterable[tuple[KvBlock, memoryview]]) -> None:
+    def _keep(self, parts: Iterable[tuple[KvBlock, memoryview]]) -> list[frozenset[int]]:
+        """Put ``parts`` into the store; the layers of each block that are there now."""
+        store = self._fetcher.store
         for block, part in parts:
-            self._fetcher.store.add_part(block, part)
+            store.add_part(block, part)
+        return [store.layers(block.key) for block, _ in parts]
 
     async def _request(
         self, link: SourceLink, keys: list[str], layers: range, offset: int
