@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from rich.console import Console
 
 from halda import DeviceProfile, DiskProfile, LinkProfile, arrange, instance
-from primad.engine.protocol import GREEDY, Rows
+from primad.engine.protocol import GREEDY, LogitsWindow, Rows
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import control_tokens
@@ -306,7 +306,7 @@ class _Nothing:
 def _head_s(rows: int) -> float:
     head = Head(
         windows={},
-        tail=_Nothing(),
+        tail=cast(LogitsWindow, _Nothing()),  # of what it computes nothing is kept
         route=1,
         limits=StepLimits(
             ring=1, epoch=1, windows=frozenset((0,)), width=1, rows=512, context=4096, sequences=OVERHEAD_STREAMS

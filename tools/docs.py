@@ -219,11 +219,12 @@ def _metrics() -> str:
         memory=status.MemoryFigures(),
         predicted=status.PlannedFigures(),
     )
+    kv = status.KvStatus(copies=[], **dict.fromkeys(status.KvStatus.__struct_fields__[1:], 1))
     embedding = status.EmbeddingStatus(
         model="", alive=True, rss_bytes=0, starts=1, requests=0, errors=0, tokens=0, waiting=0, compute_s=0.0
     )
     body = status.StatusBody(
-        serving=True, detail="", model="model", epoch=1, rounds=1, devices=[device], embedding=embedding
+        serving=True, detail="", model="model", epoch=1, rounds=1, devices=[device], embedding=embedding, kv=kv
     )
     lines = ["| metric | kind | |", "|---|---|---|"]
     for name, told, kind in _METRIC.findall(Metrics().render(body).decode()):

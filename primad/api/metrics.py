@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from primad import __version__
 from primad.api.generation import Written
-from primad.api.status import DeviceStatus, EmbeddingStatus, MemoryFigures, RingFigures, StatusBody
+from primad.api.status import DeviceStatus, EmbeddingStatus, KvStatus, MemoryFigures, RingFigures, StatusBody
 from primad.errors import PrimadError, RequestError
 
 MEDIA_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
@@ -87,6 +87,32 @@ _EMBEDDING: Final[tuple[tuple[_Family, str, str, Callable[[EmbeddingStatus], flo
     (CounterMetricFamily, "errors", "Embedding requests that ended with an error.", lambda each: each.errors),
     (CounterMetricFamily, "tokens", "Tokens of texts that were embedded.", lambda each: each.tokens),
     (CounterMetricFamily, "compute_seconds", "Time the embedding process worked.", lambda each: each.compute_s),
+)
+
+
+_KV: Final[tuple[tuple[_Family, str, str, Callable[[KvStatus], float]], ...]] = (
+    (GaugeMetricFamily, "twice_bytes", "KV cells of answers that two devices have.", lambda kv: kv.twice_bytes),
+    (GaugeMetricFamily, "lag_tokens", "Tokens whose KV cells one device has alone.", lambda kv: kv.lag_tokens),
+    (CounterMetricFamily, "restores", "Rings that went on with answers of another one.", lambda kv: kv.restores),
+    (
+        CounterMetricFamily,
+        "restored_tokens",
+        "Tokens of those answers whose KV cells were there.",
+        lambda kv: kv.restored_tokens,
+    ),
+    (CounterMetricFamily, "restore_seconds", "Time until they were there.", lambda kv: kv.restore_s),
+    (
+        CounterMetricFamily,
+        "computed_again_tokens",
+        "Tokens of those answers that were computed again.",
+        lambda kv: kv.computed_again_tokens,
+    ),
+    (
+        CounterMetricFamily,
+        "found_tokens",
+        "Tokens of prompts whose KV cells were in the cache.",
+        lambda kv: kv.found_tokens,
+    ),
 )
 
 
@@ -240,6 +266,9 @@ class _Ring(Collector):
             yield _filled(GaugeMetricFamily(f"primad_device_{name}", text, labels=["device"]), status, figure)
         for name, text, figure in _COUNTERS:
             yield _filled(CounterMetricFamily(f"primad_device_{name}", text, labels=["device"]), status, figure)
+        if status.kv is not None:
+            for kind, name, text, kept in _KV:
+                yield kind(f"primad_kv_{name}", text, value=kept(status.kv))
         if status.embedding is not None:
             for kind, name, text, said in _EMBEDDING:
                 if (value := said(status.embedding)) is not None:

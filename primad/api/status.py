@@ -108,6 +108,31 @@ class AnswerFigures(msgspec.Struct, frozen=True, kw_only=True):
     wrong: WrongTerm | None
 
 
+class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cells of ``device`` are kept by ``keeper`` as well; by nobody where that is null, and ``why``."""
+
+    device: str
+    keeper: str | None
+    why: str
+
+
+class KvStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cells of answers. ``twice_bytes`` are kept twice now, and ``lag_tokens`` of one device's are not yet.
+
+    Since the head's start: so often a ring went on with answers of another one, ``restored_tokens`` of which had their cells
+    within ``restore_s`` in all, and ``computed_again_tokens`` had not; ``found_tokens`` of prompts were found in the cache.
+    """
+
+    copies: list[CopyStatus]
+    twice_bytes: int
+    lag_tokens: int
+    restores: int
+    restored_tokens: int
+    restore_s: float
+    computed_again_tokens: int
+    found_tokens: int
+
+
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One direction of a link. One message of twenty comes ``late_ms`` later than usual, or more."""
 
@@ -160,6 +185,7 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     measured: AnswerFigures | None = None
     devices: list[DeviceStatus] = []
     links: list[LinkStatus] = []
+    kv: KvStatus | None = None
     cluster: list[ClusterMember] = []
     embedding: EmbeddingStatus | None = None
 

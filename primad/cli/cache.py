@@ -1,4 +1,7 @@
-"""``primad cache``: what layers this device keeps on disk, whether they are whole, and which of them may go."""
+"""``primad cache``: what layers this device keeps on disk, whether they are whole, and which of them may go.
+
+KV cells of prompts are listed and pruned as well where a folder is kept for them (``--kv-cache``).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from primad.cli.options import Home
+from primad.cli.options import Home, KvCacheFolder
 from primad.cli.output import err, out, print_json
 from primad.errors import ConfigError
 from primad.settings.config import Config, load_config, usage_folder
@@ -18,10 +21,13 @@ from primad.settings.quantities import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
     from primad.engine.streaming.expert_usage import StoredFile
+    from primad.kv.store import StoredBlock
     from primad.layers.cache import LayerCache
     from primad.layers.eviction import CachedLayer
 
 DAY_S = 86_400.0
+IN_USE_S = 600.0
+"""KV cells that were used so lately may be in use still."""
 
 
 cache_app = typer.Typer(
@@ -32,8 +38,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes, and Unix 
 
 
 @cache_app.command("list")
-def list_layers(home: Home = None, json: Json = False) -> None:
-    """List the layers on disk, least recently used first.
+def list_layers(home: Home = None, kv_cache: KvCacheFolder = None, json: Json = False) -> None:
+    """List the layers on disk, least recently used first, and say how many KV cells are kept.
 
     Examples:
 
@@ -41,7 +47,8 @@ def list_layers(home: Home = None, json: Json = False) -> None:
 
         primad cache list --json
     """
-    config, cache = _open(home)
+    config, cache = _open(home, kv_cache)
+    cells = _cells(config)
     layers, partial_bytes = cache.layers(), cache.partial_bytes()
     total = sum(layer.size_bytes for layer in layers)
     limit = config.limits.disk_bytes
@@ -57,6 +64,15 @@ def list_layers(home: Home = None, json: Json = False) -> None:
                 "total_bytes": total,
                 "partial_bytes": partial_bytes,
                 "layers": rows,
+                "kv": None
+                if config.kv_cache is None
+                else {
+                    "folder": str(config.kv_cache),
+                    "limit_bytes": config.kv_cache_limit_bytes,
+                    "total_bytes": sum(block.size_bytes for block in cells),
+                    "blocks": len(cells),
+                    "oldest_used_s": cells[0].used_s if cells else None,
+                },
             }
         )
         return
@@ -66,6 +82,12 @@ def list_layers(home: Home = None, json: Json = False) -> None:
     out.print(f"{_count(layers)}, {_size(total)}{most}, in {config.layers}")
     if partial_bytes:
         out.print(f"{_size(partial_bytes)} besides of layers that are not complete yet")
+    if config.kv_cache is not None:
+        oldest = f", used since {_when(cells[0].used_s)}" if cells else ""
+        out.print(
+            f"{_blocks(cells)} of KV cells, {_size(sum(block.size_bytes for block in cells))} of at most "
+            f"{_size(config.kv_cache_limit_bytes)}{oldest}, in {config.kv_cache}"
+        )
 
 
 def _table(layers: list[CachedLayer]) -> Table:
@@ -75,9 +97,12 @@ def _table(layers: list[CachedLayer]) -> Table:
     table.add_column("last used")
     table.add_column("")
     for layer in layers:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(layer.used_s))
-        table.add_row(layer.digest[:16], _size(layer.size_bytes), used, "in use" if layer.held else "")
+        table.add_row(layer.digest[:16], _size(layer.size_bytes), _when(layer.used_s), "in use" if layer.held else "")
     return table
+
+
+def _when(used_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(used_s))
 
 
 @cache_app.command()
@@ -129,13 +154,15 @@ def prune(
         float | None,
         typer.Option(help="Remove what was not used for so many days.", metavar="DAYS", min=0, show_default=False),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all layers.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all layers and KV cells.")] = False,
+    kv_cache: KvCacheFolder = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
     json: Json = False,
 ) -> None:
     """Remove layers from disk, least recently used first; never those that a running primad uses.
 
-    With --older and --all also what was counted of the use of experts, which is small and bounded anyway.
+    With --older and --all also KV cells of prompts, but for those of the last minutes, and what was counted of the use of
+    experts, which is small and bounded anyway.
 
     Examples:
 
@@ -150,7 +177,8 @@ def prune(
     from primad.engine.streaming import expert_usage
 
     size = None if to is None else parse_bytes(to, "--to")
-    config, cache = _open(home)
+    config, cache = _open(home, kv_cache)
+    cells = _old_cells(_cells(config), older, everything=everything)
     layers = cache.layers()
     idle = sum(size_bytes for _, size_bytes in cache.idle_partial())
     excess = _excess(layers, cache.partial_bytes(), size)
@@ -162,20 +190,23 @@ def prune(
             gained = cache.drop_partial()
         cache.remove(chosen)
         expert_usage.remove(counts)
-    freed = gained + sum(layer.size_bytes for layer in chosen)
+        _forget_cells(config, cells)
+    freed = gained + sum(layer.size_bytes for layer in chosen) + sum(block.size_bytes for block in cells)
     held = [layer for layer in layers if layer.held]
     if json:
         print_json(
             {
                 "removed": [layer.digest for layer in chosen],
                 "removed_counts": len(counts),
+                "removed_blocks": len(cells),
                 "freed_bytes": freed,
                 "dry_run": dry_run,
                 "in_use": len(held),
             }
         )
         return
-    out.print(f"{'would remove' if dry_run else 'removed'} {_count(chosen)}, {_size(freed)}")
+    kept = f" and {_blocks(cells)} of KV cells" if cells else ""
+    out.print(f"{'would remove' if dry_run else 'removed'} {_count(chosen)}{kept}, {_size(freed)}")
     if counts:
         out.print(
             f"{'would remove' if dry_run else 'removed'} what was counted of the experts of {_layers(len(counts))}"
@@ -210,10 +241,36 @@ def _chosen(
     return chosen
 
 
-def _open(home: Path | None) -> tuple[Config, LayerCache]:
+def _cells(config: Config) -> list[StoredBlock]:
+    """The KV cells in the cache, least recently used first."""
+    from primad.kv.store import KvStore
+
+    return [] if config.kv_cache is None else KvStore(config.kv_cache).list()
+
+
+def _old_cells(cells: list[StoredBlock], older_days: float | None, *, everything: bool) -> list[StoredBlock]:
+    """Those that may go. A running primad may be at those of the last minutes."""
+    if not everything and older_days is None:
+        return []
+    before_s = time.time() - max(IN_USE_S, 0.0 if everything or older_days is None else older_days * DAY_S)
+    return [block for block in cells if block.used_s < before_s]
+
+
+def _forget_cells(config: Config, cells: list[StoredBlock]) -> None:
+    from primad.kv.store import KvStore
+
+    if config.kv_cache is not None:
+        KvStore(config.kv_cache).forget(block.key for block in cells)
+
+
+def _blocks(cells: list[StoredBlock]) -> str:
+    return f"{len(cells)} block{'' if len(cells) == 1 else 's'}"
+
+
+def _open(home: Path | None, kv_cache: str | None = None) -> tuple[Config, LayerCache]:
     from primad.layers.cache import LayerCache
 
-    config = load_config({"home": home})
+    config = load_config({"home": home, "kv_cache": kv_cache})
     return config, LayerCache(config.layers, config.limits.disk_bytes, owner=False)
 
 

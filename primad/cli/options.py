@@ -65,6 +65,19 @@ MaxVram = Annotated[
 MaxDisk = Annotated[
     str | None, typer.Option(help="Keep layers of at most so many bytes on disk: 40GB.", show_default=False)
 ]
+KvCacheFolder = Annotated[
+    str | None,
+    typer.Option(
+        help="Keep KV cells of prompts in this folder, so that they are found again, or off [default: off: what people "
+        "write goes when nobody needs it].",
+        metavar="DIR|off",
+        show_default=False,
+    ),
+]
+KvCacheLimit = Annotated[
+    str | None,
+    typer.Option(help="Keep at most so many bytes of them there [default: 4GB].", metavar="SIZE", show_default=False),
+]
 NamedDevices = Annotated[
     list[str] | None,
     typer.Option("--device", help="Address host:port of a device; may be repeated.", show_default=False),
@@ -94,6 +107,8 @@ class OwnerOptions:
     max_ram: MaxRam = None
     max_vram: MaxVram = None
     max_disk: MaxDisk = None
+    kv_cache: KvCacheFolder = None
+    kv_cache_limit: KvCacheLimit = None
 
 
 def check_interface(config: Config) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 MAX_NAME_CHARS: Final = 512
 """The longest name of a model that a client may say."""
 MAX_SEQUENCES: Final = 64
+MAX_BACKUP_ROWS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,37 @@ class OtherDevicesOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptOptions:
+    """What is kept of answers, so that they go on where a device does not."""
+
+    PANEL: ClassVar[str] = "Answers that outlive a device"
+
+    kv_backup: Annotated[
+        str,
+        typer.Option(
+            help="Keep the KV cells of answers on a second device, so many rows at a time, or off. auto: 16 rows, where the "
+            "link carries it beside the answer.",
+            metavar="auto|off|ROWS",
+        ),
+    ] = "auto"
+    share_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefixes", help="With --kv-cache: find the beginnings of prompts of other API keys as well."
+        ),
+    ] = False
+    exact_replay_s: Annotated[
+        float,
+        typer.Option(
+            help="Compute what was lost of an answer row by row, so that it goes on word for word, where that takes at most "
+            "so many seconds; else in chunks, which is quicker and may change how it goes on. --batching exact insists.",
+            min=0,
+            max=86_400,
+        ),
+    ] = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPlanOptions:
     """What the plan is for, or the plan itself."""
 
@@ -180,6 +212,7 @@ def serve(
     others: OtherDevicesOptions,
     plan: ServedPlanOptions,
     compute: ComputeOptions,
+    kept: KeptOptions,
     device: DeviceOptions,
     owner: OwnerOptions,
 ) -> None:
@@ -213,7 +246,7 @@ def serve(
     _warn(endpoint, asking, config)
     from primad.head.serve import serve as run_serve
 
-    options = _serve_options(endpoint, asking, others, plan, compute)
+    options = _serve_options(endpoint, asking, others, plan, compute, kept)
     run_serve(config, model, options, endpoint.host, RichReporter(err))
 
 
@@ -240,6 +273,7 @@ def _serve_options(
     others: OtherDevicesOptions,
     plan: ServedPlanOptions,
     compute: ComputeOptions,
+    kept: KeptOptions,
 ) -> ServeOptions:
     from halda import KV_TYPES, OBJECTIVES
     from primad.api.reading import PARSERS
@@ -247,6 +281,9 @@ def _serve_options(
     from primad.planning.batching import BATCHING_MODES
 
     return ServeOptions(
+        kv_backup=_backup(kept.kv_backup),
+        share_prefixes=kept.share_prefixes,
+        exact_replay_s=kept.exact_replay_s,
         wait=others.wait,
         wait_timeout_s=others.wait_timeout,
         windows=None if plan.windows is None else _windows(plan.windows),
@@ -275,6 +312,11 @@ def _serve_options(
         api_key=asking.api_key,
         api_key_file=asking.api_key_file,
     )
+
+
+def _backup(text: str) -> int | None:
+    """Rows, 0 for off and None for auto."""
+    return 0 if text == "off" else parse_count(text, MAX_BACKUP_ROWS, "--kv-backup")
 
 
 def _aliases(text: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from primad.api.status import DeviceStatus, EmbeddingStatus, MemoryFigures, PlannedFigures, StatusBody
+    from primad.api.status import DeviceStatus, EmbeddingStatus, KvStatus, MemoryFigures, PlannedFigures, StatusBody
 
 ANSWER_TIMEOUT_S: Final = 15.0
 """The head gives its devices five seconds."""
@@ -147,7 +147,26 @@ def _notes(status: StatusBody) -> list[str]:
     ]
     measured = status.measured
     wrong = [wrong_line(measured)] if measured is not None and measured.wrong is not None else []
-    return silent + others + wrong + ([] if status.embedding is None else [_embedding(status.embedding)])
+    kept = [] if status.kv is None else _kept(status.kv)
+    return silent + others + wrong + kept + ([] if status.embedding is None else [_embedding(status.embedding)])
+
+
+def _kept(kv: KvStatus) -> list[str]:
+    """How the KV cells of answers are kept, and what came of it."""
+    lines = [
+        f"{printable(copy.device)}: its KV cells are not kept twice, {printable(copy.why)}"
+        for copy in kv.copies
+        if copy.keeper is None
+    ]
+    where = ", ".join(f"{printable(copy.device)}'s by {printable(copy.keeper)}" for copy in kv.copies if copy.keeper)
+    if where:
+        lines.append(f"KV cells kept twice: {where}; {show_bytes(kv.twice_bytes)} now, {kv.lag_tokens} tokens behind")
+    if kv.restores:
+        lines.append(
+            f"{kv.restores} times a ring went on with answers of another one: {kv.restored_tokens} tokens were there "
+            f"within {kv.restore_s:.1f} s, {kv.computed_again_tokens} were computed again"
+        )
+    return lines
 
 
 def _embedding(embedding: EmbeddingStatus) -> str:

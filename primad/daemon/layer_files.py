@@ -14,15 +14,20 @@ from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError, WeightsError
 from primad.gguf.layers import LayerRef
 from primad.gguf.windows import ModelCutter, WindowSpec
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import in_thread, missing_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Where this daemon keeps layer files, files of this run and counts of how experts are used; which llama.cpp it has."""
+    """Where this daemon keeps layer files, KV cells, files of this run and counts of how experts are used; its llama.cpp.
+
+    KV cells that nobody needs stay only where they are bounded: that is the cache of the owner.
+    """
 
     cache: LayerCache
+    cells: KvStore
     run: Path
     usage: Path
     build: str

@@ -25,14 +25,15 @@ _EVENTS: Final = 64
 class LoadKey:
     """What a ring process has loaded, whatever its place in a route: windows (first, last, layers, GPU layers), and how.
 
-    For each window, ``extra_buffers`` says whether it has them. How much of it stays in memory may change from one ring to
-    the next.
+    For each window, ``extra_buffers`` says whether it has them. It ``keeps`` KV cells or does not. How much of it
+    stays in memory may change from one ring to the next.
     """
 
     windows: tuple[tuple[int, int, tuple[str, ...], int], ...]
     width: int
     extra_buffers: tuple[bool, ...]
     options: EngineOptions
+    keeps: bool
 
 
 class LoadedProcess:

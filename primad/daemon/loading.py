@@ -85,6 +85,7 @@ class WindowLoad:
             width=load.width,
             extra_buffers=tuple(load.extra_buffers),
             options=self.options,
+            keeps=load.keeps,
         )
 
     async def start(self, key: LoadKey) -> LoadedProcess:
@@ -135,4 +136,5 @@ class WindowLoad:
             options=self.options,
             ahead_bytes=load.ahead_bytes,
             usage=str(self._place.usage),
+            cells=str(self._place.cells.folder) if load.keeps else None,
         )

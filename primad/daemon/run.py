@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -18,6 +19,7 @@ from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.engine.build import build_id
 from primad.errors import ConfigError, PrimadError, Stopped
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.network.sockets import raise_descriptor_limit
 from primad.profiler.device import is_profiled, profile_device
@@ -113,8 +115,11 @@ def home_place(config: Config) -> Workspace:
         path.unlink(missing_ok=True)
     for path in config.run.glob("ring-*.log"):
         path.unlink(missing_ok=True)
+    if config.kv_cache is None:
+        shutil.rmtree(config.cells, ignore_errors=True)  # what cannot be removed is never asked for
     return Workspace(
         cache=LayerCache(config.layers, config.limits.disk_bytes),
+        cells=KvStore(config.cells, None if config.kv_cache is None else config.kv_cache_limit_bytes),
         run=config.run,
         usage=usage_folder(config.home),
         build=build_id(),

@@ -13,6 +13,7 @@ A window is a model of its own to llama.cpp, loaded from a metadata split and it
 * **Many hidden states go in through the callback too.** As ``llama_batch.embd`` they are copied four times, and two of the
   copies stay with the context: of 256 rows of width 4,096 those of one window are 8 MB. So a large step is a batch of
   tokens 0, whose rows are overwritten where the graph has looked them up, and again where it has scaled them (Gemma).
+* **KV cells leave and return** by position (``kv_cache.py``).
 * **The last window's matrix** is stored under the name of the token embedding (llama.cpp's tied-output fall-back), so
   that the embedding itself need not be held twice.
 """
@@ -27,12 +28,14 @@ from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halda import WindowAssignment
+from primad.engine.kv_cache import CacheTensors, KvCache
+from primad.engine.kv_cache import bind as bind_cache
 from primad.engine.masks import Allowed, GrammarMask, Words
 from primad.engine.protocol import KV_CELL_PADDING, EngineOptions, Hidden, KvType, Rows, Sampling, WindowSource
 from primad.engine.sampling import ChainSampler, GreedySampler
@@ -43,6 +46,7 @@ from primad.engine.streaming.scratch import bind as bind_scratch
 from primad.errors import EngineError, WeightsError
 from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import TensorInfo
+from primad.kv.cells import LayerCells
 from primad.system.allocator import without_top
 
 with without_top("llama_cpp"):
@@ -96,6 +100,7 @@ def _ggml() -> ctypes.CDLL:
     library.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
     library.ggml_get_type_traits.argtypes = [ctypes.c_int]
     bind_scratch(library)
+    bind_cache(library)
     return library
 
 
@@ -113,6 +118,8 @@ class _TypeTraits(ctypes.Structure):
 
 
 _TO_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+_STOP: Final = llama.ggml_abort_callback(lambda _: True)
+_GO_ON: Final = llama.ggml_abort_callback()
 EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
 """The callback's true prototype has two more parameters; in the C calling convention a callee may ignore them."""
 
@@ -155,6 +162,9 @@ class _Tap(dict[int, bool]):
         self._residency: Residency | None = None
         self._rows = 0
         self._scratch = Scratch(_ggml_base)
+        self.cache = CacheTensors(_ggml_base)
+        self.looks = False
+        """Whether the graph is only looked at: nothing is taken, fed or told."""
         self.shares_scratch = False
         self.stream: WindowStream | None = None
         self.error: EngineError | None = None
@@ -213,6 +223,9 @@ class _Tap(dict[int, bool]):
     def __missing__(self, node: int) -> bool:
         self._scratch.note(node)
         name = _ggml_base.ggml_get_name(node)
+        self.cache.note(node, name)
+        if self.looks:
+            return False
         border, router = self._borders.get(name), self._routers.get(name)
         is_entry = self._feed is not None and name in _ENTRIES
         if name != self._wanted and border is None and router is None and not is_entry:
@@ -329,6 +342,8 @@ def n_gpu_layers(assignment: WindowAssignment) -> int:
 class _Model:
     """A loaded llama.cpp model with one context: the part that every kind of window shares."""
 
+    _takes_tokens: ClassVar = False
+
     def __init__(self, source: WindowSource, options: EngineOptions, *, tap: _Tap, outputs: int) -> None:
         self._options = options
         self._batch = _Batch(options.rows, options.sequences)
@@ -350,6 +365,9 @@ class _Model:
             llama.llama_model_free(self._model)
             raise EngineError(f"llama.cpp cannot open a context of {options.context} tokens: {_why('out of memory?')}")
         self._memory = llama.llama_get_memory(self._context)
+        first = source.assignment.first
+        self.layers: Final = range(first, first + source.assignment.layers)
+        self._is_copying = False
 
     def _context_params(self, outputs: int) -> Any:
         options = self._options
@@ -362,6 +380,7 @@ class _Model:
         params.n_threads = options.threads
         params.n_threads_batch = options.batch_threads
         params.kv_unified = options.sequences == 1  # else each sequence has cells of its own, and its bits
+        params.swa_full = True  # else sliding layers use their cells again, and a position's cell is not known
         params.no_perf = True
         params.type_k = params.type_v = _KV_TYPES[options.kv_type]
         if options.kv_type != "f16":  # llama.cpp quantises values only for it
@@ -389,8 +408,70 @@ class _Model:
         # Sequences with cells of their own are copied whole: llama.cpp aborts where a part is asked for.
         llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
         self.kv_remove(target, end, -1)
+        self._is_copying = self._options.sequences > 1
+
+    @property
+    def kv_supported(self) -> bool:
+        """Whether KV cells can be taken out and put back. Tried when first asked, which must be before rows are computed."""
+        return self._kv is not None
+
+    @cached_property
+    def _kv(self) -> KvCache | None:
+        free = range(self._options.sequences)
+        sequence = next((i for i in free if llama.llama_memory_seq_pos_max(self._memory, i) < 0), None)
+        assert sequence is not None, "whether KV cells can leave must be asked before every sequence has some"
+        try:
+            for stops in (True, False):
+                if len(self._tap.cache.keys) < len(self.layers):
+                    self._look(sequence, stops=stops)
+            cache = KvCache(
+                _ggml_base,
+                self._context,
+                self._tap.cache,
+                first=self.layers.start,
+                layers=len(self.layers),
+                sequence=sequence,
+            )
+        except EngineError as exc:
+            logger.warning(
+                "KV cells of layers %d to %d cannot be kept: %s", self.layers.start, self.layers.stop - 1, exc
+            )
+            return None
+        finally:
+            _recent_log.clear()
+        return cache
+
+    def kv_cells(self, sequence: int, start: int, end: int) -> list[LayerCells]:
+        return self._settled().read(sequence, start, end)
+
+    def kv_restore(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> None:
+        self._settled().restore(sequence, blocks)
+
+    def _settled(self) -> KvCache:
+        """The cells as they are: llama.cpp puts off copying a sequence until the next step."""
+        if self._kv is None:
+            raise EngineError("this build of llama.cpp does not give or take the KV cells of this window")
+        if self._is_copying:
+            self._look(0, stops=True)
+        return self._kv
+
+    def _look(self, sequence: int, *, stops: bool) -> None:
+        """Have llama.cpp prepare a step of one row and, if it ``stops``, not compute it, where its backend can leave it."""
+        position = llama.llama_memory_seq_pos_max(self._memory, sequence) + 1
+        hidden = np.zeros((1, llama.llama_model_n_embd(self._model)), np.float32)
+        content = np.zeros(1, np.int32) if self._takes_tokens else hidden
+        rows = Rows(content=content, positions=[position], sequences=[[sequence]], outputs=[True])
+        self._tap.clear()
+        self._tap.looks = True
+        llama.llama_set_abort_callback(self._context, _STOP if stops else _GO_ON, None)
+        llama.llama_decode(self._context, self._batch.fill(rows, fed=False, every_row_out=True))
+        llama.llama_set_abort_callback(self._context, _GO_ON, None)
+        self._tap.looks = False
+        self._is_copying = False
+        self.kv_remove(sequence, position, -1)
 
     def release(self) -> None:
+        self.__dict__.pop("_kv", None)
         llama.llama_free(self._context)
         llama.llama_model_free(self._model)
         del self._context, self._model, self._memory
@@ -400,6 +481,7 @@ class _Model:
         self._tap.begin(len(rows), feed)  # type: ignore[arg-type]
         batch = self._batch.fill(rows, fed=feed is not None, every_row_out=every_row_out)
         code = llama.llama_decode(self._context, batch)
+        self._is_copying = False
         self._tap.check()
         if code == 1:
             raise EngineError(f"the context of {self._options.context} tokens is full")
@@ -557,6 +639,8 @@ class TailWindow(_LogitsWindow):
 
 class WholeModel(_LogitsWindow):
     """The single window of a single-device plan: the user's file as it is, token ids in, logits out."""
+
+    _takes_tokens: ClassVar = True
 
 
 class LlamaVocabulary:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 import msgspec
 
 from halda import WindowAssignment
+from primad.kv.cells import LayerCells
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,11 +186,25 @@ class Rows:
 class EngineWindow(Protocol):
     """A contiguous run of layers with its KV cache. Every method raises ``EngineError`` when llama.cpp fails."""
 
+    @property
+    def layers(self) -> range:
+        """The window's layers, numbered as in the whole model."""
+
+    @property
+    def kv_supported(self) -> bool:
+        """Whether ``kv_cells`` and ``kv_restore`` work here. To be asked before rows are computed: it is tried then."""
+
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
         """Forget positions ``start <= p < end`` of ``sequence``; ``end = -1`` means to the end."""
 
     def kv_copy(self, source: int, target: int, end: int) -> None:
         """Forget ``target``, and let it have the cells that ``source`` has at positions before ``end``."""
+
+    def kv_cells(self, sequence: int, start: int, end: int) -> list[LayerCells]:
+        """The cells of ``sequence`` at positions ``start <= p < end``, for each layer of the window, copied."""
+
+    def kv_restore(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> None:
+        """Forget ``sequence``, and let it have ``blocks``: positions from 0 on, without a hole, each for all layers."""
 
     def release(self) -> None:
         """Give back all memory; the window must not be used again."""

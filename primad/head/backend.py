@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, Protocol
@@ -17,11 +17,13 @@ import msgspec
 
 from primad.api.backend import Health, ServedModel
 from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
+from primad.kv.keys import KvBlock
 from primad.ring.messages import (
     Cancel,
     Finished,
     Generate,
     GenerationEvent,
+    KvKept,
     PromptProgress,
     RingCommand,
     Sampled,
@@ -42,6 +44,30 @@ class SendCommands(Protocol):
 StatusOf = Callable[[], Awaitable[dict[str, Any]]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoOn:
+    """What a ring has of the answers that it goes on with: by request the ``blocks`` of KV cells that all its devices hold.
+
+    ``root`` names, by owner, whose cells they are; empty where none are kept. More than ``most_rows`` rows of an answer are
+    not computed one by one.
+    """
+
+    root: Callable[[str], str]
+    blocks: Mapping[int, Sequence[KvBlock]]
+    most_rows: int | None
+
+
+class PromptCells(Protocol):
+    """Finds KV cells of prompts."""
+
+    def __call__(self, prompt: Sequence[int], owner: str) -> Awaitable[tuple[str, list[KvBlock]]]:
+        """Under which root the cells of an answer to ``prompt`` for ``owner`` are kept, and the blocks that are there."""
+
+
+async def _no_cells(prompt: Sequence[int], owner: str) -> tuple[str, list[KvBlock]]:
+    return "", []
+
+
 @dataclass(slots=True)
 class _Open:
     """A generation: what was asked for, what was sampled, and where its events go (bounded by the tokens of prompt and
@@ -52,14 +78,37 @@ class _Open:
     read_tokens: int = 0
     """Of the prompt, as was told; a ring that begins anew says nothing of it twice."""
     sampled: list[int] = field(default_factory=list)
+    chain: list[KvBlock] = field(default_factory=list)
+    """The blocks that its ring keeps, from the first position on."""
     mirostat_mu: float | None = None
     begun: bool = False
     ended: bool = False
 
-    def to_go_on(self) -> Generate:
-        """The request to a ring that has not seen it yet."""
-        sampling = msgspec.structs.replace(self.generate.sampling, mirostat_mu=self.mirostat_mu)
-        return msgspec.structs.replace(self.generate, sampled=list(self.sampled), sampling=sampling)
+    @property
+    def computed(self) -> int:
+        """How many positions its ring has computed, as far as was told."""
+        return len(self.generate.prompt) + len(self.sampled) - 1 if self.sampled else self.read_tokens
+
+    def kept(self, blocks: Iterable[KvBlock]) -> None:
+        """Its ring keeps ``blocks``, the next ones; or others in place of the last ones, which it did not have."""
+        for block in blocks:
+            while self.chain and self.chain[-1].end > block.start:
+                self.chain.pop()
+            if block.before == (self.chain[-1].key if self.chain else ""):
+                self.chain.append(block)
+
+    def to_go_on(self, cells: GoOn) -> Generate:
+        """The request to a ring that has not seen it yet, but holds ``cells``."""
+        self.chain = list(cells.blocks.get(self.generate.request, ()))
+        there = max(len(self.generate.prompt), self.chain[-1].end if self.chain else 0)
+        return msgspec.structs.replace(
+            self.generate,
+            sampled=list(self.sampled),
+            sampling=msgspec.structs.replace(self.generate.sampling, mirostat_mu=self.mirostat_mu),
+            root=cells.root(self.generate.owner),
+            blocks=list(self.chain),
+            replays_rows=cells.most_rows is None or self.computed - there <= cells.most_rows,
+        )
 
     def fail(self, error: str) -> None:
         """Ends with ``error``, unless it has ended."""
@@ -105,6 +154,7 @@ class RingBackend:
         self._requests = count(1)
         self._open: dict[int, _Open] = {}
         self._unsent: list[Generate] = []
+        self.find_cells: PromptCells = _no_cells
         self.created = int(time.time())
 
     def health(self) -> Health:
@@ -126,7 +176,29 @@ class RingBackend:
         """What the health check says goes on."""
         self._detail = detail
 
-    async def attach(self, served: ServedModel, epoch: int, send: SendCommands, status: StatusOf, detail: str) -> None:
+    def chains(self) -> dict[int, list[KvBlock]]:
+        """The blocks of every open generation that has some."""
+        return {request: list(each.chain) for request, each in self._open.items() if each.chain and not each.ended}
+
+    def rows_again(self, blocks: Mapping[int, Sequence[KvBlock]]) -> tuple[int, int]:
+        """Of all open generations, how many rows are in ``blocks`` and how many were computed and are not."""
+        there = again = 0
+        for request, generation in self._open.items():
+            if not generation.ended:
+                chain = blocks.get(request, ())
+                end = min(chain[-1].end, generation.computed) if chain else 0
+                there, again = there + end, again + generation.computed - end
+        return there, again
+
+    async def attach(
+        self,
+        served: ServedModel,
+        epoch: int,
+        send: SendCommands,
+        status: StatusOf,
+        detail: str,
+        cells: GoOn = GoOn(root=lambda _: "", blocks={}, most_rows=None),
+    ) -> None:
         """Ring ``epoch`` serves from now on: every open generation goes on there, in the order of their requests.
 
         One whose prompt does not fit the context any more ends with an error.
@@ -139,7 +211,7 @@ class RingBackend:
             if len(generation.generate.prompt) >= served.context_tokens:
                 generation.fail(f"the context has {served.context_tokens} tokens now, and the prompt does not fit it")
             elif request in self._open and not generation.ended:  # who asked may go away while the others are sent
-                await send(generation.to_go_on())
+                await send(generation.to_go_on(cells))
 
     def hand_over(self) -> None:
         """The ring that serves ends its steps; it gets no new generation, the next one does."""
@@ -173,6 +245,18 @@ class RingBackend:
                 generation.ended = True
         generation.events.put_nowait(event)
 
+    def kept(self, epoch: int, event: KvKept) -> int:
+        """Ring ``epoch`` keeps the next blocks of a generation; how many tokens its prompt has.
+
+        Of one that is over only blocks of its prompt are told.
+        """
+        generation = self._open.get(event.request)
+        if generation is None:
+            return event.blocks[-1].end
+        if self._ring is not None and self._ring.epoch == epoch:
+            generation.kept(event.blocks)
+        return len(generation.generate.prompt)
+
     async def generate(
         self,
         prompt: list[int],
@@ -193,6 +277,8 @@ class RingBackend:
             )
         if self._served is not None and len(prompt) >= self._served.context_tokens:  # it was more when it was asked
             raise PromptTooLongError(len(prompt), self._served.context_tokens, "prompt")
+        ring = self._ring
+        root, blocks = await self.find_cells(prompt, owner)
         request = next(self._requests)
         generate = Generate(
             request=request,
@@ -205,8 +291,12 @@ class RingBackend:
             owner=owner,
             priority=priority,
             tells_begin=may_expire and self._max_wait_s is not None,
+            root=root,
+            blocks=blocks if ring is self._ring else [],
         )
-        generation = _Open(generate=generate, events=asyncio.Queue(len(prompt) + max_tokens + 3))
+        generation = _Open(
+            generate=generate, chain=list(generate.blocks), events=asyncio.Queue(len(prompt) + max_tokens + 3)
+        )
         self._open[request] = generation
         finished = False
         expiry: asyncio.TimerHandle | None = None

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import zmq.asyncio
 
+from primad.daemon.cells import HeldCells
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.pairing_service import PairingService
@@ -23,6 +24,7 @@ from primad.daemon.station import Station
 from primad.errors import ClusterError
 from primad.head.backend import RingBackend, StatusOf
 from primad.head.devices import Devices
+from primad.head.kv_backup import KvBackup
 from primad.head.learning import Learning
 from primad.head.own_device import OwnDevice
 from primad.head.planner import Planner
@@ -90,6 +92,9 @@ class HeadDaemon:
         own = OwnDevice(lambda: profile.now(config.name), self._memory_watch)
         learning = Learning(config.home)
         self._planner = Planner(service, own, self._devices, learning)
+        self._cells = HeldCells(station, self._context)
+        self._kv = KvBackup(station, service, self._devices, self._cells, reporter)
+        backend.find_cells = self._kv.find
         self._rings = Rings(
             station,
             service,
@@ -98,6 +103,7 @@ class HeadDaemon:
             planner=self._planner,
             learning=learning,
             backend=backend,
+            kv=self._kv,
             core=self,
             reporter=reporter,
         )
@@ -131,6 +137,7 @@ class HeadDaemon:
                 self._config.host,
                 self._station.identity,
                 self._rings.find_layer,
+                cells=self._station.workspace.cells,
                 bytes_per_s=self._config.transfer_limit_bytes_per_s,
                 allows=self._station.trust.trusts,
             )
@@ -140,6 +147,7 @@ class HeadDaemon:
                     group.create_task(layers.run()),
                     group.create_task(AdminServer(self._station.identity, self._config.home, self._administer).run()),
                     group.create_task(self._rings.conduct()),
+                    group.create_task(self._kv.run()),
                     group.create_task(self._memory_watch.run()),
                 ]
                 measuring = group.create_task(self._profile.measure())
@@ -158,6 +166,7 @@ class HeadDaemon:
                         service.cancel()
                     # Beside each other: to say goodbye takes a while, and so does the end of a ring process.
                     await asyncio.gather(self._devices.farewell(), sight.aclose(), self._rings.close())
+                    await self._cells.clear()
 
     async def _drive(self) -> None:
         """Ask the core about everything that happens, and do what it says."""
@@ -229,15 +238,13 @@ class HeadDaemon:
                 self._devices.drop(device)
             case types.Measure(devices, again):
                 self._tasks.start(self._devices.measure(devices, again=again))
-            case types.LetGo(device):
-                self._tasks.start(self._devices.dismiss(device))
             case types.Solve(epoch, candidates, instead):
                 self._rings.solve(epoch, candidates, instead)
             case types.Form(epoch):
                 self._rings.form(epoch)
             case types.Abandon(epoch):
                 self._rings.abandon(epoch)
-            case types.Serve() | types.Close() | types.Fail():
+            case types.Serve() | types.Close() | types.Fail() | types.LetGo():
                 self._rings.order(effect)
             case types.SayLine(text):
                 self._reporter.settle()

@@ -28,6 +28,7 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
         least_rows=least_rows(plan, load.rows),
         batching=batching,
         pieces=inputs.promise.pieces,
+        keep_rows=inputs.keep_rows,
     )
     windows = WindowLoad(
         load,

@@ -77,6 +77,7 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         place=0,
         kv_type=options.kv_type,
         flash=inputs.promise.flash,
+        keeps=inputs.keep_rows is not None,
     )
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from halda import (
     DeviceProfile,
@@ -29,6 +30,9 @@ from primad.planning.question import check_kv_type, default_context, default_wor
 from primad.settings.config import LOOPBACK
 from primad.settings.quantities import show_bytes
 
+KEEP_ROWS: Final = 16
+"""So many rows of an answer are lost at most with a device, besides those on their way to its keeper."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
@@ -47,6 +51,9 @@ class ServeOptions:
     KV cache each (None: as many as the plan has room for): as many generations run at once, and as many prompts are
     remembered. ``batching`` says whether what they compute together must be exact. A request that has not begun after
     ``max_wait_s`` is refused (None: it waits as long as its client does).
+    KV cells are kept twice every ``kv_backup`` rows of an answer (None: every ``KEEP_ROWS`` where links carry it; 0: not).
+    Prompts of all API keys share their cells with ``share_prefixes``. What of an answer has to be computed again is computed
+    row by row where that takes no longer than ``exact_replay_s``.
     """
 
     wait: int | None
@@ -76,6 +83,18 @@ class ServeOptions:
     api_key_file: Path | None = None
     http_host: str = LOOPBACK
     embedding: Path | None = None
+    kv_backup: int | None = None
+    share_prefixes: bool = False
+    exact_replay_s: float = 10.0
+
+    def keep_rows(self, *, has_cache: bool) -> int | None:
+        """Of so many rows of an answer the KV cells are kept at a time; None: nothing is kept.
+
+        A head that serves alone gives them to nobody, and keeps them for a cache alone.
+        """
+        if not has_cache and (self.alone or self.kv_backup == 0):
+            return None
+        return self.kv_backup or KEEP_ROWS
 
     @property
     def url(self) -> str:

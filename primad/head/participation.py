@@ -88,6 +88,8 @@ class Participation:
         self.loaded: asyncio.Future[tuple[int, str]] = loop.create_future()
         self.linked: asyncio.Future[None] = loop.create_future()
         self.broken: asyncio.Future[ClusterError] = loop.create_future()
+        self.keeps = False
+        """Whether its ring process keeps KV cells, once it is loaded."""
         self.status: WorkerStatus | None = None
         self._status_news = asyncio.Event()
         worker.attend(self)
@@ -155,6 +157,7 @@ class Participation:
                 self._on_progress(self.name, message)
             case ParticipationState(loaded=loaded, linked=linked, broken=broken):
                 if loaded is not None:
+                    self.keeps = loaded.keeps
                     settle(self.loaded, (loaded.port, loaded.key))
                 if linked:
                     settle(self.linked, None)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 import psutil
 
-from halda import Plan, Prediction
+from halda import DeviceProfile, Plan, Prediction
 from primad.api.status import AnswerFigures
 from primad.daemon.layer_files import distrust, release_files
 from primad.daemon.loaded_process import LoadedProcess
@@ -26,6 +26,7 @@ from primad.head.participation import Participation
 from primad.head.ring_inputs import RingInputs
 from primad.head.status import Costs, device_status, link_status, plan_lines, promises
 from primad.head.ways import Ways
+from primad.network.contacts import Contact
 from primad.network.messages import Load, Progress
 from primad.network.sockets import endpoint
 from primad.ring.messages import (
@@ -33,6 +34,8 @@ from primad.ring.messages import (
     Drain,
     Drained,
     Finished,
+    KvForgotten,
+    KvKept,
     Loading,
     Opened,
     Overdue,
@@ -78,6 +81,7 @@ class HeadRing:
         self._asking: asyncio.Task[dict[str, Any]] | None = None
         self._finding_fault: asyncio.Task[None] | None = None
         self._computed: list[int] | None = None
+        self._own_keeps = False
 
     @property
     def plan(self) -> Plan:
@@ -93,6 +97,27 @@ class HeadRing:
     def epoch(self) -> int:
         """The plan's number."""
         return self._inputs.epoch
+
+    @property
+    def keeps(self) -> bool:
+        """Whether every device of it keeps KV cells."""
+        return self._own_keeps and all(participation.keeps for participation in self._workers.values())
+
+    @property
+    def profiles(self) -> dict[str, DeviceProfile]:
+        """Its devices, as they were when it was formed."""
+        workers = {name: worker.profile for name, worker in self._inputs.devices.workers.items()}
+        return {self.plan.head: self._inputs.profile} | workers
+
+    async def sources(self) -> dict[str, list[Contact]]:
+        """By device of the ring: who may have what it lacks. One without a way to the head has none."""
+        found = {self.plan.head: self._ways.own_sources()}
+        for name, worker in self._inputs.devices.workers.items():
+            try:
+                found[name] = await self._ways.sources(worker)
+            except ParticipationError as exc:
+                logger.info("%s is told of no sources: %s", name, exc)
+        return found
 
     @property
     def broken_by(self) -> PrimadError | None:
@@ -287,8 +312,11 @@ class HeadRing:
                 self._inputs.listener.deliver(self.epoch, event)
             case Loading(done):
                 self._inputs.reporter.progress(self.plan.head, "load", done, windows)
-            case Opened(address, key):
+            case Opened(address, key, keeps):
+                self._own_keeps = keeps
                 settle(self._own, (address, key))
+            case KvKept() | KvForgotten():
+                self._inputs.listener.cells(self.epoch, event)
             case Serving():
                 settle(self._serving, None)
             case Drained():

@@ -13,7 +13,7 @@ from primad.head.link_book import LinkBook
 from primad.head.promise import Promise
 from primad.head.service import Service
 from primad.head.worker_link import WorkerLink
-from primad.ring.messages import GenerationEvent
+from primad.ring.messages import GenerationEvent, KvForgotten, KvKept
 
 
 class RingListener(Protocol):
@@ -21,6 +21,9 @@ class RingListener(Protocol):
 
     def deliver(self, epoch: int, event: GenerationEvent) -> None:
         """An event of a generation, and the epoch that it comes from."""
+
+    def cells(self, epoch: int, event: KvKept | KvForgotten) -> None:
+        """Ring ``epoch`` keeps KV cells, or does not need them any more."""
 
     def broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
         """Ring ``epoch`` broke: the device to blame or None, the reason, and whether it will last."""
@@ -55,6 +58,11 @@ class RingInputs:
     layer_port: int
     listener: RingListener
     reporter: Reporter
+
+    @property
+    def keep_rows(self) -> int | None:
+        """Of so many rows of an answer the KV cells are kept at a time; None: they are not."""
+        return self.service.options.keep_rows(has_cache=self.station.config.kv_cache is not None)
 
     @property
     def rows(self) -> int:

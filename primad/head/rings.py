@@ -11,17 +11,20 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, Final
 
+import msgspec
+
 from halda import DeviceProfile, Infeasible, LeftOut, Prediction
 from primad.api.backend import ServedModel
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.errors import ModelError, PlanError, PrimadError
-from primad.head.backend import RingBackend
+from primad.head.backend import GoOn, RingBackend, StatusOf
 from primad.head.blame import blamed
 from primad.head.core import Core
 from primad.head.corrections import LEAST_TOKENS
 from primad.head.devices import Devices
 from primad.head.facts import facts_of
+from primad.head.kv_backup import KvBackup
 from primad.head.learning import Learning
 from primad.head.options import model_id
 from primad.head.own_device import OwnDevice
@@ -34,7 +37,7 @@ from primad.head.status import at_once_line, left_out_line, predicted_line
 from primad.head.vocabulary import sampling_defaults
 from primad.layers.server import LayerSource
 from primad.membership import types
-from primad.ring.messages import Finished, GenerationEvent
+from primad.ring.messages import Finished, GenerationEvent, KvForgotten, KvKept
 from primad.system.tasks import Tasks, mistake, to_its_end
 
 logger = logging.getLogger(__name__)
@@ -43,7 +46,7 @@ _MAX_ORDERS: Final = 1000
 MOST_EXPLAINED: Final = 4
 """For so many devices that are left out it is solved for how much slower the ring would be with them."""
 
-Order = types.Serve | types.Close | types.Fail
+Order = types.Serve | types.Close | types.Fail | types.LetGo
 
 
 class Rings:
@@ -59,12 +62,13 @@ class Rings:
         planner: Planner,
         learning: Learning,
         backend: RingBackend,
+        kv: KvBackup,
         core: Core,
         reporter: Reporter,
     ) -> None:
         self._station, self._service, self._model = station, service, service.model
         self._own, self._devices, self._planner, self._backend = own, devices, planner, backend
-        self._learning, self._core, self._reporter = learning, core, reporter
+        self._learning, self._kv, self._core, self._reporter = learning, kv, core, reporter
         self.layer_port = 0
         self._candidates: dict[int, frozenset[str]] = {}
         self._plans: dict[int, Promise] = {}
@@ -197,6 +201,13 @@ class Rings:
             self._foresee(epoch)
             self._core.post(types.DevicesCorrected(frozenset(changed)))
 
+    def cells(self, epoch: int, event: KvKept | KvForgotten) -> None:
+        """Ring ``epoch`` keeps KV cells, or does not need them any more."""
+        if isinstance(event, KvKept):
+            self._kv.kept(epoch, event.blocks, self._backend.kept(epoch, event))
+        else:
+            self._kv.forgotten(epoch, event.keys)
+
     def broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
         """A ring broke, while it was formed or later."""
         if epoch in self._rings:
@@ -239,6 +250,8 @@ class Rings:
                 case types.Close(epoch, reason):
                     self._backend.hold(f"forming the ring again: {reason}")
                     self._tasks.start(self._abandon(epoch))
+                case types.LetGo(device):  # behind the ring that takes over, which has what it kept by now
+                    await self._devices.dismiss(device)
                 case types.Fail(reason):
                     self._backend.fail(reason)
                     self._reporter.say(f"nothing can be served: {reason}; waiting for devices")
@@ -246,13 +259,22 @@ class Rings:
     async def _serve(self, epoch: int, instead: int | None) -> None:
         ring, self._serving = self._rings[epoch], epoch
         promise = self._promised = self._plans[epoch]
-        if instead is not None and instead in self._rings:
+        before = None if instead is None else self._rings.get(instead)
+        blocks = await self._kv.bring(ring, self._backend.chains())
+        if before is not None:
             self._backend.hand_over()
-            await self._rings[instead].drain()
+            await before.drain()
+            blocks = await self._kv.bring(ring, self._backend.chains(), again=True)
+        blocks = {request: blocks.get(request, []) for request in self._backend.chains()}  # some ended meanwhile
+        self._kv.serve(ring, await ring.sources(), epoch, promise, blocks)
+        cells = GoOn(root=self._kv.root, blocks=blocks, most_rows=self._kv.most_rows(promise))
+        self._kv.went_on(*self._backend.rows_again(blocks))
         count = len(ring.plan.devices)
         detail = f"serving with {count} device{'s' if count > 1 else ''}"
         served = await self._served(promise)
-        await self._backend.attach(served, epoch, ring.send, self._core.with_cluster(ring.status), detail)
+        await self._backend.attach(
+            served, epoch, ring.send, self._core.with_cluster(self._status_of(ring)), detail, cells
+        )
         if instead is not None:
             self._tasks.start(self._abandon(instead))
         self._foresee(epoch)
@@ -262,6 +284,14 @@ class Rings:
             self._tasks.start(self._say_what_serves(epoch, ring, promise))  # to say why takes a moment
         else:
             await self._say_what_serves(epoch, ring, promise)
+
+    def _status_of(self, ring: HeadRing) -> StatusOf:
+        """The status of ``ring``, and beside it how KV cells are kept."""
+
+        async def status() -> dict[str, Any]:
+            return await ring.status() | {"kv": msgspec.to_builtins(self._kv.status())}
+
+        return status
 
     async def _say_what_serves(self, epoch: int, ring: HeadRing, promise: Promise) -> None:
         """One block: the endpoint, who computes what, who does not and why, and what is predicted."""

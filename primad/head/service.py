@@ -42,6 +42,11 @@ class ModelSource:
         return model_id(self.header.path)
 
     @property
+    def stamp(self) -> str:
+        """Tells it from every other model file, and from itself after a change."""
+        return repr(sorted((str(path), stamp) for path, stamp in self._stamps.items()))
+
+    @property
     def cutter(self) -> ModelCutter:
         """Cuts its layers out; made when one is needed for the first time."""
         if self._cutter is None:

@@ -37,6 +37,14 @@ class Ways:
                 sources.append(Contact(device=name, key=other.key, addresses=[host], port=other.layer_port))
         return sources[:MAX_CONTACTS]
 
+    def own_sources(self) -> list[Contact]:
+        """Who may have what this head lacks: every worker."""
+        head = self._inputs.promise.plan.head
+        return [
+            Contact(device=name, key=worker.key, addresses=[self.host_for(head, name)], port=worker.layer_port)
+            for name, worker in self._inputs.devices.holders.items()
+        ]
+
     async def to_head(self, worker: WorkerLink) -> str:
         """The address of this head that ``worker`` can reach: the one that packets to it leave from.
 

@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
+from typing import Final
 
 import zmq.asyncio
 
@@ -18,6 +20,8 @@ from halda import DeviceProfile, LinkProfile
 from primad.errors import ClusterError
 from primad.head.blame import DeviceLostError
 from primad.head.participation import MISSES, MOST_REPEATS, Participation, Unheard
+from primad.kv.keys import KvBlock
+from primad.layers.cells import LayerRuns
 from primad.membership import types
 from primad.membership.memory_recovery import lowered
 from primad.network.contacts import Contact
@@ -28,6 +32,8 @@ from primad.network.messages import (
     Hello,
     Introduce,
     Introduction,
+    KvHeld,
+    KvHold,
     Leaving,
     LinksMeasured,
     MeasureLinks,
@@ -51,7 +57,11 @@ from primad.network.versions import OURS, Versions, version_gap
 from primad.profiles import with_speeds
 from primad.settings.config import split_address
 from primad.settings.timings import NetworkTimings
+from primad.system.tasks import settle
 from primad.trust.identity import Identity
+
+HELD_S: Final = 2.0
+"""How much longer an answer about KV cells may take than the worker may look for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +207,8 @@ class WorkerLink:
         self._post = post
         self._participations: dict[int, Participation] = {}
         self._links: asyncio.Future[list[LinkProfile]] | None = None
+        self._holds: dict[int, asyncio.Future[list[bool]]] = {}
+        self._hold_numbers = count(1)
         self._measure = MeasureLinks(targets=[])
         self._measure_unheard = Unheard(0)
         self._lost = False
@@ -230,6 +242,7 @@ class WorkerLink:
             task.cancel()
         if self._links is not None and not self._links.done():
             self._links.cancel()
+        self._end_holds()
         self.end.close()
 
     async def send(self, message: HeadMessage) -> None:
@@ -271,6 +284,49 @@ class WorkerLink:
         return (link.source == self.name and link.target in asked) or (
             link.target == self.name and link.source in asked
         )
+
+    async def hold_cells(
+        self,
+        blocks: Sequence[KvBlock],
+        layers: LayerRuns,
+        sources: Sequence[Contact],
+        timeout_s: float,
+        *,
+        verify: bool = False,
+    ) -> list[bool]:
+        """Have the worker hold ``layers`` of ``blocks`` from now on; which of them it has ``timeout_s`` later at the latest.
+
+        Raises ``ClusterError`` where it does not say.
+        """
+        number = next(self._hold_numbers)
+        answer: asyncio.Future[list[bool]] = asyncio.get_running_loop().create_future()
+        self._holds[number] = answer
+        try:
+            async with asyncio.timeout(timeout_s + HELD_S):
+                await self.end.send(
+                    KvHold(
+                        number=number,
+                        blocks=list(blocks),
+                        layers=list(layers),
+                        sources=list(sources),
+                        timeout_s=timeout_s,
+                        verify=verify,
+                    )
+                )
+                held = await answer
+        except TimeoutError as exc:
+            raise ClusterError(f"{self.name} does not say which KV cells it holds") from exc
+        finally:
+            del self._holds[number]
+        if len(held) != len(blocks):
+            raise ClusterError(
+                f"{self.name} {'went away' if self._lost else 'says of other KV cells that it holds them'}"
+            )
+        return held
+
+    def _end_holds(self) -> None:
+        for answer in self._holds.values():
+            settle(answer, [])
 
     def attend(self, participation: Participation) -> None:
         """Give ``participation`` what the worker says about its epoch."""
@@ -328,6 +384,8 @@ class WorkerLink:
             case LinksMeasured(links=links):
                 if self._links is not None and not self._links.done():
                     self._links.set_result(links)
+            case KvHeld(number=number, held=held) if number in self._holds:
+                settle(self._holds[number], held)
             case Progress() | WorkerStatus():
                 self._give(message)
             case ParticipationStates(revision=revision, states=states) if revision > self._revision:
@@ -380,6 +438,7 @@ class WorkerLink:
     def _report_lost(self, reason: str) -> None:
         if not self._lost:
             self._lost = True
+            self._end_holds()
             for participation in list(self._participations.values()):
                 participation.fail(DeviceLostError(f"{self.name} is gone: {reason}", self.name))
             self._post(types.Lost(self.name, reason))

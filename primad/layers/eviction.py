@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
-RESERVE_BYTES: Final = 1 << 30
-RESERVE_SHARE: Final = 0.02
+from primad.system.disk import reserve_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +29,8 @@ class Disk:
 
     @property
     def reserve_bytes(self) -> int:
-        """What always stays free: a full system disk stops more than us."""
-        return min(RESERVE_BYTES, int(self.total_bytes * RESERVE_SHARE))
+        """What always stays free."""
+        return reserve_bytes(self.total_bytes)
 
     def excess(self, needed_bytes: int) -> int:
         """How much must go before ``needed_bytes`` more fit; 0 or less when they fit."""

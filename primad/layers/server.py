@@ -1,4 +1,4 @@
-"""Serve the layers of this device to the devices that lack them: every device does, head and workers alike.
+"""Serve the layers and the KV cells of this device to the devices that lack them: every one does, head and workers alike.
 
 A device that asks has proven its key at the gate. Requests wait in a bounded line of their owner and are served in turns, a
 few at a time, so that a greedy device delays itself. Nothing is sent that was not asked for. What one connection does not
@@ -16,14 +16,18 @@ from typing import Final, Protocol
 import zmq
 import zmq.asyncio
 
-from primad.errors import ClusterError, ModelError, ProtocolError
+from primad.errors import ClusterError, DiskError, ModelError, ProtocolError
+from primad.kv.store import KvStore
 from primad.layers.rate_limit import FairQueue, TokenBucket
 from primad.network.gate import sender_key
 from primad.network.layer_messages import (
+    CHUNK_BYTES,
     MAX_REQUEST_BYTES,
     AskPresent,
+    Cells,
     Chunk,
     Digests,
+    FetchCells,
     FetchChunk,
     FetchDigests,
     NoChunk,
@@ -66,7 +70,8 @@ FindLayer = Callable[[str], LayerSource | None]
 
 
 class LayerServer:
-    """Answers on ``port`` for the layers that ``find`` knows, ``bytes_per_s`` at most all together (None: no cap).
+    """Answers on ``port`` for the layers that ``find`` knows and the KV cells in ``cells``, ``bytes_per_s`` at most all
+    together (None: no cap).
 
     ``allows`` is asked at each request whether the sender's key is still trusted; by default whoever passed the gate is.
     Raises ``ClusterError`` when it cannot listen on ``host``.
@@ -79,6 +84,7 @@ class LayerServer:
         identity: Identity,
         find: FindLayer,
         *,
+        cells: KvStore | None = None,
         bytes_per_s: float | None = None,
         allows: Callable[[str], bool] | None = None,
         complain_every_s: float = COMPLAIN_EVERY_S,
@@ -91,6 +97,7 @@ class LayerServer:
             self._socket.close()
             raise
         self._find = find
+        self._cells = cells
         self._allows = allows
         self._bucket = TokenBucket(bytes_per_s)
         self._complaints = Complaints(logger, complain_every_s)
@@ -150,6 +157,8 @@ class LayerServer:
     def _answer(self, request: TransferRequest) -> tuple[TransferReply, bytes]:
         if isinstance(request, AskPresent):
             return Present(held=[self._find(digest) is not None for digest in request.digests]), b""
+        if isinstance(request, FetchCells):
+            return self._cells_for(request)
         digest = request.digest
         offset = request.offset if isinstance(request, FetchChunk) else None
         layer = self._find(digest)
@@ -161,6 +170,22 @@ class LayerServer:
             return Chunk(digest=digest, offset=request.offset), _read(layer, request)
         except (ModelError, ClusterError) as exc:
             return NoChunk(digest=digest, offset=offset, reason=str(exc)), b""
+
+    def _cells_for(self, request: FetchCells) -> tuple[Cells, bytes]:
+        """As many of the parts as fit; what the disk refuses is not here."""
+        sizes, data = list[int](), bytearray()
+        for key in request.keys:
+            try:
+                part = self._cells.part(key, request.first, request.last) if self._cells is not None else None
+            except DiskError as exc:
+                self._complain(exc)
+                part = None
+            begin = 0 if sizes else request.offset
+            sizes.append(len(part or b""))
+            data += (part or b"")[begin : begin + CHUNK_BYTES - len(data)]
+            if len(data) == CHUNK_BYTES:
+                break
+        return Cells(sizes=sizes), bytes(data)
 
 
 def _read(layer: LayerSource, request: FetchChunk) -> bytes:

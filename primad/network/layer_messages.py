@@ -1,5 +1,7 @@
 """What devices say to each other about layers: who has which, the digests of a layer's chunks, the chunks themselves.
 
+They ask for KV cells in the same way, and wait in the same line.
+
 One msgpack frame a message; the bytes of a chunk are a second frame. Every message is an answer or asks for one.
 """
 
@@ -12,8 +14,11 @@ from msgspec import Meta
 
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import CHUNK_BYTES as CHUNK_BYTES
+from primad.kv.cells import MAX_LAYERS, is_key
 
 MAX_ASKED: Final = 4096
+MAX_CELLS_ASKED: Final = 64
+"""Blocks of KV cells that are asked for at a time."""
 MAX_REQUEST_BYTES: Final = 1 << 20
 """A request is at most ``MAX_ASKED`` digests."""
 MAX_REPLY_BYTES: Final = 16 << 20
@@ -68,8 +73,27 @@ class NoChunk(msgspec.Struct, frozen=True, kw_only=True, tag="no-chunk"):
     reason: str
 
 
-TransferRequest = AskPresent | FetchDigests | FetchChunk
-TransferReply = Present | Digests | Chunk | NoChunk
+class FetchCells(msgspec.Struct, frozen=True, kw_only=True, tag="fetch-cells"):
+    """Ask for layers ``first <= layer < last`` of blocks of KV cells, of the first one from byte ``offset`` on."""
+
+    keys: Annotated[list[str], Meta(min_length=1, max_length=MAX_CELLS_ASKED)]
+    first: Annotated[int, Meta(ge=0, lt=MAX_LAYERS)]
+    last: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+    offset: Annotated[int, Meta(ge=0)] = 0
+
+
+class Cells(msgspec.Struct, frozen=True, kw_only=True, tag="cells"):
+    """The answer: bytes of the parts of the leading blocks that were asked for, 0 for one that is not here.
+
+    The parts (``kv.store.part``) are the frame behind it, one behind the other, up to ``CHUNK_BYTES``: the last may be cut
+    there.
+    """
+
+    sizes: Annotated[list[int], Meta(min_length=1, max_length=MAX_CELLS_ASKED)]
+
+
+TransferRequest = AskPresent | FetchDigests | FetchChunk | FetchCells
+TransferReply = Present | Digests | Chunk | NoChunk | Cells
 TransferMessage = TransferRequest | TransferReply
 
 _decoder: Final = msgspec.msgpack.Decoder(TransferMessage)
@@ -81,6 +105,8 @@ def decode_transfer(data: bytes | memoryview) -> TransferMessage:
         message: TransferMessage = _decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a message about layers: {printable(exc)}") from exc
+    if isinstance(message, FetchCells) and not (message.first < message.last and all(map(is_key, message.keys))):
+        raise ProtocolError("a request for KV cells that are none")
     if isinstance(message, NoChunk):
         return NoChunk(digest=message.digest, offset=message.offset, reason=printable(message.reason))
     return message

@@ -9,7 +9,8 @@ way. So what becomes of a worker's participations is state, not news: ``Particip
 and each change gives it a new ``revision``. The worker sends it when something changes. A ``Ping`` carries the revision that
 the head has, and a worker that has a newer one says the states again before its ``Pong``. So the head knows how the worker
 stood when it answered, and asks again for what did not arrive. ``Pong`` also says whether links are being measured: where
-they are not, and no ``LinksMeasured`` came, the head asks for them again.
+they are not, and no ``LinksMeasured`` came, the head asks for them again. ``KvHold`` is answered or not: a head that hears
+nothing does without, or asks anew.
 
 Versions. A device speaks ``PROTOCOL`` and the one before it, down to ``OLDEST``; both sides use the newer one that both
 speak. A field that is added has a default, and a field that is not known is skipped, so that neighbours understand each
@@ -32,6 +33,9 @@ from primad.engine.protocol import KvType
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
 from primad.gguf.windows import WindowSpec
+from primad.kv.cells import MAX_LAYERS, MAX_POSITIONS
+from primad.kv.cells import is_key as is_block_key
+from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact, DeviceName, TcpPort, check_contact, is_address
 from primad.profiles import Implausible, check_profile
 from primad.ring.messages import Status
@@ -54,10 +58,13 @@ MAX_MESSAGE_TIMES: Final = 16
 MAX_ROUND_TRIP_S: Final = 3600.0
 MAX_LINK_BYTES_PER_S: Final = 1e13
 MAX_MEMORY_BYTES: Final = 1 << 50
+MAX_BLOCKS: Final = 16_384
+MAX_HOLD_S: Final = 600.0
 
 Revision = Annotated[int, Meta(ge=0, le=MAX_REVISION)]
 MemoryBytes = Annotated[int, Meta(ge=0, le=MAX_MEMORY_BYTES)]
 Contacts = Annotated[list[Contact], Meta(max_length=MAX_CONTACTS)]
+Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="knock"):
@@ -104,7 +111,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     in several epochs at a time: the next ring is loaded while the last one serves. ``assignments[i]`` says what of
     ``windows[i]`` is on the GPU and how much of it stays in memory, ``extra_buffers[i]`` whether llama.cpp may keep copies
     of its weights; of what streams ``ahead_bytes`` are held ahead. ``kv_type`` is that of the KV cache, ``flash`` whether
-    attention is flash attention.
+    attention is flash attention. It ``keeps`` what the step log says of KV cells.
     """
 
     ring: int
@@ -123,6 +130,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     place: Annotated[int, Meta(ge=0, lt=1 << 16)]
     kv_type: KvType
     flash: bool = True
+    keeps: bool = False
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
@@ -170,7 +178,31 @@ class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
     """The worker asked to leave, and may: others do its work."""
 
 
-HeadMessage = Probe | Hello | Introduce | Load | Link | Release | Ping | MeasureLinks | Echo | Dismiss
+class KvHold(msgspec.Struct, frozen=True, kw_only=True, tag="kv-hold"):
+    """Hold ``layers`` (first, last + 1) of ``blocks`` of KV cells from now on, and ask ``sources`` for what is lacking.
+
+    ``KvHeld`` with this ``number`` answers after ``timeout_s`` at the latest. With ``verify`` what is there is read as well,
+    since it may be damaged.
+    """
+
+    number: int
+    blocks: Annotated[list[KvBlock], Meta(max_length=MAX_BLOCKS)]
+    layers: Annotated[list[tuple[Layer, Layer]], Meta(max_length=MAX_LAYERS)]
+    sources: Contacts
+    timeout_s: Annotated[float, Meta(ge=0, le=MAX_HOLD_S)]
+    verify: bool
+
+
+class KvForget(msgspec.Struct, frozen=True, kw_only=True, tag="kv-forget"):
+    """Nobody needs the blocks ``keys`` any more. ``lasting``: they may be of use later, to a device that has a cache."""
+
+    keys: Annotated[list[str], Meta(max_length=MAX_BLOCKS)]
+    lasting: bool
+
+
+HeadMessage = (
+    Probe | Hello | Introduce | Load | Link | Release | Ping | MeasureLinks | Echo | Dismiss | KvHold | KvForget
+)
 
 
 class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="knocked"):
@@ -244,10 +276,14 @@ class Remeasured(msgspec.Struct, frozen=True, tag="remeasured"):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``."""
+    """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``.
+
+    It ``keeps`` the KV cells that the step log names.
+    """
 
     port: TcpPort
     key: str
+    keeps: bool = False
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
@@ -301,6 +337,13 @@ class LinksMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="links"):
     links: list[LinkProfile]
 
 
+class KvHeld(msgspec.Struct, frozen=True, kw_only=True, tag="kv-held"):
+    """Which blocks of ``KvHold`` ``number`` are here, with all the layers that were asked for."""
+
+    number: int
+    held: Annotated[list[bool], Meta(max_length=MAX_BLOCKS)]
+
+
 class Echoed(msgspec.Struct, frozen=True, tag="echoed"):
     """The answer to ``Echo``."""
 
@@ -321,6 +364,7 @@ WorkerMessage = (
     | WorkerStatus
     | LinksMeasured
     | Echoed
+    | KvHeld
 )
 
 
@@ -345,6 +389,11 @@ def decode_from_head(data: bytes) -> HeadMessage:
         case MeasureLinks(targets=targets):
             for target in targets:
                 check_contact(target)
+        case KvHold():
+            _check_hold(message)
+        case KvForget(keys=keys):
+            if not all(map(is_block_key, keys)):
+                raise ProtocolError("a block of KV cells to forget that is none")
         case Echo(answer_bytes=size) if size not in ECHO_BYTES:
             raise ProtocolError(f"echo for {size} bytes; there are answers of {', '.join(map(str, ECHO_BYTES))}")
     return message
@@ -385,6 +434,19 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> _Message
 def _check_key(key: str) -> None:
     if not is_key(key):
         raise ProtocolError(f"{printable(key, 50)!r} is no public key")
+
+
+def _check_hold(hold: KvHold) -> None:
+    for source in hold.sources:
+        check_contact(source)
+    if any(first >= last for first, last in hold.layers):
+        raise ProtocolError("KV cells of no layers")
+    for block in hold.blocks:
+        is_first = not block.start and not block.before
+        if not is_block_key(block.key) or not (is_first or (block.start and is_block_key(block.before))):
+            raise ProtocolError(f"a block of KV cells that is none: {printable(str(block))}")
+        if not 0 <= block.start < block.end <= MAX_POSITIONS:
+            raise ProtocolError(f"a block of KV cells at positions {block.start} to {block.end}")
 
 
 def _checked_states(message: ParticipationStates) -> ParticipationStates:

@@ -12,9 +12,11 @@ from halda.instance import Instance
 from halda.solution import Solution
 from primad.planning.batching import Batches
 from primad.planning.bottleneck import bottleneck
+from primad.planning.keepers import Holder, keepers, token_bytes
 from primad.planning.question import Question
 from primad.planning.schema import (
     DeviceJson,
+    KeptJson,
     LoadJson,
     ModelJson,
     Predicted,
@@ -70,6 +72,29 @@ def load_part(batches: Batches) -> LoadJson:
         machines=load.machines,
         is_exact=batches.is_exact,
     )
+
+
+def kept_part(answer: DescribedPlan) -> list[KeptJson]:
+    """Where the KV cells of the workers are kept a second time."""
+    plan, asked = answer.plan, answer.instance
+    tokens_per_s = answer.prediction.tokens_per_s if answer.batches is None else answer.batches.load.tokens_per_s
+    bytes_of = token_bytes(plan, asked.model.layers, asked.workload.kv_type)
+    devices = [
+        Holder(device=each.device, host=each.host, room_bytes=each.disk.free_bytes, token_bytes=bytes_of[each.device])
+        for each in asked.devices
+        if each.device in bytes_of
+    ]
+    links = {pair: link.bytes_per_s for pair, link in asked.links.items()}
+    return [
+        KeptJson(
+            device=kept.device,
+            keeper=kept.keeper,
+            bytes_per_token=kept.token_bytes,
+            bytes_per_s=kept.bytes_per_s,
+            why=kept.why,
+        )
+        for kept in keepers(devices, plan.head, links, tokens_per_s)
+    ]
 
 
 def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) -> DeviceJson:

@@ -23,6 +23,7 @@ from primad.planning.batching import Batches
 from primad.planning.context import widened_context
 from primad.planning.describe import (
     DescribedPlan,
+    kept_part,
     load_part,
     model_part,
     predicted_part,
@@ -73,6 +74,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         left_out=_left_out(question, chosen),
         alone=_alone(question),
         load=None if chosen.batches is None else load_part(chosen.batches),
+        kept=kept_part(chosen),
         compared=None if chosen is halda else ring_part(halda),
         what_if=earlier,
     )

@@ -94,6 +94,19 @@ class LoadJson(msgspec.Struct, frozen=True, kw_only=True):
     is_exact: bool
 
 
+class KeptJson(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cells of ``device``, ``bytes_per_token`` of an answer, are kept by ``keeper`` too while it is written.
+
+    They take ``bytes_per_s`` of the link. Where ``keeper`` is null they are not kept twice, and ``why``.
+    """
+
+    device: str
+    keeper: str | None
+    bytes_per_token: int
+    bytes_per_s: float
+    why: str
+
+
 class ShortJson(msgspec.Struct, frozen=True, kw_only=True):
     """A limit that a plan breaks: ``what`` is RAM, VRAM or disk."""
 
@@ -199,6 +212,7 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     left_out: list[LeftOutJson]
     alone: list[AloneJson]
     load: LoadJson | None
+    kept: list[KeptJson]
     compared: RingJson | None
     what_if: WhatIf | None
 

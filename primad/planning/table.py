@@ -11,8 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from primad.planning.schema import DeviceJson, Explanation, LoadJson, Predicted, Proof, RingJson, WhatIf
-from primad.settings.quantities import show_bytes, show_ms, show_speed
+from primad.planning.schema import DeviceJson, Explanation, KeptJson, LoadJson, Predicted, Proof, RingJson, WhatIf
+from primad.settings.quantities import show_bytes, show_ms, show_rate, show_speed
 
 _PLAIN_WIDTH: Final = 160
 """Columns where no terminal says how many there are."""
@@ -108,6 +108,8 @@ def _facts(answer: Explanation) -> Table:
     table.add_row("context", f"{_count(work.context_tokens, 'token')}{why}")
     if _streams(answer):
         table.add_row("streams", _reading(answer))
+    for i, kept in enumerate(answer.kept):
+        table.add_row("kept twice" if i == 0 else "", _kept(kept))
     table.add_row("bottleneck", found.bottleneck)
     if answer.short:
         table.add_row("does not fit", _short(answer))
@@ -127,6 +129,13 @@ def _load(load: LoadJson) -> str:
         f"{load.sequences} answers write {show_speed(load.tokens_per_s)}, each a token in {show_ms(load.tbt_ms)}, the first "
         f"after {show_ms(load.ttft_ms)} where others write; steps of {rows}, {exact}"
     )
+
+
+def _kept(kept: KeptJson) -> str:
+    if kept.keeper is None:
+        return f"not the KV cells of {kept.device}: {kept.why}"
+    size = show_bytes(kept.bytes_per_token)
+    return f"{kept.device}'s KV cells by {kept.keeper}, {size} a token, {show_rate(kept.bytes_per_s)}"
 
 
 def _reading(answer: Explanation) -> str:

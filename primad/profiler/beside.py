@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from primad.engine.protocol import GREEDY, Rows, Sampler, Sampling
 from primad.errors import EngineError
@@ -26,6 +26,8 @@ from primad.profiler.trial import HoldWindow, Stepped, TimeHead
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from primad.engine.protocol import LogitsWindow
 
 VOCABULARIES: Final = (32_768, 262_144)
 FEWEST_TURNS: Final = 4
@@ -64,7 +66,7 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
     tail = _Nothing(task, np.ones(task.vocabulary, np.float32), np.ones(task.sweep_bytes // 8, np.uint64))
     head = Head(
         windows={},
-        tail=tail,
+        tail=cast("LogitsWindow", tail),  # of what it computes nothing is kept
         route=1,
         limits=StepLimits(
             ring=1, epoch=1, windows=frozenset((0,)), width=1, rows=1, context=task.tokens + 2, sequences=1

@@ -26,13 +26,15 @@ from primad.ring.messages import (
     Finished,
     Generate,
     GenerationEvent,
+    KvForgotten,
+    KvKept,
     Overdue,
     Serving,
     Step,
     StepLimits,
 )
 from primad.ring.scheduler import Draw, PlannedStep, Scheduler
-from primad.ring.worker import apply, rows_of, visit
+from primad.ring.worker import Shelf, apply, rows_of, visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Send:
     hidden: Hidden
 
 
-HeadEvent = GenerationEvent | Serving | Overdue | Drained
+HeadEvent = GenerationEvent | KvKept | KvForgotten | Serving | Overdue | Drained
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Head:
     ``windows`` maps route indices to the head's windows but the last, ``tail`` is the last one (the whole model when
     ``route`` is 1). ``limits`` names the ring. A step that takes much longer than such steps did is told as ``Overdue``; one
     that is not back ``step_timeout_s`` after its last sign of life breaks the ring. ``clock`` gives seconds on any scale.
+    KV cells are kept on the ``shelf``, or nowhere.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Head:
         scheduler: Scheduler,
         step_timeout_s: float,
         clock: Callable[[], float],
+        shelf: Shelf | None = None,
     ) -> None:
         assert route >= 1
         assert (0 in windows) == (route > 1)
@@ -90,6 +94,8 @@ class Head:
         self._laps = Lateness()
         self._news: list[HeadEvent] = []
         self._is_draining = False
+        self._is_drained = False
+        self.shelf = shelf
         self._samplers: dict[int, Sampler] = {}
         self._clock = clock
 
@@ -107,14 +113,16 @@ class Head:
         """Queue a generation. Raises ``RingError`` after ``drain``."""
         finished = self._scheduler.submit(generate)
         if finished is not None:
-            self._news.append(finished)
+            self._news += [finished, *self._scheduler.kv_news()]
 
     def cancel(self, cancel: Cancel) -> None:
         """Stop a generation."""
         self._scheduler.cancel(cancel)
+        self._news += self._scheduler.kv_news()
+        self._tell_drained()
 
     def drain(self) -> None:
-        """Begin no further step; ``Drained`` is told, once, when those under way are back."""
+        """Compute no further row; ``Drained`` is told, once, when what is under way is back, and kept."""
         if not self._is_draining:
             self._is_draining = True
             self._scheduler.drain()
@@ -179,8 +187,9 @@ class Head:
         now = self._clock()
         planned = self._scheduler.next_step(now)
         self._news += self._scheduler.take_begun()
+        self._news += self._scheduler.kv_news()
         if planned is None:
-            return None
+            return Tell(self.news()) if self._news else None
         for generates in planned.draws.values():
             for generate in generates:
                 self._sampler_for(generate)
@@ -207,16 +216,18 @@ class Head:
 
     def _compute(self, step: Step, content: Tokens | Hidden) -> TurnOutcome:
         while step.window in self._windows:
-            step, content = visit(self._windows[step.window], step, content)
+            step, content = visit(self._windows[step.window], step, content, self.shelf)
         if step.window < self._last:
             self._laps.left(step.step, step.rows, self._clock())
             return Send(step, content)  # type: ignore[arg-type]
-        for op in step.ops:
-            apply(self._tail, op)
-        self._tail.forward(rows_of(step, content))
+        apply(self._tail, step, self.shelf)
+        if step.rows:
+            self._tail.forward(rows_of(step, content))
         del self._deadlines[step.step], self._under_way[step.step]
         drawn = {each.request: self._draw(each, row) for row, each in self._scheduler.wants_draws(step.step)}
+        news, self._news = self._news, []  # of before this step
         events = self._announce(self._scheduler.commit(step.step, drawn, self._clock()))
+        events = [*news, *events, *self._scheduler.kv_news()]
         self._tell_drained()
         return Tell(events, step.rows)
 
@@ -228,7 +239,8 @@ class Head:
         return told
 
     def _tell_drained(self) -> None:
-        if self._scheduler.is_drained:
+        if self._scheduler.is_drained and not self._is_drained:
+            self._is_drained = True
             self._news.append(Drained())
 
     def _draw(self, generate: Generate, row: int) -> Draw:

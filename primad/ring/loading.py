@@ -7,13 +7,15 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from primad.engine.llama import FirstWindow, LlamaVocabulary, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
-from primad.engine.protocol import EngineOptions, HiddenWindow, WindowSource
+from primad.engine.protocol import EngineOptions, HiddenWindow, RouteWindow, WindowSource
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
 from primad.gguf.architectures import embedding_scale
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.windows import control_tokens, token_embedding
+from primad.kv.shelf import KvShelf
+from primad.kv.store import KvStore
 from primad.ring.chunks import Chunking
 from primad.ring.head import Head
 from primad.ring.messages import Open, StepLimits
@@ -60,6 +62,16 @@ def _streams(opening: Open, header: Header | None) -> Streams:
         lock=opening.options.lock,
         usage=Path(opening.usage) if opening.usage is not None else None,
     )
+
+
+def open_shelf(opening: Open, windows: Iterable[RouteWindow]) -> KvShelf | None:
+    """Where this process keeps KV cells; None without a folder for them, or where a window cannot hand them out.
+
+    The daemon holds the store to its limit.
+    """
+    if opening.cells is None or not all(window.kv_supported for window in windows):
+        return None
+    return KvShelf(KvStore(Path(opening.cells)))
 
 
 def share_scratch(windows: Collection[FirstWindow | MiddleWindow | TailWindow | WholeModel]) -> None:
@@ -116,6 +128,7 @@ def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
     chunking = Chunking(
         rows=part.chunk_rows, least=part.least_rows, begins=lambda token: token in controls, pieces=part.pieces
     )
+    shelf = open_shelf(opening, (*windows.values(), tail))
     head = Head(
         windows=windows,
         tail=tail,
@@ -128,8 +141,10 @@ def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
             sequences=opening.options.sequences,
             at_once=part.at_once,
             batching=part.batching,
+            keep_rows=part.keep_rows if shelf is not None else None,
         ),
         step_timeout_s=opening.step_timeout_s,
         clock=time.monotonic,
+        shelf=shelf,
     )
     return head, streams

@@ -22,10 +22,12 @@ from primad.engine.protocol import GREEDY as GREEDY
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError, printable
+from primad.kv.cells import is_key
+from primad.kv.keys import KvBlock
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """The version of every message in this file. It grows when an older peer could misread a newer one."""
 
 HIDDEN_DTYPE: Final = "f32"
@@ -54,7 +56,22 @@ class KvCopy(msgspec.Struct, frozen=True, tag="copy", array_like=True):
     end: int
 
 
-KvOp = KvRemove | KvCopy
+class KvKeep(msgspec.Struct, frozen=True, tag="keep", array_like=True):
+    """Hand the cells of ``block`` of ``sequence`` to this device's store of KV cells."""
+
+    sequence: int
+    block: KvBlock
+
+
+class KvLoad(msgspec.Struct, frozen=True, tag="load", array_like=True):
+    """Forget ``sequence``, and fill its positions before ``end`` from the blocks whose chain ends with ``key``."""
+
+    sequence: int
+    key: str
+    end: int
+
+
+KvOp = KvRemove | KvCopy | KvKeep | KvLoad
 
 
 class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
@@ -169,6 +186,15 @@ def _check_op(op: KvOp, limits: StepLimits) -> None:
     match op:
         case KvRemove(sequence, start, end):
             sequences, span = [sequence], (start, end)
+        case KvKeep(sequence, block):
+            sequences, span = [sequence], (block.start, block.end)
+            is_behind = is_key(block.before) if block.start else not block.before
+            if not (is_key(block.key) and is_behind and block.start < block.end):
+                raise ProtocolError(f"a KV operation keeps what is no block: {printable(str(block))}")
+        case KvLoad(sequence, key, end):
+            sequences, span = [sequence], (0, end)
+            if not is_key(key) or end <= 0:
+                raise ProtocolError(f"a KV operation loads what is no block: {printable(f'{key!r} up to {end}')}")
         case KvCopy(source, target, end):
             sequences, span = [source, target], (0, end)
             if source == target or end < 0:
@@ -190,6 +216,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     ``Sampled`` lists (0 to 20). It ``reuses`` what of its prompt was computed before; the answer is the same without. Of
     several owners each has the same share of the ring; of what waits for one of them the lowest ``priority`` is next.
     With ``tells_begin`` a ``PromptProgress`` of no tokens says that it waits no longer.
+
+    Its cells are kept under ``root`` (empty: they are not), and those of ``blocks``, a chain from position 0 on, are held by
+    every device of the ring, which says of each when it is forgotten, whether it was of use or not.
+    ``replays_rows``: what of ``sampled`` is in no block is computed row by row, as it was before, and else in chunks.
     """
 
     request: int
@@ -202,10 +232,13 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     owner: str = ""
     priority: int = 0
     tells_begin: bool = False
+    root: str = ""
+    blocks: list[KvBlock] = []
+    replays_rows: bool = True
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Stop generating for ``request`` and free its sequence; nothing more will be sent for it."""
+    """Stop generating for ``request`` and free its sequence; no more of its answer will be sent."""
 
     request: int
 
@@ -253,6 +286,26 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     decode_s: float
 
 
+class KvKept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
+    """Every window was told to keep ``blocks`` of ``request``, the next of its chain.
+
+    The chain begins with ``Generate.blocks`` as far as they were loaded: where ``before`` of the first of ``blocks`` is not
+    the last that is known, it goes on from there. Blocks of a prompt may be told behind ``Finished`` or ``Cancel``.
+    """
+
+    request: int
+    blocks: list[KvBlock]
+
+
+class KvForgotten(msgspec.Struct, frozen=True, kw_only=True, tag="forgotten"):
+    """Nothing in the ring needs the blocks ``keys`` any more, which were kept, or came with a ``Generate``.
+
+    What of a prompt its sequence remembers is needed. A ring that ends needs nothing, and does not say so.
+    """
+
+    keys: list[str]
+
+
 class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
     """This ring process cannot go on; ``error`` is one line. It is the process's last event.
 
@@ -273,7 +326,8 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
 
     It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
     together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a
-    message; beside other answers it is computed in ``pieces``.
+    message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
+    or none.
     """
 
     model: str
@@ -283,13 +337,15 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     least_rows: int
     batching: Batching = Batching()
     pieces: Pieces | None = None
+    keep_rows: int | None = None
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
 
     ``route`` is the number of windows in the route, ``width`` that of the hidden state; ``head`` is None on a worker. Of
-    what streams ``ahead_bytes`` are held ahead. How often experts are used is kept in the folder ``usage``, or nowhere.
+    what streams ``ahead_bytes`` are held ahead. How often experts are used is kept in the folder ``usage``, or nowhere; KV
+    cells are kept in the folder ``cells``, or nowhere.
     """
 
     ring: int
@@ -303,6 +359,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     options: EngineOptions
     ahead_bytes: int
     usage: str | None
+    cells: str | None = None
 
 
 class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
@@ -335,8 +392,9 @@ class Connect(msgspec.Struct, frozen=True, tag="connect"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """To the head's ring process: begin no further step; ``Drained`` is told once those on their way are back.
+    """To the head's ring process: compute no further row; ``Drained`` is told once the steps on their way are back.
 
+    One more step without rows keeps what of the answers is computed and in no block yet; that is told before ``Drained``.
     Generations that are not over stay with the daemon, which has seen every token of theirs by then. No ``Generate`` may
     follow.
     """
@@ -356,11 +414,12 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     """Every window is loaded; steps of the device before this one are received at ``endpoint``.
 
     ``key`` is the public key of this ring process (Z85, 40 characters), new with every ``Opened``. Both are empty without
-    a ring.
+    a ring. ``keeps``: all its windows can hand out KV cells and take them in, and there is a folder for them.
     """
 
     endpoint: str
     key: str
+    keeps: bool = False
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
@@ -457,7 +516,19 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report
 GenerationEvent = Sampled | PromptProgress | Finished
-RingEvent = Loading | Opened | Serving | GenerationEvent | Overdue | Drained | ProcessMemoryLow | Status | RingBroken
+RingEvent = (
+    Loading
+    | Opened
+    | Serving
+    | GenerationEvent
+    | KvKept
+    | KvForgotten
+    | Overdue
+    | Drained
+    | ProcessMemoryLow
+    | Status
+    | RingBroken
+)
 
 command_decoder = msgspec.msgpack.Decoder(RingCommand)
 event_decoder = msgspec.msgpack.Decoder(RingEvent)

@@ -20,7 +20,7 @@ from primad.errors import NextDeviceError, ProtocolError, RingError
 from primad.ring.channel import RingChannel
 from primad.ring.head import Send, Tell
 from primad.ring.links import Links
-from primad.ring.loading import limits_of, limits_of_open, open_head, open_worker
+from primad.ring.loading import limits_of, limits_of_open, open_head, open_shelf, open_worker
 from primad.ring.messages import (
     Cancel,
     Connect,
@@ -82,16 +82,17 @@ class WorkerRole:
         self._timings = timings
         self._links = Links(opening.host, limits_of_open(opening), timings=_within(timings, opening.step_timeout_s))
         self._windows, self._streams = open_worker(opening, lambda done: channel.tell(Loading(done)))
+        self._shelf = open_shelf(opening, self._windows.values())
         self._begin()
 
     def _begin(self) -> None:
-        self._worker = Worker(self._windows)
+        self._worker = Worker(self._windows, self._shelf)
         self._meter = Meter()
         self._is_connected = False
         self._received_s: float | None = None
 
     def opened(self) -> Opened:
-        return Opened(self._links.endpoint, self._links.key)
+        return Opened(self._links.endpoint, self._links.key, self._shelf is not None)
 
     def command(self, command: RoleCommand) -> None:
         match command:
@@ -159,6 +160,8 @@ class WorkerRole:
     def close(self) -> None:
         self._streams.end()
         self._links.close()
+        if self._shelf is not None:
+            self._shelf.close()
 
 
 class HeadRole:
@@ -176,7 +179,8 @@ class HeadRole:
         self._is_connected = self._links is None
 
     def opened(self) -> Opened:
-        return Opened(self._links.endpoint, self._links.key) if self._links is not None else Opened("", "")
+        keeps = self._head.shelf is not None
+        return Opened(*(self._links.endpoint, self._links.key) if self._links is not None else ("", ""), keeps)
 
     def command(self, command: RoleCommand) -> None:
         match command:
@@ -254,6 +258,8 @@ class HeadRole:
         self._streams.end()
         if self._links is not None:
             self._links.close()
+        if self._head.shelf is not None:
+            self._head.shelf.close()
 
 
 def _tell_memory_low(streams: Streams, channel: RingChannel) -> None:

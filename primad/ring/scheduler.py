@@ -18,8 +18,9 @@ tokens drawn from the same logits.
 
 A generation that an earlier epoch began comes with the tokens it has sampled already. They are fed one by one, as they were
 fed then: llama.cpp computes several rows of a sequence in another order than single rows, and its sums would differ in the
-last bits. Where it is known that they do not, a step has some (``Batching.replays``). Like chunks they do not wait for each
-other.
+last bits. Where it is known that they do not, a step has some (``Batching.replays``), and where they may, a whole chunk
+(``Generate.replays_rows``). Like chunks they do not wait for each other. What of a generation is kept on every device
+(``keeping.py``) is not computed again at all.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from primad.errors import RingError
 from primad.ring.chunks import Chunking
@@ -37,6 +39,8 @@ from primad.ring.messages import (
     Finished,
     Generate,
     GenerationEvent,
+    KvForgotten,
+    KvKept,
     KvOp,
     KvRemove,
     PromptProgress,
@@ -86,7 +90,10 @@ class _InFlight:
 
 
 class Scheduler:
-    """The queue of generations and those that run. ``context`` is that of each of the ring's ``sequences``."""
+    """The queue of generations and those that run. ``context`` is that of each of the ring's ``sequences``.
+
+    Of prompts, and of every ``keep_rows`` rows of an answer, the cells are kept (``keeping.py``); None: of nothing.
+    """
 
     def __init__(
         self,
@@ -97,6 +104,7 @@ class Scheduler:
         sequences: int = 1,
         at_once: int | None = None,
         batching: Batching | None = None,
+        keep_rows: int | None = None,
     ) -> None:
         self._context = context
         self._chunking = chunking
@@ -105,7 +113,7 @@ class Scheduler:
         self._at_once = min(sequences, at_once or sequences)
         self._waiting: deque[Generate] = deque()
         self._running: dict[int, Running] = {}
-        self._slots = Slots(sequences, context=context, chunking=chunking)
+        self._slots = Slots(sequences, context=context, chunking=chunking, keep_rows=keep_rows)
         self._in_flight: dict[int, _InFlight] = {}
         self._begun: list[GenerationEvent] = []
         self._steps = 0
@@ -120,13 +128,13 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to compute and nothing to wait for."""
-        return not (self._running or self._waiting or self._in_flight)
+        """Whether there is nothing to compute, to keep or to wait for."""
+        return not (self._running or self._waiting or self._in_flight or self._slots.keeps)
 
     @property
     def is_drained(self) -> bool:
         """Whether ``drain`` was called and every step is back."""
-        return self._drains and not self._in_flight
+        return self._drains and not self._in_flight and not self._slots.keeps
 
     @property
     def running(self) -> int:
@@ -145,9 +153,12 @@ class Scheduler:
         """
         assert 0 < len(generate.prompt) < self._context
         assert generate.max_tokens > 0
+        assert all(each.before == before.key for before, each in pairwise(generate.blocks))
         if self._drains:
             raise RingError(f"request {generate.request} was given to a ring that drains; give it to the next one")
+        self._slots.lease(generate)
         if self._is_full(generate, len(generate.sampled)):
+            self._slots.end_lease(generate)
             return _finished(generate, len(generate.sampled), "length", prompt_s=0.0, decode_s=0.0)
         self._waiting.append(generate)
         self._order(generate.owner)
@@ -162,19 +173,24 @@ class Scheduler:
             self._waiting[place] = each
 
     def drain(self) -> None:
-        """Hand out no step from now on."""
+        """Hand out no row from now on; one more step keeps those of answers that are in no block."""
         self._drains = True
+        for running in self._running.values():
+            self._slots.keep_rest(running)
 
     def cancel(self, cancel: Cancel) -> None:
         """Forget a generation, wherever it is; what is in flight for it is dropped when it comes back."""
         if cancel.request in self._running:
             self._release(cancel.request)
-        else:
-            self._waiting = deque(waiting for waiting in self._waiting if waiting.request != cancel.request)
+        for waiting in [waiting for waiting in self._waiting if waiting.request == cancel.request]:
+            self._waiting.remove(waiting)
+            self._slots.end_lease(waiting)
 
     def next_step(self, now: float) -> PlannedStep | None:
         """The next step of the log, or None when the ring must answer first or there is nothing to do."""
-        if self._drains or len(self._in_flight) >= self._depth:
+        if self._drains:
+            return self._without_rows()
+        if len(self._in_flight) >= self._depth:
             return None
         while self._waiting and len(self._running) < self._at_once:
             held = Counter(running.generate.owner for running in self._running.values())
@@ -190,11 +206,18 @@ class Scheduler:
             if not running.is_decoding:
                 return self._chunk(running)
             of_earlier_epoch = running.sequence.cells < running.known - 1
-            if of_earlier_epoch and self._batching.replays > 1:
+            if of_earlier_epoch and (self._batching.replays > 1 or not running.generate.replays_rows):
                 return self._replay(running)
             if of_earlier_epoch or self._may_decode():
                 return self._decode([each for each in ready if each.is_decoding], running)
-        return None
+        return None if self._in_flight else self._without_rows()
+
+    def _without_rows(self) -> PlannedStep | None:
+        """A step that only keeps what is to be kept."""
+        if not self._slots.keeps:
+            return None
+        step = PlannedStep(step=self._steps, requests=[], tokens=[], positions=[], sequences=[], draws={}, ops=[])
+        return self._hand_out(step, [], decodes=False)
 
     def take_begun(self) -> list[GenerationEvent]:
         """What is to be told of those that hold a sequence since it was asked last."""
@@ -245,13 +268,19 @@ class Scheduler:
 
     def _replay(self, running: Running) -> PlannedStep:
         """Tokens that an earlier epoch sampled for it, but for the last one, behind which another one is drawn."""
-        sequence, begin = running.sequence, len(running.generate.prompt)
-        first, last = sequence.cells, self._batching.replayed(sequence.cells, running.known - 1)
+        sequence, known = running.sequence, running.known - 1
+        first = sequence.cells
+        if running.generate.replays_rows:
+            last = self._batching.replayed(first, known)
+        else:
+            if first >= running.chunk_end:
+                running.chunk_end = min(first + self._chunking.rows, known)
+            last = self._chunking.piece(first, running.chunk_end, self._decoding - 1)
         sequence.cells = last
         step = PlannedStep(
             step=self._steps,
             requests=[running.generate.request],
-            tokens=running.sampled[first - begin : last - begin],
+            tokens=running.tokens(first, last),
             positions=list(range(first, last)),
             sequences=[sequence.number] * (last - first),
             draws={},
@@ -275,7 +304,7 @@ class Scheduler:
                 self._bridge(step, sequence)
                 continue
             step.requests.append(running.generate.request)
-            step.tokens.append(running.sampled[sequence.cells - len(running.generate.prompt)])
+            step.tokens.extend(running.tokens(sequence.cells, sequence.cells + 1))
             step.positions.append(sequence.cells)
             step.sequences.append(number)
             sequence.cells += 1
@@ -292,7 +321,9 @@ class Scheduler:
         sequence.ops.append(KvRemove(sequence.number, sequence.cells, -1))
 
     def _hand_out(self, step: PlannedStep, of: Sequence[Running], *, decodes: bool) -> PlannedStep:
-        step.ops[:0] = self._slots.take_copies()
+        step.ops[:0] = self._slots.take_first(step.step)
+        for running in self._running.values():
+            self._slots.keep(running)
         self._in_flight[step.step] = _InFlight(
             computed={each.generate.request: each.sequence.cells for each in of}, draws=step.draws, decodes=decodes
         )
@@ -316,6 +347,7 @@ class Scheduler:
     def commit(self, step: int, drawn: Mapping[int, Draw], now: float) -> list[GenerationEvent]:
         """Take back step ``step`` with what was ``drawn`` for its requests, as far as somebody wanted it still."""
         back = self._in_flight.pop(step)
+        self._slots.back(step)
         told: list[GenerationEvent] = []
         for request, computed in back.computed.items():
             running = self._running.get(request)
@@ -345,6 +377,10 @@ class Scheduler:
         if self._is_full(running.generate, len(running.sampled)):
             return [sampled, self._finish(running, "length", now)]
         return [sampled]
+
+    def kv_news(self) -> list[KvKept | KvForgotten]:
+        """What is kept, and what nothing needs any more, since this was asked last."""
+        return self._slots.news()
 
     def wants_draws(self, step: int) -> list[tuple[int, Generate]]:
         """The rows of step ``step`` from which a token is wanted still, each with the generation that wants it."""

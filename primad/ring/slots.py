@@ -3,16 +3,18 @@
 The cells of a prompt stay when its generation is over. The next generation takes the free sequence with which it has most in
 common, and what both have is not computed again. One that comes while another one's prompt begins the same waits until that
 much of it is in the step log, and copies it then: a KV cache is copied whole, which costs less than to compute some tokens.
+Cells that the devices keep (``keeping.py``) are loaded where they reach further.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from primad.ring.chunks import Chunking, Computed
-from primad.ring.messages import Generate, KvCopy, KvOp, KvRemove
+from primad.ring.keeping import Chain, Keeping, Usable, usable
+from primad.ring.messages import Generate, KvCopy, KvForgotten, KvKept, KvLoad, KvOp, KvRemove
 
 COPIED_CELLS: Final = 128
 """As many cells of context are copied in less time than a token of a prompt takes, on what was measured."""
@@ -30,6 +32,7 @@ class KvSequence:
     """Rows that were handed out for it, and not forgotten."""
     ops: list[KvOp] = field(default_factory=list)
     """What the next step in which it has a row does to its cells first."""
+    chain: Chain = field(default_factory=Chain)
 
     def take_ops(self) -> list[KvOp]:
         """Its ``ops``, which a step does now."""
@@ -57,6 +60,8 @@ class Running:
     """Computes the beginning of its prompt; its own ``sequence`` has nothing of it yet."""
     shared: int = 0
     """Tokens of that beginning."""
+    is_foreign: bool = False
+    """Chunks of its prompt may have ended elsewhere than this ring's do, in the ring that computed them."""
 
     @property
     def known(self) -> int:
@@ -73,21 +78,55 @@ class Running:
         """Whether its prompt is in the ring."""
         return self.behind is None and self.sequence.cells >= len(self.generate.prompt)
 
+    def tokens(self, first: int, last: int) -> list[int]:
+        """Those at positions ``first <= p < last``, all of prompt or all of the answer."""
+        begin = len(self.generate.prompt)
+        return self.generate.prompt[first:last] if first < begin else self.sampled[first - begin : last - begin]
+
 
 class Slots:
-    """The ``sequences`` of a ring, each with a context of ``context`` tokens."""
+    """The ``sequences`` of a ring, each with a context of ``context`` tokens.
 
-    def __init__(self, count: int, *, context: int, chunking: Chunking) -> None:
+    The cells of every ``keep_rows`` rows of an answer are kept, and those of prompts; None: nothing is, and nothing loaded.
+    """
+
+    def __init__(self, count: int, *, context: int, chunking: Chunking, keep_rows: int | None = None) -> None:
+        assert keep_rows is None or keep_rows > 0
         self._least = context // COPIED_CELLS
         self._chunking = chunking
+        self._keep_rows = keep_rows
+        self._keeping = Keeping()
         self.sequences = [KvSequence(number) for number in range(count)]
         self._free = list(self.sequences)
-        self._copies: list[KvOp] = []
+        self._first: list[KvOp] = []
 
-    def take_copies(self) -> list[KvOp]:
-        """What the next step does first, whosever it is: cells that are copied may be gone after it."""
-        copies, self._copies = self._copies, []
-        return copies
+    @property
+    def keeps(self) -> bool:
+        """Whether there is something that the next step is to keep."""
+        return self._keeping.is_waiting
+
+    def take_first(self, step: int) -> list[KvOp]:
+        """What ``step``, the next one, does first, whosever it is: cells that are kept or copied may be gone after it."""
+        copies, self._first = self._first, []
+        return [*self._keeping.hand_out(step), *copies]
+
+    def back(self, step: int) -> None:
+        """``step`` was in all windows."""
+        self._keeping.back(step)
+
+    def news(self) -> list[KvKept | KvForgotten]:
+        """What is kept, and what nothing needs any more, since this was asked last."""
+        return self._keeping.news(each.chain for each in self.sequences) if self._keep_rows is not None else []
+
+    def lease(self, generate: Generate) -> None:
+        """The blocks of ``generate`` are held and needed until it is over, whether it runs or waits."""
+        if self._keep_rows is not None:
+            self._keeping.lease(generate)
+
+    def end_lease(self, generate: Generate) -> None:
+        """``generate`` is over."""
+        if self._keep_rows is not None:
+            self._keeping.end_lease(generate)
 
     def begin(self, generate: Generate, now: float, others: Collection[Running]) -> Running:
         """``generate`` in a sequence of its own, beside those that run."""
@@ -100,6 +139,34 @@ class Slots:
     def release(self, running: Running) -> None:
         """It is over; what its sequence has of its prompt stays."""
         self._free.append(running.sequence)
+        self._keeping.cut(running.sequence.chain, running.sequence.computed.ends)
+        self.end_lease(running.generate)
+
+    def keep(self, running: Running) -> None:
+        """Have kept what is complete of its blocks. Its cells are all in the log."""
+        sequence, chain = running.sequence, running.sequence.chain
+        if self._keep_rows is None or running.behind is not None or not chain.root:
+            return
+        while (ends := self._ends(running)) and ends[-1] <= sequence.cells:
+            self._keeping.add(chain, sequence.number, running.tokens(chain.end, ends[-1]), ends)
+
+    def keep_rest(self, running: Running) -> None:
+        """Have kept the rows of its answer that are in no block, as a shorter one."""
+        sequence, chain = running.sequence, running.sequence.chain
+        rows = range(chain.end + 1, sequence.cells + 1)
+        is_known = running.is_decoding and chain.end >= max(len(running.generate.prompt), running.chunk_end)
+        if self._keep_rows is not None and chain.root and is_known and rows:
+            self._keeping.add(chain, sequence.number, running.tokens(chain.end, sequence.cells), rows)
+
+    def _ends(self, running: Running) -> Sequence[int]:
+        """The ends of the steps that compute its next block; none where these are not known yet."""
+        first = running.sequence.chain.end
+        if first < len(running.generate.prompt):
+            return [end for end in running.sequence.computed.ends if end > first][:1]
+        if first < running.chunk_end:
+            return [running.chunk_end]
+        assert self._keep_rows is not None
+        return range(first + 1, first + self._keep_rows + 1)
 
     def _place(self, running: Running, others: Collection[Running]) -> None:
         """Give it a sequence, with those cells that it would compute the same way; the others are forgotten.
@@ -114,23 +181,47 @@ class Slots:
         kept, _, sequence = max(
             ((reused(each), -each.used, each) for each in self._free), key=lambda candidate: candidate[:2]
         )
+        loaded = usable(self._chunking, generate) if self._keep_rows is not None and generate.blocks else None
         leader, shared = self._leader(generate, others)
-        if shared - kept > self._least:
+        if shared - max(kept, loaded.end if loaded is not None else 0) > self._least:
             running.behind, running.shared = leader, shared
             running.sequence = min(self._free, key=lambda each: (each.used, each.number))
             self._free.remove(running.sequence)
             return
         self._free.remove(sequence)
-        running.behind, running.shared, running.reused, running.sequence = None, 0, kept, sequence
+        running.behind, running.shared, running.sequence = None, 0, sequence
+        if loaded is not None and loaded.end > kept:
+            self._load(running, loaded)
+            return
+        running.reused = kept
+        self._begin_chain(running, sequence.chain, kept)
         sequence.computed = Computed(generate.prompt, [end for end in sequence.computed.ends if end <= kept])
         sequence.cells = kept
         sequence.ops = [KvRemove(sequence.number, kept, -1)] if sequence.used or sequence.ops else []
+
+    def _load(self, running: Running, loaded: Usable) -> None:
+        """Fill its sequence with what is kept. With the next step, since who waits for this prompt may copy it then."""
+        generate, sequence = running.generate, running.sequence
+        running.reused = 0 if generate.sampled else loaded.end
+        self._keeping.begin(sequence.chain, generate, loaded.blocks, told=True)
+        ends = [each.end for each in loaded.blocks]
+        running.is_foreign = any(end <= len(generate.prompt) for end in ends[loaded.chunks :])
+        sequence.computed = Computed(generate.prompt, ends[: loaded.chunks])
+        self._first.append(KvLoad(sequence.number, loaded.blocks[-1].key, loaded.end))
+        sequence.cells, sequence.ops, sequence.used = loaded.end, [], max(sequence.used, 1)
+
+    def _begin_chain(self, running: Running, source: Chain, cells: int) -> None:
+        """Its sequence has the first ``cells`` of that of ``source``."""
+        root = running.generate.root if self._keep_rows is not None else ""
+        if root or running.sequence.chain.root:
+            blocks = source.before(cells, root) if root else []
+            self._keeping.begin(running.sequence.chain, running.generate, blocks, told=False)
 
     def _leader(self, generate: Generate, others: Collection[Running]) -> tuple[Running | None, int]:
         """The one of the ``others`` whose prompt has most in common with that of ``generate``, and how much."""
         best: tuple[Running | None, int] = (None, 0)
         for each in others if generate.reuses else ():
-            if each.behind is None:
+            if each.behind is None and not each.is_foreign:
                 prompt = each.generate.prompt
                 is_same = not each.is_decoding and prompt == generate.prompt
                 common = len(prompt) if is_same else self._chunking.common(generate.prompt, prompt)
@@ -153,8 +244,9 @@ class Slots:
         """Take over, behind so many ``steps``, what it shares with the one that it waited for."""
         leader, sequence, shared = running.behind, running.sequence, running.shared
         assert leader is not None
-        self._copies.append(KvCopy(leader.sequence.number, sequence.number, shared))
+        self._first.append(KvCopy(leader.sequence.number, sequence.number, shared))
         running.behind, running.reused = None, shared
+        self._begin_chain(running, leader.sequence.chain, shared)
         ends = [end for end in leader.sequence.computed.ends if end <= shared]
         sequence.computed, sequence.cells = Computed(running.generate.prompt, ends), shared
         sequence.ops, sequence.used = [], steps

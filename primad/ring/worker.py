@@ -6,23 +6,68 @@ functions for its own windows, so every window of a route obeys the step log in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from primad.engine.protocol import Hidden, HiddenWindow, RouteWindow, Rows, Tokens
 from primad.errors import RingError
-from primad.ring.messages import KvCopy, KvOp, KvRemove, Step
+from primad.kv.cells import LayerCells
+from primad.kv.keys import KvBlock
+from primad.ring.messages import KvCopy, KvKeep, KvLoad, KvOp, KvRemove, Step
 
 
-def apply(window: RouteWindow, op: KvOp) -> None:
-    """Apply one KV operation."""
+class Shelf(Protocol):
+    """Where a ring process puts KV cells, and finds them."""
+
+    def keep(self, block: KvBlock, cells: Sequence[LayerCells]) -> None:
+        """Hand over ``cells``, those of ``block`` in some layers that follow each other."""
+
+    def chain(self, key: str, first: int, last: int) -> Sequence[Sequence[LayerCells]]:
+        """Layers ``first <= layer < last`` of the blocks from position 0 to that of ``key``; none where one is lacking."""
+
+    def flush(self) -> bool:
+        """Wait, within bounds, until what was handed over can be read by others; whether it can."""
+
+    def close(self) -> None:
+        """Write what was handed over, and end."""
+
+
+def apply(window: RouteWindow, step: Step, shelf: Shelf | None) -> None:
+    """Apply the KV operations of ``step``. One without rows ends when what it keeps is there for others.
+
+    Raises ``RingError`` for KV cells that are to be loaded and are not here, ``EngineError`` where the window cannot.
+    """
+    for op in step.ops:
+        _apply(window, op, shelf)
+    if shelf is not None and not step.rows:
+        shelf.flush()
+
+
+def _apply(window: RouteWindow, op: KvOp, shelf: Shelf | None) -> None:
     match op:
         case KvRemove(sequence, start, end):
             window.kv_remove(sequence, start, end)
         case KvCopy(source, target, end):
             window.kv_copy(source, target, end)
+        case KvKeep(sequence, block):
+            if shelf is not None:
+                shelf.keep(block, window.kv_cells(sequence, block.start, block.end))
+        case KvLoad():
+            window.kv_restore(op.sequence, _chain(window, op, shelf))
+
+
+def _chain(window: RouteWindow, op: KvLoad, shelf: Shelf | None) -> Sequence[Sequence[LayerCells]]:
+    """What ``op`` loads. The ring is formed again without a block that is not here, so the error names it."""
+    layers = window.layers
+    blocks = shelf.chain(op.key, layers.start, layers.stop) if shelf is not None else []
+    if not blocks or blocks[-1][0].end != op.end:
+        raise RingError(
+            f"KV block {op.key}, with layers {layers.start} to {layers.stop - 1} up to {op.end}, is not here"
+        )
+    return blocks
 
 
 def rows_of(step: Step, content: Tokens | Hidden) -> Rows:
@@ -30,10 +75,9 @@ def rows_of(step: Step, content: Tokens | Hidden) -> Rows:
     return Rows(content=content, positions=step.positions, sequences=step.sequences, outputs=step.outputs)
 
 
-def visit(window: HiddenWindow, step: Step, content: Tokens | Hidden) -> tuple[Step, Hidden]:
+def visit(window: HiddenWindow, step: Step, content: Tokens | Hidden, shelf: Shelf | None) -> tuple[Step, Hidden]:
     """Let ``step`` visit ``window``: the step for the next window of the route, and its hidden states (rows, width)."""
-    for op in step.ops:
-        apply(window, op)
+    apply(window, step, shelf)
     hidden = window.forward(rows_of(step, content)) if step.rows else np.empty((0, step.shape[1]), np.float32)
     return msgspec.structs.replace(step, window=step.window + 1), hidden
 
@@ -45,8 +89,9 @@ class Worker:
     then a number is missing, and to go on would be to compute without what that step would have left here.
     """
 
-    def __init__(self, windows: Mapping[int, HiddenWindow]) -> None:
+    def __init__(self, windows: Mapping[int, HiddenWindow], shelf: Shelf | None = None) -> None:
         self._windows = windows
+        self._shelf = shelf
         self._following: dict[int, int] = {}
 
     def receive(self, step: Step, hidden: Hidden) -> tuple[Step, Hidden]:
@@ -58,7 +103,7 @@ class Worker:
         if step.step != expected:
             raise RingError(f"step {expected} was lost on its way here; a connection of the ring was interrupted")
         self._following[step.window] = step.step + 1
-        following, hidden = visit(self._windows[step.window], step, hidden)
+        following, hidden = visit(self._windows[step.window], step, hidden, self._shelf)
         while following.window in self._windows:
-            following, hidden = visit(self._windows[following.window], following, hidden)
+            following, hidden = visit(self._windows[following.window], following, hidden, self._shelf)
         return following, hidden

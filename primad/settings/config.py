@@ -13,6 +13,8 @@ devices that were paired gets anything out of them; ``host = "127.0.0.1"`` keeps
     max_ram, max_vram     the most that primad uses: "8GB", "8GiB", or "50%" of what the device has
     max_disk              the most that the layer cache holds: "40GB"
     pause_on_battery      true: this device computes nothing while it runs on battery
+    kv_cache              a folder in which KV cells of prompts stay, also when primad ends; "off" (the default) for none
+    kv_cache_limit        the most that those take there: "4GB"
     transfer_limit        the most that layers take of the network, each way: "20MB/s" or "100Mbit/s"
     keep_loaded           how long a worker keeps its layers in memory when its head went away: "10min"
     replan_gain           a new plan is taken while serving when it is faster by so much: 0.1 or "10%"
@@ -68,6 +70,7 @@ _KEYS: Final = (
         "max_vram",
         "max_disk",
     ),
+    *("kv_cache", "kv_cache_limit"),
     *("pause_on_battery", "transfer_limit", "keep_loaded", "replan_gain", "heartbeat_interval", "suspect_after"),
     "gone_after",
 )
@@ -76,6 +79,7 @@ NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9._-]+)?\]|[^:\s\[\]]+):(\d{1,5})")
 _DAY_S: Final = 86_400.0
 LEAST_TRANSFER_BYTES_PER_S: Final = 1e6
+DEFAULT_KV_CACHE_BYTES: Final = 4_000_000_000
 
 Flags = Mapping[str, Any]
 """Options of the command line by key; None where one was not given."""
@@ -87,7 +91,7 @@ class Config:
 
     ``port`` is None where the owner left it open (then the default is tried first). ``host`` is the address that daemons
     listen on for each other. ``threads`` pins the number of compute threads; None takes what the profile found best.
-    ``lock`` pins resident weights to memory.
+    ``lock`` pins resident weights to memory. Without ``kv_cache`` no KV cells stay once nobody needs them.
     ``transfer_limit_bytes_per_s`` is None for no limit. ``replan_gain`` is a fraction.
     """
 
@@ -102,6 +106,8 @@ class Config:
     nice: int
     lock: bool
     limits: OwnerLimits
+    kv_cache: Path | None
+    kv_cache_limit_bytes: int
     pause_on_battery: bool
     transfer_limit_bytes_per_s: float | None
     keep_loaded_s: float
@@ -114,6 +120,11 @@ class Config:
     def layers(self) -> Path:
         """The folder of the layer cache."""
         return layer_folder(self.home)
+
+    @property
+    def cells(self) -> Path:
+        """The folder of KV cells: the cache, or one that is emptied at each start."""
+        return self.kv_cache if self.kv_cache is not None else self.home / "run" / "cells"
 
     @property
     def run(self) -> Path:
@@ -196,6 +207,8 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
             vram=chosen("max_vram", parse_amount, None),
             disk_bytes=chosen("max_disk", parse_bytes, None),
         ),
+        kv_cache=chosen("kv_cache", _folder_or_off, None),
+        kv_cache_limit_bytes=chosen("kv_cache_limit", parse_bytes, DEFAULT_KV_CACHE_BYTES),
         pause_on_battery=chosen("pause_on_battery", parse_yes_no, False),
         transfer_limit_bytes_per_s=chosen("transfer_limit", _transfer_limit, None),
         keep_loaded_s=chosen("keep_loaded", parse_duration, 600.0, most=7 * _DAY_S),
@@ -214,6 +227,12 @@ def _transfer_limit(value: Any, source: str) -> float:
     if rate < LEAST_TRANSFER_BYTES_PER_S:
         raise ConfigError(f"{source}: {value!r} is too slow for layers; give at least 1MB/s")
     return rate
+
+
+def _folder_or_off(value: Any, source: str) -> Path | None:
+    if not isinstance(value, str | Path) or not str(value).strip():
+        raise ConfigError(f"{source}: {printable(repr(value), 80)} is no folder; give one, or off")
+    return None if str(value) == "off" else Path(value).expanduser().absolute()
 
 
 def _check_patience(config: Config, sources: _Sources) -> None:

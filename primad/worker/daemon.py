@@ -18,6 +18,7 @@ import msgspec
 import zmq.asyncio
 
 from halda import DeviceProfile
+from primad.daemon.cells import HeldCells
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.owner import OwnerPause
@@ -49,6 +50,9 @@ from primad.network.messages import (
     HeadMessage,
     Hello,
     Introduce,
+    KvForget,
+    KvHeld,
+    KvHold,
     Leaving,
     Link,
     LinksMeasured,
@@ -76,6 +80,8 @@ from primad.worker.participations import Participations
 logger = logging.getLogger(__name__)
 
 _MOST_RETIRED: Final = 256
+_MOST_HOLDS: Final = 4
+"""Questions of a head for KV cells that are seen to at a time."""
 
 
 @dataclass(slots=True)
@@ -117,9 +123,11 @@ class WorkerDaemon:
             config.host,
             identity,
             station.workspace.cache.reader,
+            cells=station.workspace.cells,
             bytes_per_s=config.transfer_limit_bytes_per_s,
             allows=trust.trusts,
         )
+        self._cells = HeldCells(station, self._context)
         self._memory_watch = MemoryWatch(
             config.limits, self._memory_recovered, look_every_s=station.timings.memory_look_every_s
         )
@@ -139,7 +147,8 @@ class WorkerDaemon:
         self._measuring: asyncio.Task[None] | None = None
         self._dismissed = asyncio.Event()
         self._stop = asyncio.Event()
-        self._tasks = Tasks()
+        self._tasks, self._holding = Tasks(), Tasks()
+        self._turns = asyncio.Semaphore(_MOST_HOLDS)
         self._say_next_s: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -184,6 +193,7 @@ class WorkerDaemon:
 
     async def _end_participations(self) -> None:
         await self._tasks.close()
+        await self._end_holding()
         await self._participations.close()
 
     async def _announce(self, stack: AsyncExitStack) -> None:
@@ -278,6 +288,8 @@ class WorkerDaemon:
         self._stop_measuring()
         await self._participations.release_all()  # also those of a link to the same head that broke
         is_new = lease is None or lease.session != hello.session
+        if is_new:
+            await self._end_holding()
         if is_new and self._may_say("hello"):
             self._say(f"head {hello.device} is here")
             if hello.build != self._build:
@@ -332,10 +344,20 @@ class WorkerDaemon:
             case MeasureLinks(targets=targets):
                 self._stop_measuring()
                 self._measuring = group.create_task(self._measure_links(targets))
+            case KvHold():
+                hold = msgspec.structs.replace(message, sources=scopes.of_contacts(message.sources))
+                self._holding.start(self._hold(hold))
+            case KvForget(keys=keys, lasting=lasting):
+                await self._cells.forget(keys, lasting=lasting)
             case Dismiss():
                 self._dismissed.set()
             case Probe() | Hello() | Echo():
                 raise AssertionError("answered before")
+
+    async def _hold(self, hold: KvHold) -> None:
+        async with self._turns:
+            held = await self._cells.hold(hold.blocks, hold.layers, hold.sources, hold.timeout_s, verify=hold.verify)
+        await self._tell(KvHeld(number=hold.number, held=held))
 
     async def _measure_links(self, targets: list[Contact]) -> None:
         scopes = self._end.scopes
@@ -368,6 +390,12 @@ class WorkerDaemon:
         self._dismissed.set()  # nobody is left to hand over to
         self._stop_measuring()
         await self._participations.release_all()
+        await self._end_holding()
+
+    async def _end_holding(self) -> None:
+        """Nobody is left for whom KV cells are held."""
+        await self._holding.close()
+        await self._cells.clear()
 
     def _stop_measuring(self) -> None:
         """Nobody waits any more for the links that are being measured."""

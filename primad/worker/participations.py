@@ -265,13 +265,13 @@ class Participations:
         match event:
             case Loading(windows):
                 await self._tell(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
-            case Opened(address, key):
+            case Opened(address, key, keeps):
                 participation = self._own_participation(load)
                 if participation is not None:
                     participation.process = process
                 layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
                 self._say(f"computing layers {layers}" + (f" for {self.head}" if self.head else ""))
-                await self._change(load, loaded=Loaded(port=int(address.rsplit(":", 1)[1]), key=key))
+                await self._change(load, loaded=Loaded(port=int(address.rsplit(":", 1)[1]), key=key, keeps=keeps))
             case Status():
                 rss = psutil.Process().memory_info().rss
                 await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))

@@ -13,8 +13,19 @@ from hypothesis import strategies as st
 
 from primad.api.backend import ServedModel
 from primad.errors import PromptTooLongError, RequestError, RingError
-from primad.head.backend import RingBackend
-from primad.ring.messages import Cancel, Finished, Generate, GenerationEvent, PromptProgress, RingCommand, Sampled
+from primad.head.backend import GoOn, RingBackend
+from primad.kv import keys
+from primad.kv.keys import KvBlock
+from primad.ring.messages import (
+    Cancel,
+    Finished,
+    Generate,
+    GenerationEvent,
+    KvKept,
+    PromptProgress,
+    RingCommand,
+    Sampled,
+)
 from tests.fakes.ring import GREEDY
 
 SERVED = ServedModel(id="toy", created=1, context_tokens=4096, vocabulary=None)
@@ -507,5 +518,92 @@ def test_every_generation_ends_exactly_once_whatever_happens(operations):
         for each in rings:
             sent = [generate.request for generate in each.generates]
             assert len(sent) == len(set(sent)), "a ring was given a generation twice"
+
+    asyncio.run(once())
+
+
+# ---- KV cells --------------------------------------------------------------------------------------------------------
+
+
+def chain(*ends: int, root: str = "root") -> list[KvBlock]:
+    blocks: list[KvBlock] = []
+    for end in ends:
+        before = blocks[-1] if blocks else None
+        start = before.end if before is not None else 0
+        blocks.append(keys.block(root, before, range(start, end), [end]))
+    return blocks
+
+
+def test_the_next_ring_gets_the_blocks_that_it_holds_and_the_chain_goes_on_from_there():
+    async def once() -> None:
+        backend = RingBackend()
+        await attach(backend, 1)
+        reader = Reader(ask(backend, 1, 2))
+        await settled()
+        for token in range(6):
+            backend.deliver(1, sampled(1, token))
+        blocks = chain(2, 4, 6)
+        assert backend.kept(1, KvKept(request=1, blocks=blocks[:1])) == 2
+        backend.kept(1, KvKept(request=1, blocks=blocks[1:]))
+        backend.kept(7, KvKept(request=1, blocks=chain(2, root="that of another ring")))
+        assert backend.chains() == {1: blocks}
+        assert backend.rows_again({1: blocks[:2]}) == (4, 3)
+        backend.hold("lost")
+        ring = FakeRing(2)
+        held = GoOn(root=lambda owner: f"root of {owner!r}", blocks={1: blocks[:2]}, most_rows=3)
+        await backend.attach(SERVED, 2, ring.send, ring.status, "serving 2", held)
+        (sent,) = ring.generates
+        assert (sent.root, sent.blocks, sent.replays_rows) == ("root of ''", blocks[:2], True)
+        others = chain(2, 4, 5, 7)
+        backend.kept(2, KvKept(request=1, blocks=others[2:]))
+        assert backend.chains() == {1: others}
+        await reader.cancel()
+        assert backend.chains() == {}
+        assert backend.kept(2, KvKept(request=1, blocks=blocks[:1])) == 2
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize(("most", "by_rows"), [(None, True), (4, True), (3, False)])
+def test_rows_are_computed_one_by_one_as_long_as_they_are_not_too_many(most, by_rows):
+    async def once() -> None:
+        backend = RingBackend()
+        await attach(backend, 1)
+        reader = Reader(ask(backend, *range(100)))
+        await settled()
+        for token in range(5):
+            backend.deliver(1, sampled(1, token))
+        ring = FakeRing(2)
+        await backend.attach(SERVED, 2, ring.send, ring.status, "", GoOn(root=lambda _: "", blocks={}, most_rows=most))
+        assert ring.generates[0].replays_rows == by_rows
+        await reader.cancel()
+
+    asyncio.run(once())
+
+
+def test_what_is_there_of_a_prompt_goes_with_it_unless_the_ring_changed_meanwhile():
+    async def once() -> None:
+        backend, found = RingBackend(), asyncio.Event()
+        blocks = chain(1)
+
+        async def find(prompt: list[int], owner: str) -> tuple[str, list[KvBlock]]:
+            await found.wait()
+            return "root", blocks
+
+        backend.find_cells = find
+        first = await attach(backend, 1)
+        readers = [Reader(ask(backend, 1, 2))]
+        found.set()
+        await settled()
+        assert (first.generates[0].root, first.generates[0].blocks) == ("root", blocks)
+        found.clear()
+        readers.append(Reader(ask(backend, 1, 2)))
+        await settled()
+        second = await attach(backend, 2)
+        found.set()
+        await settled()
+        assert second.generates[-1].blocks == []
+        for reader in readers:
+            await reader.cancel()
 
     asyncio.run(once())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -119,6 +121,28 @@ def test_an_operation_that_does_not_fit_the_cache_is_noticed():
         window.kv_remove(3, 0, -1)
     window.kv_remove(0, 2, -1)
     assert window.held(0) == 2
+
+
+def test_cells_go_into_another_window_of_the_same_layers_behind_each_other_and_nowhere_else():
+    fake = model()
+    first, middle, other = fake.first(1), fake.middle(1, 3), fake.middle(1, 3)
+    middle.forward(rows(first.forward(rows([5, 6, 7]))))
+    blocks = [middle.kv_cells(0, 0, 2), middle.kv_cells(0, 2, 3)]
+    other.kv_restore(1, blocks)
+    assert other.kv_cells(1, 0, 3) == middle.kv_cells(0, 0, 3)
+    assert (other.held(0), other.held(1)) == (0, 3)
+    for wrong, why in (
+        (blocks[:0], "nothing"),
+        (blocks[::-1], "come behind 0"),
+        ([blocks[0], blocks[0]], "come behind 2"),
+        ([blocks[0][::-1]], "other layers"),
+        ([first.kv_cells(0, 0, 2)], "other layers"),
+        ([[blocks[0][0], replace(blocks[0][1], values=blocks[0][0].values)]], "another layer"),
+    ):
+        with pytest.raises(AssertionError, match=why):
+            other.kv_restore(1, wrong)
+    with pytest.raises(AssertionError, match="cells 1 to 4 of 3"):
+        middle.kv_cells(0, 1, 4)
 
 
 def test_a_released_window_and_a_released_sampler_are_not_used():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 
 import msgspec
 import numpy as np
@@ -12,14 +15,30 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primad.errors import EngineError, ProtocolError, RingError
+from primad.kv.keys import KvBlock
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.head import Send, Tell
+from primad.ring.keeping import prompt_blocks
 from primad.ring.logprobs import log_softmax, most_likely
-from primad.ring.messages import PROTOCOL, Finished, KvRemove, PromptProgress, Sampled, Serving, Step
+from primad.ring.messages import (
+    PROTOCOL,
+    Drained,
+    Finished,
+    KvForgotten,
+    KvKept,
+    KvRemove,
+    PromptProgress,
+    Sampled,
+    Sampling,
+    Serving,
+    Step,
+)
 from primad.ring.worker import Worker
 from tests.fakes.engine import VOCABULARY, WIDTH, FakeModel
+from tests.fakes.keeper import FakeKeeper
 from tests.fakes.ring import GREEDY, STEP_TIMEOUT_S, FakeRing, generate
+from tests.fakes.shelf import FakeShelf
 
 CONTEXT = 2048
 DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0)
@@ -549,7 +568,7 @@ def test_what_prompts_have_in_common_is_computed_once_and_the_answers_are_those_
             assert window.steps[before:] == [step for step in own.steps if step[0] >= reused(ring, request)]
 
 
-cuts = st.none() | st.builds(
+cuts_of_chunks = st.none() | st.builds(
     lambda multiple, times, twice: Pieces(
         multiple=multiple, rows=tuple(multiple * each for each in times), twice=twice
     ),
@@ -566,67 +585,169 @@ batchings = st.builds(
 
 
 @st.composite
-def rings_for_several(draw, shape: Shape):
-    """A ring of ``shape`` as it might be formed anew: it runs another number of generations in other batches and pieces.
+def rings_for_several(draw, shape: Shape, shelves: Sequence[FakeShelf] = ()):
+    """A ring of the layers of ``shape`` as it might be formed anew, of devices that have ``shelves`` or none.
 
-    Chunks are the same: an answer that goes on elsewhere would have other bits.
+    It runs another number of generations in other batches, chunks and pieces, and keeps blocks of another size.
     """
+    rows = draw(st.sampled_from([shape.rows, shape.rows, 3, 16]))
     batching = draw(batchings)
+    layers = sum(map(sum, shape.rounds)) + shape.tail
+    cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=4))) if layers > 1 else []
+    sizes = [last - first for first, last in pairwise([0, *cuts, layers])]
+    is_cut_anew = draw(st.booleans())
     return FakeRing(
-        shape.rounds,
-        shape.tail,
-        rows=shape.rows,
-        least=min(3, shape.rows),
+        shape.rounds if not is_cut_anew else [sizes[:-1]] if cuts else [],
+        shape.tail if not is_cut_anew else sizes[-1],
+        rows=rows,
+        least=min(3, rows),
         depth=draw(st.integers(1, 4)),
         context=CONTEXT,
         sequences=draw(st.integers(1, 5)),
-        batching=replace(batching, replays=min(batching.replays, shape.rows)),
-        pieces=draw(cuts),
+        batching=replace(batching, replays=min(batching.replays, rows)),
+        pieces=draw(cuts_of_chunks),
+        keep_rows=draw(st.sampled_from([None, 1, 3, 16])),
+        shelves=shelves,
         seed=draw(st.integers(0, 2**32)),
     )
+
+
+class Service:
+    """Rings one after another, and what a head's daemon knows: the generations that are open, what was told of them, and
+    which of their cells are kept on which device."""
+
+    def __init__(self, data, shape: Shape, sampling: Sampling) -> None:
+        self.data, self.shape, self.sampling = data, shape, sampling
+        self.ring = data.draw(rings_for_several(shape))
+        self.keeper = FakeKeeper()
+        self.texts: dict[int, list[int]] = {}
+        self.roots: dict[int, str] = {}
+        self.told: dict[int, list[int]] = {}
+        self.ends: dict[int, Finished] = {}
+
+    def submit(self, request: int, blocks: Sequence[KvBlock]) -> None:
+        keeps = bool(self.roots[request]) and self.ring.keep_rows is not None
+        asked = generate(
+            request,
+            self.texts[request],
+            sampled=self.told[request],
+            sampling=self.sampling,
+            root=self.roots[request] if keeps else "",
+            blocks=blocks if keeps else [],
+            replays_rows=self.data.draw(st.booleans()),
+        )
+        self.keeper.give(asked)
+        self.ring.head.submit(asked)
+
+    def ask(self, request: int, text: list[int]) -> None:
+        """Another one, with what the devices have of its prompt."""
+        self.texts[request], self.told[request] = text, []
+        self.roots[request] = root = self.data.draw(st.sampled_from(["", "ann", "ann", "ben"]))
+        devices = list(zip(self.ring.shelves, self.ring.layers, strict=True))
+        self.submit(
+            request,
+            list(
+                takewhile(
+                    lambda each: all(shelf.holds(each.key, layers) for shelf, layers in devices),
+                    prompt_blocks(self.ring.chunking, text, root),
+                )
+            ),
+        )
+
+    def move(self, most: int) -> None:
+        """Some moves of the ring. One that lacks cells that it is to load breaks."""
+        try:
+            moves = (self.ring.move() for _ in range(most))
+            while next(moves, False):
+                pass
+        except RingError as exc:
+            if not re.fullmatch(r"KV block [0-9a-f]{32}, with layers .* is not here", str(exc)):
+                raise
+            self.form(self.ring.shelves)
+        self.note()
+
+    def note(self) -> None:
+        for event in self.ring.events:
+            if isinstance(event, Sampled):
+                self.told[event.request].append(event.token)
+            elif isinstance(event, KvKept | KvForgotten):
+                self.keeper.note(event, self.ring.shelves)
+            elif isinstance(event, Finished):
+                self.ends[event.request] = event
+                self.keeper.chains.pop(event.request, None)
+        self.ring.events.clear()
+
+    def cancel(self, request: int) -> None:
+        self.ring.cancel(request)
+        self.keeper.chains.pop(request, None)
+        del self.texts[request]
+
+    def drain(self) -> None:
+        """A planned change: nothing is told behind ``Drained``, and what is computed is kept."""
+        self.ring.head.drain()
+        while self.ring.move():
+            pass
+        assert self.ring.events[-1] == Drained()
+        self.note()
+        self.form(self.ring.shelves)
+
+    def form(self, left: Sequence[FakeShelf]) -> None:
+        """The next ring, of devices of the last one that are ``left``, in any order, and of others."""
+        left = self.data.draw(st.permutations(left))
+        self.note()
+        self.ring = self.data.draw(rings_for_several(self.shape, left))
+        if self.ring.keep_rows is None:
+            self.keeper.chains.clear()
+        self.keeper.move(self.ring, left)
+        for request in sorted(self.texts.keys() - self.ends.keys()):
+            self.submit(request, self.keeper.chains.get(request, []))
+
+    def lose(self) -> None:
+        """A device loses what it has of a block."""
+        shelf = self.data.draw(st.sampled_from(self.ring.shelves))
+        if shelf.cells:
+            shelf.forget([self.data.draw(st.sampled_from(sorted(shelf.cells)))])
+
+    def finish(self) -> None:
+        """Everything is answered; then others take all sequences, and nothing is left of those before them."""
+        while self.texts.keys() - self.ends.keys():
+            self.move(1000)
+        self.ring.run()
+        for request in range(100, 100 + self.ring.model.options.sequences):
+            self.ring.head.submit(msgspec.structs.replace(generate(request, [1], tokens=1), reuses=False))
+            self.told[request] = []
+        self.ring.run()
+        self.note()
+        assert not any(shelf.cells for shelf in self.ring.shelves), "something is kept that nobody needs"
 
 
 @rings
 @given(st.data(), shapes(), st.sampled_from([GREEDY, DRAWN]))
 def test_generations_at_once_say_what_each_says_alone_whoever_comes_goes_and_dies(data, shape, sampling):
-    """They come and are cancelled at any time, begin like others or are the same, and rings break under them."""
-    ring = data.draw(rings_for_several(shape))
-    texts: dict[int, list[int]] = {}
-    told: dict[int, list[int]] = {}
-    ends: dict[int, Finished] = {}
+    """They come and are cancelled at any time, begin like others or are the same, and rings break under them.
 
-    def note() -> None:
-        for event in ring.events:
-            if isinstance(event, Sampled):
-                told[event.request].append(event.token)
-            elif isinstance(event, Finished):
-                ends[event.request] = event
-        ring.events.clear()
-
+    Cells that are kept come along, as far as there are devices that have them; no cell is another text's or comes twice.
+    """
+    service = Service(data, shape, sampling)
     for request in range(1, data.draw(st.integers(1, 7)) + 1):
-        begin = data.draw(st.sampled_from([[], *texts.values()]))
+        begin = data.draw(st.sampled_from([[], *service.texts.values()]))
         is_same = bool(begin) and data.draw(st.booleans())
         new = prompt(data.draw(st.integers(1, 40)), request)
-        texts[request] = begin if is_same else begin[: data.draw(st.integers(0, len(begin)))] + new
-        told[request] = []
-        ring.head.submit(generate(request, texts[request], sampling=sampling))
-        for _ in range(data.draw(st.integers(0, 40))):
-            ring.move()
-        note()
-        what = data.draw(st.sampled_from(["nothing", "nothing", "cancel", "death"]))
-        if what == "cancel":
-            gone = data.draw(st.sampled_from(sorted(texts)))
-            ring.cancel(gone)
-            del texts[gone]
-        if what == "death":
-            ring = data.draw(rings_for_several(shape))
-            for each in sorted(texts.keys() - ends.keys()):
-                ring.head.submit(generate(each, texts[each], sampled=told[each], sampling=sampling))
-    ring.run()
-    note()
-    for request, text in texts.items():
-        assert told[request] == ring.model.answer(text, 8, sampling)
-        finished = ends[request]
+        service.ask(request, begin if is_same else begin[: data.draw(st.integers(0, len(begin)))] + new)
+        service.move(data.draw(st.integers(0, 40)))
+        match data.draw(st.sampled_from(["nothing", "nothing", "cancel", "death", "drain", "loss"])):
+            case "cancel":
+                service.cancel(data.draw(st.sampled_from(sorted(service.texts))))
+            case "death":
+                service.form([shelf for shelf in service.ring.shelves if data.draw(st.booleans())])
+            case "drain":
+                service.drain()
+            case "loss":
+                service.lose()
+    service.finish()
+    for request, text in service.texts.items():
+        assert service.told[request] == service.ring.model.answer(text, 8, sampling)
+        finished = service.ends[request]
         assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", len(text), 8)
 
 

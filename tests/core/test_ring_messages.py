@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from halda.assignment import in_memory
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.errors import ProtocolError
+from primad.kv.keys import KvBlock
 from primad.ring.grouping import Batching
 from primad.ring.messages import (
     MAX_HEADER_BYTES,
@@ -23,6 +24,10 @@ from primad.ring.messages import (
     Finished,
     HeadPart,
     KvCopy,
+    KvForgotten,
+    KvKeep,
+    KvKept,
+    KvLoad,
     KvRemove,
     Loading,
     Open,
@@ -46,6 +51,9 @@ from primad.ring.messages import (
 from tests.fakes.ring import generate
 from tests.fakes.wire import anything, assert_one_line, numbers, outcome
 
+KEY, OTHER = "0123456789abcdef" * 2, "f" * 32
+FIRST, BLOCK = KvBlock(KEY, "", 0, 4), KvBlock(OTHER, KEY, 4, 32)
+keys = st.sampled_from([KEY, OTHER, "", "../" + KEY, "F" * 32])
 LIMITS = StepLimits(ring=0xABC, epoch=4, windows=frozenset({2, 5}), width=6, rows=8, context=32, sequences=3)
 
 
@@ -62,7 +70,7 @@ def a_step(**changes: Any) -> Step:
         positions=[0, 1, 31],
         sequences=[[0], [1, 2], [0, 1, 2]],
         outputs=[False, True, True],
-        ops=[KvRemove(0, 0, -1), KvCopy(0, 1, 32)],
+        ops=[KvRemove(0, 0, -1), KvCopy(0, 1, 32), KvKeep(2, BLOCK), KvKeep(2, FIRST), KvLoad(1, KEY, 32)],
     )
     return msgspec.structs.replace(step, **changes)
 
@@ -93,6 +101,16 @@ def assert_within_limits(step: Step) -> None:
                 named, span = {source, target}, (0, end)
                 assert len(named) == 2
                 assert end >= 0
+            case KvKeep(sequence, block):
+                named, span = {sequence}, (block.start, block.end)
+                assert block.start < block.end
+                assert set(block.key) <= set("0123456789abcdef")
+                assert len(block.key) == 32
+                assert len(block.before) == (32 if block.start else 0)
+            case KvLoad(sequence, key, end):
+                named, span = {sequence}, (0, end)
+                assert set(key) <= set("0123456789abcdef")
+                assert (len(key), end > 0) == (32, True)
         assert all(0 <= sequence < LIMITS.sequences for sequence in named)
         assert 0 <= span[0] <= LIMITS.context
         assert -1 <= span[1] <= LIMITS.context
@@ -162,6 +180,21 @@ def test_another_ring_or_epoch_is_stale(changes):
         ({"ops": [KvCopy(0, 1, 1 << 40)]}, "position"),
         ({"ops": [KvCopy(0, 1, -1)]}, "a position before it"),
         ({"ops": [KvCopy(1, 1, 4)]}, "onto itself"),
+        ({"ops": [KvKeep(3, FIRST)]}, "sequence"),
+        ({"ops": [KvKeep(0, KvBlock(KEY, OTHER, 4, 33))]}, "position"),
+        ({"ops": [KvKeep(0, KvBlock(KEY, "", -1, 4))]}, "no block"),
+        ({"ops": [KvKeep(0, KvBlock(KEY, OTHER, -1, 4))]}, "position"),
+        ({"ops": [KvKeep(0, KvBlock(KEY, OTHER, 4, 4))]}, "no block"),
+        ({"ops": [KvKeep(0, KvBlock(KEY, OTHER, 0, 4))]}, "no block"),
+        ({"ops": [KvKeep(0, KvBlock(KEY, "", 4, 8))]}, "no block"),
+        ({"ops": [KvKeep(0, KvBlock("../" + KEY[3:], "", 0, 4))]}, "no block"),
+        ({"ops": [KvKeep(0, KvBlock(KEY, OTHER[1:], 4, 8))]}, "no block"),
+        ({"ops": [KvKeep(0, KvBlock("F" * 100_000, "", 0, 4))]}, "no block"),
+        ({"ops": [KvLoad(3, KEY, 4)]}, "sequence"),
+        ({"ops": [KvLoad(0, KEY, 33)]}, "position"),
+        ({"ops": [KvLoad(0, KEY, 0)]}, "no block"),
+        ({"ops": [KvLoad(0, KEY + "\n", 4)]}, "no block"),
+        ({"ops": [KvLoad(0, "", 4)]}, "no block"),
     ],
 )
 def test_a_step_outside_the_limits_is_refused_by_name(changes, why):
@@ -245,7 +278,10 @@ def test_a_header_with_fields_of_any_value_is_refused_or_within_the_limits(data)
     sequences=st.lists(st.lists(numbers, max_size=3), max_size=4),
     outputs=st.lists(st.booleans(), max_size=4),
     ops=st.lists(
-        st.builds(KvRemove, numbers, numbers, numbers) | st.builds(KvCopy, numbers, numbers, numbers),
+        st.builds(KvRemove, numbers, numbers, numbers)
+        | st.builds(KvCopy, numbers, numbers, numbers)
+        | st.builds(KvKeep, numbers, st.builds(KvBlock, keys, keys, numbers, numbers))
+        | st.builds(KvLoad, numbers, keys, numbers),
         max_size=3,
     ),
 )
@@ -279,12 +315,19 @@ COMMANDS = [
         width=8,
         host="127.0.0.1",
         head=HeadPart(
-            model="m", depth=2, at_once=1, chunk_rows=8, least_rows=1, batching=Batching(rows=3, steps=2, cells=256)
+            model="m",
+            depth=2,
+            at_once=1,
+            chunk_rows=8,
+            least_rows=1,
+            batching=Batching(rows=3, steps=2, cells=256),
+            keep_rows=16,
         ),
         step_timeout_s=5.0,
         options=EngineOptions(context=64, sequences=1, rows=8, threads=1, batch_threads=2, kv_type="f16", lock=False),
         ahead_bytes=0,
         usage="/home/primad/expert-usage",
+        cells="/home/primad/kv",
     ),
     Reopen(
         ring=1,
@@ -297,14 +340,16 @@ COMMANDS = [
         ahead_bytes=7,
     ),
     Connect("tcp://127.0.0.1:1", "k" * 40, "s" * 40),
-    generate(1, [1, 2], sampled=[3]),
+    generate(1, [1, 2], sampled=[3], root="model", blocks=[FIRST], replays_rows=False),
     Cancel(1),
     Drain(),
     Report(),
 ]
 EVENTS = [
     Loading(1),
-    Opened("tcp://127.0.0.1:1", "k" * 40),
+    Opened("tcp://127.0.0.1:1", "k" * 40, keeps=True),
+    KvKept(request=1, blocks=[FIRST, BLOCK]),
+    KvForgotten(keys=[KEY]),
     Serving(),
     Sampled(request=1, token=2, logprob=-0.5, top=((2, -0.5),)),
     Finished(request=1, reason="stop", error=None, prompt_tokens=1, completion_tokens=1, prompt_s=0.5, decode_s=0.5),

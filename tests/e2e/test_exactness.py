@@ -22,6 +22,7 @@ from primad.gguf.architectures import embedding_scale
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
@@ -245,7 +246,7 @@ class Route:
         header = open_model(path)
         cutter = ModelCutter(header)
         folder.mkdir(parents=True, exist_ok=True)
-        place = Workspace(cache=LayerCache(folder), run=folder, usage=folder, build="")
+        place = Workspace(cache=LayerCache(folder), cells=KvStore(folder / "cells"), run=folder, usage=folder, build="")
         specs = [cutter.spec(index, window.first, window.last) for index, window in enumerate(plan.route)]
         asyncio.run(copy_layers(cutter, place.cache, (ref for spec in specs for ref in spec.layers), lambda _: None))
         kept = [in_memory(spec.first, spec.last) for spec in specs]

@@ -22,6 +22,8 @@ from primad.network.messages import (
     Echoed,
     HeadMessage,
     Hello,
+    KvHeld,
+    KvHold,
     LinksMeasured,
     MeasureLinks,
     ParticipationState,
@@ -64,7 +66,8 @@ class FakeDevice:
     What it does not answer by itself is in ``heard``. ``silent`` answers nothing; ``refuses`` is what it says to a hello;
     its pongs say that it is ``measuring`` links, that it is not, or nothing of it; without ``echoes`` no link to it can be
     measured, nor where it ``garbles`` them. ``stand`` says how its participations stand: a head whose ping shows that it
-    does not know is told, unless ``loses_states``. ``known`` is what the head's last ping said that it knows.
+    does not know is told, unless ``loses_states``. ``known`` is what the head's last ping said that it knows. ``held`` is
+    what it was asked to hold of KV cells: it has all but the blocks that it ``lacks``.
     """
 
     def __init__(
@@ -96,6 +99,8 @@ class FakeDevice:
         self.hellos: list[Hello] = []
         self.knocks = 0
         self.asked: list[list[str]] = []
+        self.lacks: set[str] = set()
+        self.held: list[KvHold] = []
         self.heard: asyncio.Queue[HeadMessage] = asyncio.Queue()
         self._context = context
         self._profile = dataclasses.replace(profile, device=name, host=f"host-of-{name}"[:16])
@@ -177,6 +182,10 @@ class FakeDevice:
                     self.asked.append([target.device for target in targets])
                 links = await measure_links(self._context, self.identity, self.name, targets)
                 await self.end.send(peer, LinksMeasured(links=links))
+            case KvHold(number=number, blocks=blocks):
+                self.held.append(message)
+                held = [block.key not in self.lacks for block in blocks]
+                await self.end.send(peer, KvHeld(number=number, held=held))
             case _:
                 self.heard.put_nowait(message)
 

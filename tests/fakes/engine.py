@@ -16,12 +16,15 @@ from numpy.typing import NDArray
 
 from primad.engine.protocol import EngineOptions, Hidden, Rows, Sampling, draw_seed
 from primad.errors import EngineError, GrammarError
+from primad.kv.cells import LayerCells
 
 WIDTH = 8
 VOCABULARY = 64
 _PART_BITS = 20
 _PART = (1 << _PART_BITS) - 1
 _HISTORY_PARTS = 3
+CELL_TYPE = 7
+"""The type of a cell: nothing but the history up to it, as keys, and its layer, as values."""
 
 
 def follow(history: int, token: int) -> int:
@@ -79,6 +82,7 @@ class FakeModel:
 
     layers: int
     ends: frozenset[int] = frozenset()
+    gives_cells: bool = True
     open_windows: int = 0
     open_samplers: int = 0
     options: EngineOptions = field(
@@ -158,6 +162,49 @@ class _Window:
         origin = self._cells.get(source, [])
         assert 0 < end <= len(origin), f"copy of positions up to {end} of {len(origin)}"
         self._cells[target] = origin[:end]
+
+    @property
+    def layers(self) -> range:
+        return range(self._first, self._last)
+
+    @property
+    def kv_supported(self) -> bool:
+        return self._model.gives_cells
+
+    def kv_cells(self, sequence: int, start: int, end: int) -> list[LayerCells]:
+        self._check_open()
+        self._check_sequence(sequence)
+        cells = self._cells.get(sequence, [])
+        assert 0 <= start < end <= len(cells), f"cells {start} to {end} of {len(cells)}"
+        keys = np.array(cells[start:end], np.int64).tobytes()
+        return [
+            LayerCells(
+                layer=layer,
+                start=start,
+                end=end,
+                key_type=CELL_TYPE,
+                value_type=CELL_TYPE,
+                keys=keys,
+                values=bytes([layer]) * (end - start),
+            )
+            for layer in self.layers
+        ]
+
+    def kv_restore(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> None:
+        self._check_open()
+        self._check_sequence(sequence)
+        histories: list[int] = []
+        for block in blocks:
+            assert [each.layer for each in block] == list(self.layers), "a block has other layers than the window"
+            for each in block:
+                assert each.start == len(histories), f"cells from {each.start} on come behind {len(histories)}"
+                assert (each.key_type, each.value_type) == (CELL_TYPE, CELL_TYPE)
+                assert each.values == bytes([each.layer]) * (each.end - each.start), "the cells of another layer"
+                assert each.keys == block[0].keys, "layers of different texts"
+            histories += np.frombuffer(block[0].keys, np.int64).tolist()
+            assert len(histories) == block[0].end, f"cells up to {block[0].end} are {len(histories)}"
+        assert histories, "nothing was restored"
+        self._cells[sequence] = histories
 
     def release(self) -> None:
         self._check_open()

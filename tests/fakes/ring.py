@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from primad.engine.protocol import GREEDY, EngineOptions, Hidden, HiddenWindow, LogitsWindow, Sampling
+from primad.kv.keys import KvBlock
 from primad.ring.chunks import Chunking, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.head import Head, HeadEvent, Send, Tell
@@ -21,6 +22,7 @@ from primad.ring.messages import Cancel, Finished, Generate, Sampled, Step, Step
 from primad.ring.scheduler import Scheduler
 from primad.ring.worker import Worker
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeLogitsWindow, FakeModel
+from tests.fakes.shelf import FakeShelf
 
 STEP_TIMEOUT_S = 180.0
 
@@ -48,8 +50,11 @@ def generate(
     tokens: int = 8,
     sampling: Sampling = GREEDY,
     logprobs: int | None = None,
+    root: str = "",
+    blocks: Sequence[KvBlock] = (),
+    replays_rows: bool = True,
 ) -> Generate:
-    """A generation of ``tokens`` tokens at most, of which an earlier ring has ``sampled`` some."""
+    """A generation of ``tokens`` tokens at most, of which an earlier ring has ``sampled`` some and kept ``blocks``."""
     return Generate(
         request=request,
         prompt=list(prompt),
@@ -57,6 +62,9 @@ def generate(
         max_tokens=tokens,
         sampling=sampling,
         logprobs=logprobs,
+        root=root,
+        blocks=list(blocks),
+        replays_rows=replays_rows,
     )
 
 
@@ -64,7 +72,7 @@ class FakeRing:
     """``rounds[r][d]`` layers for device ``d`` in round ``r`` and ``tail`` for the head at the end; device 0 is the head.
 
     Without rounds the head computes the whole model of ``tail`` layers. ``now_s`` is the head's clock. Chunks of a prompt
-    that have ``least`` rows end before a token that ``begins_message``.
+    that have ``least`` rows end before a token that ``begins_message``. Each device has a shelf for cells of its ``layers``.
     """
 
     def __init__(
@@ -80,6 +88,8 @@ class FakeRing:
         sequences: int = 1,
         batching: Batching | None = None,
         pieces: Pieces | None = None,
+        keep_rows: int | None = None,
+        shelves: Sequence[FakeShelf] = (),
         seed: int = 0,
     ) -> None:
         owners = [device for sizes in rounds for device in range(len(sizes))] + [0]
@@ -119,8 +129,19 @@ class FakeRing:
         ]
         chunking = Chunking(rows=rows, least=least or rows, begins=begins_message if least else never, pieces=pieces)
         self.scheduler = Scheduler(
-            context=context, chunking=chunking, depth=depth, sequences=sequences, batching=batching
+            context=context,
+            chunking=chunking,
+            depth=depth,
+            sequences=sequences,
+            batching=batching,
+            keep_rows=keep_rows,
         )
+        self.chunking, self.keep_rows = chunking, keep_rows
+        self.shelves = [*shelves, *(FakeShelf() for _ in held)][: len(held)]
+        self.layers = [
+            {layer for i, window in enumerate(self.windows) if owners[i] == device for layer in window.layers}
+            for device in range(len(held))
+        ]
         self.head = Head(
             windows=held[0],
             tail=tail_window,
@@ -129,8 +150,9 @@ class FakeRing:
             scheduler=self.scheduler,
             step_timeout_s=STEP_TIMEOUT_S,
             clock=lambda: self.now_s,
+            shelf=self.shelves[0],
         )
-        self.workers = [Worker(windows) for windows in held[1:]]
+        self.workers = [Worker(windows, shelf) for windows, shelf in zip(held[1:], self.shelves[1:], strict=True)]
         self.links: list[deque[tuple[bytes, bytes]]] = [deque() for _ in held]
         self._random = random.Random(seed)
 

@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from halda import Infeasible, Plan, Prediction, Window
+from halda import DeviceProfile, Infeasible, Plan, Prediction, Window
 from primad.api.status import AnswerFigures
 from primad.errors import PrimadError, RingError
 from primad.head.ring import RingInputs
 from primad.head.solver_process import SolverRequest
+from primad.kv.keys import KvBlock
+from primad.network.contacts import Contact
 from primad.network.peer import Peer
-from primad.ring.messages import Cancel, Finished, Generate, RingCommand, Sampled, Status
+from primad.ring.messages import Cancel, Finished, Generate, KvForgotten, KvKept, RingCommand, Sampled, Status
 from primad.settings.timings import DiscoveryTimings
-from tests.fakes.control import HOST, FakeDevice
+from tests.fakes.control import HEAD, HOST, FakeDevice
 
 LAYERS = 30
 
@@ -77,6 +79,7 @@ class FakeRing:
         self.inputs, self._rings = inputs, rings
         self.told: list[RingCommand] = []
         self.formed = self.drained = self.closed = False
+        self.keeps = rings.keeps
         self.says: dict[str, Status | None] = {}
         self.measured: AnswerFigures | None = None
         self.broken_by: PrimadError | None = None
@@ -92,6 +95,21 @@ class FakeRing:
     @property
     def plan(self) -> Plan:
         return self.inputs.promise.plan
+
+    @property
+    def profiles(self) -> dict[str, DeviceProfile]:
+        workers = {name: link.profile for name, link in self.inputs.devices.workers.items()}
+        return {self.plan.head: self.inputs.profile} | workers
+
+    async def sources(self) -> dict[str, list[Contact]]:
+        workers = self.inputs.devices.workers
+        head = Contact(device=self.plan.head, key=HEAD.public, addresses=[HOST], port=self.inputs.layer_port)
+        at = {
+            name: Contact(device=name, key=link.key, addresses=[HOST], port=link.layer_port)
+            for name, link in workers.items()
+        }
+        everyone = {self.plan.head: head} | at
+        return {name: [each for other, each in everyone.items() if other != name] for name in everyone}
 
     @property
     def prediction(self) -> SimpleNamespace | None:
@@ -147,6 +165,14 @@ class FakeRing:
         for token in tokens:
             self.inputs.listener.deliver(self.epoch, Sampled(request=request, token=token, logprob=None, top=()))
 
+    def keep(self, request: int, *blocks: KvBlock) -> None:
+        """All its devices keep ``blocks`` of ``request``."""
+        self.inputs.listener.cells(self.epoch, KvKept(request=request, blocks=list(blocks)))
+
+    def forget(self, *blocks: KvBlock) -> None:
+        """It needs ``blocks`` no more."""
+        self.inputs.listener.cells(self.epoch, KvForgotten(keys=[block.key for block in blocks]))
+
     def finish(self, request: int, tokens: int = 1) -> None:
         """``request`` is over, after so many ``tokens``."""
         end = Finished(
@@ -169,13 +195,15 @@ class FakeRing:
 class FakeRings:
     """In place of the class ``HeadRing``; keeps all rings, by epoch.
 
-    ``errors`` are what the next rings fail for when they are formed; with ``holds_back`` a ring forms when the test says.
+    ``errors`` are what the next rings fail for when they are formed; with ``holds_back`` a ring forms when the test says;
+    they keep KV cells or not.
     """
 
     def __init__(self) -> None:
         self.all: dict[int, FakeRing] = {}
         self.errors: list[PrimadError | None] = []
         self.holds_back = False
+        self.keeps = False
         self._news = asyncio.Condition()
 
     def __call__(self, inputs: RingInputs) -> FakeRing:

@@ -6,7 +6,16 @@ from typing import Any
 
 import msgspec
 
-from primad.api.status import ClusterMember, DeviceStatus, MemoryFigures, PlannedFigures, Promises, RingFigures
+from primad.api.status import (
+    ClusterMember,
+    CopyStatus,
+    DeviceStatus,
+    KvStatus,
+    MemoryFigures,
+    PlannedFigures,
+    Promises,
+    RingFigures,
+)
 
 FIGURES = RingFigures(
     steps=40,
@@ -75,3 +84,19 @@ def ring(*devices: DeviceStatus, epoch: int = 4, predicted: Promises | None = No
             msgspec.to_builtins(ClusterMember(device=name, phase=phase, reason="")) for name, phase in others.items()
         ],
     }
+
+
+KV = KvStatus(
+    copies=[
+        CopyStatus(device="lap", keeper="desk", why=""),
+        CopyStatus(device="nas", keeper=None, why="no link of it carries them"),
+    ],
+    twice_bytes=46_000_000,
+    lag_tokens=12,
+    restores=3,
+    restored_tokens=2000,
+    restore_s=0.4,
+    computed_again_tokens=31,
+    found_tokens=512,
+)
+"""Two workers, one of which has a keeper."""

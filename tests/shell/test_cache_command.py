@@ -19,6 +19,9 @@ from primad.cli.cache import cache_app
 from primad.errors import ConfigError
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerCut, LayerRef, cut_layer
+from primad.kv import keys
+from primad.kv.cells import LayerCells
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from tests.fakes.gguf import toy_arrays, write_gguf
 from tests.fakes.layers import put
@@ -208,3 +211,45 @@ def test_what_was_counted_of_experts_goes_with_all_or_when_it_is_old(home, fille
     assert [path.name for path in folder.iterdir()] == ["10.json"]
     run(home, "prune", "--all")
     assert list(folder.iterdir()) == []
+
+
+# ---- KV cells --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cells(tmp_path) -> Path:
+    """A folder with two blocks, one of which was used 20 days ago, the other one this minute."""
+    folder = tmp_path / "cells"
+    store = KvStore(folder)
+    blocks = [keys.block("root", None, [token], [1]) for token in (1, 2)]
+    for block in blocks:
+        layer = LayerCells(layer=0, start=0, end=1, key_type=1, value_type=1, keys=b"k" * 500, values=b"v" * 500)
+        store.put(block, [layer])
+    used_s = time.time() - 20 * DAY_S
+    os.utime(folder / blocks[0].key, (used_s, used_s))
+    return folder
+
+
+def test_list_says_how_many_kv_cells_are_kept_and_since_when(home, cells):
+    since = time.strftime("%Y-%m-%d", time.localtime(time.time() - 20 * DAY_S))
+    line = run(home, "list", "--kv-cache", str(cells)).splitlines()[-1]
+    assert line.startswith("2 blocks of KV cells, 2.")
+    assert f"used since {since}" in line
+    told = json.loads(run(home, "list", "--kv-cache", str(cells), "--json"))["kv"]
+    assert (told["blocks"], told["folder"], told["limit_bytes"]) == (2, str(cells), 4_000_000_000)
+    assert "KV cells" not in run(home, "list")
+    assert json.loads(run(home, "list", "--json"))["kv"] is None
+
+
+@pytest.mark.parametrize("words", [("--older", "10"), ("--all",)], ids=" ".join)
+def test_prune_removes_kv_cells_but_those_that_may_be_in_use(home, cells, words):
+    arguments = ("prune", *words, "--kv-cache", str(cells))
+    assert "would remove 0 layers and 1 block of KV cells" in run(home, *arguments, "--dry-run")
+    assert len(KvStore(cells).list()) == 2
+    assert "removed 0 layers and 1 block of KV cells" in run(home, *arguments)
+    assert len(KvStore(cells).list()) == 1
+
+
+def test_prune_to_a_size_is_about_layers(home, cells):
+    run(home, "prune", "--to", "1GB", "--kv-cache", str(cells))
+    assert len(KvStore(cells).list()) == 2

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 class Route:
     """The windows of one model between ``cuts``, opened from metadata splits and layer files like a device does."""
 
-    def __init__(self, header, cuts, folder):
+    def __init__(self, header, cuts, folder, options=OPTIONS):
         cutter, layers = ModelCutter(header), layer_count(header)
         assert cuts[0] == 0
         assert cuts[-1] == layers
@@ -45,20 +45,20 @@ class Route:
                     + b"".join(cutter.source(ref.digest).chunks())
                 )
                 paths.append(str(path))
-            files = files_of(metadata, paths, last - first)
+            files = files_of(metadata, paths, last - first, first)
             if last == layers:
-                window = TailWindow(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header))
+                window = TailWindow(files, options, frozenset(), vocabulary=vocabulary_size(header))
             elif first == 0:
-                window = FirstWindow(files, OPTIONS, embedding)
+                window = FirstWindow(files, options, embedding)
             else:
-                window = MiddleWindow(files, OPTIONS, width=embedding.width)
+                window = MiddleWindow(files, options, width=embedding.width)
             self.windows.append(window)
 
-    def logits(self, tokens, position):
+    def logits(self, tokens, position, sequence=0):
         state = np.array(tokens, np.int32)
         for window in self.windows[:-1]:
-            state = window.forward(rows(state, position))
-        self.windows[-1].forward(rows(state, position))
+            state = window.forward(rows(state, position, sequence))
+        self.windows[-1].forward(rows(state, position, sequence))
         return self.windows[-1].logits(len(tokens) - 1).copy()
 
     def release(self):
@@ -66,18 +66,19 @@ class Route:
             window.release()
 
 
-def files_of(metadata, layers, count):
+def files_of(metadata, layers, count, first=0):
+    assignment = in_memory(first, first + count)
     return WindowSource(
-        window=0, metadata=str(metadata), layers=tuple(layers), assignment=in_memory(0, count), extra_buffers=False
+        window=0, metadata=str(metadata), layers=tuple(layers), assignment=assignment, extra_buffers=False
     )
 
 
-def rows(content, position):
+def rows(content, position, sequence=0):
     count = len(content)
     return Rows(
         content=content,
         positions=range(position, position + count),
-        sequences=[[0]] * count,
+        sequences=[[sequence]] * count,
         outputs=[False] * (count - 1) + [True],
     )
 

@@ -11,6 +11,7 @@ from primad.daemon.layer_files import Workspace, place_windows
 from primad.engine.llama import MiddleWindow, TailWindow, WholeModel, n_gpu_layers
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.gguf.windows import WindowSpec
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from tests.fakes.planning import model
 
@@ -54,7 +55,9 @@ def test_a_plan_of_one_window_says_what_of_the_whole_model_is_on_the_gpu(gpu_lay
 
 
 def test_only_the_tail_has_an_output(tmp_path):
-    place = Workspace(cache=LayerCache(tmp_path), run=tmp_path, usage=tmp_path / "usage", build="b")
+    place = Workspace(
+        cache=LayerCache(tmp_path), cells=KvStore(tmp_path / "cells"), run=tmp_path, usage=tmp_path / "usage", build="b"
+    )
     specs = [WindowSpec(window=i, first=2 * i, last=2 * i + 2, metadata=b"GGUF", layers=()) for i in (0, 2, 4)]
 
     def placed(output: OutputPlace) -> list[tuple[int, bool]]:

@@ -36,6 +36,7 @@ from primad.head.options import ServeOptions
 from primad.head.planner import Planner
 from primad.head.promise import Promise
 from primad.head.service import service_of
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.membership.transitions import GREET_S
 from primad.membership.types import DeviceRefused, Effect, Event, State
@@ -137,6 +138,7 @@ class Lab:
         self.context, self.home, self.header = context, home, header
         self.solver, self.rings, self.discovery = FakeSolver(), FakeRings(), FakeDiscovery()
         self.backend = RingBackend()
+        self.more_options: dict[str, object] = {}
         self.free_bytes = profile_of("desk").ram_available_bytes
         self.profile = KnownProfile(lambda _: replace(profile_of("desk"), ram_available_bytes=self.free_bytes))
         self.said: list[str] = []
@@ -179,8 +181,15 @@ class Lab:
             objective="balanced",
             use_all=use_all,
             sequences=1,
+            **self.more_options,
         )
-        place = Workspace(cache=LayerCache(config.layers), run=config.run, usage=self.home / "v", build="a build")
+        place = Workspace(
+            cache=LayerCache(config.layers),
+            cells=KvStore(self.home / "cells"),
+            run=config.run,
+            usage=self.home / "v",
+            build="a build",
+        )
         station = Station(config=config, workspace=place, identity=HEAD, trust=self.trust, timings=timings)
         self.daemon = HeadDaemon(
             station,
@@ -287,7 +296,7 @@ def test_a_head_whose_mdns_does_not_work_says_so_and_serves(lab, monkeypatch):
 def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab, larger):
     async def test(here: Lab) -> None:
         if larger is not None:
-            here.solver.prediction = SimpleNamespace(chunk_rows=larger, devices=(), tokens_per_s=2.0, ttft_s=3.0)
+            here.solver.prediction = SimpleNamespace(chunk_rows=larger, devices=(), tpot_s=0.5, ttft_s=3.0)
         here.start()
         ring = await here.serves()
         assert ring.inputs.rows == (larger or 16)

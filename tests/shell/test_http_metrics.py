@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,7 +18,7 @@ from primad.api.status import MemoryFigures, StatusBody
 from primad.errors import RequestError, RingError
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import PATIENCE_S, BareClient, call, in_memory
-from tests.fakes.status import MEMORY, device, ring
+from tests.fakes.status import KV, MEMORY, device, ring
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -194,6 +195,15 @@ def test_what_a_device_says():
     }
     for name in ("desk", "lap"):
         assert {figure: found(f"device_{figure}", device=name) for figure in figures} == figures
+
+
+def test_what_is_kept_of_answers():
+    backend = FakeBackend(says())
+    backend.ring = ring(device("desk", role="head")) | {"kv": msgspec.to_builtins(KV)}
+    found = scrape(backend)
+    assert (found("kv_twice_bytes"), found("kv_lag_tokens"), found("kv_restores_total")) == (4.6e7, 12, 3)
+    assert (found("kv_restored_tokens_total"), found("kv_restore_seconds_total")) == (2000, 0.4)
+    assert (found("kv_computed_again_tokens_total"), found("kv_found_tokens_total")) == (31, 512)
 
 
 @pytest.mark.parametrize(("pressure", "level"), [("calm", 0), ("some", 1), ("high", 2), ("odd", None), (None, None)])

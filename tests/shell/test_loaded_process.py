@@ -16,6 +16,7 @@ from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
 from primad.errors import RingError
 from primad.gguf.windows import WindowSpec
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.ring.messages import Loading, Open, RingCommand, RingEvent
 from primad.settings.config import load_config, open_home
@@ -29,7 +30,13 @@ PATIENCE_S = 60
 @pytest.fixture
 def place(tmp_path: Path) -> Workspace:
     (tmp_path / "run").mkdir()
-    return Workspace(cache=LayerCache(tmp_path / "layers"), run=tmp_path / "run", usage=tmp_path / "v", build="b")
+    return Workspace(
+        cache=LayerCache(tmp_path / "layers"),
+        cells=KvStore(tmp_path / "cells"),
+        run=tmp_path / "run",
+        usage=tmp_path / "v",
+        build="b",
+    )
 
 
 def loaded(place: Workspace, ring: FakeRingProcess) -> LoadedProcess:

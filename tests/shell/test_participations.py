@@ -24,6 +24,7 @@ from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError, DiskError, ModelError, WeightsError
 from primad.gguf.layers import LayerRef, layer_digest, tree_of
 from primad.gguf.windows import WindowSpec
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import in_thread
 from primad.network.messages import (
@@ -88,7 +89,13 @@ class Worker:
         config = load_config({"home": home, "name": "lap", "keep_loaded": keep_loaded, "host": "127.0.0.1"}, {})
         open_home(config)
         self.processes = processes
-        self.place = Workspace(cache=LayerCache(home / "layers"), run=config.run, usage=home / "v", build="b")
+        self.place = Workspace(
+            cache=LayerCache(home / "layers"),
+            cells=KvStore(home / "cells"),
+            run=config.run,
+            usage=home / "v",
+            build="b",
+        )
         self.told: list[WorkerMessage] = []
         self.said: list[str] = []
         self._news = asyncio.Condition()

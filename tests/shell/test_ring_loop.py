@@ -396,6 +396,18 @@ def test_a_second_open_breaks_it(windows):
         assert process.failed().startswith("a ring process is opened once")
 
 
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("gives_cells", [True, False])
+def test_a_worker_says_whether_it_keeps_cells_and_still_does_when_it_is_reopened(
+    model, windows, tmp_path, folder, gives_cells
+):
+    model.gives_cells = gives_cells
+    with started(opening_of_two(cells=str(tmp_path) if folder else None)) as (process, opened):
+        assert opened.keeps == (folder and gives_cells)
+        process.send(a_reopen())
+        assert process.expect(Opened).keeps == opened.keeps
+
+
 # ---- the head, and whole rings --------------------------------------------------------------------------------------
 
 

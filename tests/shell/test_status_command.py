@@ -25,7 +25,7 @@ from primad.api.status import (
 from primad.cli import main as cli
 from primad.cli import status as status_command
 from tests.fakes.embeddings import FakeEmbeddings
-from tests.fakes.status import MEMORY, PLANNED, device, ring
+from tests.fakes.status import KV, MEMORY, PLANNED, device, ring
 
 SERVING = Health(serving=True, detail="serving with 2 devices")
 PROMISES = Promises(tokens_per_s=4.2, tpot_ms=238, ttft_ms=900)
@@ -161,6 +161,14 @@ def test_the_model_for_embeddings_has_a_line(primad, endpoint):
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring(), FakeEmbeddings().status()))
     _, out, _ = primad("status", "--url", endpoint.url)
     assert "small for embeddings: alive, 70.0 MB, 9 requests, 1 of them with errors, 120 tokens in 1.5 s" in out
+
+
+def test_it_says_what_is_kept_of_answers_and_what_came_of_it(primad, endpoint):
+    endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"kv": msgspec.to_builtins(KV)}))
+    _, out, _ = primad("status", "--url", endpoint.url)
+    assert "nas: its KV cells are not kept twice, no link of it carries them" in out
+    assert "KV cells kept twice: lap's by desk; 46.0 MB now, 12 tokens behind" in out
+    assert "3 times a ring went on with answers of another one: 2000 tokens were there within 0.4 s, 31 were" in out
 
 
 def test_before_the_first_ring(primad, endpoint):

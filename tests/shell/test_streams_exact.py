@@ -97,7 +97,7 @@ class Streaming:
             path.write_bytes(layer_header(ref.tensors, number=split - 1, split=split) + content)
             self.layers[first + split - 1] = path
             paths.append(str(path))
-        return files_of(metadata, paths, last - first)
+        return files_of(metadata, paths, last - first, first)
 
     def _open(self, files, number: int, count: int):
         header, options = self._header, self._options

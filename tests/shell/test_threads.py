@@ -23,6 +23,7 @@ from primad.head.promise import Promise
 from primad.head.ring import HeadRing
 from primad.head.ring_inputs import RingDevices, RingInputs
 from primad.head.service import ModelSource, Service
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.ring.messages import Open
 from primad.settings.config import load_config, open_home
@@ -71,7 +72,13 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
     async def once() -> None:
         station = Station(
             config=config,
-            workspace=Workspace(cache=LayerCache(tmp_path / "layers"), run=config.run, usage=tmp_path / "v", build="b"),
+            workspace=Workspace(
+                cache=LayerCache(tmp_path / "layers"),
+                cells=KvStore(tmp_path / "cells"),
+                run=config.run,
+                usage=tmp_path / "v",
+                build="b",
+            ),
             identity=HEAD,
             trust=TrustStore(tmp_path, HEAD, LocalTrust(tmp_path / "local")),
         )
@@ -82,7 +89,9 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
             promise=Promise.of(plan, model_profile(header), None, context_tokens=64),
             service=Service(
                 model=ModelSource(header, model_profile(header), tmp_path, again_s=1.0),
-                options=SimpleNamespace(kv_type="f16", rows=16, extra_buffers="off", step_timeout_s=5.0),
+                options=SimpleNamespace(
+                    kv_type="f16", rows=16, extra_buffers="off", step_timeout_s=5.0, keep_rows=lambda has_cache: None
+                ),
                 workload=SimpleNamespace(context_tokens=64),
             ),
             devices=RingDevices(workers={}, holders={}, links=LinkBook(None, HEAD, "desk")),

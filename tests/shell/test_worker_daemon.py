@@ -27,6 +27,10 @@ from primad.gguf.windows import WindowSpec
 from primad.head.blame import ParticipationError
 from primad.head.participation import Participation
 from primad.head.worker_link import Caller, WorkerLink, greet, probe
+from primad.kv import keys
+from primad.kv.cells import LayerCells
+from primad.kv.keys import KvBlock
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.membership import types
 from primad.network import messages
@@ -44,6 +48,9 @@ from primad.network.messages import (
     Hello,
     Introduce,
     Introduction,
+    KvForget,
+    KvHeld,
+    KvHold,
     Leaving,
     Link,
     LinksMeasured,
@@ -83,6 +90,7 @@ SILENCE_S = 2.0
 DESK, TOWER, STRANGER = (new_identity() for _ in range(3))
 FILES = WindowSource(window=0, metadata="window.gguf", layers=(), assignment=in_memory(0, 2), extra_buffers=False)
 TENSOR = LayerTensor("blk.*.attn_q.weight", int(GGMLQuantizationType.F32), (8, 2), 0, 64)
+HERE, NOT_HERE = keys.block("root", None, [1, 2], [2]), keys.block("root", None, [3], [1])
 LAYER = LayerRef("ab" * 32, 64, (TENSOR,))
 
 Kind = TypeVar("Kind")
@@ -195,7 +203,13 @@ class Lab:
             self.trust.add(trusted_now(name, identity.public, BY_HAND))
         station = Station(
             config=config,
-            workspace=Workspace(cache=LayerCache(config.layers), run=config.run, usage=home / "v", build="a build"),
+            workspace=Workspace(
+                cache=LayerCache(config.layers),
+                cells=KvStore(home / "cells"),
+                run=config.run,
+                usage=home / "v",
+                build="a build",
+            ),
             identity=self.identity,
             trust=self.trust,
             timings=timings,
@@ -945,5 +959,61 @@ def test_a_worker_that_cannot_announce_itself_waits_for_heads_all_the_same(lab, 
             assert "mDNS did not start; heads find this device by --device only" in lap.said
             await lap.head().takes()
         assert len(closed) == 1
+
+    asyncio.run(once())
+
+
+# ---- KV cells --------------------------------------------------------------------------------------------------------
+
+
+def cells_of(block: KvBlock) -> list[LayerCells]:
+    rows = block.end - block.start
+    return [
+        LayerCells(
+            layer=layer, start=0, end=rows, key_type=1, value_type=1, keys=b"k" * 8 * rows, values=b"v" * 8 * rows
+        )
+        for layer in (2, 3)
+    ]
+
+
+def hold(number: int, *blocks: KvBlock, sources: list[Contact] | None = None) -> KvHold:
+    return KvHold(
+        number=number, blocks=list(blocks), layers=[(2, 4)], sources=sources or [], timeout_s=0.5, verify=False
+    )
+
+
+def test_kv_cells_are_held_for_a_head_until_it_forgets_them(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk = lap.head()
+            await desk.takes()
+            store = lap.daemon._cells.store
+            store.put(HERE, cells_of(HERE))
+            await desk.say(hold(1, HERE, NOT_HERE))
+            assert await desk.hear(KvHeld) == KvHeld(number=1, held=[True, False])
+            store.clear()
+            assert store.layers(HERE.key), "it is held"
+            await desk.say(KvForget(keys=[HERE.key], lasting=True))
+            await desk.say(hold(2, HERE))
+            assert await desk.hear(KvHeld) == KvHeld(number=2, held=[False])
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_when_its_head_is_gone_only_a_cache_keeps_kv_cells(lab, tmp_path, has_cache):
+    async def once() -> None:
+        async with lab() as lap:
+            if has_cache:
+                lap.daemon._cells.store.limit_bytes = 1 << 20
+            desk = lap.head()
+            await desk.takes(gone_after_s=SILENCE_S)
+            store = lap.daemon._cells.store
+            store.put(HERE, cells_of(HERE))
+            await desk.say(hold(1, HERE))
+            assert (await desk.hear(KvHeld)).held == [True]
+            await lap.says("head desk went away")
+            await lap.head("tower", TOWER).takes()
+            assert bool(store.layers(HERE.key)) == has_cache
 
     asyncio.run(once())

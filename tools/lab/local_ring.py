@@ -22,6 +22,7 @@ from primad.engine.protocol import GREEDY, EngineOptions, KvType, Sampling, Wind
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
+from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.planning.extra_buffers import is_faster
 from primad.profiler.effort import TYPES
@@ -161,7 +162,11 @@ class LocalRing:
                 flash=self._flash,
             )
             place = Workspace(
-                cache=LayerCache(self._folder / name), run=run, usage=self._folder / "usage", build=build_id()
+                cache=LayerCache(self._folder / name),
+                cells=KvStore(self._folder / "cells"),
+                run=run,
+                usage=self._folder / "usage",
+                build=build_id(),
             )
             extra = [
                 self._cpu is not None and not window.streamed_bytes and is_faster(window, self._profile, self._cpu)

@@ -1,0 +1,81 @@
+"""The KV cells that this device holds for a head: those of its own windows, and copies of another device's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import zmq.asyncio
+
+from primad.daemon.station import Station
+from primad.errors import DiskError
+from primad.kv.keys import KvBlock
+from primad.layers.cells import CellsFetcher, LayerRuns
+from primad.network.contacts import Contact
+
+logger = logging.getLogger(__name__)
+
+EVICT_EVERY_S: Final = 10.0
+"""The limit of a cache is held so often, besides when other devices' cells come."""
+
+
+class HeldCells:
+    """Blocks that somebody needs. Where the owner has a cache, others stay until there is no room for them."""
+
+    def __init__(self, station: Station, context: zmq.asyncio.Context) -> None:
+        self.store = station.workspace.cells
+        self._held: set[str] = set()
+        self._evict_at_s = 0.0
+        self._fetcher = CellsFetcher(
+            context,
+            station.identity,
+            self.store,
+            bytes_per_s=station.config.transfer_limit_bytes_per_s,
+            timings=station.timings.layers,
+        )
+
+    async def hold(
+        self,
+        blocks: Sequence[KvBlock],
+        layers: LayerRuns,
+        sources: Sequence[Contact],
+        timeout_s: float,
+        *,
+        verify: bool = False,
+    ) -> list[bool]:
+        """Hold ``blocks`` from now on, and say of which all ``layers`` are here, ``timeout_s`` later at the latest."""
+        keys = [block.key for block in blocks]
+        self._held.update(keys)
+        self.store.lease("held", self._held)
+        held = await self._fetcher.hold(blocks, layers, sources, timeout_s, verify=verify)
+        gone = [key for key in keys if key not in self._held]
+        if gone:  # forgotten while they were on their way
+            await self._do(self.store.forget, gone)
+        await self._do(self.store.touch, keys)
+        return held
+
+    async def forget(self, keys: Sequence[str], *, lasting: bool) -> None:
+        """Nobody needs ``keys`` any more; where they are ``lasting`` and there is a cache, they may stay."""
+        self._held.difference_update(keys)
+        self.store.lease("held", self._held)
+        if self.store.limit_bytes is None or not lasting:
+            await self._do(self.store.forget, keys)
+        elif time.monotonic() >= self._evict_at_s:  # looks at every file
+            self._evict_at_s = time.monotonic() + EVICT_EVERY_S
+            await self._do(self.store.evict)
+
+    async def clear(self) -> None:
+        """There is no head any more that needs anything."""
+        await self.forget(sorted(self._held), lasting=True)
+        if self.store.limit_bytes is None:
+            await self._do(self.store.clear)
+
+    async def _do(self, work: Callable[..., None], *arguments: object) -> None:
+        """Do ``work`` with the store in a thread. A disk that refuses costs no more than what is on it."""
+        try:
+            await asyncio.to_thread(work, *arguments)
+        except DiskError as exc:
+            logger.warning("%s", exc)

@@ -1,0 +1,320 @@
+"""llama.cpp's KV cache cell by cell: a sequence's cells are read by position, and put back as if they had been computed.
+
+llama.cpp saves and restores whole sequences (``llama_state_seq_*``). To save one costs in proportion to its length, too much
+to do after every few tokens. So cells are read where they lie:
+
+* **Where.** Every node of a graph that writes or reads the cache is a view of a tensor ``cache_k_l<layer>`` or
+  ``cache_v_l<layer>``, which stays where it is as long as its context. The evaluation callback is shown the nodes anyway.
+* **Which cell.** Position p of a sequence is cell p of its stream: each sequence has a stream of its own (or there is only
+  one), rows come in the order of their positions, only tails are forgotten, and llama.cpp goes on at the first cell that is
+  free. That holds for sliding windows too as long as their cache is as large as the others (``swa_full``).
+* **Putting back** is llama.cpp's own restore of a state that is written here. Cells that a sliding window has passed are
+  put back with the others, so that each comes to stand where it was: attention adds in the order of the cells.
+
+The layout of a state belongs to a build of llama.cpp (this is 0.3.36's): u32 magic, u32 sequence, then for each cache (two
+where layers slide) u32 streams, for each stream u32 cells and, if there are any, for each i32 position, u32 1, i32
+sequence; u32 whether values are transposed, u32 layers; each layer's keys: i32 type, u64 bytes a cell, cells; each layer's
+values: the same, or, transposed, i32 type, u32 bytes an element, u32 elements a cell, for each element all cells. A cache
+without values (DeepSeek's latent attention) has none of the last. ``KvCache`` finds out whether this build agrees.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primad.errors import EngineError
+from primad.kv.cells import LayerCells
+from primad.system.allocator import without_top
+
+with without_top("llama_cpp"):
+    from llama_cpp import llama_cpp as llama
+
+_NAME: Final = re.compile(rb"cache_([kv])_l(\d+)")
+_MAGIC: Final = 0xAF143CD8
+_PROBED: Final = 2
+"""Cells of the round trip: so many that keys and values which are stored the other way round do not look the same."""
+
+Raw = NDArray[np.uint8]
+
+
+class _Tensor(ctypes.Structure):
+    """The leading fields of ``struct ggml_tensor`` (ggml.h)."""
+
+    _fields_ = (
+        ("type", ctypes.c_int32),
+        ("buffer", ctypes.c_void_p),
+        ("elements", ctypes.c_int64 * 4),
+        ("strides", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int32),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("sources", ctypes.c_void_p * 10),
+        ("view_source", ctypes.c_void_p),
+        ("view_offset", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+    )
+
+
+class CacheTensors:
+    """Where the keys and values of a window's layers lie, as far as its graphs have shown. ``ggml`` is libggml-base."""
+
+    def __init__(self, ggml: ctypes.CDLL) -> None:
+        self._ggml = ggml
+        self.keys: dict[int, int] = {}
+        self.values: dict[int, int] = {}
+
+    def note(self, node: int, name: bytes) -> None:
+        """``node``, which is called ``name``, is a tensor of a graph."""
+        if not name.startswith(b"cache_"):
+            return
+        tensor = _Tensor.from_address(node)
+        if tensor.name != name:
+            return  # of a build with another struct
+        place = tensor.view_source or node
+        if match := _NAME.fullmatch(self._ggml.ggml_get_name(place)):
+            (self.keys if match[1] == b"k" else self.values)[int(match[2])] = place
+
+
+def bind(ggml: ctypes.CDLL) -> None:
+    """Declare the calls of libggml-base that ``KvCache`` needs."""
+    ggml.ggml_backend_tensor_get_2d.restype = None
+    ggml.ggml_backend_tensor_get_2d.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_size_t] * 5]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The keys or the values of one layer: ``cell_bytes`` a cell, in elements of ``element_bytes`` (of a block where
+    quantised); those of one stream lie ``stream_bytes`` behind those of the one before it."""
+
+    tensor: int
+    kind: int
+    cells: int
+    streams: int
+    cell_bytes: int
+    element_bytes: int
+    stream_bytes: int
+
+    @classmethod
+    def of(cls, place: int) -> _Part:
+        tensor = _Tensor.from_address(place)
+        return cls(
+            place,
+            tensor.type,
+            cells=tensor.elements[1],
+            streams=tensor.elements[2],
+            cell_bytes=tensor.strides[1],
+            element_bytes=tensor.strides[0],
+            stream_bytes=tensor.strides[2],
+        )
+
+
+class KvCache:
+    """The KV cache of ``context``, whose ``tensors`` are known, of a window of layers from ``first`` on.
+
+    Made while ``sequence`` has no cells: a round trip of two made-up cells there finds out how this build stores them.
+    Raises ``EngineError`` when it stores them in no known way.
+    """
+
+    def __init__(
+        self, ggml: ctypes.CDLL, context: Any, tensors: CacheTensors, *, first: int, layers: int, sequence: int
+    ) -> None:
+        self._ggml = ggml
+        self._context = context
+        self._memory = llama.llama_get_memory(context)
+        self._first = first
+        if tensors.keys.keys() != set(range(layers)) or not tensors.values.keys() <= tensors.keys.keys():
+            raise EngineError(f"llama.cpp's graph shows keys of {len(tensors.keys)} of {layers} layers")
+        self._keys = {layer: _Part.of(place) for layer, place in tensors.keys.items()}
+        self._values = {layer: _Part.of(place) for layer, place in tensors.values.items()}
+        shapes = {(part.cells, part.streams) for part in (*self._keys.values(), *self._values.values())}
+        if len(shapes) != 1:
+            raise EngineError("the caches of llama.cpp's layers have different sizes")
+        self._cells, self._streams = shapes.pop()
+        self._caches: list[list[int]] = []
+        self._transposed = False
+        self._find_layout(sequence)
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def read(self, sequence: int, start: int, end: int) -> list[LayerCells]:
+        """The cells at positions ``start <= p < end``, of every layer. Raises ``EngineError`` where there are none."""
+        last = llama.llama_memory_seq_pos_max(self._memory, sequence)
+        if not 0 <= start < end <= last + 1 or llama.llama_memory_seq_pos_min(self._memory, sequence) != 0:
+            raise EngineError(
+                f"sequence {sequence} has no KV cells at positions {start} to {end}; it ends at {last + 1}"
+            )
+        llama.llama_synchronize(self._context)
+        return self._read(sequence, start, end)
+
+    def _read(self, sequence: int, start: int, end: int) -> list[LayerCells]:
+        stream = sequence if self._streams > 1 else 0
+        found = []
+        for layer, keys in sorted(self._keys.items()):
+            values = self._values.get(layer)
+            if values is None:
+                raw = np.empty(0, np.uint8)
+            else:
+                raw = (self._columns if self._transposed else self._rows)(values, stream, start, end)
+            found.append(
+                LayerCells(
+                    layer=self._first + layer,
+                    start=start,
+                    end=end,
+                    key_type=keys.kind,
+                    value_type=values.kind if values is not None else keys.kind,
+                    keys=self._rows(keys, stream, start, end).data,
+                    values=raw.data,
+                )
+            )
+        return found
+
+    def _rows(self, part: _Part, stream: int, start: int, end: int) -> Raw:
+        raw = np.empty((end - start) * part.cell_bytes, np.uint8)
+        offset = stream * part.stream_bytes + start * part.cell_bytes
+        self._ggml.ggml_backend_tensor_get(part.tensor, raw.ctypes.data, offset, raw.nbytes)
+        return raw
+
+    def _columns(self, part: _Part, stream: int, start: int, end: int) -> Raw:
+        size, count = (end - start) * part.element_bytes, part.cell_bytes // part.element_bytes
+        raw = np.empty((count, end - start, part.element_bytes), np.uint8)
+        offset, stride = stream * part.stream_bytes + start * part.element_bytes, self._cells * part.element_bytes
+        self._ggml.ggml_backend_tensor_get_2d(part.tensor, raw.ctypes.data, offset, size, count, stride, size)
+        return np.ascontiguousarray(raw.transpose(1, 0, 2)).reshape(-1)
+
+    # ---- putting back ------------------------------------------------------------------------------------------------
+
+    def restore(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> None:
+        """Forget ``sequence``; ``blocks`` follow each other from position 0 on, each with every layer of the window.
+
+        Raises ``EngineError`` for cells that are not this window's, or too many; then the sequence has none.
+        """
+        self._forget(sequence)
+        for number, block in enumerate(blocks):
+            self._judge(block, blocks[number - 1][0].end if number else 0)
+        if not blocks or blocks[-1][0].end > self._cells:
+            raise EngineError(f"{blocks[-1][0].end if blocks else 0} KV cells do not fit a cache of {self._cells}")
+        llama.llama_synchronize(self._context)
+        if not self._write(sequence, blocks):
+            raise EngineError("llama.cpp does not take KV cells that it gave; its build is unknown to primad")
+
+    def _judge(self, block: Sequence[LayerCells], start: int) -> None:
+        if [cells.layer - self._first for cells in block] != sorted(self._keys):
+            raise EngineError(
+                f"KV cells of layers {[cells.layer for cells in block]} are not those of a window of layers "
+                f"{self._first} to {self._first + len(self._keys) - 1}"
+            )
+        for cells in block:
+            keys, values = self._keys[cells.layer - self._first], self._values.get(cells.layer - self._first)
+            count, value_bytes = cells.end - cells.start, values.cell_bytes if values is not None else 0
+            kinds = (keys.kind, values.kind if values is not None else keys.kind)
+            if (cells.start, cells.end) != (start, block[0].end) or count < 1:
+                raise EngineError(f"KV cells at positions {cells.start} to {cells.end} do not follow position {start}")
+            if (cells.key_type, cells.value_type) != kinds or (len(cells.keys), len(cells.values)) != (
+                count * keys.cell_bytes,
+                count * value_bytes,
+            ):
+                raise EngineError(f"the KV cells of layer {cells.layer} have other types or sizes than this window's")
+
+    def _write(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> bool:
+        """Whether llama.cpp takes the state of ``blocks``; where it does not, the sequence has no cells."""
+        state = self._state(sequence, blocks)
+        pointer = ctypes.cast(state.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
+        if llama.llama_state_seq_set_data(self._context, pointer, state.nbytes, sequence) == state.nbytes:
+            return True
+        self._forget(sequence)
+        return False
+
+    def _forget(self, sequence: int) -> None:
+        llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+
+    def _state(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> Raw:
+        """``blocks`` in llama.cpp's layout."""
+        count = blocks[-1][0].end
+        places = np.zeros(count, np.dtype([("position", "<i4"), ("count", "<u4"), ("sequence", "<i4")]))
+        places["position"], places["count"], places["sequence"] = np.arange(count), 1, sequence
+        own = sequence if self._streams > 1 else 0
+        pieces: list[Any] = [struct.pack("<Ii", _MAGIC, sequence)]
+        for layers in self._caches:
+            pieces.append(struct.pack(f"<{1 + own + 1}I", self._streams, *[0] * own, count))
+            pieces += [places.tobytes(), struct.pack("<II", self._transposed, len(layers))]
+            for layer in layers:
+                keys = self._keys[layer]
+                pieces.append(struct.pack("<iQ", keys.kind, keys.cell_bytes))
+                pieces += [block[layer].keys for block in blocks]
+            for layer in layers:
+                pieces += self._state_values(layer, blocks)
+            pieces.append(bytes(4 * (self._streams - own - 1)))
+        state = np.empty(sum(map(len, pieces)), np.uint8)
+        place = 0
+        for piece in pieces:
+            state[place : place + len(piece)] = np.frombuffer(piece, np.uint8)
+            place += len(piece)
+        return state
+
+    def _state_values(self, layer: int, blocks: Sequence[Sequence[LayerCells]]) -> list[Any]:
+        values = self._values.get(layer)
+        if values is None:
+            return []
+        if not self._transposed:
+            head = struct.pack("<iQ", values.kind, values.cell_bytes)
+            return [head, *(block[layer].values for block in blocks)]
+        elements = values.cell_bytes // values.element_bytes
+        raw = np.concatenate([np.frombuffer(block[layer].values, np.uint8) for block in blocks])
+        columns = np.ascontiguousarray(raw.reshape(-1, elements, values.element_bytes).transpose(1, 0, 2))
+        return [struct.pack("<iII", values.kind, values.element_bytes, elements), columns.reshape(-1).data]
+
+    # ---- the layout of this build ------------------------------------------------------------------------------------
+
+    def _find_layout(self, sequence: int) -> None:
+        """Try the layouts that there are; llama.cpp refuses one that is not its own, and takes it back with others."""
+        size, each = llama.llama_state_seq_get_size(self._context, sequence) - 8, 4 + 4 * self._streams
+        layers = len(self._keys)
+        if size not in (each, 2 * each):
+            raise EngineError("llama.cpp's state of an empty sequence has an unknown form")
+        marks = [self._mark(layer) for layer in range(layers)]
+        for self._transposed in (False, True):
+            for base in range(layers + 1) if size == 2 * each else (layers,):
+                order = list(range(layers))
+                self._caches = [order[:base], order[base:]] if size == 2 * each else [order]
+                if self._write(sequence, [marks]):
+                    self._recognise(sequence, marks, base)
+                    return
+        raise EngineError("llama.cpp takes no state in a known form")
+
+    def _recognise(self, sequence: int, marks: list[LayerCells], base: int) -> None:
+        """Which layers' cells went where; leaves the cells that it found zero, as they were."""
+        took = {(bytes(cells.keys), bytes(cells.values)): i for i, cells in enumerate(self._read(sequence, 0, _PROBED))}
+        try:
+            order = [took[bytes(mark.keys), bytes(mark.values)] for mark in marks]
+        except KeyError as exc:
+            raise EngineError("llama.cpp puts KV cells in other places than its graph shows") from exc
+        self._caches = [order[:base], order[base:]] if len(self._caches) == 2 else [order]
+        blank = [self._mark(layer, blank=True) for layer in range(len(marks))]
+        if not self._write(sequence, [blank]) or self._read(sequence, 0, _PROBED) != blank:
+            raise EngineError("llama.cpp does not give back the KV cells that it took")
+        self._forget(sequence)
+
+    def _mark(self, layer: int, *, blank: bool = False) -> LayerCells:
+        """Two cells as no other layer has them."""
+        keys, values = self._keys[layer], self._values.get(layer)
+        random = np.random.default_rng(layer)
+        sizes = [_PROBED * part.cell_bytes if part is not None else 0 for part in (keys, values)]
+        raw = [np.zeros(size, np.uint8) if blank else random.integers(0, 256, size, np.uint8) for size in sizes]
+        return LayerCells(
+            layer=self._first + layer,
+            start=0,
+            end=_PROBED,
+            key_type=keys.kind,
+            value_type=values.kind if values is not None else keys.kind,
+            keys=raw[0].data,
+            values=raw[1].data,
+        )

@@ -1,0 +1,1 @@
+"""KV cells as content, like layers: known by a key, kept as files, moved between devices."""

@@ -1,0 +1,193 @@
+"""The KV cells of one sequence in one layer, as bytes that any device can take in, and the files they are kept in.
+
+A file holds one block and a run of layers:
+
+    8 bytes "primadKV", u32 bytes of the index, index (msgpack), blake2b of the index, then for each layer keys and values
+
+The index says the block, and of each layer the types, the sizes and a blake2b of its bytes. A layer is read alone, and every
+length is judged before memory is taken for it. What travels between devices is a file of one layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import BinaryIO, Final
+
+import msgspec
+
+from primad.errors import PrimadError
+from primad.kv.keys import KEY_HEX, KvBlock
+
+Bytes = bytes | bytearray | memoryview
+
+MAGIC: Final = b"primadKV"
+MAX_LAYERS: Final = 1024
+MAX_POSITIONS: Final = 1 << 24
+MAX_CELL_BYTES: Final = 1 << 20
+"""Of keys, or of values, of one cell in one layer."""
+
+_KEY: Final = re.compile(rf"[0-9a-f]{{{KEY_HEX}}}")
+_HEAD: Final = struct.Struct("<8sI")
+_DIGEST_BYTES: Final = 16
+_MAX_INDEX_BYTES: Final = 64 * MAX_LAYERS
+_MAX_TYPE: Final = 255
+
+
+class CellsError(PrimadError):
+    """Bytes that are no KV cells of ours, or not whole any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCells:
+    """Positions ``start <= p < end`` of a sequence in layer ``layer`` of the whole model.
+
+    ``keys`` and ``values`` hold cell behind cell, of ggml types ``key_type`` and ``value_type``; every cell of a layer takes
+    the same number of bytes. A layer that remembers keys alone (DeepSeek's latent attention) has no ``values``.
+    """
+
+    layer: int
+    start: int
+    end: int
+    key_type: int
+    value_type: int
+    keys: Bytes
+    values: Bytes
+
+
+class _Part(msgspec.Struct, frozen=True, array_like=True):
+    layer: int
+    key_type: int
+    value_type: int
+    key_bytes: int
+    value_bytes: int
+    digest: bytes
+
+
+class _Listing(msgspec.Struct, frozen=True, array_like=True):
+    block: KvBlock
+    parts: list[_Part]
+
+
+_decoder: Final = msgspec.msgpack.Decoder(_Listing)
+
+
+def is_key(text: str) -> bool:
+    """Whether ``text`` has the shape of a block's key; so it is also a file name and no more."""
+    return _KEY.fullmatch(text) is not None
+
+
+def _digest(*parts: Bytes) -> bytes:
+    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+def pack(block: KvBlock, cells: Sequence[LayerCells]) -> list[Bytes]:
+    """The pieces of the file of ``block`` with ``cells``, one layer behind the other."""
+    assert cells
+    assert all((each.start, each.end) == (block.start, block.end) for each in cells)
+    assert all(each.layer == cells[0].layer + i for i, each in enumerate(cells))
+    parts = [
+        _Part(
+            each.layer,
+            each.key_type,
+            each.value_type,
+            len(each.keys),
+            len(each.values),
+            _digest(each.keys, each.values),
+        )
+        for each in cells
+    ]
+    index = msgspec.msgpack.encode(_Listing(block, parts))
+    pieces: list[Bytes] = [_HEAD.pack(MAGIC, len(index)), index, _digest(index)]
+    for each in cells:
+        pieces += [each.keys, each.values]
+    return pieces
+
+
+class CellsFile:
+    """What stands in the open ``file`` of ``size`` bytes. Raises ``CellsError`` unless its index is whole and fits."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
+        magic, length = _HEAD.unpack(_read(file, _HEAD.size))
+        if magic != MAGIC or length > min(_MAX_INDEX_BYTES, size):
+            raise CellsError("not a file of KV cells")
+        index, digest = _read(file, length), _read(file, _DIGEST_BYTES)
+        if _digest(index) != digest:
+            raise CellsError("the index of a file of KV cells is damaged")
+        try:
+            listing = _decoder.decode(index)
+        except msgspec.DecodeError as exc:
+            raise CellsError(f"the index of a file of KV cells cannot be read: {exc}") from exc
+        self.block: Final = listing.block
+        _judge(listing)
+        self._places: dict[int, tuple[int, _Part]] = {}
+        place = _HEAD.size + length + _DIGEST_BYTES
+        for part in listing.parts:
+            self._places[part.layer] = place, part
+            place += part.key_bytes + part.value_bytes
+        if place != size:
+            raise CellsError(f"a file of KV cells has {size} bytes where its index says {place}")
+
+    @property
+    def layers(self) -> range:
+        """The layers whose cells the file has."""
+        return range(min(self._places), max(self._places) + 1)
+
+    def read(self, layer: int) -> LayerCells:
+        """The cells of ``layer``, which is one of ``layers``. Raises ``CellsError`` when they are damaged."""
+        place, part = self._places[layer]
+        self._file.seek(place)
+        data = memoryview(_read(self._file, part.key_bytes + part.value_bytes))
+        if _digest(data) != part.digest:
+            raise CellsError(f"the KV cells of layer {layer} are damaged")
+        return LayerCells(
+            layer=layer,
+            start=self.block.start,
+            end=self.block.end,
+            key_type=part.key_type,
+            value_type=part.value_type,
+            keys=data[: part.key_bytes],
+            values=data[part.key_bytes :],
+        )
+
+
+def unpack(data: Bytes) -> tuple[KvBlock, list[LayerCells]]:
+    """What ``pack`` was given. Raises ``CellsError``."""
+    file = CellsFile(BytesIO(data), len(data))
+    return file.block, [file.read(layer) for layer in file.layers]
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) != size:
+        raise CellsError("a file of KV cells is cut short")
+    return data
+
+
+def _judge(listing: _Listing) -> None:
+    block, parts = listing.block, listing.parts
+    if not is_key(block.key) or not (block.before == "" or is_key(block.before)):
+        raise CellsError("a block of KV cells has a key that is none")
+    if not 0 <= block.start < block.end <= MAX_POSITIONS or (block.before == "") != (block.start == 0):
+        raise CellsError(f"a block of KV cells stands at positions {block.start} to {block.end}")
+    if not parts or parts[0].layer < 0 or parts[-1].layer >= MAX_LAYERS:
+        raise CellsError("a file of KV cells has no layers, or layers that no model has")
+    if any(part.layer != parts[0].layer + i for i, part in enumerate(parts)):
+        raise CellsError("the layers of a file of KV cells do not follow each other")
+    cells = block.end - block.start
+    for part in parts:
+        if not (0 <= part.key_type <= _MAX_TYPE and 0 <= part.value_type <= _MAX_TYPE):
+            raise CellsError(f"the KV cells of layer {part.layer} have a type that is none")
+        for size in (part.key_bytes, part.value_bytes):
+            if size % cells or not 0 <= size <= cells * MAX_CELL_BYTES:
+                raise CellsError(f"{cells} KV cells of layer {part.layer} cannot take {size} bytes")
+        if part.key_bytes == 0:
+            raise CellsError(f"the KV cells of layer {part.layer} have no keys")

@@ -1,0 +1,111 @@
+"""The ring process's side of the store of KV cells: a thread writes what is kept, and its own one only copies it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from primad.errors import DiskError
+from primad.kv.cells import LayerCells
+from primad.kv.keys import KvBlock
+from primad.kv.store import KvStore
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING_BYTES: Final = 64 << 20
+"""More than this does not wait to be written: whoever keeps more waits for the disk."""
+PATIENCE_S: Final = 10.0
+"""A disk that takes longer has stopped; what would wait for it is not kept."""
+
+
+class KvShelf:
+    """Keeps blocks in ``store`` and gives them back. One thread uses it; ``close`` ends the other."""
+
+    def __init__(self, store: KvStore) -> None:
+        self._store = store
+        self._waiting: deque[tuple[KvBlock, Sequence[LayerCells], int]] = deque()
+        self._waiting_bytes = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._has_failed = False
+        self._writer = threading.Thread(target=self._write, name="kv-shelf", daemon=True)
+        self._writer.start()
+
+    def keep(self, block: KvBlock, cells: Sequence[LayerCells]) -> None:
+        """Have ``cells`` of ``block`` written. Waits while the disk is far behind, and no longer than it may be."""
+        size_bytes = sum(len(each.keys) + len(each.values) for each in cells)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._has_room(size_bytes), PATIENCE_S):
+                self._failed(block, "the disk does not take what was kept before")
+                return
+            self._waiting.append((block, cells, size_bytes))
+            self._waiting_bytes += size_bytes
+            self._changed.notify_all()
+
+    def chain(self, key: str, first: int, last: int) -> list[list[LayerCells]]:
+        """Layers ``first <= layer < last`` of the blocks from position 0 to the one of ``key``; none if one is lacking.
+
+        Raises ``DiskError`` when the disk refuses to read them.
+        """
+        self.flush()
+        blocks = self.blocks(key)
+        found = [self._store.read(block.key, first, last) for block in blocks]
+        return found if all(found) else []
+
+    def blocks(self, key: str) -> list[KvBlock]:
+        """The chain of blocks that ends with ``key``, from position 0 on; none where one is lacking."""
+        chain: list[KvBlock] = []
+        while key:
+            block = self._store.block(key)
+            if block is None or (chain and block.end != chain[-1].start):
+                return []
+            chain.append(block)
+            key = block.before
+        return chain[::-1]
+
+    def flush(self) -> bool:
+        """Wait until what was kept is written, no longer than a disk may take; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting_bytes, PATIENCE_S)
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._writer.join(PATIENCE_S)
+
+    def _has_room(self, size_bytes: int) -> bool:
+        return not self._waiting_bytes or self._waiting_bytes + size_bytes <= MOST_WAITING_BYTES
+
+    def _write(self) -> None:
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Write what was kept next; False at the end. Holds no cells while it waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            if not self._waiting:
+                return False
+            block, cells, size_bytes = self._waiting.popleft()
+        try:
+            self._store.put(block, cells)
+        except DiskError as exc:
+            self._failed(block, str(exc))
+        with self._changed:
+            self._waiting_bytes -= size_bytes
+            self._changed.notify_all()
+        return True
+
+    def _failed(self, block: KvBlock, why: str) -> None:
+        """Nothing depends on a block that is lacking but time; one line is enough."""
+        logger.log(
+            logging.DEBUG if self._has_failed else logging.WARNING,
+            "positions %d to %d of an answer are not kept: %s; what is not kept is computed again when it is needed",
+            *(block.start, block.end, why),
+        )
+        self._has_failed = True

@@ -1,0 +1,287 @@
+"""The KV cells that a device holds: files by the key of their block.
+
+    <folder>/<key>/<first>-<last>.cells    the block's cells of layers first <= layer < last; the folder's modification time
+                                           is when the block was last used
+
+The file system is the shared truth: a ring process writes, its daemon serves and fetches. Both only ever see whole files,
+of mode 0600. They are not flushed to the disk: what a power cut leaves half-written is found out when it is read, and
+whatever is damaged counts as not there and is removed. Layers are numbered as in the whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from primad.errors import DiskError
+from primad.kv.cells import Bytes, CellsError, CellsFile, LayerCells, is_key, pack, unpack
+from primad.kv.keys import KvBlock
+from primad.system.disk import reserve_bytes
+from primad.system.private_file import PRIVATE
+
+logger = logging.getLogger(__name__)
+
+_FILE: Final = re.compile(r"(\d{1,4})-(\d{1,4})\.cells")
+_COUNT_SHARE: Final = 16
+"""What others write is counted again after a 16th of the limit was written here, and so much goes at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBlock:
+    """A block in the store: what it takes, when it was last used (Unix time), and whether it is leased."""
+
+    key: str
+    size_bytes: int
+    used_s: float
+    leased: bool
+
+
+class KvStore:
+    """The blocks under ``folder``, at most ``limit_bytes`` of them beside what is leased (None: nothing is evicted).
+
+    One process has the limit and the leases; others may write, read and forget beside it. Every method but ``lease`` may
+    block on the disk, and raises ``DiskError`` where it refuses.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        self._leases: dict[str, frozenset[str]] = {}
+        self._numbers = count()
+        self._counted_bytes: int | None = None
+        self._written_bytes = 0
+
+    # ---- blocks ------------------------------------------------------------------------------------------------------
+
+    def put(self, block: KvBlock, cells: Sequence[LayerCells]) -> None:
+        """Keep ``cells`` of ``block``; the same layers are replaced. Evicts what the limit asks for."""
+        for run in _runs(cells):
+            pieces = pack(block, run)
+            size_bytes = sum(map(len, pieces))
+            with self._disk_errors(f"{size_bytes} bytes of KV cells cannot be written"):
+                self._write(self.folder / block.key, f"{run[0].layer}-{run[-1].layer + 1}.cells", pieces)
+            self._written_bytes += size_bytes
+        self._keep_to_limit()
+
+    def held(self, key: str, first: int, last: int, *, verify: bool = False) -> bool:
+        """Whether layers ``first <= layer < last`` of a block are here; with ``verify``, also whole."""
+        if verify:
+            return first >= last or bool(self.read(key, first, last))
+        return self.layers(key).issuperset(range(first, last))
+
+    def layers(self, key: str) -> frozenset[int]:
+        """The layers of a block that are here, by the names of its files."""
+        return frozenset(layer for _, layers in self._files(key) for layer in layers)
+
+    def block(self, key: str) -> KvBlock | None:
+        """What is known of a block that is here."""
+        for path, _ in self._files(key):
+            with self._opened(path, key) as file:
+                if file is not None:
+                    return file.block
+        return None
+
+    def read(self, key: str, first: int, last: int) -> list[LayerCells]:
+        """The cells of layers ``first <= layer < last``, in order, verified; none when not all of them are here."""
+        found: dict[int, LayerCells] = {}
+        block: KvBlock | None = None
+        for path, layers in self._files(key):
+            wanted = [layer for layer in layers if first <= layer < last and layer not in found]
+            if not wanted:
+                continue
+            with self._opened(path, key, block) as file:
+                if file is None:
+                    continue
+                block = file.block
+                for layer in wanted:
+                    found[layer] = file.read(layer)
+        return [found[layer] for layer in range(first, last)] if len(found) == last - first else []
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Remove these blocks, where they are here and not leased."""
+        leased = self._leased()
+        for key in keys:
+            if is_key(key) and key not in leased:
+                self._remove(key)
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """The chain ``keys`` is used now; its end is the first to go, since it is worth nothing without its beginning."""
+        now = time.time_ns()
+        for i, key in enumerate(filter(is_key, keys)):
+            with contextlib.suppress(OSError):  # not here
+                os.utime(self.folder / key, ns=(now - 1000 * i, now - 1000 * i))
+
+    # ---- between devices ---------------------------------------------------------------------------------------------
+
+    def part(self, key: str, first: int, last: int) -> bytes | None:
+        """What is here of layers ``first <= layer < last`` of a block: the first run of them, as ``add_part`` takes it in.
+
+        None when none of them is here.
+        """
+        here = sorted(layer for layer in self.layers(key) if first <= layer < last)
+        run = [layer for i, layer in enumerate(here) if layer == here[0] + i]
+        if not run:
+            return None
+        cells, block = self.read(key, run[0], run[-1] + 1), self.block(key)
+        return b"".join(pack(block, cells)) if cells and block is not None else None
+
+    def add_part(self, block: KvBlock, part: Bytes) -> None:
+        """Keep a part of ``block`` that came from another device. Raises ``CellsError`` for what is none."""
+        found, cells = unpack(part)
+        if found != block:
+            raise CellsError(f"KV cells of block {found.key} came in place of those of block {block.key}")
+        self.put(block, cells)
+
+    # ---- use and room ------------------------------------------------------------------------------------------------
+
+    def lease(self, owner: str, keys: Iterable[str]) -> None:
+        """Neither evict nor forget ``keys``, instead of what ``owner`` held before; none ends it."""
+        self._leases[owner] = frozenset(keys)
+        if not self._leases[owner]:
+            del self._leases[owner]
+
+    def list(self) -> list[StoredBlock]:
+        """What is here, least recently used first."""
+        leased, found = self._leased(), []
+        with self._disk_errors("cannot be listed"):
+            for folder in self.folder.iterdir() if self.folder.exists() else ():
+                if not is_key(folder.name):
+                    continue
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # forgotten in this moment
+                    size_bytes = sum(entry.stat().st_size for entry in os.scandir(folder))
+                    used_s = folder.stat().st_mtime_ns / 1e9
+                    found.append(
+                        StoredBlock(key=folder.name, size_bytes=size_bytes, used_s=used_s, leased=folder.name in leased)
+                    )
+        return sorted(found, key=lambda block: (block.used_s, block.key))
+
+    def clear(self) -> None:
+        """Remove everything but what is leased."""
+        self.forget(block.key for block in self.list())
+
+    def evict(self) -> None:
+        """Hold the limit, also of what others wrote: the least recently used go, so many that there is room for a while."""
+        assert self.limit_bytes is not None
+        blocks = self.list()
+        left_bytes = sum(block.size_bytes for block in blocks)
+        room_bytes = self.limit_bytes // _COUNT_SHARE if left_bytes > self.limit_bytes else 0
+        for block in blocks:
+            if left_bytes <= self.limit_bytes - room_bytes:
+                break
+            if not block.leased and self._remove(block.key):
+                left_bytes -= block.size_bytes
+        self._counted_bytes, self._written_bytes = left_bytes, 0
+
+    def _keep_to_limit(self) -> None:
+        if self.limit_bytes is None:
+            return
+        counted, written, limit = self._counted_bytes, self._written_bytes, self.limit_bytes
+        if counted is None or counted + written > limit or written * _COUNT_SHARE > limit:
+            self.evict()
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    def _leased(self) -> frozenset[str]:
+        return frozenset().union(*self._leases.values())
+
+    def _files(self, key: str) -> Sequence[tuple[Path, range]]:
+        """The block's files and the layers that their names say, the largest first."""
+        if not is_key(key):
+            return []
+        found = []
+        with self._disk_errors("cannot be listed"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for path in (self.folder / key).iterdir():
+                if match := _FILE.fullmatch(path.name):
+                    found.append((path, range(int(match[1]), int(match[2]))))
+        return sorted(found, key=lambda each: (-len(each[1]), each[0].name))
+
+    @contextmanager
+    def _opened(self, path: Path, key: str, block: KvBlock | None = None) -> Iterator[CellsFile | None]:
+        """The file, if it has what its name says of ``block``; one that proves damaged in the ``with`` block is removed."""
+        try:
+            with path.open("rb") as file:
+                try:
+                    cells = CellsFile(file, os.fstat(file.fileno()).st_size)
+                    name = f"{cells.layers.start}-{cells.layers.stop}.cells"
+                    if cells.block.key != key or path.name != name or block not in (None, cells.block):
+                        raise CellsError("a file of KV cells has another's name")
+                except CellsError as exc:
+                    self._damaged(path, exc)
+                    yield None
+                    return
+                yield cells
+        except FileNotFoundError:
+            yield None
+        except CellsError as exc:
+            self._damaged(path, exc)
+        except OSError as exc:
+            raise self._disk_error("cannot be read", exc) from exc
+
+    def _damaged(self, path: Path, exc: CellsError) -> None:
+        logger.warning("%s: %s; it is removed, and what it held computed again", path, exc)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def _write(self, folder: Path, name: str, pieces: Sequence[Bytes]) -> None:
+        """Put ``pieces`` in place of ``name`` at once, readable by their owner alone from the first byte."""
+        self._check_disk(sum(map(len, pieces)))
+        partial = folder / f".{os.getpid()}-{next(self._numbers)}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), PRIVATE)
+            with os.fdopen(descriptor, "wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+            partial.replace(folder / name)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _check_disk(self, size_bytes: int) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        usage = shutil.disk_usage(self.folder)
+        if usage.free - size_bytes < reserve_bytes(usage.total):
+            raise DiskError(
+                f"{self.folder}: {size_bytes} bytes of KV cells do not fit: {usage.free} bytes of disk are free, of which "
+                f"{reserve_bytes(usage.total)} stay free; make room there"
+            )
+
+    def _remove(self, key: str) -> bool:
+        try:
+            shutil.rmtree(self.folder / key)
+        except FileNotFoundError:
+            return True
+        except OSError as exc:  # somebody else writes or reads there
+            logger.warning("%s: block %s cannot be removed: %s", self.folder, key, exc.strerror or exc)
+            return False
+        return True
+
+    @contextmanager
+    def _disk_errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            raise self._disk_error(what, exc) from exc
+
+    def _disk_error(self, what: str, exc: OSError) -> DiskError:
+        return DiskError(f"{self.folder}: {what}: {exc.strerror or exc}; make room or the folder writable")
+
+
+def _runs(cells: Sequence[LayerCells]) -> list[list[LayerCells]]:
+    """``cells`` in runs of layers that follow each other."""
+    runs: list[list[LayerCells]] = []
+    for each in sorted(cells, key=lambda each: each.layer):
+        if runs and runs[-1][-1].layer + 1 == each.layer:
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    return runs

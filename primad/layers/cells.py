@@ -1,0 +1,210 @@
+"""Have KV cells of other devices in this device's store: what is lacking is asked of all at once that may have it.
+
+A reply has several small blocks, or a piece of a large one. What comes is judged as a file is (``kv/cells.py``) and must be
+of the block that was asked for; a source that sends anything else, or is silent, is left out. What does not come in time is
+lacking, which costs nothing but the time to compute it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+import zmq.asyncio
+
+from primad.errors import DiskError, ProtocolError
+from primad.kv.cells import CellsError
+from primad.kv.keys import KvBlock
+from primad.kv.store import KvStore
+from primad.layers.fetch import MOST_SOURCES, in_thread
+from primad.layers.rate_limit import TokenBucket
+from primad.layers.source_link import SourceError, SourceLink, reach
+from primad.network.contacts import Contact
+from primad.network.layer_messages import MAX_CELLS_ASKED, Cells, FetchCells
+from primad.settings.timings import LayerTimings
+from primad.trust.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+LayerRuns = Sequence[tuple[int, int]]
+"""Layers ``first <= layer < last`` each, numbered as in the whole model."""
+
+_CELLS_AT_ONCE: Final = 1024
+"""Positions times layers that are asked for at a time."""
+_MOST_CELL_BYTES: Final = 64 << 10
+"""Keys and values of one cell in one layer take no more in any model that is known."""
+_INDEX_BYTES: Final = 1 << 20
+
+
+class CellsFetcher:
+    """Fetches blocks into ``store``, ``bytes_per_s`` at most (None: no cap)."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        identity: Identity,
+        store: KvStore,
+        *,
+        bytes_per_s: float | None = None,
+        timings: LayerTimings = LayerTimings(),
+    ) -> None:
+        self.context, self.identity, self.store, self.timings = context, identity, store, timings
+        self.bucket = TokenBucket(bytes_per_s)
+
+    async def hold(
+        self,
+        blocks: Sequence[KvBlock],
+        layers: LayerRuns,
+        sources: Sequence[Contact],
+        timeout_s: float,
+        *,
+        verify: bool,
+    ) -> list[bool]:
+        """Whether all ``layers`` of each block are in the store, ``timeout_s`` after they were asked for at the latest.
+
+        With ``verify`` what was there before is read, and fetched again where it is damaged.
+        """
+        lacking = await in_thread(lacking_layers, self.store, blocks, layers, verify)
+        if lacking and sources:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await _Fetch(self, {block.key: block for block in blocks}, lacking).run(sources[:MOST_SOURCES])
+        return [block.key not in lacking for block in blocks]
+
+
+def lacking_layers(store: KvStore, blocks: Iterable[KvBlock], layers: LayerRuns, verify: bool) -> dict[str, set[int]]:
+    """By key, the ``layers`` of ``blocks`` that are not in ``store``; blocks that are there whole are left out."""
+    lacking: dict[str, set[int]] = {}
+    wanted = {layer for first, last in layers for layer in range(first, last)}
+    for block in blocks:
+        try:
+            if verify:
+                for first, last in layers:
+                    store.read(block.key, first, last)  # removes what is damaged
+            missing = wanted - store.layers(block.key)
+        except DiskError as exc:
+            logger.warning("KV cells that are kept cannot be looked at: %s", exc)
+            missing = wanted
+        if missing:
+            lacking[block.key] = set(missing)
+    return lacking
+
+
+class _Fetch:
+    """One fetch: what is ``lacking`` of ``blocks``. What arrives is lacking no more."""
+
+    def __init__(self, fetcher: CellsFetcher, blocks: dict[str, KvBlock], lacking: dict[str, set[int]]) -> None:
+        self._fetcher, self._blocks, self._lacking = fetcher, blocks, lacking
+        self._asked: set[str] = set()
+        self._changed = asyncio.Event()
+
+    async def run(self, sources: Sequence[Contact]) -> None:
+        """Fetch until all is here, or nobody has the rest."""
+        async with asyncio.TaskGroup() as group:
+            for source in sources:
+                group.create_task(self._draw(source))
+
+    async def _draw(self, source: Contact) -> None:
+        """Ask ``source`` for blocks until it has nothing more of what is lacking, or fails."""
+        fetcher = self._fetcher
+        refused: dict[str, set[int]] = {}
+        try:
+            async with reach(fetcher.context, fetcher.identity, source, [], fetcher.timings.reach_timeout_s) as (
+                link,
+                _,
+            ):
+                while keys := await self._take(refused):
+                    try:
+                        await self._ask(link, keys, refused)
+                    finally:
+                        self._asked.difference_update(keys)
+                        self._wake()
+        except (SourceError, ProtocolError, CellsError) as exc:
+            logger.info("no more KV cells are fetched from %s: %s", source.device, exc)
+        except DiskError as exc:
+            logger.warning("KV cells of %s cannot be kept: %s", source.device, exc)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _wanted(self, key: str, refused: Mapping[str, set[int]]) -> range:
+        """The first run of layers that are lacking of a block, but for those that were ``refused``; empty for none."""
+        layers = self._lacking.get(key, set()) - refused.get(key, set())
+        first = last = min(layers, default=0)
+        while last in layers:
+            last += 1
+        rows = self._blocks[key].end - self._blocks[key].start
+        return range(first, min(last, first + max(1, _CELLS_AT_ONCE // rows)))
+
+    async def _take(self, refused: Mapping[str, set[int]]) -> list[str]:
+        """Blocks of which the same layers are lacking, to ask for; none at the end. Waits while others are asked."""
+        while wanted := {key: layers for key in self._lacking if (layers := self._wanted(key, refused))}:
+            free = [key for key in wanted if key not in self._asked]
+            if not free:
+                await self._changed.wait()
+                continue
+            taken = [key for key in free if wanted[key] == wanted[free[0]]][:MAX_CELLS_ASKED]
+            self._asked.update(taken)
+            return taken
+        return []
+
+    async def _ask(self, link: SourceLink, keys: list[str], refused: dict[str, set[int]]) -> None:
+        """Ask for ``keys`` and keep what comes. Raises ``SourceError``, ``ProtocolError``, ``CellsError``, ``DiskError``."""
+        layers = self._wanted(keys[0], refused)
+        sizes, data = await self._request(link, keys, layers, 0)
+        at = sum(sizes[:-1])
+        while (got := len(data) - at) < sizes[-1]:  # the rest of one that is larger than a reply
+            again, more = await self._request(link, [keys[len(sizes) - 1]], layers, got)
+            if again != sizes[-1:] or not more:
+                raise SourceError("does not give the rest of KV cells that it began to give")
+            data += more
+        parts, at = list[tuple[KvBlock, memoryview]](), 0
+        for key, size in zip(keys, sizes, strict=False):
+            if size:
+                parts.append((self._blocks[key], memoryview(data)[at : at + size]))
+            else:
+                refused.setdefault(key, set()).update(layers)
+            at += size
+        held = await in_thread(self._keep, parts)
+        for (block, _), here in zip(parts, held, strict=True):
+            lacked = self._lacking[block.key]
+            came = here.intersection(lacked, layers)
+            if not came:
+                raise SourceError("gave other layers of KV cells than it was asked for")
+            refused.setdefault(block.key, set()).update(
+                range(layers.start, min(came))
+            )  # it gives the first that it has
+            lacked -= came
+            if not lacked:
+                del self._lacking[block.key]
+
+    def _keep(self, parts: Iterable[tuple[KvBlock, memoryview]]) -> list[frozenset[int]]:
+        """Put ``parts`` into the store; the layers of each block that are there now."""
+        store = self._fetcher.store
+        for block, part in parts:
+            store.add_part(block, part)
+        return [store.layers(block.key) for block, _ in parts]
+
+    async def _request(
+        self, link: SourceLink, keys: list[str], layers: range, offset: int
+    ) -> tuple[list[int], bytearray]:
+        """Sizes of the parts of the leading ``keys``, and the bytes that came of them."""
+        await link.ask(FetchCells(keys=keys, first=layers.start, last=layers.stop, offset=offset))
+        reply, data = await link.answer(self._fetcher.timings.silence_timeout_s)
+        if not isinstance(reply, Cells) or len(reply.sizes) > len(keys):
+            raise ProtocolError(f"answered with a {type(reply).__name__} that was not asked for")
+        for key, size in zip(keys, reply.sizes, strict=False):
+            rows = self._blocks[key].end - self._blocks[key].start
+            if not 0 <= size <= _INDEX_BYTES + rows * len(layers) * _MOST_CELL_BYTES:
+                raise ProtocolError(f"says that {rows} KV cells in {len(layers)} layers take {size} bytes")
+        came = bytearray(data if data is not None else b"")
+        if len(came) > sum(reply.sizes) - offset:
+            raise ProtocolError("sent more than it was asked for")
+        if (wait_s := self._fetcher.bucket.take(len(came), time.monotonic())) > 0:
+            await asyncio.sleep(wait_s)
+        return reply.sizes, came

@@ -1,0 +1,92 @@
+"""Which device keeps a copy of the KV cells of another one, while answers grow. Decides only.
+
+When a device dies, another one goes on with its layers and gets their cells from the copy. So the keeper is another device,
+on another machine where there is one, over a link that carries the cells beside the hidden states, and of those the one with
+most room. The head's own cells need no copy: when it dies, the answers are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from halda import CacheType, LayerProfile, Plan
+from halda.cost import kv_bytes_per_token
+
+LINK_SHARE: Final = 0.2
+"""Copies take no more of a link."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A device that may keep cells or has some: ``host`` is its machine, as in its profile, ``room_bytes`` its free disk.
+
+    A token has ``token_bytes`` of cells in its layers.
+    """
+
+    device: str
+    host: str
+    room_bytes: int
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """The cells of ``device`` are kept by ``keeper``, ``bytes_per_s`` of them; None: by nobody, and ``why``."""
+
+    device: str
+    keeper: str | None
+    token_bytes: int
+    bytes_per_s: float
+    why: str = ""
+
+
+def token_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) -> dict[str, int]:
+    """For each device of ``plan`` the bytes of cells of a token in its layers."""
+    return {
+        name: sum(
+            kv_bytes_per_token(layers[layer], kv_type) for _, window in plan.windows_of(name) for layer in window.layers
+        )
+        for name in plan.devices
+    }
+
+
+def keepers(
+    devices: Collection[Holder],
+    head: str,
+    links: Mapping[tuple[str, str], float],
+    tokens_per_s: float,
+    *,
+    always: bool = False,
+) -> list[Kept]:
+    """Who keeps the cells of each of ``devices`` but the ``head``, at ``tokens_per_s``.
+
+    ``links`` are bytes/s by (source, target); one that is not known carries nothing. With ``always`` cells are
+    copied however slow a link is.
+    """
+    load = {each.device: 0 for each in devices}
+    found = []
+    for each in sorted(devices, key=lambda one: (-one.token_bytes, one.device)):
+        if each.device == head:
+            continue
+        bytes_per_s = each.token_bytes * tokens_per_s
+        others = [other for other in devices if other.device != each.device]
+        able = [
+            other
+            for other in others
+            if always or bytes_per_s <= LINK_SHARE * links.get((each.device, other.device), 0.0)
+        ]
+        if not able:
+            why = "no link of it carries them beside the hidden states" if others else "there is no other device"
+            found.append(Kept(device=each.device, keeper=None, token_bytes=each.token_bytes, bytes_per_s=0.0, why=why))
+            continue
+        keeper = max(
+            able,
+            key=lambda one: (one.host != each.host, one.room_bytes / (1 + load[one.device]), one.device),
+        )
+        load[keeper.device] += each.token_bytes
+        found.append(
+            Kept(device=each.device, keeper=keeper.device, token_bytes=each.token_bytes, bytes_per_s=bytes_per_s)
+        )
+    return sorted(found, key=lambda one: one.device)

@@ -1,0 +1,90 @@
+"""Who keeps a copy of whose KV cells."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halda import LayerProfile, Plan, Window
+from primad.planning.keepers import LINK_SHARE, Holder, keepers, token_bytes
+
+FAST = 1e9
+
+
+def device(name: str, *, host: str | None = None, room: int = 10, token: int = 1000) -> Holder:
+    return Holder(device=name, host=host or f"host of {name}", room_bytes=room, token_bytes=token)
+
+
+def links(*names: str, rate: float = FAST) -> dict[tuple[str, str], float]:
+    return {(source, target): rate for source in names for target in names if source != target}
+
+
+def chosen(devices: list[Holder], rates: dict[tuple[str, str], float], **options: object) -> dict[str, str | None]:
+    return {kept.device: kept.keeper for kept in keepers(devices, "desk", rates, 10.0, **options)}
+
+
+def test_the_one_with_most_room_keeps():
+    devices = [device("desk", room=1), device("lap", room=5), device("nas", room=9)]
+    assert chosen(devices, links("desk", "lap", "nas")) == {"lap": "nas", "nas": "lap"}
+
+
+def test_another_machine_goes_before_more_room():
+    devices = [device("desk", room=1), device("a", host="one", room=5), device("b", host="one", room=9)]
+    assert chosen(devices, links("desk", "a", "b")) == {"a": "desk", "b": "desk"}
+
+
+def test_a_machine_keeps_what_it_has_when_there_is_no_other():
+    devices = [device(name, host="one") for name in ("desk", "lap")]
+    assert chosen(devices, links("desk", "lap")) == {"lap": "desk"}
+
+
+def test_nobody_keeps_all_where_others_have_the_same_room():
+    devices = [device(name) for name in ("desk", "a", "b", "c")]
+    kept = chosen(devices, links("desk", "a", "b", "c"))
+    assert len(set(kept.values())) == 3
+
+
+@pytest.mark.parametrize(("rate", "keeper"), [(10 * 1000 / LINK_SHARE, "desk"), (10 * 1000 / LINK_SHARE - 1, None)])
+def test_a_slow_link_carries_no_copies_and_says_so(rate, keeper):
+    (kept,) = keepers([device("desk"), device("lap")], "desk", links("desk", "lap", rate=rate), 10.0)
+    assert kept.keeper == keeper
+    assert kept.bytes_per_s == (0 if keeper is None else 10_000)
+    assert ("link" in kept.why) == (keeper is None)
+
+
+def test_copies_that_were_asked_for_are_made_however_slow_a_link_is():
+    assert chosen([device("desk"), device("lap")], {}, always=True) == {"lap": "desk"}
+
+
+def test_a_device_alone_has_no_keeper():
+    assert keepers([device("desk")], "desk", {}, 10.0) == []
+
+
+def test_a_token_takes_what_the_layers_of_a_device_say():
+    layers = [
+        LayerProfile(bytes_by_type={}, expert_bytes_by_type={}, kv_bytes_per_token=size) for size in (100, 200, 400)
+    ]
+    route = tuple(
+        Window(device=name, first=at, last=at + 1, gpu_layers=0) for at, name in enumerate(("desk", "lap", "desk"))
+    )
+    plan = Plan(rounds=1, route=route, output_on_gpu=False, streaming=(), left_out=())
+    assert token_bytes(plan, layers, "f16") == {"desk": 500, "lap": 200}
+    assert token_bytes(plan, layers, "q8_0")["lap"] < 200
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["x", "y"]), st.integers(0, 100), st.integers(0, 10_000)), min_size=1, max_size=7
+    ),
+    st.floats(0, 1e6),
+)
+def test_every_worker_has_another_keeper_or_a_reason(found, rate):
+    devices = [device(f"d{i}", host=host, room=room, token=token) for i, (host, room, token) in enumerate(found)]
+    names = [each.device for each in devices]
+    told = keepers(devices, "d0", links(*names, rate=rate), 10.0)
+    assert [kept.device for kept in told] == sorted(names[1:])
+    for kept in told:
+        assert kept.keeper != kept.device
+        assert (kept.keeper is None) == bool(kept.why)
+        assert kept.keeper is None or kept.bytes_per_s <= LINK_SHARE * rate

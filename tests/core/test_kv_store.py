@@ -1,0 +1,298 @@
+"""The store of KV cells: what is put is held, what is damaged is not there, and the limit never takes what is leased."""
+
+import os
+import stat
+import sys
+import threading
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primad.errors import DiskError
+from primad.kv import keys, shelf
+from primad.kv.cells import CellsError, LayerCells
+from primad.kv.shelf import KvShelf
+from primad.kv.store import KvStore
+
+FIRST = keys.block("root", None, [1, 2, 3], [3])
+SECOND = keys.block("root", FIRST, [4, 5], [4, 5])
+THIRD = keys.block("root", SECOND, [6], [6])
+OTHER = keys.block("another", None, [1, 2, 3], [3])
+LAYER_BYTES = 100
+
+
+def cells(block, *layers):
+    rows = block.end - block.start
+    return [
+        LayerCells(
+            layer=layer,
+            start=block.start,
+            end=block.end,
+            key_type=1,
+            value_type=1,
+            keys=bytes([layer]) * (rows * LAYER_BYTES),
+            values=bytes([layer + 1]) * (rows * LAYER_BYTES),
+        )
+        for layer in layers
+    ]
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_layers_of_several_windows_are_read_as_one(tmp_path):
+    store = KvStore(tmp_path / "cells")
+    store.put(FIRST, cells(FIRST, 4, 5))
+    store.put(FIRST, cells(FIRST, 0, 1, 6))
+    assert store.layers(FIRST.key) == {0, 1, 4, 5, 6}
+    assert store.held(FIRST.key, 4, 7, verify=True)
+    assert not store.held(FIRST.key, 1, 5)
+    assert store.read(FIRST.key, 4, 7) == cells(FIRST, 4, 5, 6)
+    assert store.read(FIRST.key, 5, 6) == cells(FIRST, 5)
+    assert store.read(FIRST.key, 1, 5) == []
+    assert store.block(FIRST.key) == FIRST
+    assert store.block(OTHER.key) is None
+
+
+def test_another_process_sees_what_was_written(tmp_path):
+    writer, reader = KvStore(tmp_path), KvStore(tmp_path, limit_bytes=1 << 20)
+    assert reader.list() == []
+    writer.put(FIRST, cells(FIRST, 0))
+    assert reader.read(FIRST.key, 0, 1) == cells(FIRST, 0)
+    reader.forget([FIRST.key])
+    assert writer.read(FIRST.key, 0, 1) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no mode bits")
+def test_nobody_else_may_read_it(tmp_path):
+    umask = os.umask(0)
+    try:
+        KvStore(tmp_path / "cells").put(FIRST, cells(FIRST, 0))
+    finally:
+        os.umask(umask)
+    (path,) = files(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "cells").stat().st_mode) == 0o700
+
+
+@given(place=st.integers(0), flips=st.integers(1, 255), cut=st.booleans())
+def test_what_is_damaged_is_not_there_and_goes(tmp_path_factory, place, flips, cut):
+    folder = tmp_path_factory.mktemp("cells")
+    store = KvStore(folder)
+    store.put(FIRST, cells(FIRST, 0, 1))
+    (path,) = files(folder)
+    data = bytearray(path.read_bytes())
+    place %= len(data)
+    data[place] ^= flips
+    path.write_bytes(data[:place] if cut else data)
+    assert not store.held(FIRST.key, 0, 2, verify=True)
+    assert store.read(FIRST.key, 0, 2) == []
+    assert files(folder) == []
+
+
+def test_what_another_file_holds_whole_is_still_there(tmp_path):
+    store = KvStore(tmp_path)
+    store.put(FIRST, cells(FIRST, 0, 1, 2))
+    path = files(tmp_path)[0]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    store.put(FIRST, cells(FIRST, 2))
+    assert store.read(FIRST.key, 2, 3) == cells(FIRST, 2)
+    assert store.layers(FIRST.key) == {2}, "the damaged file is gone, with layers 0 and 1"
+
+
+def test_a_file_under_another_name_is_not_believed(tmp_path):
+    store = KvStore(tmp_path)
+    store.put(FIRST, cells(FIRST, 0))
+    (tmp_path / OTHER.key).mkdir()
+    (tmp_path / FIRST.key / "0-1.cells").rename(tmp_path / OTHER.key / "0-1.cells")
+    assert store.read(OTHER.key, 0, 1) == []
+    store.put(FIRST, cells(FIRST, 0))
+    (tmp_path / FIRST.key / "0-1.cells").rename(tmp_path / FIRST.key / "1-2.cells")
+    assert store.read(FIRST.key, 1, 2) == []
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("key", ["", "..", "../" + "a" * 29, "A" * 32, "a" * 31, "a" * 32 + "\n"])
+def test_a_key_that_is_none_names_no_file(tmp_path, key):
+    store = KvStore(tmp_path / "cells")
+    outside = tmp_path / "a"
+    outside.mkdir()
+    store.forget([key])
+    store.touch([key])
+    assert not store.held(key, 0, 1)
+    assert store.part(key, 0, 1) is None
+    assert outside.exists()
+
+
+def test_a_part_goes_to_another_device_whole_or_not_at_all(tmp_path):
+    here, there = KvStore(tmp_path / "here"), KvStore(tmp_path / "there")
+    here.put(FIRST, cells(FIRST, 0, 1, 2))
+    whole = here.part(FIRST.key, 1, 5)
+    there.add_part(FIRST, whole)
+    assert there.read(FIRST.key, 1, 3) == cells(FIRST, 1, 2)
+    assert here.part(FIRST.key, 3, 5) is None
+    damaged = bytearray(whole)
+    damaged[-1] ^= 1
+    for part in (bytes(damaged), whole[:-1], b"", b"x" * 100):
+        with pytest.raises(CellsError):
+            there.add_part(FIRST, part)
+    here.put(OTHER, cells(OTHER, 0))
+    with pytest.raises(CellsError, match="in place of"):
+        there.add_part(FIRST, here.part(OTHER.key, 0, 1))
+    assert there.layers(FIRST.key) == {1, 2}
+    assert there.list()[0].key == FIRST.key
+    assert len(there.list()) == 1
+
+
+def test_the_end_of_the_chain_used_longest_ago_goes_first_and_never_what_is_leased(tmp_path):
+    size = sum(path.stat().st_size for path in _put(tmp_path / "one", FIRST))
+    store = KvStore(tmp_path / "cells", limit_bytes=3 * size)
+    for block in (FIRST, SECOND, OTHER):
+        store.put(block, cells(block, 0))
+    for used, keys_ in enumerate(([OTHER.key], [FIRST.key, SECOND.key])):
+        store.touch(keys_)
+        for key in keys_:
+            moved = (tmp_path / "cells" / key).stat().st_mtime_ns - (2 - used) * 10**9
+            os.utime(tmp_path / "cells" / key, ns=(moved, moved))
+    assert [block.key for block in store.list()] == [OTHER.key, SECOND.key, FIRST.key]
+    store.lease("answer", [OTHER.key])
+    store.put(THIRD, cells(THIRD, 0, 1, 2, 3))
+    assert [block.key for block in store.list() if block.leased] == [OTHER.key]
+    assert store.layers(SECOND.key) == set()
+    store.forget([OTHER.key])
+    store.clear()
+    assert [block.key for block in store.list()] == [OTHER.key]
+    store.lease("answer", [])
+    store.clear()
+    assert store.list() == []
+
+
+def _put(folder, block):
+    KvStore(folder).put(block, cells(block, 0))
+    return files(folder)
+
+
+def test_an_eviction_makes_room_for_a_while(tmp_path):
+    chain = [keys.block(str(i), None, [1], [1]) for i in range(40)]
+    store = KvStore(tmp_path, limit_bytes=16 * 330)
+    for block in chain:
+        store.put(block, cells(block, 0))
+        assert sum(each.size_bytes for each in store.list()) <= 16 * 330
+    assert chain[-1].key in {block.key for block in store.list()}
+    KvStore(tmp_path).put(FIRST, cells(FIRST, 0, 1))
+    store.evict()
+    assert sum(each.size_bytes for each in store.list()) <= 15 * 330
+
+
+def test_what_others_write_counts_at_the_next_eviction(tmp_path):
+    store, other = KvStore(tmp_path, limit_bytes=1), KvStore(tmp_path)
+    other.put(FIRST, cells(FIRST, 0))
+    store.evict()
+    assert store.list() == []
+
+
+def test_a_disk_that_is_nearly_full_takes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: _Usage)
+    with pytest.raises(DiskError, match="do not fit"):
+        KvStore(tmp_path).put(FIRST, cells(FIRST, 0))
+    assert files(tmp_path) == []
+
+
+class _Usage:
+    total, free = 1 << 40, (1 << 30) + 10
+
+
+def test_a_folder_that_refuses_is_one_clear_error(tmp_path):
+    (tmp_path / "cells").write_bytes(b"")
+    store = KvStore(tmp_path / "cells")
+    with pytest.raises(DiskError, match="make room or the folder writable"):
+        store.put(FIRST, cells(FIRST, 0))
+    assert store.read(FIRST.key, 0, 1) == []
+
+
+# ---- the shelf ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(tmp_path):
+    made = KvShelf(KvStore(tmp_path))
+    yield made
+    made.close()
+
+
+def test_a_chain_comes_back_from_its_beginning(kept):
+    chain = [FIRST, SECOND, THIRD]
+    for block in chain:
+        kept.keep(block, cells(block, 2, 3))
+    assert kept.chain(THIRD.key, 2, 4) == [cells(block, 2, 3) for block in chain]
+    assert kept.blocks(SECOND.key) == chain[:2]
+    assert all(before.end == after.start for before, after in pairwise(kept.blocks(THIRD.key)))
+    assert kept.chain(THIRD.key, 1, 4) == []
+    assert kept.chain(OTHER.key, 2, 4) == []
+    assert kept.chain("", 2, 4) == []
+
+
+def test_a_chain_with_a_hole_is_none(kept, tmp_path):
+    for block in (FIRST, SECOND, THIRD):
+        kept.keep(block, cells(block, 0))
+    assert kept.flush()
+    KvStore(tmp_path).forget([SECOND.key])
+    assert kept.chain(THIRD.key, 0, 1) == []
+    assert len(kept.chain(FIRST.key, 0, 1)) == 1
+
+
+class _Slow(KvStore):
+    """Writes when it is let."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.let = threading.Semaphore(0)
+
+    def put(self, block, cells):
+        assert self.let.acquire(timeout=60)
+        super().put(block, cells)
+
+
+def test_who_keeps_more_than_may_wait_waits_for_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(shelf, "MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr(shelf, "PATIENCE_S", 600)
+    store = _Slow(tmp_path)
+    kept = KvShelf(store)
+    kept.keep(FIRST, cells(FIRST, 0))
+    second = threading.Thread(target=kept.keep, args=(SECOND, cells(SECOND, 0)))
+    third = threading.Thread(target=kept.keep, args=(OTHER, cells(OTHER, 0)))
+    second.start()
+    second.join(60)  # 600 and 400 bytes
+    third.start()
+    third.join(0.05)
+    assert third.is_alive(), "more than 1,000 bytes wait"
+    store.let.release(3)
+    third.join(60)
+    assert kept.flush()
+    kept.close()
+    assert {block.key for block in store.list()} == {FIRST.key, SECOND.key, OTHER.key}
+
+
+def test_a_disk_that_refuses_is_told_once_and_stops_nobody(tmp_path, caplog):
+    (tmp_path / "cells").write_bytes(b"")
+    kept = KvShelf(KvStore(tmp_path / "cells"))
+    with caplog.at_level("WARNING"):
+        for block in (FIRST, SECOND):
+            kept.keep(block, cells(block, 0))
+        assert kept.flush()
+    assert sum("not kept" in line for line in caplog.messages) == 1
+    assert kept.chain(SECOND.key, 0, 1) == []
+    kept.close()
+
+
+def test_what_waits_is_written_before_the_end(tmp_path):
+    kept = KvShelf(KvStore(tmp_path))
+    for block in (FIRST, SECOND, THIRD):
+        kept.keep(block, cells(block, 0))
+    kept.close()
+    assert len(KvStore(tmp_path).list()) == 3

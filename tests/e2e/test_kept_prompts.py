@@ -1,0 +1,49 @@
+"""The beginning of a prompt is found again in the folder of --kv-cache, after a worker and the head were started anew."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import PATIENCE_S, Head, heading, joined, wait_until
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "A tale of the sea and of those who sail on it. " * 60
+"""More than a chunk."""
+
+
+def answer(head: Head, prompt: str = PROMPT) -> tuple[str, int]:
+    """What the head writes, and how many tokens of the prompt were computed before."""
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+    reply = httpx.post(f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+    return reply["choices"][0]["text"], reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_prompt_is_found_again_after_every_device_was_started_anew(smollm2, module_home, tmp_path):
+    cluster = f"prompts-{secrets.token_hex(6)}"
+    worker_home, head_home = module_home("worker"), module_home("head")
+    caches = {"worker": ("--kv-cache", tmp_path / "w"), "head": ("--kv-cache", tmp_path / "h")}
+    arguments = ("--wait", 1, "--use-all", "--context", 2048, "--sequences", 1, *caches["head"])
+    with ExitStack() as heads:
+        head = heads.enter_context(heading(smollm2, head_home, cluster, *arguments, config=""))
+        with joined(worker_home, cluster, *caches["worker"]) as worker:
+            head.wait_serving()
+            told, before = answer(head)
+            assert before == 0
+            assert answer(head, "Another prompt takes the only sequence. " + PROMPT)[1] == 0
+            wait_until(lambda: head.status()["kv"]["lag_tokens"] == 0, "all is kept")
+            assert answer(head) == (told, 512)
+            assert head.status()["kv"]["found_tokens"] == 512
+            worker.stop()
+        with joined(worker_home, cluster, *caches["worker"]):
+            wait_until(lambda: len(head.status().get("devices", ())) == 2, "both compute again")
+            assert answer(head) == (told, 512)
+            heads.close()
+            with heading(smollm2, head_home, cluster, *arguments, config="") as again:
+                again.wait_serving()
+                assert answer(again) == (told, 512)
+                assert again.status()["kv"]["found_tokens"] == 512

@@ -1,0 +1,213 @@
+"""KV cells over real sockets: several sources, sources that die, stall or lie, what is held and forgotten meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq.asyncio
+
+from primad.kv import keys
+from primad.kv.cells import LayerCells
+from primad.kv.keys import KvBlock
+from primad.kv.store import KvStore
+from primad.layers.cells import CellsFetcher
+from primad.layers.server import LayerServer
+from primad.network.contacts import Contact
+from primad.network.layer_messages import (
+    CHUNK_BYTES,
+    AskPresent,
+    Cells,
+    FetchCells,
+    Present,
+    TransferRequest,
+)
+from primad.ring.messages import encode
+from primad.settings.timings import LayerTimings
+from primad.trust.identity import new_identity
+from tests.fakes.layers import here
+from tests.shell.test_fetch import ME, Reply, answering, ended, links
+
+PATIENCE_S = 180.0
+CELL_BYTES = 64
+
+
+def chain(count: int, rows: int = 16) -> list[KvBlock]:
+    blocks: list[KvBlock] = []
+    for number in range(count):
+        tokens = range(number * rows, number * rows + rows)
+        blocks.append(keys.block("root", blocks[-1] if blocks else None, tokens, [tokens.stop]))
+    return blocks
+
+
+def cells(block: KvBlock, layers: Sequence[int], cell_bytes: int = CELL_BYTES) -> list[LayerCells]:
+    rows = block.end - block.start
+    return [
+        LayerCells(
+            layer=layer,
+            start=block.start,
+            end=block.end,
+            key_type=1,
+            value_type=1,
+            keys=bytes([layer, block.start % 251]) * (rows * cell_bytes // 2),
+            values=bytes([layer + 1]) * (rows * cell_bytes),
+        )
+        for layer in layers
+    ]
+
+
+def holding(path, blocks: Sequence[KvBlock], layers: Sequence[int], cell_bytes: int = CELL_BYTES) -> KvStore:
+    store = KvStore(path)
+    for block in blocks:
+        store.put(block, cells(block, layers, cell_bytes))
+    return store
+
+
+@asynccontextmanager
+async def served(context: zmq.asyncio.Context, store: KvStore | None, device: str = "nas") -> AsyncIterator[Contact]:
+    identity = new_identity()
+    server = LayerServer(context, "127.0.0.1", identity, lambda _: None, cells=store)
+    task = asyncio.create_task(server.run())
+    try:
+        yield here(device, identity.public, server.port)
+        assert not task.done(), "the server ended"
+    finally:
+        await ended(task)
+
+
+def fetcher(context: zmq.asyncio.Context, store: KvStore, **timings: float) -> CellsFetcher:
+    return CellsFetcher(context, ME, store, timings=LayerTimings(**timings))
+
+
+def whole(store: KvStore, block: KvBlock, first: int, last: int) -> bool:
+    return store.read(block.key, first, last) == cells(block, range(first, last))
+
+
+def test_blocks_come_from_whoever_has_which_of_their_layers(tmp_path):
+    blocks = chain(70)
+    one = holding(tmp_path / "one", blocks, range(0, 4))
+    other = holding(tmp_path / "other", blocks[:40], range(3, 9))
+    mine = holding(tmp_path / "mine", blocks[:5], [2, 3])
+
+    async def test() -> None:
+        async with links() as context, served(context, one, "one") as a, served(context, other, "other") as b:
+            held = await fetcher(context, mine).hold(blocks, [(1, 5), (7, 8)], [a, b], PATIENCE_S, verify=False)
+            assert held == [True] * 40 + [False] * 30
+
+    asyncio.run(test())
+    assert all(whole(mine, block, 1, 5) and whole(mine, block, 7, 8) for block in blocks[:40])
+    assert all(mine.layers(block.key) == {1, 2, 3} for block in blocks[40:])
+
+
+def test_a_block_that_is_larger_than_a_reply_comes_in_pieces(tmp_path):
+    (block,) = chain(1, rows=512)
+    cell_bytes = CHUNK_BYTES // 512 + 1000
+    there = holding(tmp_path / "there", [block], [0, 1, 2], cell_bytes)
+    mine = KvStore(tmp_path / "mine")
+
+    async def test() -> None:
+        async with links() as context, served(context, there) as source:
+            assert await fetcher(context, mine).hold([block], [(0, 3)], [source], PATIENCE_S, verify=False) == [True]
+
+    asyncio.run(test())
+    assert mine.read(block.key, 0, 3) == cells(block, [0, 1, 2], cell_bytes)
+
+
+def test_a_damaged_block_is_fetched_again_and_not_given_to_others(tmp_path):
+    blocks = chain(3)
+    good, spoilt = (holding(tmp_path / name, blocks, range(3)) for name in ("good", "spoilt"))
+    (file,) = (tmp_path / "spoilt" / blocks[1].key).glob("*.cells")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    mine = KvStore(tmp_path / "mine")
+
+    async def test() -> None:
+        async with links() as context, served(context, spoilt, "spoilt") as bad, served(context, good) as source:
+            held = await fetcher(context, mine).hold(blocks, [(0, 3)], [bad], PATIENCE_S, verify=False)
+            assert held == [True, False, True]
+            held = await fetcher(context, spoilt).hold(blocks, [(0, 3)], [source], PATIENCE_S, verify=True)
+            assert held == [True] * 3
+
+    asyncio.run(test())
+    assert not mine.layers(blocks[1].key)
+    assert whole(spoilt, blocks[1], 0, 3)
+
+
+def test_a_device_without_a_store_has_nothing(tmp_path):
+    async def test() -> None:
+        async with links() as context, served(context, None) as source:
+            mine = fetcher(context, KvStore(tmp_path / "mine"))
+            assert await mine.hold(chain(2), [(0, 1)], [source], PATIENCE_S, verify=False) == [False, False]
+
+    asyncio.run(test())
+
+
+def lies(blocks: Sequence[KvBlock]) -> list[Reply]:
+    part = b"".join(bytes(piece) for piece in [b"primadKV", b"\xff" * 100])
+    return [
+        [encode(Cells(sizes=[len(part)])), part],
+        [encode(Cells(sizes=[1 << 40])), b"x"],
+        [encode(Cells(sizes=[-1]))],
+        [encode(Cells(sizes=[10])), b"x" * 11],
+        [encode(Cells(sizes=[10]))],
+        [encode(Cells(sizes=[0] * (len(blocks) + 1)))],
+        [encode(Present(held=[]))],
+        [b"\xc1"],
+    ]
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_source_that_lies_costs_nothing_but_itself(tmp_path, number):
+    blocks = chain(4)
+    good = holding(tmp_path / "good", blocks, range(2))
+    mine = KvStore(tmp_path / "mine")
+
+    def answer(request: TransferRequest) -> Reply:
+        if isinstance(request, AskPresent):
+            return [encode(Present(held=[]))]
+        assert isinstance(request, FetchCells)
+        return lies(blocks)[number]
+
+    async def test() -> None:
+        async with links() as context, answering(context, answer) as liar, served(context, good) as source:
+            alone = await fetcher(context, mine).hold(blocks, [(0, 2)], [liar], PATIENCE_S, verify=False)
+            assert alone == [False] * 4
+            held = await fetcher(context, mine).hold(blocks, [(0, 2)], [liar, source], PATIENCE_S, verify=False)
+            assert held == [True] * 4
+
+    asyncio.run(test())
+    assert all(whole(mine, block, 0, 2) for block in blocks)
+
+
+def test_another_blocks_cells_are_not_taken_for_it(tmp_path):
+    block, other = chain(2)
+    store = holding(tmp_path / "there", [other], [0])
+    part = store.part(other.key, 0, 1)
+    assert part is not None
+
+    def answer(request: TransferRequest) -> Reply:
+        if isinstance(request, AskPresent):
+            return [encode(Present(held=[]))]
+        return [encode(Cells(sizes=[len(part)])), part]
+
+    async def test() -> None:
+        async with links() as context, answering(context, answer) as liar:
+            mine = fetcher(context, KvStore(tmp_path / "mine"))
+            assert await mine.hold([block], [(0, 1)], [liar], PATIENCE_S, verify=False) == [False]
+
+    asyncio.run(test())
+
+
+def test_who_is_silent_is_waited_for_no_longer_than_was_asked(tmp_path):
+    def answer(request: TransferRequest) -> Reply:
+        return [encode(Present(held=[]))] if isinstance(request, AskPresent) else None
+
+    async def test() -> None:
+        async with links() as context, answering(context, answer) as silent:
+            mine = fetcher(context, KvStore(tmp_path / "mine"), silence_timeout_s=PATIENCE_S)
+            assert await mine.hold(chain(1), [(0, 1)], [silent], 0.05, verify=False) == [False]
+
+    asyncio.run(test())

@@ -1,0 +1,279 @@
+"""A head that looks after KV cells: keepers hear of them, rings go on from them, and nobody keeps what is over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from primad.kv import keys
+from primad.kv.cells import LayerCells
+from primad.kv.keys import KvBlock
+from primad.kv.store import KvStore
+from primad.network.messages import KvForget
+from primad.ring.keeping import prompt_blocks
+from primad.ring.messages import Generate
+from tests.fakes.control import FakeDevice
+from tests.fakes.ring import GREEDY
+from tests.fakes.rings import LAYERS, FakeRing
+from tests.shell.test_head_daemon import Lab, Stream, header, lab, run
+
+__all__ = ["header", "lab"]
+
+PROMPT = list(range(100, 140))
+"""Two chunks of 16 tokens, and a rest."""
+
+
+def chain(count: int, rows: int = 2) -> list[KvBlock]:
+    """Blocks of an answer whose prompt has two tokens, the first of them that prompt's."""
+    blocks: list[KvBlock] = []
+    for number in range(count):
+        blocks.append(keys.block("root", blocks[-1] if blocks else None, [number] * rows, [rows * (number + 1)]))
+    return blocks
+
+
+def own_cells(here: Lab, blocks: list[KvBlock]) -> KvStore:
+    """What the head's ring process would have kept."""
+    store = KvStore(here.home / "cells")
+    for block in blocks:
+        size = 4 * (block.end - block.start)
+        cells = [
+            LayerCells(
+                layer=layer,
+                start=block.start,
+                end=block.end,
+                key_type=1,
+                value_type=1,
+                keys=b"k" * size,
+                values=b"v" * size,
+            )
+            for layer in range(LAYERS)
+        ]
+        store.put(block, cells)
+    return store
+
+
+async def answering(here: Lab, *names: str) -> tuple[list[FakeDevice], FakeRing, Stream, int]:
+    """A ring of ``names`` that keeps KV cells, and an answer that it writes."""
+    here.rings.keeps = True
+    devices = [here.device(name) for name in names]
+    here.start()
+    ring = await here.serves(*names)
+    stream, request = await here.stream(ring)
+    return devices, ring, stream, request
+
+
+async def figures(here: Lab) -> dict[str, int]:
+    return (await here.backend.status())["kv"]
+
+
+def test_a_keeper_is_told_what_another_device_keeps_and_from_whom_it_comes(lab):
+    async def test(here: Lab) -> None:
+        (nas, lap), ring, _, request = await answering(here, "nas", "lap")
+        assert ring.generates[0].root
+        blocks = chain(3)
+        ring.keep(request, *blocks)
+        await nas.wait(lambda: any(hold.blocks == blocks for hold in nas.held))
+        await lap.wait(lambda: any(hold.blocks == blocks for hold in lap.held))
+        told = {copy["device"]: copy["keeper"] for copy in (await figures(here))["copies"]}
+        assert told == {"nas": "lap", "lap": "nas"}
+        (layers,) = [ring.plan.windows_of("lap")[0][1]]
+        assert nas.held[0].layers == [(layers.first, layers.last)]
+        assert [source.device for source in nas.held[0].sources] == ["lap"]
+
+    run(lab, test)
+
+
+def test_what_a_keeper_did_not_get_it_is_told_again(lab):
+    async def test(here: Lab) -> None:
+        (nas, _), ring, _, request = await answering(here, "nas", "lap")
+        first, second = chain(2)
+        nas.lacks.add(second.key)
+        ring.keep(request, first, second)
+        await nas.wait(lambda: any(hold.blocks == [second] for hold in nas.held))
+        assert (await figures(here))["lag_tokens"] == 2
+        nas.lacks.clear()
+        before = len(nas.held)
+        await nas.wait(lambda: len(nas.held) > before)
+
+    run(lab, test)
+
+
+def test_all_are_told_what_nobody_needs_and_what_of_it_was_a_prompt(lab):
+    async def test(here: Lab) -> None:
+        (nas,), ring, stream, request = await answering(here, "nas")
+        prompt, drawn = chain(2)
+        store = own_cells(here, [prompt, drawn])
+        ring.keep(request, prompt, drawn)
+        ring.draw(request, 5)
+        ring.finish(request)
+        await stream.ends()
+        ring.forget(prompt, drawn)
+        told = [await nas.hear(KvForget), await nas.hear(KvForget)]
+        assert {forget.lasting: forget.keys for forget in told} == {True: [prompt.key], False: [drawn.key]}
+        assert store.list() == []
+
+    run(lab, test)
+
+
+def test_a_new_ring_goes_on_from_the_blocks_that_all_its_devices_hold(lab):
+    async def test(here: Lab) -> None:
+        (nas, lap), ring, stream, request = await answering(here, "nas", "lap")
+        ring.draw(request, *range(10, 18))
+        await stream.has(*range(10, 18))
+        blocks = chain(4)
+        own_cells(here, blocks)
+        nas.lacks.add(blocks[3].key)
+        ring.keep(request, *blocks)
+        await lap.leave()
+        ring.breaks("lap", "lap is gone")
+        after = await here.serves("nas", after=ring.epoch)
+        await here.rings.find(lambda each: each is after and bool(each.generates))
+        (generate,) = after.generates
+        assert generate.blocks == blocks[:3]
+        assert generate.sampled == list(range(10, 18))
+        asked = next(hold for hold in nas.held if hold.verify)
+        assert asked.blocks == blocks
+        assert asked.layers == [(window.first, window.last) for _, window in after.plan.windows_of("nas")]
+        assert {source.device for source in asked.sources} >= {"desk"}
+        kv = await figures(here)
+        assert (kv["restores"], kv["restored_tokens"], kv["computed_again_tokens"]) == (1, 6, 3)
+        after.keep(request, blocks[3])
+        after.draw(request, 18)
+        after.finish(request)
+        assert (await stream.ends()).reason == "stop"
+
+    run(lab, test)
+
+
+def test_a_device_that_joins_is_asked_while_the_old_ring_serves_and_after_it(lab):
+    async def test(here: Lab) -> None:
+        _, ring, stream, request = await answering(here, "nas")
+        here.solver.value = lambda count: 10.0 / count
+        blocks = chain(2)
+        own_cells(here, blocks)
+        ring.draw(request, 10, 11, 12)
+        ring.keep(request, *blocks)
+        lap = here.device("lap")
+        after = await here.serves("lap", "nas", after=ring.epoch)
+        assert ring.drained
+        assert [hold.verify for hold in lap.held[:2]] == [True, False]
+        assert all(hold.blocks == blocks for hold in lap.held[:2])
+        await here.rings.find(lambda each: each is after and bool(each.generates))
+        assert after.generates[0].blocks == blocks
+        assert (await figures(here))["computed_again_tokens"] == 0
+        after.finish(request)
+        await stream.ends()
+
+    run(lab, test)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_ring_that_keeps_nothing_is_given_nothing(lab, keeps):
+    async def test(here: Lab) -> None:
+        (_, lap), ring, _, request = await answering(here, "nas", "lap")
+        blocks = chain(2)
+        own_cells(here, blocks)
+        ring.keep(request, *blocks)
+        here.rings.keeps = keeps
+        await lap.leave()
+        ring.breaks("lap", "lap is gone")
+        after = await here.serves("nas", after=ring.epoch)
+        await here.rings.find(lambda each: each is after and bool(each.generates))
+        assert (after.generates[0].blocks == blocks) == keeps
+        assert bool(after.generates[0].root) == keeps
+        assert ((await figures(here)) is None) == (not keeps)
+        assert any(line.startswith("KV cells are not kept") for line in here.said) == (not keeps)
+
+    run(lab, test)
+
+
+@pytest.mark.parametrize(("most_s", "rows"), [(0.5, True), (0.4, False)])
+def test_more_than_some_seconds_of_rows_are_computed_in_chunks(lab, most_s, rows):
+    async def test(here: Lab) -> None:
+        here.more_options = {"exact_replay_s": most_s}  # at 20 tokens a second, which are taken for likely
+        (_, lap), ring, stream, request = await answering(here, "nas", "lap")
+        ring.draw(request, *range(10))
+        await stream.has(*range(10))
+        await lap.leave()
+        ring.breaks("lap", "lap is gone")
+        after = await here.serves("nas", after=ring.epoch)
+        await here.rings.find(lambda each: each is after and bool(each.generates))
+        assert after.generates[0].replays_rows == rows
+
+    run(lab, test)
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+async def asked(here: Lab, ring: FakeRing, owner: str, prompt: list[int] = PROMPT) -> Generate:
+    """What ``ring`` is told of an answer to ``prompt`` for ``owner``, who leaves again."""
+    before = len(ring.generates)
+    answer = here.backend.generate(prompt, max_tokens=9, sampling=GREEDY, logprobs=None, owner=owner)
+    reading = asyncio.create_task(anext(answer))
+    await here.rings.find(lambda each: each is ring and len(each.generates) > before)
+    reading.cancel()
+    await asyncio.wait([reading])
+    await answer.aclose()
+    return ring.generates[-1]
+
+
+def blocks_of(here: Lab, generate: Generate) -> list[KvBlock]:
+    """The blocks of its prompt that can be of use."""
+    assert here.daemon is not None
+    chunking = here.daemon._kv._chunking
+    assert chunking is not None
+    return prompt_blocks(chunking, generate.prompt, generate.root)[:-1]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_prompt_is_found_for_its_key_and_for_all_where_prefixes_are_shared(lab, tmp_path, shares):
+    async def test(here: Lab) -> None:
+        here.rings.keeps, here.more_options = True, {"share_prefixes": shares}
+        nas = here.device("nas")
+        here.start(kv_cache=str(tmp_path / "cache"))
+        ring = await here.serves("nas")
+        generate = await asked(here, ring, "ann")
+        assert generate.blocks == []
+        blocks = blocks_of(here, generate)
+        assert [block.end for block in blocks] == [16, 32]
+        own_cells(here, blocks)
+        assert (await asked(here, ring, "ann")).blocks == blocks
+        assert [hold.blocks for hold in nas.held if hold.verify] == [blocks]
+        for_bob = await asked(here, ring, "bob")
+        assert (for_bob.root == generate.root) == shares
+        assert for_bob.blocks == []  # of another key, or in a sequence of the ring already
+        ring.forget(*blocks)
+        assert ((await asked(here, ring, "bob")).blocks == blocks) == shares
+        assert (await figures(here))["found_tokens"] == 32 + 32 * shares
+
+    run(lab, test)
+
+
+def test_what_a_worker_does_not_have_of_a_prompt_is_computed(lab, tmp_path):
+    async def test(here: Lab) -> None:
+        here.rings.keeps = True
+        nas = here.device("nas")
+        here.start(kv_cache=str(tmp_path / "cache"))
+        ring = await here.serves("nas")
+        blocks = blocks_of(here, await asked(here, ring, ""))
+        own_cells(here, blocks)
+        nas.lacks.add(blocks[1].key)
+        assert (await asked(here, ring, "")).blocks == blocks[:1]
+        assert (await nas.hear(KvForget)).keys == [blocks[1].key]
+
+    run(lab, test)
+
+
+def test_without_a_cache_no_prompt_is_looked_for(lab):
+    async def test(here: Lab) -> None:
+        here.rings.keeps = True
+        nas = here.device("nas")
+        here.start()
+        ring = await here.serves("nas")
+        own_cells(here, blocks_of(here, await asked(here, ring, "")))
+        assert (await asked(here, ring, "")).blocks == []
+        assert nas.held == []
+
+    run(lab, test)

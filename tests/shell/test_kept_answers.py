@@ -1,0 +1,134 @@
+"""Answers of llama.cpp go on in another ring from the cells that were kept of them, with the bits that they had."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from halda.assignment import in_memory
+from primad.engine.protocol import GREEDY, WindowSource
+from primad.gguf.architectures import layer_count
+from primad.gguf.header import read_header
+from primad.ring.head import Tell
+from primad.ring.keeping import prompt_blocks
+from primad.ring.loading import open_head
+from primad.ring.messages import Drained, Generate, HeadPart, KvKept, Open, PromptProgress, Sampled
+from tests.shell.test_cut_exact import OPTIONS, synth
+
+PROMPT = [(7 * place) % 90 + 3 for place in range(40)]
+DRAWN = msgspec.structs.replace(GREEDY, temperature=1.5, seed=3, presence_penalty=0.5, penalty_tokens=8)
+TOKENS = 24
+WIDE = {"width": 256, "head_width": 64}
+"""Heads that whole blocks of Q8_0 fit."""
+
+
+class OneDevice:
+    """The head's part of a ring process that has the whole model, and what it told."""
+
+    def __init__(self, path, cells, options) -> None:
+        layers = layer_count(read_header(path))
+        source = WindowSource(
+            window=0, metadata=str(path), layers=(), assignment=in_memory(0, layers, output="cpu"), extra_buffers=False
+        )
+        opening = Open(
+            ring=1,
+            epoch=1,
+            windows=[source],
+            route=1,
+            width=256,
+            host="127.0.0.1",
+            head=HeadPart(model=str(path), depth=1, at_once=2, chunk_rows=16, least_rows=16, keep_rows=5),
+            step_timeout_s=60,
+            options=options,
+            ahead_bytes=0,
+            usage=None,
+            cells=str(cells),
+        )
+        self.head, self._streams = open_head(opening, lambda _: None)
+        self.events = []
+
+    def run(self, *asked, until=lambda events: False) -> None:
+        """Until it is quiet, or ``until`` says so."""
+        for each in asked:
+            self.head.submit(each)
+        while not until(self.events) and (outcome := self.head.turn()) is not None:
+            assert isinstance(outcome, Tell)
+            self.events += outcome.events
+
+    def told(self, request):
+        """Tokens and log-probabilities."""
+        return [
+            (each.token, each.logprob) for each in self.events if isinstance(each, Sampled) and each.request == request
+        ]
+
+    def kept(self, request):
+        told = (each for each in self.events if isinstance(each, KvKept) and each.request == request)
+        return [block for each in told for block in each.blocks]
+
+    def close(self) -> None:
+        self._streams.end()
+        self.head.shelf.close()
+        self.head._tail.release()
+
+
+@pytest.fixture
+def device(tmp_path):
+    opened = []
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="llama", **WIDE)
+
+    def make(options) -> OneDevice:
+        opened.append(OneDevice(path, tmp_path / "cells", options))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+def asked(request=1, *, sampled=(), **options) -> Generate:
+    common = {"prompt": PROMPT, "max_tokens": TOKENS, "sampling": DRAWN, "logprobs": 0, "root": "model and owner"}
+    return Generate(request=request, sampled=list(sampled), **{**common, **options})
+
+
+@pytest.mark.parametrize("drains", [True, False])
+@pytest.mark.parametrize(("kv_type", "flash", "sequences"), [("f16", True, 1), ("f16", False, 2), ("q8_0", True, 2)])
+def test_an_answer_goes_on_from_its_cells_bit_for_bit(device, kv_type, flash, sequences, drains):
+    options = msgspec.structs.replace(OPTIONS, kv_type=kv_type, flash=flash, sequences=sequences, rows=16)
+    undisturbed, first = device(options), device(options)
+    requests = range(1, sequences + 1)
+    undisturbed.run(*(asked(request, root="") for request in requests))
+    whole = {request: undisturbed.told(request) for request in requests}
+    first.run(
+        *(asked(request) for request in requests),
+        until=lambda events: sum(isinstance(each, Sampled) for each in events) == 13 * sequences,
+    )
+    if drains:
+        first.head.drain()
+        first.run()
+        assert Drained() in first.events
+    first.head.shelf.flush()
+    second = device(options)
+    for request in requests:
+        told = first.told(request)
+        assert told == whole[request][: len(told)]
+        rows = len(PROMPT) + len(told) - 1 - first.kept(request)[-1].end
+        assert rows == 0 if drains else rows < 8
+        second.head.submit(
+            asked(request, sampled=[token for token, _ in told], blocks=first.kept(request)),
+        )
+    second.run()
+    for request in requests:
+        assert first.told(request) + second.told(request) == whole[request]
+
+
+def test_a_prompt_is_found_again_by_another_process(device):
+    options = msgspec.structs.replace(OPTIONS, rows=16)
+    first = device(options)
+    first.run(asked())
+    first.head.shelf.flush()
+    second = device(options)
+    found = prompt_blocks(second.head._scheduler._chunking, PROMPT, "model and owner")
+    second.run(asked(blocks=found))
+    assert second.told(1) == first.told(1)
+    assert [each.reused for each in second.events if isinstance(each, PromptProgress)] == [32]

@@ -1,0 +1,399 @@
+"""KV cells leave llama.cpp by position and go into other windows: what is computed from them is the same, bit for bit."""
+
+import struct
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primad.engine import kv_cache
+from primad.engine.llama import WholeModel, llama
+from primad.engine.protocol import Rows
+from primad.errors import EngineError
+from primad.gguf.architectures import SUPPORTED, layer_count
+from primad.gguf.header import read_header
+from primad.gguf.windows import vocabulary_size
+from primad.kv import keys
+from primad.kv.cells import pack, unpack
+from primad.kv.store import KvStore
+from tests.shell.test_cut_exact import OPTIONS, PROMPT, Route, files_of, rows, synth
+from tests.shell.test_streams_exact import EVERYTHING, streaming
+
+KINDS = {"flash": ("f16", True), "scores": ("f16", False), "q8_0": ("q8_0", True)}
+ANSWER = 7
+WIDE = {"width": 256, "head_width": 64}
+"""Heads that whole blocks of Q8_0 fit."""
+
+
+def options_of(kind, sequences):
+    kv_type, flash = KINDS[kind]
+    return msgspec.structs.replace(OPTIONS, kv_type=kv_type, flash=flash, sequences=sequences)
+
+
+def written(folder, architecture, **sizes):
+    path = folder / "model.gguf"
+    synth.write_model(path, architecture=architecture, **sizes)
+    return read_header(path)
+
+
+def whole_of(header, options):
+    files = files_of(header.path, (), layer_count(header))
+    return WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header))
+
+
+class Whole(Route):
+    """The whole model in one window."""
+
+    def __init__(self, header, options):
+        self.windows = [whole_of(header, options)]
+
+
+class Kept:
+    """The cells of all layers in blocks, as a ring computes, takes out and keeps them."""
+
+    def __init__(self, route, sequence):
+        self._route, self._sequence, self._end = route, sequence, 0
+        self.blocks = []
+        self.tokens = []
+
+    def add(self, tokens):
+        """Compute ``tokens`` in one step, and keep their cells."""
+        logits = self._route.logits(tokens, self._end, self._sequence)
+        self.tokens += tokens
+        self.keep(self._end + len(tokens))
+        return logits
+
+    def keep(self, end):
+        cells = [layer for each in self._route.windows for layer in each.kv_cells(self._sequence, self._end, end)]
+        self.blocks.append(cells)
+        self._end = end
+
+
+def restore(route, blocks, sequence):
+    for window in route.windows:
+        first, last = window.layers.start, window.layers.stop
+        window.kv_restore(sequence, [block[first:last] for block in blocks])
+
+
+def answer(route, kept, sequence, logits, count):
+    """``count`` greedy tokens from ``logits``, each kept; the logits behind the last."""
+    for _ in range(count):
+        logits = kept.add([int(logits.argmax())])
+    return logits
+
+
+def judge(header, folder, kind, sequences, cuts):
+    options, sequence = options_of(kind, sequences), sequences - 1
+    with ExitStack() as stack:
+        routes = [Whole(header, options)]
+        for number, cut in enumerate(cuts):
+            place = folder / f"{kind}-{sequences}-{number}"
+            place.mkdir()
+            routes.append(Route(header, cut, place, options))
+        for route in routes:
+            stack.callback(route.release)
+            assert all(window.kv_supported for window in route.windows)
+        source = routes[1]
+        kept = Kept(source, sequence)
+        kept.add(PROMPT[:64])
+        logits = answer(source, kept, sequence, kept.add(PROMPT[64:]), ANSWER)
+        after = []
+        for step in range(3):
+            token = int(logits.argmax())
+            logits = source.logits([token], len(kept.tokens) + step, sequence)
+            after.append((token, logits))
+        for route in (*routes, source):
+            restore(route, kept.blocks, sequence)
+            again = Kept(route, sequence)
+            again.keep(len(kept.tokens))
+            assert joined(again.blocks) == joined(kept.blocks)
+            for step, (token, expected) in enumerate(after):
+                difference = np.abs(route.logits([token], len(kept.tokens) + step, sequence) - expected).max()
+                assert difference == 0, f"{kind}, {sequences} sequences, {step} tokens on: {difference}"
+
+
+def joined(blocks):
+    """The bytes of each layer, of all blocks together."""
+    return [
+        (b"".join(bytes(cells.keys) for cells in layer), b"".join(bytes(cells.values) for cells in layer))
+        for layer in zip(*blocks, strict=True)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [*sorted(set(SUPPORTED) - {"smollm3"}), "llama-moe"])
+def test_cells_go_to_windows_of_another_cut(architecture, tmp_path):
+    header = written(tmp_path, architecture, **WIDE)
+    for kind in KINDS:
+        for sequences in (1, 3):
+            judge(header, tmp_path, kind, sequences, ([0, 2, 4, 6], [0, 1, 5, 6]))
+
+
+@pytest.mark.slow
+def test_cells_go_to_windows_of_smollm3(tmp_path):
+    header = written(tmp_path, "smollm3", layers=9, **WIDE)
+    for kind in KINDS:
+        judge(header, tmp_path, kind, 3, ([0, 4, 8, 9], [0, 4, 9]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "deepseek2"])
+def test_cells_go_to_other_windows(architecture, kind, tmp_path):
+    judge(written(tmp_path, architecture, **WIDE), tmp_path, kind, 3, ([0, 2, 4, 6], [0, 1, 5, 6]))
+
+
+def test_latent_attention_has_keys_alone(tmp_path):
+    with opened(written(tmp_path, "deepseek2"), "flash", 1) as model:
+        model.forward(rows(np.array(PROMPT[:3], np.int32), 0))
+        assert {len(cells.values) for cells in model.kv_cells(0, 0, 3)} == {0}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_devices_with_and_without_flash_attention_exchange_cells(architecture, tmp_path):
+    header = written(tmp_path, architecture)
+    with opened(header, "flash", 1) as flash, opened(header, "scores", 3) as scores:
+        flash.forward(rows(np.array(PROMPT[:50], np.int32), 0))
+        cells = flash.kv_cells(0, 0, 50)
+        scores.kv_restore(1, [cells])
+        assert joined([scores.kv_cells(1, 0, 50)]) == joined([cells])
+        for model, sequence in ((flash, 0), (scores, 1)):
+            model.forward(rows(np.array([9], np.int32), 50, sequence))
+        assert np.abs(flash.logits(0) - scores.logits(0)).mean() < 0.3, "of logits that are 3 on average"
+
+
+def test_cells_go_by_way_of_the_store_into_a_window_that_streams(tmp_path):
+    header = written(tmp_path, "llama")
+    store = KvStore(tmp_path / "cells")
+    first = keys.block("root", None, PROMPT[:40], [40])
+    second = keys.block("root", first, PROMPT[40:50], [50])
+    with opened(header, "flash", OPTIONS.sequences) as model:
+        for block, tokens in ((first, PROMPT[:40]), (second, PROMPT[40:50])):
+            model.forward(rows(np.array(tokens, np.int32), block.start))
+            store.put(block, model.kv_cells(0, block.start, block.end))
+        model.forward(rows(np.array([9], np.int32), 50))
+        expected = model.logits(0).copy()
+    with streaming(header, [0, 3, 6], tmp_path, streamed=EVERYTHING) as made:
+        for window, (start, stop) in zip(made.windows, pairwise((0, 3, 6)), strict=True):
+            stream, window._tap.stream = window._tap.stream, Untouched()
+            assert window.kv_supported
+            window._tap.stream = stream
+            window.kv_restore(0, [store.read(block.key, start, stop) for block in (first, second)])
+        assert (made.logits([9], 50) == expected).all()
+
+
+class Untouched:
+    """Of what streams nothing is asked, told or counted."""
+
+    def __getattr__(self, name):
+        raise AssertionError(name)
+
+
+# ---- any history --------------------------------------------------------------------------------------------------------
+
+SEQUENCES = 3
+HISTORY = st.lists(
+    st.one_of(
+        st.tuples(st.just("rows"), st.sets(st.integers(0, SEQUENCES - 1), min_size=1), st.integers(1, 40)),
+        st.tuples(st.just("remove"), st.integers(0, SEQUENCES - 1), st.integers(0, 80)),
+        st.tuples(st.just("copy"), st.permutations(range(SEQUENCES)), st.integers(1, 80)),
+        st.tuples(st.just("restore"), st.permutations(range(SEQUENCES)), st.integers(1, 80)),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def played(request, tmp_path_factory):
+    header = written(tmp_path_factory.mktemp("model"), request.param)
+    with opened(header, "flash", SEQUENCES) as model, opened(header, "flash", SEQUENCES) as fresh:
+        yield model, fresh
+
+
+@given(history=HISTORY)
+@settings(max_examples=40)
+def test_after_any_history_a_position_is_its_cell(played, history):
+    """What stands where llama.cpp's own state says that a position is, is what ``kv_cells`` reads there."""
+    model, fresh = played
+    ends = [0] * SEQUENCES
+    for sequence in range(SEQUENCES):
+        model.kv_remove(sequence, 0, -1)
+    for kind, where, amount in history:
+        _play(model, ends, kind, where, amount)
+    for sequence, end in enumerate(ends):
+        if end:
+            cells = model.kv_cells(sequence, 0, end)
+            check_state(model, sequence, cells)
+            if end < OPTIONS.context:
+                fresh.kv_restore(0, [cells])
+                for window, number in ((model, sequence), (fresh, 0)):
+                    window.forward(rows(np.array([5], np.int32), end, number))
+                assert (model.logits(0) == fresh.logits(0)).all()
+                model.kv_remove(sequence, end, -1)
+
+
+def _play(model, ends, kind, where, amount):
+    match kind:
+        case "rows":
+            count = min([amount, 64 // len(where), *(OPTIONS.context - ends[each] for each in where)])
+            if count:
+                order = [each for each in sorted(where) for _ in range(count)]
+                positions = [ends[each] + i for each in sorted(where) for i in range(count)]
+                tokens = np.array(
+                    [4 + (7 * each + 3 * at) % 200 for each, at in zip(order, positions, strict=True)], np.int32
+                )
+                model.forward(
+                    Rows(content=tokens, positions=positions, sequences=[[each] for each in order],
+                         outputs=[False] * (len(order) - 1) + [True])
+                )  # fmt: skip
+                for each in where:
+                    ends[each] += count
+        case "remove":
+            ends[where] = min(ends[where], amount)
+            model.kv_remove(where, ends[where], -1)
+        case "copy" if ends[where[0]]:
+            ends[where[1]] = min(ends[where[0]], amount)
+            model.kv_copy(where[0], where[1], ends[where[1]])
+        case "restore" if ends[where[0]]:
+            end = min(ends[where[0]], amount)
+            middle = max(end // 2, 1)
+            parts = [(start, stop) for start, stop in ((0, middle), (middle, end)) if start < stop]
+            model.kv_restore(where[1], [model.kv_cells(where[0], *part) for part in parts])
+            ends[where[1]] = end
+
+
+def check_state(model, sequence, cells):
+    """Compares ``cells`` with what llama.cpp saves of ``sequence``, which leaves out what sliding windows have passed."""
+    size = llama.llama_state_seq_get_size(model._context, sequence)
+    buffer = (llama.ctypes.c_uint8 * size)()
+    assert llama.llama_state_seq_get_data(model._context, buffer, size, sequence) == size
+    data, place, seen = bytes(buffer), 8, 0
+
+    def take(form):
+        nonlocal place
+        values = struct.unpack_from(f"<{form}", data, place)
+        place += struct.calcsize(f"<{form}")
+        return values
+
+    while place < size:
+        (streams,) = take("I")
+        for _ in range(streams):
+            (count,) = take("I")
+            if not count:
+                continue
+            positions = [take("iIi")[0] for _ in range(count)]
+            assert positions == list(range(positions[0], cells[0].end)), "in the order of the positions"
+            transposed, layers = take("II")
+            assert not transposed
+            sides = []
+            for _ in range(2 * layers):
+                _, row = take("iQ")
+                sides.append(np.frombuffer(data, np.uint8, count * row, place).reshape(count, row))
+                place += count * row
+            seen += layers
+            for key_rows, value_rows in zip(sides[:layers], sides[layers:], strict=True):
+                assert any(_has(each, key_rows, value_rows, positions) for each in cells)
+    assert seen == len(cells)
+
+
+def _has(cells, key_rows, value_rows, positions):
+    keys_, values = (np.frombuffer(side, np.uint8).reshape(cells.end, -1) for side in (cells.keys, cells.values))
+    return (keys_[positions] == key_rows).all() and (values[positions] == value_rows).all()
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------------
+
+
+class opened:  # noqa: N801
+    """A whole model, released at the end."""
+
+    def __init__(self, header, kind, sequences):
+        self._model = whole_of(header, options_of(kind, sequences))
+
+    def __enter__(self):
+        assert self._model.kv_supported
+        return self._model
+
+    def __exit__(self, *_):
+        self._model.release()
+
+
+def test_what_is_copied_is_there_at_once(tmp_path):
+    """llama.cpp puts off the copying until the next step."""
+    with opened(written(tmp_path, "llama"), "flash", 3) as model:
+        model.forward(rows(np.array(PROMPT[:20], np.int32), 0))
+        model.forward(rows(np.array(PROMPT[30:40], np.int32), 0, 1))
+        first, second = model.kv_cells(0, 0, 20), model.kv_cells(1, 0, 10)
+        model.kv_copy(0, 2, 15)
+        model.kv_restore(0, [second])
+        assert joined([model.kv_cells(2, 0, 15)]) == joined(
+            [[replace(each, keys=each.keys[: len(each.keys) * 3 // 4], values=each.values[: len(each.values) * 3 // 4])
+              for each in first]]
+        )  # fmt: skip
+        assert joined([model.kv_cells(0, 0, 10)]) == joined([second])
+        with pytest.raises(EngineError, match="it ends at 15"):
+            model.kv_cells(2, 0, 16)
+
+
+def test_cells_that_are_not_the_windows_are_refused_and_the_window_goes_on(tmp_path):
+    with opened(written(tmp_path, "llama"), "flash", 3) as model:
+        model.forward(rows(np.array(PROMPT[:20], np.int32), 0))
+        good = model.kv_cells(0, 0, 10)
+        more = model.kv_cells(0, 10, 20)
+        model.forward(rows(np.array([7], np.int32), 20))
+        expected = model.logits(0).copy()
+
+        def changed(**fields):
+            return [*good[:-1], replace(good[-1], **fields)]
+
+        full = [[replace(each, start=10 * i, end=10 * i + 10) for each in good] for i in range(26)]
+        for blocks, why in (
+            ([], "do not fit"),
+            ([good[1:]], "are not those of a window of layers 0 to 5"),
+            ([good[::-1]], "are not those of a window"),
+            ([more], "do not follow position 0"),
+            ([good, good], "do not follow position 10"),
+            ([changed(end=9)], "do not follow"),
+            ([changed(key_type=8)], "other types or sizes"),
+            ([changed(value_type=0)], "other types or sizes"),
+            ([changed(keys=good[-1].keys[:-2])], "other types or sizes"),
+            ([changed(values=b"")], "other types or sizes"),
+            (full, "260 KV cells do not fit a cache of 256"),
+        ):
+            with pytest.raises(EngineError, match=why):
+                model.kv_restore(1, blocks)
+            with pytest.raises(EngineError, match="it ends at 0"):
+                model.kv_cells(1, 0, 1)
+        for start, end in ((-1, 3), (5, 5), (7, 3), (0, 22)):
+            with pytest.raises(EngineError, match="has no KV cells"):
+                model.kv_cells(0, start, end)
+        model.kv_restore(1, [good, more])
+        model.forward(rows(np.array([7], np.int32), 20, 1))
+        assert (model.logits(0) == expected).all()
+
+
+def test_cells_are_their_packed_bytes(tmp_path):
+    with opened(written(tmp_path, "llama"), "flash", 1) as model:
+        model.forward(rows(np.array(PROMPT[:20], np.int32), 0))
+        block = keys.block("root", None, PROMPT[:20], [20])
+        cells = model.kv_cells(0, 0, 20)
+        assert unpack(b"".join(pack(block, cells))) == (block, cells)
+
+
+@pytest.mark.parametrize("change", [("_NAME", kv_cache.re.compile(rb"(?!)(k)(v)")), ("_MAGIC", 1)])
+def test_a_build_that_keeps_cells_otherwise_is_found_out(change, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(kv_cache, *change)
+    model = whole_of(written(tmp_path, "llama"), options_of("flash", 1))
+    with caplog.at_level("WARNING"):
+        assert not model.kv_supported
+    assert sum("layers 0 to 5 cannot be kept" in line for line in caplog.messages) == 1
+    model.forward(rows(np.array(PROMPT[:20], np.int32), 0))
+    assert np.isfinite(model.logits(19)).all()
+    with pytest.raises(EngineError, match="does not give or take"):
+        model.kv_cells(0, 0, 1)
+    model.release()
