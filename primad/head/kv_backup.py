@@ -112,7 +112,7 @@ class KvBackup:
         self._sources: dict[str, list[Contact]] = {}
         self._chunking: Chunking | None = None
         self._roots: dict[str, str] = {}
-        self._news = asyncio.Event()
+        self._news, self._over = asyncio.Event(), asyncio.Event()
         self._tasks = Tasks()
         self._restores = self._restored_tokens = self._again = self._found_tokens = 0
         self._restore_s = 0.0
@@ -120,17 +120,40 @@ class KvBackup:
     async def run(self) -> None:
         """Tell keepers what to hold, and all what to forget, as it comes."""
         try:
-            while True:
-                await self._news.wait()
-                self._news.clear()
-                await self._tell_forgotten()
-                for copy in self._copies:
-                    if copy.pending and not copy.is_busy:
-                        copy.is_busy = True
-                        self._tasks.start(self._copy(copy))
-                await asyncio.sleep(self._station.timings.head.copy_every_s)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._tell_keepers())
+                group.create_task(self._tell_forgotten())
         finally:
             await self._tasks.close()
+
+    async def _tell_keepers(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            for copy in self._copies:
+                if copy.pending and not copy.is_busy:
+                    copy.is_busy = True
+                    self._tasks.start(self._copy(copy))
+            await asyncio.sleep(self._station.timings.head.copy_every_s)
+
+    async def _tell_forgotten(self) -> None:
+        """At once: who asks the same again gets blocks of the same keys, which must not be forgotten after they are kept."""
+        while True:
+            await self._over.wait()
+            self._over.clear()
+            forgotten, self._forgotten = self._forgotten, {}
+            for lasting in (False, True):
+                keys = [key for key, lasts in forgotten.items() if lasts == lasting]
+                for at in range(0, len(keys), MAX_BLOCKS):
+                    await self._tell_all(KvForget(keys=keys[at : at + MAX_BLOCKS], lasting=lasting))
+
+    async def _tell_all(self, forget: KvForget) -> None:
+        for worker in list(self._devices.workers.values()):
+            try:
+                await worker.send(forget)
+            except ClusterError:
+                logger.info("%s is not told which KV cells may go", worker.name)  # it forgets all with this head
+        await self._held.forget(forget.keys, lasting=forget.lasting)
 
     # ---- what rings say ------------------------------------------------------------------------------------------------
 
@@ -163,22 +186,7 @@ class KvBackup:
             for copy in self._copies:
                 copy.pending.pop(key, None)
                 copy.held.discard(key)
-        self._news.set()
-
-    async def _tell_forgotten(self) -> None:
-        forgotten, self._forgotten = self._forgotten, {}
-        for lasting in (False, True):
-            keys = [key for key, lasts in forgotten.items() if lasts == lasting]
-            for at in range(0, len(keys), MAX_BLOCKS):
-                some = keys[at : at + MAX_BLOCKS]
-                await self._held.forget(some, lasting=lasting)
-                for worker in list(self._devices.workers.values()):
-                    try:
-                        await worker.send(KvForget(keys=some, lasting=lasting))
-                    except ClusterError:
-                        logger.info(
-                            "%s is not told which KV cells may go", worker.name
-                        )  # it forgets all with this head
+        self._over.set()
 
     # ---- copies --------------------------------------------------------------------------------------------------------
 
