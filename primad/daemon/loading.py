@@ -51,6 +51,7 @@ class WindowLoad:
             kv_type=load.kv_type,
             lock=station.config.lock,
             flash=load.flash,
+            gpu="" if profile.gpu is None else profile.gpu.id,
         )
         self._load, self._head = load, head
         self._place, self._config = station.workspace, station.config
@@ -97,6 +98,7 @@ class WindowLoad:
             self._place.run / f"ring-{self.number}.log",
             threads=max(self.options.threads, self.options.batch_threads),
             place=self._load.place,
+            gpu=any(assignment.uses_gpu for assignment in self._load.assignments),
         )
         apply_nice(ring.pid, self._config.nice)
         process = LoadedProcess(ring, self._place, self.number, key)

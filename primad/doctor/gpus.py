@@ -127,7 +127,7 @@ def _install(package: str, backend: str | None, system: str, python: str) -> str
 
 def _devices(timeout_s: float) -> tuple[tuple[str, str], ...] | str:
     """What the installed llama.cpp lists, in a child: a crash of it is an answer."""
-    with child_trials(1, timeout_s=timeout_s) as trials:
+    with child_trials(1, timeout_s=timeout_s, gpu=True) as trials:
         answer = trials.gpus()
     return answer if isinstance(answer, str) else tuple((gpu.backend, gpu.name) for gpu in answer)
 
