@@ -45,7 +45,7 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
         "vram_available_bytes": (0, 1e14),
         "vram_read_bytes_per_s": (1e8, 1e14),
         "step_s": (1e-6, 0.05),
-        "layer_s": (2e-7, 0.01),
+        "layer_s": (2e-7, 0.05),
     },
     DiskProfile: {
         "prefetch_bytes_per_s": (1e6, 2e11),

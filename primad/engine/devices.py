@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from primad.errors import EngineError
+from primad.system.allocator import without_top
 
 _GPU: Final = 1
 _INTEGRATED_GPU: Final = 2
@@ -98,10 +99,11 @@ def _call(libraries: list[ctypes.CDLL], name: str, result: Any, *arguments: Any)
 
 
 def _library() -> _Calls:
-    import llama_cpp
+    with without_top("llama_cpp"):  # its top would also take llama.cpp's log
+        from llama_cpp import llama_cpp as llama
 
-    llama_cpp.llama_backend_init()  # registers the backends
-    folder = Path(llama_cpp.__file__).parent / "lib"
+    llama.llama_backend_init()  # registers the backends
+    folder = Path(llama.__file__).parent / "lib"
     paths = [
         folder / f"{prefix}{name}.{suffix}"
         for name in ("ggml", "ggml-base")

@@ -388,6 +388,17 @@ class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="pressed"):
     needed_bytes: int
 
 
+class GpuFull(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
+    """The GPU had no room for all ``planned`` layers: ``layers`` are on it, the processor computes the others.
+
+    ``why`` is what llama.cpp said.
+    """
+
+    layers: int
+    planned: int
+    why: str
+
+
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What of a ring process's weights is in memory, and what reading the rest cost since it was opened last.
 
@@ -454,7 +465,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report
 GenerationEvent = Sampled | PromptProgress | Finished
-RingEvent = Loading | Opened | Serving | GenerationEvent | Overdue | Drained | ProcessMemoryLow | Status | RingBroken
+RingEvent = (
+    Loading | Opened | Serving | GenerationEvent | Overdue | Drained | ProcessMemoryLow | GpuFull | Status | RingBroken
+)
 
 command_decoder = msgspec.msgpack.Decoder(RingCommand)
 event_decoder = msgspec.msgpack.Decoder(RingEvent)

@@ -76,6 +76,11 @@ class Assignment:
         return sum(window.layers for window in self.windows)
 
     @property
+    def gpu_layers(self) -> int:
+        """How many of them the GPU computes."""
+        return sum(window.gpu_layers for window in self.windows)
+
+    @property
     def layer_bytes(self) -> int:
         """Weights of the layers that the CPU computes."""
         return sum(window.layer_bytes for window in self.windows)
