@@ -143,8 +143,8 @@ def warn_if_disturbed(profile: DeviceProfile, reporter: Reporter) -> None:
 
 def warn_of_unused_gpus(config: Config, reporter: Reporter) -> None:
     """Say which GPUs are left out, and why."""
-    for line in unused_gpus(config.home, config.threads):
-        reporter.say(line)
+    for gpu in unused_gpus(config.home, config.threads):
+        reporter.say(str(gpu))
 
 
 async def _idle() -> None:

@@ -18,7 +18,7 @@ from halda import DeviceProfile
 from primad.errors import ConfigError
 from primad.profiler.effort import Effort
 from primad.profiler.gpus import choose_gpu, gpu_now, list_gpus
-from primad.profiler.records import HomeRecord, MachineRecord, host_id, read_home, read_machine, write
+from primad.profiler.records import HomeRecord, MachineRecord, UnusedGpu, host_id, read_home, read_machine, write
 from primad.profiler.store import utc_now
 from primad.profiles import Implausible, check_profile
 from primad.settings.config import layer_folder
@@ -89,10 +89,10 @@ def how_measured(home: Path, threads: int | None) -> tuple[str, str]:
     )
 
 
-def unused_gpus(home: Path, threads: int | None) -> tuple[str, ...]:
-    """A line for each GPU of this device that is left out, with what to do."""
+def unused_gpus(home: Path, threads: int | None) -> tuple[UnusedGpu, ...]:
+    """The GPUs of this device that were left out when it was measured."""
     machine = read_machine(home, threads)
-    return () if machine is None else tuple(map(str, machine.unused_gpus))
+    return () if machine is None else machine.unused_gpus
 
 
 def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord, wanted_gpu: str | None) -> DeviceProfile:

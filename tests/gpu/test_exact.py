@@ -21,7 +21,7 @@ PLAIN = ROOT / ".venv" / "bin" / "python"
 LEAST_BOUND = 1e-3
 """Below this, of logits of some 10, a difference is that of adding up in another order."""
 SLACK = 1.1
-"""Which layers whole-model llama.cpp can have there is not every choice of windows: the largest of few differences varies."""
+"""Whole-model llama.cpp cannot have any layers there that windows can: the largest of few differences varies."""
 SOFTWARE = "llvmpipe"
 
 

@@ -631,7 +631,7 @@ def test_a_gpu_that_is_left_out_is_told_and_never_costs_the_device(tmp_path, mea
     monkeypatch.setattr(device, "list_gpus", lambda: (a_device(),))
     profile = profile_device("desk", home, None, lambda _: None)
     assert profile.gpu == replace(GPU, vram_available_bytes=7 << 30)
-    assert unused_gpus(home, None) == (
+    assert tuple(map(str, unused_gpus(home, None))) == (
         "the GPU another (CUDA1) stays unused: it hangs; 'primad doctor' looks at it, "
         "'primad profile --remeasure' tries again",
     )
@@ -645,8 +645,8 @@ def test_gpus_that_cannot_be_told_cost_no_device(tmp_path, measured, monkeypatch
     home = a_home(tmp_path)
     monkeypatch.setattr(measure, "list_gpus", lambda: "a trial was ended by SIGABRT")
     assert profile_device("desk", home, None, lambda _: None).gpu is None
-    (line,) = unused_gpus(home, None)
-    assert line.startswith(
+    (left_out,) = unused_gpus(home, None)
+    assert str(left_out).startswith(
         "GPUs stay unused: llama.cpp cannot list them: a trial was ended by SIGABRT; 'primad doctor'"
     )
 
