@@ -142,7 +142,7 @@ class WorkerDaemon:
         self._tasks = Tasks()
         self._gpu_care = station.gpu_care
         self._gpu_care.say = say
-        self._gpu_care.changed = lambda: self._tasks.start(self._gpu_changed())
+        self._gpu_care.changed = self._on_gpu
         self._say_next_s: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -232,7 +232,10 @@ class WorkerDaemon:
         """This device as of now, as far as its GPU is trusted."""
         return self._gpu_care.apply(await asyncio.to_thread(self._profile.now, self._name))
 
-    async def _gpu_changed(self) -> None:
+    def _on_gpu(self) -> None:
+        self._tasks.start(self._tell_gpu())
+
+    async def _tell_gpu(self) -> None:
         """The head's next plan has less of the GPU."""
         lease = self._lease
         if lease is not None:
