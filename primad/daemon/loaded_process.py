@@ -50,7 +50,7 @@ class LoadedProcess:
         self.number = number
         """Tells its files from those of others; a worker's epochs would not, since each head counts its own."""
         self.memory_low = False
-        """Whether it was short of memory: what it holds is not kept for another ring."""
+        """Whether it was short of memory, or of a GPU's: what it holds is not kept for another ring."""
         self._ring, self._place = ring, place
         self._events: asyncio.Queue[RingEvent | None] = asyncio.Queue(_EVENTS)
         """None wakes who waits for an event that does not come any more."""
@@ -69,6 +69,7 @@ class LoadedProcess:
     async def _read(self) -> None:
         async for event in self._ring.events():
             if isinstance(event, GpuFull):
+                self.memory_low = True
                 if self._gpu_care is not None:
                     self._gpu_care.full(event)
             elif self._heard is not None and self._events.empty():
