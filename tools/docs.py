@@ -204,6 +204,7 @@ def _metrics() -> str:
         role="head",
         windows=[],
         layers=0,
+        gpu_layers=0,
         daemon_rss_bytes=0,
         ring=status.RingFigures(
             steps=0,

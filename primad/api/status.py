@@ -73,6 +73,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     windows: list[tuple[int, int]]
     layers: int
+    gpu_layers: int
     daemon_rss_bytes: int
     ring: RingFigures | None
     memory: MemoryFigures

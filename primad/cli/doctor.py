@@ -62,6 +62,7 @@ def doctor(
         control_port=config.port,
         http_port=http_port,
         devices=config.devices,
+        threads=config.threads,
         own_key=own_key,
         trusts=trusts,
     )

@@ -18,7 +18,7 @@ from primad.cli.devices import devices_app
 from primad.cli.doctor import doctor
 from primad.cli.join import join
 from primad.cli.key import key_app
-from primad.cli.options import Home, Name, Threads
+from primad.cli.options import Gpu, Home, Name, Threads
 from primad.cli.output import err, out
 from primad.cli.pair_pause_leave import leave, pair, pause, resume
 from primad.cli.plan import plan
@@ -79,6 +79,7 @@ def profile(
     home: Home = None,
     name: Name = None,
     threads: Threads = None,
+    gpu: Gpu = None,
     remeasure: Annotated[
         bool, typer.Option("--remeasure", help="Measure anew, and forget what answers have taught.")
     ] = False,
@@ -101,7 +102,7 @@ def profile(
     from primad.profiler.store import encode_profile, save_profile
     from primad.profiler.table import profile_table
 
-    config = load_config({"home": home, "name": name, "threads": threads})
+    config = load_config({"home": home, "name": name, "threads": threads, "gpu": gpu})
     device = run_profile(config, RichReporter(err), again=remeasure, effort=QUICK if quick else Effort())
     measured, how = how_measured(config.home, config.threads)
     if save is not None:

@@ -62,6 +62,13 @@ MaxVram = Annotated[
     str | None,
     typer.Option(help="Use at most so much of the GPU's memory: 6GB or 50%; 0B leaves it alone.", show_default=False),
 ]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        help="The GPU to use where there are several, by its name or llama.cpp's (CUDA1); off: none [default: the fastest].",
+        show_default=False,
+    ),
+]
 MaxDisk = Annotated[
     str | None, typer.Option(help="Keep layers of at most so many bytes on disk: 40GB.", show_default=False)
 ]
@@ -106,6 +113,7 @@ class OwnerOptions:
     lock: Lock = None
     max_ram: MaxRam = None
     max_vram: MaxVram = None
+    gpu: Gpu = None
     max_disk: MaxDisk = None
     kv_cache: KvCacheFolder = None
     kv_cache_limit: KvCacheLimit = None

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
+from primad.daemon.gpu_care import GpuCare
 from primad.daemon.layer_files import Workspace, release_files
 from primad.engine.protocol import EngineOptions
 from primad.errors import PrimadError, RingError
-from primad.ring.messages import Opened, RingCommand, RingEvent
+from primad.ring.messages import GpuFull, Opened, RingCommand, RingEvent
 from primad.ring.spawn import RingProcess
 from primad.system.stopped import wait_stopped
 
@@ -39,15 +40,18 @@ class LoadKey:
 class LoadedProcess:
     """A ring process that loads, or has loaded, what ``content`` says, from the files of load ``number``.
 
-    ``send`` it commands, read ``events`` or ``listen``, ``close`` it.
+    ``send`` it commands, read ``events`` or ``listen``, ``close`` it. ``gpu_care`` hears how its GPU fares, if it has one.
     """
 
-    def __init__(self, ring: RingProcess, place: Workspace, number: int, content: LoadKey) -> None:
+    def __init__(
+        self, ring: RingProcess, place: Workspace, number: int, content: LoadKey, gpu_care: GpuCare | None = None
+    ) -> None:
+        self._gpu_care = gpu_care
         self.content = content
         self.number = number
         """Tells its files from those of others; a worker's epochs would not, since each head counts its own."""
         self.memory_low = False
-        """Whether it was short of memory: what it holds is not kept for another ring."""
+        """Whether it was short of memory, or of a GPU's: what it holds is not kept for another ring."""
         self._ring, self._place = ring, place
         self._events: asyncio.Queue[RingEvent | None] = asyncio.Queue(_EVENTS)
         """None wakes who waits for an event that does not come any more."""
@@ -65,7 +69,11 @@ class LoadedProcess:
 
     async def _read(self) -> None:
         async for event in self._ring.events():
-            if self._heard is not None and self._events.empty():
+            if isinstance(event, GpuFull):
+                self.memory_low = True
+                if self._gpu_care is not None:
+                    self._gpu_care.full(event)
+            elif self._heard is not None and self._events.empty():
                 self._heard(event)  # two turns of the loop less for each token
             else:
                 await self._events.put(event)
@@ -80,6 +88,8 @@ class LoadedProcess:
         error = task.exception()
         if isinstance(error, PrimadError):
             self._error = error
+            if self._gpu_care is not None:
+                self._gpu_care.failed(error)
         else:
             logger.error("the events of a ring process cannot be read", exc_info=error)
             self._error = RingError(f"internal error: {type(error).__name__}: {error}")

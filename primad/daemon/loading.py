@@ -51,9 +51,10 @@ class WindowLoad:
             kv_type=load.kv_type,
             lock=station.config.lock,
             flash=load.flash,
+            gpu="" if profile.gpu is None else profile.gpu.id,
         )
         self._load, self._head = load, head
-        self._place, self._config = station.workspace, station.config
+        self._place, self._config, self._gpu_care = station.workspace, station.config, station.gpu_care
 
     async def prepare(self, get: GetLayers, progress: Callable[[int, int], None]) -> None:
         """Have all layers in the cache, leased: ``get`` brings what is missing. ``progress`` hears bytes done, and in all.
@@ -94,13 +95,15 @@ class WindowLoad:
         Raises ``PrimadError`` when a disk refuses or no process can be started.
         """
         windows = await in_thread(self._place_windows)
+        uses_gpu = any(assignment.uses_gpu for assignment in self._load.assignments)
         ring = await RingProcess.start(
             self._place.run / f"ring-{self.number}.log",
             threads=max(self.options.threads, self.options.batch_threads),
             place=self._load.place,
+            gpu=uses_gpu,
         )
         apply_nice(ring.pid, self._config.nice)
-        process = LoadedProcess(ring, self._place, self.number, key)
+        process = LoadedProcess(ring, self._place, self.number, key, self._gpu_care if uses_gpu else None)
         try:
             await process.send(self._opening(windows))
         except BaseException:  # cancelled over it, nobody else would end the process

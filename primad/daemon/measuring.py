@@ -16,7 +16,7 @@ import psutil
 from halda import DeviceProfile
 from primad.daemon.reporter import Reporter
 from primad.errors import ConfigError
-from primad.profiler.device import is_profiled, profile_device
+from primad.profiler.device import is_profiled, profile_device, unused_gpus
 from primad.profiler.effort import QUICK, Effort
 from primad.profiler.process import MeasureRequest, Measuring, Unmeasured
 from primad.ring.spawn import how_it_ended
@@ -72,6 +72,7 @@ class OwnProfile:
         finally:
             self._reporter.settle()
         warn_if_disturbed(await asyncio.to_thread(self.now, self._config.name), self._reporter)
+        warn_of_unused_gpus(self._config, self._reporter)
 
     async def refine(self) -> bool:
         """Measure with all effort once this machine is idle, unless it was; what is computed meanwhile goes first.
@@ -138,6 +139,12 @@ def warn_if_disturbed(profile: DeviceProfile, reporter: Reporter) -> None:
             f"{profile.device}: something else ran while this device was measured, so its figures are too low; "
             "run 'primad profile --remeasure' when it is idle"
         )
+
+
+def warn_of_unused_gpus(config: Config, reporter: Reporter) -> None:
+    """Say which GPUs are left out, and why."""
+    for gpu in unused_gpus(config.home, config.threads):
+        reporter.say(str(gpu))
 
 
 async def _idle() -> None:

@@ -14,7 +14,7 @@ import filelock
 
 from halda import DeviceProfile
 from primad.daemon.layer_files import Workspace
-from primad.daemon.measuring import OwnProfile, warn_if_disturbed
+from primad.daemon.measuring import OwnProfile, warn_if_disturbed, warn_of_unused_gpus
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.engine.build import build_id
@@ -160,4 +160,5 @@ def _measured(config: Config, reporter: Reporter, *, again: bool, effort: Effort
     finally:
         reporter.settle()
     warn_if_disturbed(measured, reporter)
+    warn_of_unused_gpus(config, reporter)
     return measured

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from primad.daemon.gpu_care import GpuCare
 from primad.daemon.layer_files import Workspace
 from primad.settings.config import Config
 from primad.settings.timings import Timings
@@ -13,10 +14,12 @@ from primad.trust.trust import TrustStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Station:
-    """This device's settings, its folders, its keys, the devices that it trusts, and how long things may take."""
+    """This device's settings, its folders, its keys, the devices that it trusts, how long things may take, and how far its
+    GPU is trusted."""
 
     config: Config
     workspace: Workspace
     identity: Identity
     trust: TrustStore
     timings: Timings = Timings()
+    gpu_care: GpuCare = field(default_factory=GpuCare)

@@ -31,8 +31,8 @@ class Subject:
     """What is examined: this device as its owner set it up.
 
     ``host`` is the address that its daemons listen on, ``control_port`` None where the owner left it open; ``devices`` are
-    those that the configuration names as host:port. ``own_key`` is its public key, "" before it has one; ``trusts`` says
-    of another's whether it is trusted.
+    those that the configuration names as host:port, ``threads`` those that it pins. ``own_key`` is its public key, "" before
+    it has one; ``trusts`` says of another's whether it is trusted.
     """
 
     home: Path
@@ -42,6 +42,7 @@ class Subject:
     control_port: int | None
     http_port: int
     devices: tuple[str, ...]
+    threads: int | None
     own_key: str
     trusts: Callable[[str], bool]
 
@@ -76,7 +77,8 @@ async def _system(subject: Subject) -> list[Finding]:
 
 
 async def _llama_cpp(subject: Subject) -> list[Finding]:
-    return gpus.judge_engine(await in_thread(gpus.gather_engine), platform.system(), sys.executable)
+    facts = await in_thread(lambda: gpus.gather_engine(subject.home, subject.threads))
+    return gpus.judge_engine(facts, platform.system(), sys.executable)
 
 
 async def _memory(subject: Subject) -> list[Finding]:

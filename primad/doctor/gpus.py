@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -13,7 +15,8 @@ from typing import Final
 
 from primad.doctor.findings import Finding, Severity, finding, output_of
 from primad.engine.build import PACKAGE
-from primad.errors import printable
+from primad.errors import EngineError, printable
+from primad.profiler.device import unused_gpus
 from primad.profiler.trials import child_trials
 
 _LIST_TIMEOUT_S: Final = 7.0
@@ -38,7 +41,10 @@ _SUITED: Final = {
 """By vendor the backends that can use its GPUs, the best first."""
 _INSTALLED: Final = {"NVIDIA": "CUDA", "AMD": "VULKAN", "Intel": "VULKAN", "Apple": "METAL"}
 """By vendor what to build: Vulkan where the vendor's own needs a large toolkit."""
-
+_ROCM: Final = (Path("/opt/rocm/bin/hipcc"), Path("/usr/bin/hipcc"))
+_LOOK: Final = "vulkaninfo --summary"
+_LOOK_BY_BACKEND: Final = {"CUDA": "nvidia-smi", "HIP": "rocminfo", "Metal": "system_profiler SPDisplaysDataType"}
+"""What shows GPUs without llama.cpp."""
 
 _OTHER_NAMES: Final = {"AMD": ("ROCm",)}
 """What ggml calls a backend's devices, where that is not the backend's name."""
@@ -57,25 +63,44 @@ class Hardware:
 class EngineFacts:
     """``package`` is the version of llama-cpp-python ("" when missing), ``backends`` those whose libraries it has.
 
-    ``devices`` are the GPUs that llama.cpp itself lists as (backend, name), or in words why it could not be asked.
+    ``devices`` are the GPUs that llama.cpp itself lists as (backend, name), or in words why it could not be asked; ``runs``
+    says whether it does where it does not look for any. ``left_out`` are GPUs that could not be used when this device was
+    measured, as (name, why). ``has_rocm``: AMD's toolkit is there to build with.
     """
 
     package: str
     backends: tuple[str, ...]
     devices: tuple[tuple[str, str], ...] | str
+    runs: bool
     hardware: tuple[Hardware, ...]
+    left_out: tuple[tuple[str, str], ...]
+    has_rocm: bool
 
 
-def gather_engine(timeout_s: float = _LIST_TIMEOUT_S) -> EngineFacts:
-    """Looks at the libraries' names; asks llama.cpp itself for its devices in a child process (a second or two)."""
+def gather_engine(home: Path, threads: int | None, timeout_s: float = _LIST_TIMEOUT_S) -> EngineFacts:
+    """Looks at the libraries' names; asks llama.cpp itself for its devices in child processes (a second or two)."""
     try:
         package = version(PACKAGE)
     except PackageNotFoundError:
         package = ""
     devices: tuple[tuple[str, str], ...] | str = ()
+    runs = False
+    left_out: tuple[tuple[str, str], ...] = ()
     if package:
-        devices = _devices(timeout_s)
-    return EngineFacts(package=package, backends=_backends(), devices=devices, hardware=tuple(_hardware()))
+        with ThreadPoolExecutor(2) as both:
+            seen, without = (both.submit(_devices, timeout_s, gpu=gpu) for gpu in (True, False))
+            devices, runs = seen.result(), not isinstance(without.result(), str)
+        with contextlib.suppress(EngineError):  # a damaged package; what it lacks is told besides
+            left_out = tuple((gpu.name, gpu.why) for gpu in unused_gpus(home, threads))
+    return EngineFacts(
+        package=package,
+        backends=_backends(),
+        devices=devices,
+        runs=runs,
+        hardware=tuple(_hardware()),
+        left_out=left_out,
+        has_rocm=any(map(Path.exists, _ROCM)),
+    )
 
 
 def judge_engine(facts: EngineFacts, system: str, python: str) -> list[Finding]:
@@ -83,17 +108,28 @@ def judge_engine(facts: EngineFacts, system: str, python: str) -> list[Finding]:
     if not facts.package:
         text = f"{PACKAGE} is not installed: this device cannot compute"
         return [finding("llama.cpp", "error", text, f"{python} -m pip install {PACKAGE}")]
-    if isinstance(facts.devices, str):
+    if isinstance(facts.devices, str) and not facts.runs:
         text = f"{PACKAGE} {facts.package} does not run here: {printable(facts.devices, 160)}"
         return [finding("llama.cpp", "error", text, _install(facts.package, None, system, python))]
     built = ", ".join(("CPU", *facts.backends))
     found = [finding("llama.cpp", "ok", f"{PACKAGE} {facts.package} with {built}")]
+    if isinstance(facts.devices, str):
+        text = (
+            f"GPUs stay unused: where llama.cpp looks for them {printable(facts.devices, 160)}; the processor computes"
+        )
+        return [*found, finding("gpu", "warning", text, _LOOK_BY_BACKEND.get("".join(facts.backends[:1]), _LOOK))]
     found += [finding("gpu", "ok", f"{name} by {backend}") for backend, name in facts.devices]
     used = {backend for backend, _ in facts.devices}
     for gpu in facts.hardware:
         if used.isdisjoint((*_SUITED[gpu.vendor], *_OTHER_NAMES.get(gpu.vendor, ()))):
             found.append(_judge_unused(gpu, facts, system, python))
-    if not facts.hardware and not facts.devices:
+    found += [
+        finding(
+            "gpu", "warning", f"{name or 'GPUs'} could not be used: {printable(why, 160)}", "primad profile --remeasure"
+        )
+        for name, why in facts.left_out
+    ]
+    if not facts.hardware and not facts.devices and not facts.left_out:
         found.append(finding("gpu", "ok", "this machine has no GPU that the system knows; the CPU computes"))
     return found
 
@@ -101,14 +137,15 @@ def judge_engine(facts: EngineFacts, system: str, python: str) -> list[Finding]:
 def _judge_unused(gpu: Hardware, facts: EngineFacts, system: str, python: str) -> Finding:
     """Why llama.cpp has no device by any backend that suits ``gpu``."""
     suited = _SUITED[gpu.vendor]
-    look = "nvidia-smi" if gpu.vendor == "NVIDIA" else "vulkaninfo --summary"
+    look = "nvidia-smi" if gpu.vendor == "NVIDIA" else _LOOK
     if not gpu.usable:
         text = f"{gpu.name}: its driver does not answer, so it stays unused; install or repair the driver"
         return finding("gpu", "warning", text, look)
     if set(facts.backends).isdisjoint(suited):
         text = f"{gpu.name} stays unused: llama.cpp was built without {' or '.join(suited)}"
         level: Severity = "note" if gpu.vendor == "Intel" else "warning"  # most are no faster than the CPU beside them
-        return finding("gpu", level, text, _install(facts.package, _INSTALLED[gpu.vendor], system, python))
+        backend = "HIP" if gpu.vendor == "AMD" and facts.has_rocm else _INSTALLED[gpu.vendor]
+        return finding("gpu", level, text, _install(facts.package, backend, system, python))
     text = f"{gpu.name} stays unused: llama.cpp was built with {', '.join(facts.backends)}, but sees no device by it"
     return finding("gpu", "warning", text, look)
 
@@ -125,9 +162,9 @@ def _install(package: str, backend: str | None, system: str, python: str) -> str
     return f'CMAKE_ARGS="-DGGML_{backend}=on" {pip}'
 
 
-def _devices(timeout_s: float) -> tuple[tuple[str, str], ...] | str:
-    """What the installed llama.cpp lists, in a child: a crash of it is an answer."""
-    with child_trials(1, timeout_s=timeout_s) as trials:
+def _devices(timeout_s: float, *, gpu: bool) -> tuple[tuple[str, str], ...] | str:
+    """What the installed llama.cpp lists, in a child that sees GPUs or not: a crash of it is an answer."""
+    with child_trials(1, timeout_s=timeout_s, gpu=gpu) as trials:
         answer = trials.gpus()
     return answer if isinstance(answer, str) else tuple((gpu.backend, gpu.name) for gpu in answer)
 

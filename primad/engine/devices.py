@@ -9,14 +9,21 @@ from typing import Any, Final
 
 import msgspec
 
+from primad.errors import EngineError
+from primad.system.allocator import without_top
+
 _GPU: Final = 1
 _INTEGRATED_GPU: Final = 2
 """``enum ggml_backend_dev_type`` (ggml-backend.h): 0 is the CPU, 3 an accelerator beside it (BLAS, AMX)."""
 
 
 class GpuDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU as its backend reports it; ``backend`` is CUDA, Metal, Vulkan, ... and memory is in bytes."""
+    """One GPU as its backend reports it; ``backend`` is CUDA, Metal, Vulkan, ... and memory is in bytes.
 
+    ``id`` is what llama.cpp calls it, as ``CUDA0``: two of one kind share a name.
+    """
+
+    id: str
     name: str
     backend: str
     vram_total_bytes: int
@@ -37,12 +44,27 @@ def list_gpus(library: Any = None) -> Iterator[GpuDevice]:
         registry = ggml.ggml_backend_dev_backend_reg(device)
         backend = _text(ggml.ggml_backend_reg_name(registry)) if registry else "GPU"
         yield GpuDevice(
+            id=_text(ggml.ggml_backend_dev_name(device)),
             name=_text(ggml.ggml_backend_dev_description(device)) or _text(ggml.ggml_backend_dev_name(device)),
             backend="Metal" if backend == "MTL" else backend,
             vram_total_bytes=total.value,
             vram_available_bytes=min(free.value, total.value),
             unified_memory=kind == _INTEGRATED_GPU or backend in ("MTL", "Metal"),
         )
+
+
+def find_gpu(wanted: str, library: Any = None) -> int:
+    """The handle of the GPU that llama.cpp calls ``wanted``, or with "" of the first. Raises ``EngineError``."""
+    ggml = library if library is not None else _library()
+    for number in range(ggml.ggml_backend_dev_count()):
+        device: int = ggml.ggml_backend_dev_get(number)
+        if ggml.ggml_backend_dev_type(device) not in (_GPU, _INTEGRATED_GPU):
+            continue
+        if wanted in ("", _text(ggml.ggml_backend_dev_name(device))):
+            return device
+    raise EngineError(
+        f"llama.cpp does not see the GPU {wanted or 'of the plan'} any more; 'primad profile --remeasure' plans without it"
+    )
 
 
 def _text(data: bytes | None) -> str:
@@ -77,10 +99,11 @@ def _call(libraries: list[ctypes.CDLL], name: str, result: Any, *arguments: Any)
 
 
 def _library() -> _Calls:
-    import llama_cpp
+    with without_top("llama_cpp"):  # its top would also take llama.cpp's log
+        from llama_cpp import llama_cpp as llama
 
-    llama_cpp.llama_backend_init()  # registers the backends
-    folder = Path(llama_cpp.__file__).parent / "lib"
+    llama.llama_backend_init()  # registers the backends
+    folder = Path(llama.__file__).parent / "lib"
     paths = [
         folder / f"{prefix}{name}.{suffix}"
         for name in ("ggml", "ggml-base")

@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halda import WindowAssignment
+from primad.engine.devices import find_gpu
 from primad.engine.kv_cache import CacheTensors, KvCache
 from primad.engine.kv_cache import bind as bind_cache
 from primad.engine.masks import Allowed, GrammarMask, Words
@@ -350,6 +351,10 @@ class _Model:
         self._tap = tap
         params = llama.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers(source.assignment)
+        # Whoever names no device gets them all: their memory for what the CPU computes, and layers spread over several.
+        named = [find_gpu(options.gpu)] if source.assignment.uses_gpu else []
+        devices = (ctypes.c_void_p * (len(named) + 1))(*named, None)
+        params.devices = ctypes.cast(devices, ctypes.c_void_p)
         params.use_extra_bufts = source.extra_buffers
         paths = (source.metadata, *source.layers)
         names = (ctypes.c_char_p * len(paths))(*(path.encode() for path in paths))
@@ -387,6 +392,8 @@ class _Model:
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
         elif not options.flash:
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.op_offload = False  # layers that are not on the GPU are computed by the CPU, prompts too
+        params.offload_kqv = True  # keys and values lie where their layer does
         # A bound method of a dict subclass: see the module's docstring. Kept alive beside the context.
         self._callback = EVAL_CALLBACK(self._tap.__getitem__)
         params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))

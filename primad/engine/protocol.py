@@ -138,7 +138,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     ``context`` cells of KV cache of type ``kv_type`` for each of ``sequences`` sequences; at most ``rows`` rows a step;
     ``threads`` for decode and ``batch_threads`` for prefill. ``lock`` pins resident weights to memory (mlock). Without
-    ``flash`` attention keeps the scores of all cells, where the KV cache allows it.
+    ``flash`` attention keeps the scores of all cells, where the KV cache allows it. ``gpu`` is what llama.cpp calls the GPU
+    that layers are to lie on; "" the first there is.
     """
 
     context: int
@@ -149,6 +150,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_type: KvType
     lock: bool
     flash: bool = True
+    gpu: str = ""
 
 
 class WindowSource(msgspec.Struct, frozen=True, kw_only=True):

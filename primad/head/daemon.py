@@ -89,7 +89,7 @@ class HeadDaemon:
             reporter=reporter,
         )
         self._profile = profile
-        own = OwnDevice(lambda: profile.now(config.name), self._memory_watch)
+        own = OwnDevice(lambda: station.gpu_care.apply(profile.now(config.name)), self._memory_watch)
         learning = Learning(config.home)
         self._planner = Planner(service, own, self._devices, learning)
         self._cells = HeldCells(station, self._context)
@@ -107,6 +107,9 @@ class HeadDaemon:
             core=self,
             reporter=reporter,
         )
+
+        station.gpu_care.say = reporter.say
+        station.gpu_care.changed = self._rings.gpu_changed
 
     def _caller(self) -> Caller:
         config = self._config

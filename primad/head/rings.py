@@ -224,6 +224,11 @@ class Rings:
         self._planner.forget()
         self._core.post(types.DeviceMemoryLow(self._station.config.name))
 
+    def gpu_changed(self) -> None:
+        """Plans from now on have less of the head's own GPU."""
+        self._planner.forget()
+        self._core.post(types.DevicesCorrected(frozenset({self._station.config.name})))
+
     def find_layer(self, digest: str) -> LayerSource | None:
         """The layer ``digest``: out of the model file, or out of the cache."""
         cut = self._model.find_layer(digest)

@@ -70,7 +70,8 @@ def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
         )
         kept = assignments[name]
         streams = f", {kept.streamed_layers} of them streamed" if kept.streamed_layers else ""
-        lines.append(f"{name}: {kept.layers} layers ({windows}){streams}")
+        on_gpu = f", {kept.gpu_layers} of them on the GPU" if kept.gpu_layers else ""
+        lines.append(f"{name}: {kept.layers} layers ({windows}){on_gpu}{streams}")
     return lines
 
 
@@ -97,6 +98,7 @@ def device_status(
         role="head" if name == plan.head else "worker",
         windows=[(window.first, window.last) for _, window in plan.windows_of(name)],
         layers=kept.layers,
+        gpu_layers=kept.gpu_layers,
         daemon_rss_bytes=daemon_rss_bytes,
         ring=None if status is None else _figures(status),
         memory=_memory(status, costs),

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from halda import DeviceProfile
 from primad.errors import ConfigError
 from primad.profiler.effort import Effort
-from primad.profiler.gpus import gpu_now, list_gpus
-from primad.profiler.records import HomeRecord, MachineRecord, host_id, read_home, read_machine, write
+from primad.profiler.gpus import choose_gpu, gpu_now, list_gpus
+from primad.profiler.records import HomeRecord, MachineRecord, UnusedGpu, host_id, read_home, read_machine, write
 from primad.profiler.store import utc_now
 from primad.profiles import Implausible, check_profile
 from primad.settings.config import layer_folder
@@ -50,7 +50,7 @@ def profile_device(
     if not again:
         machine, disk = _known(home, threads, effort)
         if machine is not None and disk is not None:
-            return within(limits, _compose(name, home, machine, disk), cached_bytes(home))
+            return within(limits, _compose(name, home, machine, disk, limits.gpu), cached_bytes(home))
     from primad.profiler.measure import measure_home, measure_machine, trial_folder
 
     with measuring(), trial_folder(home) as folder:
@@ -58,7 +58,7 @@ def profile_device(
         machine, disk = (None, None) if again else _known(home, threads, effort)
         machine = machine or measure_machine(folder, threads, advance, effort)
         disk = disk or measure_home(folder, advance, effort)
-    profile = _compose(name, home, machine, disk)
+    profile = _compose(name, home, machine, disk, limits.gpu)
     _check(profile)
     write(machine, disk, home)
     return within(limits, profile, cached_bytes(home))
@@ -89,9 +89,16 @@ def how_measured(home: Path, threads: int | None) -> tuple[str, str]:
     )
 
 
-def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord) -> DeviceProfile:
+def unused_gpus(home: Path, threads: int | None) -> tuple[UnusedGpu, ...]:
+    """The GPUs of this device that were left out when it was measured."""
+    machine = read_machine(home, threads)
+    return () if machine is None else machine.unused_gpus
+
+
+def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord, wanted_gpu: str | None) -> DeviceProfile:
     """What was measured together with what is so now."""
     now = memory(ours=children())
+    gpu = choose_gpu(machine.gpus, wanted_gpu)
     return DeviceProfile(
         device=name,
         host=host_id(),
@@ -102,7 +109,7 @@ def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord) ->
         ram_available_bytes=min(now.available_bytes, now.total_bytes),
         ram_read_bytes_per_s=machine.ram_read_bytes_per_s,
         disk=replace(disk.disk, free_bytes=shutil.disk_usage(home).free),
-        gpu=None if machine.gpu is None else gpu_now(machine.gpu, list_gpus()),
+        gpu=None if gpu is None else gpu_now(gpu, list_gpus()),
         wireless=is_wireless(),
     )
 

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from halda import GpuProfile
 from primad.engine.devices import GpuDevice
+from primad.errors import ConfigError
 from primad.profiler.trials import child_trials
 from primad.system.memory import memory
 
-logger = logging.getLogger(__name__)
+_LIST_TIMEOUT_S: Final = 30.0
+"""A driver that takes longer to say what there is hangs."""
 
 
-def list_gpus() -> Sequence[GpuDevice]:
-    """The GPUs that llama.cpp can use; none where asking for them fails."""
-    with child_trials(1) as trials:
-        answer = trials.gpus()
-    if isinstance(answer, str):
-        logger.warning("GPUs cannot be listed and stay unused: %s", answer)
-        return ()
-    return answer
+def list_gpus() -> Sequence[GpuDevice] | str:
+    """The GPUs that llama.cpp can use, or in words why it cannot tell."""
+    with child_trials(1, timeout_s=_LIST_TIMEOUT_S, gpu=True) as trials:
+        return trials.gpus()
 
 
-def gpu_now(gpu: GpuProfile, devices: Sequence[GpuDevice]) -> GpuProfile | None:
-    """``gpu`` with the memory that is free now; None when it is not among ``devices`` any more.
+def choose_gpu(gpus: Sequence[GpuProfile], wanted: str | None) -> GpuProfile | None:
+    """The one of ``gpus`` that is used: the fastest, or the one that is ``wanted`` (by llama.cpp's name for it, or a part of
+    its own; "off": none). Raises ``ConfigError`` where there is no such one.
+    """
+    if wanted is None:
+        return max(gpus, key=lambda gpu: gpu.vram_read_bytes_per_s, default=None)
+    if wanted.casefold() == "off":
+        return None
+    for gpu in gpus:
+        if wanted.casefold() == gpu.id.casefold() or wanted.casefold() in gpu.name.casefold():
+            return gpu
+    known = ", ".join(f"{gpu.id} ({gpu.name})" for gpu in gpus) or "none that can be used"
+    raise ConfigError(f"--gpu {wanted}: this device has no such GPU; it has {known}; 'off' takes none")
+
+
+def gpu_now(gpu: GpuProfile, devices: Sequence[GpuDevice] | str) -> GpuProfile | None:
+    """``gpu`` with the memory that is free now; None when it is not among ``devices`` any more, or they cannot be told.
 
     Memory that the GPU shares with the CPU is free only as far as the RAM is.
     """
-    for device in devices:
-        if (device.name, device.backend) == (gpu.name, gpu.backend):
+    for device in () if isinstance(devices, str) else devices:
+        if (device.id, device.name, device.backend) == (gpu.id, gpu.name, gpu.backend):
             free = device.vram_available_bytes
             if device.unified_memory:
                 free = min(free, memory().available_bytes)

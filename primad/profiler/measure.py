@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,14 +14,16 @@ from typing import Final
 
 import numpy as np
 
+from halda import GpuProfile
 from primad.engine.build import build_id
+from primad.engine.devices import GpuDevice
 from primad.errors import ConfigError
 from primad.profiler.beside import hold_window
 from primad.profiler.disk import measure_disk
 from primad.profiler.effort import Budget, Effort
 from primad.profiler.gpus import list_gpus
 from primad.profiler.processors import Advance, measure_cpu, measure_gpu, sweep_bytes
-from primad.profiler.records import VERSION, HomeRecord, MachineRecord, host_id
+from primad.profiler.records import VERSION, HomeRecord, MachineRecord, UnusedGpu, host_id
 from primad.profiler.store import utc_now
 from primad.profiler.trials import child_trials
 from primad.system.processors import usable_cores
@@ -39,11 +41,14 @@ def measure_machine(folder: Path, threads: int | None, advance: Advance, effort:
     """Memory, CPU and GPU of this machine, measured now with trials in ``folder``; the others as in ``profile_device``."""
     advance("memory")
     ram = ram_read_bytes_per_s(usable_cores())
-    gpus = list_gpus()
+    listed = list_gpus()
+    gpus = () if isinstance(listed, str) else listed
     budget = Budget(effort.seconds * (1 - _OF_DISK))
     counted = usable_cores() if threads is None and effort.is_quick else threads
     cpu = measure_cpu(folder, counted, advance, effort, budget.part(_OF_CPU) if gpus else budget)
-    gpu = measure_gpu(folder, gpus[0], cpu.batch_threads, lambda kind: None, effort, budget) if gpus else None
+    found, unused = _measure_gpus(folder, gpus, cpu.batch_threads, effort, budget)
+    if isinstance(listed, str):
+        unused = (UnusedGpu(name="", why=f"llama.cpp cannot list them: {listed}"),)
     return MachineRecord(
         version=VERSION,
         measured=utc_now(),
@@ -53,8 +58,23 @@ def measure_machine(folder: Path, threads: int | None, advance: Advance, effort:
         pinned_threads=threads,
         ram_read_bytes_per_s=ram,
         cpu=cpu,
-        gpu=gpu,
+        gpus=found,
+        unused_gpus=unused,
     )
+
+
+def _measure_gpus(
+    folder: Path, devices: Sequence[GpuDevice], threads: int, effort: Effort, budget: Budget
+) -> tuple[tuple[GpuProfile, ...], tuple[UnusedGpu, ...]]:
+    """What each GPU can do, and which can do nothing."""
+    measured, unused = [], []
+    for number, device in enumerate(devices):
+        found = measure_gpu(folder, device, threads, effort, budget.part(1 / (len(devices) - number)))
+        if isinstance(found, str):
+            unused.append(UnusedGpu(name=f"{device.name} ({device.id})", why=found))
+        else:
+            measured.append(found)
+    return tuple(measured), tuple(unused)
 
 
 def measure_home(folder: Path, advance: Advance, effort: Effort) -> HomeRecord:

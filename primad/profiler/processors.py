@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import platform
 import statistics
@@ -19,7 +18,6 @@ from primad.engine.devices import GpuDevice
 from primad.errors import EngineError
 from primad.profiler.beside import VOCABULARIES, head_costs, measure_wake
 from primad.profiler.effort import Budget, Effort
-from primad.profiler.gpus import gpu_now
 from primad.profiler.shapes import measure_attention, measure_caches, measure_exact, measure_rows, measure_widths
 from primad.profiler.speeds import (
     MAIN,
@@ -33,9 +31,8 @@ from primad.profiler.speeds import (
 from primad.profiler.synthetic import BIG
 from primad.profiler.trial import HeadTimes, TimeHead
 from primad.profiler.trials import child_trials
+from primad.profiles import Implausible, check_gpu
 from primad.system.processors import usable_cores
-
-logger = logging.getLogger(__name__)
 
 
 class HeadTrials(Protocol):
@@ -53,6 +50,12 @@ _CPU_WEIGHTS: Final = BIG.weights
 _GPU_WEIGHTS: Final = 350_000_000
 """Weights of a trial on a GPU: more than its caches hold, since nothing sweeps them."""
 _GPU_MODEL_BYTES: Final = 256 << 20
+_GPU_TIMEOUT_S: Final = 40.0
+"""A trial that has not ended by then hangs: it is sized to take some seconds, most of which are for compiling shaders."""
+_OF_GPU_RUN: Final = 0.03
+"""Share of a GPU's time in which a run of one row is to be done."""
+_GPU_RUN_STEPS: Final = 7
+"""Steps of a run, as in ``trial.py``, with the first one that is not timed."""
 _SWEEP_BYTES: Final = 96 << 20
 _MOST_SWEEP_BYTES: Final = 256 << 20
 _OF_THREADS: Final = 0.02
@@ -157,7 +160,7 @@ def _cpu_bench(
             folder=folder,
             threads=threads,
             batch_threads=batch_threads,
-            on_gpu=False,
+            gpu=None,
             weights=_CPU_WEIGHTS,
             model_bytes=sweep_bytes(),
             sweep_bytes=sweep_bytes(),
@@ -189,28 +192,24 @@ def sweep_bytes() -> int:
 
 
 def measure_gpu(
-    folder: Path,
-    device: GpuDevice,
-    threads: int,
-    advance: Advance,
-    effort: Effort = Effort(),
-    budget: Budget | None = None,
-) -> GpuProfile | None:
-    """The profile of ``device``, or None where llama.cpp cannot compute on it; ``effort`` and ``budget`` as for a CPU.
+    folder: Path, device: GpuDevice, threads: int, effort: Effort = Effort(), budget: Budget | None = None
+) -> GpuProfile | str:
+    """The profile of ``device``, or in words why it cannot be used; ``effort`` and ``budget`` as for a CPU.
 
-    The rate of its memory is the best rate of any type: reading is all that a decode step must do. Raises ``OSError``
-    when the files of the trials cannot be written.
+    Little is computed at first, and no more later than fits into the time: a GPU may be slow, and a driver may hang or end
+    the trial. The rate of its memory is the best rate of any type: reading is all that a decode step must do. Raises
+    ``OSError`` when the files of the trials cannot be written.
     """
     budget = budget or Budget(effort.seconds)
-    with child_trials(threads) as trials:
+    with child_trials(threads, timeout_s=_GPU_TIMEOUT_S, gpu=True) as trials:
         bench = Bench(
             trials=trials,
             folder=folder,
             threads=threads,
             batch_threads=threads,
-            on_gpu=True,
-            weights=_GPU_WEIGHTS,
-            model_bytes=_GPU_MODEL_BYTES,
+            gpu=device.id,
+            weights=1,
+            model_bytes=1,
             sweep_bytes=8,
             effort=effort,
             budget=budget,
@@ -218,23 +217,36 @@ def measure_gpu(
         )
         try:
             step_s = measure_step(bench)
-            layer_s, speeds = measure_types(bench, step_s, advance)
+            layer_s, speeds = measure_types(_affordable(bench, step_s), step_s, lambda _: None)
         except EngineError as exc:
-            logger.warning("the GPU %s stays unused: %s", device.name, exc)
-            return None
-    return gpu_now(
-        GpuProfile(
-            name=device.name,
-            backend=device.backend,
-            vram_total_bytes=device.vram_total_bytes,
-            vram_available_bytes=device.vram_available_bytes,
-            unified_memory=device.unified_memory,
-            vram_read_bytes_per_s=max(speed.decode_bytes_per_s for speed in speeds),
-            step_s=step_s,
-            layer_s=layer_s,
-            speeds=speeds,
-        ),
-        [device],
+            return str(exc)
+    found = GpuProfile(
+        id=device.id,
+        name=device.name,
+        backend=device.backend,
+        vram_total_bytes=device.vram_total_bytes,
+        vram_available_bytes=device.vram_available_bytes,
+        unified_memory=device.unified_memory,
+        vram_read_bytes_per_s=max(speed.decode_bytes_per_s for speed in speeds),
+        step_s=step_s,
+        layer_s=layer_s,
+        speeds=speeds,
+    )
+    try:
+        check_gpu(found)
+    except Implausible as exc:
+        return f"it was measured, but {exc}"
+    return found
+
+
+def _affordable(bench: Bench, step_s: float) -> Bench:
+    """``bench`` with as large windows as the GPU has time for, judged by one layer. Raises ``EngineError``."""
+    seconds = _OF_GPU_RUN * max(bench.budget.left_s, 1.0)
+    answer = answered(bench.time_decode(BIG, MAIN, (False,), seconds)[0])
+    layers = max(1, int(seconds / _GPU_RUN_STEPS / max(statistics.median(answer.decode_s) - step_s, 1e-9)))
+    size = BIG.weight_bytes(MAIN)
+    return replace(
+        bench, weights=min(_GPU_WEIGHTS, layers * BIG.weights), model_bytes=min(_GPU_MODEL_BYTES, layers * size)
     )
 
 

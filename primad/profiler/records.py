@@ -28,7 +28,7 @@ from primad.profiles import Implausible, check_cpu, check_disk, check_gpu
 from primad.system.processors import usable_cpus
 from primad.system.whole_file import write_whole
 
-VERSION: Final = 10
+VERSION: Final = 11
 """Grows when the way of measuring changes."""
 Record = TypeVar("Record")
 _MAC: Final = re.compile(r"[0-9a-fA-F]{2}([:-][0-9a-fA-F]{2}){5}")
@@ -36,6 +36,18 @@ _MADE_UP: Final = 1 << 40
 """The bit of a hardware address that no device's own has."""
 _LOCAL: Final = 1 << 41
 """The bit of one that its maker did not give."""
+
+
+class UnusedGpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU that is left out, and ``why``; no ``name`` where none could be told."""
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        """As one line for the owner."""
+        what = f"the GPU {self.name} stays unused" if self.name else "GPUs stay unused"
+        return f"{what}: {self.why}; 'primad doctor' looks at it, 'primad profile --remeasure' tries again"
 
 
 class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +61,8 @@ class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
     pinned_threads: int | None
     ram_read_bytes_per_s: float
     cpu: CpuProfile
-    gpu: GpuProfile | None
+    gpus: tuple[GpuProfile, ...]
+    unused_gpus: tuple[UnusedGpu, ...]
 
 
 class HomeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,8 +122,8 @@ def read_machine(home: Path, threads: int | None) -> MachineRecord | None:
             continue
         with contextlib.suppress(Implausible):
             check_cpu(record.cpu, record.ram_read_bytes_per_s)
-            if record.gpu is not None:
-                check_gpu(record.gpu)
+            for gpu in record.gpus:
+                check_gpu(gpu)
             return record
     return None
 

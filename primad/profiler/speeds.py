@@ -76,7 +76,7 @@ class RetryBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where and how windows are timed: on the CPU, or all on the GPU.
+    """Where and how windows are timed: on the CPU, or all on the GPU that llama.cpp calls ``gpu``.
 
     About ``weights`` weights stand for a model where many rows are computed, ``model_bytes`` where one row is.
     ``sweep_bytes`` are read between steps of windows that may stay in caches, ``folder`` takes the files. The types of
@@ -87,13 +87,18 @@ class Bench:
     folder: Path
     threads: int
     batch_threads: int
-    on_gpu: bool
+    gpu: str | None
     weights: int
     model_bytes: int
     sweep_bytes: int
     effort: Effort
     budget: Budget
     patience: RetryBudget
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether windows are on a GPU."""
+        return self.gpu is not None
 
     def layers_to_read(self, shape: LayerShape, kind: str) -> int:
         """So many layers that no cache holds them."""
@@ -180,6 +185,8 @@ class Bench:
                         counts=ROW_COUNTS if many_rows and kind == MAIN and not self.effort.is_quick else (),
                         cached=cached,
                         flash=flash,
+                        gpu=self.gpu or "",
+                        run_s=seconds if self.on_gpu else None,
                     )
                 )
                 for setting in extra
@@ -272,7 +279,7 @@ def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -
 def _first_trials(bench: Bench, advance: Callable[[str], None]) -> list[_Trial]:
     """Each type once, as far as time lasts."""
     trials: list[_Trial] = []
-    types = bench.effort.types
+    types, why = bench.effort.types, ""
     settings = (False,) if bench.on_gpu or bench.effort.is_quick else (False, True)
     took_s, later_s = 0.0, (1 - _OF_FIRST) * max(0.0, bench.budget.left_s)
     for number, kind in enumerate(types):
@@ -282,11 +289,13 @@ def _first_trials(bench: Bench, advance: Callable[[str], None]) -> list[_Trial]:
         advance(kind)
         share_s = max(0.0, left_s - later_s) / (len(types) - number)
         decode = bench.time_decode(BIG, kind, settings, _OF_ROW * share_s)
-        rows = bench.time_rows(kind, settings, _OF_ROWS * share_s)
+        has_one = any(isinstance(each, TrialTimes) for each in decode)
+        rows = bench.time_rows(kind, settings, _OF_ROWS * share_s) if has_one else decode
         plain, *more = [together(one, many) for one, many in zip(decode, rows, strict=True)]
         chosen, extra = choose(bench, kind, plain, more[0] if more else "not tried")
         if isinstance(chosen, str):
             logger.warning("%s is not measured: %s", kind, chosen)
+            why = why or chosen
             continue
         middle = bench.time_decode(MIDDLE, kind, (extra,), _OF_ROW * share_s)[0]
         took_s = left_s - bench.budget.left_s
@@ -301,7 +310,7 @@ def _first_trials(bench: Bench, advance: Callable[[str], None]) -> list[_Trial]:
         )
     if not trials:
         raise EngineError(
-            "llama.cpp cannot compute any quantisation type on this device; install llama-cpp-python anew"
+            f"llama.cpp cannot compute any quantisation type on this device: {why}; install llama-cpp-python anew"
         )
     return trials
 

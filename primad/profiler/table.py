@@ -48,25 +48,35 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
     for label, text in rows:
         facts.add_row(label, Text(text))
     yield facts
-    yield _speeds("processor", cpu.speeds)
-    if gpu is not None:
-        yield _speeds("GPU", gpu.speeds)
+    yield _speeds(cpu.speeds, () if gpu is None else gpu.speeds)
 
 
-def _speeds(title: str, speeds: Sequence[TypeSpeed]) -> Table:
-    table = Table(title, "decode", "8 rows", "prefill", "extra buffers", "spread", pad_edge=False)
+def _speeds(cpu: Sequence[TypeSpeed], gpu: Sequence[TypeSpeed]) -> Table:
+    """What the processor does with each type, and beside it what the GPU does."""
+    columns = ("decode", "8 rows", "prefill")
+    beside = [f"GPU {column}" for column in columns] * bool(gpu)
+    table = Table("processor", *columns, "extra buffers", "spread", *beside, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for speed in speeds:
+    on_gpu = {speed.type: speed for speed in gpu}
+    for speed in cpu:
+        other = on_gpu.get(speed.type)
         table.add_row(
             Text(speed.type),
-            f"{show_rate(speed.decode_bytes_per_s)}",
-            f"{show_rate(speed.batch_bytes_per_s)}",
-            _flop(speed.prefill_flop_per_s),
+            *_rates(speed),
             "on" if speed.extra_buffers else "off",
             f"{speed.decode_spread:.0%} / {speed.prefill_spread:.0%}",
+            *(_rates(other) if other is not None else ["-"] * len(beside)),
         )
     return table
+
+
+def _rates(speed: TypeSpeed) -> tuple[str, str, str]:
+    return (
+        show_rate(speed.decode_bytes_per_s),
+        show_rate(speed.batch_bytes_per_s),
+        _flop(speed.prefill_flop_per_s),
+    )
 
 
 def _flop(rate: float) -> str:

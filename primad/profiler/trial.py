@@ -59,7 +59,8 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
 
     One row, or where ``many_rows`` several and a chunk of a prompt: runs for ``seconds``, one in any case. ``counts`` are
     more counts of rows, of which one run is made each. One row comes behind ``cached`` tokens in the KV cache, with
-    ``flash`` attention or without.
+    ``flash`` attention or without. What of the window is on a GPU is on ``gpu``, as in ``EngineOptions``. A run that takes
+    longer than ``run_s`` ends with the steps that it has.
     """
 
     window: WindowSource
@@ -72,6 +73,8 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     counts: tuple[int, ...] = ()
     cached: int = 0
     flash: bool = True
+    gpu: str = ""
+    run_s: float | None = None
 
 
 class CompareRows(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
@@ -187,7 +190,7 @@ def _gpus() -> Gpus:
     return Gpus(tuple(list_gpus()))
 
 
-def _options(threads: int, batch_threads: int, *, flash: bool = True) -> EngineOptions:
+def _options(threads: int, batch_threads: int, *, flash: bool = True, gpu: str = "") -> EngineOptions:
     return EngineOptions(
         context=CONTEXT,
         sequences=1,
@@ -197,6 +200,7 @@ def _options(threads: int, batch_threads: int, *, flash: bool = True) -> EngineO
         kv_type="f16",
         lock=False,
         flash=flash,
+        gpu=gpu,
     )
 
 
@@ -318,7 +322,8 @@ def _time(task: TimeWindow) -> TrialTimes:
 
     from primad.engine.llama import MiddleWindow
 
-    window = MiddleWindow(task.window, _options(task.threads, task.batch_threads, flash=task.flash), width=task.width)
+    options = _options(task.threads, task.batch_threads, flash=task.flash, gpu=task.gpu)
+    window = MiddleWindow(task.window, options, width=task.width)
     sweep = np.ones(task.sweep_bytes // 8, np.uint64)
     hidden = np.random.default_rng(0).standard_normal((PREFILL_ROWS, task.width), np.float32)
 
@@ -336,10 +341,10 @@ def _time(task: TimeWindow) -> TrialTimes:
     def run(count: int) -> float:
         window.kv_remove(0, task.cached, -1)
         step(count, task.cached)  # llama.cpp builds its graph anew when the number of rows changes
-        times = []
-        for i in range(1, _RUN_STEPS + 1):
+        times: list[float] = []
+        while len(times) < _RUN_STEPS and (not times or task.run_s is None or sum(times) < task.run_s):
             sweep.sum()
-            times.append(step(count, task.cached + i * count))
+            times.append(step(count, task.cached + (len(times) + 1) * count))
         return statistics.median(times)
 
     def prefill(count: int) -> float:

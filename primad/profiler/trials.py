@@ -53,9 +53,13 @@ class Trials(Protocol):
 
 
 class ChildTrials:
-    """``Trials`` in children with the environment of a ring process of ``threads`` compute threads at ``place``."""
+    """``Trials`` in children with the environment of a ring process of ``threads`` compute threads at ``place``.
 
-    def __init__(self, threads: int, *, place: int = 0, timeout_s: float = TIMEOUT_S) -> None:
+    Without ``gpu`` they see none.
+    """
+
+    def __init__(self, threads: int, *, place: int = 0, timeout_s: float = TIMEOUT_S, gpu: bool = False) -> None:
+        self._gpu = gpu
         self._place = place
         self._timeout_s = timeout_s
         self._threads = threads
@@ -105,7 +109,7 @@ class ChildTrials:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=environment(os.environ, self._threads, self._place),
+            env=environment(os.environ, self._threads, self._place, gpu=self._gpu),
             start_new_session=True,
         )
 
@@ -154,9 +158,11 @@ class ChildTrials:
 
 
 @contextlib.contextmanager
-def child_trials(threads: int, *, place: int = 0, timeout_s: float = TIMEOUT_S) -> Iterator[ChildTrials]:
+def child_trials(
+    threads: int, *, place: int = 0, timeout_s: float = TIMEOUT_S, gpu: bool = False
+) -> Iterator[ChildTrials]:
     """``ChildTrials`` that end with the block; ``place`` is the core of the first thread, as in ``environment``."""
-    trials = ChildTrials(threads, place=place, timeout_s=timeout_s)
+    trials = ChildTrials(threads, place=place, timeout_s=timeout_s, gpu=gpu)
     try:
         yield trials
     finally:

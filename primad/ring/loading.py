@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from primad.engine.llama import FirstWindow, LlamaVocabulary, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions, HiddenWindow, RouteWindow, WindowSource
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
+from primad.errors import EngineError
 from primad.gguf.architectures import embedding_scale
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
@@ -17,12 +19,16 @@ from primad.gguf.windows import control_tokens, token_embedding
 from primad.kv.shelf import KvShelf
 from primad.kv.store import KvStore
 from primad.ring.chunks import Chunking
+from primad.ring.gpu_room import load_what_fits
 from primad.ring.head import Head
-from primad.ring.messages import Open, StepLimits
+from primad.ring.messages import GpuFull, Open, StepLimits
 from primad.ring.scheduler import Scheduler
 
 OnLoaded = Callable[[int], None]
 """Hears how many windows are loaded."""
+OnGpuFull = Callable[[GpuFull], None]
+"""Hears that not all layers that were to be on the GPU are there."""
+_Window = FirstWindow | MiddleWindow | TailWindow | WholeModel
 
 
 def limits_of(ring: int, epoch: int, windows: Iterable[int], width: int, options: EngineOptions) -> StepLimits:
@@ -64,6 +70,17 @@ def _streams(opening: Open, header: Header | None) -> Streams:
     )
 
 
+@contextmanager
+def _released_on_error(windows: Collection[_Window]) -> Iterator[None]:
+    """Windows that are loaded when another one cannot be give back their memory: there may be another try."""
+    try:
+        yield
+    except EngineError:
+        for window in windows:
+            window.release()
+        raise
+
+
 def open_shelf(opening: Open, windows: Iterable[RouteWindow]) -> KvShelf | None:
     """Where this process keeps KV cells; None without a folder for them, or where a window cannot hand them out.
 
@@ -74,18 +91,22 @@ def open_shelf(opening: Open, windows: Iterable[RouteWindow]) -> KvShelf | None:
     return KvShelf(KvStore(Path(opening.cells)))
 
 
-def share_scratch(windows: Collection[FirstWindow | MiddleWindow | TailWindow | WholeModel]) -> None:
+def share_scratch(windows: Collection[_Window]) -> None:
     """Have only one of several windows fill its scratch memory at a time."""
     if len(windows) > 1:
         for window in windows:
             window.share_scratch()
 
 
-def open_worker(opening: Open, loaded: OnLoaded) -> tuple[dict[int, HiddenWindow], Streams]:
+def open_worker(opening: Open, loaded: OnLoaded, full: OnGpuFull) -> tuple[dict[int, HiddenWindow], Streams]:
     """A worker's windows by route index, and what streams. Raises ``EngineError`` when llama.cpp cannot load one."""
+    return load_what_fits(opening, lambda each: _open_worker(each, loaded), full)
+
+
+def _open_worker(opening: Open, loaded: OnLoaded) -> tuple[dict[int, HiddenWindow], Streams]:
     windows: dict[int, MiddleWindow] = {}
     streams = _streams(opening, None)
-    with streams.loading():
+    with streams.loading(), _released_on_error(windows.values()):
         for window in opening.windows:
             windows[window.window] = MiddleWindow(window, opening.options, width=opening.width)
             loaded(len(windows))
@@ -94,11 +115,15 @@ def open_worker(opening: Open, loaded: OnLoaded) -> tuple[dict[int, HiddenWindow
     return dict(windows), streams
 
 
-def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
+def open_head(opening: Open, loaded: OnLoaded, full: OnGpuFull) -> tuple[Head, Streams]:
     """The head with its windows, and what streams.
 
     Raises ``ModelError`` and ``EngineError`` when the model cannot be loaded.
     """
+    return load_what_fits(opening, lambda each: _open_head(each, loaded), full)
+
+
+def _open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
     part = opening.head
     assert part is not None
     header = open_model(Path(part.model))
@@ -108,7 +133,7 @@ def open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
     windows: dict[int, FirstWindow | MiddleWindow] = {}
     tail: TailWindow | WholeModel | None = None
     streams = _streams(opening, header if opening.route == 1 else None)
-    with streams.loading():
+    with streams.loading(), _released_on_error(windows.values()):
         for window in opening.windows:
             options = opening.options
             if opening.route == 1:

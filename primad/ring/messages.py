@@ -450,6 +450,17 @@ class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="pressed"):
     needed_bytes: int
 
 
+class GpuFull(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
+    """The GPU had no room for all ``planned`` layers: ``layers`` are on it, the processor computes the others.
+
+    ``why`` is what llama.cpp said.
+    """
+
+    layers: int
+    planned: int
+    why: str
+
+
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What of a ring process's weights is in memory, and what reading the rest cost since it was opened last.
 
@@ -526,6 +537,7 @@ RingEvent = (
     | Overdue
     | Drained
     | ProcessMemoryLow
+    | GpuFull
     | Status
     | RingBroken
 )

@@ -81,7 +81,7 @@ class WorkerRole:
         self._width, self._options = opening.width, opening.options
         self._timings = timings
         self._links = Links(opening.host, limits_of_open(opening), timings=_within(timings, opening.step_timeout_s))
-        self._windows, self._streams = open_worker(opening, lambda done: channel.tell(Loading(done)))
+        self._windows, self._streams = open_worker(opening, lambda done: channel.tell(Loading(done)), channel.tell)
         self._shelf = open_shelf(opening, self._windows.values())
         self._begin()
 
@@ -174,7 +174,7 @@ class HeadRole:
         if opening.route > 1:
             within = _within(timings, opening.step_timeout_s)
             self._links = Links(opening.host, limits_of_open(opening), timings=within)
-        self._head, self._streams = open_head(opening, lambda done: channel.tell(Loading(done)))
+        self._head, self._streams = open_head(opening, lambda done: channel.tell(Loading(done)), channel.tell)
         self._head.warm_up()
         self._is_connected = self._links is None
 

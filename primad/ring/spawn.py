@@ -35,9 +35,14 @@ the largest block that was ever freed, and keeps the hidden states of a prompt's
 windows a device. It is above what a token takes again and again, such as logits."""
 
 
-def environment(base: Mapping[str, str], threads: int, place: int) -> dict[str, str]:
+_NO_GPU: Final = {"GGML_DISABLE_VULKAN": "1", "CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
+"""llama.cpp wakes the driver of each GPU as soon as it is loaded, and one that is broken would end or stop its process. So
+who does not need a GPU does not see it, and also spares the memory that a driver takes."""
+
+
+def environment(base: Mapping[str, str], threads: int, place: int, *, gpu: bool = False) -> dict[str, str]:
     """The environment of a ring process with ``threads`` compute threads: ``base``, and where that is silent, how they wait,
-    and when freed memory goes back to the system.
+    and when freed memory goes back to the system. Without ``gpu`` it sees none.
 
     Threads that fill all cores are bound to one each: left to itself the scheduler now and then puts two that wait for each
     other on one core, which costs a factor of ten while anything else runs. Fewer threads than cores are left free to move
@@ -53,7 +58,7 @@ def environment(base: Mapping[str, str], threads: int, place: int) -> dict[str, 
         if threads == len(cores) > 1:
             places = [f"{{{cores[(place + i) % threads]}}}" for i in range(threads)]
             chosen |= {"OMP_PROC_BIND": "true", "OMP_PLACES": ",".join(places)}
-    return chosen | dict(base)
+    return chosen | dict(base) | ({} if gpu else _NO_GPU)
 
 
 class RingProcess:
@@ -72,15 +77,15 @@ class RingProcess:
         self._log = log
 
     @classmethod
-    async def start(cls, log: Path, *, threads: int, place: int = 0) -> RingProcess:
+    async def start(cls, log: Path, *, threads: int, place: int = 0, gpu: bool = False) -> RingProcess:
         """Start a ring process for ``threads`` compute threads, whose standard error goes to the file ``log``.
 
-        ``place`` is as in ``environment``. Raises ``RingError`` when this device cannot start another process.
+        ``place`` and ``gpu`` are as in ``environment``. Raises ``RingError`` when this device cannot start another process.
         """
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                process = cls._begin(log, theirs, environment(os.environ, threads, place))
+                process = cls._begin(log, theirs, environment(os.environ, threads, place, gpu=gpu))
         except OSError as exc:  # as where memory, processes or disk are at an end
             ours.close()
             raise RingError(f"the ring process cannot be started: {exc.strerror or exc}") from exc

@@ -11,6 +11,7 @@ devices that were paired gets anything out of them; ``host = "127.0.0.1"`` keeps
     threads, nice         compute threads; how far computing stands back for other programs, 0 to 19
     lock                  true: weights that stay in memory are pinned there (mlock); the system cannot take them back
     max_ram, max_vram     the most that primad uses: "8GB", "8GiB", or "50%" of what the device has
+    gpu                   the GPU to use of several, by its name ("RTX 3090") or llama.cpp's ("CUDA1"); "off": none
     max_disk              the most that the layer cache holds: "40GB"
     pause_on_battery      true: this device computes nothing while it runs on battery
     kv_cache              a folder in which KV cells of prompts stay, also when primad ends; "off" (the default) for none
@@ -69,6 +70,7 @@ _KEYS: Final = (
         "max_ram",
         "max_vram",
         "max_disk",
+        "gpu",
     ),
     *("kv_cache", "kv_cache_limit"),
     *("pause_on_battery", "transfer_limit", "keep_loaded", "replan_gain", "heartbeat_interval", "suspect_after"),
@@ -206,6 +208,7 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
             ram=chosen("max_ram", _some_memory, None),
             vram=chosen("max_vram", parse_amount, None),
             disk_bytes=chosen("max_disk", parse_bytes, None),
+            gpu=chosen("gpu", _gpu, None),
         ),
         kv_cache=chosen("kv_cache", _folder_or_off, None),
         kv_cache_limit_bytes=chosen("kv_cache_limit", parse_bytes, DEFAULT_KV_CACHE_BYTES),
@@ -219,6 +222,12 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
     )
     _check_patience(config, sources)
     return config
+
+
+def _gpu(value: Any, source: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{source}: {value!r} is no name of a GPU; 'primad profile' names them, 'off' takes none")
+    return value.strip()
 
 
 def _transfer_limit(value: Any, source: str) -> float:

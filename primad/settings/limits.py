@@ -12,12 +12,14 @@ from primad.settings.quantities import Amount, bytes_of
 class OwnerLimits:
     """The most of this device that primad uses; None is no limit besides what is free.
 
-    ``ram`` and ``vram`` may be shares of what the device has; ``disk_bytes`` is what the layer cache holds at most.
+    ``ram`` and ``vram`` may be shares of what the device has; ``disk_bytes`` is what the layer cache holds at most. ``gpu``
+    names the GPU that is used where there are several, or is "off".
     """
 
     ram: Amount | None
     vram: Amount | None
     disk_bytes: int | None
+    gpu: str | None = None
 
     def ram_bytes(self, available_bytes: int, total_bytes: int) -> int:
         """What may be used of memory of which so much is available."""

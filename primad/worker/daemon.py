@@ -149,6 +149,9 @@ class WorkerDaemon:
         self._stop = asyncio.Event()
         self._tasks, self._holding = Tasks(), Tasks()
         self._turns = asyncio.Semaphore(_MOST_HOLDS)
+        self._gpu_care = station.gpu_care
+        self._gpu_care.say = say
+        self._gpu_care.changed = self._on_gpu
         self._say_next_s: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -229,11 +232,25 @@ class WorkerDaemon:
             if self._discovery is not None:
                 await self._discovery.end_measuring()
         if await self._profile.refine() and self._lease is not None:
-            better = await asyncio.to_thread(self._profile.now, self._name)
+            better = await self._profile_now()
             lease = self._lease
             if lease is not None:  # still, or again: then it has them already
                 lease.profile = with_speeds(lease.profile, better)
                 await self._tell(Remeasured(lease.profile))
+
+    async def _profile_now(self) -> DeviceProfile:
+        """This device as of now, as far as its GPU is trusted."""
+        return self._gpu_care.apply(await asyncio.to_thread(self._profile.now, self._name))
+
+    def _on_gpu(self) -> None:
+        self._tasks.start(self._tell_gpu())
+
+    async def _tell_gpu(self) -> None:
+        """The head's next plan has less of the GPU."""
+        lease = self._lease
+        if lease is not None:
+            lease.profile = self._gpu_care.apply(lease.profile)
+            await self._tell(Remeasured(lease.profile))
 
     def _new_discovery(self) -> Discovery:
         try:
@@ -296,7 +313,7 @@ class WorkerDaemon:
                 self._say(build_gap(self._build, printable(hello.build, 200), hello.device))
         if lease is not None and lease.peer != peer:
             self._retired.append(lease.peer)
-        profile = await asyncio.to_thread(self._profile.now, self._name)
+        profile = await self._profile_now()
         self._dismissed.clear()
         self._participations.head = hello.device
         self._memory_watch.begin(profile.ram_available_bytes)

@@ -42,6 +42,11 @@ class WindowAssignment:
         return self.layers - self.gpu_layers
 
     @property
+    def uses_gpu(self) -> bool:
+        """Whether anything of it is on the GPU."""
+        return self.gpu_layers > 0 or self.output == "gpu"
+
+    @property
     def streamed_bytes(self) -> int:
         """Bytes that do not stay."""
         return self.layer_bytes + self.output_bytes - self.resident_bytes
@@ -69,6 +74,11 @@ class Assignment:
     def layers(self) -> int:
         """How many layers the device computes."""
         return sum(window.layers for window in self.windows)
+
+    @property
+    def gpu_layers(self) -> int:
+        """How many of them the GPU computes."""
+        return sum(window.gpu_layers for window in self.windows)
 
     @property
     def layer_bytes(self) -> int:

@@ -132,7 +132,8 @@ class CpuProfile:
 class GpuProfile:
     """One GPU as its backend reports it. ``unified_memory``: its memory is the RAM of the device.
 
-    ``step_s`` is what a window with layers on this GPU costs a step besides them (copies to and fro among it).
+    ``step_s`` is what a window with layers on this GPU costs a step besides them (copies to and fro among it). ``id`` is
+    what llama.cpp calls it ("CUDA0"): the only name that two of one kind do not share.
     """
 
     name: str
@@ -144,6 +145,7 @@ class GpuProfile:
     step_s: float
     layer_s: float
     speeds: tuple[TypeSpeed, ...]
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

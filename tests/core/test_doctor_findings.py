@@ -373,7 +373,7 @@ def test_the_identity_is_for_its_owner_alone(facts, level, command):
 
 # -- llama.cpp
 
-ENGINE = EngineFacts(package="0.3.36", backends=(), devices=(), hardware=())
+ENGINE = EngineFacts(package="0.3.36", backends=(), devices=(), runs=True, hardware=(), left_out=(), has_rocm=False)
 NVIDIA = Hardware(vendor="NVIDIA", name="NVIDIA GeForce RTX 3060", usable=True)
 BUILD = "--no-cache-dir --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36"
 
@@ -432,10 +432,29 @@ def test_a_backend_that_sees_no_device_and_a_driver_that_is_silent_are_told_apar
 
 def test_llama_cpp_that_is_missing_or_does_not_run_is_an_error():
     assert levels(judged(replace(ENGINE, package=""))) == ["error"]
-    (found,) = judged(replace(ENGINE, devices="it ended with code -4"))
+    (found,) = judged(replace(ENGINE, devices="it ended with code -4", runs=False))
     assert found.level == "error"
     assert "code -4" in found.text
     assert helped([found])
+
+
+def test_a_driver_that_ends_llama_cpp_costs_the_gpu_alone():
+    found = judged(replace(ENGINE, backends=("Vulkan",), devices="a trial was ended by SIGABRT", hardware=(NVIDIA,)))
+    assert levels(found) == ["ok", "warning"]
+    assert "SIGABRT; the processor computes" in found[1].text
+    assert found[1].next == "vulkaninfo --summary"
+
+
+def test_a_gpu_that_was_left_out_is_told_with_its_reason():
+    found = judged(replace(ENGINE, backends=("CUDA",), left_out=(("RTX 3060 (CUDA0)", "it hangs"),)))
+    assert [(it.level, it.next) for it in found[1:]] == [("warning", "primad profile --remeasure")]
+    assert found[1].text == "RTX 3060 (CUDA0) could not be used: it hangs"
+
+
+def test_amds_own_backend_is_built_where_its_toolkit_is():
+    hardware = (Hardware(vendor="AMD", name="it", usable=True),)
+    found = judged(replace(ENGINE, hardware=hardware, has_rocm=True))
+    assert "-DGGML_HIP=on" in (found[1].next or "")
 
 
 def test_a_machine_without_a_gpu_is_no_problem():

@@ -105,7 +105,7 @@ class FakeProcesses:
         self.holds_back = False
         self._news = asyncio.Condition()
 
-    async def start(self, log: Path, *, threads: int, place: int = 0) -> FakeRingProcess:
+    async def start(self, log: Path, *, threads: int, place: int = 0, gpu: bool = False) -> FakeRingProcess:
         self.starts.append(Start(log, threads, place))
         process = FakeRingProcess(len(self.all), holds_back=self.holds_back)
         self.all.append(process)

@@ -40,6 +40,7 @@ CPU = CpuProfile(
     speeds=speeds(3e10, 2e11),
 )
 GPU = GpuProfile(
+    id="CUDA0",
     name="a gpu",
     backend="CUDA",
     vram_total_bytes=24 << 30,
@@ -80,7 +81,8 @@ def machine_record(threads: int | None, speed: float = 1.0) -> MachineRecord:
         pinned_threads=threads,
         ram_read_bytes_per_s=3e10,
         cpu=replace(SEEDED_CPU, speeds=speeds(speed * 3e10, speed * 2e11)),
-        gpu=None,
+        gpus=(),
+        unused_gpus=(),
     )
 
 

@@ -65,6 +65,7 @@ def device(
         role=role,
         windows=[(0, 26)],
         layers=26,
+        gpu_layers=0,
         daemon_rss_bytes=90_000_000,
         ring=ring,
         memory=memory,

@@ -25,9 +25,12 @@ pytestmark = pytest.mark.slow
 
 
 class Route:
-    """The windows of one model between ``cuts``, opened from metadata splits and layer files like a device does."""
+    """The windows of one model between ``cuts``, opened from metadata splits and layer files like a device does.
 
-    def __init__(self, header, cuts, folder, options=OPTIONS):
+    Of each window the last ``on_gpu`` layers are on a GPU, in the tail with the output; None of the tail: the output alone.
+    """
+
+    def __init__(self, header, cuts, folder, options=OPTIONS, on_gpu=()):
         cutter, layers = ModelCutter(header), layer_count(header)
         assert cuts[0] == 0
         assert cuts[-1] == layers
@@ -45,7 +48,8 @@ class Route:
                     + b"".join(cutter.source(ref.digest).chunks())
                 )
                 paths.append(str(path))
-            files = files_of(metadata, paths, last - first, first)
+            assignment = assigned(last - first, on_gpu[number] if on_gpu else 0, is_tail=last == layers, first=first)
+            files = files_of(metadata, paths, assignment)
             if last == layers:
                 window = TailWindow(files, options, frozenset(), vocabulary=vocabulary_size(header))
             elif first == 0:
@@ -66,11 +70,16 @@ class Route:
             window.release()
 
 
-def files_of(metadata, layers, count, first=0):
-    assignment = in_memory(first, first + count)
+def files_of(metadata, layers, assignment):
     return WindowSource(
         window=0, metadata=str(metadata), layers=tuple(layers), assignment=assignment, extra_buffers=False
     )
+
+
+def assigned(layers, on_gpu, *, is_tail, first=0):
+    """So many layers from ``first`` on, of them ``on_gpu`` (None: the output alone) on a GPU."""
+    output = ("cpu" if on_gpu == 0 else "gpu") if is_tail else "none"
+    return in_memory(first, first + layers, gpu_layers=on_gpu or 0, output=output)
 
 
 def rows(content, position, sequence=0):
@@ -83,18 +92,21 @@ def rows(content, position, sequence=0):
     )
 
 
-def whole_logits(header):
-    """The prompt, ``DECODED`` greedy tokens, and the whole model's logits after each chunk."""
-    files = files_of(header.path, (), layer_count(header))
+def whole_logits(header, on_gpu=0, chunks=()):
+    """The prompt, ``DECODED`` greedy tokens, and the whole model's logits after each chunk.
+
+    With the ``chunks`` of another call these are what it is given; ``on_gpu`` as for ``assigned``.
+    """
+    files = files_of(header.path, (), assigned(layer_count(header), on_gpu, is_tail=True))
     model = WholeModel(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header))
-    chunks, position, expected = [PROMPT[:64], PROMPT[64:]], 0, []
+    chunks, position, expected = list(chunks) or [PROMPT[:64], PROMPT[64:]], 0, []
     for step in range(2 + DECODED):
         tokens = chunks[step]
         model.forward(rows(np.array(tokens, np.int32), position))
         expected.append(model.logits(len(tokens) - 1).copy())
         assert np.isfinite(expected[-1]).all()
         position += len(tokens)
-        if step > 0:
+        if 0 < step == len(chunks) - 1:
             chunks.append([int(expected[-1].argmax())])
     model.release()
     return chunks[: 2 + DECODED], expected

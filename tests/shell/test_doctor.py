@@ -43,6 +43,7 @@ def subject(home: Path, *, cluster: str = "home", trusts=lambda key: False) -> S
         control_port=None,
         http_port=8080,
         devices=(),
+        threads=None,
         own_key="",
         trusts=trusts,
     )
@@ -219,9 +220,9 @@ def test_a_home_that_is_not_there_yet_is_judged_by_the_folder_above(tmp_path):
 
 
 @pytest.mark.slow
-def test_llama_cpp_is_asked_in_a_child(monkeypatch):
+def test_llama_cpp_is_asked_in_a_child(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # whoever imports it here fails
-    facts = gpus.gather_engine(PATIENCE_S)
+    facts = gpus.gather_engine(tmp_path, None, PATIENCE_S)
     assert facts.package
     assert not isinstance(facts.devices, str)
 
@@ -235,9 +236,10 @@ def test_llama_cpp_that_crashes_or_hangs_is_an_answer(monkeypatch, tmp_path):
     hang.write_text("#!/bin/sh\nexec sleep 60\n")
     hang.chmod(0o755)
     monkeypatch.setattr(gpus.sys, "executable", str(crash))
-    assert gpus.gather_engine(PATIENCE_S).devices == "a trial ended with code 132: illegal instruction"
+    crashed = gpus.gather_engine(tmp_path, None, PATIENCE_S)
+    assert (crashed.devices, crashed.runs) == ("a trial ended with code 132: illegal instruction", False)
     monkeypatch.setattr(gpus.sys, "executable", str(hang))
-    assert gpus.gather_engine(0.5).devices == "a trial did not end within 0.5 s"
+    assert gpus.gather_engine(tmp_path, None, 0.5).devices == "a trial did not end within 0.5 s"
 
 
 def test_a_card_is_known_by_its_vendor(tmp_path):

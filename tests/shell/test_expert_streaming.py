@@ -382,7 +382,7 @@ def test_a_ring_process_streams_by_expert_and_says_what_is_in_memory(tmp_path):
         ahead_bytes=0,
         usage=str(tmp_path / "usage"),
     )
-    head, streams = open_head(opening, lambda _: None)
+    head, streams = open_head(opening, lambda _: None, lambda _: None)
     head._tail.forward(rows(np.array(PROMPT, np.int32), 0))
     pool = streams.streamer.experts.pool
     memory = Meter().status(0, streams).memory

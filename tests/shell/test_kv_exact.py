@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halda.assignment import in_memory
 from primad.engine import kv_cache
 from primad.engine.llama import WholeModel, llama
 from primad.engine.protocol import Rows
@@ -42,7 +43,7 @@ def written(folder, architecture, **sizes):
 
 
 def whole_of(header, options):
-    files = files_of(header.path, (), layer_count(header))
+    files = files_of(header.path, (), in_memory(0, layer_count(header)))
     return WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header))
 
 

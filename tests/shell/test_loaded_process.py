@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from primad.daemon import loaded_process, loading
+from primad.daemon.gpu_care import GpuCare
 from primad.daemon.layer_files import Workspace
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
@@ -176,7 +177,7 @@ def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_files(pla
 
     async def once() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            windows = WindowLoad(load, 7, SimpleNamespace(workspace=place, config=config), PROFILE)
+            windows = WindowLoad(load, 7, SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare()), PROFILE)
             await windows.prepare(lambda *_: pytest.fail("nothing is missing"), lambda *_: None)
             starting = asyncio.create_task(windows.start(windows.key()))
             await opening.wait()

@@ -17,12 +17,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from halda import RATE_WIDTH
+from halda import RATE_WIDTH, GpuProfile
 from primad.cli import main as cli
-from primad.engine.devices import GpuDevice, list_gpus
+from primad.engine.devices import GpuDevice, find_gpu, list_gpus
 from primad.errors import ConfigError, EngineError
-from primad.profiler import disk, gpus, measure, processors, speeds
-from primad.profiler.device import is_profiled, profile_device
+from primad.profiler import device, disk, gpus, measure, processors, speeds
+from primad.profiler.device import is_profiled, profile_device, unused_gpus
 from primad.profiler.effort import QUICK, TYPES, Budget, Effort
 from primad.profiler.records import VERSION, home_file, machine_file, read_home, read_machine, write
 from primad.profiler.shapes import CACHED, MODEL_BYTES, measure_attention, measure_caches, measure_rows, measure_widths
@@ -40,6 +40,7 @@ from primad.profiler.synthetic import BIG, MIDDLE, NARROW, SMALL, WIDE, LayerSha
 from primad.profiler.trial import SteppedOn, TimeWindow, TrialTimes, affordable_rows
 from primad.profiler.trials import child_trials
 from primad.profiles import check_profile
+from primad.settings.limits import NO_LIMITS
 from primad.system.measuring_lock import measuring
 from primad.system.memory import Memory
 from primad.system.processors import usable_cpus
@@ -115,7 +116,7 @@ def bench(
         folder=folder,
         threads=2,
         batch_threads=2,
-        on_gpu=on_gpu,
+        gpu="CUDA0" if on_gpu else None,
         weights=1,
         model_bytes=1,
         sweep_bytes=8,
@@ -386,9 +387,27 @@ def test_a_hang_is_an_answer(tmp_path, monkeypatch):
         assert children.gpus() == "a trial did not end within 0.2 s"
 
 
-def test_no_gpu_is_the_ordinary_case(caplog):
-    assert all(isinstance(device, GpuDevice) for device in gpus.list_gpus())
-    assert not [record for record in caplog.records if record.name.startswith("primad.")]
+def test_no_gpu_is_the_ordinary_case():
+    listed = gpus.list_gpus()
+    assert not isinstance(listed, str)
+    assert all(isinstance(device, GpuDevice) for device in listed)
+
+
+def test_a_trial_that_needs_no_gpu_sees_none(tmp_path, monkeypatch):
+    """So that no driver is woken, which may be broken."""
+    seen: list[dict[str, str]] = []
+    real = subprocess.Popen
+
+    def noting(command: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        seen.append(env)
+        return real(command, env=env, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", noting)
+    for gpu in (False, True):
+        with child_trials(1, gpu=gpu) as children:
+            children.gpus()
+    assert [env.get("GGML_DISABLE_VULKAN") for env in seen] == ["1", None]
+    assert [env.get("CUDA_VISIBLE_DEVICES") for env in seen] == ["-1", os.environ.get("CUDA_VISIBLE_DEVICES")]
 
 
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
@@ -418,7 +437,7 @@ class FakeGgml:
         return self.devices[registry][1]
 
     def ggml_backend_dev_name(self, device: int) -> bytes:
-        return b"GPU0"
+        return b"GPU%d" % device
 
     def ggml_backend_dev_description(self, device: int) -> bytes:
         return self.devices[device][2]
@@ -427,13 +446,30 @@ class FakeGgml:
 def test_gpus_are_listed_with_what_their_backend_says():
     assert ctypes.c_size_t().value == 0
     assert list(list_gpus(FakeGgml())) == [
-        GpuDevice(name="a card", backend="CUDA", vram_total_bytes=24, vram_available_bytes=24, unified_memory=False),
-        GpuDevice(name="Apple M4", backend="Metal", vram_total_bytes=48, vram_available_bytes=40, unified_memory=True),
+        GpuDevice(
+            id="GPU1", name="a card", backend="CUDA", vram_total_bytes=24, vram_available_bytes=24, unified_memory=False
+        ),
+        GpuDevice(
+            id="GPU2",
+            name="Apple M4",
+            backend="Metal",
+            vram_total_bytes=48,
+            vram_available_bytes=40,
+            unified_memory=True,
+        ),
     ]
+
+
+def test_a_gpu_is_found_by_what_llama_cpp_calls_it():
+    assert find_gpu("GPU2", FakeGgml()) == 2
+    assert find_gpu("", FakeGgml()) == 1, "the first one"
+    with pytest.raises(EngineError, match="does not see the GPU GPU0 any more"):
+        find_gpu("GPU0", FakeGgml())
 
 
 def a_device(**changes: Any) -> GpuDevice:
     device = GpuDevice(
+        id=GPU.id,
         name=GPU.name,
         backend=GPU.backend,
         vram_total_bytes=24 << 30,
@@ -447,16 +483,28 @@ def test_free_memory_of_a_gpu_is_read_anew(monkeypatch):
     now = gpus.gpu_now(GPU, [a_device(name="another"), a_device()])
     assert now == replace(GPU, vram_available_bytes=7 << 30)
     assert gpus.gpu_now(GPU, [a_device(name="another")]) is None
+    assert gpus.gpu_now(GPU, [a_device(id="CUDA1")]) is None
+    assert gpus.gpu_now(GPU, "a trial did not end within 30 s") is None
     monkeypatch.setattr(gpus, "memory", lambda: Memory(16 << 30, 2 << 30))
     shared = gpus.gpu_now(GPU, [a_device(unified_memory=True)])
     assert shared is not None
     assert shared.vram_available_bytes == 2 << 30
 
 
+def test_of_several_gpus_the_fastest_is_used_or_the_one_that_is_wanted():
+    slow = replace(GPU, id="CUDA1", name="an old card", vram_read_bytes_per_s=1e11)
+    assert gpus.choose_gpu([slow, GPU], None) == GPU
+    assert gpus.choose_gpu([slow, GPU], "cuda1") == gpus.choose_gpu([slow, GPU], "old card") == slow
+    assert gpus.choose_gpu([slow, GPU], "off") is gpus.choose_gpu([], None) is None
+    with pytest.raises(ConfigError, match=r"--gpu 4090: .* it has CUDA1 \(an old card\), CUDA0 \(a gpu\); 'off'"):
+        gpus.choose_gpu([slow, GPU], "4090")
+
+
 class FakeChildren(Machine):
     """``child_trials`` of a machine with one GPU."""
 
-    def __call__(self, threads: int) -> FakeChildren:
+    def __call__(self, threads: int, *, timeout_s: float, gpu: bool) -> FakeChildren:
+        assert gpu
         return self
 
     def __enter__(self) -> FakeChildren:
@@ -472,8 +520,10 @@ class FakeChildren(Machine):
 def test_a_gpu_is_profiled_like_the_processor(tmp_path, monkeypatch):
     children = FakeChildren(step_s=1e-4, layer_s=1e-5, rate=8e11)
     monkeypatch.setattr(processors, "child_trials", children)
-    found = processors.measure_gpu(tmp_path, a_device(), 2, lambda _: None)
-    assert found is not None
+    found = processors.measure_gpu(tmp_path, a_device(), 2)
+    assert isinstance(found, GpuProfile)
+    assert found.id == "CUDA0"
+    assert {task.gpu for task in children.asked} == {"CUDA0"}
     assert found.vram_read_bytes_per_s == pytest.approx(8e11, rel=0.05)
     assert found.step_s == pytest.approx(1e-4, rel=0.05)
     assert found.layer_s == pytest.approx(1e-5, rel=0.2)
@@ -481,14 +531,51 @@ def test_a_gpu_is_profiled_like_the_processor(tmp_path, monkeypatch):
     check_profile(replace(PROFILE, gpu=found))
 
 
-def test_a_gpu_that_llama_cpp_cannot_compute_on_stays_unused(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(("rate", "layers"), [(8e11, 8), (1e9, 3), (1e8, 1)])
+def test_a_slow_gpu_computes_little_and_is_measured_all_the_same(tmp_path, monkeypatch, rate, layers):
+    children = FakeChildren(step_s=1e-3, layer_s=1e-4, rate=rate)
+    monkeypatch.setattr(processors, "child_trials", children)
+    found = processors.measure_gpu(tmp_path, a_device(), 2, QUICK, Budget(26.0, lambda: 0.0))
+    assert isinstance(found, GpuProfile)
+    big = [task for task in children.asked if shape_of(task) is BIG]
+    assert big[0].window.assignment.layers == 1, "one layer tells how many there is time for"
+    read = [task for task in big[1:] if task.window.assignment.layers and not task.many_rows]
+    assert read[0].window.assignment.layers == layers
+    assert all(task.run_s == task.seconds for task in children.asked)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ("a trial was ended by SIGABRT: the driver is broken", "ended by SIGABRT: the driver is broken"),
+        ("a trial did not end within 40 s", "did not end within 40 s"),
+        ("a trial ended with code 1: llama.cpp cannot load window.gguf: out of memory", "out of memory"),
+        (steady(1e9, 1e9, 1e9), "it was measured, but gpu"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_a_reason(tmp_path, monkeypatch, answer, why):
     class Dead(FakeChildren):
-        def time(self, task: TimeWindow) -> str:
-            return "a trial ended with code -6"
+        def time(self, task: TimeWindow) -> TrialTimes | str:
+            return answer
 
     monkeypatch.setattr(processors, "child_trials", Dead())
-    assert processors.measure_gpu(tmp_path, a_device(), 2, lambda _: None) is None
-    assert "a gpu stays unused" in caplog.text
+    found = processors.measure_gpu(tmp_path, a_device(), 2)
+    assert isinstance(found, str)
+    assert why in found
+
+
+def test_a_gpu_that_hangs_later_leaves_the_rest_out(tmp_path, monkeypatch):
+    """What was measured by then counts, and one hang is waited for, not one for each type."""
+
+    class Hanging(FakeChildren):
+        def time(self, task: TimeWindow) -> TrialTimes | str:
+            return "a trial did not end within 40 s" if len(self.asked) > 20 else super().time(task)
+
+    children = Hanging(rate=8e11)
+    monkeypatch.setattr(processors, "child_trials", children)
+    found = processors.measure_gpu(tmp_path, a_device(), 2)
+    assert isinstance(found, GpuProfile)
+    assert 0 < len(found.speeds) < len(TYPES)
 
 
 # ---- the disk -------------------------------------------------------------------------------------------------------
@@ -535,6 +622,33 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of this test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+def test_a_gpu_that_is_left_out_is_told_and_never_costs_the_device(tmp_path, measured, monkeypatch):
+    home = a_home(tmp_path)
+    monkeypatch.setattr(measure, "list_gpus", lambda: (a_device(), a_device(id="CUDA1", name="another")))
+    monkeypatch.setattr(measure, "measure_gpu", lambda folder, device, *_: GPU if device.id == "CUDA0" else "it hangs")
+    monkeypatch.setattr(device, "list_gpus", lambda: (a_device(),))
+    profile = profile_device("desk", home, None, lambda _: None)
+    assert profile.gpu == replace(GPU, vram_available_bytes=7 << 30)
+    assert tuple(map(str, unused_gpus(home, None))) == (
+        "the GPU another (CUDA1) stays unused: it hangs; 'primad doctor' looks at it, "
+        "'primad profile --remeasure' tries again",
+    )
+    none = profile_device("desk", home, None, lambda _: None, limits=replace(NO_LIMITS, gpu="off"))
+    assert none.gpu is None
+    with pytest.raises(ConfigError, match="--gpu 4090"):
+        profile_device("desk", home, None, lambda _: None, limits=replace(NO_LIMITS, gpu="4090"))
+
+
+def test_gpus_that_cannot_be_told_cost_no_device(tmp_path, measured, monkeypatch):
+    home = a_home(tmp_path)
+    monkeypatch.setattr(measure, "list_gpus", lambda: "a trial was ended by SIGABRT")
+    assert profile_device("desk", home, None, lambda _: None).gpu is None
+    (left_out,) = unused_gpus(home, None)
+    assert str(left_out).startswith(
+        "GPUs stay unused: llama.cpp cannot list them: a trial was ended by SIGABRT; 'primad doctor'"
+    )
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from halda import WindowAssignment
+from halda.assignment import in_memory
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions
 from primad.engine.streaming.streams import StreamedWindow, Streams
@@ -74,7 +75,7 @@ class Streaming:
         specs = []
         for number, (first, last) in enumerate(pairwise(cuts)):
             whole = len(cuts) == 2
-            files = files_of(header.path, (), count) if whole else self._cut(folder, number, first, last)
+            files = files_of(header.path, (), in_memory(0, count)) if whole else self._cut(folder, number, first, last)
             units = units_of_model(header, files) if whole else units_of_window(files)
             specs.append((files, StreamedWindow(index=number, assignment=kept(first, units, streamed), units=units)))
         self.streams = Streams((window for _, window in specs), ahead_bytes=ahead_bytes, lock=False, usage=None)
@@ -97,7 +98,7 @@ class Streaming:
             path.write_bytes(layer_header(ref.tensors, number=split - 1, split=split) + content)
             self.layers[first + split - 1] = path
             paths.append(str(path))
-        return files_of(metadata, paths, last - first, first)
+        return files_of(metadata, paths, in_memory(first, last))
 
     def _open(self, files, number: int, count: int):
         header, options = self._header, self._options

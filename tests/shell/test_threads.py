@@ -44,7 +44,7 @@ class FakeProcess:
         self.threads = 0
         self.opened: list[Open] = []
 
-    async def start(self, log: Path, *, threads: int, place: int = 0) -> FakeProcess:
+    async def start(self, log: Path, *, threads: int, place: int = 0, gpu: bool = False) -> FakeProcess:
         self.threads = threads
         return self
 

@@ -1,0 +1,80 @@
+"""Load with less on the GPU where it has no room: what it had free when the plan was made others may have taken since."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from halda import WindowAssignment
+from primad.engine.protocol import WindowSource
+from primad.engine.streaming.units import units_of_model, units_of_window
+from primad.errors import EngineError
+from primad.gguf.header import Header
+from primad.gguf.model import open_model
+from primad.ring.messages import GpuFull, Open
+
+logger = logging.getLogger(__name__)
+
+_Loaded = TypeVar("_Loaded")
+
+
+def load_what_fits(opening: Open, load: Callable[[Open], _Loaded], full: Callable[[GpuFull], None]) -> _Loaded:
+    """What ``load`` makes of ``opening``, or of one with fewer layers on the GPU where llama.cpp cannot load all of them.
+
+    ``full`` hears how many there are then. Raises the ``EngineError`` of a load without a GPU.
+    """
+    planned, asked, why = _on_gpu(opening), opening, ""
+    while True:
+        try:
+            loaded = load(asked)
+        except EngineError as exc:
+            if not _on_gpu(asked):
+                raise
+            why = why or str(exc)
+            logger.warning("%s; trying with fewer layers on the GPU", exc)
+            asked = fewer_on_gpu(asked)
+            continue
+        if asked is not opening:
+            full(GpuFull(layers=_on_gpu(asked), planned=planned, why=why))
+        return loaded
+
+
+def fewer_on_gpu(opening: Open) -> Open:
+    """``opening`` with three quarters of each window's GPU layers, one less at least; an output matrix leaves last."""
+    header = open_model(Path(opening.head.model)) if opening.head is not None and opening.route == 1 else None
+    windows = [
+        msgspec.structs.replace(window, assignment=_fewer(window, header)) if window.assignment.uses_gpu else window
+        for window in opening.windows
+    ]
+    return msgspec.structs.replace(opening, windows=windows)
+
+
+def _on_gpu(opening: Open) -> int:
+    return sum(_count(window.assignment) for window in opening.windows)
+
+
+def _count(assignment: WindowAssignment) -> int:
+    """Layers on the GPU; an output matrix is one, as to llama.cpp."""
+    return assignment.gpu_layers + (assignment.output == "gpu")
+
+
+def _fewer(source: WindowSource, header: Header | None) -> WindowAssignment:
+    before = source.assignment
+    left = _count(before) * 3 // 4
+    output = "cpu" if before.output == "gpu" and not left else before.output
+    fewer = replace(before, gpu_layers=max(0, left - (output == "gpu")), output=output)
+    now = msgspec.structs.replace(source, assignment=fewer)
+    units = units_of_window(now) if header is None else units_of_model(header, now)
+    moved = sum(part.size for layer in units.layers[before.cpu_layers :] for part in layer)
+    matrix = sum(part.size for part in units.output) if output != before.output else 0
+    return replace(
+        fewer,
+        layer_bytes=before.layer_bytes + moved,
+        output_bytes=before.output_bytes + matrix,
+        resident_bytes=before.resident_bytes + moved + matrix,
+    )

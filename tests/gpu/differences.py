@@ -1,0 +1,59 @@
+"""``python -m tests.gpu.differences ARCHITECTURE FOLDER``: how far logits with layers on the GPU are from the CPU's.
+
+Two lines of JSON: of whole models, as llama.cpp computes them there, and of windows, by where their layers are. A process of
+its own, since a device may end it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from primad.gguf.header import read_header
+from tests.shell.test_cut_exact import Route, whole_logits
+from tools import synth
+
+CUT = [0, 2, 4, 6]
+"""A first window, a middle one and a tail, of two layers each."""
+PLACES = {
+    "the middle window alone": (0, 2, 0),
+    "one layer of each window": (1, 1, 1),
+    "the output alone": (0, 0, None),
+    "all": (2, 2, 2),
+}
+WHOLE = (None, 1, 2, 3, 6)
+
+
+def main(architecture: str, folder: Path) -> None:
+    """Compute and tell."""
+    path = folder / "model.gguf"
+    synth.write_model(path, architecture=architecture)
+    header = read_header(path)
+    chunks, expected = whole_logits(header)
+
+    def differs(found: Sequence[np.ndarray]) -> float:
+        return max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
+
+    sys.stdout.write(json.dumps([differs(whole_logits(header, on_gpu, chunks)[1]) for on_gpu in WHOLE]) + "\n")
+    sys.stdout.flush()
+    found = {}
+    for number, (name, on_gpu) in enumerate(PLACES.items()):
+        of_route = folder / str(number)
+        of_route.mkdir()
+        route = Route(header, CUT, of_route, on_gpu)
+        position, logits = 0, []
+        for tokens in chunks:
+            logits.append(route.logits(tokens, position))
+            position += len(tokens)
+        route.release()
+        found[name] = differs(logits)
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,85 @@
+"""``primad profile``, ``serve`` and ``join`` end well whatever the GPU does."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from primad.profiler.store import load_profiles
+from tests.e2e.cluster import joined, primad
+from tests.e2e.cluster import serving as serving_
+from tests.gpu.drivers import FAULTS, broken_driver
+
+NO_DRIVER = {"VK_ICD_FILENAMES": "/nowhere/driver.json", "VK_DRIVER_FILES": "/nowhere/driver.json"}
+NO_ROOM = {"GGML_VK_FORCE_MAX_ALLOCATION_SIZE": "65536", "GGML_VK_FORCE_MAX_BUFFER_SIZE": "65536"}
+LEFT_OUT_FIGURES = "it was measured, but gpu"
+LEFT_OUT = r"stays? unused: .*'primad doctor' looks at it, 'primad profile --remeasure' tries again"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home of which nothing is known yet."""
+    (tmp_path / "desk").mkdir()
+    return tmp_path / "desk"
+
+
+def profile(home: Path, tmp_path: Path, *arguments: object, **environment: str):
+    """A ``primad profile`` to its end: what it printed, and the profile."""
+    saved = tmp_path / "desk.json"
+    options = ("profile", "--home", home, "--name", "desk", "--save", saved, *arguments)
+    with primad(*options, XDG_CACHE_HOME=str(tmp_path / "cache"), **environment) as run:
+        assert run.wait_end() == 0, run.output
+    (found,) = load_profiles(saved)
+    return run.output, found
+
+
+def test_the_device_is_measured_as_it_is(home, tmp_path, gpu):
+    output, found = profile(home, tmp_path, "--quick")
+    if found.gpu is None:  # a busy machine may measure what cannot be
+        assert LEFT_OUT_FIGURES in output, output
+        assert re.search(LEFT_OUT, output), output
+    else:
+        assert (found.gpu.id, found.gpu.name) == (gpu.id, gpu.name)
+        assert "GPU decode" in output
+    _, without = profile(home, tmp_path, "--gpu", "off")
+    assert without.gpu is None
+    assert without.cpu == found.cpu, "measured once"
+
+
+def test_without_a_driver_there_is_no_gpu(home, tmp_path):
+    output, found = profile(home, tmp_path, "--quick", **NO_DRIVER)
+    assert found.gpu is None
+    assert "none that the installed llama.cpp can use" in output
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_driver_that_fails_costs_no_device(home, tmp_path, fault, gpu):
+    if gpu.backend != "Vulkan":
+        pytest.skip(f"{gpu.backend} asks no Vulkan driver")
+    output, found = profile(home, tmp_path, "--quick", **broken_driver(tmp_path, fault))
+    assert found.gpu is None
+    assert re.search(LEFT_OUT, output) or fault == "has no memory", output
+    assert "Traceback" not in output
+
+
+def test_a_gpu_without_memory_is_left_out(home, tmp_path, gpu):
+    if gpu.backend != "Vulkan":
+        pytest.skip(f"{gpu.backend} cannot be told to have no memory")
+    output, found = profile(home, tmp_path, "--quick", **NO_ROOM)
+    assert found.gpu is None
+    assert re.search(LEFT_OUT, output), output
+
+
+@pytest.mark.parametrize("fault", ["none", "aborts"])
+def test_a_first_start_measures_and_serves(home, tmp_path, smollm2, cluster, fault, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, value in ({} if fault == "none" else broken_driver(tmp_path, fault)).items():
+        monkeypatch.setenv(name, value)
+    with serving_(smollm2, home, cluster) as head:
+        assert head.run.stop(signal.SIGINT) == 0, head.run.output
+    (tmp_path / "lap").mkdir()
+    with joined(tmp_path / "lap", cluster) as worker:
+        assert worker.stop(signal.SIGINT) == 0, worker.output

@@ -1,0 +1,140 @@
+"""A GPU without room, and one whose driver ends the ring process: fewer layers are on it, or none, and the device serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from primad.daemon.gpu_care import GpuCare
+from primad.engine.protocol import EngineOptions, WindowSource
+from primad.errors import EngineError, RingError
+from primad.gguf.layers import HEADER_BYTES
+from primad.profiler.synthetic import SMALL, write_window
+from primad.ring.gpu_room import fewer_on_gpu, load_what_fits
+from primad.ring.messages import GpuFull, Open
+from tests.fakes.profile import GPU, PROFILE
+
+OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
+
+
+def opening(*windows: WindowSource) -> Open:
+    return Open(
+        ring=1,
+        epoch=1,
+        windows=list(windows),
+        route=3,
+        width=SMALL.width,
+        host="127.0.0.1",
+        head=None,
+        step_timeout_s=60.0,
+        options=OPTIONS,
+        ahead_bytes=0,
+        usage=None,
+    )
+
+
+def window(folder: Path, layers: int, gpu_layers: int) -> WindowSource:
+    folder.mkdir()
+    return write_window(folder, SMALL, "Q4_K", layers, gpu_layers=gpu_layers)
+
+
+def on_gpu(asked: Open) -> list[int]:
+    return [each.assignment.gpu_layers for each in asked.windows]
+
+
+def test_fewer_layers_until_they_fit(tmp_path):
+    asked = opening(window(tmp_path / "a", 6, 5), window(tmp_path / "b", 4, 2))
+    tried: list[list[int]] = []
+    told: list[GpuFull] = []
+
+    def load(each: Open) -> Open:
+        tried.append(on_gpu(each))
+        if sum(tried[-1]) > 3:
+            raise EngineError(f"no room for {sum(tried[-1])}")
+        return each
+
+    loaded = load_what_fits(asked, load, told.append)
+    assert tried == [[5, 2], [3, 1], [2, 0]]
+    assert told == [GpuFull(layers=2, planned=7, why="no room for 7")]
+    for before, after in zip(asked.windows, loaded.windows, strict=True):
+        moved = before.assignment.gpu_layers - after.assignment.gpu_layers
+        size = Path(before.layers[0]).stat().st_size - HEADER_BYTES
+        assert after.assignment.layer_bytes == after.assignment.resident_bytes == moved * size
+        assert after.assignment.streamed_bytes == 0, "what moves to the processor stays in memory"
+
+
+def test_the_output_leaves_the_gpu_last(tmp_path):
+    source = window(tmp_path / "a", 3, 0)
+    assignment = replace(source.assignment, gpu_layers=2, output="gpu")
+    asked = opening(msgspec.structs.replace(source, assignment=assignment))
+    found = []
+    for _ in range(3):
+        asked = fewer_on_gpu(asked)
+        (left,) = asked.windows
+        found.append((left.assignment.gpu_layers, left.assignment.output))
+    assert found == [(1, "gpu"), (0, "gpu"), (0, "cpu")]
+
+
+def test_what_no_processor_loads_either_is_its_own_error(tmp_path):
+    def load(each: Open) -> Open:
+        raise EngineError(f"broken with {on_gpu(each)}")
+
+    with pytest.raises(EngineError, match=r"broken with \[0\]"):
+        load_what_fits(opening(window(tmp_path / "a", 4, 3)), load, lambda _: pytest.fail("nothing was loaded"))
+
+
+def test_a_window_without_gpu_is_loaded_once(tmp_path):
+    tried = []
+
+    def load(each: Open) -> Open:
+        tried.append(each)
+        raise EngineError("broken")
+
+    with pytest.raises(EngineError, match="broken"):
+        load_what_fits(opening(window(tmp_path / "a", 4, 0)), load, lambda _: None)
+    assert len(tried) == 1
+
+
+class Care(GpuCare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        self.changes = 0
+        self.say = self.said.append
+        self.changed = self._changed
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+
+def test_plans_have_no_more_of_a_gpu_than_it_gave():
+    care = Care()
+    assert care.apply(PROFILE) == PROFILE
+    care.full(GpuFull(layers=3, planned=4, why="out of memory"))
+    gpu = care.apply(PROFILE).gpu
+    assert gpu is not None
+    assert gpu.vram_total_bytes == gpu.vram_available_bytes == GPU.vram_total_bytes * 3 // 4
+    assert "3 of 4 planned layers are on it" in care.said[0]
+    care.full(GpuFull(layers=0, planned=2, why="out of memory"))
+    assert care.apply(PROFILE) == replace(PROFILE, gpu=None)
+    assert care.changes == 2
+    assert care.apply(replace(PROFILE, gpu=None)).gpu is None
+
+
+def test_a_driver_that_ends_the_ring_process_twice_leaves_the_gpu_out():
+    care = Care()
+    for kill in ("the ring process was ended by SIGKILL", "the ring process was stopped"):
+        for _ in range(3):
+            care.failed(RingError(kill))
+    assert care.apply(PROFILE) == PROFILE, "whoever was killed tells nothing of a GPU"
+    care.failed(RingError("the ring process was ended by SIGABRT: vk::DeviceLostError"))
+    assert care.apply(PROFILE) == PROFILE, "once may be chance"
+    care.failed(RingError("llama.cpp failed to compute a step (code -3): device lost"))
+    assert care.apply(PROFILE) == replace(PROFILE, gpu=None)
+    (line,) = care.said
+    assert "device lost" in line
+    assert "--gpu off" in line
+    assert care.changes == 1
