@@ -148,12 +148,12 @@ class KvBackup:
                     await self._tell_all(KvForget(keys=keys[at : at + MAX_BLOCKS], lasting=lasting))
 
     async def _tell_all(self, forget: KvForget) -> None:
+        await self._held.forget(forget.keys, lasting=forget.lasting)
         for worker in list(self._devices.workers.values()):
             try:
                 await worker.send(forget)
             except ClusterError:
                 logger.info("%s is not told which KV cells may go", worker.name)  # it forgets all with this head
-        await self._held.forget(forget.keys, lasting=forget.lasting)
 
     # ---- what rings say ------------------------------------------------------------------------------------------------
 

@@ -227,6 +227,7 @@ def test_the_body_without_a_ring():
         "measured": None,
         "devices": [],
         "links": [],
+        "kv": None,
         "cluster": [],
         "embedding": None,
     }
