@@ -3,6 +3,7 @@
     tools/faults [pytest arguments]          every cell of the fault matrix, and the table of ``docs/faults.md``
     tools/faults times [pytest arguments]    what primad promises in seconds (``tools/lab/promises.py``)
     tools/faults crowd [pytest arguments]    1,000 requests of clients who leave, give up, read slowly: what is left of them
+    tools/faults long [pytest arguments]     a device dies at 100 to 8,000 tokens of an answer: how long the pause is
 
 Arguments go to pytest, so that ``-k 'decode'`` makes some cells anew; the times of the others stay as they are, and
 so does that of a cell that fails. ``times`` runs tests that note how long things take, one after another, and judges.
@@ -26,6 +27,7 @@ from tools.lab.promises import judged  # noqa: E402
 
 TESTS = "tests/homelab/test_faults.py"
 CROWD = "tests/e2e/test_crowd.py"
+LONG = "tests/e2e/test_long_answers.py"
 TIMED = (
     "tests/e2e/test_ctrl_c.py",
     "tests/e2e/test_recovery.py",
@@ -42,6 +44,8 @@ def main(arguments: list[str]) -> int:
     """Make the matrix, or judge the times; the exit code."""
     if arguments[:1] == ["times"]:
         return times(arguments[1:])
+    if arguments[:1] == ["long"]:
+        return long(arguments[1:])
     return crowd(arguments[1:]) if arguments[:1] == ["crowd"] else matrix(arguments)
 
 
@@ -71,6 +75,14 @@ def times(arguments: list[str]) -> int:
 def crowd(arguments: list[str]) -> int:
     """Run what a crowd of clients does to a ring of three, and say what was held before and after; the exit code."""
     code, _ = run([CROWD, "-q", "-rP", "-m", "slow and matrix", *arguments])
+    return code
+
+
+def long(arguments: list[str]) -> int:
+    """Run long answers under which a device dies, and say how long each stood still; the exit code."""
+    code, found = run([LONG, "-v", "-m", "slow and matrix", *arguments])
+    for test, name, seconds in found:
+        print(f"{test}: at {name.removeprefix('gap_')} tokens {seconds:.1f} s")
     return code
 
 
