@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "f16": {},
     "seeded": {"temperature": 1.0, "seed": 7},
     "q8_0": {"serving": ("--kv-type", "q8_0")},
-    "streamed": {"joining": ("--max-ram", "70MB"), "serving": ("--max-ram", "100MB")},
+    "streamed": {"joining": ("--max-ram", "80MB"), "serving": ("--max-ram", "140MB")},
 }
 
 
@@ -33,13 +33,13 @@ KINDS: dict[str, dict[str, Any]] = {
     ("kind", "lengths"),
     [("f16", (100, 800, 2500, 8000)), ("seeded", (100, 800)), ("q8_0", (100, 800)), ("streamed", (100, 800))],
 )
-def test_the_pause_does_not_grow_with_the_answer(smollm2, module_home, record_property, kind, lengths):
+def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_property, kind, lengths):
     most = lengths[-1] + AFTER
     with ExitStack() as stack:
         lab = Lab(
             stack,
             smollm2,
-            lambda name: module_home(f"{kind}-{name}"),
+            new_home,
             tokens=most,
             middle=most,
             context=most + 256,
@@ -59,13 +59,13 @@ def test_the_pause_does_not_grow_with_the_answer(smollm2, module_home, record_pr
             assert again <= AGAIN
 
 
-def test_eight_answers_at_once_go_on_from_their_cells(smollm2, module_home, record_property):
+def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_property):
     count, length = 8, 300
     with ExitStack() as stack:
         lab = Lab(
             stack,
             smollm2,
-            lambda name: module_home(f"eight-{name}"),
+            new_home,
             tokens=length + AFTER,
             middle=length,
             sequences=count,
