@@ -28,6 +28,7 @@ from primad.cli.status import status
 from primad.cli.trust import revoke, trust
 from primad.errors import ConfigError, PrimadError, Stopped
 from primad.settings.config import load_config
+from primad.system.hidden_gpus import hide_gpus
 
 app = typer.Typer(
     name="primad",
@@ -68,6 +69,7 @@ def _options(
         raise ConfigError(f"PRIMAD_LOG: {level!r} is no log level; use DEBUG, INFO, WARNING or ERROR")
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     os.environ["PRIMAD_LOG"] = level  # for the ring process
+    hide_gpus()  # a head loads the vocabulary with llama.cpp; whatever a driver does is its children's risk
 
 
 app.command()(join)

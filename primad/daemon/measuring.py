@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import statistics
 import subprocess
 import sys
@@ -108,6 +109,7 @@ class OwnProfile:
                 [sys.executable, "-m", "primad.profiler.process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                env=dict(os.environ),  # this process hides GPUs from itself alone
                 start_new_session=True,
             ) as child:
                 assert child.stdin is not None

@@ -18,6 +18,7 @@ import msgspec
 from primad.errors import NextDeviceError, PrimadError, ProtocolError, RingError, WeightsError
 from primad.ring.channel import LENGTH, frame, frame_bytes
 from primad.ring.messages import RingBroken, RingCommand, RingEvent, event_decoder
+from primad.system.hidden_gpus import NO_GPU
 
 GRACE_S: Final = 1.0
 LEAVE_S: Final = 0.5
@@ -33,11 +34,6 @@ MMAP_THRESHOLD_BYTES: Final = 3 << 19
 """Memory of this size and more is the system's again as soon as it is free (glibc). Left to itself glibc raises its bound to
 the largest block that was ever freed, and keeps the hidden states of a prompt's chunks, 70 MB of them in a ring of eight
 windows a device. It is above what a token takes again and again, such as logits."""
-
-
-_NO_GPU: Final = {"GGML_DISABLE_VULKAN": "1", "CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
-"""llama.cpp wakes the driver of each GPU as soon as it is loaded, and one that is broken would end or stop its process. So
-who does not need a GPU does not see it, and also spares the memory that a driver takes."""
 
 
 def environment(base: Mapping[str, str], threads: int, place: int, *, gpu: bool = False) -> dict[str, str]:
@@ -58,7 +54,7 @@ def environment(base: Mapping[str, str], threads: int, place: int, *, gpu: bool 
         if threads == len(cores) > 1:
             places = [f"{{{cores[(place + i) % threads]}}}" for i in range(threads)]
             chosen |= {"OMP_PROC_BIND": "true", "OMP_PLACES": ",".join(places)}
-    return chosen | dict(base) | ({} if gpu else _NO_GPU)
+    return chosen | dict(base) | ({} if gpu else NO_GPU)
 
 
 class RingProcess:

@@ -217,8 +217,8 @@ class Instance:
     def gpu_runtime_bytes(self, windows: int) -> int:
         """VRAM of a device that uses its GPU, besides weights and KV cache.
 
-        The compute buffer of each of its windows stays there. A window without layers or output on the GPU takes none, but
-        counts all the same: all windows of a device are alike, but for the head's last.
+        The compute buffer of each of its windows stays there. One without layers or output on the GPU takes nothing, but
+        counts: all windows of a device are alike, but for the head's last.
         """
         return cost.GPU_RUNTIME_BYTES + windows * self.buffer_bytes
 

@@ -44,7 +44,7 @@ def test_the_device_is_measured_as_it_is(home, tmp_path, gpu):
     else:
         assert (found.gpu.id, found.gpu.name) == (gpu.id, gpu.name)
         assert "GPU decode" in output
-    _, without = profile(home, tmp_path, "--gpu", "off")
+    _, without = profile(home, tmp_path, "--quick", "--gpu", "off")
     assert without.gpu is None
     assert without.cpu == found.cpu, "measured once"
 

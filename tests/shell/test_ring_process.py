@@ -35,6 +35,7 @@ from primad.ring.messages import (
     Status,
 )
 from primad.ring.spawn import CUT_SHORT, SPIN_COUNT, RingProcess, _last_line, environment
+from primad.system.hidden_gpus import NO_GPU
 from tests.fakes.ring import generate
 
 PATIENCE_S = 180
@@ -378,6 +379,24 @@ def test_the_threads_wait_as_the_owner_says():
     assert environment({"GOMP_SPINCOUNT": "7"}, 1, 0)["GOMP_SPINCOUNT"] == "7"
     assert "GOMP_SPINCOUNT" not in environment({"OMP_WAIT_POLICY": "passive"}, 1, 0)
     assert environment({"PATH": "/bin"}, 3, 0)["PATH"] == "/bin"
+
+
+def test_only_a_ring_process_with_gpu_layers_sees_gpus():
+    assert environment({"CUDA_VISIBLE_DEVICES": "1"}, 1, 0).items() >= NO_GPU.items()
+    assert environment({"CUDA_VISIBLE_DEVICES": "1"}, 1, 0, gpu=True)["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="asks the C library of a Unix")
+def test_a_command_hides_gpus_from_itself_and_not_from_its_children():
+    """llama.cpp asks the C library; children are given what Python has."""
+    ask = (
+        "import ctypes, os; from primad.system.hidden_gpus import hide_gpus; hide_gpus();"
+        " getenv = ctypes.CDLL(None).getenv; getenv.restype = ctypes.c_char_p;"
+        " print(getenv(b'GGML_DISABLE_VULKAN'), os.environ.get('GGML_DISABLE_VULKAN'))"
+    )
+    variables = {key: value for key, value in os.environ.items() if key not in NO_GPU}
+    done = subprocess.run([sys.executable, "-c", ask], env=variables, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["b'1'", "None"]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another library of C has other rules")
