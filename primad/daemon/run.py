@@ -106,7 +106,10 @@ def own_station(config: Config) -> Iterator[Station]:
         keep_little_freed()
         identity = load_identity(config.home)
         trust = TrustStore(config.home, identity)
-        yield Station(config=config, workspace=home_place(config), identity=identity, trust=trust)
+        try:
+            yield Station(config=config, workspace=home_place(config), identity=identity, trust=trust)
+        finally:
+            _forget_cells(config)
 
 
 def home_place(config: Config) -> Workspace:
@@ -115,8 +118,7 @@ def home_place(config: Config) -> Workspace:
         path.unlink(missing_ok=True)
     for path in config.run.glob("ring-*.log"):
         path.unlink(missing_ok=True)
-    if config.kv_cache is None:
-        shutil.rmtree(config.cells, ignore_errors=True)  # what cannot be removed is never asked for
+    _forget_cells(config)
     return Workspace(
         cache=LayerCache(config.layers, config.limits.disk_bytes),
         cells=KvStore(config.cells, None if config.kv_cache is None else config.kv_cache_limit_bytes),
@@ -124,6 +126,12 @@ def home_place(config: Config) -> Workspace:
         usage=usage_folder(config.home),
         build=build_id(),
     )
+
+
+def _forget_cells(config: Config) -> None:
+    """No KV cell outlives its daemon, unless in the owner's cache."""
+    if config.kv_cache is None:
+        shutil.rmtree(config.cells, ignore_errors=True)  # what cannot be removed is never asked for
 
 
 def profile(config: Config, reporter: Reporter, *, again: bool = False, effort: Effort = QUICK) -> DeviceProfile:
