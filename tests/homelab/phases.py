@@ -14,7 +14,7 @@ from typing import Final
 import psutil
 
 from tests.homelab.cluster import Cluster, home
-from tests.homelab.rig import LONG, STORY, STORY_TOKENS, Rig, wait_until
+from tests.homelab.rig import LONG, STORY, STORY_TOKENS, TALE, Rig, wait_until
 from tests.homelab.running import Running
 from tests.homelab.stream import Stream
 from tools.lab.device import Device, role
@@ -22,6 +22,7 @@ from tools.lab.device import Device, role
 SLOW_TRANSFER: Final = 'transfer_limit = "6MB/s"\n'
 LITTLE_CPUS: Final = 0.25
 MIDDLE_TOKENS: Final = 20
+LATE_TOKENS: Final = 800
 MIDDLE_CPU_S: Final = 0.2
 """CPU time that a worker has spent on a long prompt of which it has much left to compute, whatever else the machine does."""
 
@@ -109,6 +110,16 @@ def decode(rig: Rig, name: str) -> Stream:
     return stream
 
 
+def long_answer(rig: Rig, name: str) -> Stream:
+    """Much of a long answer is written."""
+    del name
+    rig.undisturbed(TALE, LATE_TOKENS + STORY_TOKENS)
+    rig.mark()
+    stream = rig.ask(TALE, LATE_TOKENS + STORY_TOKENS)
+    stream.wait_tokens(LATE_TOKENS)
+    return stream
+
+
 def idle(rig: Rig, name: str) -> None:
     """Nobody asks for anything."""
     del name
@@ -121,6 +132,7 @@ REACH: Final[dict[str, Reach]] = {
     "loading": loading,
     "prefill": prefill,
     "decode": decode,
+    "long answer": long_answer,
     "idle": idle,
 }
 

@@ -14,7 +14,7 @@ import pytest
 from tests.homelab.cluster import Cluster
 from tests.homelab.faults import FAULTS
 from tests.homelab.phases import REACH, HalfPaired, trusted_by
-from tests.homelab.rig import LONG, LONG_PATIENCE_S, PATIENCE_S, SHORT, STORY, Rig, fleet
+from tests.homelab.rig import LONG, LONG_PATIENCE_S, PATIENCE_S, SHORT, STORY, TALE, Rig, fleet
 from tests.homelab.rot import forget_pages, overwrite, rot
 from tests.homelab.running import MakeLab
 from tests.homelab.stream import Stream
@@ -33,7 +33,7 @@ NAMES = {
 }
 """Of the faults of ``faults.py``."""
 
-LOADED = ("prefill", "decode", "idle")
+LOADED = ("prefill", "decode", "long answer", "idle")
 """Phases in which the device has its layers in memory."""
 
 FULL_SPEED_CPUS = 2.0
@@ -94,7 +94,7 @@ def go_through(cell: Cell, rig: Rig) -> float:
     at = rig.cluster.now()
     spoilt = strike(cell, rig, name)
     stream = under_way if under_way is not None else rig.ask()
-    prompt = {"prefill": LONG, "decode": STORY}.get(cell.phase, SHORT)
+    prompt = {"prefill": LONG, "decode": STORY, "long answer": TALE}.get(cell.phase, SHORT)
     rig.check(stream, prompt, LONG_PATIENCE_S if cell.fault == "slow device" else PATIENCE_S)
     seconds = first_after(stream, at, cell)
     if cell.said:
@@ -111,7 +111,7 @@ def go_through(cell: Cell, rig: Rig) -> float:
 
 def first_after(stream: Stream, at: float, cell: Cell) -> float:
     """When the next token came: after the longest silence, where tokens were on their way already."""
-    if cell.phase != "decode":
+    if cell.phase not in ("decode", "long answer"):
         return stream.times[0] - at
     seconds = stream.recovered_s(at)
     assert seconds is not None, "the answer was over before the fault"

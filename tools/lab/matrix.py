@@ -29,6 +29,7 @@ PHASES: Final = {
     "loading": "its ring process loads the layers",
     "prefill": "a prompt of some 1,500 tokens is being read",
     "decode": "an answer is being written",
+    "long answer": "800 tokens of an answer are written",
     "idle": "it serves, and nobody asks for anything",
 }
 """When a fault happens to a worker. Up to loading, the ring of the other devices serves meanwhile."""
@@ -147,7 +148,7 @@ _ASKED: Mapping[str, _Promise] = {
     ),
     "link cut": (Outcome.NEW_RING, "suspected after 1.5 s of silence, gone after 4 s", _GONE),
     "half-open TCP": (Outcome.NEW_RING, "suspected after 1.5 s of silence, gone after 4 s", _GONE),
-    "disk full": (Outcome.GOES_ON, "serving writes nothing", ""),
+    "disk full": (Outcome.GOES_ON, "KV cells are kept no more; they are computed again if they are needed", ""),
     "layer file corrupted": (
         Outcome.GOES_ON,
         "what rots on the disk is in memory; the next start finds it by its digest and fetches it again",
@@ -162,6 +163,7 @@ _PROMISES: Final[Mapping[str, Mapping[str, _Promise]]] = {
     "loading": _LOADING,
     "prefill": _ASKED,
     "decode": _ASKED,
+    "long answer": _ASKED,
     "idle": _ASKED,
 }
 
