@@ -388,14 +388,15 @@ class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="pressed"):
     needed_bytes: int
 
 
-class GpuFull(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
-    """The GPU had no room for all ``planned`` layers: ``layers`` are on it, the processor computes the others.
+class GpuLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
+    """Of ``planned`` layers ``layers`` are on the GPU, which has ``held_bytes`` less free than before.
 
-    ``why`` is what llama.cpp said.
+    Where these are fewer it had no room: the processor computes the others, and ``why`` is what llama.cpp said.
     """
 
     layers: int
     planned: int
+    held_bytes: int
     why: str
 
 
@@ -466,7 +467,16 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report
 GenerationEvent = Sampled | PromptProgress | Finished
 RingEvent = (
-    Loading | Opened | Serving | GenerationEvent | Overdue | Drained | ProcessMemoryLow | GpuFull | Status | RingBroken
+    Loading
+    | Opened
+    | Serving
+    | GenerationEvent
+    | Overdue
+    | Drained
+    | ProcessMemoryLow
+    | GpuLoaded
+    | Status
+    | RingBroken
 )
 
 command_decoder = msgspec.msgpack.Decoder(RingCommand)
