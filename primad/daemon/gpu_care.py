@@ -14,7 +14,8 @@ from typing import Final
 from halda import DeviceProfile
 from primad.daemon.reporter import Say
 from primad.errors import PrimadError
-from primad.ring.messages import GpuFull
+from primad.ring.messages import GpuLoaded
+from primad.settings.limits import OwnerLimits
 
 MOST_FAILURES: Final = 2
 _ITS_FAULT: Final = re.compile(r"SIG(ABRT|SEGV|ILL|FPE)|ended with code|llama\.cpp (failed|cannot)")
@@ -27,18 +28,28 @@ class GpuCare:
     def __init__(self) -> None:
         self._most_share = 1.0
         self._failures = 0
+        self._held_bytes: dict[int, int] = {}
         self.changed: Callable[[], None] = lambda: None
         self.say: Say = lambda _: None
 
-    def full(self, event: GpuFull) -> None:
-        """A ring process could not put all planned layers on the GPU."""
-        self._most_share *= event.layers / event.planned
+    def loaded(self, number: int, event: GpuLoaded) -> None:
+        """The ring process of load ``number`` has put on the GPU what found room there."""
+        is_alone = not self._held_bytes
+        self._held_bytes[number] = event.held_bytes
+        if event.layers == event.planned:
+            return
         rest = f"{event.layers} of {event.planned}" if event.layers else f"none of {event.planned}"
         self.say(
             f"the GPU has too little memory left: {rest} planned layers are on it, the processor computes the others "
             f"({event.why}); --max-vram says what plans may have of it"
         )
-        self.changed()
+        if is_alone:  # else it was the ring before this one that had the room
+            self._most_share *= event.layers / event.planned
+            self.changed()
+
+    def released(self, number: int) -> None:
+        """The ring process of load ``number`` is no more."""
+        self._held_bytes.pop(number, None)
 
     def failed(self, error: PrimadError) -> None:
         """A ring process with something on the GPU ended with ``error``."""
@@ -52,8 +63,19 @@ class GpuCare:
             )
             self.changed()
 
-    def apply(self, profile: DeviceProfile) -> DeviceProfile:
-        """``profile`` with what plans may have of the GPU."""
+    def now(self, profile: DeviceProfile, limits: OwnerLimits) -> DeviceProfile:
+        """``profile`` as of now with what plans may have of the GPU.
+
+        What ring processes of ours hold of it counts as free: a new plan takes their place.
+        """
+        gpu, held = profile.gpu, sum(self._held_bytes.values())
+        if gpu is not None and held and not gpu.unified_memory:
+            free = limits.vram_bytes(min(gpu.vram_total_bytes, gpu.vram_available_bytes + held), gpu.vram_total_bytes)
+            profile = replace(profile, gpu=replace(gpu, vram_available_bytes=free))
+        return self.bounded(profile)
+
+    def bounded(self, profile: DeviceProfile) -> DeviceProfile:
+        """``profile`` with no more of the GPU than it is trusted with."""
         gpu = profile.gpu
         if gpu is None or (self._most_share == 1.0 and self._failures < MOST_FAILURES):
             return profile

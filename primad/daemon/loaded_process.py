@@ -13,7 +13,7 @@ from primad.daemon.gpu_care import GpuCare
 from primad.daemon.layer_files import Workspace, release_files
 from primad.engine.protocol import EngineOptions
 from primad.errors import PrimadError, RingError
-from primad.ring.messages import GpuFull, Opened, RingCommand, RingEvent
+from primad.ring.messages import GpuLoaded, Opened, RingCommand, RingEvent
 from primad.ring.spawn import RingProcess
 from primad.system.stopped import wait_stopped
 
@@ -69,10 +69,10 @@ class LoadedProcess:
 
     async def _read(self) -> None:
         async for event in self._ring.events():
-            if isinstance(event, GpuFull):
-                self.memory_low = True
+            if isinstance(event, GpuLoaded):
+                self.memory_low = event.layers < event.planned
                 if self._gpu_care is not None:
-                    self._gpu_care.full(event)
+                    self._gpu_care.loaded(self.number, event)
             elif self._heard is not None and self._events.empty():
                 self._heard(event)  # two turns of the loop less for each token
             else:
@@ -155,3 +155,5 @@ class LoadedProcess:
             await self._ring.close()
         finally:
             release_files(self._place, self.number)
+            if self._gpu_care is not None:
+                self._gpu_care.released(self.number)

@@ -22,7 +22,7 @@ from primad.errors import ConfigError, PrimadError, Stopped
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.network.sockets import raise_descriptor_limit
-from primad.profiler.device import is_profiled, profile_device
+from primad.profiler.device import check_chosen_gpu, is_profiled, profile_device
 from primad.profiler.effort import QUICK, Effort
 from primad.settings.config import Config, open_home, usage_folder
 from primad.system.allocator import keep_little_freed
@@ -102,6 +102,7 @@ def own_home(config: Config) -> Iterator[None]:
 def own_station(config: Config) -> Iterator[Station]:
     """This device for one daemon, which has its home folder to itself."""
     with own_home(config):
+        check_chosen_gpu(config.home, config.threads, config.limits.gpu)
         raise_descriptor_limit()
         keep_little_freed()
         identity = load_identity(config.home)

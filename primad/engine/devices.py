@@ -67,6 +67,14 @@ def find_gpu(wanted: str, library: Any = None) -> int:
     )
 
 
+def free_bytes(wanted: str) -> int:
+    """The memory that the GPU which llama.cpp calls ``wanted`` has free, by its backend. Raises ``EngineError``."""
+    ggml = _library()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    ggml.ggml_backend_dev_memory(find_gpu(wanted, ggml), ctypes.byref(free), ctypes.byref(total))
+    return free.value
+
+
 def _text(data: bytes | None) -> str:
     text = (data or b"").decode("utf-8", errors="replace")
     return "".join(char for char in text if char.isprintable()).strip()[:100]

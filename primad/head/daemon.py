@@ -89,7 +89,7 @@ class HeadDaemon:
             reporter=reporter,
         )
         self._profile = profile
-        own = OwnDevice(lambda: station.gpu_care.apply(profile.now(config.name)), self._memory_watch)
+        own = OwnDevice(lambda: station.gpu_care.now(profile.now(config.name), config.limits), self._memory_watch)
         learning = Learning(config.home)
         self._planner = Planner(service, own, self._devices, learning)
         self._cells = HeldCells(station, self._context)

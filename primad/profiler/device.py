@@ -89,6 +89,13 @@ def how_measured(home: Path, threads: int | None) -> tuple[str, str]:
     )
 
 
+def check_chosen_gpu(home: Path, threads: int | None, wanted: str | None) -> None:
+    """Raises ``ConfigError`` where this device was measured and has no GPU that is ``wanted``."""
+    machine = read_machine(home, threads)
+    if machine is not None:
+        choose_gpu(machine.gpus, wanted)
+
+
 def unused_gpus(home: Path, threads: int | None) -> tuple[UnusedGpu, ...]:
     """The GPUs of this device that were left out when it was measured."""
     machine = read_machine(home, threads)

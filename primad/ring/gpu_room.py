@@ -16,19 +16,29 @@ from primad.engine.streaming.units import units_of_model, units_of_window
 from primad.errors import EngineError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
-from primad.ring.messages import GpuFull, Open
+from primad.ring.messages import GpuLoaded, Open
 
 logger = logging.getLogger(__name__)
 
 _Loaded = TypeVar("_Loaded")
 
 
-def load_what_fits(opening: Open, load: Callable[[Open], _Loaded], full: Callable[[GpuFull], None]) -> _Loaded:
+def load_what_fits(
+    opening: Open,
+    load: Callable[[Open], _Loaded],
+    told: Callable[[GpuLoaded], None],
+    free_bytes: Callable[[str], int],
+) -> _Loaded:
     """What ``load`` makes of ``opening``, or of one with fewer layers on the GPU where llama.cpp cannot load all of them.
 
-    ``full`` hears how many there are then. Raises the ``EngineError`` of a load without a GPU.
+    ``told`` hears how many there are, if any were to be, and what the GPU (as llama.cpp calls it) has less of ``free_bytes``
+    since. Raises the ``EngineError`` of a load without a GPU.
     """
     planned, asked, why = _on_gpu(opening), opening, ""
+    if not planned:
+        return load(opening)
+    gpu = opening.options.gpu
+    free = free_bytes(gpu)
     while True:
         try:
             loaded = load(asked)
@@ -39,8 +49,8 @@ def load_what_fits(opening: Open, load: Callable[[Open], _Loaded], full: Callabl
             logger.warning("%s; trying with fewer layers on the GPU", exc)
             asked = fewer_on_gpu(asked)
             continue
-        if asked is not opening:
-            full(GpuFull(layers=_on_gpu(asked), planned=planned, why=why))
+        held = max(0, free - free_bytes(gpu))
+        told(GpuLoaded(layers=_on_gpu(asked), planned=planned, held_bytes=held, why=why))
         return loaded
 
 

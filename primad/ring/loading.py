@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from primad.engine.devices import free_bytes
 from primad.engine.llama import FirstWindow, LlamaVocabulary, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions, HiddenWindow, RouteWindow, WindowSource
 from primad.engine.streaming.streams import StreamedWindow, Streams
@@ -21,13 +22,13 @@ from primad.kv.store import KvStore
 from primad.ring.chunks import Chunking
 from primad.ring.gpu_room import load_what_fits
 from primad.ring.head import Head
-from primad.ring.messages import GpuFull, Open, StepLimits
+from primad.ring.messages import GpuLoaded, Open, StepLimits
 from primad.ring.scheduler import Scheduler
 
 OnLoaded = Callable[[int], None]
 """Hears how many windows are loaded."""
-OnGpuFull = Callable[[GpuFull], None]
-"""Hears that not all layers that were to be on the GPU are there."""
+OnGpuLoaded = Callable[[GpuLoaded], None]
+"""Hears what is on the GPU, where anything is to be."""
 _Window = FirstWindow | MiddleWindow | TailWindow | WholeModel
 
 
@@ -98,9 +99,9 @@ def share_scratch(windows: Collection[_Window]) -> None:
             window.share_scratch()
 
 
-def open_worker(opening: Open, loaded: OnLoaded, full: OnGpuFull) -> tuple[dict[int, HiddenWindow], Streams]:
+def open_worker(opening: Open, loaded: OnLoaded, on_gpu: OnGpuLoaded) -> tuple[dict[int, HiddenWindow], Streams]:
     """A worker's windows by route index, and what streams. Raises ``EngineError`` when llama.cpp cannot load one."""
-    return load_what_fits(opening, lambda each: _open_worker(each, loaded), full)
+    return load_what_fits(opening, lambda each: _open_worker(each, loaded), on_gpu, free_bytes)
 
 
 def _open_worker(opening: Open, loaded: OnLoaded) -> tuple[dict[int, HiddenWindow], Streams]:
@@ -115,12 +116,12 @@ def _open_worker(opening: Open, loaded: OnLoaded) -> tuple[dict[int, HiddenWindo
     return dict(windows), streams
 
 
-def open_head(opening: Open, loaded: OnLoaded, full: OnGpuFull) -> tuple[Head, Streams]:
+def open_head(opening: Open, loaded: OnLoaded, on_gpu: OnGpuLoaded) -> tuple[Head, Streams]:
     """The head with its windows, and what streams.
 
     Raises ``ModelError`` and ``EngineError`` when the model cannot be loaded.
     """
-    return load_what_fits(opening, lambda each: _open_head(each, loaded), full)
+    return load_what_fits(opening, lambda each: _open_head(each, loaded), on_gpu, free_bytes)
 
 
 def _open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:

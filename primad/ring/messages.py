@@ -450,14 +450,15 @@ class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="pressed"):
     needed_bytes: int
 
 
-class GpuFull(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
-    """The GPU had no room for all ``planned`` layers: ``layers`` are on it, the processor computes the others.
+class GpuLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
+    """Of ``planned`` layers ``layers`` are on the GPU, which has ``held_bytes`` less free than before.
 
-    ``why`` is what llama.cpp said.
+    Where these are fewer it had no room: the processor computes the others, and ``why`` is what llama.cpp said.
     """
 
     layers: int
     planned: int
+    held_bytes: int
     why: str
 
 
@@ -537,7 +538,7 @@ RingEvent = (
     | Overdue
     | Drained
     | ProcessMemoryLow
-    | GpuFull
+    | GpuLoaded
     | Status
     | RingBroken
 )

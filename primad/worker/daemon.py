@@ -240,7 +240,7 @@ class WorkerDaemon:
 
     async def _profile_now(self) -> DeviceProfile:
         """This device as of now, as far as its GPU is trusted."""
-        return self._gpu_care.apply(await asyncio.to_thread(self._profile.now, self._name))
+        return self._gpu_care.now(await asyncio.to_thread(self._profile.now, self._name), self._config.limits)
 
     def _on_gpu(self) -> None:
         self._tasks.start(self._tell_gpu())
@@ -249,7 +249,7 @@ class WorkerDaemon:
         """The head's next plan has less of the GPU."""
         lease = self._lease
         if lease is not None:
-            lease.profile = self._gpu_care.apply(lease.profile)
+            lease.profile = self._gpu_care.bounded(lease.profile)
             await self._tell(Remeasured(lease.profile))
 
     def _new_discovery(self) -> Discovery:

@@ -14,7 +14,8 @@ from primad.errors import EngineError, RingError
 from primad.gguf.layers import HEADER_BYTES
 from primad.profiler.synthetic import SMALL, write_window
 from primad.ring.gpu_room import fewer_on_gpu, load_what_fits
-from primad.ring.messages import GpuFull, Open
+from primad.ring.messages import GpuLoaded, Open
+from primad.settings.limits import NO_LIMITS
 from tests.fakes.profile import GPU, PROFILE
 
 OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
@@ -48,7 +49,7 @@ def on_gpu(asked: Open) -> list[int]:
 def test_fewer_layers_until_they_fit(tmp_path):
     asked = opening(window(tmp_path / "a", 6, 5), window(tmp_path / "b", 4, 2))
     tried: list[list[int]] = []
-    told: list[GpuFull] = []
+    told: list[GpuLoaded] = []
 
     def load(each: Open) -> Open:
         tried.append(on_gpu(each))
@@ -56,9 +57,10 @@ def test_fewer_layers_until_they_fit(tmp_path):
             raise EngineError(f"no room for {sum(tried[-1])}")
         return each
 
-    loaded = load_what_fits(asked, load, told.append)
+    free = iter([100, 70])
+    loaded = load_what_fits(asked, load, told.append, lambda _: next(free))
     assert tried == [[5, 2], [3, 1], [2, 0]]
-    assert told == [GpuFull(layers=2, planned=7, why="no room for 7")]
+    assert told == [GpuLoaded(layers=2, planned=7, held_bytes=30, why="no room for 7")]
     for before, after in zip(asked.windows, loaded.windows, strict=True):
         moved = before.assignment.gpu_layers - after.assignment.gpu_layers
         size = Path(before.layers[0]).stat().st_size - HEADER_BYTES
@@ -83,7 +85,9 @@ def test_what_no_processor_loads_either_is_its_own_error(tmp_path):
         raise EngineError(f"broken with {on_gpu(each)}")
 
     with pytest.raises(EngineError, match=r"broken with \[0\]"):
-        load_what_fits(opening(window(tmp_path / "a", 4, 3)), load, lambda _: pytest.fail("nothing was loaded"))
+        load_what_fits(
+            opening(window(tmp_path / "a", 4, 3)), load, lambda _: pytest.fail("nothing was loaded"), lambda _: 0
+        )
 
 
 def test_a_window_without_gpu_is_loaded_once(tmp_path):
@@ -94,7 +98,7 @@ def test_a_window_without_gpu_is_loaded_once(tmp_path):
         raise EngineError("broken")
 
     with pytest.raises(EngineError, match="broken"):
-        load_what_fits(opening(window(tmp_path / "a", 4, 0)), load, lambda _: None)
+        load_what_fits(opening(window(tmp_path / "a", 4, 0)), load, lambda _: None, lambda _: pytest.fail("no GPU"))
     assert len(tried) == 1
 
 
@@ -112,16 +116,36 @@ class Care(GpuCare):
 
 def test_plans_have_no_more_of_a_gpu_than_it_gave():
     care = Care()
-    assert care.apply(PROFILE) == PROFILE
-    care.full(GpuFull(layers=3, planned=4, why="out of memory"))
-    gpu = care.apply(PROFILE).gpu
+    assert care.bounded(PROFILE) == PROFILE
+    care.loaded(1, GpuLoaded(layers=3, planned=4, held_bytes=5, why="out of memory"))
+    care.released(1)
+    gpu = care.bounded(PROFILE).gpu
     assert gpu is not None
     assert gpu.vram_total_bytes == gpu.vram_available_bytes == GPU.vram_total_bytes * 3 // 4
     assert "3 of 4 planned layers are on it" in care.said[0]
-    care.full(GpuFull(layers=0, planned=2, why="out of memory"))
-    assert care.apply(PROFILE) == replace(PROFILE, gpu=None)
+    care.loaded(2, GpuLoaded(layers=0, planned=2, held_bytes=0, why="out of memory"))
+    assert care.bounded(PROFILE) == replace(PROFILE, gpu=None)
     assert care.changes == 2
-    assert care.apply(replace(PROFILE, gpu=None)).gpu is None
+    assert care.bounded(replace(PROFILE, gpu=None)).gpu is None
+
+
+def test_what_our_own_rings_hold_counts_as_free():
+    care = Care()
+    taken = replace(PROFILE, gpu=replace(GPU, vram_available_bytes=1 << 30))
+    care.loaded(1, GpuLoaded(layers=4, planned=4, held_bytes=3 << 30, why=""))
+    gpu = care.now(taken, NO_LIMITS).gpu
+    assert gpu is not None
+    assert gpu.vram_available_bytes == 4 << 30
+    bounded = care.now(taken, replace(NO_LIMITS, vram=2 << 30)).gpu
+    assert bounded is not None
+    assert bounded.vram_available_bytes == 2 << 30, "the owner's limit is one for all of it"
+    shared = replace(PROFILE, gpu=replace(GPU, vram_available_bytes=1 << 30, unified_memory=True))
+    assert care.now(shared, NO_LIMITS) == shared, "there it is RAM, of which processes of ours count as free already"
+    care.loaded(2, GpuLoaded(layers=1, planned=4, held_bytes=1 << 30, why="out of memory"))
+    assert care.bounded(PROFILE) == PROFILE, "the ring that is replaced had the room"
+    care.released(1)
+    care.released(2)
+    assert care.now(taken, NO_LIMITS) == taken
 
 
 def test_a_driver_that_ends_the_ring_process_twice_leaves_the_gpu_out():
@@ -129,11 +153,11 @@ def test_a_driver_that_ends_the_ring_process_twice_leaves_the_gpu_out():
     for kill in ("the ring process was ended by SIGKILL", "the ring process was stopped"):
         for _ in range(3):
             care.failed(RingError(kill))
-    assert care.apply(PROFILE) == PROFILE, "whoever was killed tells nothing of a GPU"
+    assert care.bounded(PROFILE) == PROFILE, "whoever was killed tells nothing of a GPU"
     care.failed(RingError("the ring process was ended by SIGABRT: vk::DeviceLostError"))
-    assert care.apply(PROFILE) == PROFILE, "once may be chance"
+    assert care.bounded(PROFILE) == PROFILE, "once may be chance"
     care.failed(RingError("llama.cpp failed to compute a step (code -3): device lost"))
-    assert care.apply(PROFILE) == replace(PROFILE, gpu=None)
+    assert care.bounded(PROFILE) == replace(PROFILE, gpu=None)
     (line,) = care.said
     assert "device lost" in line
     assert "--gpu off" in line

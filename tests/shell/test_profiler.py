@@ -22,7 +22,7 @@ from primad.cli import main as cli
 from primad.engine.devices import GpuDevice, find_gpu, list_gpus
 from primad.errors import ConfigError, EngineError
 from primad.profiler import device, disk, gpus, measure, processors, speeds
-from primad.profiler.device import is_profiled, profile_device, unused_gpus
+from primad.profiler.device import check_chosen_gpu, is_profiled, profile_device, unused_gpus
 from primad.profiler.effort import QUICK, TYPES, Budget, Effort
 from primad.profiler.records import VERSION, home_file, machine_file, read_home, read_machine, write
 from primad.profiler.shapes import CACHED, MODEL_BYTES, measure_attention, measure_caches, measure_rows, measure_widths
@@ -637,6 +637,10 @@ def test_a_gpu_that_is_left_out_is_told_and_never_costs_the_device(tmp_path, mea
     )
     none = profile_device("desk", home, None, lambda _: None, limits=replace(NO_LIMITS, gpu="off"))
     assert none.gpu is None
+    check_chosen_gpu(home, None, "off")
+    check_chosen_gpu(tmp_path, 7, "4090")  # not measured yet
+    with pytest.raises(ConfigError, match="--gpu 4090"):
+        check_chosen_gpu(home, None, "4090")
     with pytest.raises(ConfigError, match="--gpu 4090"):
         profile_device("desk", home, None, lambda _: None, limits=replace(NO_LIMITS, gpu="4090"))
 
