@@ -208,7 +208,7 @@ def model() -> FakeModel:
 def windows(monkeypatch, model) -> dict[int, FakeHiddenWindow]:
     """The windows that a worker loads: those of both workers."""
     made = {index: model.middle(index, index + 1) for index in (1, 2)}
-    monkeypatch.setattr(parts, "open_worker", lambda opening, loaded: (dict(made), no_streams(1, 2)))
+    monkeypatch.setattr(parts, "open_worker", lambda opening, loaded, on_gpu: (dict(made), no_streams(1, 2)))
     return made
 
 
@@ -415,7 +415,7 @@ def test_a_worker_says_whether_it_keeps_cells_and_still_does_when_it_is_reopened
 def head_windows(monkeypatch, model) -> None:
     """Heads of the route, or of the whole model, have new windows of ``model``."""
 
-    def open_head(opening: Open, loaded: Callable[[int], None]) -> tuple[Head, Streams]:
+    def open_head(opening: Open, loaded: Callable[[int], None], on_gpu: object) -> tuple[Head, Streams]:
         alone = opening.route == 1
         head = Head(
             windows={} if alone else {0: model.first(1)},
