@@ -639,10 +639,19 @@ class _Time:
                 f"stops at machine {i}",
             )
             problem += last >= busy * (following / (rounds + of_tail)), f"chunks at machine {i}"
+            if of_tail:
+                windows = busy - chunk.tail - self._most_of_tail()
+                problem += last >= windows * (following / rounds), "chunks in the head's windows"
             around = (
                 pulp.lpSum(stop for m, stop in enumerate(least) if m not in host) + hops * (1 / rounds) + chunk.tail
             )
             problem += prompt >= busy * chunks + (1 - of_tail) * around, f"machine {i} is busy with a prompt"
+
+    def _most_of_tail(self) -> Expression:
+        """What the head's tail reads for a chunk at the most."""
+        assert self._layout.tail is not None
+        largest = max(self._instance.streamable) / self._unit
+        return pulp.lpSum(self._layout.tail[0]) * (largest * self._unit_ms(0))
 
     def _least_stops(self) -> list[Expression]:
         """What a window of each member takes at the least, whichever layers it has."""

@@ -1,6 +1,7 @@
 """Run one integer program with HiGHS.
 
-Versions 1.13 to 1.15 call plans the best that are not (their presolve loses better ones), 1.16 does not. It writes a line
+Versions 1.13 to 1.15 call plans the best that are not (their presolve loses better ones); 1.16 does where it may begin a
+program anew and presolve it once more, so it may not. It writes a line
 about itself to the process's standard output, once, which is where callers print their answers.
 """
 
@@ -84,6 +85,7 @@ def _highs(time_limit_s: float, *, presolve: str) -> Any:
         mip_feasibility_tolerance=_TOLERANCE,
         primal_feasibility_tolerance=_TOLERANCE,
         presolve=presolve,
+        mip_allow_restart=False,
     )
 
 

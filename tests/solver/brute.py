@@ -376,10 +376,12 @@ class Brute:
         rows, ends = instance.members[0].prefill.rows, [*members[1:], members[0]]
         links = [instance.link(a, b) for a, b in zip(members, ends, strict=True)]
         sends = [rows * instance.model.width * 4 / link.bytes_per_s for link in links]
-        delays = [link.round_trip_s / 2 + 0.185 * link.late_s for link in links]
-        airy = [instance.in_air(a, b) for a, b in zip(members, ends, strict=True)]
-        air = sum(seconds for seconds, is_airy in zip(sends, airy, strict=True) if is_airy)
-        apart = [air if is_airy else seconds for seconds, is_airy in zip(sends, airy, strict=True)]
+        takes = [send + link.round_trip_s / 2 + 0.185 * link.late_s for send, link in zip(sends, links, strict=True)]
+        wireless = [
+            instance.devices[a].wireless or instance.devices[b].wireless for a, b in zip(members, ends, strict=True)
+        ]
+        air = sum(send for send, is_in in zip(sends, wireless, strict=True) if is_in)
+        sends = [air if is_in else send for send, is_in in zip(sends, wireless, strict=True)]
         stops = []
         for option in way.options:
             streamed = option.over + self._reserve if option.streams else 0
@@ -393,11 +395,10 @@ class Brute:
             last = max(last + stop, first + (n - 1) * stop)
             free[i] = last
             if r < way.rounds:
-                begin = max(first, sent[i])
-                first = begin + sends[i]
-                last = max(last + sends[i], first + (n - 1) * apart[i])
-                sent[i] = begin + n * air if airy[i] else last
-                first, last = first + delays[i], last + delays[i]
+                first = max(first, sent[i])
+                last = max(last, first + (n - 1) * sends[i])
+                sent[i] = last + sends[i]
+                first, last = first + takes[i], last + takes[i]
         return last
 
     def _value(self, token: float, first: float, period: float) -> float:

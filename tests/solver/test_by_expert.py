@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from halda import Infeasible, Instance, ModelProfile, Plan, Streaming, arrange, evaluate, instance, solve
+from halda import Infeasible, Instance, ModelProfile, Plan, Solution, Streaming, arrange, evaluate, instance, solve
 from halda.profile import Workload
 from halda.streaming import RESERVE_BYTES, ReadLine, read_bytes, read_lines
 from halda_research.random_fleets import random_instance, random_plan
@@ -181,6 +181,29 @@ def test_no_plan_is_better_on_small_fleets_with_experts(objective):
     plans = [answer.plan for answer in answers if answer is not None]
     assert len(plans) >= 6
     assert any(plan.streaming for plan in plans)
+
+
+def of_chunks(seed: int) -> Solution | None:
+    """The answer to a small question with prompts of several chunks, beside every plan; None where nothing is asked."""
+    asked, rng = small_sparse(seed), random.Random(seed)
+    if asked is None:
+        return None
+    prompt, rows = rng.choice([200, 512, 900]), rng.choice([64, 128])
+    work = replace(asked.workload, prompt_tokens=prompt, chunk_rows=rows, context_tokens=1024)
+    return check_against_brute_force(replace(asked, workload=work), rng.choice(["ttft", "balanced"]))
+
+
+@pytest.mark.parametrize("seeds", [range(240, 280), pytest.param(range(400, 1200), marks=pytest.mark.matrix)], ids=str)
+def test_no_plan_is_better_where_chunks_follow_each_other(seeds):
+    answers = [of_chunks(seed) for seed in seeds]
+    plans = [answer.plan for answer in answers if answer is not None]
+    assert any(plan.rounds > 1 for plan in plans)
+    assert any(plan.streaming for plan in plans)
+
+
+def test_no_plan_is_lost_by_beginning_anew():
+    """HiGHS 1.16 takes 77.7 s for the best of one round if it may presolve again; there is one of 75.7 s."""
+    assert of_chunks(171) is not None
 
 
 @pytest.mark.parametrize("objective", ["latency", "ttft", "throughput", "balanced"])

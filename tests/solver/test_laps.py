@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate
 
 import pytest
 
@@ -32,15 +31,19 @@ def of(laps: list[list[float]], hops: list[tuple[float, float]], tail: float, ch
     return found
 
 
+def random_hops(rng: random.Random, devices: int) -> list[tuple[float, float]]:
+    """What each takes, and of that occupies the link."""
+    links = [rng.random() * rng.choice([0.1, 3]) for _ in range(devices)]
+    return [(link + rng.random() / 4, link) for link in links]
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_the_first_and_the_last_chunk_tell_of_all_of_them(seed):
     rng = random.Random(seed)
     devices, rounds, chunks = rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 9)
     laps = [[rng.choice([0.1, 1, 1, 2, 5]) * rng.random() for _ in range(devices)] for _ in range(rounds)]
-    hops = [tuple(accumulate([rng.random() / 4, rng.random() * rng.choice([0.1, 3])])) for _ in range(devices)]
-    ways = [(takes, takes - least) for least, takes in hops]
-    tail = rng.random() * rng.choice([0.1, 1, 5])
-    assert of(laps, ways, tail, chunks) == pytest.approx(in_turn(laps, ways, tail, chunks))
+    hops, tail = random_hops(rng, devices), rng.random() * rng.choice([0.1, 1, 5])
+    assert of(laps, hops, tail, chunks) == pytest.approx(in_turn(laps, hops, tail, chunks))
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -49,10 +52,8 @@ def test_where_rounds_are_alike_each_takes_as_long_as_its_slowest_part(seed):
     rng = random.Random(seed)
     devices, rounds, chunks = rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 9)
     lap, tail = [rng.random() * rng.choice([0.1, 1, 5]) for _ in range(devices)], rng.random() * rng.choice([0.1, 1, 5])
-    links = [rng.random() * rng.choice([0.1, 3]) for _ in range(devices)]
-    hops = [(link + rng.random() / 4, link) for link in links]
-    once = sum(lap) + sum(takes for takes, _ in hops)
-    last = max(*lap, tail, *links)
-    expected = (rounds - 1) * max(once, chunks * max(*lap, *links)) + once + tail + (chunks - 1) * last
+    hops = random_hops(rng, devices)
+    once, slowest = sum(lap) + sum(takes for takes, _ in hops), max(*lap, *(link for _, link in hops))
+    expected = (rounds - 1) * max(once, chunks * slowest) + once + tail + (chunks - 1) * max(slowest, tail)
     head = chunks * (rounds * lap[0] + tail)
     assert of([lap] * rounds, hops, tail, chunks) == pytest.approx(max(expected, head))

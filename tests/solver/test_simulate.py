@@ -246,16 +246,19 @@ def streaming_plans(count: int, **options: bool) -> Iterator[tuple[Plan, Instanc
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.matrix)])
 def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
-    """A token is within 5 % in 99 of 100 plans, and hardly ever sooner; a first token within 5 % in 97 of 100."""
-    tokens, firsts = [], []
+    """A token is within 5 % in 99 of 100 plans, and hardly ever sooner; a first token in 97, with experts in all."""
+    tokens, firsts, picked = [], [], []
     for plan, question in streaming_plans(count, shared_hosts=False):
         closed = evaluate(plan, question)
         tokens.append(simulate(plan, question, tokens=6).tpot_s / closed.tpot_s)
         firsts.append(simulate_prefill(plan, question) / closed.ttft_s)
+        if question.by_expert:
+            picked.append(firsts[-1])
     assert min(tokens) > 0.98
     assert sum(ratio > 1.05 for ratio in tokens) <= 0.01 * count
     assert max(tokens) < 1.15
-    assert sum(abs(ratio - 1) > 0.05 for ratio in firsts) <= 0.03 * count
+    assert picked == pytest.approx([1.0] * len(picked), rel=1e-6)
+    assert sum(abs(ratio - 1) > 0.05 for ratio in firsts) <= 0.025 * count
     assert min(firsts) > 0.87
     assert max(firsts) < 1.2
 
@@ -280,9 +283,9 @@ def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(objective, c
                 ratios.append(simulate(found.plan, question, tokens=6).tpot_s / closed.tpot_s)
             else:
                 ratios.append(simulate_prefill(found.plan, question) / closed.ttft_s)
-    least, most, share = (0.98, 1.15, 0.15) if objective == "latency" else (0.65, 1.2, 0.2)
+    least, most = (0.98, 1.15) if objective == "latency" else (0.65, 1.15)
     assert least < min(ratios)
-    assert sum(abs(ratio - 1) > 0.05 for ratio in ratios) <= share * count
+    assert sum(abs(ratio - 1) > 0.05 for ratio in ratios) <= 0.12 * count + 1
     assert max(ratios) < most
 
 
