@@ -44,7 +44,7 @@ class OneDevice:
             usage=None,
             cells=str(cells),
         )
-        self.head, self._streams = open_head(opening, lambda _: None)
+        self.head, self._streams = open_head(opening, lambda _: None, lambda _: None)
         self.events = []
 
     def run(self, *asked, until=lambda events: False) -> None:
