@@ -88,7 +88,7 @@ def test_a_head_and_two_servers_write_what_llama_cpp_writes_alone(plain: PlainCh
             for answers in (1, 3):
                 ask = {"answers": answers, "of": 9, "after": 40}
                 assert head.answer(**ask)["tokens"] == plain.answer(**ask)["tokens"]
-        with pytest.raises(RuntimeError, match="plain llama.cpp ended"):
+        with pytest.raises(RuntimeError, match=r"plain llama\.cpp ended"):
             head.ask(decode=1, after=1)
 
 

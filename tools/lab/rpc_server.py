@@ -2,8 +2,8 @@
 
 llama.cpp is built here without its RPC. Its library, ``libggml-rpc``, works beside the installed ones where it was built of
 the same sources (``tools/setup-rpc``). Each server computes on the processor, with threads of its own. They wait, and are
-bound, as those of primad's rings: with libgomp's own patience the threads of processes that take turns on the same cores keep
-each other from them, and a token of SmolLM2 takes twice as long.
+bound, as those of primad's rings: with libgomp's own patience the threads of processes that take turns on the same cores
+keep each other from them, and a token of SmolLM2 takes twice as long.
 """
 
 from __future__ import annotations
