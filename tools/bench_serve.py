@@ -5,7 +5,7 @@ them write a second, what one of them waits between tokens and for its first one
 there are as many cores; more share them, or have a share of a core each (``--cpus``).
 
 ``--beside``: in turn with them, on all cores, what stands for llama-server (``lab/plain_llama.py``), and llama.cpp's RPC, a
-head and two servers, where there is a library for it (``lab/rpc_server.py``). Extra buffers are off everywhere.
+head and two servers, with the library that ``--rpc`` names (``lab/rpc_server.py``). Extra buffers are off everywhere.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.ring.grouping import Batching
 from primad.ring.messages import Sampled
+from primad.ring.spawn import environment
 from tools.bench_together import CASES
 from tools.lab.local_ring import LocalRing, even_windows
 from tools.lab.memory import LimitedGroup
 from tools.lab.plain_child import PlainChild
 from tools.lab.plain_llama import PROMPT
-from tools.lab.rpc_server import RpcServers, installed_library
+from tools.lab.rpc_server import RpcServers
 from tools.lab.served import ONE_BATCH, RPC, Served, key, times
 
 PROMPT_TOKENS: Final = 40
@@ -82,11 +83,10 @@ async def bench_streams(path: Path, options: argparse.Namespace) -> list[Served]
         if options.beside:
             most = max(options.streams)
             add(_plain(stack, path, most, None), system=ONE_BATCH, devices=1, rows=most)
-            library = options.rpc or installed_library()
-            if library is None:
-                out.print(f"{RPC}: left out, no library is installed; --rpc FILE names one")
+            if options.rpc is None:
+                out.print(f'{RPC}: left out; --rpc "$(tools/setup-rpc)" names its library')
             else:
-                add(_plain(stack, path, most, library), system=RPC, devices=1 + RPC_SERVERS, rows=most)
+                add(_plain(stack, path, most, options.rpc), system=RPC, devices=1 + RPC_SERVERS, rows=most)
         for number in range(options.rounds + 1):
             for found, system in systems:
                 run = await system(found.streams)
@@ -146,7 +146,7 @@ def _plain(stack: AsyncExitStack, path: Path, sequences: int, library: Path | No
         path,
         cores,
         "off",
-        os.environ,
+        os.environ if rpc is None else environment(os.environ, cores, 0),
         context=CONTEXT * sequences,
         rows=ROWS * 4,
         sequences=sequences,
@@ -174,7 +174,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     one.add_argument(
         "--beside", action="store_true", help="also what stands for llama-server, llama.cpp's RPC, and a ring of three"
     )
-    one.add_argument("--rpc", type=Path, metavar="FILE", help="llama.cpp's RPC library (built with -DGGML_RPC=ON)")
+    one.add_argument("--rpc", type=Path, metavar="FILE", help="llama.cpp's RPC library (tools/setup-rpc builds it)")
     one.add_argument(
         "--case", choices=list(CASES), nargs="+", help="what must hold of several answers, in place of all"
     )

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from primad.ring.spawn import environment
+from tools.lab.names import LabError
 from tools.lab.plain_child import PlainChild
 from tools.lab.rpc_server import RpcServers
 from tools.lab.served import ONE_BATCH, RPC, Served, wanted
@@ -61,8 +67,33 @@ def test_what_stands_for_llama_server_writes_what_llama_cpp_writes_alone(plain: 
         assert (len(told["first_s"]), len(told["next_s"])) == (answers, 8 * answers)
 
 
+@pytest.fixture
+def library() -> Path:
+    """Built once: in the owner's cache, not in that of the tests."""
+    if sys.platform == "win32" or shutil.which("cmake") is None:
+        pytest.skip("llama.cpp's RPC library is built by a shell script with cmake")
+    environ = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    setup = Path(__file__).parents[2] / "tools" / "setup-rpc"
+    return Path(subprocess.run([setup], env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout.strip())
+
+
+@pytest.mark.slow
+def test_a_head_and_two_servers_write_what_llama_cpp_writes_alone(plain: PlainChild, smollm2: Path, library: Path):
+    with ExitStack() as stack:
+        with RpcServers(library, 2, 1) as servers:
+            environ = environment(os.environ, 1, 0)
+            sizes = {"context": 256, "rows": 64, "sequences": 3}
+            head = PlainChild(smollm2, 1, "off", environ, **sizes, rpc=servers, remote_layers=21)
+            stack.callback(head.close)
+            for answers in (1, 3):
+                ask = {"answers": answers, "of": 9, "after": 40}
+                assert head.answer(**ask)["tokens"] == plain.answer(**ask)["tokens"]
+        with pytest.raises(RuntimeError, match=r"plain llama\.cpp ended"):
+            head.ask(decode=1, after=1)
+
+
 def test_a_library_that_is_none_is_told(tmp_path: Path):
     library = tmp_path / "libggml-rpc.so"
     library.touch()
-    with pytest.raises(RuntimeError, match=f"{library}: no RPC server"), RpcServers(library, 1, 1):
+    with pytest.raises(LabError, match=f"{library} gives no RPC server"), RpcServers(library, 1, 1):
         pass

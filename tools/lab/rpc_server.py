@@ -1,36 +1,36 @@
 """llama.cpp's RPC servers on this machine, as children of a benchmark; run as a program it is one of them.
 
 llama.cpp is built here without its RPC. Its library, ``libggml-rpc``, works beside the installed ones where it was built of
-the same sources, with ``-DGGML_RPC=ON``. Each server computes on the processor, with threads of its own.
+the same sources (``tools/setup-rpc``). Each server computes on the processor, with threads of its own. They wait, and are
+bound, as those of primad's rings: with libgomp's own patience the threads of processes that take turns on the same cores
+keep each other from them, and a token of SmolLM2 takes twice as long.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
+
+from primad.ring.spawn import environment
+from tools.lab.names import LabError
 
 START_S: Final = 20.0
 _CPU: Final = 0
 """``GGML_BACKEND_DEVICE_TYPE_CPU``"""
 
 
-def installed_library() -> Path | None:
-    """The RPC library of the llama.cpp that is installed, where it was built with one."""
-    found = find_spec("llama_cpp")  # it stays out of this process
-    assert found is not None
-    assert found.origin is not None
-    return next((Path(found.origin).parent / "lib").glob("*ggml-rpc*"), None)
-
-
 class RpcServers:
-    """``count`` servers of ``threads`` threads, from the beginning of the block to its end, at ``endpoints``."""
+    """``count`` servers of ``threads`` threads, from the beginning of the block to its end, at ``endpoints``.
+
+    Raises ``LabError`` where ``library`` gives none.
+    """
 
     def __init__(self, library: Path, count: int, threads: int) -> None:
         self.library, self.endpoints = library, list[str]()
@@ -39,8 +39,8 @@ class RpcServers:
 
     def __enter__(self) -> Self:
         try:
-            for _ in range(self._count):
-                self._start()
+            for number in range(self._count):
+                self._start(place=1 + number)  # the head's is 0
         except BaseException:
             self._end()
             raise
@@ -51,7 +51,7 @@ class RpcServers:
     ) -> None:
         self._end()
 
-    def _start(self) -> None:
+    def _start(self, place: int) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -60,6 +60,7 @@ class RpcServers:
             [sys.executable, __file__, str(self.library), endpoint, str(self._threads)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=environment(os.environ, self._threads, place),
         )
         self._processes.append(process)
         deadline = time.monotonic() + START_S
@@ -68,8 +69,8 @@ class RpcServers:
                 socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
             except OSError:
                 if process.poll() is not None or time.monotonic() >= deadline:
-                    raise RuntimeError(
-                        f"{self.library}: no RPC server; it must be of the version that is installed"
+                    raise LabError(
+                        f"{self.library} gives no RPC server; tools/setup-rpc builds one of the version that is installed"
                     ) from None
                 time.sleep(0.05)
             else:
