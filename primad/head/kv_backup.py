@@ -33,7 +33,7 @@ from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact
 from primad.network.messages import MAX_BLOCKS, KvForget
 from primad.planning.batching import least_rows
-from primad.planning.keepers import Holder, Kept, keepers, token_bytes
+from primad.planning.keepers import Kept, holders, keepers, token_bytes
 from primad.ring.chunks import Chunking
 from primad.ring.keeping import prompt_blocks
 from primad.system.tasks import Tasks
@@ -311,16 +311,7 @@ class KvBackup:
         options = self._service.options
         if options.kv_backup == 0:
             return []
-        bytes_of = self._token_bytes(ring.plan)
-        devices = [
-            Holder(
-                device=name,
-                host=profile.host,
-                room_bytes=profile.disk.free_bytes,
-                token_bytes=bytes_of[name],
-            )
-            for name, profile in ring.profiles.items()
-        ]
+        devices = holders(ring.profiles, self._token_bytes(ring.plan))
         links = {(link.source, link.target): link.bytes_per_s for link in self._devices.book.between(ring.plan.devices)}
         return keepers(devices, ring.plan.head, links, _tokens_per_s(promise), always=options.kv_backup is not None)
 

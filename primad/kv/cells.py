@@ -81,6 +81,15 @@ def is_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None
 
 
+def is_block(block: KvBlock) -> bool:
+    """Whether ``block`` has keys of their shape and some positions, and is behind another one unless it is the first.
+
+    Where positions begin and end is judged by who knows how many there are.
+    """
+    is_behind = is_key(block.before) if block.start else not block.before
+    return is_key(block.key) and is_behind and block.start < block.end
+
+
 def _digest(*parts: Bytes) -> bytes:
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for part in parts:
@@ -174,10 +183,8 @@ def _read(file: BinaryIO, size: int) -> bytes:
 
 def _judge(listing: _Listing) -> None:
     block, parts = listing.block, listing.parts
-    if not is_key(block.key) or not (block.before == "" or is_key(block.before)):
-        raise CellsError("a block of KV cells has a key that is none")
-    if not 0 <= block.start < block.end <= MAX_POSITIONS or (block.before == "") != (block.start == 0):
-        raise CellsError(f"a block of KV cells stands at positions {block.start} to {block.end}")
+    if not is_block(block) or block.start < 0 or block.end > MAX_POSITIONS:
+        raise CellsError(f"a block of KV cells that is none, at positions {block.start} to {block.end}")
     if not parts or parts[0].layer < 0 or parts[-1].layer >= MAX_LAYERS:
         raise CellsError("a file of KV cells has no layers, or layers that no model has")
     if any(part.layer != parts[0].layer + i for i, part in enumerate(parts)):

@@ -33,7 +33,7 @@ from primad.engine.protocol import KvType
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
 from primad.gguf.windows import WindowSpec
-from primad.kv.cells import MAX_LAYERS, MAX_POSITIONS
+from primad.kv.cells import MAX_LAYERS, MAX_POSITIONS, is_block
 from primad.kv.cells import is_key as is_block_key
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact, DeviceName, TcpPort, check_contact, is_address
@@ -442,11 +442,8 @@ def _check_hold(hold: KvHold) -> None:
     if any(first >= last for first, last in hold.layers):
         raise ProtocolError("KV cells of no layers")
     for block in hold.blocks:
-        is_first = not block.start and not block.before
-        if not is_block_key(block.key) or not (is_first or (block.start and is_block_key(block.before))):
+        if not is_block(block) or block.start < 0 or block.end > MAX_POSITIONS:
             raise ProtocolError(f"a block of KV cells that is none: {printable(str(block))}")
-        if not 0 <= block.start < block.end <= MAX_POSITIONS:
-            raise ProtocolError(f"a block of KV cells at positions {block.start} to {block.end}")
 
 
 def _checked_states(message: ParticipationStates) -> ParticipationStates:

@@ -12,7 +12,7 @@ from halda.instance import Instance
 from halda.solution import Solution
 from primad.planning.batching import Batches
 from primad.planning.bottleneck import bottleneck
-from primad.planning.keepers import Holder, keepers, token_bytes
+from primad.planning.keepers import holders, keepers, token_bytes
 from primad.planning.question import Question
 from primad.planning.schema import (
     DeviceJson,
@@ -79,11 +79,7 @@ def kept_part(answer: DescribedPlan) -> list[KeptJson]:
     plan, asked = answer.plan, answer.instance
     tokens_per_s = answer.prediction.tokens_per_s if answer.batches is None else answer.batches.load.tokens_per_s
     bytes_of = token_bytes(plan, asked.model.layers, asked.workload.kv_type)
-    devices = [
-        Holder(device=each.device, host=each.host, room_bytes=each.disk.free_bytes, token_bytes=bytes_of[each.device])
-        for each in asked.devices
-        if each.device in bytes_of
-    ]
+    devices = holders({each.device: each for each in asked.devices if each.device in bytes_of}, bytes_of)
     links = {pair: link.bytes_per_s for pair, link in asked.links.items()}
     return [
         KeptJson(

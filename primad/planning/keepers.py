@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from halda import CacheType, LayerProfile, Plan
+from halda import CacheType, DeviceProfile, LayerProfile, Plan
 from halda.cost import kv_bytes_per_token
 
 LINK_SHARE: Final = 0.2
@@ -40,6 +40,14 @@ class Kept:
     token_bytes: int
     bytes_per_s: float
     why: str = ""
+
+
+def holders(profiles: Mapping[str, DeviceProfile], bytes_of: Mapping[str, int]) -> list[Holder]:
+    """The devices of a plan by their ``profiles``; ``bytes_of`` each is what ``token_bytes`` says."""
+    return [
+        Holder(device=name, host=profile.host, room_bytes=profile.disk.free_bytes, token_bytes=bytes_of[name])
+        for name, profile in profiles.items()
+    ]
 
 
 def token_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) -> dict[str, int]:

@@ -79,7 +79,8 @@ def measure_caches(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float)
     seconds, layer_bytes = _OF_SHAPE * bench.effort.seconds, MIDDLE.weight_bytes(main.type)
 
     def cost_of(layers: int) -> CacheCost:
-        taken_s = statistics.median(answered(bench.time_again(MIDDLE, main, layers, seconds)).decode_s)
+        timings = bench.time_decode(MIDDLE, main.type, (main.extra_buffers,), seconds, layers)[0]
+        taken_s = statistics.median(answered(timings).decode_s)
         ratio = ((taken_s - step_s) / layers - layer_s) * main.decode_bytes_per_s / layer_bytes
         return CacheCost(bytes=layers * layer_bytes, ratio=min(1.0, max(_LEAST_RATIO, ratio)))
 

@@ -114,18 +114,15 @@ class Bench:
         return -(-self.weights // shape.weights)
 
     def time_decode(
-        self, shape: LayerShape, kind: str, extra: Sequence[bool], seconds: float
+        self, shape: LayerShape, kind: str, extra: Sequence[bool], seconds: float, layers: int | None = None
     ) -> list[TrialTimes | str]:
-        """Time one row through more layers of ``kind`` than caches hold, for each setting of ``extra`` buffers.
+        """Time one row through so many ``layers`` of ``kind`` (None: more than caches hold), for each setting of ``extra``
+        buffers.
 
         Runs are made for ``seconds`` of each, here and elsewhere, and one in any case.
         """
-        return self._time(shape, kind, self.layers_to_read(shape, kind), extra, seconds, sweep_bytes=0, many_rows=False)
-
-    def time_again(self, shape: LayerShape, main: TypeSpeed, layers: int, seconds: float) -> TrialTimes | str:
-        """Time one row through ``layers`` layers, again and again: caches keep of them what they can."""
-        extra = (main.extra_buffers,)
-        return self._time(shape, main.type, layers, extra, seconds, sweep_bytes=0, many_rows=False)[0]
+        layers = layers or self.layers_to_read(shape, kind)
+        return self._time(shape, kind, layers, extra, seconds, sweep_bytes=0, many_rows=False)
 
     def time_small(self, layers: int, seconds: float) -> TrialTimes | str:
         """Time one row through ``layers`` tiny layers, the caches swept before each step."""

@@ -22,7 +22,7 @@ from primad.engine.protocol import GREEDY as GREEDY
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError, printable
-from primad.kv.cells import is_key
+from primad.kv.cells import is_block, is_key
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
@@ -188,8 +188,7 @@ def _check_op(op: KvOp, limits: StepLimits) -> None:
             sequences, span = [sequence], (start, end)
         case KvKeep(sequence, block):
             sequences, span = [sequence], (block.start, block.end)
-            is_behind = is_key(block.before) if block.start else not block.before
-            if not (is_key(block.key) and is_behind and block.start < block.end):
+            if not is_block(block):
                 raise ProtocolError(f"a KV operation keeps what is no block: {printable(str(block))}")
         case KvLoad(sequence, key, end):
             sequences, span = [sequence], (0, end)

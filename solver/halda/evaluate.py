@@ -201,11 +201,15 @@ class _Share:
 
     def picking_s(self, window: Window, plan: Plan, instance: Instance) -> float:
         """Seconds of a window for a chunk where layers stream by expert: computing, and reading what is picked."""
-        phase, on_cpu = self.member.prefill, cpu_layers(window)
-        cpu, gpu = _by_kind(on_cpu, instance), _by_kind(range(on_cpu.stop, window.last), instance)
+        phase, cpu = self.member.prefill, _by_kind(cpu_layers(window), instance)
         read = self.read_bytes(phase) * _total(cpu, instance.streamable) / max(1, self.streamable_bytes)
-        computing_s = _dot(cpu, phase.cpu) + _dot(gpu, phase.gpu) + self.step_s(plan)
-        return computing_s + read / self.member.disk_bytes_per_s
+        return self.window_s(window, phase, plan, instance) + read / self.member.disk_bytes_per_s
+
+    def window_s(self, window: Window, phase: Phase, plan: Plan, instance: Instance) -> float:
+        """Seconds that a window computes."""
+        on_cpu = cpu_layers(window)
+        cpu, gpu = _by_kind(on_cpu, instance), _by_kind(range(on_cpu.stop, window.last), instance)
+        return _dot(cpu, phase.cpu) + _dot(gpu, phase.gpu) + self.step_s(plan)
 
     def has_long_stop(self, plan: Plan) -> bool:
         """Whether one of a token's stops here has the tail besides a window."""
@@ -493,6 +497,16 @@ def is_regular(plan: Plan, instance: Instance) -> bool:
         return True
     least, most = regular_tails(plan.rounds)
     return least <= len(cpu_layers(plan.route[-1])) - len(cpu_layers(plan.route[0])) <= most
+
+
+def route_s(plan: Plan, instance: Instance) -> list[float]:
+    """Seconds that each window of the route computes for a token, the last one with the output matrix."""
+    shares, seconds = {share.member.name: share for share in _shares(plan, instance)}, list[float]()
+    for window in plan.route:
+        share = shares[window.device]
+        seconds.append(share.window_s(window, share.member.decode, plan, instance))
+    seconds[-1] += shares[plan.head].output_s(plan)
+    return seconds
 
 
 def _shares(plan: Plan, instance: Instance) -> list[_Share]:

@@ -13,9 +13,9 @@ from itertools import groupby
 from typing import Final
 
 from halda import cost
-from halda.evaluate import cpu_layers
+from halda.evaluate import route_s
 from halda.instance import Instance
-from halda.plan import Plan, Window
+from halda.plan import Plan
 
 WARM_UP: Final = 4
 TOKENS: Final = 8
@@ -51,34 +51,16 @@ def played_period_s(plan: Plan, instance: Instance, steps: int) -> float:
 
 def _stops(plan: Plan, instance: Instance) -> list[tuple[str, str, float]]:
     """Device, machine and seconds of each stop of a token. The tail and the next token's first window are one."""
-    members = {member.name: member for member in instance.members}
     hosts = {device.device: device.host for device in instance.devices}
-
-    def seconds(window: Window) -> float:
-        member, on_cpu = members[window.device], cpu_layers(window)
-        output_s = member.gpu_output_s if plan.output_on_gpu else member.cpu_output_s
-        return (
-            member.step_s
-            + (member.gpu_step_s if _uses_gpu(plan, window.device) else 0.0)
-            + sum(member.decode.cpu[instance.kind_of[layer]] for layer in on_cpu)
-            + sum(member.decode.gpu[instance.kind_of[layer]] for layer in window.layers[len(on_cpu) :])
-            + (output_s if window is plan.route[-1] else 0.0)
-        )
-
+    windows = zip(plan.route, route_s(plan, instance), strict=True)
     stops = [
-        (device, hosts[device], sum(map(seconds, windows)))
-        for device, windows in groupby(plan.route, key=lambda window: window.device)
+        (device, hosts[device], sum(seconds for _, seconds in group))
+        for device, group in groupby(windows, key=lambda each: each[0].device)
     ]
     if len(stops) > 1:
         device, host, tail_s = stops.pop()
         stops[0] = (device, host, stops[0][2] + tail_s)
     return stops
-
-
-def _uses_gpu(plan: Plan, device: str) -> bool:
-    return (plan.output_on_gpu and device == plan.head) or any(
-        window.gpu_layers for window in plan.route if window.device == device
-    )
 
 
 def _hops(plan: Plan, instance: Instance) -> dict[str, tuple[object, float, float]]:

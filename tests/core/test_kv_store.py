@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from primad.errors import DiskError
 from primad.kv import keys, shelf
-from primad.kv.cells import CellsError, LayerCells
+from primad.kv.cells import CellsError
 from primad.kv.shelf import KvShelf
 from primad.kv.store import KvStore
+from tests.fakes.cells import cells_of
 
 FIRST = keys.block("root", None, [1, 2, 3], [3])
 SECOND = keys.block("root", FIRST, [4, 5], [4, 5])
@@ -24,19 +25,7 @@ LAYER_BYTES = 100
 
 
 def cells(block, *layers):
-    rows = block.end - block.start
-    return [
-        LayerCells(
-            layer=layer,
-            start=block.start,
-            end=block.end,
-            key_type=1,
-            value_type=1,
-            keys=bytes([layer]) * (rows * LAYER_BYTES),
-            values=bytes([layer + 1]) * (rows * LAYER_BYTES),
-        )
-        for layer in layers
-    ]
+    return cells_of(block, layers, LAYER_BYTES)
 
 
 def files(folder):

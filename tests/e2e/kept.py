@@ -53,8 +53,9 @@ class Lab:
         self.workers |= dict(zip(names, runs, strict=True))
         return names
 
-    def ask(self, act: Callable[[], object] | None = None) -> Told:
-        return ask(self.head, act, tokens=self._tokens, middle=self._middle, **self._fields)
+    def ask(self, act: Callable[[], object] | None = None, **other: Any) -> Told:
+        """An answer as this lab's are, but for what is ``other``."""
+        return ask(self.head, act, **{"tokens": self._tokens, "middle": self._middle, **self._fields, **other})
 
     @property
     def kv(self) -> dict[str, Any]:

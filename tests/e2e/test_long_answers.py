@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.cluster import wait_until
 from tests.e2e.kept import Lab
-from tests.e2e.streams import ask, show
+from tests.e2e.streams import show
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 
@@ -49,8 +49,7 @@ def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_prope
         for length in lengths:
             first, _ = lab.two()
             before = lab.kv["computed_again_tokens"]
-            fields = {key: value for key, value in KINDS[kind].items() if key not in ("serving", "joining")}
-            told = ask(lab.head, killing(lab, first), tokens=length + AFTER, middle=length, **fields)
+            told = lab.ask(killing(lab, first), tokens=length + AFTER, middle=length)
             again = lab.kv["computed_again_tokens"] - before
             show(f"{kind}: killed at {length}: gap {told.gap_s:.2f} s, {again} tokens again")
             record_property(f"gap_{length}", told.gap_s)
@@ -61,6 +60,7 @@ def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_prope
 
 def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_property):
     count, length = 8, 300
+    prompts = [f"Chapter {number}. Once upon a time" for number in range(count)]
     with ExitStack() as stack:
         lab = Lab(
             stack,
@@ -76,8 +76,7 @@ def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_
 
         def one(number: int) -> Any:
             act = killing(lab, first) if number == 0 else None
-            prompt = f"Chapter {number}. Once upon a time"
-            return ask(lab.head, act, tokens=length + AFTER, middle=length, prompt=prompt)
+            return lab.ask(act, prompt=prompts[number])
 
         with ThreadPoolExecutor(count) as pool:
             disturbed = list(pool.map(one, range(count)))
@@ -87,8 +86,7 @@ def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_
         record_property(f"gap_{length}", gap_s)
         lab.two()
         for number, told in enumerate(disturbed):
-            prompt = f"Chapter {number}. Once upon a time"
-            assert told.text == ask(lab.head, tokens=length + AFTER, prompt=prompt).text, number
+            assert told.text == lab.ask(prompt=prompts[number]).text, number
             assert told.error is None
         assert again <= count * AGAIN
 

@@ -10,7 +10,6 @@ import pytest
 import zmq.asyncio
 
 from primad.kv import keys
-from primad.kv.cells import LayerCells
 from primad.kv.keys import KvBlock
 from primad.kv.store import KvStore
 from primad.layers.cells import CellsFetcher
@@ -27,6 +26,7 @@ from primad.network.layer_messages import (
 from primad.ring.messages import encode
 from primad.settings.timings import LayerTimings
 from primad.trust.identity import new_identity
+from tests.fakes.cells import cells_of
 from tests.fakes.layers import here
 from tests.shell.test_fetch import ME, Reply, answering, ended, links
 
@@ -42,26 +42,10 @@ def chain(count: int, rows: int = 16) -> list[KvBlock]:
     return blocks
 
 
-def cells(block: KvBlock, layers: Sequence[int], cell_bytes: int = CELL_BYTES) -> list[LayerCells]:
-    rows = block.end - block.start
-    return [
-        LayerCells(
-            layer=layer,
-            start=block.start,
-            end=block.end,
-            key_type=1,
-            value_type=1,
-            keys=bytes([layer, block.start % 251]) * (rows * cell_bytes // 2),
-            values=bytes([layer + 1]) * (rows * cell_bytes),
-        )
-        for layer in layers
-    ]
-
-
 def holding(path, blocks: Sequence[KvBlock], layers: Sequence[int], cell_bytes: int = CELL_BYTES) -> KvStore:
     store = KvStore(path)
     for block in blocks:
-        store.put(block, cells(block, layers, cell_bytes))
+        store.put(block, cells_of(block, layers, cell_bytes))
     return store
 
 
@@ -82,7 +66,7 @@ def fetcher(context: zmq.asyncio.Context, store: KvStore, **timings: float) -> C
 
 
 def whole(store: KvStore, block: KvBlock, first: int, last: int) -> bool:
-    return store.read(block.key, first, last) == cells(block, range(first, last))
+    return store.read(block.key, first, last) == cells_of(block, range(first, last), CELL_BYTES)
 
 
 def test_blocks_come_from_whoever_has_which_of_their_layers(tmp_path):
@@ -112,7 +96,7 @@ def test_a_block_that_is_larger_than_a_reply_comes_in_pieces(tmp_path):
             assert await fetcher(context, mine).hold([block], [(0, 3)], [source], PATIENCE_S, verify=False) == [True]
 
     asyncio.run(test())
-    assert mine.read(block.key, 0, 3) == cells(block, [0, 1, 2], cell_bytes)
+    assert mine.read(block.key, 0, 3) == cells_of(block, [0, 1, 2], cell_bytes)
 
 
 def test_a_damaged_block_is_fetched_again_and_not_given_to_others(tmp_path):

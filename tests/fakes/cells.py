@@ -1,0 +1,25 @@
+"""Made-up KV cells that tell their layer and where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from primad.kv.cells import LayerCells
+from primad.kv.keys import KvBlock
+
+
+def cells_of(block: KvBlock, layers: Iterable[int], cell_bytes: int) -> list[LayerCells]:
+    """Those of ``block``; keys and values of a cell take ``cell_bytes`` each, an even number."""
+    rows = block.end - block.start
+    return [
+        LayerCells(
+            layer=layer,
+            start=block.start,
+            end=block.end,
+            key_type=1,
+            value_type=1,
+            keys=bytes([layer, block.start % 251]) * (rows * cell_bytes // 2),
+            values=bytes([layer + 1]) * (rows * cell_bytes),
+        )
+        for layer in layers
+    ]
