@@ -148,10 +148,10 @@ class Keeping:
             self._having[key] -= 1
             if not self._having[key]:
                 self._waiting.pop(key, None)
-                if not any(key in keys for keys in self._out.values()):
-                    self._forget(key)
+                self._forget(key)
 
     def _forget(self, key: str) -> None:
+        """Nothing needs block ``key``. One that is on its way to be kept is told when that is done."""
         del self._having[key]
         if key in self._held:
             self._held.remove(key)

@@ -323,3 +323,30 @@ def test_who_begins_like_a_prompt_that_is_loaded_copies_it_behind_that():
     step = after.scheduler.next_step(0)
     assert step is not None
     assert step.ops == [KvLoad(0, chain[4].key, 20), KvCopy(0, 1, 20)]
+
+
+def test_a_sequence_is_kept_before_it_has_another_text():
+    """The block of one that is over is needed by another one with the same prompt."""
+    ring, other = keeping(sequences=3, depth=1, context=128), [*range(40, 48)]
+    made, is_over = ring.scheduler, False
+    for each in (asked(1, other, root="", tokens=20), asked(2, tokens=1), asked(3)):
+        made.submit(each)
+    while not is_over:
+        step = made.next_step(0)
+        assert step is not None
+        drawn = {each.request: Draw(token=9, ends=False) for _, each in made.wants_draws(step.step)}
+        is_over = any(isinstance(event, Finished) for event in made.commit(step.step, drawn, 0))
+    made.submit(asked(4, [*other[:4], 1, 2]))
+    step = made.next_step(0)
+    assert step is not None
+    kept_first = KvKeep(1, prompt_blocks(ring.chunking, PROMPT, ROOT)[2])
+    assert step.ops[:3] == [kept_first, KvCopy(1, 2, len(PROMPT)), KvCopy(0, 1, 4)]
+
+
+def test_blocks_are_told_in_their_order_where_a_step_comes_back_at_once():
+    ring = FakeRing([], 3, rows=4, keep_rows=3, sequences=2, context=128)
+    other = [*PROMPT[:8], 1, 2]
+    ring.head.submit(asked())
+    ring.head.submit(asked(2, other))
+    ring.run()
+    assert kept(ring, 2)[:3] == prompt_blocks(ring.chunking, other, ROOT)

@@ -721,7 +721,7 @@ class Service:
         assert not any(shelf.cells for shelf in self.ring.shelves), "something is kept that nobody needs"
 
 
-@rings
+@settings(rings, max_examples=200)
 @given(st.data(), shapes(), st.sampled_from([GREEDY, DRAWN]))
 def test_generations_at_once_say_what_each_says_alone_whoever_comes_goes_and_dies(data, shape, sampling):
     """They come and are cancelled at any time, begin like others or are the same, and rings break under them.
