@@ -50,8 +50,8 @@ LEAST_RESTORE_S: Final = 2.0
 MOST_RESTORE_S: Final = 30.0
 """An answer does not stand still for longer until what is lacking is computed again."""
 _LAST_WRITES_S: Final = (0.02, 0.1, 0.3)
-FIND_S: Final = 0.1
-"""A prompt waits no longer for its beginning to come from other devices."""
+LEAST_FIND_S: Final = 0.1
+"""A prompt waits so long for its beginning to come from other devices, or as long as it takes to compute."""
 FIRST_TOKENS_PER_S: Final = 20.0
 """As fast are answers taken to be where nothing was predicted."""
 
@@ -111,6 +111,8 @@ class KvBackup:
         self._layers: dict[str, Layers] = {}
         self._sources: dict[str, list[Contact]] = {}
         self._chunking: Chunking | None = None
+        self._prompt_row_s = 0.0
+        """What a token of a prompt is predicted to take."""
         self._roots: dict[str, str] = {}
         self._news, self._over = asyncio.Event(), asyncio.Event()
         self._tasks = Tasks()
@@ -293,6 +295,8 @@ class KvBackup:
             )
         needed = {block.key: block for chain in blocks.values() for block in chain}
         self._chunking = self._chunking_of(promise) if ring.keeps else None
+        if (predicted := promise.prediction) is not None:
+            self._prompt_row_s = predicted.prefill_chunk_s / predicted.chunk_rows
         self._copies = self._new_copies(ring, promise) if ring.keeps else []
         self._drop([key for key in self._blocks if key not in needed])
         self._need(needed.values(), 0)
@@ -357,16 +361,16 @@ class KvBackup:
         return root, found
 
     def _here(self, blocks: Iterable[KvBlock]) -> list[KvBlock]:
-        """Those that this head has the cells of its own windows of."""
-        store, layers = self._held.store, self._layers[self._head]
-        return list(takewhile(lambda block: all(store.held(block.key, *run) for run in layers), blocks))
+        """Those that this head has cells of: whoever computed them may lack some layers of other windows."""
+        return list(takewhile(lambda block: self._held.store.layers(block.key), blocks))
 
     async def _found(self, blocks: Sequence[KvBlock]) -> list[KvBlock]:
-        """Those that every device has, or gets at once."""
+        """Those that every device has, or gets sooner than they are computed."""
+        patience_s = max(LEAST_FIND_S, self._prompt_row_s * sum(block.end - block.start for block in blocks))
         devices = [(name, layers, self._sources.get(name, [])) for name, layers in self._layers.items()]
         try:
             answers = await asyncio.gather(
-                *(self._hold(name, blocks, layers, of, FIND_S, verify=True) for name, layers, of in devices)
+                *(self._hold(name, blocks, layers, of, patience_s, verify=True) for name, layers, of in devices)
             )
         except BaseException:
             self._drop([block.key for block in blocks if block.key not in self._blocks])
