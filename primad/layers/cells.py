@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 LayerRuns = Sequence[tuple[int, int]]
 """Layers ``first <= layer < last`` each, numbered as in the whole model."""
 
-_CELLS_AT_ONCE: Final = 1024
+_CELLS_AT_ONCE: Final = 256
 """Positions times layers that are asked for at a time."""
 _MOST_CELL_BYTES: Final = 64 << 10
 """Keys and values of one cell in one layer take no more in any model that is known."""

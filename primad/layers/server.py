@@ -17,11 +17,12 @@ import zmq
 import zmq.asyncio
 
 from primad.errors import ClusterError, DiskError, ModelError, ProtocolError
+from primad.kv.cells import Bytes
 from primad.kv.store import KvStore
 from primad.layers.rate_limit import FairQueue, TokenBucket
 from primad.network.gate import sender_key
 from primad.network.layer_messages import (
-    CHUNK_BYTES,
+    CELLS_BYTES,
     MAX_REQUEST_BYTES,
     AskPresent,
     Cells,
@@ -154,7 +155,7 @@ class LayerServer:
             frames = [peer, encode(reply), data] if data else [peer, encode(reply)]
             await self._socket.send_multipart(frames, copy=False)
 
-    def _answer(self, request: TransferRequest) -> tuple[TransferReply, bytes]:
+    def _answer(self, request: TransferRequest) -> tuple[TransferReply, Bytes]:
         if isinstance(request, AskPresent):
             return Present(held=[self._find(digest) is not None for digest in request.digests]), b""
         if isinstance(request, FetchCells):
@@ -171,7 +172,7 @@ class LayerServer:
         except (ModelError, ClusterError) as exc:
             return NoChunk(digest=digest, offset=offset, reason=str(exc)), b""
 
-    def _cells_for(self, request: FetchCells) -> tuple[Cells, bytes]:
+    def _cells_for(self, request: FetchCells) -> tuple[Cells, Bytes]:
         """As many of the parts as fit; what the disk refuses is not here."""
         sizes, data = list[int](), bytearray()
         for key in request.keys:
@@ -182,10 +183,10 @@ class LayerServer:
                 part = None
             begin = 0 if sizes else request.offset
             sizes.append(len(part or b""))
-            data += (part or b"")[begin : begin + CHUNK_BYTES - len(data)]
-            if len(data) == CHUNK_BYTES:
+            data += memoryview(part or b"")[begin : begin + CELLS_BYTES - len(data)]
+            if len(data) == CELLS_BYTES:
                 break
-        return Cells(sizes=sizes), bytes(data)
+        return Cells(sizes=sizes), data
 
 
 def _read(layer: LayerSource, request: FetchChunk) -> bytes:

@@ -19,6 +19,8 @@ from primad.kv.cells import MAX_LAYERS, is_key
 MAX_ASKED: Final = 4096
 MAX_CELLS_ASKED: Final = 64
 """Blocks of KV cells that are asked for at a time."""
+CELLS_BYTES: Final = 1 << 20
+"""Of KV cells at a time: who gives them away may be short of memory, for just that reason."""
 MAX_REQUEST_BYTES: Final = 1 << 20
 """A request is at most ``MAX_ASKED`` digests."""
 MAX_REPLY_BYTES: Final = 16 << 20
@@ -85,7 +87,7 @@ class FetchCells(msgspec.Struct, frozen=True, kw_only=True, tag="fetch-cells"):
 class Cells(msgspec.Struct, frozen=True, kw_only=True, tag="cells"):
     """The answer: bytes of the parts of the leading blocks that were asked for, 0 for one that is not here.
 
-    The parts (``kv.store.part``) are the frame behind it, one behind the other, up to ``CHUNK_BYTES``: the last may be cut
+    The parts (``kv.store.part``) are the frame behind it, one behind the other, up to ``CELLS_BYTES``: the last may be cut
     there.
     """
 

@@ -16,7 +16,7 @@ from primad.layers.cells import CellsFetcher
 from primad.layers.server import LayerServer
 from primad.network.contacts import Contact
 from primad.network.layer_messages import (
-    CHUNK_BYTES,
+    CELLS_BYTES,
     AskPresent,
     Cells,
     FetchCells,
@@ -87,7 +87,7 @@ def test_blocks_come_from_whoever_has_which_of_their_layers(tmp_path):
 
 def test_a_block_that_is_larger_than_a_reply_comes_in_pieces(tmp_path):
     (block,) = chain(1, rows=512)
-    cell_bytes = CHUNK_BYTES // 512 + 1000
+    cell_bytes = CELLS_BYTES // 512 + 1000
     there = holding(tmp_path / "there", [block], [0, 1, 2], cell_bytes)
     mine = KvStore(tmp_path / "mine")
 
