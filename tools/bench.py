@@ -7,6 +7,7 @@
     tools/bench solve [--json FILE] [--sizes N ...]
     tools/bench paper [--json FILE] [--fleets N]
     tools/bench api [--json FILE] [--rounds N] [--model FILE.gguf]
+    tools/bench copies [--json FILE] [--rounds N] [--model FILE.gguf]
     tools/bench serve [--json FILE] [--rounds N] [--model FILE.gguf ...] [--devices N ...] [--rows N ...] [--streams N ...]
                       [--cpus SHARE | --beside [--rpc FILE]]
     tools/bench serve --case CASE ... [--json FILE] [--model FILE.gguf ...] [--devices N ...]
@@ -15,8 +16,8 @@
 Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
 a core each); decode and prefill are each compared with the best of the four. All processes are loaded before the first run
 and take turns, so that whatever else the machine does disturbs all of them alike. ``memory``: see ``bench_memory.py``;
-``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``; ``serve``: ``bench_serve.py``
-and ``bench_together.py``.
+``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``; ``copies``: ``bench_copies.py``;
+``serve``: ``bench_serve.py`` and ``bench_together.py``.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from primad.gguf.profile import model_profile  # noqa: E402
 from primad.profiler.effort import Effort  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
-from tools import bench_api, bench_limited, bench_memory, bench_serve, bench_solver, bench_together  # noqa: E402
+from tools import bench_api, bench_copies, bench_limited, bench_memory, bench_serve, bench_solver, bench_together  # noqa: E402
 from tools.lab import LabError  # noqa: E402
 from tools.lab.local_ring import LocalRing, even_windows, types_of  # noqa: E402
 from tools.lab.plain_child import PlainChild  # noqa: E402
@@ -285,6 +286,14 @@ def api(options: argparse.Namespace) -> int:
     return 0
 
 
+def copies(options: argparse.Namespace) -> int:
+    facts = machine()
+    warn_if_busy(facts)
+    rows = bench_copies.show(bench_copies.measure(options.model, options.rounds, options.threads))
+    write_json(options.json, "copies", facts, rows)
+    return 0
+
+
 def solve(options: argparse.Namespace) -> int:
     facts = machine()
     warn_if_busy(facts)
@@ -395,9 +404,11 @@ def main() -> int:
     bench_memory.add_bench(benches, psutil.cpu_count(logical=False) or 1).set_defaults(run=memory)
     bench_solver.add_benches(benches)
     bench_api.add_bench(benches, SMALL)
+    bench_copies.add_bench(benches, SMALL)
     bench_serve.add_bench(benches)
     benches.choices["serve"].set_defaults(run=serve)
     benches.choices["api"].set_defaults(run=api)
+    benches.choices["copies"].set_defaults(run=copies)
     benches.choices["predict"].set_defaults(run=predict)
     benches.choices["solve"].set_defaults(run=solve)
     benches.choices["paper"].set_defaults(run=paper)

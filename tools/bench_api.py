@@ -162,14 +162,15 @@ def head_here(model: Path, folder: Path, threads: int) -> Iterator[HeadHere]:
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
     try:
-        _wait_until_serving(process, port, folder / "head.log")
+        wait_until_serving(process, port, folder / "head.log")
         yield HeadHere(process, port, model_id(model))
     finally:
         process.terminate()
         process.wait(60)
 
 
-def _wait_until_serving(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def wait_until_serving(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    """Wait for the head behind ``port``, which writes to ``log``. Raises ``LabError`` when it does not come."""
     until = time.monotonic() + START_S
     while time.monotonic() < until and process.poll() is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)

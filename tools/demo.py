@@ -89,10 +89,10 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         name = f"worker-{number}"
         with (homes / f"{name}.log").open("wb") as log:
             stack.enter_context(
-                _process(["join", "--home", str(homes / name), "--name", name, "--cluster", cluster], homes, stderr=log)
+                daemon(["join", "--home", str(homes / name), "--name", name, "--cluster", cluster], homes, stderr=log)
             )
     head = stack.enter_context(
-        _process(
+        daemon(
             ["serve", "--model", str(options.model), "--home", str(homes / "head"), "--name", "head"]
             + ["--cluster", cluster, "--port", str(port)]
             + (
@@ -121,7 +121,7 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
 
 
 @contextmanager
-def _process(arguments: list[str], homes: Path, stderr: Any) -> Iterator[subprocess.Popen[bytes]]:
+def daemon(arguments: list[str], homes: Path, stderr: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A primad daemon that is ended with the block."""
     environment = _environment(homes)
     process = subprocess.Popen([str(PRIMAD), *arguments], stdin=subprocess.DEVNULL, stderr=stderr, env=environment)
