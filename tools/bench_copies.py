@@ -1,6 +1,6 @@
 """``tools/bench copies``: what it costs that the KV cells of an answer are kept twice while it grows.
 
-Two rings of a head and two workers, real daemons with the same profiles, one with copies and one without: both are there
+Two rings of a head and two workers, real daemons with the same windows, one with copies and one without: both are there
 before the first run and take turns. Beside the tokens a second: the bytes that are kept twice, and those that the plan says.
 """
 
@@ -23,9 +23,12 @@ from typing import Any, Final
 import httpx
 from rich.console import Console
 
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
 from primad.head.options import model_id
 from tools.bench_api import HeadHere, wait_until_serving
 from tools.demo import PRIMAD, daemon
+from tools.lab.local_ring import even_windows
 
 NAMES: Final = ("head", "w1", "w2")
 TOKENS: Final = 256
@@ -40,7 +43,6 @@ class CopiesFigures:
     """Run by run, by ring: tokens a second. Of the ring with copies, after an answer: what is kept twice and was to be."""
 
     tokens_per_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in RINGS})
-    windows: dict[str, list[Any]] = field(default_factory=dict)
     lag_tokens: list[int] = field(default_factory=list)
 
     @property
@@ -60,8 +62,6 @@ def measure(model: Path, rounds: int, threads: int) -> CopiesFigures:
             subprocess.run([PRIMAD, "profile", "--home", home, "--name", name], check=True, stdout=subprocess.DEVNULL)
         shutil.copytree(folder / "without", folder / "with")
         heads = {ring: _ring(stack, model, folder / ring, threads, options) for ring, options in RINGS.items()}
-        for ring, (_, url) in heads.items():
-            found.windows[ring] = [each["windows"] for each in _status(url)["devices"]]
         for number in range(rounds + 1):
             for ring, (head, url) in heads.items():
                 _, token_s = head.stream(TOKENS, ignore_eos=True)
@@ -85,7 +85,9 @@ def _ring(stack: ExitStack, model: Path, homes: Path, threads: int, options: tup
         port = free.getsockname()[1]
     serving = ["serve", "--model", str(model), "--home", str(homes / "head"), "--name", "head", *same, *options]
     serving += ["--port", str(port), "--extra-buffers", "off", "--context", "1024", "--sequences", "1"]
-    serving += ["--wait", str(len(NAMES) - 1), "--wait-timeout", "300", "--use-all"]
+    serving += ["--wait", str(len(NAMES) - 1), "--wait-timeout", "300", "--rounds", "1"]
+    windows = even_windows(len(model_profile(open_model(model)).layers), len(NAMES))
+    serving += ["--windows", ",".join(map(str, windows or ()))]
     log = stack.enter_context((homes / "head.log").open("wb"))
     process = stack.enter_context(daemon(serving, homes, stderr=log))
     wait_until_serving(process, port, homes / "head.log")
@@ -108,7 +110,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], mode
 def show(figures: CopiesFigures) -> list[dict[str, Any]]:
     """Print what is judged; plain data for ``--json``."""
     for ring, rates in figures.tokens_per_s.items():
-        out.print(f"{ring:<8} copies {statistics.median(rates):7.1f} tokens/s, layers {figures.windows[ring]}")
+        out.print(f"{ring:<8} copies {statistics.median(rates):7.1f} tokens/s")
     out.print(
         f"with copies {figures.ratio:.3f} of without (at least {AT_LEAST}); {max(figures.lag_tokens)} tokens behind at most"
     )

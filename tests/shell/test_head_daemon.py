@@ -296,7 +296,9 @@ def test_a_head_whose_mdns_does_not_work_says_so_and_serves(lab, monkeypatch):
 def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab, larger):
     async def test(here: Lab) -> None:
         if larger is not None:
-            here.solver.prediction = SimpleNamespace(chunk_rows=larger, devices=(), tpot_s=0.5, ttft_s=3.0)
+            here.solver.prediction = SimpleNamespace(
+                chunk_rows=larger, prefill_chunk_s=1.0, devices=(), tpot_s=0.5, ttft_s=3.0
+            )
         here.start()
         ring = await here.serves()
         assert ring.inputs.rows == (larger or 16)
