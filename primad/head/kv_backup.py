@@ -1,6 +1,6 @@
 """The KV cells of all answers, as the head looks after them: kept twice while they grow, and there when a ring needs them.
 
-The ring says which blocks its devices keep (``ring/keeping.py``). Another device, its keeper, is told twice a second which
+The ring says which blocks its devices keep (``ring/keeping.py``). Another device, its keeper, is told once a second which
 new ones of a worker to hold as well. Before a ring serves answers that another one began, every device of it is asked to
 hold their blocks, in the layers of its windows; what all hold is not computed again. With a cache the prompts of new
 answers are looked for in the same way. What nobody needs any more is told to all.

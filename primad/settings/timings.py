@@ -122,7 +122,7 @@ class HeadTimings:
     """When a step is overdue, a ring process that does not answer for so long hangs; a slow one answers between steps."""
     trust_look_every_s: float = 2.0
     """How often it looks whether the owner trusted or revoked a device."""
-    copy_every_s: float = 0.5
+    copy_every_s: float = 1.0
     """Keepers are told of new KV cells no more often."""
     model_again_s: float = 10.0
     """After so long a model file that could not be read is tried again; less than the core waits where there is no plan."""
