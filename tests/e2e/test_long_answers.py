@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "f16": {},
     "seeded": {"temperature": 1.0, "seed": 7},
     "q8_0": {"serving": ("--kv-type", "q8_0")},
-    "streamed": {"joining": ("--max-ram", "80MB"), "serving": ("--max-ram", "140MB")},
+    "streamed": {"joining": ("--max-ram", "100MB"), "serving": ("--max-ram", "250MB")},
 }
 
 
