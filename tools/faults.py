@@ -82,7 +82,7 @@ def long(arguments: list[str]) -> int:
     """Run long answers under which a device dies, and say how long each stood still; the exit code."""
     code, found = run([LONG, "-v", "-m", "slow and matrix", *arguments])
     for test, name, seconds in found:
-        print(f"{test}: at {name.removeprefix('gap_')} tokens {seconds:.1f} s")
+        print(f"{test}: {name.removeprefix('gap_')}: {seconds:.2f} s")
     return code
 
 

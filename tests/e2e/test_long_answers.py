@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import wait_until
+from tests.e2e.cluster import Primad, wait_until
 from tests.e2e.kept import Lab
 from tests.e2e.streams import show
 
-pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
 AFTER = 60
 """Tokens behind the death."""
+BEHIND = 1500
+"""Tokens behind a change that was planned: who joins is measured first."""
 AGAIN = 64
 KINDS: dict[str, dict[str, Any]] = {
     "f16": {},
@@ -42,7 +44,7 @@ def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_prope
             new_home,
             tokens=most,
             middle=most,
-            context=most + 256,
+            context=most + 100,
             **KINDS[kind],
         )
         pieces = lab.undisturbed
@@ -55,6 +57,32 @@ def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_prope
             record_property(f"gap_{length}", told.gap_s)
             assert told.error is None, lab.head.run.output
             assert pieces.startswith(told.text)
+            assert again <= AGAIN
+
+
+def test_who_pauses_comes_back_leaves_and_joins_late_in_an_answer_is_hardly_noticed(
+    smollm2, new_home, record_property
+):
+    length = 2500
+    most = length + BEHIND
+    with ExitStack() as stack:
+        lab = Lab(stack, smollm2, new_home, tokens=most, middle=length, context=most + 100)
+        first, second = lab.two()
+        changes: dict[str, tuple[Callable[[], object], int]] = {
+            "pause": (lambda: asked_of(lab, "pause", first), 1),
+            "resume": (lambda: asked_of(lab, "resume", first), 2),
+            "leave": (lambda: lab.workers.pop(second).stop(), 1),
+            "join": (lambda: lab.add(1), 2),
+        }
+        for name, (change, workers) in changes.items():
+            before = lab.kv
+            told = lab.ask(changing(lab, change, workers))
+            after = lab.kv
+            again = after["computed_again_tokens"] - before["computed_again_tokens"]
+            show(f"{name} at {length}: gap {told.gap_s:.2f} s, {again} tokens again")
+            record_property(f"gap_{name}", told.gap_s)
+            assert (told.text, told.error) == (lab.undisturbed, None), lab.head.run.output
+            assert after["restores"] > before["restores"], "it was over before"
             assert again <= AGAIN
 
 
@@ -89,6 +117,21 @@ def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_
             assert told.text == lab.ask(prompt=prompts[number]).text, number
             assert told.error is None
         assert again <= count * AGAIN
+
+
+def asked_of(lab: Lab, command: str, name: str) -> None:
+    """``primad`` with ``command``, at the home of a worker."""
+    assert Primad(command, "--home", lab.homes[name]).wait_end() == 0
+
+
+def changing(lab: Lab, change: Callable[[], object], workers: int) -> Callable[[], None]:
+    """A ``change`` after which so many workers compute."""
+
+    def act() -> None:
+        change()
+        wait_until(lambda: len(lab.computing()) == workers, f"{workers} compute")
+
+    return act
 
 
 def killing(lab: Lab, name: str) -> Callable[[], None]:
