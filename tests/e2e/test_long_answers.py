@@ -60,9 +60,7 @@ def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_prope
             assert again <= AGAIN
 
 
-def test_who_pauses_comes_back_leaves_and_joins_late_in_an_answer_is_hardly_noticed(
-    smollm2, new_home, record_property
-):
+def test_who_pauses_comes_back_leaves_and_joins_late_in_an_answer_is_hardly_noticed(smollm2, new_home, record_property):
     length = 2500
     most = length + BEHIND
     with ExitStack() as stack:
