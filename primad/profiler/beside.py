@@ -2,8 +2,8 @@
 
 The head's work is that of ``ring/head.py`` itself with a model that computes nothing: plan a step, draw, tell another
 process. Between two tokens more memory is read than caches hold, as a model does. What waking
-costs is a difference: windows of two processes that compute in turn, and of one alone. Both windows are larger than the
-caches, so those count in neither.
+costs is a difference: windows of two processes that compute in turn, and of one alone. The last cache holds both windows, or
+neither.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ _GPU_RUN_STEPS: Final = 7
 """Steps of a run, as in ``trial.py``, with the first one that is not timed."""
 _SWEEP_BYTES: Final = 96 << 20
 _MOST_SWEEP_BYTES: Final = 256 << 20
+_WAKE_BYTES: Final = 32 << 20
 _OF_THREADS: Final = 0.02
 """Share of all time in which each of four trials is run that say how many threads are best."""
 _OF_PATIENCE: Final = 0.15
@@ -133,7 +134,7 @@ def _measure_beside(folder: Path, threads: int, seconds: float) -> dict[str, flo
     with child_trials(threads) as one:
         token_s, value_s = _measure_head(one, seconds)
         with child_trials(threads, place=1) as other:
-            wake_s = measure_wake(folder, one, other, threads, sweep_bytes(), Budget(seconds))
+            wake_s = measure_wake(folder, one, other, threads, _wake_bytes(), Budget(seconds))
     return {"token_s": token_s, "value_s": value_s, "wake_s": wake_s}
 
 
@@ -179,6 +180,19 @@ def fastest(seconds: dict[int, float]) -> int:
 
 def sweep_bytes() -> int:
     """Bytes to read so that nothing of a layer is left in the caches: more than the last of them holds, within reason."""
+    return min(max(_SWEEP_BYTES, 2 * _cache_bytes()), _MOST_SWEEP_BYTES)
+
+
+def _wake_bytes() -> int:
+    """Of windows of two processes that compute in turn: the caches hold both from step to step, or neither.
+
+    The smaller they are the less of their time is noise, of which waking is a small part.
+    """
+    return _WAKE_BYTES if _cache_bytes() >= 4 * _WAKE_BYTES else sweep_bytes()
+
+
+def _cache_bytes() -> int:
+    """Of the largest cache; 0 where it is not known."""
     largest = 0
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:
@@ -188,7 +202,7 @@ def sweep_bytes() -> int:
             )
         except (OSError, ValueError):
             continue
-    return min(max(_SWEEP_BYTES, 2 * largest), _MOST_SWEEP_BYTES)
+    return largest
 
 
 def measure_gpu(
