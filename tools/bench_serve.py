@@ -2,7 +2,8 @@
 
 In each round every ring answers 1, 2, 4 ... questions that are there together, in turn with the other rings. What all of
 them write a second, what one of them waits between tokens and for its first one. Devices are pinned to a core each while
-there are as many cores; more share them, or have a share of a core each (``--cpus``).
+there are as many cores, or have a share of a core each (``--cpus``). More share all cores as processes of one machine do in
+a plan: each computes on all of them, and one step is in the ring at a time (``halda.load``).
 
 ``--beside``: in turn with them, on all cores, what stands for llama-server (``lab/plain_llama.py``), and llama.cpp's RPC, a
 head and two servers, with the library that ``--rpc`` names (``lab/rpc_server.py``). Extra buffers are off everywhere.
@@ -101,6 +102,8 @@ async def _ring(
     stack: AsyncExitStack, path: Path, devices: int, rows: int, sequences: int, cpus: float | None
 ) -> _System:
     layers = len(model_profile(open_model(path)).layers)
+    cores = psutil.cpu_count(logical=False) or 1
+    share = cpus is None and devices > cores
     limits = [] if cpus is None else [stack.enter_context(LimitedGroup(WHOLE_BYTES, cpus=cpus)) for _ in range(devices)]
     ring = LocalRing(
         path,
@@ -108,11 +111,11 @@ async def _ring(
         context=CONTEXT,
         rows=ROWS,
         sequences=sequences,
-        batching=Batching(rows=rows, steps=devices),
+        batching=Batching(rows=rows, steps=1 if share else devices),
         groups={f"d{i}": limit for i, limit in enumerate(limits)},
         flash=False,
-        threads=1,
-        pinned=cpus is None,
+        threads=cores if share else 1,
+        pinned=cpus is None and not share,
         folder=Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-serve-"))),
     )
     ring = await stack.enter_async_context(ring)
