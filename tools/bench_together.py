@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 import numpy as np
 from rich.console import Console
 
-from halda import DeviceProfile, DiskProfile, LinkProfile, arrange, instance
+from halda import CpuProfile, DeviceProfile, DiskProfile, LinkProfile, arrange, instance
 from primad.engine.protocol import GREEDY, LogitsWindow, Rows
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -93,8 +93,8 @@ def late(waits_s: Sequence[float]) -> float:
     return sorted(waits_s)[round(_LATE * (len(waits_s) - 1))]
 
 
-def _as_served(path: Path, devices: int, context: int, sequences: int) -> Batches:
-    """The batches and pieces that ``serve`` would have, on devices with a core each as they are measured now."""
+def _as_served(path: Path, devices: int, context: int, sequences: int) -> tuple[Batches, CpuProfile]:
+    """The batches and pieces that ``serve`` would have, on devices with a core each as they are measured now; the measure."""
     model, names = model_profile(open_model(path)), [f"d{i}" for i in range(devices)]
     with tempfile.TemporaryDirectory(prefix="primad-serve-") as name:
         cpu = measure_cpu(Path(name), 1, lambda _: None, Effort(types=types_of(model)))
@@ -103,7 +103,7 @@ def _as_served(path: Path, devices: int, context: int, sequences: int) -> Batche
     windows = even_windows(len(model.layers), devices) or [len(model.layers)]
     plan = arrange(names, windows, rounds=1, model=model)
     question = instance(found, links_between(names, [HERE]), model, work, {}, plan.head)
-    return batches_of("exact", plan, question, sequences)
+    return batches_of("exact", plan, question, sequences), cpu
 
 
 def _ring(path: Path, devices: int, **options: Any) -> LocalRing:
@@ -115,8 +115,8 @@ def _ring(path: Path, devices: int, **options: Any) -> LocalRing:
 async def long_prompt(path: Path, devices: int) -> dict[str, Any]:
     """A prompt of 4,000 tokens over four answers, and one of 50 behind it."""
     context, sequences = LONG_TOKENS + 96, 6
-    batches = _as_served(path, devices, context, sequences)
-    how = {"batching": batches.batching, "pieces": batches.pieces}
+    batches, cpu = _as_served(path, devices, context, sequences)
+    how = {"batching": batches.batching, "pieces": batches.pieces, "cpu": cpu}
     async with _ring(path, devices, context=context, sequences=sequences, **how) as ring:
         told = _Told()
         writing = [await ring.ask(prompt_of(20 + i)[i:], LONG_TOKENS) for i in range(4)]
