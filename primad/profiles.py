@@ -36,6 +36,8 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
         "wake_s": (0, 0.05),
         "row_s": (0, 1e-5),
         "attention_s": (0, 1e-6),
+        "plain_attention_s": (0, 1e-6),
+        "rows_attention_s": (0, 1e-6),
     },
     RowSpeed: {"rows": (2, 511), "bytes_per_s": _RATE},
     WidthCost: {"weights": (1, 1e12), "ratio": (0.1, 10), "many_ratio": (0.1, 10)},

@@ -301,6 +301,7 @@ def _slower(cpu: CpuProfile, factors: DeviceFactors) -> CpuProfile:
         row_s=cpu.row_s * factor,
         attention_s=cpu.attention_s * factor,
         plain_attention_s=cpu.plain_attention_s * factor,
+        rows_attention_s=cpu.rows_attention_s * factor,
         speeds=tuple(_slower_speed(speed, factors) for speed in cpu.speeds),
     )
 

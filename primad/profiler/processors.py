@@ -107,7 +107,7 @@ def measure_cpu(
         types = replace(bench, budget=budget.less(reserve))
         layer_s, speeds = measure_types(types, step_s, advance)
         caches = measure_caches(bench, speeds[0], step_s, layer_s)
-        attention_s, plain_attention_s = measure_attention(bench, speeds[0])
+        attention = measure_attention(bench, speeds[0])
         exact_rows = measure_exact(bench, speeds)
         row_s = measure_rows(bench, speeds[0], step_s, layer_s)
         widths = measure_widths(bench, speeds[0], step_s, layer_s)
@@ -121,10 +121,9 @@ def measure_cpu(
         speeds=speeds,
         widths=widths,
         row_s=row_s,
-        attention_s=attention_s,
-        plain_attention_s=plain_attention_s,
         exact_rows=exact_rows,
         caches=caches,
+        **attention,
         **beside,
     )
 

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 CACHED: Final = PREFILL_ROWS
 """Tokens in the KV cache when attention is timed."""
+ATTENDING: Final = 16
+"""Rows of one sequence that are timed together."""
 _LAYERS: Final = 4
 """Layers of the window that attention is timed on: their weights are read in less time than so many tokens take."""
 _OF_SHAPE: Final = 0.02
@@ -87,20 +89,25 @@ def measure_caches(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float)
     return tuple(cost_of(size // layer_bytes) for size in MODEL_BYTES)
 
 
-def measure_attention(bench: Bench, main: TypeSpeed) -> tuple[float, float]:
-    """Seconds of a channel of a row for each token in the KV cache, with flash attention and without; 0 for lack of time."""
+def measure_attention(bench: Bench, main: TypeSpeed) -> dict[str, float]:
+    """What a ``CpuProfile`` knows of attention, in seconds of a channel of a row for each token in the KV cache; nothing for
+    lack of time."""
     if not _has_time(bench):
-        return 0.0, 0.0
+        return {}
     seconds = _OF_SHAPE * bench.effort.seconds
 
-    def row_s(cached: int, *, flash: bool) -> float:
-        timings = bench.time_cached(MIDDLE, main.type, _LAYERS, cached, seconds, flash=flash)
+    def step_s(cached: int, *, flash: bool, rows: int = 1) -> float:
+        timings = bench.time_cached(MIDDLE, main.type, _LAYERS, cached, seconds, flash=flash, rows=rows)
         return statistics.median(answered(timings).decode_s)
 
-    without_s = row_s(0, flash=True)
-    flash_s, plain_s = (max(0.0, row_s(CACHED, flash=flash) - without_s) for flash in (True, False))
     channels = _LAYERS * CACHED * MIDDLE.width
-    return flash_s / channels, plain_s / channels
+    without_s = step_s(0, flash=True)
+    flash_s, plain_s = (max(0.0, step_s(CACHED, flash=flash) - without_s) for flash in (True, False))
+    found = {"attention_s": flash_s / channels, "plain_attention_s": plain_s / channels}
+    if _has_time(bench):
+        behind_s, first_s = (step_s(cached, flash=False, rows=ATTENDING) for cached in (CACHED, 0))
+        found["rows_attention_s"] = max(0.0, behind_s - first_s) / ATTENDING / channels
+    return found
 
 
 def measure_exact(bench: Bench, speeds: Sequence[TypeSpeed]) -> tuple[TypeRows, ...]:

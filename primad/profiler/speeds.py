@@ -137,11 +137,20 @@ class Bench:
         )
 
     def time_cached(
-        self, shape: LayerShape, kind: str, layers: int, cached: int, seconds: float, *, flash: bool = True
+        self, shape: LayerShape, kind: str, layers: int, cached: int, seconds: float, *, flash: bool, rows: int
     ) -> TrialTimes | str:
-        """Time one row behind ``cached`` tokens through a few layers, which may stay in caches."""
+        """Time ``rows`` of a sequence behind ``cached`` tokens through a few layers, which may stay in caches."""
         return self._time(
-            shape, kind, layers, (False,), seconds, sweep_bytes=0, many_rows=False, cached=cached, flash=flash
+            shape,
+            kind,
+            layers,
+            (False,),
+            seconds,
+            sweep_bytes=0,
+            many_rows=False,
+            cached=cached,
+            flash=flash,
+            rows=rows,
         )[0]
 
     def exact_rows(self, kind: str, *, extra: bool) -> TypeRows:
@@ -166,6 +175,7 @@ class Bench:
         many_rows: bool,
         cached: int = 0,
         flash: bool = True,
+        rows: int = 1,
     ) -> list[TrialTimes | str]:
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
             window = write_window(Path(name), shape, kind, layers, gpu_layers=layers if self.on_gpu else 0)
@@ -182,6 +192,7 @@ class Bench:
                         counts=ROW_COUNTS if many_rows and kind == MAIN and not self.effort.is_quick else (),
                         cached=cached,
                         flash=flash,
+                        rows=rows,
                         gpu=self.gpu or "",
                         run_s=seconds if self.on_gpu else None,
                     )

@@ -40,7 +40,8 @@ FEWEST_ROWS: Final = 64
 
 
 class TrialTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step by run: with 1 row, with ``BATCH_ROWS`` and with ``prefill_rows``; empty where not asked for.
+    """Seconds of a step by run: with the rows that were asked for, one as a rule, with ``BATCH_ROWS`` and with
+    ``prefill_rows``; empty where not asked for.
 
     ``prefill_rows`` are ``PREFILL_ROWS``, fewer where those take too long; ``few_s`` is what ``FEWEST_ROWS`` take.
     ``counts_s`` are of the counts that were asked for.
@@ -58,9 +59,9 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     """Time ``window``; ``sweep_bytes`` are read between two steps (0: the window itself is larger than caches).
 
     One row, or where ``many_rows`` several and a chunk of a prompt: runs for ``seconds``, one in any case. ``counts`` are
-    more counts of rows, of which one run is made each. One row comes behind ``cached`` tokens in the KV cache, with
-    ``flash`` attention or without. What of the window is on a GPU is on ``gpu``, as in ``EngineOptions``. A run that takes
-    longer than ``run_s`` ends with the steps that it has.
+    more counts of rows, of which one run is made each. One row, or ``rows`` of the same sequence, come behind ``cached``
+    tokens in the KV cache, with ``flash`` attention or without. What of the window is on a GPU is on ``gpu``, as in
+    ``EngineOptions``. A run that takes longer than ``run_s`` ends with the steps that it has.
     """
 
     window: WindowSource
@@ -73,6 +74,7 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     counts: tuple[int, ...] = ()
     cached: int = 0
     flash: bool = True
+    rows: int = 1
     gpu: str = ""
     run_s: float | None = None
 
@@ -354,7 +356,7 @@ def _time(task: TimeWindow) -> TrialTimes:
     for first in range(0, task.cached, PREFILL_ROWS):
         step(min(PREFILL_ROWS, task.cached - first), first)
     if not task.many_rows:
-        decode_s = _several(lambda: run(1), task.seconds)
+        decode_s = _several(lambda: run(task.rows), task.seconds)
         timings = TrialTimes(decode_s=decode_s, batch_s=(), prefill_s=(), prefill_rows=0)
     else:
         start = time.perf_counter()

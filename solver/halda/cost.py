@@ -186,19 +186,29 @@ def attention_s(
     kv_type: CacheType,
     *,
     flash: bool = True,
+    chunk: bool = False,
 ) -> float:
     """Seconds of attention over ``kv`` tokens: the KV cache read once, and what is computed for each row, token and channel.
 
-    That is measured for one row on a CPU, where llama.cpp computes rows one by one below ``TILE_ROWS``, and 4 FLOP above: so
-    a few more rows may take less.
+    That is measured on a CPU: for one row, as which llama.cpp computes those of several sequences, and all with flash
+    attention below ``TILE_ROWS``; and for the rows of a ``chunk`` of one sequence, else 4 FLOP. So a few more rows may take
+    less.
     """
     read = kv * kv_bytes_per_token(layer, kv_type) / read_bytes_per_s
-    computed = rows * kv * model.attention_width
-    if isinstance(processor, CpuProfile) and rows < TILE_ROWS:
-        return read + computed * (processor.attention_s if flash else processor.plain_attention_s)
-    if rows <= BATCH_ROWS:
-        return read
-    return read + 4 * computed / speed_of(processor.speeds, "F16").prefill_flop_per_s
+    computed = kv * model.attention_width
+    if not isinstance(processor, CpuProfile):
+        return read if rows <= BATCH_ROWS else read + _products_s(processor, rows * computed)
+    single_s = computed * (processor.attention_s if flash else processor.plain_attention_s)
+    is_matrix = rows >= TILE_ROWS if flash else chunk and processor.rows_attention_s > 0
+    if rows < TILE_ROWS and not is_matrix:
+        return read + rows * single_s
+    if not processor.rows_attention_s:
+        return read + _products_s(processor, rows * computed)
+    return read + max(single_s, rows * computed * processor.rows_attention_s)
+
+
+def _products_s(processor: CpuProfile | GpuProfile, computed: float) -> float:
+    return 4 * computed / speed_of(processor.speeds, "F16").prefill_flop_per_s
 
 
 def layer_s(
@@ -211,10 +221,11 @@ def layer_s(
     kv_type: CacheType,
     *,
     flash: bool = True,
+    chunk: bool = False,
 ) -> float:
     """Seconds of one layer on one processor (paper: alpha, of which beta is the difference between GPU and CPU).
 
-    This is C(b), the cost of ``b`` rows: more rows never take less.
+    This is C(b), the cost of ``b`` rows of as many sequences, or of a ``chunk`` of one: more rows never take less.
     """
     widths = processor.widths if isinstance(processor, CpuProfile) else ()
     ratio, many_ratio = width_ratio(widths, _weights(layer.bytes_by_type))
@@ -222,7 +233,7 @@ def layer_s(
         processor.layer_s
         + weights_s(processor.speeds, layer.bytes_by_type, rows, ratio, many_ratio)
         + experts_s(processor.speeds, layer, model, rows)
-        + attention_s(processor, read_bytes_per_s, layer, model, rows, kv, kv_type, flash=flash)
+        + attention_s(processor, read_bytes_per_s, layer, model, rows, kv, kv_type, flash=flash, chunk=chunk)
     )
 
 

@@ -294,12 +294,20 @@ class Instance:
         rows = self.decode_rows
         cpu = cost.cached(device.cpu, model)
 
-        def phase(cpu: CpuProfile, rows: float, kv: float, spare_bytes: int) -> Phase:
+        def phase(cpu: CpuProfile, rows: float, kv: float, spare_bytes: int, *, chunk: bool) -> Phase:
             return Phase(
                 rows=rows,
                 cpu=tuple(
                     cost.layer_s(
-                        cpu, device.ram_read_bytes_per_s, kind, model, rows, kv, work.kv_type, flash=work.flash
+                        cpu,
+                        device.ram_read_bytes_per_s,
+                        kind,
+                        model,
+                        rows,
+                        kv,
+                        work.kv_type,
+                        flash=work.flash,
+                        chunk=chunk,
                     )
                     for kind in self.kinds
                 ),
@@ -313,11 +321,11 @@ class Instance:
                 read_lines=streaming.read_lines(model, rows),
             )
 
-        decode = phase(cpu, rows, cost.decode_kv_tokens(work), self.buffer_bytes)
+        decode = phase(cpu, rows, cost.decode_kv_tokens(work), self.buffer_bytes, chunk=False)
         return Member(
             profile=device,
             decode=decode,
-            prefill=phase(device.cpu, chunk, work.prompt_tokens / 2, 0),
+            prefill=phase(device.cpu, chunk, work.prompt_tokens / 2, 0, chunk=True),
             ram_limit=_least(device.ram_available_bytes, limits.ram_bytes),
             vram_limit=_least(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
             disk_limit=_least(device.disk.free_bytes, limits.disk_bytes),

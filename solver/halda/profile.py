@@ -97,13 +97,14 @@ class CpuProfile:
     """The processor. ``threads`` and ``batch_threads`` are the counts that the speeds hold for (decode, prefill).
 
     ``step_s`` is what a window costs a step besides its layers, ``layer_s`` what a layer costs a step besides its bytes.
-    ``token_s`` is what a head does for a token besides computing it (plan the step, draw, tell the daemon), ``value_s`` more
-    for each token of the vocabulary. ``wake_s`` is what it costs that the cores computed for another process just before:
-    of use only where devices share a machine. ``widths`` corrects the rates for layers of other sizes, ``caches`` for models
-    so small that caches hold some of them. ``row_s`` is what
-    each row of a matrix costs besides its bytes, of which rates hold for rows of ``RATE_WIDTH`` values; ``attention_s`` what
-    a token in the KV cache costs for each channel of the queries of one row, ``plain_attention_s`` the same without flash
-    attention. ``exact_rows`` are of the types that were compared, with extra buffers and without.
+    ``token_s`` is what a head does for a token besides computing it (plan the step, draw, tell the daemon), ``value_s``
+    more for each token of the vocabulary. ``wake_s`` is what it costs that the cores computed for another process just
+    before: of use only where devices share a machine. ``widths`` corrects the rates for layers of other sizes, ``caches``
+    for models so small that caches hold some of them. ``row_s`` is what each row of a matrix costs besides its bytes, of
+    which rates hold for rows of ``RATE_WIDTH`` values; ``attention_s`` what a token in the KV cache costs for each channel
+    of the queries of one row, ``plain_attention_s`` the same without flash attention, ``rows_attention_s`` where rows of a
+    sequence are computed as a matrix (0: as its products are). ``exact_rows`` are of the types that were compared, with
+    extra buffers and without.
     """
 
     name: str
@@ -120,6 +121,7 @@ class CpuProfile:
     row_s: float = 0.0
     attention_s: float = 0.0
     plain_attention_s: float = 0.0
+    rows_attention_s: float = 0.0
     exact_rows: tuple[TypeRows, ...] = ()
     caches: tuple[CacheCost, ...] = ()
 

@@ -76,6 +76,7 @@ def test_a_gate_that_closed_lets_nobody_in_any_more_and_another_one_may_take_its
             client = here.client()
             await client.send(b"hello")
             await here.hears_nothing()
+            client.close()  # the next gate would let it in
             async with Gate(here.context, lambda key: True):
                 await here.serves_its_friend()
         here.close()

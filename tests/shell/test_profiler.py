@@ -62,7 +62,7 @@ class Machine:
 
     def __init__(self, step_s: float = 2e-4, layer_s: float = 3e-5, rate: float = 2e10) -> None:
         self.step_s, self.layer_s, self.rate = step_s, layer_s, rate
-        self.row_s = self.attention_s = self.plain_attention_s = 0.0
+        self.row_s = self.attention_s = self.plain_attention_s = self.rows_attention_s = 0.0
         self.extra_factor: float | None = 1.0
         self.cache_bytes, self.cached_ratio = 0, 1.0
         self.disturbed = 0
@@ -84,7 +84,7 @@ class Machine:
         rows = shape.short_rows * task.window.assignment.layers * (shape is NARROW)
         step_s += self.row_s * rows * (1 - shape.width / RATE_WIDTH)
         step_s += (
-            (self.attention_s if task.flash else self.plain_attention_s)
+            (task.rows * self.rows_attention_s if task.rows > 1 else self.single_s(flash=task.flash))
             * task.cached
             * shape.width
             * task.window.assignment.layers
@@ -97,6 +97,9 @@ class Machine:
             prefill_s=(100 * step_s,) * 2 if task.many_rows else (),
             prefill_rows=512 if task.many_rows else 0,
         )
+
+    def single_s(self, *, flash: bool) -> float:
+        return self.attention_s if flash else self.plain_attention_s
 
     def gpus(self) -> Sequence[GpuDevice] | str:
         raise AssertionError("not asked for")
@@ -208,10 +211,13 @@ def test_what_disturbs_a_type_for_a_while_does_not_count_as_its_speed(tmp_path):
 def test_other_shapes_cost_what_the_times_were_made_of(tmp_path):
     machine = Machine()
     machine.row_s, machine.attention_s, machine.plain_attention_s = 8e-9, 5e-10, 1e-10
+    machine.rows_attention_s = 2e-11
     place = bench(tmp_path, machine)
     layer_s, (main, *_) = measure_types(place, machine.step_s, lambda _: None)
     assert measure_rows(place, main, machine.step_s, layer_s) == pytest.approx(8e-9, rel=0.05)
-    assert measure_attention(place, main) == pytest.approx((5e-10, 1e-10), rel=0.01)
+    assert measure_attention(place, main) == pytest.approx(
+        {"attention_s": 5e-10, "plain_attention_s": 1e-10, "rows_attention_s": 2e-11}, rel=0.01
+    )
     assert [width.ratio for width in measure_widths(place, main, machine.step_s, layer_s)] == pytest.approx(
         [1, 1, 1], rel=0.01
     )
@@ -233,7 +239,7 @@ def test_who_has_no_time_measures_no_other_shapes(tmp_path):
     for place in (bench(tmp_path, machine, effort=QUICK), bench(tmp_path, machine, budget=Budget(0.0, lambda: 0.0))):
         _, (main, *_) = measure_types(place, machine.step_s, lambda _: None)
         assert measure_rows(place, main, machine.step_s, 1e-5) == 0
-        assert measure_attention(place, main) == (0, 0)
+        assert measure_attention(place, main) == {}
         assert measure_widths(place, main, machine.step_s, 1e-5) == ()
         assert measure_caches(place, main, machine.step_s, 1e-5) == ()
 

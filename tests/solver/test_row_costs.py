@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halda import RATE_WIDTH, CacheCost, CpuProfile, LayerProfile, RowSpeed, TypeSpeed, WidthCost
-from halda.cost import cached, layer_s, output_s, read_bytes, seconds_per_byte, speed_of, width_ratio
+from halda.cost import (
+    TILE_ROWS,
+    attention_s,
+    cached,
+    layer_s,
+    output_s,
+    read_bytes,
+    seconds_per_byte,
+    speed_of,
+    width_ratio,
+)
 from tests.fakes.planning import model
 
 RATES = st.floats(1e8, 1e11)
@@ -51,6 +61,31 @@ def test_tokens_in_the_cache_cost_what_is_computed_for_each_channel_of_the_queri
     assert of_cached(plain, 1) == pytest.approx(100 * plain.width * 5e-10)
     assert of_cached(plain, 4) == pytest.approx(4 * of_cached(plain, 1))
     assert of_cached(narrow, 1) == pytest.approx(of_cached(plain, 1) / 2)
+
+
+@given(st.lists(st.floats(1e-13, 1e-9), min_size=3, max_size=3), st.lists(st.integers(1, 200), min_size=2, max_size=2))
+def test_more_rows_of_a_chunk_never_attend_for_less(costs, rows):
+    one, plain, several = costs
+    cpu = replace(CPU, attention_s=one, plain_attention_s=plain, rows_attention_s=several)
+    few, many = (attention_s(cpu, 1e10, LAYER, model(), n, 64, "f16", flash=False, chunk=True) for n in sorted(rows))
+    assert few <= many * (1 + 1e-9)
+
+
+def test_rows_of_a_chunk_attend_as_a_matrix_and_those_of_several_sequences_one_by_one():
+    cpu = replace(CPU, attention_s=9e-10, plain_attention_s=4e-10, rows_attention_s=1e-10)
+
+    def of_cached(rows, *, flash, chunk):
+        none = replace(cpu, attention_s=0.0, plain_attention_s=0.0, rows_attention_s=1e-30)
+        with_it, without = (
+            attention_s(each, 1e10, LAYER, model(), rows, 100, "f16", flash=flash, chunk=chunk) for each in (cpu, none)
+        )
+        return (with_it - without) / (100 * model().width)
+
+    assert of_cached(16, flash=False, chunk=True) == pytest.approx(16 * 1e-10)
+    assert of_cached(2, flash=False, chunk=True) == pytest.approx(4e-10)
+    assert of_cached(16, flash=False, chunk=False) == pytest.approx(16 * 4e-10)
+    assert of_cached(16, flash=True, chunk=True) == pytest.approx(16 * 9e-10)
+    assert of_cached(TILE_ROWS, flash=True, chunk=True) == pytest.approx(TILE_ROWS * 1e-10)
 
 
 def test_short_rows_of_the_output_matrix_cost_more_than_their_bytes():
