@@ -170,11 +170,11 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
 @pytest.mark.parametrize(
     ("model", "windows", "rounds", "batching", "pieces"),
     [
-        ("smollm2", (5, 8), 2, Batching(), None),
+        pytest.param("smollm2", (5, 8), 2, Batching(), None, marks=pytest.mark.matrix),
         ("smollm2", (5, 8), 2, Batching(rows=3, steps=2), Pieces(multiple=4, rows=(4, 12))),
         ("smollm2", None, 1, Batching(rows=4), None),
         ("gemma3", (7, 9), 1, Batching(), Pieces(multiple=8, rows=(16, 8))),
-        ("gemma3", (7, 9), 1, Batching(rows=3, steps=2), None),
+        pytest.param("gemma3", (7, 9), 1, Batching(rows=3, steps=2), None, marks=pytest.mark.matrix),
         ("gemma3", (7, 9), 1, Batching(rows=4, bridges=True), Pieces(multiple=8, rows=(8,))),
     ],
 )

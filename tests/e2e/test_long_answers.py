@@ -119,7 +119,8 @@ def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_
 
 def asked_of(lab: Lab, command: str, name: str) -> None:
     """``primad`` with ``command``, at the home of a worker."""
-    assert Primad(command, "--home", lab.homes[name]).wait_end() == 0
+    with Primad(command, "--home", lab.homes[name]) as run:
+        assert run.wait_end() == 0
 
 
 def changing(lab: Lab, change: Callable[[], object], workers: int) -> Callable[[], None]:
