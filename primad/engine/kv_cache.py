@@ -253,12 +253,7 @@ class KvCache:
             for layer in layers:
                 pieces += self._state_values(layer, blocks)
             pieces.append(bytes(4 * (self._streams - own - 1)))
-        state = np.empty(sum(map(len, pieces)), np.uint8)
-        place = 0
-        for piece in pieces:
-            state[place : place + len(piece)] = np.frombuffer(piece, np.uint8)
-            place += len(piece)
-        return state
+        return np.frombuffer(b"".join(pieces), np.uint8)
 
     def _state_values(self, layer: int, blocks: Sequence[Sequence[LayerCells]]) -> list[Any]:
         values = self._values.get(layer)

@@ -163,6 +163,7 @@ class KvBackup:
         """Every device of ring ``epoch`` keeps ``blocks`` of an answer whose prompt has so many tokens."""
         if epoch == self._epoch:
             self._need(blocks, prompt_tokens)
+            self._news.set()
 
     def forgotten(self, epoch: int, keys: Iterable[str]) -> None:
         """Ring ``epoch`` does not need ``keys`` any more."""
@@ -178,7 +179,6 @@ class KvBackup:
             for copy in self._copies:
                 if copy.kept.keeper is not None and block.key not in copy.held:
                     copy.pending.setdefault(block.key, 0)
-        self._news.set()
 
     def _drop(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -299,7 +299,7 @@ class KvBackup:
             self._prompt_row_s = predicted.prefill_chunk_s / predicted.chunk_rows
         self._copies = self._new_copies(ring, promise) if ring.keeps else []
         self._drop([key for key in self._blocks if key not in needed])
-        self._need(needed.values(), 0)
+        self._need(needed.values(), 0)  # new keepers are told with what this ring keeps: first of all it has to go on
 
     def _new_copies(self, ring: KeptRing, promise: Promise) -> list[_Copy]:
         copies = []

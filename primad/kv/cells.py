@@ -14,7 +14,7 @@ import hashlib
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from typing import BinaryIO, Final
 
@@ -47,7 +47,8 @@ class LayerCells:
     """Positions ``start <= p < end`` of a sequence in layer ``layer`` of the whole model.
 
     ``keys`` and ``values`` hold cell behind cell, of ggml types ``key_type`` and ``value_type``; every cell of a layer takes
-    the same number of bytes. A layer that remembers keys alone (DeepSeek's latent attention) has no ``values``.
+    the same number of bytes. A layer that remembers keys alone (DeepSeek's latent attention) has no ``values``. The
+    ``digest`` is known of cells that were read from a file.
     """
 
     layer: int
@@ -57,6 +58,7 @@ class LayerCells:
     value_type: int
     keys: Bytes
     values: Bytes
+    digest: bytes = field(default=b"", compare=False)
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -109,7 +111,7 @@ def pack(block: KvBlock, cells: Sequence[LayerCells]) -> list[Bytes]:
             each.value_type,
             len(each.keys),
             len(each.values),
-            _digest(each.keys, each.values),
+            each.digest or _digest(each.keys, each.values),
         )
         for each in cells
     ]
@@ -137,11 +139,11 @@ class CellsFile:
             raise CellsError(f"the index of a file of KV cells cannot be read: {exc}") from exc
         self.block: Final = listing.block
         _judge(listing)
-        self._places: dict[int, tuple[int, _Part]] = {}
+        self._places: dict[int, tuple[int, int, _Part]] = {}
         place = _HEAD.size + length + _DIGEST_BYTES
         for part in listing.parts:
-            self._places[part.layer] = place, part
-            place += part.key_bytes + part.value_bytes
+            begin, place = place, place + part.key_bytes + part.value_bytes
+            self._places[part.layer] = begin, place, part
         if place != size:
             raise CellsError(f"a file of KV cells has {size} bytes where its index says {place}")
 
@@ -150,28 +152,33 @@ class CellsFile:
         """The layers whose cells the file has."""
         return range(min(self._places), max(self._places) + 1)
 
-    def read(self, layer: int) -> LayerCells:
-        """The cells of ``layer``, which is one of ``layers``. Raises ``CellsError`` when they are damaged."""
-        place, part = self._places[layer]
-        self._file.seek(place)
-        data = memoryview(_read(self._file, part.key_bytes + part.value_bytes))
+    def read(self, layers: range) -> list[LayerCells]:
+        """The cells of ``layers``, a part of those that the file has. Raises ``CellsError`` when some are damaged."""
+        found = [self._places[layer] for layer in layers]
+        base = found[0][0]
+        self._file.seek(base)
+        data = memoryview(_read(self._file, found[-1][1] - base))
+        return [self._judged(part, data[begin - base : end - base]) for begin, end, part in found]
+
+    def _judged(self, part: _Part, data: memoryview) -> LayerCells:
         if _digest(data) != part.digest:
-            raise CellsError(f"the KV cells of layer {layer} are damaged")
+            raise CellsError(f"the KV cells of layer {part.layer} are damaged")
         return LayerCells(
-            layer=layer,
+            layer=part.layer,
             start=self.block.start,
             end=self.block.end,
             key_type=part.key_type,
             value_type=part.value_type,
             keys=data[: part.key_bytes],
             values=data[part.key_bytes :],
+            digest=part.digest,
         )
 
 
 def unpack(data: Bytes) -> tuple[KvBlock, list[LayerCells]]:
     """What ``pack`` was given. Raises ``CellsError``."""
     file = CellsFile(BytesIO(data), len(data))
-    return file.block, [file.read(layer) for layer in file.layers]
+    return file.block, file.read(file.layers)
 
 
 def _read(file: BinaryIO, size: int) -> bytes:

@@ -51,18 +51,12 @@ class KvShelf:
         Raises ``DiskError`` when the disk refuses to read them.
         """
         self.flush()
-        blocks = self.blocks(key)
-        found = [self._store.read(block.key, first, last) for block in blocks]
-        return found if all(found) else []
-
-    def blocks(self, key: str) -> list[KvBlock]:
-        """The chain of blocks that ends with ``key``, from position 0 on; none where one is lacking."""
-        chain: list[KvBlock] = []
+        chain: list[list[LayerCells]] = []
         while key:
-            block = self._store.block(key)
-            if block is None or (chain and block.end != chain[-1].start):
+            block, cells = self._store.read_block(key, first, last)
+            if block is None or not cells or (chain and block.end != chain[-1][0].start):
                 return []
-            chain.append(block)
+            chain.append(cells)
             key = block.before
         return chain[::-1]
 

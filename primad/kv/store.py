@@ -65,11 +65,12 @@ class KvStore:
 
     def put(self, block: KvBlock, cells: Sequence[LayerCells]) -> None:
         """Keep ``cells`` of ``block``; the same layers are replaced. Evicts what the limit asks for."""
-        for run in _runs(cells):
-            pieces = pack(block, run)
+        by_layer = {each.layer: each for each in cells}
+        for run in _runs_of(by_layer):
+            pieces = pack(block, [by_layer[layer] for layer in run])
             size_bytes = sum(map(len, pieces))
             with self._disk_errors(f"{size_bytes} bytes of KV cells cannot be written"):
-                self._write(self.folder / block.key, f"{run[0].layer}-{run[-1].layer + 1}.cells", pieces)
+                self._write(self.folder / block.key, f"{run.start}-{run.stop}.cells", pieces)
             self._written_bytes += size_bytes
         self._keep_to_limit()
 
@@ -83,29 +84,22 @@ class KvStore:
         """The layers of a block that are here, by the names of its files."""
         return frozenset(layer for _, layers in self._files(key) for layer in layers)
 
-    def block(self, key: str) -> KvBlock | None:
-        """What is known of a block that is here."""
-        for path, _ in self._files(key):
-            with self._opened(path, key) as file:
-                if file is not None:
-                    return file.block
-        return None
-
     def read(self, key: str, first: int, last: int) -> list[LayerCells]:
         """The cells of layers ``first <= layer < last``, in order, verified; none when not all of them are here."""
+        return self.read_block(key, first, last)[1]
+
+    def read_block(self, key: str, first: int, last: int) -> tuple[KvBlock | None, list[LayerCells]]:
+        """The block beside what ``read`` gives of it; None where none of these layers is here."""
         found: dict[int, LayerCells] = {}
         block: KvBlock | None = None
         for path, layers in self._files(key):
-            wanted = [layer for layer in layers if first <= layer < last and layer not in found]
-            if not wanted:
-                continue
-            with self._opened(path, key, block) as file:
-                if file is None:
-                    continue
-                block = file.block
-                for layer in wanted:
-                    found[layer] = file.read(layer)
-        return [found[layer] for layer in range(first, last)] if len(found) == last - first else []
+            for wanted in _runs_of([layer for layer in layers if first <= layer < last and layer not in found]):
+                with self._opened(path, key, block) as file:
+                    if file is None:
+                        continue
+                    block = file.block
+                    found |= {each.layer: each for each in file.read(wanted)}
+        return block, [found[layer] for layer in range(first, last)] if len(found) == last - first else []
 
     def forget(self, keys: Iterable[str]) -> None:
         """Remove these blocks, where they are here and not leased."""
@@ -128,11 +122,10 @@ class KvStore:
 
         None when none of them is here.
         """
-        here = sorted(layer for layer in self.layers(key) if first <= layer < last)
-        run = [layer for i, layer in enumerate(here) if layer == here[0] + i]
-        if not run:
+        runs = _runs_of(layer for layer in self.layers(key) if first <= layer < last)
+        if not runs:
             return None
-        cells, block = self.read(key, run[0], run[-1] + 1), self.block(key)
+        block, cells = self.read_block(key, runs[0].start, runs[0].stop)
         return b"".join(pack(block, cells)) if cells and block is not None else None
 
     def add_part(self, block: KvBlock, part: Bytes) -> None:
@@ -276,12 +269,12 @@ class KvStore:
         return DiskError(f"{self.folder}: {what}: {exc.strerror or exc}; make room or the folder writable")
 
 
-def _runs(cells: Sequence[LayerCells]) -> list[list[LayerCells]]:
-    """``cells`` in runs of layers that follow each other."""
-    runs: list[list[LayerCells]] = []
-    for each in sorted(cells, key=lambda each: each.layer):
-        if runs and runs[-1][-1].layer + 1 == each.layer:
-            runs[-1].append(each)
+def _runs_of(layers: Iterable[int]) -> list[range]:
+    """``layers`` in runs of some that follow each other."""
+    runs: list[range] = []
+    for layer in sorted(layers):
+        if runs and runs[-1].stop == layer:
+            runs[-1] = range(runs[-1].start, layer + 1)
         else:
-            runs.append([each])
+            runs.append(range(layer, layer + 1))
     return runs
