@@ -35,8 +35,6 @@ LayerRuns = Sequence[tuple[int, int]]
 
 _CELLS_AT_ONCE: Final = 256
 """Positions times layers that are asked for at a time."""
-_LINKS: Final = 2
-"""To each source: while what came over one of them is judged and written, more comes over the other."""
 _MOST_CELL_BYTES: Final = 64 << 10
 """Keys and values of one cell in one layer take no more in any model that is known."""
 _INDEX_BYTES: Final = 1 << 20
@@ -108,8 +106,7 @@ class _Fetch:
         """Fetch until all is here, or nobody has the rest."""
         async with asyncio.TaskGroup() as group:
             for source in sources:
-                for _ in range(_LINKS):
-                    group.create_task(self._draw(source))
+                group.create_task(self._draw(source))
 
     async def _draw(self, source: Contact) -> None:
         """Ask ``source`` for blocks until it has nothing more of what is lacking, or fails."""
