@@ -34,7 +34,7 @@ HEAD_RAM = "255MB"
 """With it the head alone must stream most layers, so that the worker is worth having."""
 FIRST_BYTES, STEP_BYTES, LAST_BYTES = 240 * MB, 8 * MB, 2 * MB
 FEW_BYTES, LAST_S = 25 * MB, 1.5
-LEFT_BYTES = 11 * MB
+LEFT_BYTES = 13 * MB
 """Less is taken at the end, and never all there is, however long the worker takes to notice: nobody shall be killed."""
 PROMPT, MORE_TOKENS = "Once upon a time", 10
 UNENDING = {"0": -100, "2": -100}
