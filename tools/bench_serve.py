@@ -102,7 +102,7 @@ async def _ring(
     stack: AsyncExitStack, path: Path, devices: int, rows: int, sequences: int, cpus: float | None
 ) -> _System:
     layers = len(model_profile(open_model(path)).layers)
-    cores = psutil.cpu_count(logical=False) or 1
+    cores = _cores()
     share = cpus is None and devices > cores
     limits = [] if cpus is None else [stack.enter_context(LimitedGroup(WHOLE_BYTES, cpus=cpus)) for _ in range(devices)]
     ring = LocalRing(
@@ -140,9 +140,13 @@ async def _ring(
     return run
 
 
+def _cores() -> int:
+    return psutil.cpu_count(logical=False) or 1
+
+
 def _plain(stack: AsyncExitStack, path: Path, sequences: int, library: Path | None) -> _System:
     """llama.cpp alone, or with the RPC ``library`` as the head of servers that have as many layers each as it has."""
-    cores = psutil.cpu_count(logical=False) or 1
+    cores = _cores()
     rpc = None if library is None else stack.enter_context(RpcServers(library, RPC_SERVERS, cores))
     layers = len(model_profile(open_model(path)).layers)
     child = PlainChild(
@@ -186,7 +190,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def title(options: argparse.Namespace) -> str:
     """What the figures are of."""
-    cores = psutil.cpu_count(logical=False) or 1
+    cores = _cores()
     if options.cpus is not None:
         return f"devices limited to {options.cpus:g} of a core's time each, on {cores} cores"
     shared = [str(count) for count in options.devices if count > cores]

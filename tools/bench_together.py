@@ -8,7 +8,6 @@ for eight answers at once, another one for one. ``streaming``: four answers at o
 from __future__ import annotations
 
 import itertools
-import operator
 import statistics
 import tempfile
 import time
@@ -62,6 +61,7 @@ BESIDE_BYTES: Final = 350 << 20
 OVERHEAD_STREAMS: Final = 16
 _LATE: Final = 0.95
 _CALM_TOKENS: Final = 50
+"""Of each answer, before a prompt comes and behind it."""
 
 
 @dataclass
@@ -130,8 +130,8 @@ async def long_prompt(path: Path, devices: int) -> dict[str, Any]:
         short = await ring.ask(prompt_of(SHORT_TOKENS + 7)[7:], 1)
         await told.until(ring, lambda: {long, short} <= told.over)
         end_s = told.tokens_s[long][0]
-        longer = [told.count(request) + _CALM_TOKENS for request in writing]
-        await told.until(ring, lambda: all(map(operator.ge, map(told.count, writing), longer)))
+        longer = {request: told.count(request) + _CALM_TOKENS for request in writing}
+        await told.until(ring, lambda: all(told.count(request) >= least for request, least in longer.items()))
     spans = (calm_s, begin_s), (end_s, time.perf_counter()), (begin_s, end_s)
     before, after, beside = (late(told.waits_s(writing, *span)) for span in spans)
     calm = max(before, after)  # answers grow while the prompt is computed, and each of their tokens takes longer

@@ -357,6 +357,7 @@ class KvBackup:
         if epoch != self._epoch:  # another ring has other layers on its devices
             return self.root(owner), []
         self._need(found, len(prompt))
+        self._news.set()
         self._found_tokens += found[-1].end if found else 0
         return root, found
 

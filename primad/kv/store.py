@@ -93,7 +93,7 @@ class KvStore:
         found: dict[int, LayerCells] = {}
         block: KvBlock | None = None
         for path, layers in self._files(key):
-            for wanted in _runs_of([layer for layer in layers if first <= layer < last and layer not in found]):
+            for wanted in _runs_of(layer for layer in layers if first <= layer < last and layer not in found):
                 with self._opened(path, key, block) as file:
                     if file is None:
                         continue

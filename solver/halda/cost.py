@@ -199,8 +199,7 @@ def attention_s(
     if not isinstance(processor, CpuProfile):
         return read if rows <= BATCH_ROWS else read + _products_s(processor, rows * computed)
     single_s = computed * (processor.attention_s if flash else processor.plain_attention_s)
-    is_matrix = rows >= TILE_ROWS if flash else chunk and processor.rows_attention_s > 0
-    if rows < TILE_ROWS and not is_matrix:
+    if rows < TILE_ROWS and (flash or not chunk or not processor.rows_attention_s):
         return read + rows * single_s
     if not processor.rows_attention_s:
         return read + _products_s(processor, rows * computed)

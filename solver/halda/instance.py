@@ -294,7 +294,7 @@ class Instance:
         rows = self.decode_rows
         cpu = cost.cached(device.cpu, model)
 
-        def phase(cpu: CpuProfile, rows: float, kv: float, spare_bytes: int, *, chunk: bool) -> Phase:
+        def phase(cpu: CpuProfile, rows: float, kv: float, spare_bytes: int, *, is_chunk: bool) -> Phase:
             return Phase(
                 rows=rows,
                 cpu=tuple(
@@ -307,7 +307,7 @@ class Instance:
                         kv,
                         work.kv_type,
                         flash=work.flash,
-                        chunk=chunk,
+                        chunk=is_chunk,
                     )
                     for kind in self.kinds
                 ),
@@ -321,11 +321,11 @@ class Instance:
                 read_lines=streaming.read_lines(model, rows),
             )
 
-        decode = phase(cpu, rows, cost.decode_kv_tokens(work), self.buffer_bytes, chunk=False)
+        decode = phase(cpu, rows, cost.decode_kv_tokens(work), self.buffer_bytes, is_chunk=False)
         return Member(
             profile=device,
             decode=decode,
-            prefill=phase(device.cpu, chunk, work.prompt_tokens / 2, 0, chunk=True),
+            prefill=phase(device.cpu, chunk, work.prompt_tokens / 2, 0, is_chunk=True),
             ram_limit=_least(device.ram_available_bytes, limits.ram_bytes),
             vram_limit=_least(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
             disk_limit=_least(device.disk.free_bytes, limits.disk_bytes),
