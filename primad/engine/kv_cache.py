@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primad.errors import EngineError
-from primad.kv.cells import LayerCells
+from primad.kv.cells import Bytes, LayerCells
 from primad.system.allocator import without_top
 
 with without_top("llama_cpp"):
@@ -253,7 +253,7 @@ class KvCache:
             for layer in layers:
                 pieces += self._state_values(layer, blocks)
             pieces.append(bytes(4 * (self._streams - own - 1)))
-        return np.frombuffer(b"".join(pieces), np.uint8)
+        return _joined(pieces)
 
     def _state_values(self, layer: int, blocks: Sequence[Sequence[LayerCells]]) -> list[Any]:
         values = self._values.get(layer)
@@ -263,9 +263,12 @@ class KvCache:
             head = struct.pack("<iQ", values.kind, values.cell_bytes)
             return [head, *(block[layer].values for block in blocks)]
         elements = values.cell_bytes // values.element_bytes
-        raw = np.concatenate([np.frombuffer(block[layer].values, np.uint8) for block in blocks])
-        columns = np.ascontiguousarray(raw.reshape(-1, elements, values.element_bytes).transpose(1, 0, 2))
-        return [struct.pack("<iII", values.kind, values.element_bytes, elements), columns.reshape(-1).data]
+        raw = _joined([block[layer].values for block in blocks]).view(f"u{values.element_bytes}")
+        columns = np.ascontiguousarray(raw.reshape(-1, elements).T)
+        return [
+            struct.pack("<iII", values.kind, values.element_bytes, elements),
+            columns.view(np.uint8).reshape(-1).data,
+        ]
 
     # ---- the layout of this build ------------------------------------------------------------------------------------
 
@@ -313,3 +316,13 @@ class KvCache:
             keys=raw[0].data,
             values=raw[1].data,
         )
+
+
+def _joined(pieces: Sequence[Bytes]) -> Raw:
+    """``pieces`` behind each other: hundreds of MB, for which numpy takes large pages where there are some."""
+    raw = np.empty(sum(map(len, pieces)), np.uint8)
+    view, at = raw.data, 0
+    for piece in pieces:
+        view[at : at + len(piece)] = piece
+        at += len(piece)
+    return raw

@@ -231,6 +231,10 @@ class KvBackup:
 
     # ---- rings that begin ----------------------------------------------------------------------------------------------
 
+    async def prepare(self, ring: KeptRing, chains: Mapping[int, Sequence[KvBlock]]) -> None:
+        """While ``ring`` is formed, have its devices hold the blocks of ``chains``; what was there before is verified."""
+        await self._bring(ring, _blocks_of(chains), verify=True)
+
     async def bring(
         self, ring: KeptRing, chains: Mapping[int, Sequence[KvBlock]], *, again: bool = False
     ) -> dict[int, list[KvBlock]]:
@@ -239,19 +243,25 @@ class KvBackup:
         Waits no longer than they may take on their way. ``again``: a moment after the first time, when what came last may
         not be written yet where it was computed.
         """
-        blocks = list({block.key: block for chain in chains.values() for block in chain}.values())[:MAX_BLOCKS]
+        blocks = _blocks_of(chains)
         if not ring.keeps or not blocks:
             return {}
-        began_s = time.monotonic()
-        sources, patience_s = await ring.sources(), self._patience_s(ring.plan, blocks)
-        held = await self._held_by_all(ring.plan, blocks, sources, patience_s, verify=not again)
+        held = await self._bring(ring, blocks, verify=False)
         for pause_s in _LAST_WRITES_S if again else ():
             if lacking := [block for block in blocks if block.key not in held]:
                 await asyncio.sleep(pause_s)
-                held |= await self._held_by_all(ring.plan, lacking, sources, patience_s, verify=False)
+                held |= await self._bring(ring, lacking, verify=False)
         self._restores += not again
-        self._restore_s += time.monotonic() - began_s
         return {request: list(takewhile(lambda each: each.key in held, chain)) for request, chain in chains.items()}
+
+    async def _bring(self, ring: KeptRing, blocks: Sequence[KvBlock], *, verify: bool) -> set[str]:
+        if not blocks:
+            return set()
+        began_s = time.monotonic()
+        sources, patience_s = await ring.sources(), self._patience_s(ring.plan, blocks)
+        held = await self._held_by_all(ring.plan, blocks, sources, patience_s, verify=verify)
+        self._restore_s += time.monotonic() - began_s
+        return held
 
     async def _held_by_all(
         self,
@@ -424,6 +434,10 @@ class KvBackup:
 
     def _token_bytes(self, plan: Plan) -> dict[str, int]:
         return token_bytes(plan, self._service.model.profile.layers, self._service.options.kv_type)
+
+
+def _blocks_of(chains: Mapping[int, Sequence[KvBlock]]) -> list[KvBlock]:
+    return list({block.key: block for chain in chains.values() for block in chain}.values())[:MAX_BLOCKS]
 
 
 def _layers(plan: Plan, device: str) -> Layers:

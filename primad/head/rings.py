@@ -145,9 +145,11 @@ class Rings:
         self._core.describe("loading")
         ring = HeadRing(self._inputs(epoch, await self._own.begin()))
         self._rings[epoch] = ring
+        preparing = self._tasks.start(self._kv.prepare(ring, self._backend.chains()))
         try:
             await ring.form()
             await self._model.vocabulary()
+            await preparing
         except PrimadError as exc:
             self._model.remember(exc)
             device, lasting = blamed(exc, ring.plan, forming=True)
@@ -157,6 +159,8 @@ class Rings:
             logger.exception("ring %d cannot be formed", epoch)
             self._core.post(types.RingFailed(epoch, None, mistake(exc)))
             return
+        finally:
+            preparing.cancel()
         self._core.post(types.Formed(epoch))
 
     def _inputs(self, epoch: int, profile: DeviceProfile) -> RingInputs:

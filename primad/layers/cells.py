@@ -12,6 +12,8 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 import zmq.asyncio
@@ -94,6 +96,14 @@ def lacking_layers(store: KvStore, blocks: Iterable[KvBlock], layers: LayerRuns,
     return lacking
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Blocks, and which of their layers a source is asked for."""
+
+    keys: list[str]
+    layers: range
+
+
 class _Fetch:
     """One fetch: what is ``lacking`` of ``blocks``. What arrives is lacking no more."""
 
@@ -109,26 +119,41 @@ class _Fetch:
                 group.create_task(self._draw(source))
 
     async def _draw(self, source: Contact) -> None:
-        """Ask ``source`` for blocks until it has nothing more of what is lacking, or fails."""
+        """Ask ``source`` for blocks until it has nothing more of what is lacking, or fails.
+
+        What came is kept while the next is on its way.
+        """
         fetcher = self._fetcher
         refused: dict[str, set[int]] = {}
+        keeping: asyncio.Task[None] | None = None
         try:
             async with reach(fetcher.context, fetcher.identity, source, [], fetcher.timings.reach_timeout_s) as (
                 link,
                 _,
             ):
-                while keys := await self._take(refused):
+                while asked := await self._take(refused):
                     try:
-                        await self._ask(link, keys, refused)
-                    finally:
-                        self._asked.difference_update(keys)
-                        self._wake()
+                        came = await self._ask(link, asked)
+                    except BaseException:
+                        self._let_go(asked)
+                        raise
+                    before, keeping = keeping, asyncio.create_task(self._keep(asked, came, refused))
+                    if before is not None:
+                        await before
+                if keeping is not None:
+                    await keeping
         except (SourceError, ProtocolError, CellsError) as exc:
             logger.info("no more KV cells are fetched from %s: %s", source.device, exc)
         except DiskError as exc:
             logger.warning("KV cells of %s cannot be kept: %s", source.device, exc)
+        finally:
+            if keeping is not None:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
 
-    def _wake(self) -> None:
+    def _let_go(self, asked: _Asked) -> None:
+        """What was asked for is here or lacking."""
+        self._asked.difference_update(asked.keys)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -141,49 +166,65 @@ class _Fetch:
         rows = self._blocks[key].end - self._blocks[key].start
         return range(first, min(last, first + max(1, _CELLS_AT_ONCE // rows)))
 
-    async def _take(self, refused: Mapping[str, set[int]]) -> list[str]:
-        """Blocks of which the same layers are lacking, to ask for; none at the end. Waits while others are asked."""
-        while wanted := {key: layers for key in self._lacking if (layers := self._wanted(key, refused))}:
-            free = [key for key in wanted if key not in self._asked]
-            if not free:
-                await self._changed.wait()
-                continue
-            taken = [key for key in free if wanted[key] == wanted[free[0]]][:MAX_CELLS_ASKED]
-            self._asked.update(taken)
-            return taken
-        return []
+    async def _take(self, refused: Mapping[str, set[int]]) -> _Asked | None:
+        """Blocks of which the same layers are lacking, to ask for; None at the end. Waits while others are asked."""
+        while True:
+            taken, layers, is_over = list[str](), range(0), True
+            for key in self._lacking:
+                wanted = range(0) if taken and key in self._asked else self._wanted(key, refused)
+                is_over = is_over and not wanted
+                if not wanted or key in self._asked or wanted != (layers := layers or wanted):
+                    continue
+                taken.append(key)
+                if len(taken) == MAX_CELLS_ASKED:
+                    break
+            if taken:
+                self._asked.update(taken)
+                return _Asked(taken, layers)
+            if is_over:
+                return None
+            await self._changed.wait()
 
-    async def _ask(self, link: SourceLink, keys: list[str], refused: dict[str, set[int]]) -> None:
-        """Ask for ``keys`` and keep what comes. Raises ``SourceError``, ``ProtocolError``, ``CellsError``, ``DiskError``."""
-        layers = self._wanted(keys[0], refused)
-        sizes, data = await self._request(link, keys, layers, 0)
+    async def _ask(self, link: SourceLink, asked: _Asked) -> list[memoryview]:
+        """Of each of the leading blocks what came, empty for one that is not there.
+
+        Raises ``SourceError``, ``ProtocolError``.
+        """
+        sizes, data = await self._request(link, asked.keys, asked.layers, 0)
         at = sum(sizes[:-1])
         while (got := len(data) - at) < sizes[-1]:  # the rest of one that is larger than a reply
-            again, more = await self._request(link, [keys[len(sizes) - 1]], layers, got)
+            again, more = await self._request(link, [asked.keys[len(sizes) - 1]], asked.layers, got)
             if again != sizes[-1:] or not more:
                 raise SourceError("does not give the rest of KV cells that it began to give")
             data += more
-        parts, at = list[tuple[KvBlock, memoryview]](), 0
-        for key, size in zip(keys, sizes, strict=False):
-            if size:
-                parts.append((self._blocks[key], memoryview(data)[at : at + size]))
-            else:
-                refused.setdefault(key, set()).update(layers)
-            at += size
-        held = await in_thread(self._keep, parts)
-        for (block, _), here in zip(parts, held, strict=True):
-            lacked = self._lacking[block.key]
-            came = here.intersection(lacked, layers)
-            if not came:
-                raise SourceError("gave other layers of KV cells than it was asked for")
-            refused.setdefault(block.key, set()).update(
-                range(layers.start, min(came))
-            )  # it gives the first that it has
-            lacked -= came
-            if not lacked:
-                del self._lacking[block.key]
+        ends = list(accumulate(sizes))
+        return [memoryview(data)[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
-    def _keep(self, parts: Iterable[tuple[KvBlock, memoryview]]) -> list[frozenset[int]]:
+    async def _keep(self, asked: _Asked, came: list[memoryview], refused: dict[str, set[int]]) -> None:
+        """Keep what ``came``. Raises ``SourceError``, ``CellsError``, ``DiskError``."""
+        try:
+            parts = []
+            for key, part in zip(asked.keys, came, strict=False):
+                if part:
+                    parts.append((self._blocks[key], part))
+                else:
+                    refused.setdefault(key, set()).update(asked.layers)
+            held = await in_thread(self._put, parts)
+            for (block, _), here in zip(parts, held, strict=True):
+                lacked = self._lacking[block.key]
+                new = here.intersection(lacked, asked.layers)
+                if not new:
+                    raise SourceError("gave other layers of KV cells than it was asked for")
+                refused.setdefault(block.key, set()).update(
+                    range(asked.layers.start, min(new))
+                )  # it gives the first that it has
+                lacked -= new
+                if not lacked:
+                    del self._lacking[block.key]
+        finally:
+            self._let_go(asked)
+
+    def _put(self, parts: Iterable[tuple[KvBlock, memoryview]]) -> list[frozenset[int]]:
         """Put ``parts`` into the store; the layers of each block that are there now."""
         store = self._fetcher.store
         for block, part in parts:

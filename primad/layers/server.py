@@ -173,7 +173,7 @@ class LayerServer:
             return NoChunk(digest=digest, offset=offset, reason=str(exc)), b""
 
     def _cells_for(self, request: FetchCells) -> tuple[Cells, Bytes]:
-        """As many of the parts as fit; what the disk refuses is not here."""
+        """As many of the parts as fit, as far as those before say how large one is; what the disk refuses is not here."""
         sizes, data = list[int](), bytearray()
         for key in request.keys:
             try:
@@ -184,7 +184,7 @@ class LayerServer:
             begin = 0 if sizes else request.offset
             sizes.append(len(part or b""))
             data += memoryview(part or b"")[begin : begin + CELLS_BYTES - len(data)]
-            if len(data) == CELLS_BYTES:
+            if len(data) + max(sizes) > CELLS_BYTES:
                 break
         return Cells(sizes=sizes), data
 

@@ -58,6 +58,8 @@ _HURRIED_S: Final = 1e-3
 _LONG_S: Final = 2.0
 """With more devices than orders are tried of, a program ends after so long. By then its plans are near the best, and so is
 its bound."""
+_STEEP_S: Final = 1000.0
+"""Where the best plan takes so long, milliseconds stand beside hours."""
 _SHORT_S: Final = 0.8
 """What is missing is looked for so long, or until there is an answer."""
 _ELASTIC_ORDERS: Final = 6
@@ -534,7 +536,7 @@ class _Search:
             problem.addConstraint(program.objective <= self._best_s * MS + most, "better than the best so far")
         # Without any plan yet a program gets time enough to find one.
         least_s = _LEAST_S if self._best is not None else _FIRST_S
-        outcome = run(problem, max(least_s, min(most_s, self._left_s)))
+        outcome = run(problem, max(least_s, min(most_s, self._left_s)), is_steep=_STEEP_S < self._best_s < math.inf)
         self._left_s -= outcome.seconds
         return outcome, program
 

@@ -1,7 +1,8 @@
 """Run one integer program with HiGHS.
 
 Versions 1.13 to 1.15 call plans the best that are not (their presolve loses better ones); 1.16 does where it may begin a
-program anew and presolve it once more, so it may not. It writes a line
+program anew and presolve it once more, so it may not. Where times of hours stand beside those of milliseconds, presolve may
+never end, whatever its time limit; it is left out there. It writes a line
 about itself to the process's standard output, once, which is where callers print their answers.
 """
 
@@ -37,12 +38,12 @@ class Outcome:
     seconds: float
 
 
-def run(problem: Any, time_limit_s: float) -> Outcome:
-    """Solve ``problem`` for at most ``time_limit_s``."""
+def run(problem: Any, time_limit_s: float, *, is_steep: bool = False) -> Outcome:
+    """Solve ``problem`` for at most ``time_limit_s``; ``is_steep``: its figures are of very different sizes."""
     _let_it_introduce_itself()
-    problem.solve(_highs(time_limit_s, presolve="choose"))
+    problem.solve(_highs(time_limit_s, presolve="off" if is_steep else "choose"))
     seconds = float(problem.solutionTime)
-    if problem.solverModel.getModelStatus().name == "kSolveError":
+    if not is_steep and problem.solverModel.getModelStatus().name == "kSolveError":
         # What its presolve made smaller does not always hold in the whole program, by less than counts.
         problem.solve(_highs(time_limit_s, presolve="off"))
         seconds += float(problem.solutionTime)

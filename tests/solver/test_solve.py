@@ -60,6 +60,26 @@ def test_no_plan_is_lost_by_presolving():
     assert check_against_brute_force(*small_instance(random.Random(1701))) is not None
 
 
+def test_no_plan_is_better_where_a_token_takes_hours():
+    """Presolving such programs may never end."""
+    hours = 0
+    for seed in range(12):
+        question, objective = small_instance(random.Random(seed))
+        slow = [
+            replace(device, disk=replace(device.disk, prefetch_bytes_per_s=1e4, fault_bytes_per_s=1e4))
+            for device in question.devices
+        ]
+        question = replace(question, devices=tuple(slow))
+        best = Brute(question, objective).best()
+        if best is not None and best[0] > 3600:
+            hours += 1
+            answer = solved(question, objective)
+            assert answer.proven
+            assert not evaluate(answer.plan, question).short
+            assert answer.objective_s <= best[0] * (1 + CLOSE)
+    assert hours > 1
+
+
 def test_what_the_library_says_of_itself_is_not_written_where_answers_are():
     program = "\n".join(
         (
