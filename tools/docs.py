@@ -22,7 +22,7 @@ from pydantic import ValidationError  # noqa: E402
 from primad.api import status  # noqa: E402
 from primad.api.metrics import Metrics  # noqa: E402
 from primad.api.openai.schema import ChatRequest, CompletionRequest, SamplingRequest  # noqa: E402
-from primad.gguf.architectures import SUPPORTED  # noqa: E402
+from primad.gguf.architectures import SUPPORTED, Recurrent, Sliding  # noqa: E402
 from primad.network import layer_messages, messages  # noqa: E402
 from primad.ring import messages as ring_messages  # noqa: E402
 from primad.trust import pairing  # noqa: E402
@@ -235,7 +235,21 @@ def _metrics() -> str:
 
 
 def _architectures() -> str:
-    return ", ".join(f"`{name}`" for name in SUPPORTED) + ".\n"
+    """By where windows may begin."""
+    places: dict[str, list[str]] = {}
+    for entry in SUPPORTED.values():
+        place = (
+            "at any layer" if entry.cut_multiple == 1 else f"at every layer that is a multiple of {entry.cut_multiple}"
+        )
+        if entry.sliding is Sliding.NEEDED:
+            place = "where each has a layer with a sliding window: mostly at every second layer"
+        elif entry.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS):
+            place = "where each has a layer with attention and one with a state: mostly at every fourth layer"
+        elif entry.step:
+            place += f" and of `{entry.step}`" if entry.cut_multiple > 1 else f" that is a multiple of `{entry.step}`"
+        places.setdefault(place, []).append(entry.name)
+    rows = [f"| {place} | {', '.join(f'`{name}`' for name in sorted(names))} |" for place, names in places.items()]
+    return "\n".join(["| windows begin | architectures |", "|---|---|", *rows]) + "\n"
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

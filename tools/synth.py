@@ -27,6 +27,7 @@ from gguf import GGMLQuantizationType as Type
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from primad.gguf.header import MAGIC, Value, array_value, read_header, scalar_value
+from tools import zoo
 
 ALIGNMENT: Final = 32
 CHUNK_BYTES: Final = 8 << 20
@@ -173,6 +174,8 @@ PRESETS: Final[dict[str, Shape]] = {
 def tiny(architecture: str) -> Shape:
     """A model of ``architecture`` for tests: 6 layers, well under 1 MB. ``llama-moe`` is Mixtral's layout,
     ``deepseek2-lite`` (26 or 27 layers) that of DeepSeek V2 Lite."""
+    if architecture in zoo.MODELS:
+        return Shape(architecture=architecture, layers=zoo.LAYERS, width=zoo.WIDTH)
     shape = Shape(architecture=architecture, tied=architecture not in _UNTIED)
     if architecture in _TINY_SLIDING:
         shape = replace(shape, sliding_window=_TINY_SLIDING[architecture])
@@ -211,8 +214,8 @@ def write_model(
         shape = replace(shape, vocabulary=len(source["tokenizer.ggml.tokens"]))
     else:
         tokenizer = _byte_tokenizer(shape.vocabulary)
-    tensors = list(_tensors(shape, kinds))
     pairs = {**_metadata(shape), **tokenizer, **(values or {})}
+    tensors = list(_tensors(shape, kinds) if architecture not in zoo.MODELS else _asked_tensors(pairs, shape, kinds))
     infos, offset = [], 0
     for tensor in tensors:
         infos.append(_info(tensor, offset))
@@ -293,6 +296,28 @@ def _tensors(shape: Shape, kinds: _Quantisation) -> Iterator[_Tensor]:
         yield from _layer_tensors(shape, kinds, layer)
 
 
+def _asked_tensors(pairs: Mapping[str, Value], shape: Shape, kinds: _Quantisation) -> Iterator[_Tensor]:
+    """Those that llama.cpp says that it wants."""
+    asked = {key: value for key, value in pairs.items() if not key.startswith("tokenizer.")}
+    asked["tokenizer.ggml.model"] = _value("none")
+    for name, dimensions in zoo.tensors_of(asked, has_both=shape.architecture in zoo.HAS_BOTH):
+        is_layer = name.startswith("blk.")
+        layer = int(name.split(".")[1]) if is_layer else 0
+        stem, _, suffix = (name.split(".", 2)[2] if is_layer else name).rpartition(".")
+        stem = stem or suffix  # of some without ".weight"
+        if name == "token_embd.weight":
+            yield _Tensor(name, dimensions, kinds.pick(stem, dimensions[0], 0, shape.layers), 0.0, 0.2)
+        elif stem == "ssm_a":
+            yield _Tensor(name, dimensions, Type.F32, -1.0, 0.1)
+        elif len(dimensions) == 1 or suffix == "bias":
+            yield _Tensor(name, dimensions, Type.F32, 0.0 if suffix == "bias" else 1.0, 0.1)
+        elif stem == "ffn_gate_inp" or "conv" in stem or stem in ("ssm_d", "ssm_norm"):
+            yield _Tensor(name, dimensions, Type.F32, 0.0, 2 / math.sqrt(dimensions[0]))
+        else:
+            kind = kinds.pick(stem, dimensions[0], layer, shape.layers)
+            yield _Tensor(name, dimensions, kind, 0.0, 2 / math.sqrt(dimensions[0]))
+
+
 def _layer_tensors(shape: Shape, kinds: _Quantisation, layer: int) -> Iterator[_Tensor]:
     sizes = shape.sizes()
     specification = _LAYERS[shape.architecture]
@@ -318,6 +343,18 @@ def _layer_tensors(shape: Shape, kinds: _Quantisation, layer: int) -> Iterator[_
 
 
 def _metadata(shape: Shape) -> dict[str, Value]:
+    if shape.architecture in zoo.MODELS:
+        name = zoo.VARIANTS.get(shape.architecture, shape.architecture)
+        numbers: dict[str, Any] = {
+            **zoo.keys_of(shape.architecture, shape.layers, shape.width // zoo.WIDTH),
+            f"{name}.vocab_size": shape.vocabulary,
+        }
+        return {
+            "general.architecture": _value(name),
+            "general.name": _value("synthetic"),
+            "general.alignment": _value(ALIGNMENT),
+            **{key: _value(number) for key, number in numbers.items()},
+        }
     name = _VARIANTS.get(shape.architecture, shape.architecture)
     moe = "ffn_gate_exps" in _LAYERS[shape.architecture]
     numbers: dict[str, float | int | bool | str] = {
@@ -395,13 +432,15 @@ def _byte_tokenizer(size: int) -> dict[str, Value]:
     }
 
 
-def _value(content: float | int | bool | str) -> Value:
+def _value(content: zoo.Content) -> Value:
     kind = {
         bool: GGUFValueType.BOOL,
         int: GGUFValueType.UINT32,
         float: GGUFValueType.FLOAT32,
         str: GGUFValueType.STRING,
     }
+    if isinstance(content, list):
+        return array_value(kind[type(content[0])], content)
     return scalar_value(kind[type(content)], content)
 
 
@@ -485,9 +524,13 @@ def main() -> None:
         "--preset", default="tiny", choices=["tiny", *PRESETS], help="the model's shape (default: tiny)"
     )
     parser.add_argument(
-        "--architecture", default="llama", choices=list(_LAYERS), help="of a tiny model (default: llama)"
+        "--architecture",
+        default="llama",
+        choices=[*_LAYERS, *zoo.MODELS],
+        help="of a tiny model (default: llama)",
     )
     parser.add_argument("--layers", type=int, help="another number of layers than the preset's")
+    parser.add_argument("--width", type=int, help="another width than the preset's, a multiple of 64")
     parser.add_argument("--quantisation", help="q4_k_m or a ggml type such as q8_0")
     parser.add_argument("--vocabulary", default="bytes", help="bytes, or from:FILE.gguf for that model's tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other weights (default: 0)")
@@ -502,6 +545,7 @@ def main() -> None:
         seed=options.seed,
         vocabulary=options.vocabulary,
         **({"layers": options.layers} if options.layers else {}),
+        **({"width": options.width} if options.width else {}),
     )
     size = options.out.stat().st_size
     print(f"{options.out}: {size / 1e6:.1f} MB in {time.perf_counter() - start:.1f} s")

@@ -12,10 +12,11 @@ to do after every few tokens. So cells are read where they lie:
   put back with the others, so that each comes to stand where it was: attention adds in the order of the cells.
 
 The layout of a state belongs to a build of llama.cpp (this is 0.3.36's): u32 magic, u32 sequence, then for each cache (two
-where layers slide) u32 streams, for each stream u32 cells and, if there are any, for each i32 position, u32 1, i32
-sequence; u32 whether values are transposed, u32 layers; each layer's keys: i32 type, u64 bytes a cell, cells; each layer's
-values: the same, or, transposed, i32 type, u32 bytes an element, u32 elements a cell, for each element all cells. A cache
-without values (DeepSeek's latent attention) has none of the last. ``KvCache`` finds out whether this build agrees.
+where layers slide) u32 streams, for each stream u32 cells and, if there are any, for each i32 position, u32 1, three
+numbers more where positions have several parts, i32 sequence; u32 whether values are transposed, u32 layers; each layer's
+keys: i32 type, u64 bytes a cell, cells; each layer's values: the same, or, transposed, i32 type, u32 bytes an element, u32
+elements a cell, for each element all cells. A cache without values (DeepSeek's latent attention) has none of the last.
+``KvCache`` finds out whether this build agrees.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -41,6 +43,12 @@ _NAME: Final = re.compile(rb"cache_([kv])_l(\d+)")
 _MAGIC: Final = 0xAF143CD8
 _PROBED: Final = 2
 """Cells of the round trip: so many that keys and values which are stored the other way round do not look the same."""
+
+_PLACES: Final = np.dtype([("position", "<i4"), ("count", "<u4"), ("sequence", "<i4")])
+_PLACES_2D: Final = np.dtype(
+    [("position", "<i4"), ("count", "<u4"), ("x", "<i4"), ("y", "<i4"), ("token", "<i4"), ("sequence", "<i4")]
+)
+"""Of models whose positions have several parts, which are equal for text."""
 
 Raw = NDArray[np.uint8]
 
@@ -141,6 +149,7 @@ class KvCache:
         self._cells, self._streams = shapes.pop()
         self._caches: list[list[int]] = []
         self._transposed = False
+        self._places: np.dtype[np.void] = _PLACES
         self._find_layout(sequence)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
@@ -239,8 +248,10 @@ class KvCache:
     def _state(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> Raw:
         """``blocks`` in llama.cpp's layout."""
         count = blocks[-1][0].end
-        places = np.zeros(count, np.dtype([("position", "<i4"), ("count", "<u4"), ("sequence", "<i4")]))
+        places = np.zeros(count, self._places)
         places["position"], places["count"], places["sequence"] = np.arange(count), 1, sequence
+        if self._places is _PLACES_2D:
+            places["x"] = places["y"] = places["position"]
         own = sequence if self._streams > 1 else 0
         pieces: list[Any] = [struct.pack("<Ii", _MAGIC, sequence)]
         for layers in self._caches:
@@ -275,27 +286,44 @@ class KvCache:
     def _find_layout(self, sequence: int) -> None:
         """Try the layouts that there are; llama.cpp refuses one that is not its own, and takes it back with others."""
         size, each = llama.llama_state_seq_get_size(self._context, sequence) - 8, 4 + 4 * self._streams
-        layers = len(self._keys)
         if size not in (each, 2 * each):
             raise EngineError("llama.cpp's state of an empty sequence has an unknown form")
-        marks = [self._mark(layer) for layer in range(layers)]
-        for self._transposed in (False, True):
-            for base in range(layers + 1) if size == 2 * each else (layers,):
-                order = list(range(layers))
-                self._caches = [order[:base], order[base:]] if size == 2 * each else [order]
-                if self._write(sequence, [marks]):
-                    self._recognise(sequence, marks, base)
-                    return
+        caches = list(self._orders()) if size == 2 * each else [[list(range(len(self._keys)))]]
+        for form in product((False, True), (_PLACES, _PLACES_2D), caches, (self._values, self._narrow_values())):
+            self._transposed, self._places, self._caches, self._values = form
+            marks = [self._mark(layer) for layer in range(len(self._keys))]
+            if self._write(sequence, [marks]):
+                self._recognise(sequence, marks)
+                return
         raise EngineError("llama.cpp takes no state in a known form")
 
-    def _recognise(self, sequence: int, marks: list[LayerCells], base: int) -> None:
+    def _narrow_values(self) -> dict[int, _Part]:
+        """The values where each layer has as many as keys: llama.cpp makes room for the most of any layer if transposed."""
+        return {
+            layer: replace(part, cell_bytes=min(part.cell_bytes, self._keys[layer].cell_bytes))
+            for layer, part in self._values.items()
+        }
+
+    def _orders(self) -> Iterator[list[list[int]]]:
+        """What layers may be in the one cache and in the other: some and the rest, where all take as much, else those that
+        take as much."""
+        layers = range(len(self._keys))
+        sizes = [(self._keys[i].cell_bytes, self._values[i].cell_bytes if i in self._values else 0) for i in layers]
+        for size in dict.fromkeys(sizes):
+            yield [[i for i in layers if sizes[i] == size], [i for i in layers if sizes[i] != size]]
+        for base in layers:
+            yield [list(layers[:base]), list(layers[base:])]
+
+    def _recognise(self, sequence: int, marks: list[LayerCells]) -> None:
         """Which layers' cells went where; leaves the cells that it found zero, as they were."""
         took = {(bytes(cells.keys), bytes(cells.values)): i for i, cells in enumerate(self._read(sequence, 0, _PROBED))}
         try:
-            order = [took[bytes(mark.keys), bytes(mark.values)] for mark in marks]
+            self._caches = [
+                [took[bytes(marks[layer].keys), bytes(marks[layer].values)] for layer in cache]
+                for cache in self._caches
+            ]
         except KeyError as exc:
             raise EngineError("llama.cpp puts KV cells in other places than its graph shows") from exc
-        self._caches = [order[:base], order[base:]] if len(self._caches) == 2 else [order]
         blank = [self._mark(layer, blank=True) for layer in range(len(marks))]
         if not self._write(sequence, [blank]) or self._read(sequence, 0, _PROBED) != blank:
             raise EngineError("llama.cpp does not give back the KV cells that it took")

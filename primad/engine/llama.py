@@ -10,9 +10,10 @@ A window is a model of its own to llama.cpp, loaded from a metadata split and it
   answered in C without running a line of Python, and only an unknown one, or the wanted one, reaches ``__missing__``.
 * **The first hidden state** is looked up here, row by row, with ggml's own dequantisation: bit for bit what llama.cpp
   computes from tokens, and without the logits buffer of the whole vocabulary that a first window would allocate.
-* **Many hidden states go in through the callback too.** As ``llama_batch.embd`` they are copied four times, and two of the
-  copies stay with the context: of 256 rows of width 4,096 those of one window are 8 MB. So a large step is a batch of
-  tokens 0, whose rows are overwritten where the graph has looked them up, and again where it has scaled them (Gemma).
+* **Many hidden states go in through the callback too**, and any where a graph does not take them as they come. As
+  ``llama_batch.embd`` they are copied four times, and two of the copies stay with the context: of 256 rows of width 4,096
+  those of one window are 8 MB. So a large step is a batch of tokens 0, whose rows are overwritten where the graph has looked
+  them up, and again where it has scaled them (Gemma).
 * **KV cells leave and return** by position (``kv_cache.py``).
 * **The last window's matrix** is stored under the name of the token embedding (llama.cpp's tied-output fall-back), so
   that the embedding itself need not be held twice.
@@ -45,6 +46,7 @@ from primad.engine.streaming.residency import Residency
 from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
 from primad.engine.streaming.scratch import bind as bind_scratch
 from primad.errors import EngineError, WeightsError
+from primad.gguf.architectures import SUPPORTED
 from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import TensorInfo
 from primad.kv.cells import LayerCells
@@ -63,7 +65,7 @@ _KV_TYPES: Final[dict[KvType, int]] = {
     "q8_0": llama.GGML_TYPE_Q8_0,
     "q4_0": llama.GGML_TYPE_Q4_0,
 }
-_ENTRIES: Final = frozenset((b"embd", b"inp_scaled"))
+_ENTRIES: Final = frozenset((b"embd", b"inp_scaled", b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens"))
 """What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
 
 _recent_log: deque[str] = deque(maxlen=8)
@@ -142,7 +144,7 @@ def _why(fallback: str) -> str:
 
 
 class _Tap(dict[int, bool]):
-    """The evaluation callback of one window: finds ``wanted``, copies it and stops the graph there.
+    """The evaluation callback of one window: finds the output of layer ``last``, copies it and stops the graph there.
 
     Keys are addresses of graph nodes that are not wanted. llama.cpp builds its graph anew when its shape changes, so an
     address may come to mean another node; ``forward`` then sees that nothing was taken, calls ``clear`` and repeats.
@@ -150,9 +152,9 @@ class _Tap(dict[int, bool]):
     reason costs page faults, no more; so the keys are forgotten whenever the number of rows changes.
     """
 
-    def __init__(self, wanted: bytes | None, width: int) -> None:
+    def __init__(self, last: int | None, width: int) -> None:
         super().__init__()
-        self._wanted = wanted
+        self._last = last
         self._width = width
         self._asked = False
         self._hidden: Hidden | None = None
@@ -169,6 +171,12 @@ class _Tap(dict[int, bool]):
         self.shares_scratch = False
         self.stream: WindowStream | None = None
         self.error: EngineError | None = None
+        self.find("l_out")
+
+    def find(self, exit_name: str) -> None:
+        """The graph calls a layer's output so."""
+        self._exit = exit_name
+        self._wanted = None if self._last is None else f"{exit_name}-{self._last}".encode()
 
     def begin(self, rows: int, feed: Hidden | None) -> None:
         """``rows`` rows are about to be computed, of ``feed`` unless the batch says of what.
@@ -187,7 +195,7 @@ class _Tap(dict[int, bool]):
             self.stream.streamer.settle()
         if self._residency is not self.stream.streamer.residency or before != rows:
             self._residency = self.stream.streamer.residency
-            self._borders = {f"l_out-{layer}".encode(): unit for layer, unit in self.stream.borders().items()}
+            self._borders = {f"{self._exit}-{layer}".encode(): unit for layer, unit in self.stream.borders().items()}
             self._routers = {f"ffn_moe_topk-{layer}".encode(): each for layer, each in self.stream.routers.items()}
             self.clear()
         self.stream.arrive()
@@ -340,6 +348,13 @@ def n_gpu_layers(assignment: WindowAssignment) -> int:
     return assignment.gpu_layers + 1 if assignment.gpu_layers or assignment.output == "gpu" else 0
 
 
+def _text_of(model: Any, key: bytes) -> str:
+    """The value of a key of text in the metadata of ``model``; empty for none."""
+    buffer = ctypes.create_string_buffer(128)
+    size = llama.llama_model_meta_val_str(model, key, buffer, len(buffer))
+    return buffer.value.decode(errors="replace") if size > 0 else ""
+
+
 class _Model:
     """A loaded llama.cpp model with one context: the part that every kind of window shares."""
 
@@ -370,6 +385,13 @@ class _Model:
             llama.llama_model_free(self._model)
             raise EngineError(f"llama.cpp cannot open a context of {options.context} tokens: {_why('out of memory?')}")
         self._memory = llama.llama_get_memory(self._context)
+        known = SUPPORTED.get(_text_of(self._model, b"general.architecture"))
+        self._is_fed = known is not None and known.is_fed
+        self._is_recurrent = bool(
+            llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model)
+        )
+        if known is not None:
+            tap.find(known.exit)
         first = source.assignment.first
         self.layers: Final = range(first, first + source.assignment.layers)
         self._is_copying = False
@@ -424,6 +446,11 @@ class _Model:
 
     @cached_property
     def _kv(self) -> KvCache | None:
+        if self._is_recurrent:
+            logger.info(
+                "KV cells of layers %d to %d are not kept: some have a state", self.layers.start, self.layers.stop - 1
+            )
+            return None
         free = range(self._options.sequences)
         sequence = next((i for i in free if llama.llama_memory_seq_pos_max(self._memory, i) < 0), None)
         assert sequence is not None, "whether KV cells can leave must be asked before every sequence has some"
@@ -466,7 +493,7 @@ class _Model:
         """Have llama.cpp prepare a step of one row and, if it ``stops``, not compute it, where its backend can leave it."""
         position = llama.llama_memory_seq_pos_max(self._memory, sequence) + 1
         hidden = np.zeros((1, llama.llama_model_n_embd(self._model)), np.float32)
-        content = np.zeros(1, np.int32) if self._takes_tokens else hidden
+        content = np.zeros(1, np.int32) if self._takes_tokens or self._is_fed else hidden
         rows = Rows(content=content, positions=[position], sequences=[[sequence]], outputs=[True])
         self._tap.clear()
         self._tap.looks = True
@@ -484,7 +511,8 @@ class _Model:
         del self._context, self._model, self._memory
 
     def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
-        feed = rows.content if len(rows) > LARGE_ROWS and rows.content.dtype == np.float32 else None
+        is_hidden = rows.content.dtype == np.float32
+        feed = rows.content if is_hidden and (self._is_fed or len(rows) > LARGE_ROWS) else None
         self._tap.begin(len(rows), feed)  # type: ignore[arg-type]
         batch = self._batch.fill(rows, fed=feed is not None, every_row_out=every_row_out)
         code = llama.llama_decode(self._context, batch)
@@ -505,7 +533,7 @@ class _HiddenWindow(_Model):
 
     def __init__(self, source: WindowSource, options: EngineOptions, *, width: int) -> None:
         assert source.assignment.output != "gpu"
-        tap = _Tap(f"l_out-{source.assignment.layers - 1}".encode(), width)
+        tap = _Tap(source.assignment.layers - 1, width)
         super().__init__(source, options, tap=tap, outputs=options.rows)
 
     def forward(self, rows: Rows) -> Hidden:

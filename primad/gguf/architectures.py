@@ -7,11 +7,17 @@ what the window's metadata can say again. So this table is closed: each entry wa
 (``tests/shell/test_cut_exact.py``); everything else is refused by name. What the entries say:
 
 - **Embedding.** The head turns tokens into hidden states itself. Gemma 3 scales token rows by sqrt(width) but not hidden
-  states; Granite and MiniCPM scale both, so their ``embedding_scale`` is written as 0 (do not scale) in every window.
+  states; Granite and MiniCPM scale both, so their ``embedding_scale`` is written as 0 (do not scale) in every window. Where
+  a graph scales both without a key, refuses hidden states or wants more than one position for each, they go in where it has
+  looked up tokens (``is_fed``).
 - **Sliding windows.** The pattern is written out and cut. llama.cpp asserts that a sliding-window model has a layer that
   slides: where the graph of the model without the key is the same one, a window without such a layer drops the key
   (``OPTIONAL``); where the graph always slides, its layers slide over more positions than a context has (``ALWAYS``).
-  Cohere 2 rotates sliding layers only, so there an endless rope scaling makes every angle 0.
+  Cohere 2 rotates sliding layers only, so there an endless rope scaling makes every angle 0. Where layers that slide have
+  other heads or angles, each window holds one of them (``NEEDED``), which says where a window may begin (``cut_multiple``).
+- **Recurrent layers** remember a state instead of cells. llama.cpp aborts where a window of a hybrid has none of them, or
+  no attention, so each window holds both (``cut_multiple``).
+- **Layers for multi-token prediction** behind the others are in no window.
 - **Defaults and shapes that llama.cpp derives from the number of layers** (``LLM_TYPE_*``, MiniCPM's residual scale,
   DeepSeek 2 "lite", Gemma 3 27B's attention scale, Command R+'s norms) are written out, or refused where no key exists.
 """
@@ -55,6 +61,17 @@ class Sliding(Enum):
     NEVER = "the key, if there, is ignored"
     OPTIONAL = "slides if the key is there; the same graph otherwise"
     ALWAYS = "always slides: at least one layer has to"
+    NEEDED = "at least one layer has to slide, and those that do are made otherwise"
+    FIXED = "slides by layer number, as the key says or without it; cuts keep to the pattern"
+
+
+class Recurrent(Enum):
+    """Which layers keep a state in place of cells by position."""
+
+    NEVER = "none"
+    INTERVAL = "all but each full_attention_interval-th, or as attention.recurrent_layers says"
+    HEADS = "those without KV heads"
+    ALL = "every one, beside its cells"
 
 
 class TensorRole(Enum):
@@ -65,6 +82,7 @@ class TensorRole(Enum):
     OUTPUT_NORM = "the tail window; in the others a placeholder that is never computed"
     OUTPUT = "the tail window"
     SHARED = "every window"
+    UNUSED = "no window"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +99,37 @@ class Architecture:
     sliding_period: int = 0
     """llama.cpp's default pattern: in each ``sliding_period`` layers the last one does not slide."""
     cut_multiple: int = 1
-    """The first layer of every window has to be a multiple of this."""
+    """The first layer of every window has to be a multiple of this, and of the key ``step``."""
+    step: str = ""
+    is_fed: bool = False
+    """Hidden states are no input of the graph; they are put where it has looked up tokens."""
+    knows: frozenset[str] = frozenset()
+    """Keys that stand in the way of others."""
+    refuses: tuple[tuple[str, str], ...] = ()
+    """Keys that stand in the way here alone, and why."""
+    by_layer: frozenset[str] = frozenset()
+    """Keys of one value a layer, which may differ."""
+    drops: frozenset[str] = frozenset()
+    """Keys that windows do without."""
+    recurrent: Recurrent = Recurrent.NEVER
+    output_norm: str = "output_norm"
+    exit: str = "l_out"
+    """What the graph calls a layer's output."""
+    predicts: bool = False
+    """Its last layers may be for multi-token prediction, which the graph leaves out."""
+    shares_where_full: bool = False
+    """What every window shares is used only by layers that do not slide."""
 
+
+_SECTIONS: Final = frozenset(("rope.dimension_sections",))
+"""Positions of several parts, which are equal for text."""
+_DEEPSTACK: Final = frozenset(("n_deepstack_layers",))
+"""Layers that take image features."""
+_KV_HEADS: Final = frozenset(("attention.head_count_kv",))
+_STATES: Final = frozenset(("attention.recurrent_layers",))
+_SLIDING: Final = "attention.sliding_window"
+_XIELU: Final = frozenset(f"xielu.{key}" for key in ("alpha_n", "alpha_p", "beta", "eps"))
+"""These keys have no prefix."""
 
 SUPPORTED: Final[dict[str, Architecture]] = {
     entry.name: entry
@@ -112,30 +159,141 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="cohere2", sliding=Sliding.ALWAYS, sliding_period=4),
         Architecture(name="gpt-oss", tied_output_fallback=False, sliding=Sliding.ALWAYS, sliding_period=2),
         Architecture(name="deepseek"),
-        Architecture(name="deepseek2"),
+        Architecture(name="deepseek2", predicts=True),
         Architecture(name="dots1", tied_output_fallback=False),
         Architecture(name="hunyuan-moe"),
         Architecture(name="minimax-m2", tied_output_fallback=False),
+        Architecture(
+            name="afmoe",
+            embedding=Embedding.SQRT_WIDTH,
+            sliding=Sliding.OPTIONAL,
+            sliding_period=4,
+            cut_multiple=4,
+            is_fed=True,
+        ),
+        Architecture(name="apertus", tied_output_fallback=False, by_layer=_XIELU),
+        Architecture(name="bailingmoe2", tied_output_fallback=False, predicts=True),
+        Architecture(name="chatglm"),
+        Architecture(name="ernie4_5", knows=_SECTIONS, is_fed=True),
+        Architecture(name="ernie4_5-moe", step="interleave_moe_layer_step", knows=_SECTIONS, is_fed=True),
+        Architecture(
+            name="exaone-moe", tied_output_fallback=False, sliding=Sliding.NEEDED, sliding_period=4, predicts=True
+        ),
+        Architecture(name="falcon"),
+        Architecture(name="gemma", embedding=Embedding.SQRT_WIDTH, is_fed=True),
+        Architecture(
+            name="gemma2", embedding=Embedding.SQRT_WIDTH, sliding=Sliding.ALWAYS, sliding_period=2, is_fed=True
+        ),
+        Architecture(
+            name="gemma4",
+            embedding=Embedding.SQRT_WIDTH,
+            sliding=Sliding.NEEDED,
+            is_fed=True,
+            knows=frozenset(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")),
+            refuses=(
+                ("embedding_length_per_layer_input", "inputs of each layer beside the hidden state"),
+                ("attention.shared_kv_layers", "layers that use the KV cells of others"),
+            ),
+            by_layer=frozenset(("attention.head_count_kv",)),
+            shares_where_full=True,
+        ),
+        Architecture(name="glm4", knows=_SECTIONS, is_fed=True, predicts=True),
+        Architecture(name="glm4moe", knows=_SECTIONS, is_fed=True, predicts=True),
+        Architecture(name="grovemoe"),
+        Architecture(name="hunyuan-dense"),
+        Architecture(name="hy_v3", predicts=True),
+        Architecture(
+            name="llama4", sliding=Sliding.FIXED, cut_multiple=4, step="interleave_moe_layer_step", is_fed=True
+        ),
+        Architecture(
+            name="mimo2",
+            tied_output_fallback=False,
+            predicts=True,
+            sliding=Sliding.NEEDED,
+            by_layer=frozenset(("attention.head_count_kv",)),
+        ),
+        Architecture(name="mistral4", predicts=True),
+        Architecture(name="nemotron", tied_output_fallback=False),
+        Architecture(name="phi2", tied_output_fallback=False),
+        Architecture(name="phimoe", tied_output_fallback=False),
+        Architecture(name="qwen2vl", knows=_SECTIONS, is_fed=True),
+        Architecture(name="qwen3vl", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
+        Architecture(name="qwen3vlmoe", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
+        Architecture(name="falcon-h1", recurrent=Recurrent.ALL, is_fed=True),
+        Architecture(
+            name="granitehybrid",
+            embedding=Embedding.KEY,
+            recurrent=Recurrent.HEADS,
+            by_layer=_KV_HEADS,
+            is_fed=True,
+        ),
+        Architecture(name="jamba", recurrent=Recurrent.HEADS, by_layer=_KV_HEADS, is_fed=True),
+        Architecture(
+            name="lfm2",
+            output_norm="token_embd_norm",
+            recurrent=Recurrent.HEADS,
+            by_layer=_KV_HEADS,
+            is_fed=True,
+            refuses=((_SLIDING, "layers that slide"),),
+        ),
+        Architecture(
+            name="lfm2moe",
+            output_norm="token_embd_norm",
+            recurrent=Recurrent.HEADS,
+            by_layer=_KV_HEADS,
+            is_fed=True,
+            refuses=((_SLIDING, "layers that slide"),),
+        ),
+        Architecture(
+            name="nemotron_h",
+            tied_output_fallback=False,
+            recurrent=Recurrent.HEADS,
+            exit="nemotron_h_block_out",
+            by_layer=_KV_HEADS | {"feed_forward_length"},
+            is_fed=True,
+            predicts=True,
+        ),
+        Architecture(
+            name="nemotron_h_moe",
+            tied_output_fallback=False,
+            recurrent=Recurrent.HEADS,
+            exit="nemotron_h_block_out",
+            by_layer=_KV_HEADS | {"feed_forward_length"},
+            is_fed=True,
+            predicts=True,
+        ),
+        Architecture(
+            name="qwen35", knows=_SECTIONS, recurrent=Recurrent.INTERVAL, by_layer=_STATES, is_fed=True, predicts=True
+        ),
+        Architecture(
+            name="qwen35moe",
+            knows=_SECTIONS,
+            recurrent=Recurrent.INTERVAL,
+            by_layer=_STATES,
+            is_fed=True,
+            predicts=True,
+        ),
+        Architecture(name="qwen3next", recurrent=Recurrent.INTERVAL, by_layer=_STATES, is_fed=True, predicts=True),
     )
 }
 
 _REASONS: Final[dict[str, tuple[str, ...]]] = {
-    "llama.cpp scales hidden states by sqrt(width) again at the start of each window": ("gemma", "gemma2"),
-    "llama.cpp aborts when its text model is fed hidden states": ("glm4", "glm4moe"),
-    "its rotary positions have several sections": ("qwen2vl", "qwen3vl", "qwen3vlmoe", "hunyuan_vl", "paddleocr"),
+    "its rotary positions have several sections": ("hunyuan_vl", "paddleocr"),
     "it keeps recurrent state": (
-        *("mamba", "mamba2", "jamba", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "qwen3next", "qwen35", "qwen35moe"),
-        *("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe", "plamo2", "kimi-linear"),
+        *("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "plamo2", "kimi-linear"),
     ),
-    "its layers take inputs beside the hidden state": ("gemma3n", "gemma4"),
-    "which layers rotate, attend in chunks or hold experts is computed from the layer's number": (
-        *("llama4", "smallthinker", "afmoe", "ernie4_5-moe"),
-    ),
+    "its layers take inputs beside the hidden state": ("gemma3n",),
+    "which layers rotate is computed from the layer's number": ("smallthinker",),
     "position embeddings are added at the input": ("gpt2", "starcoder", "bloom", "mpt"),
     "it is not a causal text decoder": (*("bert", "nomic-bert", "modern-bert", "gemma-embedding", "t5", "t5encoder"),),
     "its 7B and 13B differ in position encoding and are told apart by the number of layers": ("baichuan",),
 }
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
+
+_INTERVAL: Final = "full_attention_interval"
+_RECURRENT: Final = "attention.recurrent_layers"
+_DEEPSEEK2: Final = frozenset(("deepseek2", "mistral4"))
+"""Told apart by the number of layers, among other things."""
 
 _PER_LAYER: Final = (
     "feed_forward_length",
@@ -151,7 +309,6 @@ _FOREIGN: Final = (
     ("attention.value_length_swa", "sliding layers with heads of another size"),
     ("rope.dimension_count_swa", "sliding layers that rotate another number of dimensions"),
     ("rope.dimension_sections", "rotary positions of several sections"),
-    ("nextn_predict_layers", "layers for multi-token prediction"),
     ("deepstack_mapping", "layers that take image features"),
     ("pooling_type", "pooled output: this is an embedding model"),
     ("classifier.output_labels", "a classifier's output"),
@@ -168,14 +325,18 @@ def cuttable(header: Header) -> Architecture:
     if architecture is None:
         raise _refusal(header, f"architecture {name[:64]!r}", _REFUSED.get(name, "it is not known to be exact"))
     layers = layer_count(header)
-    for key, meaning in _FOREIGN:
-        if _is_set(header, f"{name}.{key}"):
+    if not architecture.predicts and _is_set(header, f"{name}.nextn_predict_layers"):
+        raise _refusal(
+            header, f"key '{name}.nextn_predict_layers'", "its graph has no layers for multi-token prediction"
+        )
+    for key, meaning in (*_FOREIGN, *architecture.refuses):
+        if key not in architecture.knows and _is_set(header, f"{name}.{key}"):
             raise _refusal(header, f"key '{name}.{key}'", f"it means {meaning}")
     if header.values.get(f"{name}.attention.causal", scalar_value(GGUFValueType.BOOL, True)).raw == b"\0":
         raise _refusal(header, f"key '{name}.attention.causal'", "attention that is not causal needs the whole prompt")
     if "general.tensor_extra.name" in header.values:
         raise _refusal(header, "key 'general.tensor_extra.name'", "it sets the precision of tensors by layer number")
-    _check_arrays(header, name, layers)
+    _check_arrays(header, architecture)
     _check_count(header, architecture, layers)
     sliding_layers(header)
     present = set()
@@ -186,7 +347,9 @@ def cuttable(header: Header) -> Architecture:
     missing = sorted(set(range(layers)) - present)
     if missing:
         raise ModelError(f"{header.path}: layer {missing[0]} has no tensors; the file is not a complete model")
-    needed = ["token_embd.weight", "output_norm.weight"] + ["output.weight"] * (not architecture.tied_output_fallback)
+    needed = ["token_embd.weight", f"{architecture.output_norm}.weight"] + ["output.weight"] * (
+        not architecture.tied_output_fallback
+    )
     for tensor in needed:
         if tensor not in header.tensors:
             raise ModelError(f"{header.path}: tensor '{tensor}' is missing; the file is not a complete model")
@@ -194,12 +357,94 @@ def cuttable(header: Header) -> Architecture:
 
 
 def layer_count(header: Header) -> int:
-    """Number of layers. Raises ``ModelError`` when the key is missing or not a number llama.cpp accepts."""
+    """Number of layers, without those for multi-token prediction, which come last.
+
+    Raises ``ModelError`` when a key is missing or not a number llama.cpp accepts.
+    """
+    name = header.text("general.architecture")
+    predicting = header.count(f"{name}.nextn_predict_layers", 0, most=MAX_LAYERS)
+    layers = block_count(header)
+    if predicting >= layers:
+        raise ModelError(
+            f"{header.path}: metadata key '{name}.nextn_predict_layers' leaves none of {layers} layers; the file is not a "
+            "complete model"
+        )
+    return layers - predicting
+
+
+def block_count(header: Header) -> int:
+    """Number of all layers. Raises ``ModelError`` as ``layer_count``."""
     key = f"{header.text('general.architecture')}.block_count"
     layers = header.count(key, most=MAX_LAYERS)
     if layers == 0:
         raise ModelError(f"{header.path}: metadata key '{key}' is 0; the file is not a complete model")
     return layers
+
+
+def cut_multiple(header: Header) -> int:
+    """The first layer of every window has to be a multiple of this; 1 for a model that cannot be cut.
+
+    Raises ``ModelError`` as ``sliding_layers``.
+    """
+    architecture = SUPPORTED.get(header.text("general.architecture"))
+    if architecture is None:
+        return 1
+    step = header.count(f"{architecture.name}.{architecture.step}", 1) if architecture.step else 1
+    multiple = base = math.lcm(architecture.cut_multiple, max(step, 1))
+    layers = layer_count(header)
+    needed = [sliding_layers(header)] if architecture.sliding is Sliding.NEEDED else []
+    if architecture.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS):
+        states = recurrent_layers(header)
+        needed += [states, attending_layers(header)]
+        if architecture.recurrent is Recurrent.INTERVAL and f"{architecture.name}.{_RECURRENT}" not in header.values:
+            multiple = base = math.lcm(base, header.count(f"{architecture.name}.{_INTERVAL}", 4))
+    while multiple < layers and not all(
+        any(each[first : first + multiple]) for each in needed for first in range(0, layers, multiple)
+    ):
+        multiple += base
+    return multiple
+
+
+def recurrent_layers(header: Header) -> tuple[bool, ...]:
+    """For each layer whether it keeps a state. Raises ``ModelError`` for a key that is of another kind than known."""
+    name, layers = header.text("general.architecture"), layer_count(header)
+    kind = SUPPORTED[name].recurrent if name in SUPPORTED else Recurrent.NEVER
+    if name not in SUPPORTED and any(key.startswith((f"{name}.ssm.", f"{name}.wkv.")) for key in header.values):
+        kind = Recurrent.ALL
+    match kind:
+        case Recurrent.INTERVAL:
+            given = header.values.get(f"{name}.{_RECURRENT}")
+            if given is not None and given.is_array:
+                return tuple(bool(each) for each in given.items()[:layers])
+            interval = header.count(f"{name}.{_INTERVAL}", 4)
+            return tuple(interval == 0 or (layer + 1) % interval != 0 for layer in range(layers))
+        case Recurrent.HEADS:
+            forward = header.values.get(f"{name}.feed_forward_length") if name.startswith("nemotron_h") else None
+            return tuple(
+                not heads and not (forward is not None and forward.is_array and forward.items()[layer])
+                for layer, heads in enumerate(_heads_by_layer(header, name, layers))
+            )
+        case _:
+            return (kind is Recurrent.ALL,) * layers
+
+
+def attending_layers(header: Header) -> tuple[bool, ...]:
+    """For each layer whether it has cells by position. Raises as ``recurrent_layers``."""
+    name, layers = header.text("general.architecture"), layer_count(header)
+    if name in SUPPORTED and SUPPORTED[name].recurrent is Recurrent.HEADS:
+        return tuple(heads > 0 for heads in _heads_by_layer(header, name, layers))
+    if name in SUPPORTED and SUPPORTED[name].recurrent is Recurrent.INTERVAL:
+        return tuple(not state for state in recurrent_layers(header))
+    return (True,) * layers
+
+
+def _heads_by_layer(header: Header, name: str, layers: int) -> list[int]:
+    key = f"{name}.attention.head_count_kv"
+    value = header.values.get(key)
+    items = value.items() if value is not None and value.is_array else []
+    if len(items) < layers or not all(isinstance(each, int) for each in items):
+        raise _refusal(header, f"key '{key}'", f"one count for each of {layers} layers is expected")
+    return [int(each) for each in items[:layers]]
 
 
 def layer_of(tensor: str) -> int | None:
@@ -217,13 +462,15 @@ def tensor_role(header: Header, tensor: str) -> TensorRole:
     """What ``tensor`` is needed for. Raises ``ModelError`` by name for one outside the layers that is not known."""
     layer = layer_of(tensor)
     if layer is not None:
-        if layer >= layer_count(header):
-            raise _refusal(header, f"tensor '{tensor}'", f"the model has {layer_count(header)} layers")
-        return TensorRole.LAYER
+        if layer >= block_count(header):
+            raise _refusal(header, f"tensor '{tensor}'", f"the model has {block_count(header)} layers")
+        return TensorRole.LAYER if layer < layer_count(header) else TensorRole.UNUSED
     match tensor:
         case "token_embd.weight":
             return TensorRole.EMBEDDING
         case "output_norm.weight" | "output_norm.bias":
+            return TensorRole.OUTPUT_NORM
+        case "token_embd_norm.weight" if _output_norm(header) == "token_embd_norm":
             return TensorRole.OUTPUT_NORM
         case "output.weight" | "output.bias":
             return TensorRole.OUTPUT
@@ -231,6 +478,11 @@ def tensor_role(header: Header, tensor: str) -> TensorRole:
             return TensorRole.SHARED
         case _:
             raise _refusal(header, f"tensor '{tensor}'", "it is outside the layers and its use is not known")
+
+
+def _output_norm(header: Header) -> str:
+    name = header.text("general.architecture")
+    return SUPPORTED[name].output_norm if name in SUPPORTED else ""
 
 
 def embedding_scale(header: Header) -> float:
@@ -255,15 +507,15 @@ def sliding_layers(header: Header) -> tuple[bool, ...]:
     name = header.text("general.architecture")
     architecture, layers = SUPPORTED[name], layer_count(header)
     size_key, pattern_key = f"{name}.attention.sliding_window", f"{name}.attention.sliding_window_pattern"
-    if architecture.sliding is Sliding.ALWAYS and header.count(size_key) == 0:
+    if architecture.sliding in (Sliding.ALWAYS, Sliding.NEEDED) and header.count(size_key) == 0:
         raise ModelError(f"{header.path}: metadata key '{size_key}' is 0; the file is not a complete model")
-    if architecture.sliding is Sliding.NEVER or header.count(size_key, 0) == 0:
+    if architecture.sliding in (Sliding.NEVER, Sliding.FIXED) or header.count(size_key, 0) == 0:
         return (False,) * layers
     pattern = header.values.get(pattern_key)
     if pattern is not None and pattern.is_array:
-        if len(pattern) != layers or pattern.item_type in (GGUFValueType.STRING, GGUFValueType.FLOAT32):
+        if len(pattern) != block_count(header) or pattern.item_type in (GGUFValueType.STRING, GGUFValueType.FLOAT32):
             raise _refusal(header, f"key '{pattern_key}'", f"one flag for each of {layers} layers is expected")
-        slides = tuple(bool(flag) for flag in pattern.items())
+        slides = tuple(bool(flag) for flag in pattern.items()[:layers])
     else:
         period = header.count(pattern_key, architecture.sliding_period)
         slides = tuple(period == 0 or layer % period < period - 1 for layer in range(layers))
@@ -281,9 +533,10 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
     name = header.text("general.architecture")
     architecture, layers = SUPPORTED[name], layer_count(header)
     assert 0 <= first < last <= layers
-    if first % architecture.cut_multiple:
+    multiple = cut_multiple(header)
+    if first % multiple:
         raise ModelError(
-            f"{header.path}: a window of '{name}' has to begin at a multiple of {architecture.cut_multiple} layers, "
+            f"{header.path}: a window of '{name}' has to begin at a multiple of {multiple} layers, "
             f"not at layer {first}; choose other windows"
         )
     _check_count(header, architecture, last - first)
@@ -292,18 +545,24 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
     for key, value in header.values.items():
         if key in _KEPT_GENERAL:
             values[key] = value
-        elif key.startswith(prefix) and not key.startswith(f"{prefix}attention.sliding_window"):
-            per_layer = value.is_array and key[len(prefix) :] in _PER_LAYER
+        elif key.startswith(prefix) or key in architecture.by_layer:
+            short = key.removeprefix(prefix)
+            if short in architecture.drops or (
+                short.startswith(_SLIDING) and architecture.sliding is not Sliding.FIXED
+            ):
+                continue
+            per_layer = value.is_array and (short in _PER_LAYER or short in architecture.by_layer)
             values[key] = array_value(value.item_type, value.items()[first:last]) if per_layer else value
     values[f"{prefix}block_count"] = _uint32(last - first)
     values[f"{prefix}vocab_size"] = _uint32(vocabulary)
+    values.pop(f"{prefix}nextn_predict_layers", None)
     values["tokenizer.ggml.model"] = scalar_value(GGUFValueType.STRING, "none")
     if f"{prefix}leading_dense_block_count" in values:
         dense = header.count(f"{prefix}leading_dense_block_count")
         values[f"{prefix}leading_dense_block_count"] = _uint32(min(max(dense - first, 0), last - first))
     if architecture.embedding is Embedding.KEY:
         values[f"{prefix}embedding_scale"] = _float32(0.0)
-    if architecture.sliding is not Sliding.NEVER:
+    if architecture.sliding not in (Sliding.NEVER, Sliding.FIXED):
         values.update(_sliding_values(header, architecture, first, last))
     values.update(_derived_values(header, name, layers))
     return values
@@ -335,12 +594,12 @@ def _derived_values(header: Header, name: str, layers: int) -> dict[str, Value]:
     values: dict[str, Value] = {}
     if name == "minicpm" and "minicpm.residual_scale" not in header.values:
         values["minicpm.residual_scale"] = _float32(single(1.4) / single(math.sqrt(layers)))
-    if name == "deepseek2":
+    if name in _DEEPSEEK2:
         if _deepseek2_lite(header, layers):
-            values["deepseek2.attention.q_lora_rank"] = _uint32(0)
-        if header.count("deepseek2.expert_gating_func", 0) == 0:
+            values[f"{name}.attention.q_lora_rank"] = _uint32(0)
+        if header.count(f"{name}.expert_gating_func", 0) == 0:
             sigmoid = layers in (47, 48) and _vocabulary(header) == 154_880
-            values["deepseek2.expert_gating_func"] = _uint32(2 if sigmoid else 1)
+            values[f"{name}.expert_gating_func"] = _uint32(2 if sigmoid else 1)
     return values
 
 
@@ -356,9 +615,11 @@ def _check_count(header: Header, architecture: Architecture, count: int) -> None
         raise _refusal(header, "exaone4 with 64 layers", "llama.cpp makes layers slide at that number only")
     if name == "command-r" and layers >= 64:
         raise _refusal(header, "command-r with 64 layers", "llama.cpp expects norms from that number on only")
-    if name == "deepseek2" and not _deepseek2_lite(header, layers) and _deepseek2_lite(header, count):
+    if name == "gemma2" and 46 in (count, layers):
+        raise _refusal(header, "gemma2 with 46 layers", "llama.cpp takes its attention scale from that number")
+    if name in _DEEPSEEK2 and not _deepseek2_lite(header, layers) and _deepseek2_lite(header, count):
         raise ModelError(
-            f"{header.path}: llama.cpp takes {count} layers of 'deepseek2' for the lite model; choose other windows"
+            f"{header.path}: llama.cpp takes {count} layers of '{name}' for the lite model; choose other windows"
         )
 
 
@@ -369,15 +630,20 @@ def _deepseek2_lite(header: Header, layers: int) -> bool:
 
 def _vocabulary(header: Header) -> int:
     tokens = header.values.get("tokenizer.ggml.tokens")
-    return header.count("deepseek2.vocab_size", len(tokens) if tokens is not None and tokens.is_array else 0)
+    name = header.text("general.architecture")
+    return header.count(f"{name}.vocab_size", len(tokens) if tokens is not None and tokens.is_array else 0)
 
 
-def _check_arrays(header: Header, name: str, layers: int) -> None:
+def _check_arrays(header: Header, architecture: Architecture) -> None:
+    name, layers = architecture.name, block_count(header)
     for key, value in header.values.items():
-        if not key.startswith(f"{name}.") or not value.is_array:
+        if not value.is_array or not (key.startswith(f"{name}.") or key in architecture.by_layer):
             continue
         short = key.removeprefix(f"{name}.")
-        if short in _PER_LAYER:
+        if short in architecture.by_layer:
+            if len(value) != layers:
+                raise _refusal(header, f"key '{key}'", f"one value for each of {layers} layers is expected")
+        elif short in _PER_LAYER:
             if len(value) != layers or len(set(value.items())) != 1:
                 raise _refusal(header, f"key '{key}'", f"the same value for each of {layers} layers is expected")
         elif short != "attention.sliding_window_pattern" and len(value) == layers:

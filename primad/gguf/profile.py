@@ -9,7 +9,16 @@ from typing import Final
 
 from halda import LayerProfile, ModelProfile
 from primad.errors import ModelError
-from primad.gguf.architectures import SUPPORTED, layer_count, layer_of
+from primad.gguf.architectures import (
+    SUPPORTED,
+    attending_layers,
+    block_count,
+    cut_multiple,
+    layer_count,
+    layer_of,
+    recurrent_layers,
+    sliding_layers,
+)
 from primad.gguf.header import Header
 from primad.gguf.windows import token_embedding
 
@@ -35,11 +44,12 @@ def model_profile(header: Header) -> ModelProfile:
         elif layer < layers:
             of_experts = _EXPERTS.search(tensor.name) is not None
             (experts if of_experts else shared)[layer][tensor.type.name] += tensor.bytes
-        else:
+        elif layer >= block_count(header):
             raise ModelError(f"{header.path}: tensor '{tensor.name}' is beyond the model's {layers} layers")
     empty = next((layer for layer in range(layers) if not shared[layer] and not experts[layer]), None)
     if empty is not None:
         raise ModelError(f"{header.path}: has no tensors of layer {empty}; the file is not a complete model")
+    attends, remembers = attending_layers(header), recurrent_layers(header)
     embedding = token_embedding(header)
     rest = outside - Counter({embedding.type.name: embedding.bytes})
     tied = rest.total() * 4 <= embedding.bytes
@@ -50,7 +60,8 @@ def model_profile(header: Header) -> ModelProfile:
             LayerProfile(
                 bytes_by_type=dict(shared[layer]),
                 expert_bytes_by_type=dict(experts[layer]),
-                kv_bytes_per_token=_kv_bytes(header, name, layer),
+                kv_bytes_per_token=_kv_bytes(header, name, layer) if attends[layer] else 0,
+                state_bytes=_state_bytes(header, name) if remembers[layer] else 0,
             )
             for layer in range(layers)
         ),
@@ -63,7 +74,7 @@ def model_profile(header: Header) -> ModelProfile:
         experts=header.count(f"{name}.expert_count", 0),
         experts_used=_first(header, f"{name}.expert_used_count", 0, 0),
         kv_head_width=math.gcd(*(width for layer in range(layers) for width in _head_widths(header, name, layer))),
-        cut_multiple=SUPPORTED[name].cut_multiple if name in SUPPORTED else 1,
+        cut_multiple=cut_multiple(header),
         query_width=max(
             _first(header, f"{name}.attention.head_count", layer) * _head_widths(header, name, layer)[0]
             for layer in range(layers)
@@ -78,12 +89,26 @@ def _kv_bytes(header: Header, name: str, layer: int) -> int:
     return kv_heads * sum(_head_widths(header, name, layer)) * KV_VALUE_BYTES
 
 
+def _state_bytes(header: Header, name: str) -> int:
+    """Of a recurrent layer and one sequence: what its convolution and its state hold, in float32."""
+    short = header.count(f"{name}.shortconv.l_cache", 0)
+    if short:
+        return 4 * (short - 1) * header.count(f"{name}.embedding_length")
+    inner, state = header.count(f"{name}.ssm.inner_size", 0), header.count(f"{name}.ssm.state_size", 0)
+    groups, kernel = header.count(f"{name}.ssm.group_count", 0), header.count(f"{name}.ssm.conv_kernel", 0)
+    return 4 * (max(kernel - 1, 0) * (inner + 2 * groups * state) + state * inner)
+
+
 def _head_widths(header: Header, name: str, layer: int) -> tuple[int, int]:
     """Values of one head's key and of its value."""
     heads = _first(header, f"{name}.attention.head_count", layer)
     default = header.count(f"{name}.embedding_length") // heads if heads else 0
     key = header.count(f"{name}.attention.key_length", default)
-    return key, header.count(f"{name}.attention.value_length", default)
+    value = header.count(f"{name}.attention.value_length", default)
+    if f"{name}.attention.key_length_swa" in header.values and name in SUPPORTED and sliding_layers(header)[layer]:
+        key = header.count(f"{name}.attention.key_length_swa")
+        value = header.count(f"{name}.attention.value_length_swa", key)
+    return key, value
 
 
 def _first(header: Header, key: str, layer: int, default: int | None = None) -> int:

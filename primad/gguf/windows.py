@@ -14,7 +14,14 @@ from typing import Final
 import msgspec
 
 from primad.errors import ModelError
-from primad.gguf.architectures import TensorRole, cuttable, layer_count, tensor_role, window_values
+from primad.gguf.architectures import (
+    TensorRole,
+    cuttable,
+    layer_count,
+    sliding_layers,
+    tensor_role,
+    window_values,
+)
 from primad.gguf.constants import GGMLQuantizationType, TokenType
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header, TensorInfo
@@ -22,6 +29,7 @@ from primad.gguf.layers import LayerCut, LayerRef, SmallTensor, StopHashing, cut
 
 TOKEN_EMBEDDING: Final = "token_embd.weight"
 OUTPUT: Final = "output.weight"
+OUTPUT_BIAS: Final = "output.bias"
 MAX_SMALL_BYTES: Final = 1 << 20
 
 
@@ -88,7 +96,7 @@ class ModelCutter:
         """The spec of window number ``window``; hashes what was not hashed before."""
         tail = last == layer_count(self.header)
         layers = tuple(self.ref(layer) for layer in self.layers_of(first, last))
-        small = self._small(tail=tail)
+        small = self._small(first, last)
         metadata = metadata_split(
             window_values(self.header, first, last, vocabulary=vocabulary_size(self.header) if tail else 1),
             small,
@@ -111,17 +119,23 @@ class ModelCutter:
             return {TOKEN_EMBEDDING: matrix, **output}
         return {TOKEN_EMBEDDING: embedding, OUTPUT: matrix, **output}
 
-    def _small(self, *, tail: bool) -> list[SmallTensor]:
-        small = []
+    def _small(self, first: int, last: int) -> list[SmallTensor]:
+        architecture, small = cuttable(self.header), []
+        shares = not (architecture.shares_where_full and all(sliding_layers(self.header)[first:last]))
         for name, tensor in self.header.tensors.items():
-            if self._role(name) in (TensorRole.OUTPUT_NORM, TensorRole.SHARED):
+            role = self._role(name)
+            if role is TensorRole.OUTPUT_NORM or (role is TensorRole.SHARED and shares):
                 small.append(SmallTensor(name=name, type=tensor.type, shape=tensor.shape, data=_content(tensor)))
-        if not tail:
+        if last < layer_count(self.header):
             width = token_embedding(self.header).shape[0]
-            row = bytes(width * 4)
-            tied = cuttable(self.header).tied_output_fallback
-            for name in (TOKEN_EMBEDDING,) if tied else (TOKEN_EMBEDDING, OUTPUT):
-                small.append(SmallTensor(name=name, type=GGMLQuantizationType.F32, shape=(width, 1), data=row))
+            shapes = {TOKEN_EMBEDDING: (width, 1)}
+            if not architecture.tied_output_fallback:
+                shapes[OUTPUT] = (width, 1)
+            if OUTPUT_BIAS in self.header.tensors:
+                shapes[OUTPUT_BIAS] = (1,)
+            for name, shape in shapes.items():
+                row = bytes(4 * shape[0])
+                small.append(SmallTensor(name=name, type=GGMLQuantizationType.F32, shape=shape, data=row))
         return small
 
 

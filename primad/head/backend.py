@@ -143,8 +143,9 @@ class RingBackend:
     A generation that has not begun after ``max_wait_s`` is refused.
     """
 
-    def __init__(self, *, max_waiting: int = MAX_WAITING, max_wait_s: float | None = None) -> None:
+    def __init__(self, *, max_waiting: int = MAX_WAITING, max_wait_s: float | None = None, reuses: bool = True) -> None:
         self._max_waiting = max_waiting
+        self._reuses = reuses
         self._max_wait_s = max_wait_s
         self._served: ServedModel | None = None
         self._ring: _Ring | None = None
@@ -287,7 +288,7 @@ class RingBackend:
             sampling=sampling,
             sampled=[],
             logprobs=logprobs,
-            reuses=reuses,
+            reuses=reuses and self._reuses,
             owner=owner,
             priority=priority,
             tells_begin=may_expire and self._max_wait_s is not None,

@@ -85,7 +85,8 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
         stack.enter_context(announced_head(config.home, config.name, here, options.http_port, own_key))
 
         async def main() -> None:
-            backend = RingBackend(max_wait_s=options.max_wait_s)
+            # A state cannot be cut back to what two prompts have in common.
+            backend = RingBackend(max_wait_s=options.max_wait_s, reuses=not model.is_recurrent)
             embedding = _embedding_of(options, config)
             head = HeadDaemon(
                 station,

@@ -2,9 +2,9 @@
 
 Several rows of a step are bit for bit what each is alone as far as the kernels go that llama.cpp chooses for so many: the
 profile of every device says that for each type of weights (``CpuProfile.exact_rows``). Flash attention computes a single row
-in parts, one a thread, from ``SPLIT_CELLS`` cells on, and several rows in another way. What experts and GPUs compute is not
-compared, and taken for exact one by one alone. Several rows of one sequence are single ones with flash attention alone; an
-answer that another ring began is computed anew so many at a time.
+in parts, one a thread, from ``SPLIT_CELLS`` cells on, and several rows in another way. What experts, GPUs and recurrent
+layers compute is not compared, and taken for exact one by one alone. Several rows of one sequence are single ones with flash
+attention alone; an answer that another ring began is computed anew so many at a time.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
     """The batches of ``plan`` for so many ``sequences``, as ``mode`` asks for."""
     profiles = _profiles(plan, question)
     work, most = question.workload, min(sequences, question.workload.chunk_rows)
+    if question.model.is_recurrent:
+        most = 1
     rows = min(most, exact_rows(plan, profiles, question.model))
     splits = work.flash and work.kv_type == "f16" and any(device.cpu.threads > 1 for device in profiles)
     exact = under_load(plan, question, sequences=sequences, most_rows=1 if splits else rows)
@@ -111,7 +113,7 @@ def piece_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfil
 
 def _known(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> list[TypeRows]:
     """What is known of each type of ``model`` on each device: of what was not compared, that single rows are exact."""
-    is_compared = not (model.experts or plan.uses_gpu)
+    is_compared = not (model.experts or plan.uses_gpu or model.is_recurrent)
     types = {kind for layer in model.layers for kind in layer.bytes_by_type} | set(model.output_bytes_by_type)
     size = sum(layer.bytes_by_type.get("F32", 0) for layer in model.layers)
     if size <= _LITTLE * model.size_bytes:

@@ -65,7 +65,9 @@ TILE_ROWS: Final = 64
 """From so many rows on llama.cpp's flash attention computes several at once on a CPU."""
 LOGIT_ROWS: Final = 64
 """Rows of a step that may want logits."""
-TWO_MASKS: Final = frozenset(("cohere2", "gemma3", "gpt-oss", "olmo2"))
+TWO_MASKS: Final = frozenset(
+    ("afmoe", "cohere2", "exaone-moe", "gemma2", "gemma3", "gemma4", "gpt-oss", "llama4", "mimo2", "olmo2")
+)
 """Architectures with layers that attend to a sliding window only: they have a mask of their own, as large."""
 KV_VALUE_BYTES: Final[Mapping[CacheType, Fraction]] = {
     "f16": Fraction(2),
@@ -299,8 +301,9 @@ def kv_bytes_per_token(layer: LayerProfile, kv_type: CacheType) -> int:
 
 
 def kv_bytes(layer: LayerProfile, workload: Workload) -> int:
-    """KV cache of one layer, for all sequences."""
-    return kv_bytes_per_token(layer, workload.kv_type) * workload.context_tokens * workload.sequences
+    """KV cache of one layer, or its state, for all sequences."""
+    each = kv_bytes_per_token(layer, workload.kv_type) * workload.context_tokens + layer.state_bytes
+    return each * workload.sequences
 
 
 def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:

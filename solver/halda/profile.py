@@ -233,6 +233,8 @@ class Limits:
 class LayerProfile:
     """One layer: bytes of weights by quantisation type, and bytes of KV cache (F16) per token of context.
 
+    A recurrent layer has ``state_bytes`` for each sequence instead, whatever its length.
+
     ``bytes_by_type`` are the weights that every row uses, ``expert_bytes_by_type`` those of all experts, of which a row uses
     ``experts_used`` of ``experts``.
     """
@@ -240,6 +242,7 @@ class LayerProfile:
     bytes_by_type: Mapping[str, int]
     expert_bytes_by_type: Mapping[str, int]
     kv_bytes_per_token: int
+    state_bytes: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -291,6 +294,11 @@ class ModelProfile:
     def attention_heads(self) -> int:
         """Heads of queries: as many as of ``LEAST_HEAD_WIDTH`` channels where the model says nothing else."""
         return self.heads or -(-self.attention_width // LEAST_HEAD_WIDTH)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state, which goes on from row to row and cannot be cut back."""
+        return any(layer.state_bytes for layer in self.layers)
 
     @property
     def largest_layer_bytes(self) -> int:

@@ -10,13 +10,17 @@ from primad.errors import ModelError
 from primad.gguf.architectures import (
     SUPPORTED,
     Embedding,
+    Recurrent,
     Sliding,
     TensorRole,
+    attending_layers,
+    cut_multiple,
     cuttable,
     embedding_scale,
     is_shared_tensor,
     layer_count,
     layer_of,
+    recurrent_layers,
     sliding_layers,
     tensor_role,
     window_values,
@@ -42,6 +46,8 @@ def value(content):
             return scalar_value(GGUFValueType.STRING, content)
         case [bool(), *_]:
             return array_value(GGUFValueType.BOOL, content)
+        case [float(), *_]:
+            return array_value(GGUFValueType.FLOAT32, content)
         case _:
             return array_value(GGUFValueType.UINT32, content)
 
@@ -49,8 +55,12 @@ def value(content):
 def model(architecture, layers=6, *, drop=(), tensors=(), general=None, **keys):
     """A header in memory; ``attention__sliding_window=4`` sets the key ``{architecture}.attention.sliding_window``."""
     keys = {"block_count": layers, **SIZES, **{key.replace("__", "."): content for key, content in keys.items()}}
-    if SUPPORTED.get(architecture) and SUPPORTED[architecture].sliding is Sliding.ALWAYS:
+    if SUPPORTED.get(architecture) and SUPPORTED[architecture].sliding in (Sliding.ALWAYS, Sliding.NEEDED):
         keys.setdefault("attention.sliding_window", 4096)
+    if SUPPORTED.get(architecture) and SUPPORTED[architecture].recurrent is Recurrent.HEADS:
+        keys.setdefault("attention.head_count_kv", [layer % 4 // 3 * 2 for layer in range(layers)])
+    if SUPPORTED.get(architecture) and SUPPORTED[architecture].output_norm not in GLOBAL[1]:
+        tensors = [*tensors, f"{SUPPORTED[architecture].output_norm}.weight"]
     values = {"general.architecture": value(architecture), **{k: value(v) for k, v in (general or {}).items()}}
     values |= {f"{architecture}.{key}": value(content) for key, content in keys.items()}
     names = [*GLOBAL, *(f"blk.{layer}.attn_q.weight" for layer in range(layers)), *tensors]
@@ -206,8 +216,39 @@ def test_numbers_beyond_single_precision_are_refused(number):
 
 def test_windows_do_not_scale_what_the_head_has_scaled():
     for architecture in (entry.name for entry in SUPPORTED.values() if entry.embedding is Embedding.KEY):
-        assert window(model(architecture, embedding_scale=12.0), 0, 2)["embedding_scale"] == 0.0
-        assert window(model(architecture), 4, 6)["embedding_scale"] == 0.0
+        multiple = cut_multiple(model(architecture, 12))
+        assert window(model(architecture, 12, embedding_scale=12.0), 0, multiple)["embedding_scale"] == 0.0
+        assert window(model(architecture, 12), multiple, 12)["embedding_scale"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "multiple"),
+    [
+        ("qwen35", {}, 4),
+        ("qwen35", {"full_attention_interval": 3}, 3),
+        ("qwen35", {"attention.recurrent_layers": [True, False] * 6}, 2),
+        ("qwen35", {"attention.recurrent_layers": [True] * 11 + [False]}, 12),
+        ("jamba", {"attention.head_count_kv": [0, 0, 2] * 4}, 3),
+        ("nemotron_h", {"attention.head_count_kv": [0, 2, 0] * 4, "feed_forward_length": [0, 0, 96] * 4}, 3),
+        ("falcon-h1", {}, 1),
+    ],
+)
+def test_each_window_of_a_hybrid_has_attention_and_a_state(architecture, keys, multiple):
+    header = model(architecture, 12, **{key.replace(".", "__"): content for key, content in keys.items()})
+    assert cuttable(header).name == architecture
+    assert cut_multiple(header) == multiple
+    for first in range(0, 12, multiple):
+        places = slice(first, min(first + multiple, 12))
+        assert any(attending_layers(header)[places])
+        assert any(recurrent_layers(header)[places])
+        for key, content in keys.items():
+            if isinstance(content, list):
+                assert window(header, first, places.stop)[key] == content[places]
+
+
+def test_the_output_norm_of_lfm2_has_another_name():
+    assert tensor_role(model("lfm2"), "token_embd_norm.weight") is TensorRole.OUTPUT_NORM
+    refuses(model("llama", tensors=["token_embd_norm.weight"]), "token_embd_norm.weight")
 
 
 def test_minicpms_residual_scale_is_that_of_the_whole_model():
@@ -254,15 +295,11 @@ def test_smollm3_is_cut_at_every_fourth_layer():
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("gemma", "sqrt(width)"),
-        ("gemma2", "sqrt(width)"),
-        ("glm4", "aborts"),
-        ("glm4moe", "aborts"),
-        ("qwen2vl", "several sections"),
+        ("paddleocr", "several sections"),
         ("mamba", "recurrent"),
-        ("qwen3next", "recurrent"),
+        ("rwkv7", "recurrent"),
         ("gemma3n", "inputs beside"),
-        ("llama4", "layer's number"),
+        ("smallthinker", "layer's number"),
         ("gpt2", "position embeddings"),
         ("bert", "causal"),
         ("baichuan", "7B and 13B"),
@@ -296,6 +333,69 @@ def test_harmless_values_of_those_keys_are_not_refused():
 
 def test_activation_precision_by_tensor_name_is_refused():
     refuses(model("llama", general={"general.tensor_extra.name": [1]}), "general.tensor_extra.name")
+
+
+def test_layers_for_multi_token_prediction_are_in_no_window():
+    header = model("glm4moe", 7, nextn_predict_layers=1, leading_dense_block_count=1, feed_forward_length=[96] * 7)
+    assert cuttable(header).name == "glm4moe"
+    assert layer_count(header) == 6
+    assert tensor_role(header, "blk.6.nextn.eh_proj.weight") is TensorRole.UNUSED
+    values = window(header, 4, 6)
+    assert values["feed_forward_length"] == [96, 96]
+    assert "nextn_predict_layers" not in values
+    refuses(model("glm4moe", tensors=["blk.7.attn_q.weight"], nextn_predict_layers=1), "blk.7.attn_q.weight")
+    with pytest.raises(ModelError, match="leaves none of 6 layers"):
+        layer_count(model("glm4moe", nextn_predict_layers=6))
+
+
+@pytest.mark.parametrize(
+    ("slides", "multiple"),
+    [
+        ([1, 1, 1, 1], 1),
+        ([1, 1, 0, 1, 1, 0], 2),
+        ([0, 1, 1, 1, 0, 1, 1, 1], 2),
+        ([1, 1, 0, 0, 1, 0], 3),
+        ([1, 0, 0, 0, 0, 0], 6),
+        ([1, 1, 1, 0, 0], 5),
+    ],
+)
+def test_windows_begin_where_each_has_a_layer_that_slides(slides, multiple):
+    """Of Gemma 4, whose sliding layers have other heads."""
+    pattern = [bool(each) for each in slides]
+    sizes = {"attention__key_length": 32, "attention__key_length_swa": 16}
+    header = model(
+        "gemma4", len(slides), attention__sliding_window=8, attention__sliding_window_pattern=pattern, **sizes
+    )
+    assert cuttable(header).name == "gemma4"
+    assert cut_multiple(header) == multiple
+    for first in range(0, len(slides), multiple):
+        values = window(header, first, min(first + multiple, len(slides)))
+        assert any(values["attention.sliding_window_pattern"])
+
+
+def test_gemma4_with_inputs_for_each_layer_is_refused():
+    keys = {"attention__sliding_window": 8, "attention__sliding_window_pattern": [True] * 6}
+    refuses(model("gemma4", **keys, embedding_length_per_layer_input=256), "gemma4.embedding_length_per_layer_input")
+    refuses(model("gemma4", **keys, attention__shared_kv_layers=2), "gemma4.attention.shared_kv_layers")
+    cuttable(model("gemma4", **keys, embedding_length_per_layer_input=0, attention__shared_kv_layers=0))
+
+
+def test_windows_keep_to_the_step_of_layers_with_experts():
+    assert cut_multiple(model("llama4", 12, interleave_moe_layer_step=6)) == 12
+    assert cut_multiple(model("llama4", 12)) == 4
+    assert cut_multiple(model("ernie4_5-moe", interleave_moe_layer_step=2)) == 2
+    refused = model("llama4", 8, attention__sliding_window=0)
+    assert window(refused, 4, 8)["attention.sliding_window"] == 0
+
+
+def test_values_of_one_a_layer_go_with_their_layers():
+    header = model("mimo2", attention__head_count_kv=[1, 2, 2, 1, 2, 2], attention__sliding_window=8)
+    assert window(header, 2, 5)["attention.head_count_kv"] == [2, 1, 2]
+    refuses(
+        model("mimo2", attention__head_count_kv=[1, 2], attention__sliding_window=8), "mimo2.attention.head_count_kv"
+    )
+    activations = {"xielu.alpha_n": value([0.5, 0.6, 0.7, 0.8, 0.9, 1.0])}
+    assert window(model("apertus", general=activations), 1, 3)["xielu.alpha_n"] == pytest.approx([0.6, 0.7])
 
 
 @pytest.mark.parametrize("tensor", ["rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"])

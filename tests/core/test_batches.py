@@ -245,3 +245,14 @@ def test_chunks_that_each_read_all_that_streams_stay_large():
     plan = residency(ALONE, asked)
     assert rows_of_chunks(plan, asked, 4, asked=True) == 512
     assert least_rows(plan, 512) == 256
+
+
+def test_rows_of_a_model_with_states_are_computed_one_by_one():
+    asked = question(exactly(8, device("a", rate=1e9)), exactly(8, device("b", rate=1e9)))
+    states = tuple(replace(layer, kv_bytes_per_token=0, state_bytes=1 << 20) for layer in asked.model.layers)
+    asked = replace(asked, model=replace(asked.model, layers=states))
+    assert set(asked.kv_bytes) == {1 << 20}
+    for mode in ("exact", "auto", "fast"):
+        batches = batches_of(mode, PLAN, asked, sequences=4)
+        assert (batches.batching.rows, batches.batching.replays, batches.pieces) == (1, 1, None)
+        assert batches.is_exact

@@ -10,11 +10,12 @@ from halda.assignment import in_memory
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions, Rows, WindowSource
 from primad.errors import EngineError
-from primad.gguf.architectures import SUPPORTED, cuttable, embedding_scale, layer_count
+from primad.gguf.architectures import SUPPORTED, cut_multiple, cuttable, embedding_scale, layer_count
 from primad.gguf.header import array_value, read_header, scalar_value
 from primad.gguf.layers import layer_header
+from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
-from tools import synth
+from tools import synth, zoo
 
 OPTIONS = EngineOptions(context=256, sequences=4, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
 PROMPT = [1, *range(40, 129)]
@@ -128,13 +129,49 @@ def check(path, cuts, tmp_path):
 
 
 EVERY_CUT = ([0, 1, 2, 3, 4, 5, 6], [0, 3, 6], [0, 2, 5, 6])
+EVERY_KIND = sorted({*SUPPORTED, "llama-moe", *zoo.MODELS})
 
 
-@pytest.mark.parametrize("architecture", [*sorted(set(SUPPORTED) - {"smollm3"}), "llama-moe"])
+HYBRIDS = sorted(name for name in EVERY_KIND if zoo.is_hybrid(name))
+
+
+def cuts_of(header):
+    """A window as often as may be, and two windows."""
+    layers, multiple = layer_count(header), cut_multiple(header)
+    borders = range(0, layers, multiple)
+    return [*borders, layers], [0, borders[(len(borders) + 1) // 2], layers]
+
+
+@pytest.mark.parametrize("architecture", EVERY_KIND)
 def test_windows_give_the_whole_models_logits(architecture, tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
-    check(path, EVERY_CUT, tmp_path)
+    check(path, cuts_of(read_header(path)), tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3vl", "gemma4", *HYBRIDS])
+def test_sequences_beside_each_other_are_what_each_is_alone(architecture, tmp_path):
+    """Steps of two sequences in turn, through windows; one begins anew while the other goes on."""
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=architecture)
+    header = read_header(path)
+    route = Route(header, cuts_of(header)[0], tmp_path)
+    prompts = {1: PROMPT[:50], 3: PROMPT[7:40]}
+    alone = {}
+    for sequence, prompt in prompts.items():
+        alone[sequence] = [route.logits(prompt, 0, sequence), route.logits([9], len(prompt), sequence)]
+        for window in route.windows:
+            window.kv_remove(sequence, 0, -1)
+    for _ in range(2):
+        beside = {sequence: [route.logits(prompt, 0, sequence)] for sequence, prompt in prompts.items()}
+        for sequence, prompt in prompts.items():
+            beside[sequence].append(route.logits([9], len(prompt), sequence))
+        for sequence, logits in alone.items():
+            assert np.array_equal(logits, beside[sequence]), sequence
+        for window in route.windows:
+            for sequence in prompts:
+                window.kv_remove(sequence, 0, -1)
+    route.release()
 
 
 def test_smollm3_is_exact_at_every_fourth_layer(tmp_path):
@@ -206,7 +243,10 @@ def test_every_supported_architecture_can_be_synthesised(tmp_path):
     for architecture in SUPPORTED:
         path = tmp_path / f"{architecture}.gguf"
         synth.write_model(path, architecture=architecture, layers=8)
-        assert cuttable(read_header(path)).name == architecture
+        header = read_header(path)
+        assert cuttable(header).name == architecture
+        profile = model_profile(header)
+        assert (len(profile.layers), profile.cut_multiple) == (layer_count(header), cut_multiple(header))
 
 
 def test_a_graph_that_never_asks_for_the_hidden_states_is_told(monkeypatch, tmp_path):

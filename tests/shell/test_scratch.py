@@ -10,10 +10,9 @@ import pytest
 
 from primad.engine.streaming import scratch
 from primad.engine.streaming.pages import _present
-from primad.gguf.architectures import SUPPORTED
 from primad.gguf.header import read_header
 from primad.ring.loading import share_scratch
-from tests.shell.test_cut_exact import PROMPT, Route, synth, whole_logits
+from tests.shell.test_cut_exact import EVERY_KIND, PROMPT, Route, cuts_of, synth, whole_logits
 from tests.shell.test_streams_exact import model, streaming
 
 pytestmark = pytest.mark.slow
@@ -32,7 +31,7 @@ class Discards:
         ctypes.memset(start, 0xFF, size)
 
 
-@pytest.mark.parametrize("architecture", [*sorted(set(SUPPORTED) - {"smollm3"}), "llama-moe"])
+@pytest.mark.parametrize("architecture", EVERY_KIND)
 def test_logits_are_the_same_whatever_stands_in_scratch_memory_between_steps(architecture, tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
@@ -43,7 +42,7 @@ def test_logits_are_the_same_whatever_stands_in_scratch_memory_between_steps(arc
     monkeypatch.setattr(scratch, "discard", discards)
     assert all(np.array_equal(*pair) for pair in zip(expected, whole_logits(header)[1], strict=True))
     assert len(discards.ranges) == 1, "after the prompt, with the first step that is not large"
-    route, position = Route(header, [0, 3, 6], tmp_path), 0
+    route, position = Route(header, cuts_of(header)[1], tmp_path), 0
     for tokens, logits in zip(chunks, expected, strict=True):
         assert np.array_equal(route.logits(tokens, position), logits), f"position {position}"
         position += len(tokens)

@@ -1,0 +1,265 @@
+"""Tiny models of architectures that ``tools/synth.py`` has no layout of: llama.cpp itself says which tensors they have.
+
+Their metadata stands here, with as little as makes each rule of ``primad/gguf/architectures.py`` count: layers that slide or
+hold experts, values that differ by layer, layers for multi-token prediction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from gguf import GGUFValueType
+from llama_cpp import llama_cpp as llama
+
+from primad.gguf.header import MAGIC, Value, scalar_value
+
+Content = float | int | bool | str | list[int] | list[float] | list[bool]
+
+LAYERS: Final = 8
+WIDTH: Final = 64
+_SLIDES: Final = [True, True, True, False] * 2
+_BASE: Final[dict[str, Content]] = {
+    "context_length": 4096,
+    "embedding_length": WIDTH,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.layer_norm_epsilon": 1e-5,
+}
+_HALF: Final[dict[str, Content]] = {"rope.dimension_count": 8}
+_SECTIONS: Final[dict[str, Content]] = {"rope.dimension_count": 16, "rope.dimension_sections": [4, 2, 2, 0]}
+_MOE: Final[dict[str, Content]] = {
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 32,
+    "expert_shared_feed_forward_length": 32,
+    "expert_shared_count": 1,
+    "expert_gating_func": 2,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.5,
+}
+_LEAD: Final[dict[str, Content]] = {"leading_dense_block_count": 1}
+_SSM: Final[dict[str, Content]] = {
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 64,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 4,
+    "ssm.group_count": 2,
+}
+_FEW: Final = [0, 0, 2, 0, 0, 0, 2, 0]
+"""Attention heads of a hybrid's layers."""
+_MLA: Final[dict[str, Content]] = {
+    "attention.key_length": 40,
+    "attention.value_length": 32,
+    "attention.key_length_mla": 24,
+    "attention.value_length_mla": 16,
+    "attention.kv_lora_rank": 32,
+    "attention.q_lora_rank": 48,
+    "attention.head_count_kv": 1,
+    "rope.dimension_count": 8,
+}
+_GEMMA4: Final[dict[str, Content]] = {
+    "attention.sliding_window": 24,
+    "attention.sliding_window_pattern": _SLIDES,
+    "attention.head_count_kv": [4, 4, 4, 1] * 2,
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16,
+    "rope.dimension_count": 32,
+    "rope.dimension_count_swa": 16,
+    "rope.freq_base_swa": 5000.0,
+    "embedding_length_per_layer_input": 0,
+    "attention.shared_kv_layers": 0,
+    "final_logit_softcapping": 30.0,
+}
+
+MODELS: Final[dict[str, dict[str, Content]]] = {
+    "apertus": {
+        f"xielu.{key}": [start + 0.1 * layer for layer in range(LAYERS)]
+        for key, start in (("alpha_n", 0.5), ("alpha_p", 1.5), ("beta", 0.4), ("eps", -0.1))
+    },
+    "bailingmoe2": {**_LEAD, **_MOE},
+    "chatglm": _HALF,
+    "ernie4_5": {},
+    "ernie4_5-moe": {**_LEAD, **_MOE, "interleave_moe_layer_step": 1},
+    "exaone-moe": {**_LEAD, **_MOE, "attention.sliding_window": 24, "attention.sliding_window_pattern": _SLIDES},
+    "falcon": {},
+    "gemma4": _GEMMA4,
+    "gemma4-moe": {**_GEMMA4, **_MOE},
+    "glm4": _HALF,
+    "glm4moe": {**_HALF, **_LEAD, **_MOE, "nextn_predict_layers": 1},
+    "grovemoe": {
+        **_MOE,
+        "expert_chunk_feed_forward_length": 16,
+        "expert_group_scale": 0.05,
+        "experts_per_group": 2,
+    },
+    "hunyuan-dense": {},
+    "hy_v3": {**_LEAD, **_MOE},
+    "llama4": {**_MOE, "interleave_moe_layer_step": 2},
+    "mimo2": {
+        **_MOE,
+        "attention.sliding_window": 24,
+        "attention.sliding_window_pattern": [False, True, True, True, False, True, True, True],
+        "attention.head_count_kv": [1, 2, 2, 2, 1, 2, 2, 2],
+        "attention.value_length": 8,
+        "rope.freq_base_swa": 5000.0,
+    },
+    "mistral4": {**_LEAD, **_MLA, **_MOE},
+    "nemotron": _HALF,
+    "phi2": {**_HALF, "attention.head_count_kv": 4},
+    "phimoe": _MOE,
+    "afmoe": {**_LEAD, **_MOE, "attention.sliding_window": 24},
+    "gemma2": {"attention.sliding_window": 24, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma": {},
+    "falcon-h1": _SSM,
+    "granitehybrid": {
+        **_SSM,
+        "ssm.inner_size": 128,
+        "attention.head_count_kv": _FEW,
+        "embedding_scale": 3.0,
+        "residual_scale": 0.5,
+        "logit_scale": 2.0,
+    },
+    "jamba": {**_SSM, "ssm.inner_size": 128, "attention.head_count_kv": _FEW},
+    "lfm2": {"attention.head_count_kv": _FEW, "shortconv.l_cache": 3},
+    "lfm2moe": {**_MOE, "leading_dense_block_count": 2, "attention.head_count_kv": _FEW, "shortconv.l_cache": 3},
+    "nemotron_h": {**_SSM, "attention.head_count_kv": _FEW, "feed_forward_length": [0, 96, 0, 96, 0, 96, 0, 96]},
+    "nemotron_h_moe": {
+        **_SSM,
+        **_MOE,
+        "attention.head_count_kv": _FEW,
+        "feed_forward_length": [0, 32, 0, 32, 0, 32, 0, 32],
+    },
+    "qwen35": {**_SECTIONS, **_SSM, "full_attention_interval": 4},
+    "qwen35-array": {**_SECTIONS, **_SSM, "attention.recurrent_layers": _SLIDES},
+    "qwen35moe": {**_SECTIONS, **_SSM, **_MOE, "full_attention_interval": 4},
+    "qwen3next": {**_HALF, **_SSM, **_MOE, "full_attention_interval": 4},
+    "qwen2vl": _SECTIONS,
+    "qwen3vl": {**_SECTIONS, "n_deepstack_layers": 3},
+    "qwen3vlmoe": {**_SECTIONS, **_MOE, "n_deepstack_layers": 3},
+}
+"""By name, what is not as in ``_BASE``; ``gemma4-moe`` is Gemma 4 26B's layout."""
+_WIDER: Final = frozenset(
+    (
+        *("embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv"),
+        *("expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_chunk_feed_forward_length"),
+        *("ssm.inner_size", "ssm.time_step_rank", "ssm.group_count"),
+    )
+)
+VARIANTS: Final = {"gemma4-moe": "gemma4", "qwen35-array": "qwen35"}
+HAS_BOTH: Final = frozenset(("gemma4-moe",))
+"""With a dense feed-forward beside the experts of a layer."""
+
+
+def keys_of(model: str, layers: int = LAYERS, widen: int = 1) -> dict[str, Content]:
+    """The keys of ``model`` with their prefixes, without those of every GGUF, with so many ``layers`` and ``widen`` times as
+    wide. Values of one a layer come again from the first on."""
+    name = VARIANTS.get(model, model)
+    keys: dict[str, Any] = {"block_count": layers, **_BASE, **MODELS[model]}
+    for key, content in keys.items():
+        if isinstance(content, list) and len(content) == LAYERS:
+            content = [content[layer % LAYERS] for layer in range(layers)]
+        if key in _WIDER:
+            content = [_wider(each, widen) for each in content] if isinstance(content, list) else _wider(content, widen)
+        keys[key] = content
+    return {key if key.startswith("xielu.") else f"{name}.{key}": content for key, content in keys.items()}
+
+
+def _wider(count: int, widen: int) -> int:
+    """``widen`` times as many; what all share stays one."""
+    return count if count == 1 else widen * count
+
+
+def is_hybrid(model: str) -> bool:
+    """Whether some layers of ``model`` keep a state."""
+    return any(key.startswith(("ssm.", "shortconv.")) for key in MODELS.get(model, {}))
+
+
+def tensors_of(values: Mapping[str, Value], *, has_both: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors that llama.cpp wants for a model of this metadata, without scales of weights.
+
+    A layer with experts has no dense feed-forward unless it ``has_both``.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+
+    def note(tensor: int, _: int) -> None:
+        shape = list(_Tensor.from_address(tensor).elements)
+        while len(shape) > 1 and shape[-1] == 1:
+            shape.pop()
+        found[_ggml.ggml_get_name(tensor).decode()] = tuple(shape)
+
+    name = bytes(values["general.architecture"].raw[8:]).decode()
+    predicting = values.get(f"{name}.nextn_predict_layers")
+    if predicting is not None:
+        last = int(values[f"{name}.block_count"].scalar()) - 1
+        values = {**values, f"{name}.block_count": scalar_value(GGUFValueType.UINT32, last)}
+        del values[f"{name}.nextn_predict_layers"]
+    callback = llama.llama_model_set_tensor_data_t(note)
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = 0
+    params.use_extra_bufts = False
+    with tempfile.TemporaryDirectory(prefix="primad-zoo-") as folder:
+        path = Path(folder) / "header.gguf"
+        path.write_bytes(_header(values))
+        model = llama.llama_model_init_from_user(_read(path), callback, None, params)
+    if not model:
+        raise ValueError("llama.cpp does not take this metadata")
+    llama.llama_model_free(model)
+    if predicting is not None:  # nothing computes it, and llama.cpp asks for no such layer of a model without a file
+        before = {tensor: shape for tensor, shape in found.items() if tensor.startswith(f"blk.{last - 1}.")}
+        found |= {tensor.replace(f"blk.{last - 1}.", f"blk.{last}."): shape for tensor, shape in before.items()}
+        width = found["output_norm.weight"][0]
+        found[f"blk.{last}.nextn.eh_proj.weight"] = (2 * width, width)
+        found |= {f"blk.{last}.nextn.{norm}.weight": (width,) for norm in ("enorm", "hnorm", "shared_head_norm")}
+    experts = {name.split(".ffn_")[0] for name in found if name.endswith("_exps.weight")}
+    for name, shape in found.items():
+        layer, _, rest = name.partition(".ffn_")
+        is_dense = layer in experts and rest in ("gate.weight", "up.weight", "down.weight") and not has_both
+        is_scale = name.endswith((".scale", ".input_scale")) and not name.endswith("ffn_gate_inp.scale")
+        if not (is_dense or is_scale or name.startswith(("cls.", "dense_2."))):
+            yield name, shape
+
+
+def _header(values: Mapping[str, Value]) -> bytes:
+    pairs = [
+        struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", value.type) + value.raw
+        for key, value in values.items()
+    ]
+    return MAGIC + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs)
+
+
+class _Tensor(ctypes.Structure):
+    """The leading fields of ``struct ggml_tensor`` (ggml.h)."""
+
+    _fields_ = (("type", ctypes.c_int32), ("buffer", ctypes.c_void_p), ("elements", ctypes.c_int64 * 4))
+
+
+class _InitParams(ctypes.Structure):
+    """``struct gguf_init_params`` (gguf.h)."""
+
+    _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
+
+
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(next((Path(llama.__file__).parent / "lib").glob("*ggml-base.*"))))
+    library.ggml_get_name.restype, library.ggml_get_name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    library.gguf_init_from_file.restype = ctypes.c_void_p
+    library.gguf_init_from_file.argtypes = [ctypes.c_char_p, _InitParams]
+    return library
+
+
+_ggml: Final = _library()
+
+
+def _read(path: Path) -> Any:
+    return _ggml.gguf_init_from_file(str(path).encode(), _InitParams(True, None))
