@@ -27,7 +27,7 @@ from gguf import GGMLQuantizationType as Type
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from primad.gguf.header import MAGIC, Value, array_value, read_header, scalar_value
-from tools import zoo
+from tools.lab import zoo
 
 ALIGNMENT: Final = 32
 CHUNK_BYTES: Final = 8 << 20
@@ -344,17 +344,9 @@ def _layer_tensors(shape: Shape, kinds: _Quantisation, layer: int) -> Iterator[_
 
 def _metadata(shape: Shape) -> dict[str, Value]:
     if shape.architecture in zoo.MODELS:
+        asked = zoo.keys_of(shape.architecture, shape.layers, shape.width // zoo.WIDTH)
         name = zoo.VARIANTS.get(shape.architecture, shape.architecture)
-        numbers: dict[str, Any] = {
-            **zoo.keys_of(shape.architecture, shape.layers, shape.width // zoo.WIDTH),
-            f"{name}.vocab_size": shape.vocabulary,
-        }
-        return {
-            "general.architecture": _value(name),
-            "general.name": _value("synthetic"),
-            "general.alignment": _value(ALIGNMENT),
-            **{key: _value(number) for key, number in numbers.items()},
-        }
+        return _with_general(name, {**asked, f"{name}.vocab_size": shape.vocabulary})
     name = _VARIANTS.get(shape.architecture, shape.architecture)
     moe = "ffn_gate_exps" in _LAYERS[shape.architecture]
     numbers: dict[str, float | int | bool | str] = {
@@ -401,13 +393,16 @@ def _metadata(shape: Shape) -> dict[str, Value]:
         }
     if shape.architecture == "deepseek2-lite":
         del numbers["attention.q_lora_rank"]
-    values = {f"{name}.{key}": _value(number) for key, number in numbers.items()}
-    return {
-        "general.architecture": _value(name),
-        "general.name": _value("synthetic"),
-        "general.alignment": _value(ALIGNMENT),
-        **values,
+    return _with_general(name, {f"{name}.{key}": number for key, number in numbers.items()})
+
+
+def _with_general(name: str, keys: Mapping[str, zoo.Content]) -> dict[str, Value]:
+    general: dict[str, zoo.Content] = {
+        "general.architecture": name,
+        "general.name": "synthetic",
+        "general.alignment": ALIGNMENT,
     }
+    return {key: _value(content) for key, content in (general | dict(keys)).items()}
 
 
 def _byte_tokenizer(size: int) -> dict[str, Value]:
@@ -440,7 +435,7 @@ def _value(content: zoo.Content) -> Value:
         str: GGUFValueType.STRING,
     }
     if isinstance(content, list):
-        return array_value(kind[type(content[0])], content)
+        return array_value(kind[type(content[0])], list(content))
     return scalar_value(kind[type(content)], content)
 
 

@@ -128,7 +128,7 @@ class ModelCutter:
                 small.append(SmallTensor(name=name, type=tensor.type, shape=tensor.shape, data=_content(tensor)))
         if last < layer_count(self.header):
             width = token_embedding(self.header).shape[0]
-            shapes = {TOKEN_EMBEDDING: (width, 1)}
+            shapes: dict[str, tuple[int, ...]] = {TOKEN_EMBEDDING: (width, 1)}
             if not architecture.tied_output_fallback:
                 shapes[OUTPUT] = (width, 1)
             if OUTPUT_BIAS in self.header.tensors:

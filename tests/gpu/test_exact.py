@@ -14,7 +14,8 @@ from primad.gguf.architectures import SUPPORTED
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.ring.spawn import environment, how_it_ended
-from tools import synth, zoo
+from tools import synth
+from tools.lab import zoo
 
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = ROOT / ".venv" / "bin" / "python"
