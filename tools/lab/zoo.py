@@ -185,6 +185,16 @@ def is_hybrid(model: str) -> bool:
     return any(key.startswith(("ssm.", "shortconv.")) for key in MODELS.get(model, {}))
 
 
+@llama.llama_log_callback  # type: ignore[untyped-decorator]
+def _unheard(*_: object) -> None:
+    pass
+
+
+def silence() -> None:
+    """Let llama.cpp say nothing in this process."""
+    llama.llama_log_set(_unheard, ctypes.c_void_p(0))
+
+
 def tensors_of(values: Mapping[str, Value], *, has_both: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the tensors that llama.cpp wants for a model of this metadata, without scales of weights.
 
