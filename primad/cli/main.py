@@ -16,6 +16,7 @@ from primad.cli.cache import cache_app
 from primad.cli.chat import chat
 from primad.cli.devices import devices_app
 from primad.cli.doctor import doctor
+from primad.cli.fit import fit
 from primad.cli.join import join
 from primad.cli.key import key_app
 from primad.cli.options import Gpu, Home, Name, Threads
@@ -121,6 +122,7 @@ def profile(
 
 
 app.command()(plan)
+app.command()(fit)
 devices_app.command()(trust)
 devices_app.command()(revoke)
 app.add_typer(devices_app, name="devices")

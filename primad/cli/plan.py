@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 from rich.console import Console
 
+from primad.cli.fleet import FleetOptions, LiveOptions, found_devices, wishes_of
 from primad.cli.grouped import grouped
-from primad.cli.options import Context, DeviceOptions, KvCacheType, NamedDevices, OnInterface
-from primad.cli.output import err
-from primad.settings.config import load_config
+from primad.cli.options import Context, KvCacheType
 
 if TYPE_CHECKING:
     from primad.planning.question import Question, Wishes
@@ -32,52 +31,6 @@ class ModelOptions:
     model_shape: Annotated[
         str | None, typer.Option(help="A built-in model, as in llama3-70b-q4k.", show_default=False)
     ] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetOptions:
-    """The devices to plan for, and what may be used of them."""
-
-    PANEL: ClassVar[str] = "Devices"
-
-    devices: Annotated[
-        list[Path] | None,
-        typer.Option(help="A profile file or a folder of them; may be repeated.", show_default=False),
-    ] = None
-    fleet: Annotated[str | None, typer.Option(help="A built-in fleet, or a fleet's file.", show_default=False)] = None
-    head: Annotated[
-        str | None,
-        typer.Option(help="The head [default: the best; this device for live ones].", show_default=False),
-    ] = None
-    link: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Links that nothing measured [default: 100MB/s,2ms]: rate and round trip; a third "
-            "figure is how late one message of twenty is. A:B=300Mbit/s,4ms sets that between two devices; may be repeated.",
-            show_default=False,
-        ),
-    ] = None
-    max_ram: Annotated[
-        list[str] | None,
-        typer.Option(help="At most so much RAM: NAME=16GiB; may be repeated.", show_default=False),
-    ] = None
-    max_vram: Annotated[list[str] | None, typer.Option(help="At most so much VRAM: NAME=8GiB.", show_default=False)] = (
-        None
-    )
-    max_disk: Annotated[
-        list[str] | None, typer.Option(help="At most so much disk for layers: NAME=50GB.", show_default=False)
-    ] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveOptions(DeviceOptions):
-    """How to look for the devices, where no others are named."""
-
-    PANEL: ClassVar[str] = "Live devices"
-
-    device: NamedDevices = None
-    interface: OnInterface = None
-    seconds: Annotated[float, typer.Option(help="Live: how long to look for devices.", min=0, max=600)] = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,41 +123,23 @@ def _wishes(fleet: FleetOptions, work: WorkOptions, answer: AnswerOptions) -> Wi
         sequences=work.sequences,
         prompt=work.prompt,
         answer=work.answer,
-        head=fleet.head,
-        links=tuple(fleet.link or ()),
-        max_ram=tuple(fleet.max_ram or ()),
-        max_vram=tuple(fleet.max_vram or ()),
-        max_disk=tuple(fleet.max_disk or ()),
         time_limit_s=answer.time_limit,
+        **wishes_of(fleet),
     )
 
 
 def _ask(wishes: Wishes, model: ModelOptions, paths: list[Path], fleet: str | None, live: LiveOptions) -> Question:
+    from primad.gguf.model import open_model
+    from primad.planning.experts import with_expert_use
     from primad.planning.question import ask, check
-    from primad.planning.sources import read_devices, read_model
+    from primad.planning.sources import read_model
 
     profile = read_model(model.model, model.model_shape)
     check(wishes, profile)
-    if paths or fleet is not None:
-        return ask(wishes, *read_devices(paths, fleet), profile)
-    from primad.cli.progress import RichReporter
-    from primad.gguf.model import open_model
-    from primad.head.survey import survey
-    from primad.planning.experts import with_expert_use
-
-    own_flags = {
-        "home": live.home,
-        "name": live.name,
-        "cluster": live.cluster,
-        "interface": live.interface,
-        "devices": tuple(live.device or ()),
-    }
-    config = load_config(own_flags)
-    found = survey(config, live.seconds, RichReporter(err))
-    own = found.devices[0].device
-    if model.model is not None:
-        profile = with_expert_use(profile, open_model(model.model, header_only=True), config.home)
-    return ask(dataclasses.replace(wishes, head=wishes.head or own), found.devices, found.links, profile)
+    found = found_devices(paths, fleet, live)
+    if found.home is not None and model.model is not None:
+        profile = with_expert_use(profile, open_model(model.model, header_only=True), found.home)
+    return ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
 
 
 def _answer(asked: Question, wanted: AnswerOptions) -> None:

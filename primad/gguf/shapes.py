@@ -30,7 +30,11 @@ _WITHOUT_WHOLE_BLOCKS: Final = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The sizes of a model; ``feed_forward`` is that of one expert where there are experts. ``source`` says whose."""
+    """The sizes of a model; ``feed_forward`` is that of one expert where there are experts. ``source`` says whose.
+
+    Of a mixture of experts the first ``dense_layers`` have a feed-forward of ``dense_feed_forward`` instead, and the others
+    one of ``shared_feed_forward`` beside the experts. A ``popular`` model is one that people ask for.
+    """
 
     version: int
     name: str
@@ -48,6 +52,11 @@ class Shape:
     experts_used: int
     attention_bias: bool
     head_norms: bool
+    tied: bool = False
+    dense_layers: int = 0
+    dense_feed_forward: int = 0
+    shared_feed_forward: int = 0
+    popular: bool = True
 
 
 def profiles_directory() -> Path:
@@ -60,6 +69,12 @@ def profiles_directory() -> Path:
 def shape_names() -> tuple[str, ...]:
     """The models with a built-in shape, without suffixes, smallest name first."""
     return tuple(sorted(path.stem for path in (profiles_directory() / "models").glob("*.json")))
+
+
+def popular_shapes() -> tuple[str, ...]:
+    """Those of ``shape_names`` that people ask for, without what is there for published figures."""
+    folder = profiles_directory() / "models"
+    return tuple(name for name in shape_names() if _read(folder / f"{name}.json").popular)
 
 
 def shape(name: str) -> ModelProfile:
@@ -88,20 +103,26 @@ def _read(path: Path) -> Shape:
 
 
 def _profile(model: Shape, matrix: str, output: str) -> ModelProfile:
+    kv_bytes = 2 * model.kv_heads * model.head_width * KV_VALUE_BYTES
+    dense = LayerProfile(
+        bytes_by_type=_shared_bytes(model, matrix, model.dense_feed_forward, is_dense=True),
+        expert_bytes_by_type={},
+        kv_bytes_per_token=kv_bytes,
+    )
     layer = LayerProfile(
-        bytes_by_type=_shared_bytes(model, matrix),
-        expert_bytes_by_type=_feed_forward_bytes(model, matrix, model.experts),
-        kv_bytes_per_token=2 * model.kv_heads * model.head_width * KV_VALUE_BYTES,
+        bytes_by_type=_shared_bytes(model, matrix, model.shared_feed_forward if model.experts else model.feed_forward),
+        expert_bytes_by_type=_feed_forward_bytes(model, matrix, model.feed_forward, model.experts),
+        kv_bytes_per_token=kv_bytes,
     )
     table = Counter(_matrix(output, model.vocabulary, model.width))
     table["F32"] += 4 * model.width
     return ModelProfile(
         name=f"{model.name} {matrix}",
         architecture=model.architecture,
-        layers=(layer,) * model.layers,
+        layers=(dense,) * model.dense_layers + (layer,) * (model.layers - model.dense_layers),
         embedding_bytes=sum(_matrix(matrix, model.vocabulary, model.width).values()),
         output_bytes_by_type=dict(table),
-        tied=False,
+        tied=model.tied,
         width=model.width,
         vocabulary=model.vocabulary,
         context_tokens=model.context_tokens,
@@ -113,8 +134,8 @@ def _profile(model: Shape, matrix: str, output: str) -> ModelProfile:
     )
 
 
-def _shared_bytes(model: Shape, matrix: str) -> dict[str, int]:
-    """Bytes by type of the weights of one layer that every row uses."""
+def _shared_bytes(model: Shape, matrix: str, feed_forward: int, *, is_dense: bool = False) -> dict[str, int]:
+    """Bytes by type of the weights of one layer that every row uses, with a feed-forward of that width (0: none)."""
     queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
     sizes: Counter[str] = Counter()
     sizes.update(_matrix(matrix, queries + 2 * keys, model.width))
@@ -122,20 +143,20 @@ def _shared_bytes(model: Shape, matrix: str) -> dict[str, int]:
     f32 = 2 * model.width
     f32 += queries + 2 * keys if model.attention_bias else 0
     f32 += 2 * model.head_width if model.head_norms else 0
-    f32 += model.width * model.experts
+    f32 += 0 if is_dense else model.width * model.experts
     sizes["F32"] += 4 * f32
-    if not model.experts:
-        sizes.update(_feed_forward_bytes(model, matrix, 1))
+    if feed_forward:
+        sizes.update(_feed_forward_bytes(model, matrix, feed_forward, 1))
     return dict(sizes)
 
 
-def _feed_forward_bytes(model: Shape, matrix: str, copies: int) -> dict[str, int]:
-    """Bytes by type of gate, up and down of ``copies`` feed-forward networks."""
+def _feed_forward_bytes(model: Shape, matrix: str, feed_forward: int, copies: int) -> dict[str, int]:
+    """Bytes by type of gate, up and down of ``copies`` feed-forward networks of that width."""
     if not copies:
         return {}
     sizes: Counter[str] = Counter()
-    sizes.update(_matrix(matrix, 2 * copies * model.feed_forward, model.width))
-    sizes.update(_matrix(matrix, copies * model.width, model.feed_forward))
+    sizes.update(_matrix(matrix, 2 * copies * feed_forward, model.width))
+    sizes.update(_matrix(matrix, copies * model.width, feed_forward))
     return dict(sizes)
 
 

@@ -85,9 +85,14 @@ def _plans(question: Question) -> tuple[DescribedPlan, DescribedPlan]:
 
     Raises ``Infeasible``.
     """
-    heads = [device.device for device in question.devices] if question.head is None else [question.head]
-    halda = _answer(*_solve(question, question.devices, heads, question.time_limit_s))
+    halda = best_plan(question)
     return halda, _paper(question, halda.plan.head) if question.solver == "paper" else halda
+
+
+def best_plan(question: Question) -> DescribedPlan:
+    """Halda's plan, with the best head where the question leaves it open. Raises ``Infeasible``."""
+    heads = [device.device for device in question.devices] if question.head is None else [question.head]
+    return _answer(*_solve(question, question.devices, heads, question.time_limit_s))
 
 
 def _solve(

@@ -1,0 +1,157 @@
+"""``primad fit``: its options, what it calls and the table it shows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from primad.cli.fleet import FleetOptions, LiveOptions, found_devices, wishes_of
+from primad.cli.grouped import grouped
+from primad.cli.options import Context, KvCacheType
+from primad.cli.output import err
+from primad.settings.quantities import parse_choice, show_bytes, show_ms, show_speed
+
+if TYPE_CHECKING:
+    from halda import DeviceProfile
+    from primad.planning.fit import Fit, FitAnswer
+    from primad.planning.question import Question
+
+_out = Console(highlight=False, markup=False, emoji=False)
+_WIDTH: Final = 160
+"""Columns where no terminal says how many there are."""
+_RUNS: Final = {"memory": "in memory", "disk": "streams", "no": "no"}
+_QUANTISATIONS: Final = ("q4k", "q8", "f16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsOptions:
+    """Which models are looked at, and what for."""
+
+    PANEL: ClassVar[str] = "Models"
+
+    quant: Annotated[
+        list[str] | None,
+        typer.Option(help="q4k, q8 or f16; may be repeated [default: q4k].", show_default=False),
+    ] = None
+    only: Annotated[
+        str | None, typer.Option(help="Models with this in their name, as in qwen3.", show_default=False)
+    ] = None
+    context: Context = None
+    kv_type: KvCacheType = "f16"
+    time_limit: Annotated[float, typer.Option(help="Seconds for the solver, a model.", min=0.05, max=60)] = 0.5
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+
+
+@grouped
+def fit(
+    models: ModelsOptions,
+    fleet: FleetOptions,
+    live: LiveOptions,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="More profile files, as from --devices *.json.", metavar="[FILE]...", show_default=False),
+    ] = None,
+) -> None:
+    """Say which well-known models these devices can run, and how fast.
+
+    Without --devices and --fleet, for this device and those in sight. The largest that write at least 5 tokens/s are marked.
+
+    Examples:
+
+        primad fit
+
+        primad fit --fleet mixed-home --quant q4k --quant q8
+
+        primad fit --only qwen3 --context 16384
+    """
+    from primad.planning.fit import SCHEMA, fit_all
+
+    questions = list(_questions(models, fleet, live, [*(fleet.devices or ()), *(files or ())]))
+    with err.status(f"planning for {len(questions)} models"):
+        answer = fit_all(questions)
+    assert answer.schema == SCHEMA
+    if models.json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer)).decode() + "\n")
+    else:
+        _show(answer)
+
+
+def _questions(
+    models: ModelsOptions, fleet: FleetOptions, live: LiveOptions, paths: list[Path]
+) -> Iterator[tuple[str, Question]]:
+    import dataclasses
+
+    from primad.errors import ConfigError
+    from primad.gguf.shapes import popular_shapes, shape
+    from primad.planning.question import Wishes, ask
+
+    kinds = [parse_choice(kind.lower(), _QUANTISATIONS, "--quant") for kind in models.quant or ("q4k",)]
+    names = [name for name in popular_shapes() if (models.only or "").lower() in name]
+    if not names:
+        raise ConfigError(
+            f"--only {models.only}: no model has that in its name; there are {', '.join(popular_shapes())}"
+        )
+    found = found_devices(paths, fleet.fleet, live)
+    wishes = Wishes(objective="latency", kv_type=models.kv_type, time_limit_s=models.time_limit, **wishes_of(fleet))
+    wishes = dataclasses.replace(wishes, head=wishes.head or found.own or _roomiest(found.devices))
+    for name in names:
+        for kind in kinds:
+            profile = shape(f"{name}-{kind}")
+            context = None if models.context is None else min(models.context, profile.context_tokens)
+            yield (
+                f"{name}-{kind}",
+                ask(dataclasses.replace(wishes, context=context), found.devices, found.links, profile),
+            )
+
+
+def _roomiest(devices: Sequence[DeviceProfile]) -> str | None:
+    """The device with most memory: the best head by far, or as good as others."""
+
+    def free(device: DeviceProfile) -> int:
+        vram = 0 if device.gpu is None or device.gpu.unified_memory else device.gpu.vram_available_bytes
+        return device.ram_available_bytes + vram
+
+    return max(devices, key=free).device if devices else None
+
+
+def _show(answer: FitAnswer) -> None:
+    if not _out.is_terminal:
+        _out.width = max(_out.width, _WIDTH)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in ("", "model", "size", "runs", "a second", "first token", "context", "devices", "held up by"):
+        numbers = column in ("size", "a second", "first token", "context", "devices")
+        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
+    for each in answer.models:
+        table.add_row(*_cells(each))
+    _out.print(table)
+    if answer.help:
+        _out.print(f"What would help most: {answer.help}.")
+    _out.print("* the largest that write at least 5 tokens/s; each is a --model-shape of primad plan")
+
+
+def _cells(each: Fit) -> list[str]:
+    mark = "*" if each.is_best else ""
+    if each.runs == "no":
+        return [mark, each.name, show_bytes(each.bytes), "no", "", "", "", "", each.why]
+    runs = _RUNS[each.runs] if each.runs == "memory" else f"streams {show_bytes(each.streamed_bytes)}"
+    return [
+        mark,
+        each.name,
+        show_bytes(each.bytes),
+        runs,
+        show_speed(each.tokens_per_s),
+        show_ms(each.ttft_ms),
+        str(each.context_tokens),
+        str(len(each.devices)),
+        each.why.split(" (")[0],
+    ]

@@ -1,0 +1,109 @@
+"""The devices that a command plans for: those of files, of a built-in fleet, or those in sight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from primad.cli.options import DeviceOptions, NamedDevices, OnInterface
+from primad.cli.output import err
+from primad.settings.config import load_config
+
+if TYPE_CHECKING:
+    from halda import DeviceProfile, LinkProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """The devices to plan for, and what may be used of them."""
+
+    PANEL: ClassVar[str] = "Devices"
+
+    devices: Annotated[
+        list[Path] | None,
+        typer.Option(help="A profile file or a folder of them; may be repeated.", show_default=False),
+    ] = None
+    fleet: Annotated[str | None, typer.Option(help="A built-in fleet, or a fleet's file.", show_default=False)] = None
+    head: Annotated[
+        str | None,
+        typer.Option(help="The head [default: the best; this device for live ones].", show_default=False),
+    ] = None
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Links that nothing measured [default: 100MB/s,2ms]: rate and round trip; a third "
+            "figure is how late one message of twenty is. A:B=300Mbit/s,4ms sets that between two devices; may be repeated.",
+            show_default=False,
+        ),
+    ] = None
+    max_ram: Annotated[
+        list[str] | None,
+        typer.Option(help="At most so much RAM: NAME=16GiB; may be repeated.", show_default=False),
+    ] = None
+    max_vram: Annotated[list[str] | None, typer.Option(help="At most so much VRAM: NAME=8GiB.", show_default=False)] = (
+        None
+    )
+    max_disk: Annotated[
+        list[str] | None, typer.Option(help="At most so much disk for layers: NAME=50GB.", show_default=False)
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveOptions(DeviceOptions):
+    """How to look for the devices, where no others are named."""
+
+    PANEL: ClassVar[str] = "Live devices"
+
+    device: NamedDevices = None
+    interface: OnInterface = None
+    seconds: Annotated[float, typer.Option(help="Live: how long to look for devices.", min=0, max=600)] = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundDevices:
+    """Devices and the links that are known. Of those in sight, which of them is this one, and its home."""
+
+    devices: Sequence[DeviceProfile]
+    links: Sequence[LinkProfile]
+    own: str | None = None
+    home: Path | None = None
+
+
+def found_devices(paths: Sequence[Path], fleet: str | None, live: LiveOptions) -> FoundDevices:
+    """The devices of profile files and of a fleet; where neither is named, this one and those in sight.
+
+    Raises ``ConfigError``.
+    """
+    if paths or fleet is not None:
+        from primad.planning.sources import read_devices
+
+        devices, links = read_devices(paths, fleet)
+        return FoundDevices(devices=devices, links=links)
+    from primad.cli.progress import RichReporter
+    from primad.head.survey import survey
+
+    own_flags = {
+        "home": live.home,
+        "name": live.name,
+        "cluster": live.cluster,
+        "interface": live.interface,
+        "devices": tuple(live.device or ()),
+    }
+    config = load_config(own_flags)
+    found = survey(config, live.seconds, RichReporter(err))
+    return FoundDevices(devices=found.devices, links=found.links, own=found.devices[0].device, home=config.home)
+
+
+def wishes_of(fleet: FleetOptions) -> dict[str, Any]:
+    """What of ``Wishes`` is about devices."""
+    return {
+        "head": fleet.head,
+        "links": tuple(fleet.link or ()),
+        "max_ram": tuple(fleet.max_ram or ()),
+        "max_vram": tuple(fleet.max_vram or ()),
+        "max_disk": tuple(fleet.max_disk or ()),
+    }

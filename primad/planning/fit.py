@@ -1,0 +1,119 @@
+"""``primad fit``: which of the well-known models some devices can run, and how fast."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Final, Literal
+
+import msgspec
+
+from halda import Infeasible
+from primad.planning.bottleneck import bottleneck
+from primad.planning.explain import best_plan
+from primad.planning.question import Question
+from primad.planning.whatif import change
+from primad.profiler.store import load_profiles
+from primad.system.processors import usable_cores
+
+READABLE_TOKENS_PER_S: Final = 5.0
+"""About as fast as people read."""
+BEST: Final = 3
+"""So many of the largest models that write so fast are marked."""
+MORE_RAM_BYTES: Final = 16 << 30
+CABLE: Final = "link=1Gbit/s,1ms"
+_WORTH: Final = 1.1
+"""What makes tokens quicker by less is not worth naming."""
+SCHEMA: Final = 1
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model gives. ``runs`` from memory, streamed from a disk, or not at all; then ``why`` says what is short."""
+
+    name: str
+    model: str
+    bytes: int
+    runs: Literal["memory", "disk", "no"]
+    why: str
+    tokens_per_s: float = 0.0
+    ttft_ms: float = 0.0
+    context_tokens: int = 0
+    streamed_bytes: int = 0
+    devices: list[str] = []
+    is_best: bool = False
+
+
+class FitAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """All of them, those that run well first, the largest of them in front; ``help`` says what would help most."""
+
+    schema: int
+    devices: list[str]
+    models: list[Fit]
+    help: str
+
+
+def fit_all(questions: Sequence[tuple[str, Question]], processes: int | None = None) -> FitAnswer:
+    """What each named question gives, in several processes at once, and what would help the next model up most."""
+    count = min(processes or usable_cores(), len(questions))
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = ranked(pool.map(_fit, questions))
+        wished = next((each for each in found if not each.is_best and each.runs != "memory"), None)
+        helped = "" if wished is None else _help(dict(questions)[wished.name], wished, pool)
+    names = [device.device for device in questions[0][1].devices]
+    return FitAnswer(schema=SCHEMA, devices=names, models=found, help=helped)
+
+
+def ranked(fits: Iterable[Fit]) -> list[Fit]:
+    """Those that write fast enough first, then slower ones, then what does not run; the largest first, but the smallest of
+    those that are too slow or do not run. The first few are the best."""
+
+    def place(each: Fit) -> tuple[int, int]:
+        if each.tokens_per_s >= READABLE_TOKENS_PER_S:
+            return 0, -each.bytes
+        return (2 if each.runs == "no" else 1), each.bytes
+
+    found = sorted(fits, key=place)
+    return [
+        msgspec.structs.replace(each, is_best=i < BEST and each.tokens_per_s >= READABLE_TOKENS_PER_S)
+        for i, each in enumerate(found)
+    ]
+
+
+def _fit(asked: tuple[str, Question]) -> Fit:
+    name, question = asked
+    model = question.model
+    try:
+        answer = best_plan(question)
+    except Infeasible as exc:
+        return Fit(name=name, model=model.name, bytes=model.size_bytes, runs="no", why=str(exc))
+    found = answer.prediction
+    streamed = sum(each.streamed_bytes for each in answer.plan.streaming)
+    return Fit(
+        name=name,
+        model=model.name,
+        bytes=model.size_bytes,
+        runs="disk" if streamed else "memory",
+        why=bottleneck(answer.plan, found, answer.instance),
+        tokens_per_s=1 / found.tpot_s,
+        ttft_ms=found.ttft_s * 1e3,
+        context_tokens=answer.instance.workload.context_tokens,
+        streamed_bytes=streamed,
+        devices=list(answer.plan.devices),
+    )
+
+
+def _help(question: Question, now: Fit, pool: ProcessPoolExecutor) -> str:
+    """Of more memory in each device and of a cable between all, what makes the model quickest; empty where nothing does."""
+    tried: list[tuple[str, Question]] = []
+    for device in question.devices:
+        more = f"ram:{device.device}={device.ram_available_bytes + MORE_RAM_BYTES}B"
+        tried.append((f"16 GiB more in {device.device}", change(question, [more], load_profiles)))
+    if len(question.devices) > 1:
+        tried.append(("a cable of 1 Gbit/s between all devices", change(question, [CABLE], load_profiles)))
+    names = [what for what, _ in tried]
+    best, what = max(zip(pool.map(_fit, tried), names, strict=True), key=lambda pair: pair[0].tokens_per_s)
+    if best.tokens_per_s <= now.tokens_per_s * _WORTH:
+        return ""
+    before = f"instead of {now.tokens_per_s:.2g}" if now.tokens_per_s else "where it does not run now"
+    return f"with {what} {now.model} writes {best.tokens_per_s:.2g} tokens/s, {before}"

@@ -1,0 +1,89 @@
+"""``primad fit`` as its user sees it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from primad.cli import main as cli
+from primad.gguf.shapes import popular_shapes
+from primad.profiler.store import save_profile
+from tests.fakes.planning import GB, device
+
+
+@pytest.fixture
+def fit(capsys, monkeypatch):
+    """Runs ``primad fit`` with the arguments; gives exit code, output and error output."""
+    monkeypatch.setenv("PRIMAD_LOG", "WARNING")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["primad", "fit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def house(tmp_path):
+    """A folder with the profiles of desk and laptop."""
+    for profile in (device("desk", ram=12 * GB), device("laptop", ram=4 * GB)):
+        save_profile(tmp_path / f"{profile.device}.json", profile, "made up")
+    return tmp_path
+
+
+def test_a_table_says_what_runs_how_fast_and_what_would_help(fit, house):
+    code, out, err = fit("--devices", house, "--only", "qwen3")
+    assert (code, err) == (0, "")
+    rows = [line for line in out.splitlines() if "qwen3-" in line and "-q4k" in line]
+    assert len(rows) == len([name for name in popular_shapes() if "qwen3" in name])
+    assert rows[0].lstrip().startswith("*")
+    assert any("streams" in row for row in rows)
+    assert "What would help most: with 16 GiB more in" in out
+
+
+def test_what_does_not_run_says_what_is_short(fit, house):
+    code, out, _ = fit(
+        "--devices", house, "--only", "qwen3-235b", "--max-ram", "desk=200MB", "--max-ram", "laptop=200MB"
+    )
+    assert code == 0
+    (row,) = [line for line in out.splitlines() if "qwen3-235b" in line]
+    assert " no " in row
+    assert "no plan for Qwen3 235B-A22B" in row
+
+
+def test_json_has_every_model_and_quantisation(fit, house):
+    code, out, _ = fit("--devices", house, "--only", "llama3.2", "--quant", "q8", "--quant", "F16", "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert answer["schema"] == 1
+    assert sorted(each["name"] for each in answer["models"]) == [
+        "llama3.2-1b-f16",
+        "llama3.2-1b-q8",
+        "llama3.2-3b-f16",
+        "llama3.2-3b-q8",
+    ]
+    assert all(each["tokens_per_s"] > 0 and each["devices"] for each in answer["models"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--only", "nosuch"), "--only nosuch: no model has that in its name"),
+        (("--quant", "q5"), "--quant"),
+        (("--kv-type", "q9"), "--kv-type"),
+        (("--head", "nobody"), "--head: no device is called 'nobody'"),
+    ],
+)
+def test_mistakes_are_named(fit, house, arguments, says):
+    code, out, err = fit("--devices", house, *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
