@@ -219,6 +219,27 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="qwen2vl", knows=_SECTIONS, is_fed=True),
         Architecture(name="qwen3vl", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
         Architecture(name="qwen3vlmoe", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
+        Architecture(name="arctic"),
+        Architecture(name="bailingmoe", tied_output_fallback=False),
+        Architecture(name="bailingmoe3", recurrent=Recurrent.HEADS, by_layer=_KV_HEADS, is_fed=True, predicts=True),
+        Architecture(name="bitnet"),
+        Architecture(name="codeshell", tied_output_fallback=False),
+        Architecture(name="cohere2moe", sliding=Sliding.FIXED, cut_multiple=4, predicts=True),
+        Architecture(name="dbrx", tied_output_fallback=False),
+        Architecture(name="gptneox", tied_output_fallback=False),
+        Architecture(name="grok", embedding=Embedding.KEY, default_embedding_scale=78.38367176906169),
+        Architecture(name="jais2"),
+        Architecture(name="maincoder"),
+        Architecture(
+            name="openelm",
+            by_layer=frozenset(("attention.head_count", "attention.head_count_kv", "feed_forward_length")),
+        ),
+        Architecture(name="orion", tied_output_fallback=False),
+        Architecture(name="pangu-embedded"),
+        Architecture(name="plamo", tied_output_fallback=False),
+        Architecture(name="qwen", tied_output_fallback=False),
+        Architecture(name="refact"),
+        Architecture(name="xverse", tied_output_fallback=False),
         Architecture(name="falcon-h1", recurrent=Recurrent.ALL, is_fed=True),
         Architecture(
             name="granitehybrid",
@@ -279,9 +300,8 @@ SUPPORTED: Final[dict[str, Architecture]] = {
 
 _REASONS: Final[dict[str, tuple[str, ...]]] = {
     "its rotary positions have several sections": ("hunyuan_vl", "paddleocr"),
-    "it keeps recurrent state": (
-        *("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "plamo2", "kimi-linear"),
-    ),
+    "llama.cpp aborts when three answers are computed at once": ("kimi-linear",),
+    "it keeps recurrent state": (*("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "plamo2"),),
     "its layers take inputs beside the hidden state": ("gemma3n",),
     "which layers rotate is computed from the layer's number": ("smallthinker",),
     "position embeddings are added at the input": ("gpt2", "starcoder", "bloom", "mpt"),
@@ -551,7 +571,9 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
                 short.startswith(_SLIDING) and architecture.sliding is not Sliding.FIXED
             ):
                 continue
-            per_layer = value.is_array and (short in _PER_LAYER or short in architecture.by_layer)
+            per_layer = value.is_array and (
+                short in _PER_LAYER or short in architecture.by_layer or short.startswith(_SLIDING)
+            )
             values[key] = array_value(value.item_type, value.items()[first:last]) if per_layer else value
     values[f"{prefix}block_count"] = _uint32(last - first)
     values[f"{prefix}vocab_size"] = _uint32(vocabulary)

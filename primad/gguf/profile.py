@@ -94,8 +94,11 @@ def _state_bytes(header: Header, name: str) -> int:
     short = header.count(f"{name}.shortconv.l_cache", 0)
     if short:
         return 4 * (short - 1) * header.count(f"{name}.embedding_length")
+    delta, kernel = header.count(f"{name}.kda.head_dim", 0), header.count(f"{name}.ssm.conv_kernel", 0)
+    if delta:
+        return 4 * _first(header, f"{name}.attention.head_count", 0) * delta * (3 * max(kernel - 1, 0) + delta)
     inner, state = header.count(f"{name}.ssm.inner_size", 0), header.count(f"{name}.ssm.state_size", 0)
-    groups, kernel = header.count(f"{name}.ssm.group_count", 0), header.count(f"{name}.ssm.conv_kernel", 0)
+    groups = header.count(f"{name}.ssm.group_count", 0)
     return 4 * (max(kernel - 1, 0) * (inner + 2 * groups * state) + state * inner)
 
 

@@ -66,7 +66,19 @@ TILE_ROWS: Final = 64
 LOGIT_ROWS: Final = 64
 """Rows of a step that may want logits."""
 TWO_MASKS: Final = frozenset(
-    ("afmoe", "cohere2", "exaone-moe", "gemma2", "gemma3", "gemma4", "gpt-oss", "llama4", "mimo2", "olmo2")
+    (
+        "afmoe",
+        "cohere2",
+        "cohere2moe",
+        "exaone-moe",
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "gpt-oss",
+        "llama4",
+        "mimo2",
+        "olmo2",
+    )
 )
 """Architectures with layers that attend to a sliding window only: they have a mask of their own, as large."""
 KV_VALUE_BYTES: Final[Mapping[CacheType, Fraction]] = {

@@ -83,6 +83,36 @@ _GEMMA4: Final[dict[str, Content]] = {
 }
 
 MODELS: Final[dict[str, dict[str, Content]]] = {
+    "arctic": _MOE,
+    "bailingmoe": {**_LEAD, **_MOE},
+    "bailingmoe3": {
+        **_LEAD,
+        **_MLA,
+        **_MOE,
+        "attention.head_count_kv": [0, 0, 0, 1] * 2,
+        "kda.head_dim": 16,
+        "kda.gate_lower_bound": -5.0,
+        "ssm.conv_kernel": 4,
+    },
+    "bitnet": {},
+    "codeshell": {},
+    "cohere2moe": {**_LEAD, **_MOE, "attention.sliding_window": 24, "logit_scale": 2.0},
+    "dbrx": {**_MOE, "attention.clamp_kqv": 8.0},
+    "gptneox": {"attention.head_count_kv": 4, "use_parallel_residual": True},
+    "grok": {**_MOE, "attn_logit_softcapping": 30.0},
+    "jais2": {"attention.head_count_kv": 4},
+    "maincoder": {},
+    "openelm": {
+        "attention.head_count": [4, 4, 8, 8] * 2,
+        "attention.head_count_kv": [2, 2, 4, 4] * 2,
+        "feed_forward_length": [64, 96, 128, 160] * 2,
+    },
+    "orion": {},
+    "pangu-embedded": {},
+    "plamo": {"attention.head_count": 4, "attention.head_count_kv": 4},
+    "qwen": {"attention.head_count_kv": 4, "feed_forward_length": 192},
+    "refact": {"attention.head_count_kv": 1},
+    "xverse": {},
     "apertus": {
         f"xielu.{key}": [start + 0.1 * layer for layer in range(LAYERS)]
         for key, start in (("alpha_n", 0.5), ("alpha_p", 1.5), ("beta", 0.4), ("eps", -0.1))
@@ -157,7 +187,7 @@ _WIDER: Final = frozenset(
     )
 )
 VARIANTS: Final = {"gemma4-moe": "gemma4", "qwen35-array": "qwen35"}
-HAS_BOTH: Final = frozenset(("gemma4-moe",))
+HAS_BOTH: Final = frozenset(("arctic", "gemma4-moe"))
 """With a dense feed-forward beside the experts of a layer."""
 
 
