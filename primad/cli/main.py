@@ -19,6 +19,7 @@ from primad.cli.doctor import doctor
 from primad.cli.fit import fit
 from primad.cli.join import join
 from primad.cli.key import key_app
+from primad.cli.models import models, pull, rm
 from primad.cli.options import Gpu, Home, Name, Threads
 from primad.cli.output import err, out
 from primad.cli.pair_pause_leave import leave, pair, pause, resume
@@ -128,7 +129,7 @@ devices_app.command()(revoke)
 app.add_typer(devices_app, name="devices")
 app.add_typer(cache_app, name="cache")
 app.add_typer(key_app, name="key")
-for command in (status, pair, leave, pause, resume, doctor, chat):
+for command in (status, pair, leave, pause, resume, doctor, chat, pull, models, rm):
     app.command()(command)
 
 

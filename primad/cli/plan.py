@@ -13,7 +13,9 @@ from rich.console import Console
 
 from primad.cli.fleet import FleetOptions, LiveOptions, found_devices, wishes_of
 from primad.cli.grouped import grouped
+from primad.cli.hub import model_path
 from primad.cli.options import Context, KvCacheType
+from primad.settings.config import load_config
 
 if TYPE_CHECKING:
     from primad.planning.question import Question, Wishes
@@ -134,11 +136,14 @@ def _ask(wishes: Wishes, model: ModelOptions, paths: list[Path], fleet: str | No
     from primad.planning.question import ask, check
     from primad.planning.sources import read_model
 
-    profile = read_model(model.model, model.model_shape)
+    path = model.model
+    if path is not None:
+        path = model_path(path, load_config({"home": live.home}), fetches=False)
+    profile = read_model(path, model.model_shape)
     check(wishes, profile)
     found = found_devices(paths, fleet, live)
-    if found.home is not None and model.model is not None:
-        profile = with_expert_use(profile, open_model(model.model, header_only=True), found.home)
+    if found.home is not None and path is not None:
+        profile = with_expert_use(profile, open_model(path, header_only=True), found.home)
     return ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
 
 

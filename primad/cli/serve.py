@@ -11,6 +11,7 @@ import typer
 
 from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_origins, warning
 from primad.cli.grouped import flags, grouped
+from primad.cli.hub import model_path
 from primad.cli.options import (
     Context,
     DeviceOptions,
@@ -206,7 +207,13 @@ class ComputeOptions:
 
 @grouped
 def serve(
-    model: Annotated[Path, typer.Option(help="The GGUF file; the first part of a split one.", show_default=False)],
+    model: Annotated[
+        Path,
+        typer.Option(
+            help="The GGUF file, the first part of a split one, or a model by name as in hf:owner/repo:Q4_K_M.",
+            show_default=False,
+        ),
+    ],
     endpoint: EndpointOptions,
     asking: AskingOptions,
     others: OtherDevicesOptions,
@@ -223,6 +230,8 @@ def serve(
     Examples:
 
         primad serve --model llama3-70b.gguf
+
+        primad serve --model hf:Qwen/Qwen3-8B-GGUF:Q4_K_M
 
         primad serve --model llama3-70b.gguf --wait 3 --context 8192
 
@@ -247,7 +256,7 @@ def serve(
     from primad.head.serve import serve as run_serve
 
     options = _serve_options(endpoint, asking, others, plan, compute, kept)
-    run_serve(config, model, options, endpoint.host, RichReporter(err))
+    run_serve(config, model_path(model, config), options, endpoint.host, RichReporter(err))
 
 
 def _check_together(others: OtherDevicesOptions, plan: ServedPlanOptions) -> None:

@@ -144,6 +144,11 @@ def layer_folder(home: Path) -> Path:
     return home / "cache" / "layers"
 
 
+def models_folder(home: Path) -> Path:
+    """The folder in ``home`` for models that were fetched by name."""
+    return home / "models"
+
+
 def digests_file(home: Path) -> Path:
     """The file in ``home`` where it is kept what the layers of model files hold."""
     return home / "digests.json"

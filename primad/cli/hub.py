@@ -1,0 +1,51 @@
+"""Models by name on the command line: where they lie, and fetched where they are not here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from primad.cli.output import err
+from primad.errors import ConfigError
+from primad.settings.config import Config, models_folder
+
+if TYPE_CHECKING:
+    from primad.gguf.hub import HubName, KeptModel
+
+
+def model_path(given: Path, config: Config, *, fetches: bool = True) -> Path:
+    """The file that ``--model`` means: a path, or a model by name, which is fetched unless it is here.
+
+    Raises ``ConfigError``, also for one that is not here where nothing ``fetches``; ``DiskError``, ``ModelError``.
+    """
+    from primad.gguf.hub import PREFIX, hub_name, kept
+
+    text = given.as_posix()
+    name = hub_name(text) if text.startswith(PREFIX) else None
+    if name is None:
+        return given
+    found = kept(name, models_folder(config.home))
+    if found is None and not fetches:
+        raise ConfigError(f"{name}: is not here; primad pull {name} fetches it, and --model-shape plans without")
+    return (found or fetched(name, config)).files[0]
+
+
+def fetched(name: HubName, config: Config) -> KeptModel:
+    """``name`` from the hub, with bars on a terminal. Raises as ``model_path``."""
+    if not err.is_terminal:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read where the hub's library is imported
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from rich.progress import Progress
+
+    from primad.gguf.hub import fetch
+
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
+        tasks = {}
+
+        def advance(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total)
+            progress.update(tasks[what], completed=done)
+
+        return fetch(name, models_folder(config.home), advance)

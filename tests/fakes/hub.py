@@ -1,0 +1,124 @@
+"""A hub over loopback that speaks as much of Hugging Face's API as fetching a model takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlparse
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class FakeHub:
+    """Repositories by name, each with its files by name. ``gated`` ones ask for consent; ``stated`` are false hashes.
+
+    ``cut`` is how many bytes of a file are sent before the connection ends, once a file. ``asked`` is what was asked for.
+    """
+
+    repositories: dict[str, dict[str, bytes]]
+    gated: frozenset[str] = frozenset()
+    stated: dict[str, str] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
+    asked: list[tuple[str, str, str]] = field(default_factory=list)
+    endpoint: str = ""
+
+
+@contextmanager
+def serving(hub: FakeHub) -> Iterator[FakeHub]:
+    """``hub`` on a free port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self._answer(has_body=False)
+
+        def do_GET(self) -> None:
+            self._answer(has_body=True)
+
+        def _answer(self, *, has_body: bool) -> None:
+            parts = unquote(urlparse(self.path).path).strip("/").split("/")
+            hub.asked.append((self.command, "/".join(parts), self.headers.get("Range", "")))
+            if parts[:2] == ["api", "models"]:
+                self._tell("/".join(parts[2:4]))
+            else:
+                self._give("/".join(parts[:2]), "/".join(parts[4:]), has_body=has_body)
+
+        def _refuse(self, status: int, code: str) -> None:
+            self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code}, has_body=self.command == "GET")
+
+        def _known(self, repo: str) -> dict[str, bytes] | None:
+            if repo not in hub.repositories:
+                self._refuse(404, "RepoNotFound")
+                return None
+            return hub.repositories[repo]
+
+        def _tell(self, repo: str) -> None:
+            files = self._known(repo)
+            if files is None:
+                return
+            siblings = [
+                {
+                    "rfilename": name,
+                    "size": len(data),
+                    "lfs": {
+                        "sha256": hub.stated.get(name, hashlib.sha256(data).hexdigest()),
+                        "size": len(data),
+                        "pointerSize": 134,
+                    },
+                }
+                for name, data in files.items()
+            ]
+            body = json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode()
+            self._send(200, body, {"Content-Type": "application/json"}, has_body=True)
+
+        def _give(self, repo: str, name: str, *, has_body: bool) -> None:
+            files = self._known(repo)
+            if files is None:
+                return
+            if repo in hub.gated:
+                self._refuse(403, "GatedRepo")
+                return
+            data = files[name]
+            first = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+            headers = {
+                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+                "X-Repo-Commit": COMMIT,
+                "Accept-Ranges": "bytes",
+                "Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}",
+            }
+            cut = hub.cut.pop(name, None) if has_body and not first else None
+            self._send(206 if first else 200, data[first:], headers, has_body=has_body, cut=cut)
+
+        def _send(
+            self, status: int, body: bytes, headers: dict[str, str], *, has_body: bool, cut: int | None = None
+        ) -> None:
+            self.send_response(status)
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if has_body:
+                self.wfile.write(body if cut is None else body[:cut])
+            if cut is not None:
+                self.close_connection = True
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,190 @@
+"""Models by name: from a hub over loopback into the home folder, listed, used without asking, removed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+
+import pytest
+
+from primad.cli import main as cli
+from primad.errors import ConfigError
+from primad.gguf import hub as hub_module
+from primad.gguf.hub import HubName, by_quantisation, choose, hub_name
+from primad.settings.config import models_folder
+from tests.fakes.hub import FakeHub, serving
+from tools import synth
+
+REPO = "acme/Tiny-GGUF"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """Two quantisations of a tiny model."""
+    folder = tmp_path_factory.mktemp("weights")
+    for kind in ("q8_0", "f16"):
+        synth.write_model(folder / kind, architecture="llama", quantisation=kind)
+    return {kind: (folder / kind).read_bytes() for kind in ("q8_0", "f16")}
+
+
+@pytest.fixture
+def hub(weights, monkeypatch):
+    files = {
+        "Tiny-Q8_0.gguf": weights["q8_0"],
+        "Tiny-F16.gguf": weights["f16"],
+        "mmproj-Tiny-F16.gguf": b"pictures",
+        "README.md": b"# Tiny",
+        "big/Tiny-Q6_K-00001-of-00002.gguf": b"one",
+        "big/Tiny-Q6_K-00002-of-00002.gguf": b"two!",
+        "Tiny-Q5_K_M-00002-of-00002.gguf": b"the first is missing",
+    }
+    with serving(FakeHub({REPO: files, "acme/Empty": {"README.md": b""}, "acme/Gated": files})) as fake:
+        fake.gated = frozenset(("acme/Gated",))
+        monkeypatch.setenv("HF_ENDPOINT", fake.endpoint)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield fake
+
+
+@pytest.fixture
+def primad(capsys, monkeypatch, tmp_path):
+    """Runs ``primad`` with its home in ``tmp_path``; gives exit code, output and error output."""
+    monkeypatch.setenv("PRIMAD_LOG", "WARNING")
+    monkeypatch.setenv("PRIMAD_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["primad", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
+
+
+def test_a_model_is_fetched_listed_planned_for_and_removed(primad, hub, weights, tmp_path):
+    code, out, _ = primad("pull", f"hf:{REPO}")
+    assert code == 0
+    assert f"hf:{REPO}:Q8_0" in out, "of what is preferred the first that there is"
+    place = models_folder(tmp_path / "home") / REPO
+    assert (place / "Tiny-Q8_0.gguf").read_bytes() == weights["q8_0"]
+    assert not (place / "Tiny-F16.gguf").exists()
+    asked = len(hub.asked)
+    code, out, err = primad("plan", "--model", f"hf:{REPO}", "--fleet", "apple-home")
+    assert (code, len(hub.asked)) == (0, asked), err
+    assert "synthetic" in out
+    assert primad("pull", f"hf:{REPO}:f16")[0] == 0
+    listed = json.loads(primad("models", "--json")[1])
+    assert [each["name"] for each in listed] == [f"hf:{REPO}:F16", f"hf:{REPO}:Q8_0"]
+    assert [each["bytes"] for each in listed] == [len(weights["f16"]), len(weights["q8_0"])]
+    assert f"hf:{REPO}:F16" in primad("models")[1]
+    assert "removed" in primad("rm", f"hf:{REPO}:f16")[1]
+    assert not (place / "Tiny-F16.gguf").exists()
+    assert primad("rm", f"hf:{REPO}")[0] == 0
+    assert not place.exists()
+    assert "no model was fetched yet" in primad("models")[2]
+
+
+def test_a_split_model_comes_with_all_its_parts(primad, hub, tmp_path):
+    code, out, _ = primad("pull", f"hf:{REPO}:Q6_K")
+    assert code == 0
+    assert "00001-of-00002" in out
+    place = models_folder(tmp_path / "home") / REPO / "big"
+    assert sorted(path.read_bytes() for path in place.glob("*.gguf")) == [b"one", b"two!"]
+
+
+def test_what_was_interrupted_goes_on(primad, hub, weights, tmp_path):
+    hub.cut["Tiny-F16.gguf"] = 100
+    for _ in range(3):
+        code, _, err = primad("pull", f"hf:{REPO}:F16")
+        if not code:
+            break
+        assert err.count("\n") == 1
+    assert code == 0
+    assert (models_folder(tmp_path / "home") / REPO / "Tiny-F16.gguf").read_bytes() == weights["f16"]
+    assert any(part.startswith("bytes=") and path.endswith("Tiny-F16.gguf") for _, path, part in hub.asked)
+
+
+def test_what_is_not_what_the_hub_says_is_removed(primad, hub, tmp_path):
+    hub.stated["Tiny-F16.gguf"] = "0" * 64
+    code, _, err = primad("pull", f"hf:{REPO}:F16")
+    assert code == 2
+    assert "is not what the hub says" in err
+    assert not (models_folder(tmp_path / "home") / REPO / "Tiny-F16.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("pull", "hf:acme/Nosuch"), "the hub has no such repository"),
+        (("pull", "hf:acme/Empty"), "the repository has no GGUF file"),
+        (("pull", "hf:acme/Gated:F16"), "ask for your consent"),
+        (("pull", f"hf:{REPO}:Q2_K"), "the repository has, Q8_0, F16, Q5_K_M, Q6_K"),
+        (("pull", f"hf:{REPO}:Q5_K_M"), "lacks part 1"),
+        (("pull", "hf:acme"), "is no model of the hub"),
+        (("pull", "llama.gguf"), "is no model of the hub"),
+        (("rm", f"hf:{REPO}"), "is not here"),
+        (("plan", "--model", f"hf:{REPO}", "--fleet", "apple-home"), "primad pull"),
+        (("serve", "--model", "hf:acme/../x", "--alone"), "is no model of the hub"),
+    ],
+)
+def test_mistakes_are_named(primad, hub, arguments, says):
+    code, out, err = primad(*arguments)
+    assert (code, out) == (2, "")
+    assert all(word in err for word in says.split(", "))
+    assert err.count("\n") == 1
+
+
+def test_a_disk_without_room_is_told_before_anything_comes(primad, hub, monkeypatch):
+    monkeypatch.setattr(hub_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))
+    code, _, err = primad("pull", f"hf:{REPO}")
+    assert code == 2
+    assert "bytes of disk are free" in err
+    assert not any("resolve" in path for _, path, _ in hub.asked)
+
+
+def test_without_the_hub_what_is_here_is_used_and_the_rest_refused(primad, hub, monkeypatch):
+    assert primad("pull", f"hf:{REPO}")[0] == 0
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert primad("plan", "--model", f"hf:{REPO}", "--fleet", "apple-home")[0] == 0
+    code, _, err = primad("pull", f"hf:{REPO}:F16")
+    assert code == 2
+    assert "the hub cannot be reached" in err
+    assert err.count("\n") == 1
+
+
+def test_without_the_extra_it_is_named(primad, hub, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    code, _, err = primad("pull", f"hf:{REPO}")
+    assert code == 2
+    assert "primad[hub]" in err
+
+
+def test_names_and_files():
+    assert hub_name("model.gguf") is None
+    assert hub_name("hf:Qwen/Qwen3-8B-GGUF:Q4_K_M") == HubName("Qwen", "Qwen3-8B-GGUF", "Q4_K_M")
+    for text in ("hf:", "hf:a/b/c", "hf:a/b:", "hf:a/b:c:d", "hf:../b", "hf:a b/c"):
+        with pytest.raises(ConfigError):
+            hub_name(text)
+    names = [
+        "M-Q4_K_M.gguf",
+        "UD/M-UD-Q4_K_XL.gguf",
+        "M.IQ2_XXS.gguf",
+        "m-bf16.gguf",
+        "m.gguf",
+        "m-Q4_K_M-imatrix.gguf",
+    ]
+    kinds = by_quantisation(names)
+    assert kinds == {
+        "Q4_K_M": ["M-Q4_K_M.gguf"],
+        "Q4_K_XL": ["UD/M-UD-Q4_K_XL.gguf"],
+        "IQ2_XXS": ["M.IQ2_XXS.gguf"],
+        "BF16": ["m-bf16.gguf"],
+        "": ["m.gguf"],
+    }
+    assert choose(list(kinds), "") == "Q4_K_M"
+    assert choose(list(kinds), "bf16") == "BF16"
+    assert choose(list(kinds), "Q3_K") is None
+    assert choose(["IQ1_S"], "") == "IQ1_S"
