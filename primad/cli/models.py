@@ -17,12 +17,12 @@ from primad.settings.quantities import show_bytes
 if TYPE_CHECKING:
     from primad.gguf.hub import HubName
 
-Name = Annotated[
+ModelName = Annotated[
     str, typer.Argument(help="hf:owner/repo, or hf:owner/repo:Q4_K_M.", metavar="NAME", show_default=False)
 ]
 
 
-def pull(name: Name, home: Home = None) -> None:
+def pull(name: ModelName, home: Home = None) -> None:
     """Fetch a model by name, as 'serve --model hf:owner/repo' does where it is not here.
 
     Goes on where it was interrupted. HF_TOKEN is sent where it is set.
@@ -54,7 +54,7 @@ def models(home: Home = None, json: Annotated[bool, typer.Option("--json", help=
     out.print(table)
 
 
-def rm(name: Name, home: Home = None) -> None:
+def rm(name: ModelName, home: Home = None) -> None:
     """Remove a model that was fetched by name; without a quantisation all of its repository."""
     from primad.gguf.hub import remove
 

@@ -32,7 +32,7 @@ _BESIDE: Final = ("mmproj", "imatrix")
 """Files beside a model that are none."""
 _CHUNK_BYTES: Final = 8 << 20
 
-Advance = Callable[[str, int, int], None]
+OnBytes = Callable[[str, int, int], None]
 """Told what is done (a verb and a file's name), and bytes of how many."""
 
 
@@ -139,7 +139,7 @@ def choose(kinds: Sequence[str], asked: str) -> str | None:
     return next((by_name[kind.lower()] for kind in PREFERRED if kind.lower() in by_name), next(iter(kinds), None))
 
 
-def fetch(name: HubName, folder: Path, advance: Advance) -> KeptModel:
+def fetch(name: HubName, folder: Path, advance: OnBytes) -> KeptModel:
     """Have ``name`` in ``folder``, whole and as the hub has it.
 
     Raises ``ConfigError`` where the hub does not have it, or does not give it; ``DiskError`` where it does not fit;
@@ -270,7 +270,7 @@ def _check_room(place: Path, files: Sequence[HubFile], name: HubName) -> None:
         )
 
 
-def _verify(path: Path, file: HubFile, advance: Advance) -> None:
+def _verify(path: Path, file: HubFile, advance: OnBytes) -> None:
     """Compare what came with what the hub says; what differs is removed."""
     found, done = hashlib.sha256(), 0
     with path.open("rb") as stream:
