@@ -55,7 +55,7 @@ _ORDERS_OF: Final = 5
 _LEAST_S: Final = 0.05
 _FIRST_S: Final = 5.0
 _HURRIED_S: Final = 1e-3
-_LONG_S: Final = 2.0
+_LONG_S: Final = 1.5
 """With more devices than orders are tried of, a program ends after so long. By then its plans are near the best, and so is
 its bound."""
 _STEEP_S: Final = 1000.0
