@@ -23,7 +23,7 @@ from primad.gguf.architectures import embedding_scale, layer_count
 from primad.gguf.header import Header, read_header
 from primad.gguf.layers import layer_header
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
-from tests.shell.test_cut_exact import DECODED, OPTIONS, PROMPT, files_of, rows, synth, whole_logits
+from tests.shell.test_cut_exact import DECODED, OPTIONS, PROMPT, cuts_of, files_of, rows, synth, whole_logits
 
 pytestmark = [
     pytest.mark.slow,
@@ -164,6 +164,17 @@ def test_with_everything_streamed_logits_are_the_same(architecture, tmp_path):
             if streamer.experts is None:  # what streams by expert has a pool instead
                 assert streamer.residency.resident == ()
                 assert streamer.residency.streams
+            check(made, chunks, expected)
+
+
+@pytest.mark.parametrize("architecture", ["gemma4-moe", "glm4moe", "nemotron_h_moe", "qwen35moe"])
+def test_layers_of_several_kinds_stream(architecture, tmp_path):
+    header = model(tmp_path, architecture, layers=8)
+    chunks, expected = whole_logits(header)
+    for number, cuts in enumerate(([0, layer_count(header)], *cuts_of(header))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with streaming(header, cuts, folder, streamed=EVERYTHING) as made:
             check(made, chunks, expected)
 
 
