@@ -47,6 +47,8 @@ MOST_COPIED: Final = 1024
 MOST_TRIES: Final = 20
 """A block that its device does not give so often is gone there."""
 LEAST_RESTORE_S: Final = 2.0
+WAITED_A_ROW_S: Final = 0.005
+"""Half of what a row takes to compute again where that is quick."""
 MOST_RESTORE_S: Final = 30.0
 """An answer does not stand still for longer until what is lacking is computed again."""
 _LAST_WRITES_S: Final = (0.02, 0.1, 0.3)
@@ -281,11 +283,12 @@ class KvBackup:
         return {block.key for block, held in zip(blocks, zip(*answers, strict=True), strict=True) if all(held)}
 
     def _patience_s(self, plan: Plan, blocks: Sequence[KvBlock]) -> float:
-        """Twice what the slowest link takes for the cells of the device that has most, within bounds."""
+        """Twice what the slowest link takes for the cells of the device that has most, and longer where there is more to
+        compute again otherwise, within bounds."""
         rows = sum(block.end - block.start for block in blocks)
         rates = [link.bytes_per_s for link in self._devices.book.between(plan.devices)]
         most = max(self._token_bytes(plan).values())
-        return min(MOST_RESTORE_S, LEAST_RESTORE_S + 2 * rows * most / min(rates, default=1e9))
+        return min(MOST_RESTORE_S, LEAST_RESTORE_S + rows * (WAITED_A_ROW_S + 2 * most / min(rates, default=1e9)))
 
     def serve(
         self,

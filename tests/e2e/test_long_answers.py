@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import Primad, wait_until
+from tests.e2e.cluster import primad, wait_until
 from tests.e2e.kept import Lab
 from tests.e2e.streams import show
 
@@ -119,7 +119,7 @@ def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_
 
 def asked_of(lab: Lab, command: str, name: str) -> None:
     """``primad`` with ``command``, at the home of a worker."""
-    with Primad(command, "--home", lab.homes[name]) as run:
+    with primad(command, "--home", lab.homes[name]) as run:
         assert run.wait_end() == 0
 
 
