@@ -4,9 +4,9 @@ It is decided for a plan that was found: a device is helped if its GPU is faster
 nothing of the device streams, the VRAM that the plan leaves is enough, and what the plan is for takes no longer. A token
 takes as long as before, unless the device had extra buffers, which help excludes.
 
-Where the first token counts, other layers may suit devices that are helped. So a plan is also solved for which all of
-them are, with the memory that this takes, and the better of the two is the answer. Which of them are helped is tried one by
-one and not proven to be best.
+Where the first token counts, other layers may suit devices that are helped. So plans are also solved in which all of them
+are, with the memory that this takes, and where they are few each alone; the best is the answer. It is not proven to be the
+best of all that have help.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from halda.solution import Solution
 
 OF_FIRST_TOKEN: Final[frozenset[Objective]] = frozenset(("ttft", "balanced"))
 """What takes less where prompts do."""
+MOST_ALONE: Final = 3
+"""Of so many devices that could be helped each is tried alone, too; with more it would take too long."""
 _SAME: Final = 1e-9
 """Relative difference that is no difference."""
 
@@ -33,6 +35,12 @@ def able_to_help(question: Instance) -> frozenset[str]:
         return sum(count * seconds for count, seconds in zip(question.kind_totals, layer_s, strict=True))
 
     return frozenset(helped.name for alone, helped in pairs if chunk_s(helped.prefill.cpu) < chunk_s(alone.prefill.cpu))
+
+
+def others_to_try(able: frozenset[str]) -> list[frozenset[str]]:
+    """Who is helped in the plans that are solved besides the one without help."""
+    alone = [frozenset({name}) for name in sorted(able)] if 1 < len(able) <= MOST_ALONE else []
+    return [able, *alone] if able else []
 
 
 def with_help(found: Solution, question: Instance, able: frozenset[str]) -> Solution:

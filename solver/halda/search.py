@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations
 from typing import Any, Final
@@ -22,7 +23,7 @@ import pulp
 from halda import milp
 from halda.cuts import good_cuts
 from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, is_regular, residency, stream
-from halda.helping import OF_FIRST_TOKEN, able_to_help, with_help
+from halda.helping import OF_FIRST_TOKEN, able_to_help, others_to_try, with_help
 from halda.instance import Instance, instance
 from halda.orders import (
     EXACT_DEVICES,
@@ -107,13 +108,13 @@ def solve(
         found = _with_best_head(replace(question, helped=helped), heads, objective, require, chunks, time_limit_s)
         return with_help(found, question.with_head(found.plan.head), able) if able else found
 
-    if not able or objective not in OF_FIRST_TOKEN:
-        return best(frozenset(), time_limit_s)
-    found = best(frozenset(), time_limit_s / 2)
-    try:
-        return min(found, best(able, time_limit_s / 2), key=lambda each: each.objective_s)
-    except Infeasible:
-        return found
+    tried = others_to_try(able) if objective in OF_FIRST_TOKEN else []
+    found = best(frozenset(), time_limit_s / (1 + len(tried)))
+    for helped in tried:
+        with suppress(Infeasible):
+            other = best(helped, time_limit_s / (1 + len(tried)))
+            found = min(found, other, key=lambda each: each.objective_s)
+    return found
 
 
 def _with_best_head(

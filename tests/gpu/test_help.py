@@ -36,7 +36,7 @@ def helped(gpu: GpuDevice, new_home) -> Iterator[Path]:
 
 @pytest.mark.parametrize("batching", ["auto", "exact"])
 def test_a_ring_that_is_helped_serves(smollm2, new_home, helped, cluster, batching):
-    limit = ("--threads", WORKER_THREADS, "--max-vram", "450MiB")
+    limit = ("--threads", WORKER_THREADS, "--max-vram", "300MiB")
     arguments = ("--wait", 1, "--use-all", "--context", 512, "--batching", batching)
     with (
         all_joined([helped], cluster, *limit) as (worker,),

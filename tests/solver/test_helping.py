@@ -23,7 +23,7 @@ from halda import (
     solve,
 )
 from halda.cost import COPIED_SHARE, GPU_RUNTIME_BYTES, HELP_ROWS, helped_layer_s
-from halda.helping import able_to_help
+from halda.helping import able_to_help, others_to_try
 from halda_research.simulate import simulate, simulate_prefill
 from tests.fakes import planning
 from tests.fakes.planning import GB, helping
@@ -205,13 +205,14 @@ def with_helpers(seed: int) -> tuple[Instance, Objective, frozenset[str]]:
 
 
 def test_no_plan_with_help_is_better_on_small_fleets():
-    """Neither where all that can be are helped nor where none is, one of which the answer is not worse than."""
+    """Where none is helped, all that can be are or one is: no such plan is better than the answer."""
     found = helped = 0
-    for seed in range(400, 420):
+    for seed in range(400, 415):
         question, objective, able = with_helpers(seed)
-        if not able:
+        if not able or len(question.devices) > 3:
             continue
-        best = [Brute(replace(question, helped=names), objective).best() for names in (frozenset(), able)]
+        sets = [frozenset(), *others_to_try(able)]
+        best = [Brute(replace(question, helped=names), objective).best() for names in sets]
         values = []
         for each in best:
             if each is not None:
@@ -229,8 +230,8 @@ def test_no_plan_with_help_is_better_on_small_fleets():
         assert answer.objective_s <= (min(values) if objective in ("ttft", "balanced") else values[0]) * (1 + CLOSE)
         assert set(answer.plan.helped) <= able
         found, helped = found + 1, helped + bool(answer.plan.helped)
-    assert found > 10
-    assert helped > 3
+    assert found > 5
+    assert helped > 2
 
 
 def test_the_simulator_agrees():
